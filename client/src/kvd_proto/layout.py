@@ -1,0 +1,81 @@
+"""Layouts of the memory that the daemon shares with its clients. All numbers little-endian.
+
+Three kinds, each a memfd handed over on the companion socket:
+
+index page   daemon writes, clients map read-only (sealed against any other writer)
+board        mover and control write, the rank's worker maps read-only (sealed likewise)
+ready ring   the rank's worker writes, its mover reads (sealed against shrinking and growing)
+
+Aligned 64-bit stores are atomic and ordered on x86-64, which is why `require_ordered_stores`
+refuses every other processor: the fences they need are not in.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+
+LAYOUT_VERSION = 1
+HEADER_BYTES = 4096
+NULL_ENGINE_BLOCK = 0xFFFFFFFF
+
+# -- index page -------------------------------------------------------------------------------
+# header: u64 magic, u64 version, u64 buckets, u64 closed, then at ROOM_OFFSET one u64 for each
+# group (64 at most): blocks that a store could get now, free or by eviction. 0 = no room.
+# After the header: buckets x 8 u64 words, each 0 or the tag of one readable block.
+PAGE_MAGIC = int.from_bytes(b"KVDPAGE1", "little")
+PAGE_BUCKET_WORDS = 8
+PAGE_CLOSED_OFFSET = 24
+PAGE_ROOM_OFFSET = 64
+PAGE_ROOM_GROUPS = 64
+
+# -- ready ring -------------------------------------------------------------------------------
+# header: u64 magic, u64 version, u64 entries; u64 tail at RING_TAIL_OFFSET (worker writes),
+# u64 head at RING_HEAD_OFFSET (mover writes). After the header: RING_ENTRIES job ids (u64),
+# then RING_ENTRIES abandon words (u64): word job_id % RING_ENTRIES == job_id means that the
+# worker gave that store up; the mover looks after the last byte. Entry i of the stream lies at
+# i % RING_ENTRIES. The eventfd is written after the tail.
+RING_MAGIC = int.from_bytes(b"KVDRING1", "little")
+RING_ENTRIES = 8192
+RING_TAIL_OFFSET = 64
+RING_HEAD_OFFSET = 128
+RING_BYTES = HEADER_BYTES + 2 * RING_ENTRIES * 8
+
+# -- board ------------------------------------------------------------------------------------
+# header: u64 magic, u64 version, u64 records per lane; u64 tail of lane 0 (the mover's) at
+# BOARD_TAIL_OFFSETS[0], of lane 1 (control's) at [1]. After the header: lane 0's records, then
+# lane 1's. Record i of a lane lies at i % BOARD_RECORDS; it is written before the tail moves.
+# A reader more than BOARD_RECORDS behind has lost records and must register again.
+BOARD_MAGIC = int.from_bytes(b"KVDBORD1", "little")
+BOARD_LANES = 2
+LANE_MOVER = 0
+LANE_CONTROL = 1
+BOARD_RECORDS = 8192
+BOARD_TAIL_OFFSETS = (64, 128)
+BOARD_RECORD = np.dtype(
+    [
+        ("job_id", "<u8"),
+        ("kind", "<u4"),  # JobKind of kvd.v1
+        ("status", "<u4"),  # JobStatus of kvd.v1
+        ("bytes", "<u8"),  # this rank's bytes copied
+        ("duration_ns", "<u8"),  # of the copy itself
+    ]
+)
+BOARD_BYTES = HEADER_BYTES + BOARD_LANES * BOARD_RECORDS * BOARD_RECORD.itemsize
+
+# Jobs of one session that have not ended and been read by every rank.
+MAX_JOBS_IN_FLIGHT = 4096
+MAX_HASH_BYTES = 64
+MAX_KEYS_PER_MESSAGE = 16384
+MAX_BLOCKS_PER_BLOCK = 64
+MAX_GROUPS = 64
+MAX_RANKS = 256
+
+
+def require_ordered_stores() -> None:
+    """Raise RuntimeError where 64-bit stores may become visible out of order."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise RuntimeError(
+            f"kvd shares memory without fences and needs x86-64, not {platform.machine()}"
+        )

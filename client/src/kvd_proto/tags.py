@@ -1,0 +1,74 @@
+"""The 64-bit tags under which block hashes stand in an index page.
+
+A tag is a keyed mix of one block hash. Both sides compute it: the daemon's core to index its
+slots, a client to probe the page. Tags are hints: two hashes may share one, so whoever needs
+to be sure compares the whole hash. Pure numpy; whole batches only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+
+# Odd constants of Steele, Lea and Flood, "Fast splittable pseudorandom number generators"
+# (OOPSLA 2014), as used for finalising in splitmix64.
+_MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT_30 = np.uint64(30)
+_SHIFT_27 = np.uint64(27)
+_SHIFT_31 = np.uint64(31)
+
+
+def mix(words: U64) -> U64:
+    """Splitmix64's finaliser over an array of any shape; a new array."""
+    out = words ^ (words >> _SHIFT_30)
+    out *= _MULTIPLY_1
+    out ^= out >> _SHIFT_27
+    out *= _MULTIPLY_2
+    out ^= out >> _SHIFT_31
+    return out
+
+
+def hash_words(hashes: bytes | memoryview, hash_bytes: int) -> U64:
+    """View n hashes, one after the other, as words: shape [n, ceil(hash_bytes / 8)].
+
+    A hash whose length is no multiple of 8 is padded with zero bytes.
+    """
+    width = -(-hash_bytes // 8)
+    if hash_bytes % 8 == 0:
+        return np.frombuffer(hashes, dtype=np.uint64).reshape(-1, width)
+    raw = np.frombuffer(hashes, dtype=np.uint8).reshape(-1, hash_bytes)
+    padded = np.zeros((raw.shape[0], width * 8), dtype=np.uint8)
+    padded[:, :hash_bytes] = raw
+    return padded.view(np.uint64)
+
+
+def tags_of(words: U64, seed: int) -> U64:
+    """Tags of n hashes, shape [n], for the scope whose 64-bit seed is given. Never 0."""
+    tags = np.full(words.shape[0], seed, dtype=np.uint64)
+    for column in range(words.shape[1]):
+        tags = mix((tags + _STEP) ^ words[:, column])
+    tags[tags == 0] = 1
+    return tags
+
+
+def bucket_pair(tags: U64, buckets: int) -> tuple[U64, U64]:
+    """The two candidate buckets of each tag; `buckets` is a power of two."""
+    mask = np.uint64(buckets - 1)
+    first = tags & mask
+    second = ((tags >> np.uint64(32)) * _MULTIPLY_2 >> np.uint64(20)) & mask
+    return first, second
+
+
+def account_seed(group_seed: int, account: str) -> int:
+    """Seed of a group's tags for one account (cache salt); the empty account has group_seed."""
+    if not account:
+        return group_seed
+    key = group_seed.to_bytes(8, "little")
+    digest = hashlib.blake2b(account.encode(), digest_size=8, key=key).digest()
+    return int.from_bytes(digest, "little")

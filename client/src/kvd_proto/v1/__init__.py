@@ -1,0 +1,1 @@
+"""Generated stubs of kvd.v1; see proto/generate.py."""

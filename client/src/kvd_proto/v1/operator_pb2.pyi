@@ -1,0 +1,197 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    TENANTS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    RECOVERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    incarnation: bytes
+    uptime_seconds: float
+    state: str
+    pool: PoolStatus
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStatus]
+    tenants: _containers.RepeatedCompositeFieldContainer[TenantStatus]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStatus]
+    policy: str
+    recovered_blocks: int
+    process_id: int
+    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ...) -> None: ...
+
+class PoolStatus(_message.Message):
+    __slots__ = ("directory", "bytes", "extent_bytes", "extents", "extents_free", "slots_free", "slots_reserved", "slots_ready", "slots_quarantined", "bytes_ready")
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    EXTENTS_FREE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FREE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_READY_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_READY_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    bytes: int
+    extent_bytes: int
+    extents: int
+    extents_free: int
+    slots_free: int
+    slots_reserved: int
+    slots_ready: int
+    slots_quarantined: int
+    bytes_ready: int
+    def __init__(self, directory: _Optional[str] = ..., bytes: _Optional[int] = ..., extent_bytes: _Optional[int] = ..., extents: _Optional[int] = ..., extents_free: _Optional[int] = ..., slots_free: _Optional[int] = ..., slots_reserved: _Optional[int] = ..., slots_ready: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., bytes_ready: _Optional[int] = ...) -> None: ...
+
+class SessionStatus(_message.Message):
+    __slots__ = ("session_id", "engine_id", "namespace_id", "uid", "world_size", "ranks", "jobs_in_flight", "leases", "usable")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    JOBS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    USABLE_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    engine_id: str
+    namespace_id: int
+    uid: int
+    world_size: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    jobs_in_flight: int
+    leases: int
+    usable: bool
+    def __init__(self, session_id: _Optional[int] = ..., engine_id: _Optional[str] = ..., namespace_id: _Optional[int] = ..., uid: _Optional[int] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs_in_flight: _Optional[int] = ..., leases: _Optional[int] = ..., usable: bool = ...) -> None: ...
+
+class RankStatus(_message.Message):
+    __slots__ = ("rank", "mover_pid", "worker_pid", "transport", "bytes_stored", "bytes_loaded", "store_bytes_per_second", "load_bytes_per_second")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    MOVER_PID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_PID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_STORED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_LOADED_FIELD_NUMBER: _ClassVar[int]
+    STORE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    LOAD_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    mover_pid: int
+    worker_pid: int
+    transport: str
+    bytes_stored: int
+    bytes_loaded: int
+    store_bytes_per_second: float
+    load_bytes_per_second: float
+    def __init__(self, rank: _Optional[int] = ..., mover_pid: _Optional[int] = ..., worker_pid: _Optional[int] = ..., transport: _Optional[str] = ..., bytes_stored: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., store_bytes_per_second: _Optional[float] = ..., load_bytes_per_second: _Optional[float] = ...) -> None: ...
+
+class TenantStatus(_message.Message):
+    __slots__ = ("tenant", "bytes_used", "quota_bytes", "bytes_leased")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_LEASED_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    bytes_used: int
+    quota_bytes: int
+    bytes_leased: int
+    def __init__(self, tenant: _Optional[str] = ..., bytes_used: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., bytes_leased: _Optional[int] = ...) -> None: ...
+
+class NamespaceStatus(_message.Message):
+    __slots__ = ("namespace_id", "fingerprint", "tenant", "fields", "blocks", "bytes", "sessions", "differs")
+    class FieldsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class DiffersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FIELDS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    fingerprint: str
+    tenant: str
+    fields: _containers.ScalarMap[str, str]
+    blocks: int
+    bytes: int
+    sessions: int
+    differs: _containers.ScalarMap[str, str]
+    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., differs: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class ListNamespacesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListNamespacesResponse(_message.Message):
+    __slots__ = ("namespaces",)
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStatus]
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ...) -> None: ...
+
+class ClearRequest(_message.Message):
+    __slots__ = ("namespace_id",)
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    def __init__(self, namespace_id: _Optional[int] = ...) -> None: ...
+
+class ClearResponse(_message.Message):
+    __slots__ = ("blocks_removed",)
+    BLOCKS_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    blocks_removed: int
+    def __init__(self, blocks_removed: _Optional[int] = ...) -> None: ...
+
+class SetQuotaRequest(_message.Message):
+    __slots__ = ("tenant", "quota_bytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    quota_bytes: int
+    def __init__(self, tenant: _Optional[str] = ..., quota_bytes: _Optional[int] = ...) -> None: ...
+
+class SetQuotaResponse(_message.Message):
+    __slots__ = ("blocks_evicted",)
+    BLOCKS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    blocks_evicted: int
+    def __init__(self, blocks_evicted: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deadline_ms",)
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    deadline_ms: int
+    def __init__(self, deadline_ms: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("jobs_left",)
+    JOBS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    jobs_left: int
+    def __init__(self, jobs_left: _Optional[int] = ...) -> None: ...

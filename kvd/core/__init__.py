@@ -1,0 +1,1 @@
+"""The pure core: events and a time in, actions out. Standard library and numpy only."""

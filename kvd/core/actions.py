@@ -1,0 +1,259 @@
+"""What is to be done: the outputs of the machine, as orders. Carried out in list order.
+
+The order is part of the promise: a tag is retracted before its slot's record is freed, the
+record is freed before the slot is given to a new transfer, a READY record is written before
+its tag is published, the tag before the board says done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvd.core.events import JobKind, JobStatus, NamespaceSpec
+from kvd.core.keys import (
+    U32,
+    U64,
+    JobId,
+    KeyBatch,
+    LeaseId,
+    MoverId,
+    NamespaceId,
+    RowId,
+    ScopeId,
+    SessionId,
+    Slots,
+    TransferId,
+)
+
+# -- answers, as the payload of Reply -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOpened:
+    epoch: str
+    scopes: tuple[ScopeId, ...]  # by group
+    seeds: tuple[int, ...]  # 64-bit tag seeds by group
+
+
+@dataclass(frozen=True, slots=True)
+class SessionAccepted:
+    namespace: NamespaceId
+    epoch: EpochOpened
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """statuses: one byte a key, as in kvd.v1 Answer."""
+
+    statuses: bytes
+    lease: LeaseId | None
+    leased_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    job: JobId
+    kind: JobKind
+    accepted: bool
+    reason: str  # "" when accepted
+    blocks: int  # blocks that will be copied
+
+
+# -- orders -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    token: int
+    payload: Any
+
+
+@dataclass(frozen=True, slots=True)
+class OpenNamespace:
+    """Make the namespace known to the registry and give it an index page."""
+
+    namespace: NamespaceId
+    spec: NamespaceSpec
+    page_blocks: int  # most blocks that the page will hold
+
+
+@dataclass(frozen=True, slots=True)
+class OpenScope:
+    """Write the scope to the registry, before any record names it."""
+
+    scope: ScopeId
+    namespace: NamespaceId
+    epoch: str
+    account: str
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class GrantRow:
+    """Extents become a row: slot numbers first_slot .. first_slot + slots - 1."""
+
+    row: RowId
+    namespace: NamespaceId
+    group: int
+    extents: tuple[int, ...]  # by shard; extents[0] == row
+    part_bytes: tuple[int, ...]  # by shard
+    first_slot: int
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnmapRow:
+    """Tell this mover to unmap the row; answer RowUnmapped."""
+
+    mover: MoverId
+    row: RowId
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroRow:
+    """Overwrite the row's extents with zeros; answer RowZeroed."""
+
+    row: RowId
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRow:
+    """Erase the row's header; its extents are free. No slot of it is READY."""
+
+    row: RowId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteReady:
+    """Write READY records. Arrays run along; keys all have the namespace's length."""
+
+    slots: Slots
+    scopes: U32
+    keys: KeyBatch
+    stamps: U64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteFree:
+    """Write FREE records for these slots."""
+
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PublishTags:
+    namespace: NamespaceId
+    tags: U64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RetractTags:
+    namespace: NamespaceId
+    tags: U64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferPart:
+    """Blocks of one group. engine_blocks: [n, blocks_per_block]; slots: [n]."""
+
+    group: int
+    slots: Slots
+    engine_blocks: U32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StartTransfer:
+    mover: MoverId
+    transfer: TransferId
+    job: JobId
+    kind: JobKind
+    parts: tuple[TransferPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RevokeTransfer:
+    """Ask the mover to give up a transfer it has not started; answer TransferFinished."""
+
+    mover: MoverId
+    transfer: TransferId
+
+
+@dataclass(frozen=True, slots=True)
+class KillMover:
+    """End the mover process; answer MoverGone."""
+
+    mover: MoverId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PostBoard:
+    """Write control's lane of this rank's board. Only for what the mover doesn't post itself:
+    every store, and loads that no transfer was started for (the mover posts the others)."""
+
+    mover: MoverId
+    job: JobId
+    kind: JobKind
+    status: JobStatus
+    bytes_copied: int
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndJob:
+    """The job has ended on every rank: tell the session and whoever flushes."""
+
+    session: SessionId
+    job: JobId
+    kind: JobKind
+    status: JobStatus
+    reason: str
+    blocks: int
+    bytes_copied: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnnounceStored:
+    namespace: NamespaceId
+    epoch: str
+    account: str
+    group: int
+    keys: KeyBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnnounceRemoved:
+    namespace: NamespaceId
+    epoch: str
+    account: str
+    group: int
+    keys: KeyBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceCleared:
+    namespace: NamespaceId
+
+
+Action = (
+    Reply
+    | OpenNamespace
+    | OpenScope
+    | GrantRow
+    | UnmapRow
+    | ZeroRow
+    | ReleaseRow
+    | WriteReady
+    | WriteFree
+    | PublishTags
+    | RetractTags
+    | StartTransfer
+    | RevokeTransfer
+    | KillMover
+    | PostBoard
+    | EndJob
+    | AnnounceStored
+    | AnnounceRemoved
+    | AnnounceCleared
+)

@@ -1,0 +1,102 @@
+"""Rules that callers may break. A miss or a full tier is an answer, never one of these."""
+
+from __future__ import annotations
+
+
+class KvdError(Exception):
+    """The caller broke a rule. Nothing was changed.
+
+    `reason` is stable and listed in docs/errors.md; `field` names what was wrong.
+    """
+
+    reason = "INTERNAL"
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class InvalidArgument(KvdError):
+    """A field's value is impossible whatever the state."""
+
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, message: str, field: str = "", reason: str = "") -> None:
+        super().__init__(message, field)
+        if reason:
+            self.reason = reason
+
+
+class UnknownSession(KvdError):
+    reason = "UNKNOWN_SESSION"
+
+
+class UnknownNamespace(KvdError):
+    reason = "UNKNOWN_NAMESPACE"
+
+
+class UnknownRegistration(KvdError):
+    reason = "UNKNOWN_REGISTRATION"
+
+
+class DuplicateJob(KvdError):
+    """A live job of the session already has this id."""
+
+    reason = "DUPLICATE_JOB"
+
+
+class SequenceGap(KvdError):
+    """A mutating message's number is neither the next one nor an old one."""
+
+    reason = "SEQUENCE_GAP"
+
+
+class EngineAlreadyLives(KvdError):
+    """Another live process holds this engine id."""
+
+    reason = "ENGINE_ALREADY_LIVES"
+
+
+class LayoutMismatch(KvdError):
+    """A rank's fragments don't add up to what the scheduler said."""
+
+    reason = "LAYOUT_MISMATCH"
+
+
+class LimitExceeded(KvdError):
+    """A named bound was passed: sessions, jobs in flight, namespaces."""
+
+    reason = "LIMIT_EXCEEDED"
+
+    def __init__(self, message: str, field: str = "", reason: str = "") -> None:
+        super().__init__(message, field)
+        if reason:
+            self.reason = reason
+
+
+class PermissionDenied(KvdError):
+    reason = "PERMISSION_DENIED"
+
+
+class Unauthenticated(KvdError):
+    """No companion connection of a live peer stands behind this token."""
+
+    reason = "UNAUTHENTICATED"
+
+
+class Draining(KvdError):
+    reason = "DRAINING"
+
+
+# Reasons that a verdict may carry (answers, not errors).
+NO_ROOM = "NO_ROOM"  # everything is pinned, in flight or just offered
+QUOTA = "QUOTA"  # the tenant's hard quota, and nothing of its own can be evicted
+KEY_MISSING = "KEY_MISSING"  # a load's block is not (or no longer) readable
+RANKS_MISSING = "RANKS_MISSING"  # not every rank is registered
+QUEUE_FULL = "QUEUE_FULL"  # the mover has as much queued as it may
+DRAINING = "DRAINING"
+EXPIRED = "EXPIRED"  # a half of the job never came
+MOVER_GONE = "MOVER_GONE"
+COPY_FAILED = "COPY_FAILED"
+SESSION_CLOSED = "SESSION_CLOSED"
+RESET = "RESET"  # the cache was reset or cleared meanwhile

@@ -1,0 +1,368 @@
+"""What happened: the inputs of the machine, in the past tense. Frozen; a closed union.
+
+`token` names a question whose answer is an action `Reply(token, …)`.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from kvd.core.keys import (
+    U32,
+    U64,
+    JobId,
+    KeyBatch,
+    LeaseId,
+    MoverId,
+    NamespaceId,
+    RequestId,
+    RowId,
+    ScopeId,
+    SessionId,
+    TenantId,
+    TransferId,
+)
+
+
+class GroupKind(enum.Enum):
+    FULL_ATTENTION = "full"
+    SLIDING_WINDOW = "sliding"
+    RECURRENT_STATE = "recurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One group of a namespace: its hit rule and the bytes of its blocks."""
+
+    kind: GroupKind
+    blocks_per_block: int  # engine blocks in one kvd block
+    shard_bytes: tuple[int, ...]  # bytes of one engine block in each shard
+
+    @property
+    def part_bytes(self) -> tuple[int, ...]:
+        """Bytes of one slot's part in each shard."""
+        return tuple(self.blocks_per_block * b for b in self.shard_bytes)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one slot over all shards."""
+        return sum(self.part_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSpec:
+    fingerprint: str  # hex; the identity
+    tenant: TenantId
+    hash_bytes: int
+    groups: tuple[GroupSpec, ...]
+
+
+class LeaseMode(enum.Enum):
+    NONE = 0
+    PREFIX = 1
+    ALL = 2
+
+
+class JobKind(enum.IntEnum):
+    STORE = 1
+    LOAD = 2
+
+
+class JobStatus(enum.IntEnum):
+    DONE = 1
+    FAILED = 2
+    REFUSED = 3
+
+
+# -- life of the pool -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScopeRecovered:
+    """One (namespace, epoch, account, group) read back from the pool's registry, before its rows."""
+
+    scope: ScopeId
+    namespace: NamespaceId
+    spec: NamespaceSpec
+    epoch: str
+    account: str
+    group: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowRecovered:
+    """A granted row of an earlier incarnation with its READY slots (possibly none).
+
+    `ordinals` are the READY slots' places in the row, ascending; the other arrays run along.
+    `quarantined` lists places whose copy may still be running in an undead mover.
+    """
+
+    row: RowId
+    extents: tuple[int, ...]  # by shard; extents[0] == row
+    namespace: NamespaceId
+    group: int
+    ordinals: U32
+    scopes: U32
+    keys: KeyBatch
+    stamps: U64  # coarse recency as last written
+    generations: U64
+    quarantined: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PoolRecovered:
+    """Ends recovery. Extents named by no RowRecovered are free."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowUnmapped:
+    """This mover has unmapped the row."""
+
+    mover: MoverId
+    row: RowId
+
+
+@dataclass(frozen=True, slots=True)
+class RowZeroed:
+    """The row's extents hold zeros now."""
+
+    row: RowId
+
+
+# -- sessions and ranks -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOpened:
+    """An engine's scheduler came. Reply: SessionAccepted, or the error raised."""
+
+    token: int
+    session: SessionId
+    spec: NamespaceSpec
+    epoch: str  # "" = the namespace's shared epoch
+    world_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionClosed:
+    """The scheduler is gone or said goodbye: leases end, unsubmitted jobs are revoked."""
+
+    session: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class RankAttached:
+    """A rank's mover stands and agrees on the layout."""
+
+    session: SessionId
+    mover: MoverId
+    rank: int
+    shard: int
+    writer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnding:
+    """The rank is dying or its mover is being killed: no new transfers to it; what it was
+    copying is quarantined until MoverGone."""
+
+    mover: MoverId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MoverGone:
+    """The mover process has ended, so has every copy of it. All its transfers have failed
+    unless reported before."""
+
+    mover: MoverId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EpochChanged:
+    """The engine reset its cache: its session goes on in another epoch. Reply: EpochOpened."""
+
+    token: int
+    session: SessionId
+    epoch: str
+
+
+# -- verbs ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What a request-bound verb knows of its request."""
+
+    request: RequestId
+    priority: int = 0
+    account: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Query:
+    context: RequestContext
+    group: int
+    keys: KeyBatch
+    lease: LeaseMode
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookupRequested:
+    """Reply: tuple[Answer, …] in the order of the queries."""
+
+    token: int
+    session: SessionId
+    queries: tuple[Query, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """Blocks of one group to copy. engine_blocks: [n, blocks_per_block], NULL allowed."""
+
+    group: int
+    keys: KeyBatch
+    engine_blocks: U32
+    first_block: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoreRequested:
+    """Reply: Verdict. `last` is False while further pieces of the same job follow: the driver
+    cuts large jobs so that small calls are not held up; the job ends only after its last."""
+
+    token: int
+    session: SessionId
+    job: JobId
+    context: RequestContext
+    runs: tuple[Run, ...]
+    request_level: bool = False
+    last: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadRequested:
+    """Reply: Verdict. All or nothing: one missing key refuses the job. Never in pieces."""
+
+    token: int
+    session: SessionId
+    job: JobId
+    context: RequestContext
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Touched:
+    session: SessionId
+    context: RequestContext
+    group: int
+    keys: KeyBatch
+
+
+@dataclass(frozen=True, slots=True)
+class JobsCompleted:
+    """The engine acknowledged these jobs; whatever it still holds of them may go."""
+
+    session: SessionId
+    jobs: tuple[JobId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LeasesReleased:
+    session: SessionId
+    leases: tuple[LeaseId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsEnded:
+    """Requests finished or were preempted: their leases end."""
+
+    session: SessionId
+    requests: tuple[RequestId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """Exactly once a step, last. Renews the session's leases."""
+
+    session: SessionId
+
+
+# -- transfers --------------------------------------------------------------------------------
+
+
+class TransferOutcome(enum.Enum):
+    DONE = "done"
+    FAILED = "failed"  # ended; some bytes may have been written
+    REVOKED = "revoked"  # never started, never will
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFinished:
+    """A mover's word that a copy has ended, or never will start."""
+
+    mover: MoverId
+    transfer: TransferId
+    outcome: TransferOutcome
+    bytes_copied: int
+    duration_ns: int
+
+
+# -- operator and time ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceCleared:
+    """Reply: number of blocks removed. Pinned blocks go once their pins end."""
+
+    token: int
+    namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaSet:
+    """Reply: number of blocks evicted at once. 0 bytes = no quota."""
+
+    token: int
+    tenant: TenantId
+    quota_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """No new store is admitted from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimerTicked:
+    """Expires leases, revokes and kills what is past its deadline. About every 250 ms."""
+
+
+Event = (
+    ScopeRecovered
+    | RowRecovered
+    | PoolRecovered
+    | RowUnmapped
+    | RowZeroed
+    | SessionOpened
+    | SessionClosed
+    | RankAttached
+    | RankEnding
+    | MoverGone
+    | EpochChanged
+    | LookupRequested
+    | StoreRequested
+    | LoadRequested
+    | Touched
+    | JobsCompleted
+    | LeasesReleased
+    | RequestsEnded
+    | StepEnded
+    | TransferFinished
+    | NamespaceCleared
+    | QuotaSet
+    | DrainStarted
+    | TimerTicked
+)

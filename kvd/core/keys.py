@@ -1,0 +1,51 @@
+"""Names of things, and batches of block hashes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_proto import tags
+
+SessionId = NewType("SessionId", int)
+JobId = NewType("JobId", int)  # chosen by the session's scheduler; scoped by session
+TransferId = NewType("TransferId", int)  # chosen by the core; unique in this incarnation
+MoverId = NewType("MoverId", int)  # one registered rank; = registration_id of the protocol
+LeaseId = NewType("LeaseId", int)
+NamespaceId = NewType("NamespaceId", int)  # small, persistent, from 1
+ScopeId = NewType("ScopeId", int)  # (namespace, epoch, account, group); small, persistent, from 1
+ClassId = NewType("ClassId", int)  # (namespace, group): a size class; not persistent
+RowId = NewType("RowId", int)  # = index of the row's leading extent (its shard 0)
+TenantId = NewType("TenantId", str)
+RequestId = NewType("RequestId", str)
+
+U64 = npt.NDArray[np.uint64]
+U32 = npt.NDArray[np.uint32]
+Slots = npt.NDArray[np.int64]  # dense slot numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyBatch:
+    """n block hashes of one length. `words` has shape [n, ceil(hash_bytes / 8)]."""
+
+    words: U64
+    hash_bytes: int
+
+    @classmethod
+    def from_bytes(cls, hashes: bytes, hash_bytes: int) -> KeyBatch:
+        """View hashes that stand one after the other; len(hashes) is a multiple of hash_bytes."""
+        return cls(tags.hash_words(hashes, hash_bytes), hash_bytes)
+
+    def __len__(self) -> int:
+        return int(self.words.shape[0])
+
+    def __getitem__(self, rows: slice | npt.NDArray[np.bool_] | Slots) -> KeyBatch:
+        return KeyBatch(self.words[rows], self.hash_bytes)
+
+    def to_bytes(self) -> bytes:
+        """The hashes one after the other, padding taken off."""
+        raw = np.ascontiguousarray(self.words).view(np.uint8)
+        return raw.reshape(len(self), -1)[:, : self.hash_bytes].tobytes()

@@ -1,0 +1,1 @@
+"""Eviction policies: which block goes first. One seam, `EvictionPolicy`, one contract suite."""

@@ -1,0 +1,45 @@
+"""The seam between the machine and a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.keys import U64, Slots
+
+# Given slots, says which of them may be evicted now (READY, no pin, not just offered).
+Evictable = Callable[[Slots], npt.NDArray[np.bool_]]
+
+
+class EvictionPolicy(Protocol):
+    """Order of eviction within one size class. Holds slots, never keys; all calls are batches.
+
+    Slots of one batch come in prefix order, head first: within a batch the tail is to be
+    evicted before the head. A slot is known between `insert` and `remove`/`evict`.
+    `tags` (one per slot) name the blocks beyond their slot's life, for policies with ghosts.
+    """
+
+    def insert(self, slots: Slots, tags: U64) -> None:
+        """These blocks became resident; none of the slots is known."""
+
+    def touch(self, slots: Slots) -> None:
+        """These resident blocks were used. Unknown slots are a broken invariant."""
+
+    def remove(self, slots: Slots) -> None:
+        """These blocks left without the policy's doing: forget them, ghosts too."""
+
+    def evict(self, count: int, evictable: Evictable) -> Slots | None:
+        """Take exactly `count` victims out, best first, or None and change nothing that matters.
+
+        All or nothing: None means that fewer than `count` known slots are evictable. Slots
+        that are not evictable keep their place or go to the young end.
+        """
+
+    def missed(self, tags: U64) -> None:
+        """These blocks were looked for and not resident: a ghost hit may adapt the policy."""
+
+    def coldest(self, count: int) -> Slots:
+        """Up to `count` known slots near the eviction end, evictable or not; changes nothing."""
