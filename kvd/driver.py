@@ -1,0 +1,548 @@
+"""The one writer: takes events to the pure machine and carries its orders out.
+
+Everything here runs on the event loop. `Driver.call` handles one event and performs all its
+actions before it returns, in their order, with no `await` between; what threads and movers have
+to say comes back as further events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, assert_never
+
+from kvd.clock import Clock, MonotonicClock
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
+from kvd.core.errors import UnknownRegistration
+from kvd.core.events import Event, JobKind, Query, Run, TransferOutcome
+from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId, TransferId
+from kvd.core.machine import Machine
+from kvd.event_log import Change, ChangeKind, EventLog
+from kvd.job_board import JobBoard
+from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess
+from kvd.pool.pool import Pool
+
+log = logging.getLogger(__name__)
+
+PIECE_KEYS = 256  # keys handled without yielding to other calls
+TICK_SECONDS = 0.25
+# How long a closed session's submitted copies may still run before its movers are ended.
+CLOSE_GRACE_SECONDS = 1.0
+
+
+class SessionSink(Protocol):
+    """Where news for one session go."""
+
+    def job_ended(self, order: EndJob) -> None: ...
+
+    def rank_lost(self, rank: int, reason: str) -> None: ...
+
+
+class DriverObserver(Protocol):
+    """Counts what passes by, for metrics."""
+
+    def transfer_finished(
+        self, kind: JobKind, outcome: TransferOutcome, bytes_copied: int, duration_ns: int
+    ) -> None: ...
+
+    def job_ended(self, order: EndJob) -> None: ...
+
+    def tags_spilled(self, count: int) -> None: ...
+
+
+class SilentObserver:
+    """Counts nothing."""
+
+    def transfer_finished(
+        self, kind: JobKind, outcome: TransferOutcome, bytes_copied: int, duration_ns: int
+    ) -> None:
+        pass
+
+    def job_ended(self, order: EndJob) -> None:
+        pass
+
+    def tags_spilled(self, count: int) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlacement:
+    rank: int
+    shard: int
+    writer: bool
+
+
+@dataclass(slots=True)
+class AttachedMover:
+    """A mover whose rank belongs to a session, and what it has done."""
+
+    process: MoverProcess
+    placement: RankPlacement
+    session: SessionId
+    namespace: NamespaceId
+    bytes_by_kind: dict[JobKind, int]
+    busy_ns_by_kind: dict[JobKind, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSessionRecord:
+    namespace: NamespaceId
+    sink: SessionSink
+
+
+def exit_on_broken_invariant(event: Event, error: AssertionError) -> None:
+    """Tell the story and end: a daemon that doubts its own state serves nothing."""
+    log.critical("broken invariant while handling %r", event, exc_info=error)
+    logging.shutdown()
+    os._exit(70)
+
+
+class Driver:
+    """Owns the machine, the pool and the movers; see the module's docstring."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        pool: Pool,
+        clock: Clock | None = None,
+        observer: DriverObserver | None = None,
+    ) -> None:
+        self.machine = machine
+        self.pool = pool
+        self.incarnation = pool.incarnation
+        self.event_log = EventLog(pool.incarnation, self._resident_changes)
+        self.on_broken_invariant: Callable[[Event, AssertionError], None] = (
+            exit_on_broken_invariant
+        )
+        self.sessions: dict[SessionId, OpenSessionRecord] = {}
+        self.movers: dict[MoverId, AttachedMover] = {}
+        self.jobs = JobBoard()
+        self._clock = clock or MonotonicClock()
+        self._observer = observer or SilentObserver()
+        self._processes: dict[MoverId, MoverProcess] = {}
+        self._gone: dict[MoverId, asyncio.Future[None]] = {}
+        self._fields: dict[str, dict[str, str]] = {}  # by fingerprint, for the registry
+        self._next_token = 0
+        self._next_session = 0
+        self._next_mover = 0
+        self._follow_ups: deque[Event] = deque()
+        self._handling = False
+        self._rooms_scheduled = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # -- events in --------------------------------------------------------------------------
+
+    def next_token(self) -> int:
+        """A number for a question; its answer carries it."""
+        self._next_token += 1
+        return self._next_token
+
+    def call(self, event: Event) -> Any:
+        """Handle the event and carry out its actions. The Reply's payload, or None.
+
+        Raises KvdError when the event broke a rule; nothing has changed then.
+        """
+        assert not self._handling, "the driver was entered while it carried out actions"
+        payload = self._handle(event)
+        while self._follow_ups:
+            self._handle(self._follow_ups.popleft())
+        return payload
+
+    def post(self, event: Event) -> None:
+        """Handle an event that nobody waits for, now or right after the present one."""
+        if self._handling:
+            self._follow_ups.append(event)
+        else:
+            self.call(event)
+
+    def _handle(self, event: Event) -> Any:
+        self._handling = True
+        payload = None
+        try:
+            orders = self.machine.handle(event, self._clock.now_ns())
+            for order in orders:
+                if isinstance(order, act.Reply):
+                    payload = order.payload
+                else:
+                    self._carry_out(order)
+        except AssertionError as error:
+            self.on_broken_invariant(event, error)
+            raise
+        finally:
+            self._handling = False
+        self._schedule_rooms()
+        return payload
+
+    # -- orders out -------------------------------------------------------------------------
+
+    def _carry_out(self, order: Action) -> None:
+        match order:
+            case act.StartTransfer():
+                self._start_transfer(order)
+            case act.WriteReady():
+                self.pool.write_ready(order)
+            case act.WriteFree():
+                self.pool.write_free(order)
+            case act.PublishTags():
+                if spilled := self.pool.publish(order):
+                    self._observer.tags_spilled(spilled)
+            case act.RetractTags():
+                self.pool.retract(order)
+            case act.AnnounceStored() | act.AnnounceRemoved() | act.AnnounceCleared():
+                self._announce(order)
+            case act.RevokeTransfer() | act.KillMover() | act.PostBoard() | act.UnmapRow():
+                self._order_mover(order)
+            case act.EndJob():
+                self._end_job(order)
+            case act.OpenNamespace():
+                fields = self._fields.pop(order.spec.fingerprint, {})
+                self.pool.open_namespace(order, fields)
+            case act.OpenScope():
+                self.pool.open_scope(order)
+            case act.GrantRow():
+                self.pool.grant_row(order)
+                self._map_row(order)
+            case act.ZeroRow():
+                self._spawn(self._zero_row(order))
+            case act.ReleaseRow():
+                self.pool.release_row(order)
+            case act.Reply():
+                raise AssertionError("a reply is no order")
+            case _:
+                assert_never(order)
+
+    def _start_transfer(self, order: act.StartTransfer) -> None:
+        attached = self.movers[order.mover]
+        parts = []
+        for part in order.parts:
+            extents, offsets = self.pool.locate(part.slots, attached.placement.shard)
+            parts.append(LocatedPart(part.group, extents, offsets, part.engine_blocks))
+        taken = attached.process.start_transfer(order.transfer, order.job, order.kind, parts)
+        if not taken:
+            self._follow_ups.append(
+                ev.TransferFinished(order.mover, order.transfer, TransferOutcome.REVOKED, 0, 0)
+            )
+
+    def _order_mover(
+        self, order: act.RevokeTransfer | act.KillMover | act.PostBoard | act.UnmapRow
+    ) -> None:
+        process = self._processes.get(order.mover)
+        if process is None:  # it has ended; MoverGone is on its way or has been handled
+            if isinstance(order, act.UnmapRow):
+                self._follow_ups.append(ev.RowUnmapped(order.mover, order.row))
+            return
+        match order:
+            case act.RevokeTransfer():
+                process.revoke(order.transfer)
+            case act.KillMover():
+                log.warning("ending mover %d (pid %d): %s", order.mover, process.pid, order.reason)
+                process.kill()
+            case act.PostBoard():
+                process.post(
+                    order.job, order.kind, order.status, order.bytes_copied, order.duration_ns
+                )
+            case act.UnmapRow():
+                process.unmap_row(order.row)
+
+    def _announce(
+        self, order: act.AnnounceStored | act.AnnounceRemoved | act.AnnounceCleared
+    ) -> None:
+        match order:
+            case act.AnnounceCleared(namespace):
+                change = Change(ChangeKind.CLEARED, namespace, "", "", 0, None)
+            case act.AnnounceStored(namespace, epoch, account, group, keys):
+                change = Change(ChangeKind.STORED, namespace, epoch, account, group, keys)
+            case act.AnnounceRemoved(namespace, epoch, account, group, keys):
+                change = Change(ChangeKind.REMOVED, namespace, epoch, account, group, keys)
+        self.event_log.append(change)
+
+    def _end_job(self, order: EndJob) -> None:
+        self.jobs.ended(order)
+        self._observer.job_ended(order)
+        record = self.sessions.get(order.session)
+        if record is not None:
+            record.sink.job_ended(order)
+
+    def _map_row(self, order: act.GrantRow) -> None:
+        for attached in self.movers.values():
+            if attached.namespace == order.namespace:
+                attached.process.map_row(order.row, order.extents[attached.placement.shard])
+
+    async def _zero_row(self, order: act.ZeroRow) -> None:
+        await asyncio.to_thread(self.pool.zero_row, order)
+        self.post(ev.RowZeroed(order.row))
+
+    def _schedule_rooms(self) -> None:
+        if not self._rooms_scheduled and self.sessions:
+            self._rooms_scheduled = True
+            asyncio.get_running_loop().call_soon(self._publish_rooms)
+
+    def _publish_rooms(self) -> None:
+        self._rooms_scheduled = False
+        for namespace in {record.namespace for record in self.sessions.values()}:
+            self.pool.set_room(namespace, self.machine.room(namespace))
+
+    def _resident_changes(self) -> Iterator[Change]:
+        for namespace in self.machine.namespaces():
+            for epoch, account, group, keys in self.machine.resident(namespace):
+                yield Change(ChangeKind.STORED, namespace, epoch, account, group, keys)
+
+    # -- sessions ---------------------------------------------------------------------------
+
+    def allocate_session_id(self) -> SessionId:
+        self._next_session += 1
+        return SessionId(self._next_session)
+
+    def open_session(
+        self, event: ev.SessionOpened, fields: dict[str, str], sink: SessionSink
+    ) -> SessionAccepted:
+        """Open a session; `fields` describe its namespace to operators."""
+        self._fields[event.spec.fingerprint] = fields
+        try:
+            accepted: SessionAccepted = self.call(event)
+        finally:
+            self._fields.pop(event.spec.fingerprint, None)
+        self.sessions[event.session] = OpenSessionRecord(accepted.namespace, sink)
+        self._schedule_rooms()
+        return accepted
+
+    def close_session(self, session: SessionId) -> None:
+        """End a session: its claims go at once, its submitted copies may end, then its movers."""
+        if self.sessions.pop(session, None) is None:
+            return
+        self.call(ev.SessionClosed(session))
+        self._spawn(self._end_ranks_of(session))
+
+    async def _end_ranks_of(self, session: SessionId) -> None:
+        try:
+            await self.flush(session, [], CLOSE_GRACE_SECONDS)
+        except TimeoutError:
+            log.warning("session %d: copies still run %.1f s after its end", session, 1.0)
+        self.jobs.forget(session)
+        ranks = [m for m, attached in self.movers.items() if attached.session == session]
+        await asyncio.gather(*(self.end_rank(m, "its session has ended") for m in ranks))
+
+    # -- verbs in pieces --------------------------------------------------------------------
+
+    async def lookup(self, session: SessionId, queries: Sequence[Query]) -> tuple[Answer, ...]:
+        """Answers in the order of the queries; yields to other calls between pieces."""
+        answers: list[Answer] = []
+        for piece in _query_pieces(queries):
+            if answers:
+                await asyncio.sleep(0)
+            answers += self.call(ev.LookupRequested(self.next_token(), session, piece))
+        return tuple(answers)
+
+    async def store(self, event: ev.StoreRequested) -> Verdict:
+        """Store in pieces of at most PIECE_KEYS keys; the verdict covers them all."""
+        pieces = list(_run_pieces(event.runs))
+        verdicts: list[Verdict] = []
+        self.jobs.started(event.session, event.job)
+        try:
+            for number, runs in enumerate(pieces):
+                if number:
+                    await asyncio.sleep(0)
+                last = number == len(pieces) - 1
+                verdicts.append(
+                    self.call(
+                        ev.StoreRequested(
+                            self.next_token(),
+                            event.session,
+                            event.job,
+                            event.context,
+                            runs,
+                            event.request_level,
+                            last,
+                        )
+                    )
+                )
+        except Exception:
+            if not verdicts:
+                self.jobs.dropped(event.session, event.job)
+            raise
+        refused = next((v for v in verdicts if not v.accepted), None)
+        return Verdict(
+            job=event.job,
+            kind=JobKind.STORE,
+            accepted=any(v.accepted for v in verdicts),
+            reason=refused.reason if refused else "",
+            blocks=sum(v.blocks for v in verdicts),
+        )
+
+    def load(self, event: ev.LoadRequested) -> Verdict:
+        """Start a load; all or nothing."""
+        self.jobs.started(event.session, event.job)
+        try:
+            verdict: Verdict = self.call(event)
+        except Exception:
+            self.jobs.dropped(event.session, event.job)
+            raise
+        return verdict
+
+    async def flush(
+        self, session: SessionId, jobs: Sequence[JobId], deadline_s: float
+    ) -> list[EndJob]:
+        """Wait until these jobs, or all of the session when none is named, have ended.
+
+        Returns what is known of their ends. Raises TimeoutError when the deadline passes.
+        """
+        return await self.jobs.wait(session, jobs, deadline_s)
+
+    # -- movers -----------------------------------------------------------------------------
+
+    def allocate_mover_id(self) -> MoverId:
+        self._next_mover += 1
+        return MoverId(self._next_mover)
+
+    async def start_mover(self, config: MoverConfig) -> MoverProcess:
+        """Start a rank's mover process and record it for the next owner of the pool."""
+        process = await MoverProcess.start(config, self)
+        self._processes[config.mover] = process
+        self._gone[config.mover] = asyncio.get_running_loop().create_future()
+        self.pool.record_mover(process.pid, process.start_time)
+        return process
+
+    def attach_rank(
+        self, session: SessionId, placement: RankPlacement, process: MoverProcess
+    ) -> None:
+        """Make the mover serve a session's rank: map the namespace's rows, then tell the core."""
+        namespace = self.sessions[session].namespace
+        attached = AttachedMover(process, placement, session, namespace, {}, {})
+        for row in self.machine.granted_rows(namespace):
+            process.map_row(row.row, row.extents[placement.shard])
+        self.movers[process.mover] = attached
+        self.call(
+            ev.RankAttached(
+                session, process.mover, placement.rank, placement.shard, placement.writer
+            )
+        )
+
+    async def end_rank(self, mover: MoverId, reason: str) -> None:
+        """End the rank's mover; returns when no copy can touch the rank's memory."""
+        process = self._processes.get(mover)
+        if process is None:
+            return
+        gone = self._gone[mover]
+        if mover in self.movers:
+            self.call(ev.RankEnding(mover, reason))
+        process.kill()
+        await gone
+
+    def mover_of(self, mover: MoverId) -> MoverProcess:
+        """The running mover process of a registration."""
+        process = self._processes.get(mover)
+        if process is None:
+            raise UnknownRegistration(
+                f"registration {mover} is not known or its mover has ended", "registration_id"
+            )
+        return process
+
+    # -- what movers report (MoverSink) -------------------------------------------------------
+
+    def transfer_finished(
+        self,
+        mover: MoverId,
+        transfer: TransferId,
+        outcome: TransferOutcome,
+        bytes_copied: int,
+        duration_ns: int,
+    ) -> None:
+        """A mover's word on one transfer."""
+        self.post(ev.TransferFinished(mover, transfer, outcome, bytes_copied, duration_ns))
+
+    def row_unmapped(self, mover: MoverId, row: RowId) -> None:
+        """The mover no longer maps the row."""
+        self.post(ev.RowUnmapped(mover, row))
+
+    def mover_gone(self, mover: MoverId, reason: str) -> None:
+        """The mover process has ended, and with it every copy of its."""
+        process = self._processes.pop(mover, None)
+        if process is None:
+            return
+        self.pool.forget_mover(process.pid)
+        attached = self.movers.pop(mover, None)
+        if attached is not None:
+            self.post(ev.MoverGone(mover, reason))
+            record = self.sessions.get(attached.session)
+            if record is not None:
+                record.sink.rank_lost(attached.placement.rank, reason)
+        gone = self._gone.pop(mover)
+        if not gone.done():
+            gone.set_result(None)
+
+    # -- life -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Tick the machine until cancelled."""
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.call(ev.TimerTicked())
+
+    async def drain(self, deadline_s: float) -> int:
+        """Take no more stores and wait for the jobs under way; the number still running."""
+        self.call(ev.DrainStarted())
+        return await self.jobs.wait_for_all(deadline_s)
+
+    async def close(self) -> None:
+        """End every mover, then the pool's mappings. The cache itself stays in its files."""
+        await asyncio.gather(
+            *(self.end_rank(mover, "the daemon is stopping") for mover in list(self._processes))
+        )
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.pool.close()
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(partial(_report_failure, self._tasks))
+
+
+def _report_failure(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    tasks.discard(task)
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a background task failed", exc_info=task.exception())
+
+
+def _query_pieces(queries: Sequence[Query]) -> Iterator[tuple[Query, ...]]:
+    """Group whole queries into pieces of about PIECE_KEYS keys."""
+    piece: list[Query] = []
+    keys = 0
+    for query in queries:
+        if piece and keys + len(query.keys) > PIECE_KEYS:
+            yield tuple(piece)
+            piece, keys = [], 0
+        piece.append(query)
+        keys += len(query.keys)
+    if piece:
+        yield tuple(piece)
+
+
+def _run_pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
+    """Cut runs into pieces of at most PIECE_KEYS keys, in order."""
+    piece: list[Run] = []
+    room = PIECE_KEYS
+    for run in runs:
+        start = 0
+        while start < len(run.keys):
+            stop = min(len(run.keys), start + room)
+            rows = slice(start, stop)
+            piece.append(
+                Run(run.group, run.keys[rows], run.engine_blocks[rows], run.first_block + start)
+            )
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield tuple(piece)
+                piece, room = [], PIECE_KEYS
+    if piece or not any(len(run.keys) for run in runs):
+        yield tuple(piece)
+

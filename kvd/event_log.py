@@ -1,0 +1,120 @@
+"""The ordered, resumable record of what became readable and what went.
+
+Changes carry sequence numbers without gaps. A watcher that comes back within the kept tail
+goes on where it stopped; any other begins with a snapshot. Kept in memory only: an incarnation
+has its own log, and its name tells a watcher that the old numbers mean nothing any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+
+from kvd.core.keys import KeyBatch, NamespaceId
+
+KEPT_CHANGES = 16384  # batches, not blocks
+DELIVERY_CHANGES = 64  # most changes in one delivery
+
+
+class ChangeKind(enum.Enum):
+    STORED = 1
+    REMOVED = 2
+    CLEARED = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """Blocks of one (namespace, epoch, account, group); keys is None for CLEARED."""
+
+    kind: ChangeKind
+    namespace: NamespaceId
+    epoch: str
+    account: str
+    group: int
+    keys: KeyBatch | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delivery:
+    """What a watcher gets: changes up to and including `sequence`."""
+
+    sequence: int
+    snapshot: bool
+    snapshot_end: bool
+    changes: tuple[Change, ...]
+
+
+Wanted = Callable[[NamespaceId], bool]
+Snapshot = Callable[[], Iterator[Change]]
+
+
+class EventLog:
+    """One writer, many watchers, all on one event loop."""
+
+    def __init__(self, incarnation: bytes, snapshot: Snapshot, kept: int = KEPT_CHANGES) -> None:
+        self.incarnation = incarnation
+        self.sequence = 0  # of the newest change
+        self._snapshot = snapshot
+        self._kept: deque[Change] = deque(maxlen=kept)
+        self._news = asyncio.Event()
+
+    def append(self, change: Change) -> None:
+        """Number the change and wake the watchers."""
+        self.sequence += 1
+        self._kept.append(change)
+        self._news.set()
+
+    async def watch(
+        self, after: tuple[bytes, int] | None, wanted: Wanted
+    ) -> AsyncIterator[Delivery]:
+        """Changes after a place in the log, else a snapshot and then its tail. Never ends.
+
+        A watcher that falls further behind than the kept tail gets a new snapshot.
+        """
+        cursor = -1
+        if after is not None and after[0] == self.incarnation and after[1] <= self.sequence:
+            cursor = after[1]
+        while True:
+            if cursor < self.sequence - len(self._kept):
+                cursor = self.sequence
+                for delivery in self._snapshot_deliveries(wanted):
+                    yield delivery
+                continue
+            if cursor == self.sequence:
+                await self._wait_for_news()
+                continue
+            delivery = self._tail_delivery(cursor, wanted)
+            cursor = delivery.sequence
+            yield delivery
+
+    async def _wait_for_news(self) -> None:
+        self._news.clear()
+        await self._news.wait()
+
+    def _tail_delivery(self, cursor: int, wanted: Wanted) -> Delivery:
+        first_kept = self.sequence - len(self._kept)
+        start = cursor - first_kept
+        stop = min(start + DELIVERY_CHANGES, len(self._kept))
+        changes = [self._kept[i] for i in range(start, stop)]
+        return Delivery(
+            sequence=first_kept + stop,
+            snapshot=False,
+            snapshot_end=False,
+            changes=tuple(c for c in changes if wanted(c.namespace)),
+        )
+
+    def _snapshot_deliveries(self, wanted: Wanted) -> list[Delivery]:
+        """The blocks resident now, taken at once so that the tail fits on without a gap."""
+        changes = [c for c in self._snapshot() if wanted(c.namespace)]
+        pieces = [
+            tuple(changes[i : i + DELIVERY_CHANGES])
+            for i in range(0, len(changes), DELIVERY_CHANGES)
+        ] or [()]
+        last = len(pieces) - 1
+        return [
+            Delivery(self.sequence, snapshot=True, snapshot_end=i == last, changes=piece)
+            for i, piece in enumerate(pieces)
+        ]

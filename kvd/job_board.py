@@ -1,0 +1,74 @@
+"""Which jobs are under way, for those who wait for their end (flush, drain, close)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from kvd.core.actions import EndJob
+from kvd.core.keys import JobId, SessionId
+
+REMEMBERED_ENDS = 1024  # of each session, so that a late flush still hears how a job ended
+
+
+class JobBoard:
+    """Live jobs by session and the newest ends; lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._live: dict[SessionId, set[JobId]] = {}
+        self._ends: dict[SessionId, OrderedDict[JobId, EndJob]] = {}
+        self._changed = asyncio.Event()
+
+    def started(self, session: SessionId, job: JobId) -> None:
+        """The job is under way from now on."""
+        self._live.setdefault(session, set()).add(job)
+
+    def dropped(self, session: SessionId, job: JobId) -> None:
+        """The job never came to be: its message broke a rule."""
+        self._live.get(session, set()).discard(job)
+        self._changed.set()
+
+    def ended(self, order: EndJob) -> None:
+        """The job has ended on every rank."""
+        self._live.get(order.session, set()).discard(order.job)
+        ends = self._ends.setdefault(order.session, OrderedDict())
+        ends[order.job] = order
+        if len(ends) > REMEMBERED_ENDS:
+            ends.popitem(last=False)
+        self._changed.set()
+
+    def forget(self, session: SessionId) -> None:
+        """The session is over and nobody will ask for its jobs."""
+        self._live.pop(session, None)
+        self._ends.pop(session, None)
+        self._changed.set()
+
+    def live(self, session: SessionId) -> frozenset[JobId]:
+        """Jobs of the session that have not ended."""
+        return frozenset(self._live.get(session, ()))
+
+    async def wait(
+        self, session: SessionId, jobs: Sequence[JobId], deadline_s: float
+    ) -> list[EndJob]:
+        """Ends of these jobs (all live ones when none is named). TimeoutError past deadline."""
+        wanted = set(jobs) if jobs else set(self.live(session))
+        async with asyncio.timeout(deadline_s):
+            while self.live(session) & wanted:
+                await self._wait_for_change()
+        ends = self._ends.get(session, OrderedDict())
+        return [ends[job] for job in sorted(wanted) if job in ends]
+
+    async def wait_for_all(self, deadline_s: float) -> int:
+        """Wait until no session has a live job; the number left when the deadline passes."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                while any(self._live.values()):
+                    await self._wait_for_change()
+        except TimeoutError:
+            pass
+        return sum(len(jobs) for jobs in self._live.values())
+
+    async def _wait_for_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
