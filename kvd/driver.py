@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, assert_never
 
@@ -27,11 +27,11 @@ from kvd.core.machine import Machine
 from kvd.event_log import Change, ChangeKind, EventLog
 from kvd.job_board import JobBoard
 from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess
+from kvd.pieces import query_pieces, run_pieces
 from kvd.pool.pool import Pool
 
 log = logging.getLogger(__name__)
 
-PIECE_KEYS = 256  # keys handled without yielding to other calls
 TICK_SECONDS = 0.25
 # How long a closed session's submitted copies may still run before its movers are ended.
 CLOSE_GRACE_SECONDS = 1.0
@@ -87,8 +87,9 @@ class AttachedMover:
     placement: RankPlacement
     session: SessionId
     namespace: NamespaceId
-    bytes_by_kind: dict[JobKind, int]
-    busy_ns_by_kind: dict[JobKind, int]
+    kinds: dict[TransferId, JobKind] = field(default_factory=dict)  # of transfers under way
+    bytes_by_kind: Counter[JobKind] = field(default_factory=Counter)
+    busy_ns_by_kind: Counter[JobKind] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +119,7 @@ class Driver:
         self.pool = pool
         self.incarnation = pool.incarnation
         self.event_log = EventLog(pool.incarnation, self._resident_changes)
-        self.on_broken_invariant: Callable[[Event, AssertionError], None] = (
-            exit_on_broken_invariant
-        )
+        self.on_broken_invariant: Callable[[Event, AssertionError], None] = exit_on_broken_invariant
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
         self.movers: dict[MoverId, AttachedMover] = {}
         self.jobs = JobBoard()
@@ -224,6 +223,7 @@ class Driver:
         for part in order.parts:
             extents, offsets = self.pool.locate(part.slots, attached.placement.shard)
             parts.append(LocatedPart(part.group, extents, offsets, part.engine_blocks))
+        attached.kinds[order.transfer] = order.kind
         taken = attached.process.start_transfer(order.transfer, order.job, order.kind, parts)
         if not taken:
             self._follow_ups.append(
@@ -334,7 +334,7 @@ class Driver:
     async def lookup(self, session: SessionId, queries: Sequence[Query]) -> tuple[Answer, ...]:
         """Answers in the order of the queries; yields to other calls between pieces."""
         answers: list[Answer] = []
-        for piece in _query_pieces(queries):
+        for piece in query_pieces(queries):
             if answers:
                 await asyncio.sleep(0)
             answers += self.call(ev.LookupRequested(self.next_token(), session, piece))
@@ -342,9 +342,9 @@ class Driver:
 
     async def store(self, event: ev.StoreRequested) -> Verdict:
         """Store in pieces of at most PIECE_KEYS keys; the verdict covers them all."""
-        pieces = list(_run_pieces(event.runs))
+        pieces = list(run_pieces(event.runs))
         verdicts: list[Verdict] = []
-        self.jobs.started(event.session, event.job)
+        fresh = self.jobs.started(event.session, event.job)
         try:
             for number, runs in enumerate(pieces):
                 if number:
@@ -364,7 +364,7 @@ class Driver:
                     )
                 )
         except Exception:
-            if not verdicts:
+            if fresh and not verdicts:
                 self.jobs.dropped(event.session, event.job)
             raise
         refused = next((v for v in verdicts if not v.accepted), None)
@@ -378,11 +378,12 @@ class Driver:
 
     def load(self, event: ev.LoadRequested) -> Verdict:
         """Start a load; all or nothing."""
-        self.jobs.started(event.session, event.job)
+        fresh = self.jobs.started(event.session, event.job)
         try:
             verdict: Verdict = self.call(event)
         except Exception:
-            self.jobs.dropped(event.session, event.job)
+            if fresh:
+                self.jobs.dropped(event.session, event.job)
             raise
         return verdict
 
@@ -414,7 +415,7 @@ class Driver:
     ) -> None:
         """Make the mover serve a session's rank: map the namespace's rows, then tell the core."""
         namespace = self.sessions[session].namespace
-        attached = AttachedMover(process, placement, session, namespace, {}, {})
+        attached = AttachedMover(process, placement, session, namespace)
         for row in self.machine.granted_rows(namespace):
             process.map_row(row.row, row.extents[placement.shard])
         self.movers[process.mover] = attached
@@ -455,6 +456,12 @@ class Driver:
         duration_ns: int,
     ) -> None:
         """A mover's word on one transfer."""
+        attached = self.movers.get(mover)
+        kind = attached.kinds.pop(transfer, None) if attached else None
+        if attached is not None and kind is not None:
+            attached.bytes_by_kind[kind] += bytes_copied
+            attached.busy_ns_by_kind[kind] += duration_ns
+            self._observer.transfer_finished(kind, outcome, bytes_copied, duration_ns)
         self.post(ev.TransferFinished(mover, transfer, outcome, bytes_copied, duration_ns))
 
     def row_unmapped(self, mover: MoverId, row: RowId) -> None:
@@ -510,39 +517,3 @@ def _report_failure(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) ->
     tasks.discard(task)
     if not task.cancelled() and task.exception() is not None:
         log.error("a background task failed", exc_info=task.exception())
-
-
-def _query_pieces(queries: Sequence[Query]) -> Iterator[tuple[Query, ...]]:
-    """Group whole queries into pieces of about PIECE_KEYS keys."""
-    piece: list[Query] = []
-    keys = 0
-    for query in queries:
-        if piece and keys + len(query.keys) > PIECE_KEYS:
-            yield tuple(piece)
-            piece, keys = [], 0
-        piece.append(query)
-        keys += len(query.keys)
-    if piece:
-        yield tuple(piece)
-
-
-def _run_pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
-    """Cut runs into pieces of at most PIECE_KEYS keys, in order."""
-    piece: list[Run] = []
-    room = PIECE_KEYS
-    for run in runs:
-        start = 0
-        while start < len(run.keys):
-            stop = min(len(run.keys), start + room)
-            rows = slice(start, stop)
-            piece.append(
-                Run(run.group, run.keys[rows], run.engine_blocks[rows], run.first_block + start)
-            )
-            room -= stop - start
-            start = stop
-            if room == 0:
-                yield tuple(piece)
-                piece, room = [], PIECE_KEYS
-    if piece or not any(len(run.keys) for run in runs):
-        yield tuple(piece)
-

@@ -20,9 +20,13 @@ class JobBoard:
         self._ends: dict[SessionId, OrderedDict[JobId, EndJob]] = {}
         self._changed = asyncio.Event()
 
-    def started(self, session: SessionId, job: JobId) -> None:
-        """The job is under way from now on."""
-        self._live.setdefault(session, set()).add(job)
+    def started(self, session: SessionId, job: JobId) -> bool:
+        """The job is under way from now on. False if it already was."""
+        live = self._live.setdefault(session, set())
+        if job in live:
+            return False
+        live.add(job)
+        return True
 
     def dropped(self, session: SessionId, job: JobId) -> None:
         """The job never came to be: its message broke a rule."""
