@@ -64,14 +64,16 @@ class Fragment(_message.Message):
     def __init__(self, memory: _Optional[int] = ..., base: _Optional[int] = ..., stride: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
 
 class GroupLayout(_message.Message):
-    __slots__ = ("group", "num_blocks", "fragments")
+    __slots__ = ("group", "num_blocks", "fragments", "blocks_per_block")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FRAGMENTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_PER_BLOCK_FIELD_NUMBER: _ClassVar[int]
     group: int
     num_blocks: int
     fragments: _containers.RepeatedCompositeFieldContainer[Fragment]
-    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[Fragment, _Mapping]]] = ...) -> None: ...
+    blocks_per_block: int
+    def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[Fragment, _Mapping]]] = ..., blocks_per_block: _Optional[int] = ...) -> None: ...
 
 class RegisterRankRequest(_message.Message):
     __slots__ = ("identity", "rank", "world_size", "shard", "writer", "memories", "groups")
