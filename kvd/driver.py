@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, assert_never
 
@@ -20,13 +20,14 @@ from kvd.clock import Clock, MonotonicClock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
-from kvd.core.errors import UnknownRegistration
-from kvd.core.events import Event, JobKind, Query, Run, TransferOutcome
-from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId, TransferId
+from kvd.core.errors import KvdError
+from kvd.core.events import Event, JobKind, Query, TransferOutcome
+from kvd.core.keys import JobId, MoverId, NamespaceId, SessionId
 from kvd.core.machine import Machine
 from kvd.event_log import Change, ChangeKind, EventLog
+from kvd.fleet import MoverFleet, RankPlacement, TransferObserver
 from kvd.job_board import JobBoard
-from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess
+from kvd.mover.process import MoverProcess
 from kvd.pieces import query_pieces, run_pieces
 from kvd.pool.pool import Pool
 
@@ -45,12 +46,8 @@ class SessionSink(Protocol):
     def rank_lost(self, rank: int, reason: str) -> None: ...
 
 
-class DriverObserver(Protocol):
+class DriverObserver(TransferObserver, Protocol):
     """Counts what passes by, for metrics."""
-
-    def transfer_finished(
-        self, kind: JobKind, outcome: TransferOutcome, bytes_copied: int, duration_ns: int
-    ) -> None: ...
 
     def job_ended(self, order: EndJob) -> None: ...
 
@@ -70,26 +67,6 @@ class SilentObserver:
 
     def tags_spilled(self, count: int) -> None:
         pass
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlacement:
-    rank: int
-    shard: int
-    writer: bool
-
-
-@dataclass(slots=True)
-class AttachedMover:
-    """A mover whose rank belongs to a session, and what it has done."""
-
-    process: MoverProcess
-    placement: RankPlacement
-    session: SessionId
-    namespace: NamespaceId
-    kinds: dict[TransferId, JobKind] = field(default_factory=dict)  # of transfers under way
-    bytes_by_kind: Counter[JobKind] = field(default_factory=Counter)
-    busy_ns_by_kind: Counter[JobKind] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +98,10 @@ class Driver:
         self.event_log = EventLog(pool.incarnation, self._resident_changes)
         self.on_broken_invariant: Callable[[Event, AssertionError], None] = exit_on_broken_invariant
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
-        self.movers: dict[MoverId, AttachedMover] = {}
         self.jobs = JobBoard()
         self._clock = clock or MonotonicClock()
         self._observer = observer or SilentObserver()
-        self._processes: dict[MoverId, MoverProcess] = {}
-        self._gone: dict[MoverId, asyncio.Future[None]] = {}
+        self.fleet = MoverFleet(pool, self.post, self._rank_lost, self._observer)
         self._fields: dict[str, dict[str, str]] = {}  # by fingerprint, for the registry
         self._next_token = 0
         self._next_session = 0
@@ -149,17 +124,24 @@ class Driver:
         Raises KvdError when the event broke a rule; nothing has changed then.
         """
         assert not self._handling, "the driver was entered while it carried out actions"
-        payload = self._handle(event)
-        while self._follow_ups:
-            self._handle(self._follow_ups.popleft())
-        return payload
+        try:
+            return self._handle(event)
+        finally:
+            while self._follow_ups:
+                self._handle_unasked(self._follow_ups.popleft())
 
     def post(self, event: Event) -> None:
         """Handle an event that nobody waits for, now or right after the present one."""
-        if self._handling:
-            self._follow_ups.append(event)
-        else:
-            self.call(event)
+        self._follow_ups.append(event)
+        while self._follow_ups and not self._handling:
+            self._handle_unasked(self._follow_ups.popleft())
+
+    def _handle_unasked(self, event: Event) -> None:
+        """Handle what nobody waits for: a broken rule can only be logged."""
+        try:
+            self._handle(event)
+        except KvdError as error:
+            log.error("refused %s: %s", type(event).__name__, error)
 
     def _handle(self, event: Event) -> Any:
         self._handling = True
@@ -184,7 +166,7 @@ class Driver:
     def _carry_out(self, order: Action) -> None:
         match order:
             case act.StartTransfer():
-                self._start_transfer(order)
+                self.fleet.start_transfer(order)
             case act.WriteReady():
                 self.pool.write_ready(order)
             case act.WriteFree():
@@ -197,7 +179,7 @@ class Driver:
             case act.AnnounceStored() | act.AnnounceRemoved() | act.AnnounceCleared():
                 self._announce(order)
             case act.RevokeTransfer() | act.KillMover() | act.PostBoard() | act.UnmapRow():
-                self._order_mover(order)
+                self.fleet.carry_out(order)
             case act.EndJob():
                 self._end_job(order)
             case act.OpenNamespace():
@@ -207,7 +189,7 @@ class Driver:
                 self.pool.open_scope(order)
             case act.GrantRow():
                 self.pool.grant_row(order)
-                self._map_row(order)
+                self.fleet.map_row(order)
             case act.ZeroRow():
                 self._spawn(self._zero_row(order))
             case act.ReleaseRow():
@@ -216,40 +198,6 @@ class Driver:
                 raise AssertionError("a reply is no order")
             case _:
                 assert_never(order)
-
-    def _start_transfer(self, order: act.StartTransfer) -> None:
-        attached = self.movers[order.mover]
-        parts = []
-        for part in order.parts:
-            extents, offsets = self.pool.locate(part.slots, attached.placement.shard)
-            parts.append(LocatedPart(part.group, extents, offsets, part.engine_blocks))
-        attached.kinds[order.transfer] = order.kind
-        taken = attached.process.start_transfer(order.transfer, order.job, order.kind, parts)
-        if not taken:
-            self._follow_ups.append(
-                ev.TransferFinished(order.mover, order.transfer, TransferOutcome.REVOKED, 0, 0)
-            )
-
-    def _order_mover(
-        self, order: act.RevokeTransfer | act.KillMover | act.PostBoard | act.UnmapRow
-    ) -> None:
-        process = self._processes.get(order.mover)
-        if process is None:  # it has ended; MoverGone is on its way or has been handled
-            if isinstance(order, act.UnmapRow):
-                self._follow_ups.append(ev.RowUnmapped(order.mover, order.row))
-            return
-        match order:
-            case act.RevokeTransfer():
-                process.revoke(order.transfer)
-            case act.KillMover():
-                log.warning("ending mover %d (pid %d): %s", order.mover, process.pid, order.reason)
-                process.kill()
-            case act.PostBoard():
-                process.post(
-                    order.job, order.kind, order.status, order.bytes_copied, order.duration_ns
-                )
-            case act.UnmapRow():
-                process.unmap_row(order.row)
 
     def _announce(
         self, order: act.AnnounceStored | act.AnnounceRemoved | act.AnnounceCleared
@@ -269,11 +217,6 @@ class Driver:
         record = self.sessions.get(order.session)
         if record is not None:
             record.sink.job_ended(order)
-
-    def _map_row(self, order: act.GrantRow) -> None:
-        for attached in self.movers.values():
-            if attached.namespace == order.namespace:
-                attached.process.map_row(order.row, order.extents[attached.placement.shard])
 
     async def _zero_row(self, order: act.ZeroRow) -> None:
         await asyncio.to_thread(self.pool.zero_row, order)
@@ -326,7 +269,7 @@ class Driver:
         except TimeoutError:
             log.warning("session %d: copies still run %.1f s after its end", session, 1.0)
         self.jobs.forget(session)
-        ranks = [m for m, attached in self.movers.items() if attached.session == session]
+        ranks = self.fleet.of_session(session)
         await asyncio.gather(*(self.end_rank(m, "its session has ended") for m in ranks))
 
     # -- verbs in pieces --------------------------------------------------------------------
@@ -402,23 +345,14 @@ class Driver:
         self._next_mover += 1
         return MoverId(self._next_mover)
 
-    async def start_mover(self, config: MoverConfig) -> MoverProcess:
-        """Start a rank's mover process and record it for the next owner of the pool."""
-        process = await MoverProcess.start(config, self)
-        self._processes[config.mover] = process
-        self._gone[config.mover] = asyncio.get_running_loop().create_future()
-        self.pool.record_mover(process.pid, process.start_time)
-        return process
-
     def attach_rank(
         self, session: SessionId, placement: RankPlacement, process: MoverProcess
     ) -> None:
         """Make the mover serve a session's rank: map the namespace's rows, then tell the core."""
         namespace = self.sessions[session].namespace
-        attached = AttachedMover(process, placement, session, namespace)
         for row in self.machine.granted_rows(namespace):
             process.map_row(row.row, row.extents[placement.shard])
-        self.movers[process.mover] = attached
+        self.fleet.attach(process, placement, session, namespace)
         self.call(
             ev.RankAttached(
                 session, process.mover, placement.rank, placement.shard, placement.writer
@@ -427,62 +361,14 @@ class Driver:
 
     async def end_rank(self, mover: MoverId, reason: str) -> None:
         """End the rank's mover; returns when no copy can touch the rank's memory."""
-        process = self._processes.get(mover)
-        if process is None:
-            return
-        gone = self._gone[mover]
-        if mover in self.movers:
+        if mover in self.fleet.attached:
             self.call(ev.RankEnding(mover, reason))
-        process.kill()
-        await gone
+        await self.fleet.kill(mover)
 
-    def mover_of(self, mover: MoverId) -> MoverProcess:
-        """The running mover process of a registration."""
-        process = self._processes.get(mover)
-        if process is None:
-            raise UnknownRegistration(
-                f"registration {mover} is not known or its mover has ended", "registration_id"
-            )
-        return process
-
-    # -- what movers report (MoverSink) -------------------------------------------------------
-
-    def transfer_finished(
-        self,
-        mover: MoverId,
-        transfer: TransferId,
-        outcome: TransferOutcome,
-        bytes_copied: int,
-        duration_ns: int,
-    ) -> None:
-        """A mover's word on one transfer."""
-        attached = self.movers.get(mover)
-        kind = attached.kinds.pop(transfer, None) if attached else None
-        if attached is not None and kind is not None:
-            attached.bytes_by_kind[kind] += bytes_copied
-            attached.busy_ns_by_kind[kind] += duration_ns
-            self._observer.transfer_finished(kind, outcome, bytes_copied, duration_ns)
-        self.post(ev.TransferFinished(mover, transfer, outcome, bytes_copied, duration_ns))
-
-    def row_unmapped(self, mover: MoverId, row: RowId) -> None:
-        """The mover no longer maps the row."""
-        self.post(ev.RowUnmapped(mover, row))
-
-    def mover_gone(self, mover: MoverId, reason: str) -> None:
-        """The mover process has ended, and with it every copy of its."""
-        process = self._processes.pop(mover, None)
-        if process is None:
-            return
-        self.pool.forget_mover(process.pid)
-        attached = self.movers.pop(mover, None)
-        if attached is not None:
-            self.post(ev.MoverGone(mover, reason))
-            record = self.sessions.get(attached.session)
-            if record is not None:
-                record.sink.rank_lost(attached.placement.rank, reason)
-        gone = self._gone.pop(mover)
-        if not gone.done():
-            gone.set_result(None)
+    def _rank_lost(self, session: SessionId, rank: int, reason: str) -> None:
+        record = self.sessions.get(session)
+        if record is not None:
+            record.sink.rank_lost(rank, reason)
 
     # -- life -------------------------------------------------------------------------------
 
@@ -500,7 +386,7 @@ class Driver:
     async def close(self) -> None:
         """End every mover, then the pool's mappings. The cache itself stays in its files."""
         await asyncio.gather(
-            *(self.end_rank(mover, "the daemon is stopping") for mover in list(self._processes))
+            *(self.end_rank(mover, "the daemon is stopping") for mover in self.fleet.running())
         )
         for task in list(self._tasks):
             task.cancel()

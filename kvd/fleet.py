@@ -1,0 +1,194 @@
+"""The movers that run: one process per registered rank.
+
+Turns the core's orders into words to mover processes, and what the movers say into events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.errors import UnknownRegistration
+from kvd.core.events import Event, JobKind, TransferOutcome
+from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, TransferId
+from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess
+from kvd.pool.pool import Pool
+
+log = logging.getLogger(__name__)
+
+MoverOrder = act.RevokeTransfer | act.KillMover | act.PostBoard | act.UnmapRow
+
+
+class TransferObserver(Protocol):
+    """Counts transfers, for metrics."""
+
+    def transfer_finished(
+        self, kind: JobKind, outcome: TransferOutcome, bytes_copied: int, duration_ns: int
+    ) -> None:
+        """One rank's copy has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlacement:
+    """Which rank a mover serves, which shard it holds, and whether it writes that shard."""
+
+    rank: int
+    shard: int
+    writer: bool
+
+
+@dataclass(slots=True)
+class AttachedMover:
+    """A mover whose rank belongs to a session, and what it has done."""
+
+    process: MoverProcess
+    placement: RankPlacement
+    session: SessionId
+    namespace: NamespaceId
+    kinds: dict[TransferId, JobKind] = field(default_factory=dict)  # of transfers under way
+    bytes_by_kind: Counter[JobKind] = field(default_factory=Counter)
+    busy_ns_by_kind: Counter[JobKind] = field(default_factory=Counter)
+
+
+class MoverFleet:
+    """Every mover process of this daemon. Lives on the event loop; is the movers' sink."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        post: Callable[[Event], None],
+        rank_lost: Callable[[SessionId, int, str], None],
+        observer: TransferObserver,
+    ) -> None:
+        self.attached: dict[MoverId, AttachedMover] = {}
+        self._pool = pool
+        self._post = post
+        self._rank_lost = rank_lost
+        self._observer = observer
+        self._processes: dict[MoverId, MoverProcess] = {}
+        self._gone: dict[MoverId, asyncio.Future[None]] = {}
+
+    async def start(self, config: MoverConfig) -> MoverProcess:
+        """Start a rank's mover process and record it for the next owner of the pool."""
+        process = await MoverProcess.start(config, self)
+        self._processes[config.mover] = process
+        self._gone[config.mover] = asyncio.get_running_loop().create_future()
+        self._pool.record_mover(process.pid, process.start_time)
+        return process
+
+    def attach(
+        self,
+        process: MoverProcess,
+        placement: RankPlacement,
+        session: SessionId,
+        namespace: NamespaceId,
+    ) -> None:
+        """From now on the mover serves this rank of this session."""
+        self.attached[process.mover] = AttachedMover(process, placement, session, namespace)
+
+    def running(self) -> list[MoverId]:
+        """Movers whose process has not ended."""
+        return list(self._processes)
+
+    def of_session(self, session: SessionId) -> list[MoverId]:
+        """Movers attached to the session's ranks."""
+        return [m for m, attached in self.attached.items() if attached.session == session]
+
+    def process_of(self, mover: MoverId) -> MoverProcess:
+        """The running mover process of a registration."""
+        process = self._processes.get(mover)
+        if process is None:
+            raise UnknownRegistration(
+                f"registration {mover} is not known or its mover has ended", "registration_id"
+            )
+        return process
+
+    async def kill(self, mover: MoverId) -> None:
+        """End the mover; returns when its process is gone."""
+        process = self._processes.get(mover)
+        if process is not None:
+            gone = self._gone[mover]
+            process.kill()
+            await gone
+
+    # -- orders -----------------------------------------------------------------------------
+
+    def map_row(self, order: act.GrantRow) -> None:
+        """Tell every mover of the row's namespace to map its shard of it."""
+        for attached in self.attached.values():
+            if attached.namespace == order.namespace:
+                attached.process.map_row(order.row, order.extents[attached.placement.shard])
+
+    def start_transfer(self, order: act.StartTransfer) -> None:
+        """Give the mover its half of a job; a full queue comes back as a revoked transfer."""
+        attached = self.attached[order.mover]
+        parts = []
+        for part in order.parts:
+            extents, offsets = self._pool.locate(part.slots, attached.placement.shard)
+            parts.append(LocatedPart(part.group, extents, offsets, part.engine_blocks))
+        attached.kinds[order.transfer] = order.kind
+        if not attached.process.start_transfer(order.transfer, order.job, order.kind, parts):
+            self.transfer_finished(order.mover, order.transfer, TransferOutcome.REVOKED, 0, 0)
+
+    def carry_out(self, order: MoverOrder) -> None:
+        """Pass an order on. A mover that has ended needs none: MoverGone says the rest."""
+        process = self._processes.get(order.mover)
+        if process is None:
+            if isinstance(order, act.UnmapRow):
+                self._post(ev.RowUnmapped(order.mover, order.row))
+            return
+        match order:
+            case act.RevokeTransfer():
+                process.revoke(order.transfer)
+            case act.KillMover():
+                log.warning("ending mover %d (pid %d): %s", order.mover, process.pid, order.reason)
+                process.kill()
+            case act.PostBoard():
+                process.post(
+                    order.job, order.kind, order.status, order.bytes_copied, order.duration_ns
+                )
+            case act.UnmapRow():
+                process.unmap_row(order.row)
+
+    # -- what movers report (MoverSink) -------------------------------------------------------
+
+    def transfer_finished(
+        self,
+        mover: MoverId,
+        transfer: TransferId,
+        outcome: TransferOutcome,
+        bytes_copied: int,
+        duration_ns: int,
+    ) -> None:
+        """A mover's word on one transfer."""
+        attached = self.attached.get(mover)
+        kind = attached.kinds.pop(transfer, None) if attached else None
+        if attached is not None and kind is not None:
+            attached.bytes_by_kind[kind] += bytes_copied
+            attached.busy_ns_by_kind[kind] += duration_ns
+            self._observer.transfer_finished(kind, outcome, bytes_copied, duration_ns)
+        self._post(ev.TransferFinished(mover, transfer, outcome, bytes_copied, duration_ns))
+
+    def row_unmapped(self, mover: MoverId, row: RowId) -> None:
+        """The mover no longer maps the row."""
+        self._post(ev.RowUnmapped(mover, row))
+
+    def mover_gone(self, mover: MoverId, reason: str) -> None:
+        """The mover process has ended, and with it every copy of its."""
+        process = self._processes.pop(mover, None)
+        if process is None:
+            return
+        self._pool.forget_mover(process.pid)
+        attached = self.attached.pop(mover, None)
+        if attached is not None:
+            self._post(ev.MoverGone(mover, reason))
+            self._rank_lost(attached.session, attached.placement.rank, reason)
+        gone = self._gone.pop(mover)
+        if not gone.done():
+            gone.set_result(None)
