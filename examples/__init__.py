@@ -1,0 +1,1 @@
+"""Runnable examples; not part of either distribution."""
