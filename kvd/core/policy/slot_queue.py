@@ -1,0 +1,232 @@
+"""An ordered queue of slots in arrays: what every policy is built from.
+
+The queue is an append-only sequence of slots, oldest first, numbered by position. The array
+`places` says for each slot at which position (and in which queue) it stands now; an older
+mention of the slot is thereby stale and is skipped when it is met. So moving a slot to the
+young end is one append, forgetting it one store, and no batch needs a loop per slot.
+
+Stale mentions are squeezed out a bounded piece at a time, young end first, so that order is
+kept: the live slots of a piece slide up against those squeezed before. The sequence lies in a
+ring that doubles when the live slots need it; memory follows what is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.keys import Slots
+
+Places = npt.NDArray[np.int64]
+
+PIECE = 65536  # most positions that are looked at in one go
+FIRST_RING = 1024  # positions of a new queue's ring
+MARK_BITS = 2  # up to four queues share one array of places
+
+
+def new_places(max_slots: int) -> Places:
+    """Places for slots 0 .. max_slots - 1, all unknown; memory is taken where it is touched."""
+    assert 0 < max_slots < 2**31, "slot numbers must fit in 31 bits"
+    return np.zeros(max_slots, np.int64)
+
+
+class SlotQueue:
+    """Slots in order of leaving. A slot stands in at most one of the queues that share `places`.
+
+    Batches may hold a slot twice: the last mention counts.
+    """
+
+    __slots__ = ("_first", "_live", "_mark", "_next", "_places", "_ring", "_squeeze")
+
+    def __init__(self, places: Places, mark: int = 0) -> None:
+        assert 0 <= mark < 1 << MARK_BITS
+        self._places = places
+        self._mark = mark
+        self._ring: npt.NDArray[np.int32] = np.zeros(FIRST_RING, np.int32)
+        self._first = 1  # position of the oldest mention; 0 would look like "unknown"
+        self._next = 1
+        self._live = 0
+        # (read, write): [first, read) is to be squeezed, [read, write) is stale, [write, …) done
+        self._squeeze: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return self._live
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of the ring (the places belong to whoever made them)."""
+        return int(self._ring.nbytes)
+
+    def holds(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        places = self._places[slots]
+        return (places != 0) & ((places & ((1 << MARK_BITS) - 1)) == self._mark)
+
+    def append(self, slots: Slots) -> None:
+        """Put slots that stand in no queue at the young end, the first of them oldest."""
+        assert not self._places[slots].any(), "a slot was appended that a queue holds already"
+        self._write(slots)
+        self._live += int(slots.size)
+        assert self._is_in_order(slots), "a slot was appended twice in one batch"
+        self._tidy(int(slots.size))
+
+    def renew(self, slots: Slots) -> None:
+        """Move slots of this queue to the young end, the first of them oldest."""
+        assert self.holds(slots).all(), "a slot was renewed that the queue does not hold"
+        self._write(slots)
+        self._tidy(int(slots.size))
+
+    def drop(self, slots: Slots) -> None:
+        """Forget slots of this queue; no slot twice."""
+        assert self.holds(slots).all(), "a slot was dropped that the queue does not hold"
+        self._places[slots] = 0
+        self._live -= int(slots.size)
+        assert self._live >= 0
+
+    def first(self, count: int) -> Slots:
+        """Up to `count` slots from the old end, oldest first; changes nothing."""
+        found: list[Slots] = []
+        missing = count
+        for _, slots in self.pieces(count):
+            if missing <= 0:
+                break
+            found.append(slots[:missing])
+            missing -= int(found[-1].size)
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def pieces(self, count: int) -> Iterator[tuple[Places, Slots]]:
+        """The queue from its old end: (positions, slots) of live mentions, a piece at a time.
+
+        Pieces start near `count` and grow to PIECE. The queue must not change meanwhile.
+        """
+        at, size = self._first, max(count + count // 8, 256)
+        seen = 0
+        while at < self._next and seen < self._live:
+            size = min(size, PIECE, self._next - at)
+            positions, slots = self._live_mentions(at, size)
+            seen += int(slots.size)
+            if slots.size:
+                yield positions, slots
+            at += size
+            size *= 2
+
+    def take(self, count: int, evictable: Callable[[Slots], npt.NDArray[np.bool_]]) -> Slots | None:
+        """Take the `count` oldest evictable slots out, or None and change nothing.
+
+        Slots passed over move to the young end in their order, so that a heap of pinned
+        slots is passed over once and not at every call.
+        """
+        if count > self._live:
+            return None
+        taken: list[Slots] = []
+        passed: list[Slots] = []
+        missing, end = count, self._first
+        for positions, slots in self.pieces(count):
+            if missing == 0:
+                break
+            may_go = evictable(slots)
+            last = nth_true(may_go, missing)
+            taken.append(slots[: last + 1][may_go[: last + 1]])
+            passed.append(slots[: last + 1][~may_go[: last + 1]])
+            missing -= int(taken[-1].size)
+            end = int(positions[last]) + 1
+        if missing:
+            return None
+        victims = np.concatenate(taken) if taken else np.zeros(0, np.int64)
+        self.drop(victims)
+        self.advance(end)
+        if passed:
+            self.renew(np.concatenate(passed))
+        return victims
+
+    def advance(self, position: int) -> None:
+        """Forget the mentions before `position`; the caller moves or drops their slots."""
+        self._first = max(self._first, position)
+
+    # -- the ring -----------------------------------------------------------------------------
+
+    def _is_in_order(self, slots: Slots) -> bool:
+        start = self._next - int(slots.size)
+        expected = (np.arange(start, self._next) << MARK_BITS) | self._mark
+        return bool((self._places[slots] == expected).all())
+
+    def _live_mentions(self, start: int, size: int) -> tuple[Places, Slots]:
+        positions = np.arange(start, start + size)
+        slots = self._read(start, size)
+        live = self._places[slots] == ((positions << MARK_BITS) | self._mark)
+        return positions[live], slots[live].astype(np.int64)
+
+    def _read(self, start: int, size: int) -> npt.NDArray[np.int32]:
+        ring = self._ring
+        at = start % ring.size
+        if at + size <= ring.size:
+            return ring[at : at + size]
+        return np.concatenate((ring[at:], ring[: at + size - ring.size]))
+
+    def _store(self, start: int, slots: npt.NDArray[np.integer]) -> None:
+        ring = self._ring
+        at = start % ring.size
+        whole = min(slots.size, ring.size - at)
+        ring[at : at + whole] = slots[:whole]
+        ring[: slots.size - whole] = slots[whole:]
+
+    def _write(self, slots: Slots) -> None:
+        count = int(slots.size)
+        self._make_space(count)
+        self._store(self._next, slots)
+        positions = np.arange(self._next, self._next + count)
+        self._places[slots] = (positions << MARK_BITS) | self._mark
+        self._next += count
+
+    def _make_space(self, count: int) -> None:
+        """Room for `count` more mentions. The ring grows when more than half of it would be live."""
+        if self._next - self._first + count <= self._ring.size:
+            return
+        while self._live + count > self._ring.size // 2:
+            self._grow()
+        while self._next - self._first + count > self._ring.size:
+            self._squeeze_piece(PIECE)
+
+    def _grow(self) -> None:
+        size = self._next - self._first
+        mentions = self._read(self._first, size).copy()
+        self._ring = np.zeros(2 * self._ring.size, np.int32)
+        self._store(self._first, mentions)
+
+    # -- stale mentions -----------------------------------------------------------------------
+
+    def _tidy(self, count: int) -> None:
+        """Pay for `count` new mentions: drop stale ones, in work bounded by a few times count."""
+        self._trim(min(PIECE, 2 * count + 64))
+        used = self._next - self._first
+        if self._squeeze is not None or used > self._live + self._live // 2 + FIRST_RING // 4:
+            self._squeeze_piece(min(PIECE, 4 * count + 64))
+
+    def _trim(self, size: int) -> None:
+        """Drop stale mentions at the old end, looking at up to `size`."""
+        size = min(size, self._next - self._first)
+        positions, _ = self._live_mentions(self._first, size)
+        self._first = int(positions[0]) if positions.size else self._first + size
+
+    def _squeeze_piece(self, size: int) -> None:
+        """Slide the live mentions of the next `size` positions up; ends the pass at the old end."""
+        read, write = self._squeeze or (self._next, self._next)
+        start = max(read - size, self._first)
+        if start < read:
+            _, slots = self._live_mentions(start, read - start)
+            write -= int(slots.size)
+            self._store(write, slots)
+            positions = np.arange(write, write + slots.size)
+            self._places[slots] = (positions << MARK_BITS) | self._mark
+        if start > self._first:
+            self._squeeze = (start, write)
+        else:
+            self._first = max(self._first, write)
+            self._squeeze = None
+
+
+def nth_true(mask: npt.NDArray[np.bool_], count: int) -> int:
+    """Index of the `count`-th True, or of the last element when there are fewer."""
+    where = np.flatnonzero(mask)
+    return int(where[count - 1]) if 0 < count <= where.size else int(mask.size) - 1
