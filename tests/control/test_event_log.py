@@ -1,0 +1,70 @@
+"""The event log gives every watcher all changes, in order, without a gap."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+
+from kvd.core.keys import KeyBatch, NamespaceId
+from kvd.event_log import Change, ChangeKind, Delivery, EventLog
+
+INCARNATION = b"a" * 16
+
+
+def change(number: int, namespace: int = 1) -> Change:
+    words = np.full((1, 4), number, dtype=np.uint64)
+    return Change(ChangeKind.STORED, NamespaceId(namespace), "", "", 0, KeyBatch(words, 32))
+
+
+def first_words(deliveries: list[Delivery]) -> list[int]:
+    return [int(c.keys.words[0, 0]) for d in deliveries for c in d.changes if c.keys is not None]
+
+
+async def take(watch: AsyncIterator[Delivery], count: int) -> list[Delivery]:
+    return [await asyncio.wait_for(anext(watch), 1) for _ in range(count)]
+
+
+async def test_new_watcher_gets_a_snapshot_and_then_the_tail() -> None:
+    log = EventLog(INCARNATION, lambda: iter([change(7)]))
+    log.append(change(7))
+    watch = log.watch(None, lambda _: True)
+    (snapshot,) = await take(watch, 1)
+    assert (snapshot.snapshot, snapshot.snapshot_end, snapshot.sequence) == (True, True, 1)
+    log.append(change(8))
+    (tail,) = await take(watch, 1)
+    assert (tail.snapshot, tail.sequence) == (False, 2)
+    assert first_words([snapshot, tail]) == [7, 8]
+
+
+async def test_returning_watcher_goes_on_without_a_gap() -> None:
+    log = EventLog(INCARNATION, lambda: iter([]))
+    for number in range(5):
+        log.append(change(number))
+    (delivery,) = await take(log.watch((INCARNATION, 2), lambda _: True), 1)
+    assert not delivery.snapshot
+    assert first_words([delivery]) == [2, 3, 4]
+
+
+async def test_watcher_of_another_incarnation_starts_over() -> None:
+    log = EventLog(INCARNATION, lambda: iter([change(1)]))
+    log.append(change(1))
+    (delivery,) = await take(log.watch((b"b" * 16, 1), lambda _: True), 1)
+    assert delivery.snapshot
+
+
+async def test_watcher_that_fell_behind_the_kept_tail_gets_a_snapshot() -> None:
+    log = EventLog(INCARNATION, lambda: iter([change(9)]), kept=4)
+    for number in range(10):
+        log.append(change(number))
+    (delivery,) = await take(log.watch((INCARNATION, 2), lambda _: True), 1)
+    assert delivery.snapshot and delivery.sequence == 10
+
+
+async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
+    log = EventLog(INCARNATION, lambda: iter([]))
+    log.append(change(1, namespace=1))
+    log.append(change(2, namespace=2))
+    (delivery,) = await take(log.watch((INCARNATION, 0), lambda n: n == 2), 1)
+    assert first_words([delivery]) == [2] and delivery.sequence == 2
