@@ -1,0 +1,61 @@
+# `make` lists the targets. Each sets up what it needs in .venv, once; see .ci/venv.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint type sim bench proto gpu-check clean
+
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | \
+	  while IFS=$$'\t' read -r target text; do printf '  make %-10s %s\n' "$$target" "$$text"; done
+
+venv: ## Make .venv, or bring it up to date
+	@.ci/venv dev
+
+demo: ## Run a real model with its KV cache in kvd, restart it, and load the cache back
+	@.ci/venv demo
+	@$(BIN)/kvd demo
+
+test: ## Lint, types, and every test that needs no GPU
+	@.ci/venv dev demo
+	@$(MAKE) --no-print-directory lint type
+	@$(PYTEST) $(ARGS)
+
+lint: ## Format, lint, import directions, protocol
+	@.ci/venv dev
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/lint-imports --no-logo --no-cache >/dev/null || $(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/buf lint proto
+	@.ci/breaking
+	$(BIN)/python proto/generate.py --check
+
+type: ## mypy, strict
+	@.ci/venv dev demo
+	$(BIN)/mypy
+
+sim: ## Simulation over many seeds (SEEDS=n)
+	@.ci/venv dev
+	@if compgen -G 'tests/simulation/test_*.py' >/dev/null; then \
+	  KVD_SIM_SEEDS=$${SEEDS:-1000} $(PYTEST) tests/simulation; \
+	else echo 'There is no simulation yet.'; exit 1; fi
+
+bench: ## Benchmarks: JSON with machine and commit, and a table
+	@.ci/venv demo
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+proto: ## Make the stubs from proto/
+	@.ci/venv dev
+	$(BIN)/python proto/generate.py
+
+gpu-check: ## Tests on a machine with a GPU
+	@echo 'kvd has no GPU plane yet: engines register host shared memory only, so there is'
+	@echo 'nothing to check on a GPU. This target will run tests/gpu once there is.'
+	@exit 1
+
+clean: ## Remove what builds and tests made (.venv stays)
+	rm -rf build dist client/dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	  .import_linter_cache
+	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
