@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from examples.engine.config import ModelConfig, Shard
+from examples.engine.messages import Chunk
 from examples.engine.weights import Checkpoint
 
 
@@ -18,15 +19,6 @@ class SumOverRanks(Protocol):
     """Adds up the ranks' partial results; every rank gets the same bits."""
 
     def __call__(self, part: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Consecutive tokens of one sequence to compute in this step."""
-
-    tokens: tuple[int, ...]
-    first: int  # position of tokens[0]; all before it lie in the blocks already
-    blocks: tuple[int, ...]  # block table, long enough for the last token
 
 
 @dataclass(frozen=True)
@@ -60,9 +52,9 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk], kv: Sequence[Tensor]) -> Tensor:
-        """Compute the chunks, write their KV, return logits [len(chunks), vocabulary].
+        """Compute the chunks and write their KV; returns the state after each chunk's end.
 
-        The logits are those after each chunk's last token.
+        Shape [len(chunks), hidden], the same on every rank.
         """
         tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens])
         positions = torch.cat(
@@ -90,7 +82,11 @@ class Decoder:
             gated *= functional.linear(normed, layer.up)
             hidden = hidden + self._sum(functional.linear(gated, layer.down))
         ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
-        last = self._normalise(hidden[ends], self._norm)
+        return self._normalise(hidden[ends], self._norm)
+
+    @torch.inference_mode()
+    def logits(self, last: Tensor) -> Tensor:
+        """Scores of the next token, [len(chunks), vocabulary]."""
         return functional.linear(last, self._head)
 
     def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:

@@ -65,6 +65,8 @@ def _shapes(model: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     yield "token_embd.weight", (model.vocabulary, model.hidden)
     yield "output_norm.weight", (model.hidden,)
+    # A head of its own: one tied to the embedding would only repeat the last token.
+    yield "output.weight", (model.vocabulary, model.hidden)
     for layer in range(model.layers):
         prefix = f"blk.{layer}."
         yield prefix + "attn_norm.weight", (model.hidden,)

@@ -1,0 +1,87 @@
+"""What an engine's own processes say to each other, over pipes that only they hold."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from examples.engine.config import EngineConfig
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one sequence to compute in this step."""
+
+    tokens: tuple[int, ...]
+    first: int  # position of tokens[0]; all before it lie in the blocks already
+    blocks: tuple[int, ...]  # block table, long enough for the last token
+
+
+@dataclass(frozen=True)
+class RankStart:
+    """First message to a rank's worker process."""
+
+    config: EngineConfig
+    rank: int
+    boot_nonce: bytes
+    exchange_fd: int  # -1 when the rank is alone
+    peer_fd: int
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """Compute the chunks and do this rank's part of the offload plan."""
+
+    chunks: tuple[Chunk, ...]
+    plan: Any  # kvd_client.StepPlan, or None
+
+
+@dataclass(frozen=True)
+class StepDone:
+    """One token per chunk (empty but on rank 0), and the rank's offload report."""
+
+    sampled: tuple[int, ...]
+    report: Any  # kvd_client.WorkerReport, or None
+
+
+@dataclass(frozen=True)
+class TakeDigests:
+    """Answer with the hex digest of each block's bytes as they lie in memory now."""
+
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Unregister from kvd and end."""
+
+
+def start_process(
+    module: str, arguments: Sequence[str], inherited: Sequence[int] = ()
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Run `python -m module FD arguments…`; FD is its end of a new two-way pipe.
+
+    By exec, with only the named descriptors; in a session of its own, so that Ctrl-C reaches
+    the starting process alone, which then ends it in order.
+    """
+    ours, theirs = socket.socketpair()
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # One thread a rank: two ranks and the daemon share a small machine.
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+            pass_fds=(theirs.fileno(), *inherited),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return process, Connection(ours.detach())
