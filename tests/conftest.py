@@ -1,0 +1,35 @@
+"""For every test: nothing may be left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import leaks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A module's tests end with the processes, descriptors and shared memory they began with."""
+    before = leaks.look()
+    failed_before = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failed_before:
+        return  # a failed test's frames are kept for its report, and all they hold with them
+    gc.collect()
+    left = leaks.wait_until_clean(before, seconds=5.0)
+    assert not left, f"left behind by {request.node.name}: {left}"
+
+
+@pytest.fixture
+def shared_directory() -> Iterator[Path]:
+    """A fresh directory on the shared-memory file system, removed at the end."""
+    path = Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir=leaks.SHARED_MEMORY))
+    yield path
+    shutil.rmtree(path)

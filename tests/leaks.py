@@ -1,0 +1,113 @@
+"""What a test may leave behind: processes, descriptors, mappings, shared-memory files."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+SHARED_MEMORY = Path("/dev/shm")
+OURS_IN_SHARED_MEMORY = re.compile(r"kvd", re.IGNORECASE)
+# Descriptors that only we open; libraries keep sockets, pipes and epolls of their own.
+OUR_DESCRIPTORS = re.compile(r"^(/memfd:|/dev/shm/|anon_inode:\[pidfd\]|.*\.kv( \(deleted\))?$)")
+
+
+@dataclass(frozen=True)
+class Left:
+    """What there is at one moment; `-` on two of them says what came in between."""
+
+    processes: frozenset[str]
+    descriptors: frozenset[str]
+    mappings: frozenset[str]
+    files: frozenset[str]
+
+    def since(self, before: Left) -> dict[str, list[str]]:
+        """Whatever is here and was not before, by kind; empty when nothing is."""
+        new = {
+            "processes": self.processes - before.processes,
+            "descriptors": self.descriptors - before.descriptors,
+            "mappings": self.mappings - before.mappings,
+            "shared-memory files": self.files - before.files,
+        }
+        return {kind: sorted(found) for kind, found in new.items() if found}
+
+
+def look() -> Left:
+    """Everything that this process and those below it hold now."""
+    return Left(
+        frozenset(child_processes()),
+        frozenset(descriptors()),
+        frozenset(mappings()),
+        frozenset(shared_files()),
+    )
+
+
+def wait_until_clean(
+    before: Left, seconds: float, sleep: Callable[[float], None] = time.sleep
+) -> dict[str, list[str]]:
+    """What is still left after up to `seconds`: the ends of processes take a moment."""
+    deadline = time.monotonic() + seconds
+    left = look().since(before)
+    while left and time.monotonic() < deadline:
+        sleep(0.05)
+        left = look().since(before)
+    return left
+
+
+def child_processes() -> set[str]:
+    """Every process below this one, zombies too, as `pid name state`."""
+    parents: dict[int, int] = {}
+    titles: dict[int, str] = {}
+    for folder in PROC.iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            status = (folder / "stat").read_text()
+        except OSError:  # it ended meanwhile
+            continue
+        name, _, rest = status.partition("(")[2].rpartition(")")
+        state, parent = rest.split()[:2]
+        parents[int(folder.name)] = int(parent)
+        titles[int(folder.name)] = f"{folder.name} {name} {state}"
+    below: set[int] = set()
+    level = {os.getpid()}
+    while level:
+        level = {pid for pid, parent in parents.items() if parent in level} - below
+        below |= level
+    return {titles[pid] for pid in below}
+
+
+def descriptors() -> set[str]:
+    """Open descriptors of the kinds that only we open, as `number target`."""
+    found = set()
+    for link in (PROC / "self" / "fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:  # the directory's own descriptor
+            continue
+        if OUR_DESCRIPTORS.match(target):
+            found.add(f"{link.name} {target}")
+    return found
+
+
+def mappings() -> set[str]:
+    """Mapped memfds and shared-memory files of this process, as `address target`."""
+    found = set()
+    for line in (PROC / "self" / "maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and OUR_DESCRIPTORS.match(fields[5]):
+            found.add(f"{fields[0]} {fields[5]}")
+    return found
+
+
+def shared_files() -> set[str]:
+    """Files of /dev/shm that are ours: all that bear our name, where nobody else runs our tests."""
+    if not os.environ.get("CI"):  # a colleague's tests may run beside ours
+        pattern = re.compile(rf"kvd.*\b{os.getpid()}\b", re.IGNORECASE)
+    else:
+        pattern = OURS_IN_SHARED_MEMORY
+    return {path.name for path in SHARED_MEMORY.iterdir() if pattern.search(path.name)}

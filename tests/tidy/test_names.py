@@ -1,0 +1,58 @@
+"""Names say what a thing is: the words that STYLE bans, wherever we choose a name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.tidy.source import functions, parse, python_files, where
+
+# In a name of several words none of these stands for anything.
+EMPTY_WORDS = {"util", "utils", "manager", "helper", "helpers", "misc"}
+# Alone they name nothing; beside another word they may be somebody's protocol (ErrorInfo).
+EMPTY_ALONE = {"data", "info"}
+NOT_OURS = {"chunk", "chunks"}  # we say block, or batch
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+
+
+def words_of(name: str) -> list[str]:
+    """The lower-case words of a snake_case or CamelCase name."""
+    return [word.lower() for word in WORD.findall(name)]
+
+
+def chosen_names(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of the module itself, and of its classes, functions and parameters."""
+    yield 1, path.stem
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.ClassDef):
+            yield node.lineno, node.name
+    for function in functions(path):
+        yield function.lineno, function.name
+        every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+        yield from ((argument.lineno, argument.arg) for argument in every)
+
+
+def is_banned(name: str) -> bool:
+    words = words_of(name)
+    return (
+        bool(EMPTY_WORDS.intersection(words))
+        or bool(NOT_OURS.intersection(words))
+        or (len(words) == 1 and words[0] in EMPTY_ALONE)
+    )
+
+
+def test_the_check_knows_an_empty_name_from_a_good_one() -> None:
+    banned = ["SlotManager", "utils", "data", "read_chunk", "Info", "test_helpers"]
+    good = ["ErrorInfo", "SlotTable", "metadata", "index_page"]
+    assert [name for name in banned + good if is_banned(name)] == banned
+
+
+def test_no_module_class_function_or_parameter_has_an_empty_name() -> None:
+    assert [
+        f"{where(path, line)} {name}"
+        for path in python_files()
+        for line, name in chosen_names(path)
+        if is_banned(name)
+    ] == []
