@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from kvd.core.policy.arc import ArcPolicy
 from kvd.core.policy.base import Evictable, EvictionPolicy
 from kvd.core.policy.lru import LruPolicy
+from kvd.core.policy.s3fifo import S3FifoPolicy
+from kvd.core.policy.slot_queue import Capacity
 
-POLICY_NAMES = ("lru",)
+POLICY_NAMES = ("lru", "arc", "s3fifo")
 
 
-def make_policy(name: str, capacity: Callable[[], int], max_slots: int) -> EvictionPolicy:
+def make_policy(name: str, capacity: Capacity, max_slots: int) -> EvictionPolicy:
     """A policy for one size class.
 
     `capacity` answers with the slots that the class owns now; `max_slots` bounds the slot
@@ -19,8 +20,20 @@ def make_policy(name: str, capacity: Callable[[], int], max_slots: int) -> Evict
     match name:
         case "lru":
             return LruPolicy(max_slots)
+        case "arc":
+            return ArcPolicy(capacity, max_slots)
+        case "s3fifo":
+            return S3FifoPolicy(capacity, max_slots)
         case _:
             raise AssertionError(f"unknown policy {name!r}; known: {', '.join(POLICY_NAMES)}")
 
 
-__all__ = ["POLICY_NAMES", "Evictable", "EvictionPolicy", "LruPolicy", "make_policy"]
+__all__ = [
+    "POLICY_NAMES",
+    "ArcPolicy",
+    "Evictable",
+    "EvictionPolicy",
+    "LruPolicy",
+    "S3FifoPolicy",
+    "make_policy",
+]

@@ -37,7 +37,8 @@ class LruPolicy:
         self._queue.drop(slots)
 
     def evict(self, count: int, evictable: Evictable) -> Slots | None:
-        return self._queue.take(count, evictable)
+        scan = self._queue.scan(count, evictable)
+        return self._queue.commit(scan) if scan.victims.size == count else None
 
     def missed(self, tags: U64) -> None:
         """Nothing to learn: no ghosts."""

@@ -13,17 +13,30 @@ ring that doubles when the live slots need it; memory follows what is in use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import Slots
+from kvd.core.policy.base import Evictable
 
 Places = npt.NDArray[np.int64]
+Capacity = Callable[[], int]  # slots that the size class owns now
 
 PIECE = 65536  # most positions that are looked at in one go
 FIRST_RING = 1024  # positions of a new queue's ring
 MARK_BITS = 2  # up to four queues share one array of places
+MARK_MASK = (1 << MARK_BITS) - 1
+NO_SLOTS: Slots = np.zeros(0, np.int64)
+
+
+class Scan(NamedTuple):
+    """What a queue would give up: victims in order, and the slots passed over on the way."""
+
+    victims: Slots
+    passed: Slots
+    end: int  # the position after the last one looked at
 
 
 def new_places(max_slots: int) -> Places:
@@ -60,8 +73,10 @@ class SlotQueue:
         return int(self._ring.nbytes)
 
     def holds(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Which of these slots stand in this queue."""
         places = self._places[slots]
-        return (places != 0) & ((places & ((1 << MARK_BITS) - 1)) == self._mark)
+        held: npt.NDArray[np.bool_] = (places != 0) & (places & MARK_MASK == self._mark)
+        return held
 
     def append(self, slots: Slots) -> None:
         """Put slots that stand in no queue at the young end, the first of them oldest."""
@@ -83,6 +98,7 @@ class SlotQueue:
         self._places[slots] = 0
         self._live -= int(slots.size)
         assert self._live >= 0
+        self._trim(min(PIECE, 2 * int(slots.size) + 64))
 
     def first(self, count: int) -> Slots:
         """Up to `count` slots from the old end, oldest first; changes nothing."""
@@ -93,7 +109,7 @@ class SlotQueue:
                 break
             found.append(slots[:missing])
             missing -= int(found[-1].size)
-        return np.concatenate(found) if found else np.zeros(0, np.int64)
+        return joined(found)
 
     def pieces(self, count: int) -> Iterator[tuple[Places, Slots]]:
         """The queue from its old end: (positions, slots) of live mentions, a piece at a time.
@@ -111,14 +127,8 @@ class SlotQueue:
             at += size
             size *= 2
 
-    def take(self, count: int, evictable: Callable[[Slots], npt.NDArray[np.bool_]]) -> Slots | None:
-        """Take the `count` oldest evictable slots out, or None and change nothing.
-
-        Slots passed over move to the young end in their order, so that a heap of pinned
-        slots is passed over once and not at every call.
-        """
-        if count > self._live:
-            return None
+    def scan(self, count: int, evictable: Evictable) -> Scan:
+        """The `count` oldest evictable slots, or as many as there are; changes nothing."""
         taken: list[Slots] = []
         passed: list[Slots] = []
         missing, end = count, self._first
@@ -126,23 +136,37 @@ class SlotQueue:
             if missing == 0:
                 break
             may_go = evictable(slots)
-            last = nth_true(may_go, missing)
-            taken.append(slots[: last + 1][may_go[: last + 1]])
-            passed.append(slots[: last + 1][~may_go[: last + 1]])
+            upto = nth_true(may_go, missing) + 1
+            taken.append(slots[:upto][may_go[:upto]])
+            passed.append(slots[:upto][~may_go[:upto]])
             missing -= int(taken[-1].size)
-            end = int(positions[last]) + 1
-        if missing:
-            return None
-        victims = np.concatenate(taken) if taken else np.zeros(0, np.int64)
-        self.drop(victims)
-        self.advance(end)
-        if passed:
-            self.renew(np.concatenate(passed))
-        return victims
+            end = int(positions[upto - 1]) + 1
+        return Scan(joined(taken), joined(passed), end)
 
-    def advance(self, position: int) -> None:
-        """Forget the mentions before `position`; the caller moves or drops their slots."""
-        self._first = max(self._first, position)
+    def commit(self, scan: Scan) -> Slots:
+        """Take the victims of a scan out; nothing may have changed since.
+
+        Slots passed over move to the young end in their order, so that a heap of pinned
+        slots is passed over once and not at every call.
+        """
+        self._first = max(self._first, scan.end)
+        self.drop(scan.victims)
+        self.renew(scan.passed)
+        return scan.victims
+
+    def oldest(self, count: int) -> Slots:
+        """At least one and up to about `count` slots of the old end; none when it is empty."""
+        return next((slots for _, slots in self.pieces(count)), NO_SLOTS)
+
+    def receive(self, slots: Slots, source: SlotQueue) -> None:
+        """Move slots of this queue or of `source` to the young end, the first of them oldest."""
+        from_source = source.holds(slots)
+        assert (from_source | self.holds(slots)).all(), "a slot was received from nowhere"
+        moved = np.unique(slots[from_source])
+        source.drop(moved)
+        self._live += int(moved.size)
+        self._write(slots)
+        self._tidy(int(slots.size))
 
     # -- the ring -----------------------------------------------------------------------------
 
@@ -180,7 +204,7 @@ class SlotQueue:
         self._next += count
 
     def _make_space(self, count: int) -> None:
-        """Room for `count` more mentions. The ring grows when more than half of it would be live."""
+        """Room for `count` more mentions. The ring grows when half of it would be live."""
         if self._next - self._first + count <= self._ring.size:
             return
         while self._live + count > self._ring.size // 2:
@@ -224,6 +248,11 @@ class SlotQueue:
         else:
             self._first = max(self._first, write)
             self._squeeze = None
+
+
+def joined(batches: list[Slots]) -> Slots:
+    """The batches as one, in order."""
+    return np.concatenate(batches) if batches else NO_SLOTS
 
 
 def nth_true(mask: npt.NDArray[np.bool_], count: int) -> int:
