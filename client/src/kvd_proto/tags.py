@@ -8,6 +8,7 @@ to be sure compares the whole hash. Pure numpy; whole batches only.
 from __future__ import annotations
 
 import hashlib
+import struct
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,8 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT_30 = np.uint64(30)
 _SHIFT_27 = np.uint64(27)
 _SHIFT_31 = np.uint64(31)
+_ALL_BITS = (1 << 64) - 1
+_WORD = struct.Struct("<Q")
 
 
 def mix(words: U64) -> U64:
@@ -63,6 +66,25 @@ def bucket_pair(tags: U64, buckets: int) -> tuple[U64, U64]:
     first = tags & mask
     second = ((tags >> np.uint64(32)) * _MULTIPLY_2 >> np.uint64(20)) & mask
     return first, second
+
+
+def tag_of(block_hash: bytes, seed: int) -> int:
+    """`tags_of` for one hash, without numpy's cost per call."""
+    if len(block_hash) % 8:
+        block_hash += bytes(-len(block_hash) % 8)
+    tag = seed
+    for (word,) in _WORD.iter_unpack(block_hash):
+        tag = (tag + 0x9E3779B97F4A7C15 & _ALL_BITS) ^ word
+        tag = (tag ^ tag >> 30) * 0xBF58476D1CE4E5B9 & _ALL_BITS
+        tag = (tag ^ tag >> 27) * 0x94D049BB133111EB & _ALL_BITS
+        tag ^= tag >> 31
+    return tag or 1
+
+
+def bucket_pair_of(tag: int, buckets: int) -> tuple[int, int]:
+    """`bucket_pair` for one tag."""
+    mask = buckets - 1
+    return tag & mask, ((tag >> 32) * 0x94D049BB133111EB & _ALL_BITS) >> 20 & mask
 
 
 def account_seed(group_seed: int, account: str) -> int:

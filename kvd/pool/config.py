@@ -1,0 +1,65 @@
+"""What the operator says about the pool, and how a refusal is said."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MIB = 1 << 20
+SMALLEST_BLOCK_BYTES = 4096  # smaller parts leave their extent partly unused
+RECORD_BYTES = 128
+ROW_HEADER_BYTES = 64
+MAX_EXTENTS = 1 << 20
+MAX_THREADS = 64
+
+
+class PoolError(Exception):
+    """The pool can't be opened, or its memory can't be had. The message names the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolConfig:
+    """Where the pool lies and how large it is; PoolError where a value is impossible."""
+
+    directory: Path
+    pool_bytes: int
+    extent_bytes: int = 64 * MIB
+    threads: int = 2
+    any_filesystem: bool = False
+    mover_kill_deadline_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.extent_bytes < SMALLEST_BLOCK_BYTES or self.extent_bytes % SMALLEST_BLOCK_BYTES:
+            raise PoolError(
+                f"extent_bytes is {self.extent_bytes}: it must be a positive multiple of"
+                f" {SMALLEST_BLOCK_BYTES}"
+            )
+        if self.extents < 1:
+            raise PoolError(
+                f"pool_bytes is {self.pool_bytes}: less than one extent of {self.extent_bytes}"
+                " bytes; raise pool_bytes or lower extent_bytes"
+            )
+        if self.extents > MAX_EXTENTS:
+            raise PoolError(
+                f"{self.pool_bytes} bytes in extents of {self.extent_bytes} make {self.extents}"
+                f" extents, more than {MAX_EXTENTS}; raise extent_bytes"
+            )
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise PoolError(f"threads is {self.threads}: it must lie in 1..{MAX_THREADS}")
+        if self.mover_kill_deadline_s < 0:
+            raise PoolError("mover_kill_deadline_s must not be negative")
+
+    @property
+    def extents(self) -> int:
+        """Whole extents that fit in pool_bytes."""
+        return self.pool_bytes // self.extent_bytes
+
+    @property
+    def slots_per_extent(self) -> int:
+        """Most slots that one extent can hold."""
+        return self.extent_bytes // SMALLEST_BLOCK_BYTES
+
+    @property
+    def table_bytes(self) -> int:
+        """Slot table and row headers at their largest."""
+        return self.extents * (self.slots_per_extent * RECORD_BYTES + ROW_HEADER_BYTES)

@@ -1,0 +1,65 @@
+"""pool.header: what the pool was made with. Written last, so a half-made pool has none."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvd.pool import lines
+from kvd.pool.config import RECORD_BYTES, PoolConfig
+
+POOL_LAYOUT_VERSION = 1
+NO_POOL = "no pool was here before"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class PoolHeader:
+    """`tag_secret` is hex; `boot_id` makes a pool of an earlier boot cold (torn by nature)."""
+
+    layout_version: int
+    record_bytes: int
+    extents: int
+    extent_bytes: int
+    boot_id: str
+    tag_secret: str
+
+    @classmethod
+    def wanted(cls, config: PoolConfig, tag_secret: bytes) -> PoolHeader:
+        """The header of a pool that this configuration and this version make."""
+        return cls(
+            layout_version=POOL_LAYOUT_VERSION,
+            record_bytes=RECORD_BYTES,
+            extents=config.extents,
+            extent_bytes=config.extent_bytes,
+            boot_id=_BOOT_ID.read_text().strip(),
+            tag_secret=tag_secret.hex(),
+        )
+
+    def write(self, path: Path) -> None:
+        """Put the header in place; from then on the pool is warm."""
+        lines.replace_file(path, lines.seal(asdict(self)))
+
+
+def read_header(path: Path, wanted: PoolHeader) -> tuple[PoolHeader | None, str]:
+    """The header found, or None and the reason why the pool starts cold."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return None, NO_POOL
+    record = lines.unseal(content)
+    if record is None:
+        return None, "the pool's header is damaged"
+    version = record.get("layout_version")
+    if version != wanted.layout_version:
+        return None, (
+            f"the pool has layout version {version}, this kvd knows {wanted.layout_version}"
+        )
+    found = PoolHeader(**record)
+    if found.boot_id != wanted.boot_id:
+        return None, "the machine was started anew since"
+    for name in ("extents", "extent_bytes", "record_bytes"):
+        before, now = getattr(found, name), getattr(wanted, name)
+        if before != now:
+            return None, f"the pool was made with {name} = {before}, configured is {now}"
+    return found, ""

@@ -1,0 +1,48 @@
+"""Text lines that prove themselves whole: a checksum, then a JSON object."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_DIGEST_BYTES = 8
+
+
+def seal(record: dict[str, Any]) -> bytes:
+    """One line, newline included."""
+    body = json.dumps(record, separators=(",", ":"), sort_keys=True).encode()
+    return _digest(body) + b" " + body + b"\n"
+
+
+def unseal(line: bytes) -> dict[str, Any] | None:
+    """The record of a whole line; None where it is torn or altered."""
+    digest, separator, body = line.rstrip(b"\n").partition(b" ")
+    if not separator or digest != _digest(body):
+        return None
+    record: dict[str, Any] = json.loads(body)
+    return record
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give the file this content at once: a reader or a crash sees the old or the new one."""
+    fresh = path.with_name(path.name + ".new")
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        write_all(fd, content)
+    finally:
+        os.close(fd)
+    fresh.rename(path)
+
+
+def write_all(fd: int, content: bytes) -> None:
+    """Write every byte; OSError where the file system is full."""
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).hexdigest().encode()

@@ -1,0 +1,273 @@
+"""The pool as the driver sees it: opens, tells what it recovered, carries out the core's orders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from kvd.core.actions import (
+    GrantRow,
+    OpenNamespace,
+    OpenScope,
+    PublishTags,
+    ReleaseRow,
+    RetractTags,
+    WriteFree,
+    WriteReady,
+    ZeroRow,
+)
+from kvd.core.events import Event
+from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots
+from kvd.pool import space
+from kvd.pool.config import PoolConfig
+from kvd.pool.extents import Extents
+from kvd.pool.header import PoolHeader, read_header
+from kvd.pool.index_page import IndexPage
+from kvd.pool.ownership import (
+    MoverList,
+    MoverRecord,
+    PoolLock,
+    end_movers,
+    extents_mapped_by,
+)
+from kvd.pool.placement import Placement
+from kvd.pool.recovery import Books, Recovery
+from kvd.pool.registry import RegisteredNamespace, Registry
+from kvd.pool.row_table import Row, RowTable
+from kvd.pool.slot_table import SlotTable
+from kvd_proto.layout import require_ordered_stores
+
+TAG_SECRET_BYTES = 16
+INCARNATION_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMemory:
+    """Bytes of memory taken now."""
+
+    extents: int
+    tables: int
+    pages: int
+
+
+class Pool:
+    """Synchronous, called by the driver only; `zero_row` alone may run in a thread."""
+
+    def __init__(self, config: PoolConfig, lock: PoolLock) -> None:
+        """For `open` only."""
+        self.extents = config.extents
+        self.extent_bytes = config.extent_bytes
+        self.incarnation = os.urandom(INCARNATION_BYTES)
+        self.cold_reason = ""
+        self.tag_secret = b""
+        self._config = config
+        self._lock = lock
+        self._files = Extents(config)
+        self._movers = MoverList(config.directory / "movers")
+        self._placement = Placement(config)
+        self._pages: dict[NamespaceId, IndexPage] = {}
+
+    @classmethod
+    def open(cls, config: PoolConfig, progress: Callable[[int, int], None]) -> Self:
+        """Own the directory's pool: warm where the last owner's can be used, else new.
+
+        Kills the last owner's movers that still live. `progress(bytes done, bytes in all)` is
+        called while extents are made. PoolError with figures and the fix where the pool can't be
+        had; nothing of an earlier pool was touched then.
+        """
+        require_ordered_stores()
+        config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        space.require_tmpfs(config)
+        lock = PoolLock(config.directory / "lock")
+        try:
+            pool = cls(config, lock)
+            space.require_space(config, space.measure(config.directory, _held(config.directory)))
+            undead = pool._end_last_owner()
+            pool._take_or_make(progress)
+            pool._recover(undead)
+        except BaseException:
+            lock.release()
+            raise
+        return pool
+
+    # -- what was there ---------------------------------------------------------------------------
+
+    def recovered(self) -> Iterator[Event]:
+        """Events for the core: scopes, rows with their READY slots, PoolRecovered."""
+        return self._recovery.events()
+
+    @property
+    def dropped_records(self) -> int:
+        """READY records left out of `recovered` because they were not whole."""
+        return self._recovery.dropped_records
+
+    @property
+    def dropped_extents(self) -> int:
+        """Extents set free at start because no whole row owned them."""
+        return self._recovery.dropped_rows
+
+    def namespace_fields(self, namespace: NamespaceId) -> Mapping[str, str]:
+        """The display fields that the namespace was first opened with."""
+        return self._registry.namespaces[namespace].fields
+
+    # -- the core's orders ------------------------------------------------------------------------
+
+    def open_namespace(self, order: OpenNamespace, fields: Mapping[str, str]) -> None:
+        """Write the namespace down and give it an index page. Empty fields keep the known ones."""
+        known = RegisteredNamespace(order.namespace, order.spec, dict(fields))
+        self._registry.add_namespace(known)
+        if order.namespace not in self._pages:
+            page = IndexPage(f"kvd-page-{order.namespace}", order.page_blocks)
+            self._pages[order.namespace] = page
+
+    def open_scope(self, order: OpenScope) -> None:
+        self._registry.add_scope(order)
+
+    def grant_row(self, order: GrantRow) -> None:
+        """Give the row its slots and, unless it was recovered, its header."""
+        row = Row(
+            order.row, order.namespace, order.group, order.extents, order.part_bytes, order.slots
+        )
+        recovered = self._rows.get(order.row)
+        assert recovered is None or recovered == row, f"{recovered} was granted as {row}"
+        if recovered is None:
+            self._slot_table.prepare(order.row, order.slots)
+            self._rows[order.row] = row
+            self._row_table.grant(row)
+        self._placement.add(order)
+
+    def zero_row(self, order: ZeroRow) -> None:
+        """Overwrite the row's extents with zeros; takes its time."""
+        self._files.zero(self._rows[order.row].extents)
+
+    def release_row(self, order: ReleaseRow) -> None:
+        row = self._rows[order.row]
+        records = self._placement.records_of_row(row)
+        assert not self._slot_table.ready(records).any(), f"row {row.row} has READY records"
+        self._row_table.release(row.extents)
+        self._placement.remove(row.row)
+        del self._rows[order.row]
+
+    def write_ready(self, order: WriteReady) -> None:
+        records = self._placement.records(order.slots)
+        self._slot_table.write_ready(records, order.scopes, order.keys, order.stamps)
+
+    def write_free(self, order: WriteFree) -> None:
+        self._slot_table.write_free(self._placement.records(order.slots))
+
+    def publish(self, order: PublishTags) -> int:
+        """Make tags visible to clients; returns how many found no place (a probe misses them)."""
+        return self._pages[order.namespace].insert(order.tags)
+
+    def retract(self, order: RetractTags) -> None:
+        self._pages[order.namespace].remove(order.tags)
+
+    # -- for clients and movers -------------------------------------------------------------------
+
+    def set_room(self, namespace: NamespaceId, rooms: Sequence[int]) -> None:
+        """Say by group how many blocks a store could get now."""
+        self._pages[namespace].set_room(rooms)
+
+    def page_fd(self, namespace: NamespaceId) -> int:
+        """A read-only descriptor of the index page; the pool keeps it open."""
+        return self._pages[namespace].read_only_fd
+
+    def page_bytes(self, namespace: NamespaceId) -> int:
+        return self._pages[namespace].page_bytes
+
+    def locate(self, slots: Slots, shard: int) -> tuple[U32, U64]:
+        """Where one shard's parts lie: extent numbers, byte offsets in the extent."""
+        return self._placement.locate(slots, shard)
+
+    def extent_path(self, extent: int) -> Path:
+        return self._files.path(extent)
+
+    def record_mover(self, pid: int, start_time: int) -> None:
+        """Before the mover maps anything: the next owner kills it if it still lives."""
+        self._movers.add(MoverRecord(pid, start_time))
+
+    def forget_mover(self, pid: int) -> None:
+        """The process has ended."""
+        self._movers.remove(pid)
+
+    # -- books ------------------------------------------------------------------------------------
+
+    def memory(self) -> PoolMemory:
+        """Bytes taken by extents, tables and index pages."""
+        directory = self._config.directory
+        tables = sum(_taken(directory / name) for name in ("slots.table", "rows.table"))
+        pages = sum(os.fstat(p.read_only_fd).st_blocks * 512 for p in self._pages.values())
+        return PoolMemory(self.extents * self.extent_bytes, tables, pages)
+
+    def spilled(self, namespace: NamespaceId) -> int:
+        """Resident blocks that the namespace's index page has no place for."""
+        return self._pages[namespace].spilled
+
+    def close(self) -> None:
+        """Mark every page closed and let go of the pool; its files stay for the next owner."""
+        for page in self._pages.values():
+            page.close()
+        self._pages.clear()
+        self._slot_table.close()
+        self._row_table.close()
+        self._registry.close()
+        self._lock.release()
+
+    # -- opening ----------------------------------------------------------------------------------
+
+    def _end_last_owner(self) -> frozenset[int]:
+        """Kill what still lives of the last owner; returns extents that an undead mover maps."""
+        undead = end_movers(self._movers.read_last_owner(), self._config.mover_kill_deadline_s)
+        self._movers.replace(undead)
+        mapped: set[int] = set()
+        for mover in undead:
+            extents = extents_mapped_by(mover.pid, self._files.directory)
+            mapped |= set(range(self.extents)) if extents is None else extents
+        return frozenset(mapped)
+
+    def _take_or_make(self, progress: Callable[[int, int], None]) -> None:
+        """Read the header; where the pool can't be used, remove it and make a new one."""
+        path = self._config.directory / "pool.header"
+        wanted = PoolHeader.wanted(self._config, os.urandom(TAG_SECRET_BYTES))
+        header, self.cold_reason = read_header(path, wanted)
+        if header is not None:
+            self.cold_reason = self._files.missing()
+        if header is None or self.cold_reason:
+            header = wanted
+            # The header goes first and comes last: whatever is interrupted starts cold again.
+            path.unlink(missing_ok=True)
+            for name in ("slots.table", "rows.table", "registry.jsonl"):
+                (self._config.directory / name).unlink(missing_ok=True)
+            self._files.remove_all()
+            self._files.create_all(progress)
+            header.write(path)
+        self.tag_secret = bytes.fromhex(header.tag_secret)
+
+    def _recover(self, undead_extents: frozenset[int]) -> None:
+        directory = self._config.directory
+        self._slot_table = SlotTable(self._config, directory / "slots.table")
+        self._row_table = RowTable(self._config, directory / "rows.table")
+        self._registry = Registry.open(directory / "registry.jsonl")
+        books = Books(
+            self._config.slots_per_extent,
+            self._files,
+            self._slot_table,
+            self._row_table,
+            self._registry,
+        )
+        # On a cold start an undead mover maps files that are gone; the new ones are nobody's.
+        self._recovery = Recovery(books, frozenset() if self.cold_reason else undead_extents)
+        self._rows: dict[RowId, Row] = dict(self._recovery.rows)
+
+
+def _taken(path: Path) -> int:
+    """Bytes of memory behind a file."""
+    return path.stat().st_blocks * 512
+
+
+def _held(directory: Path) -> int:
+    """Bytes of memory behind the files of a pool, if there is one."""
+    return sum(_taken(path) for path in directory.rglob("*") if path.is_file())

@@ -1,0 +1,172 @@
+"""From what a dead owner left to the events that tell the core.
+
+Only what proves itself is taken: rows whose headers are whole and agree with the registry, and
+in them READY records whose checksum holds. Everything else becomes free, with its bytes zeroed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.events import Event, PoolRecovered, RowRecovered, ScopeRecovered
+from kvd.core.keys import KeyBatch, NamespaceId, RowId, ScopeId
+from kvd.pool.extents import Extents
+from kvd.pool.registry import Registry
+from kvd.pool.row_table import Row, RowTable
+from kvd.pool.slot_table import Records, SlotTable
+
+# Records verified together: enough to make numpy's cost per call small, few enough for the cache.
+_BATCH_SLOTS = 16384
+
+
+@dataclass(slots=True)
+class Books:
+    """The pool's files that recovery reads, and mends where they are broken."""
+
+    slots_per_extent: int
+    extents: Extents
+    slot_table: SlotTable
+    row_table: RowTable
+    registry: Registry
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What was found. `rows` stand as soon as it is made; records are read by `events`."""
+
+    books: Books
+    undead_extents: frozenset[int]  # still mapped by movers that couldn't be killed
+    rows: dict[RowId, Row] = field(default_factory=dict)
+    dropped_rows: int = 0  # extents that said granted, but not credibly
+    dropped_records: int = 0  # READY records that were not whole or named nothing known
+
+    def __post_init__(self) -> None:
+        for row in self.books.row_table.rows():
+            if self._credible(row):
+                self.rows[row.row] = row
+        self._clean()
+        self._forget_unused()
+
+    def events(self) -> Iterator[Event]:
+        """Scopes, then rows with their READY slots, then the end. Drops what isn't whole."""
+        registry = self.books.registry
+        for scope in registry.scopes.values():
+            spec = registry.namespaces[scope.namespace].spec
+            yield ScopeRecovered(
+                scope.scope, scope.namespace, spec, scope.epoch, scope.account, scope.group
+            )
+        for rows in self._batches():
+            yield from self._read(rows)
+        yield PoolRecovered()
+
+    def _credible(self, row: Row) -> bool:
+        """Whether the registry knows what the row holds, and the row fits its extents."""
+        known = self.books.registry.namespaces.get(row.namespace)
+        if known is None or row.group >= len(known.spec.groups):
+            return False
+        extent_bytes = self.books.extents.extent_bytes
+        return (
+            known.spec.groups[row.group].part_bytes == row.part_bytes
+            and 0 < row.slots <= self.books.slots_per_extent
+            and all(row.slots * part <= extent_bytes for part in row.part_bytes)
+            and any(s.namespace == row.namespace for s in self.books.registry.scopes.values())
+        )
+
+    def _clean(self) -> None:
+        """Make free what no credible row owns: records first, then bytes, headers last."""
+        owned = {extent for row in self.rows.values() for extent in row.extents}
+        stray = self.books.row_table.touched() - owned
+        self.dropped_rows = len(stray)
+        for extent in stray:
+            self.books.slot_table.write_free(self._records(extent, self.books.slots_per_extent))
+        # An undead mover may go on writing: it keeps the old file, the pool gets a new one.
+        for extent in stray & self.undead_extents:
+            self.books.extents.create(extent)
+        self.books.extents.zero_all(stray - self.undead_extents)
+        self.books.row_table.release(tuple(stray))
+
+    def _forget_unused(self) -> None:
+        """Take scopes out of the registry that no READY record names.
+
+        A namespace that owns rows keeps one scope all the same: it is by its scopes that the
+        core comes to know of it.
+        """
+        registry = self.books.registry
+        used: set[int] = set()
+        for rows in self._batches():
+            for row in rows:
+                self.books.slot_table.prefetch(row.row, row.slots)
+            records = self._records_of(rows)
+            records = records[self.books.slot_table.ready(records)]
+            used.update(np.unique(self.books.slot_table.scopes(records)).tolist())
+        kept = {s: scope for s, scope in registry.scopes.items() if s in used}
+        namespaces = {row.namespace for row in self.rows.values()}
+        for scope in registry.scopes.values():
+            if scope.namespace in namespaces - {k.namespace for k in kept.values()}:
+                kept[scope.scope] = scope
+        registry.keep_only(namespaces, kept)
+
+    def _batches(self) -> Iterator[list[Row]]:
+        """Rows of one namespace at a time, by ascending number, about _BATCH_SLOTS slots each."""
+        batch: list[Row] = []
+        slots = 0
+        for row in sorted(self.rows.values(), key=lambda r: (r.namespace, r.row)):
+            if batch and (slots >= _BATCH_SLOTS or row.namespace != batch[0].namespace):
+                yield batch
+                batch, slots = [], 0
+            batch.append(row)
+            slots += row.slots
+        if batch:
+            yield batch
+
+    def _read(self, rows: list[Row]) -> Iterator[RowRecovered]:
+        table, namespace = self.books.slot_table, rows[0].namespace
+        hash_bytes = self.books.registry.namespaces[namespace].spec.hash_bytes
+        records = self._records_of(rows)
+        records = records[table.ready(records)]
+        groups = self._group_by_scope(namespace)
+        per_extent = self.books.slots_per_extent
+        leading = records // per_extent
+        group_of_row = np.zeros(self.books.extents.count, dtype=np.int64)
+        group_of_row[[row.row for row in rows]] = [row.group for row in rows]
+        scopes = np.minimum(table.scopes(records), len(groups) - 1)
+        good = table.whole(records, hash_bytes) & (groups[scopes] == group_of_row[leading])
+        table.write_free(records[~good])
+        self.dropped_records += int((~good).sum())
+        records, leading, scopes = records[good], leading[good], scopes[good]
+        keys = table.keys(records, hash_bytes)
+        stamps, generations = table.stamps(records), table.generations(records)
+        bounds = np.searchsorted(leading, [row.row for row in rows] + [rows[-1].row + 1]).tolist()
+        for row, start, end in zip(rows, bounds[:-1], bounds[1:], strict=True):
+            yield RowRecovered(
+                row=row.row,
+                extents=row.extents,
+                namespace=namespace,
+                group=row.group,
+                ordinals=(records[start:end] - row.row * per_extent).astype(np.uint32),
+                scopes=scopes[start:end],
+                keys=KeyBatch(keys.words[start:end], hash_bytes),
+                stamps=stamps[start:end],
+                generations=generations[start:end],
+                quarantined=not self.undead_extents.isdisjoint(row.extents),
+            )
+
+    def _group_by_scope(self, namespace: NamespaceId) -> npt.NDArray[np.int64]:
+        """Group of each scope number of this namespace, -1 for all others; the last is unused."""
+        scopes = self.books.registry.scopes
+        groups = np.full(max(scopes, default=ScopeId(0)) + 2, -1, dtype=np.int64)
+        for scope in scopes.values():
+            if scope.namespace == namespace:
+                groups[scope.scope] = scope.group
+        return groups
+
+    def _records(self, extent: int, slots: int) -> Records:
+        first = extent * self.books.slots_per_extent
+        return np.arange(first, first + slots)
+
+    def _records_of(self, rows: list[Row]) -> Records:
+        return np.concatenate([self._records(row.row, row.slots) for row in rows])

@@ -1,0 +1,153 @@
+"""rows.table: one header for each extent, saying which row it belongs to.
+
+A header is 8 words of 64 bits, its first word (granted or not) stored last. A row is granted
+by its leading extent's header, written after those of its other shards and erased before them:
+whatever moment the daemon dies at, a row is wholly there or not at all.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.keys import U64, NamespaceId, RowId
+from kvd.pool.config import ROW_HEADER_BYTES, PoolConfig
+from kvd_proto.tags import mix
+
+_WORDS = ROW_HEADER_BYTES // 8
+_STATE, _CLASS, _SHARD, _SLOTS_LEADING, _PART_BYTES, _CHECKSUM = range(6)
+_GRANTED = 1
+_CHECKSUM_SEED = np.uint64(0x6B76642D726F7773)
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_HALF = 32
+_LOW = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A granted row as its headers say. `extents` and `part_bytes` by shard."""
+
+    row: RowId
+    namespace: NamespaceId
+    group: int
+    extents: tuple[int, ...]
+    part_bytes: tuple[int, ...]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    namespace: int
+    group: int
+    shard: int
+    shards: int
+    slots: int
+    leading: int
+    part_bytes: int
+
+
+class RowTable:
+    """All row headers, mapped and populated (they are few)."""
+
+    def __init__(self, config: PoolConfig, path: Path) -> None:
+        self._count = config.extents
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            size = self._count * ROW_HEADER_BYTES
+            if os.fstat(fd).st_size != size:
+                os.ftruncate(fd, size)
+                os.posix_fallocate(fd, 0, size)
+            self._map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._words: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(-1, _WORDS)
+
+    def close(self) -> None:
+        del self._words
+        self._map.close()
+
+    def grant(self, row: Row) -> None:
+        """Write the row's headers, the leading extent's last."""
+        for shard in reversed(range(len(row.extents))):
+            extent = row.extents[shard]
+            words = self._words[extent]
+            words[_CLASS] = row.namespace | row.group << _HALF
+            words[_SHARD] = shard | len(row.extents) << _HALF
+            words[_SLOTS_LEADING] = row.slots | row.extents[0] << _HALF
+            words[_PART_BYTES] = row.part_bytes[shard]
+            words[_CHECKSUM] = _checksums(np.array([extent]), words[None])[0]
+            words[_STATE] = _GRANTED
+
+    def release(self, extents: tuple[int, ...]) -> None:
+        """Erase headers, the leading extent's first."""
+        for extent in extents:
+            self._words[extent, _STATE] = 0
+            self._words[extent] = 0
+
+    def rows(self) -> Iterator[Row]:
+        """Rows whose headers are all there and whole."""
+        headers = self._headers()
+        members: dict[int, dict[int, int]] = {}
+        for extent, header in headers.items():
+            members.setdefault(header.leading, {})[header.shard] = extent
+        for leading, by_shard in members.items():
+            first = headers.get(leading)
+            if first is None or first.shard != 0 or set(by_shard) != set(range(first.shards)):
+                continue
+            extents = tuple(by_shard[shard] for shard in range(first.shards))
+            parts = [headers[extent] for extent in extents]
+            if any(_kind(part) != _kind(first) for part in parts):
+                continue
+            yield Row(
+                RowId(leading),
+                NamespaceId(first.namespace),
+                first.group,
+                extents,
+                tuple(part.part_bytes for part in parts),
+                first.slots,
+            )
+
+    def touched(self) -> set[int]:
+        """Extents whose header is not plainly empty: granted, torn or damaged."""
+        return set(np.flatnonzero(self._words.any(axis=1)).tolist())
+
+    def _headers(self) -> dict[int, _Header]:
+        """Headers that say granted and are whole, by extent."""
+        granted = np.flatnonzero(self._words[:, _STATE] == _GRANTED)
+        words = self._words[granted]
+        whole = words[:, _CHECKSUM] == _checksums(granted, words)
+        fields = words[whole, _CLASS : _PART_BYTES + 1].tolist()
+        return {
+            extent: _Header(
+                namespace=kind & _LOW,
+                group=kind >> _HALF,
+                shard=shard & _LOW,
+                shards=shard >> _HALF,
+                slots=slots & _LOW,
+                leading=slots >> _HALF,
+                part_bytes=part_bytes,
+            )
+            for extent, (kind, shard, slots, part_bytes) in zip(
+                granted[whole].tolist(), fields, strict=True
+            )
+        }
+
+
+def _kind(header: _Header) -> tuple[int, ...]:
+    """What all headers of one row have in common."""
+    return (header.namespace, header.group, header.shards, header.slots, header.leading)
+
+
+def _checksums(extents: npt.NDArray[np.int64], words: U64) -> U64:
+    """Checksum of each header, its place included."""
+    sums = np.full(len(words), _CHECKSUM_SEED, dtype=np.uint64)
+    columns = [words[:, c] for c in range(_CLASS, _PART_BYTES + 1)]
+    for column in (extents.astype(np.uint64), *columns):
+        sums = mix((sums + _STEP) ^ column)
+    return sums

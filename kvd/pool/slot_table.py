@@ -1,0 +1,135 @@
+"""slots.table: one record for each slot, the truth about what host memory holds.
+
+A record is 16 words of 64 bits: state and generation in the first, then scope and key length,
+stamp, checksum of the record, checksum of the bytes (0: none), three spare words, and 64 bytes
+of key. The body is stored before the first word: on x86-64 whoever sees READY, a later daemon
+after a kill -9 included, sees the body too. Record i of extent e is e * slots_per_extent + i.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.keys import U32, U64, KeyBatch
+from kvd.pool.config import RECORD_BYTES, PoolConfig, PoolError
+from kvd.pool.extents import MADV_POPULATE_READ, MADV_POPULATE_WRITE, populate
+from kvd_proto.tags import mix
+
+Records = npt.NDArray[np.int64]  # record numbers
+
+FREE = np.uint64(0)
+READY = np.uint64(1)
+_STATE_MASK = np.uint64(0xFF)
+_GENERATION_SHIFT = np.uint64(8)
+_LENGTH_SHIFT = np.uint64(32)
+_SCOPE_MASK = np.uint64(0xFFFFFFFF)
+
+_WORDS = RECORD_BYTES // 8
+_STATE, _SCOPE_LENGTH, _STAMP, _CHECKSUM, _PAYLOAD, _KEY = 0, 1, 2, 3, 4, 8
+_CHECKSUM_SEED = np.uint64(0x6B76642D736C6F74)
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+class SlotTable:
+    """All records, mapped. Every call takes whole batches."""
+
+    def __init__(self, config: PoolConfig, path: Path) -> None:
+        """Open or make the table; a new one says FREE everywhere."""
+        self._per_extent = config.slots_per_extent
+        count = config.extents * self._per_extent
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(fd, count * RECORD_BYTES)
+            self._map = mmap.mmap(fd, count * RECORD_BYTES)
+        finally:
+            os.close(fd)
+        self._words: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(count, _WORDS)
+
+    def close(self) -> None:
+        del self._words
+        self._map.close()
+
+    def prepare(self, extent: int, slots: int) -> None:
+        """Have the memory for an extent's first records; PoolError where there is none.
+
+        Without it the first touch of a page on a full file system would be a SIGBUS.
+        """
+        try:
+            self._populate(extent, slots, MADV_POPULATE_WRITE)
+        except OSError as error:
+            raise PoolError(
+                f"no memory for the slot table of extent {extent} ({error.strerror}): the file"
+                " system of the pool is full; enlarge it or keep others' files out of it"
+            ) from error
+
+    def prefetch(self, extent: int, slots: int) -> None:
+        """Map an extent's first records at once, before all are read."""
+        self._populate(extent, slots, MADV_POPULATE_READ)
+
+    def write_ready(self, records: Records, scopes: U32, keys: KeyBatch, stamps: U64) -> None:
+        """Make FREE records READY, one generation later. Arrays run along."""
+        old = self._words[records, _STATE]
+        assert not (old & _STATE_MASK == READY).any(), "a READY record was to be written again"
+        generations = (old >> _GENERATION_SHIFT) + np.uint64(1)
+        body = np.zeros((len(records), _WORDS), dtype=np.uint64)
+        body[:, _STATE] = generations << _GENERATION_SHIFT | FREE
+        body[:, _SCOPE_LENGTH] = scopes | np.uint64(keys.hash_bytes) << _LENGTH_SHIFT
+        body[:, _STAMP] = stamps
+        width = keys.words.shape[1]
+        body[:, _KEY : _KEY + width] = keys.words
+        body[:, _CHECKSUM] = _checksums(records, generations, body, width)
+        self._words[records] = body
+        self._words[records, _STATE] = body[:, _STATE] | READY
+
+    def write_free(self, records: Records) -> None:
+        """Make records FREE; their generation stays."""
+        self._words[records, _STATE] &= ~_STATE_MASK
+
+    def ready(self, records: Records) -> npt.NDArray[np.bool_]:
+        """Which of these records say READY, whether whole or not."""
+        mask: npt.NDArray[np.bool_] = self._words[records, _STATE] & _STATE_MASK == READY
+        return mask
+
+    def scopes(self, records: Records) -> U32:
+        """Scope that each record names, whether whole or not."""
+        return (self._words[records, _SCOPE_LENGTH] & _SCOPE_MASK).astype(np.uint32)
+
+    def whole(self, records: Records, hash_bytes: int) -> npt.NDArray[np.bool_]:
+        """Which of these records hold a key of this length and what was once written."""
+        body = self._words[records]
+        generations = body[:, _STATE] >> _GENERATION_SHIFT
+        sums = _checksums(records, generations, body, -(-hash_bytes // 8))
+        right_length = body[:, _SCOPE_LENGTH] >> _LENGTH_SHIFT == hash_bytes
+        mask: npt.NDArray[np.bool_] = right_length & (sums == body[:, _CHECKSUM])
+        return mask
+
+    def stamps(self, records: Records) -> U64:
+        return self._words[records, _STAMP]
+
+    def generations(self, records: Records) -> U64:
+        return self._words[records, _STATE] >> _GENERATION_SHIFT
+
+    def keys(self, records: Records, hash_bytes: int) -> KeyBatch:
+        """The keys, copied out."""
+        width = -(-hash_bytes // 8)
+        return KeyBatch(self._words[records, _KEY : _KEY + width], hash_bytes)
+
+    def _populate(self, extent: int, slots: int, advice: int) -> None:
+        first = extent * self._per_extent * RECORD_BYTES
+        populate(self._map, first, slots * RECORD_BYTES, advice)
+
+
+def _checksums(records: Records, generations: U64, body: U64, key_words: int) -> U64:
+    """Checksum of each record, its place included, so that a copy elsewhere isn't whole."""
+    sums = np.full(len(records), _CHECKSUM_SEED, dtype=np.uint64)
+    columns = [records.astype(np.uint64), generations]
+    columns += [body[:, c] for c in (_SCOPE_LENGTH, _STAMP, _PAYLOAD)]
+    columns += [body[:, c] for c in range(_KEY, _KEY + key_words)]
+    for column in columns:
+        sums = mix((sums + _STEP) ^ column)
+    return sums
