@@ -1,0 +1,128 @@
+"""The ready ring: the worker says which jobs its half is there for, the mover hears it.
+
+One worker process writes, its mover reads. The mover trusts nothing in it: the ring lies in
+memory that the engine may scribble over, so the reader keeps its own place and takes at most
+one ring full of ids whatever the words say.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_proto import layout
+
+_U64 = np.dtype("<u8")
+_WRAP = 1 << 64
+_TAIL = layout.RING_TAIL_OFFSET // 8
+_HEAD = layout.RING_HEAD_OFFSET // 8
+_IDS = layout.HEADER_BYTES // 8
+_ABANDONED = _IDS + layout.RING_ENTRIES
+_NEVER_A_JOB_HERE = _WRAP - 1  # as the first abandon word: job 0 would match a zero
+
+
+def create_ring() -> int:
+    """Make an empty ring in a memfd that can neither shrink nor grow; its descriptor."""
+    fd = os.memfd_create("kvd-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, layout.RING_BYTES)
+    words = np.zeros(layout.RING_BYTES // 8, dtype=_U64)
+    words[:3] = (layout.RING_MAGIC, layout.LAYOUT_VERSION, layout.RING_ENTRIES)
+    words[_ABANDONED] = _NEVER_A_JOB_HERE
+    os.pwrite(fd, words.tobytes(), 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+class RingWriter:
+    """The worker's end. Any thread may call it; descriptors stay the caller's."""
+
+    def __init__(self, ring_fd: int, event_fd: int) -> None:
+        layout.require_ordered_stores()
+        self._map, self._words = _map_ring(ring_fd)
+        self._event_fd = event_fd
+        self._tail = int(self._words[_TAIL])
+        self._lock = threading.Lock()
+
+    def mark_ready(self, job_ids: Sequence[int]) -> bool:
+        """Tell the mover that this rank's half of the jobs is there; wakes it once.
+
+        False means that the ring has no room and nothing was written: use the RPC.
+        """
+        if not job_ids:
+            return True
+        with self._lock:
+            queued = (self._tail - int(self._words[_HEAD])) % _WRAP
+            if queued + len(job_ids) > layout.RING_ENTRIES:
+                return False
+            for place, job_id in enumerate(job_ids, start=self._tail):
+                self._words[_IDS + place % layout.RING_ENTRIES] = job_id
+            self._tail = (self._tail + len(job_ids)) % _WRAP
+            self._words[_TAIL] = self._tail
+        os.eventfd_write(self._event_fd, 1)
+        return True
+
+    def abandon(self, job_id: int) -> None:
+        """Give a store up: its engine blocks may change from now on, so it must not be READY."""
+        self._words[_ABANDONED + job_id % layout.RING_ENTRIES] = job_id
+
+    def close(self) -> None:
+        """Unmap. Nothing may be called afterwards."""
+        del self._words
+        self._map.close()
+
+
+class RingReader:
+    """The mover's end. One thread takes; `abandoned` may be asked from any."""
+
+    def __init__(self, ring_fd: int) -> None:
+        layout.require_ordered_stores()
+        self._map, self._words = _map_ring(ring_fd)
+        self._head = 0
+        self.overruns = 0  # times the tail made no sense
+
+    def take(self) -> list[int]:
+        """Job ids since the last call, oldest first, at most one ring full.
+
+        A tail that is further ahead than the ring is long can't be a worker's: what it would
+        stand for is dropped, and the jobs expire.
+        """
+        tail = int(self._words[_TAIL])
+        count = (tail - self._head) % _WRAP
+        if count == 0:
+            return []
+        if count > layout.RING_ENTRIES:
+            self.overruns += 1
+            self._head = tail
+            self._words[_HEAD] = tail
+            return []
+        start = self._head % layout.RING_ENTRIES
+        first = min(count, layout.RING_ENTRIES - start)
+        job_ids: list[int] = self._words[_IDS + start : _IDS + start + first].tolist()
+        job_ids += self._words[_IDS : _IDS + count - first].tolist()
+        self._head = tail
+        self._words[_HEAD] = tail
+        return job_ids
+
+    def abandoned(self, job_id: int) -> bool:
+        """Whether the worker gave this store up. Ask after the last byte was read."""
+        return int(self._words[_ABANDONED + job_id % layout.RING_ENTRIES]) == job_id
+
+    def close(self) -> None:
+        """Unmap. Nothing may be called afterwards."""
+        del self._words
+        self._map.close()
+
+
+def _map_ring(ring_fd: int) -> tuple[mmap.mmap, npt.NDArray[np.uint64]]:
+    mapped = mmap.mmap(ring_fd, layout.RING_BYTES)
+    words = np.frombuffer(mapped, dtype=_U64)
+    found = tuple(int(word) for word in words[:3])
+    if found != (layout.RING_MAGIC, layout.LAYOUT_VERSION, layout.RING_ENTRIES):
+        raise ValueError(f"not a ready ring of layout version {layout.LAYOUT_VERSION}: {found}")
+    return mapped, words

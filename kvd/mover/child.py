@@ -1,0 +1,273 @@
+"""What runs in the mover process: one thread listens, two copy, one warms.
+
+Nothing here ever times out or polls: the listening thread sleeps until control writes, the
+worker rings or control goes away, which ends the process at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import queue
+import resource
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from kvd.core.errors import KvdError
+from kvd.core.events import JobKind, JobStatus, TransferOutcome
+from kvd.core.keys import RowId
+from kvd.mover import frames
+from kvd.mover.copy_engine import CopyEngine, CopyStopped
+from kvd.mover.frames import Finished, FrameKind, TransferOrder
+from kvd.mover.host_shm import HostSharedMemory
+from kvd.mover.layout import MoverConfig, flaw_of_part
+from kvd.mover.rows import MappedRows
+from kvd.mover.transfers import Transfer, TransferDesk
+from kvd_proto.board import BoardRecord, BoardWriter
+from kvd_proto.layout import LANE_MOVER
+from kvd_proto.ring import RingReader
+
+# How long the start waits for the engine's memory to be mapped page by page; the rest goes on
+# beside the first copies.
+START_WARM_S = 1.0
+_STOP_S = 1.0
+_RECEIVE_BYTES = 256 << 10
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_NAME = 15
+
+
+class ChannelToControl:
+    """Sends whole frames; any thread. Control's end being gone ends the process."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self._lock = threading.Lock()
+
+    def send(self, kind: FrameKind, body: bytes = b"") -> None:
+        """Returns once the kernel has it all."""
+        try:
+            with self._lock:
+                self.socket.sendall(frames.frame(kind, body))
+        except OSError:
+            os._exit(0)  # nobody is left to copy for
+
+
+class Mover:
+    """The mover's rooms wired together. `run` returns when control says stop."""
+
+    def __init__(
+        self,
+        config: MoverConfig,
+        engine: CopyEngine,
+        control: ChannelToControl,
+        ring: RingReader,
+        board: BoardWriter,
+    ) -> None:
+        self._config = config
+        self._engine = engine
+        self._control = control
+        self._ring = ring
+        self._board = board
+        self._desk = TransferDesk()
+        self._rows = MappedRows(engine, self._report_unmapped)
+        self._cold: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._stopping = False
+        self._memory_warm = threading.Event()
+        self._copiers: list[threading.Thread] = []
+
+    # -- the listening thread ---------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads; returns when the engine's memory is warm, or after a while."""
+        threading.Thread(target=self._warm, name="warm", daemon=True).start()
+        for kind in JobKind:
+            copier = threading.Thread(
+                target=self._copy_all, args=(kind,), name=kind.name.lower(), daemon=True
+            )
+            copier.start()
+            self._copiers.append(copier)
+        self._memory_warm.wait(START_WARM_S)
+
+    def run(self, event_fd: int) -> None:
+        """Listen until control says stop or is gone."""
+        reader = frames.FrameReader()
+        end = self._control.socket
+        with select.epoll() as poll:
+            poll.register(end.fileno(), select.EPOLLIN)
+            # Edge-triggered, so that it never has to be read: the worker shares the open file
+            # and could make a read of it block.
+            poll.register(event_fd, select.EPOLLIN | select.EPOLLET)
+            while not self._stopping:
+                ready = poll.poll()
+                self._desk.mark_ready(self._ring.take())
+                if any(fd == end.fileno() for fd, _ in ready):
+                    received = end.recv(_RECEIVE_BYTES)
+                    if not received:
+                        os._exit(0)
+                    for kind, body in reader.feed(received):
+                        self._obey(kind, body)
+        self._desk.close()
+        for copier in self._copiers:
+            copier.join(_STOP_S)
+
+    def _obey(self, kind: FrameKind, body: bytes) -> None:
+        match kind:
+            case FrameKind.TRANSFER:
+                self._accept(frames.unpack_transfer(body))
+            case FrameKind.READY:
+                self._desk.mark_ready(frames.unpack_jobs(body))
+            case FrameKind.REVOKE:
+                revoked = self._desk.revoke(frames.unpack_number(body))
+                if revoked is not None:
+                    self._rows.release(revoked.extents)
+                    self._report(revoked.order, TransferOutcome.REVOKED, 0, 0)
+            case FrameKind.MAP_ROW:
+                self._map_row(*frames.unpack_row(body))
+            case FrameKind.UNMAP_ROW:
+                self._rows.retire(RowId(frames.unpack_number(body)))
+            case FrameKind.FORGET_JOB:
+                self._desk.forget(frames.unpack_number(body))
+            case FrameKind.STOP:
+                self._stopping = True
+            case _:
+                raise frames.BadFrame(f"{kind.name} is not for a mover")
+
+    def _map_row(self, row: RowId, extent: int) -> None:
+        try:
+            if self._rows.map(row, extent):
+                self._cold.put(extent)
+        except OSError as error:
+            # Transfers of the row fail; control sees them fail and keeps its cache.
+            _complain(f"row {row} can't be mapped: {error}")
+
+    def _accept(self, order: TransferOrder) -> None:
+        flaw = next(filter(None, (flaw_of_part(p, self._config) for p in order.parts)), "")
+        extents = frozenset(extent for part in order.parts for extent in set(part.extents.tolist()))
+        if not flaw and not self._rows.use(extents):
+            flaw = "a row that is not mapped"
+        if flaw:
+            _complain(f"transfer {order.transfer} of job {order.job} is refused: {flaw}")
+            self._report(order, TransferOutcome.FAILED, 0, 0)
+            return
+        self._desk.submit(Transfer(order, extents))
+
+    # -- the copying threads ----------------------------------------------------------------
+
+    def _copy_all(self, kind: JobKind) -> None:
+        while (transfer := self._desk.take(kind)) is not None:
+            started = time.monotonic_ns()
+            outcome, copied = self._copy(transfer.order)
+            duration = time.monotonic_ns() - started
+            self._desk.end(transfer)
+            self._rows.release(transfer.extents)
+            self._report(transfer.order, outcome, copied, duration)
+
+    def _copy(self, order: TransferOrder) -> tuple[TransferOutcome, int]:
+        copied = 0
+        try:
+            for part in order.parts:
+                copied += self._engine.copy(order.kind, part, self._keep_going)
+        except CopyStopped:
+            return TransferOutcome.FAILED, copied
+        except Exception as error:  # noqa: BLE001 - whatever broke, control must hear of it
+            _complain(f"transfer {order.transfer} of job {order.job} failed: {error!r}")
+            return TransferOutcome.FAILED, copied
+        if order.kind is JobKind.STORE and self._ring.abandoned(order.job):
+            return TransferOutcome.FAILED, copied
+        return TransferOutcome.DONE, copied
+
+    def _keep_going(self) -> bool:
+        return not self._stopping
+
+    def _report(
+        self, order: TransferOrder, outcome: TransferOutcome, copied: int, duration_ns: int
+    ) -> None:
+        if order.kind is JobKind.LOAD:
+            status = JobStatus.DONE if outcome is TransferOutcome.DONE else JobStatus.FAILED
+            self._board.post(BoardRecord(order.job, order.kind, status, copied, duration_ns))
+        finished = Finished(order.transfer, outcome, copied, duration_ns)
+        self._control.send(FrameKind.FINISHED, frames.pack_finished(finished))
+
+    def _report_unmapped(self, row: RowId) -> None:
+        self._control.send(FrameKind.ROW_UNMAPPED, frames.pack_number(row))
+
+    # -- the warming thread -----------------------------------------------------------------
+
+    def _warm(self) -> None:
+        self._engine.warm_memory(self._keep_going)
+        self._memory_warm.set()
+        while True:
+            extent = self._cold.get()
+            if self._rows.use((extent,)):
+                self._engine.warm_extent(extent, self._keeps(extent))
+                self._rows.release((extent,))
+
+    def _keeps(self, extent: int) -> Callable[[], bool]:
+        return lambda: not self._stopping and not self._rows.retiring(extent)
+
+
+def serve(control_fd: int, parent: int) -> None:
+    """Be the mover of the parent that sits behind this descriptor, until it is gone."""
+    _bind_life_to(parent)
+    control = ChannelToControl(socket.socket(fileno=control_fd))
+    config, (ring_fd, board_fd, event_fd) = _receive_config(control.socket)
+    _name_process(f"kvd-mover-{config.mover}")
+    try:
+        engine = HostSharedMemory(config)
+    except KvdError as error:
+        refusal = frames.Refusal(type(error).__name__, str(error), error.field)
+        control.send(FrameKind.REFUSED, frames.pack_refusal(refusal))
+        return
+    _close(region.fd for region in config.regions)
+    board = BoardWriter(board_fd, LANE_MOVER)
+    ring = RingReader(ring_fd)
+    _close((ring_fd, board_fd))
+    mover = Mover(config, engine, control, ring, board)
+    mover.start()
+    gc.freeze()
+    sys.setswitchinterval(0.0005)
+    control.send(FrameKind.HELLO)
+    mover.run(event_fd)
+
+
+def _bind_life_to(parent: int) -> None:
+    # Control ends its movers itself; a terminal's or an init system's signal to the whole
+    # group must not end them before their last copy.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)  # it went before the line above could see it
+    # A core would hold other people's prompts; every mapped extent costs a descriptor.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _receive_config(end: socket.socket) -> tuple[MoverConfig, tuple[int, int, int]]:
+    reader = frames.FrameReader()
+    while received := end.recv(_RECEIVE_BYTES):
+        for kind, body in reader.feed(received):
+            if kind is not FrameKind.CONFIGURE:
+                raise frames.BadFrame(f"{kind.name} before the configuration")
+            return frames.unpack_config(body)
+    os._exit(0)
+
+
+def _name_process(name: str) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for fd in set(descriptors):
+        os.close(fd)
+
+
+def _complain(message: str) -> None:
+    print(f"kvd mover {os.getpid()}: {message}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,46 @@
+"""The seam for copying: host shared memory today, a GPU's copy engine beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvd.core.events import JobKind
+from kvd.mover.layout import LocatedPart
+
+KeepGoing = Callable[[], bool]
+
+
+class CopyStopped(Exception):
+    """The copy was told to stop between two ranges; some bytes were written."""
+
+
+class CopyEngine(Protocol):
+    """Moves blocks between one rank's memory and its shard's extents.
+
+    `copy` runs in one thread per direction, both at once; the warm calls in a thread of their
+    own; opening and closing in the main thread. An extent is closed only when no call uses it.
+    """
+
+    def open_extent(self, extent: int) -> None:
+        """Make an extent's slots reachable, at once. OSError when its file can't be had."""
+
+    def close_extent(self, extent: int) -> None:
+        """Let go of an open extent: nothing of it stays mapped."""
+
+    def warm_extent(self, extent: int, keep_going: KeepGoing) -> None:
+        """Do ahead of time what would slow the first copies into the extent."""
+
+    def warm_memory(self, keep_going: KeepGoing) -> None:
+        """Likewise for the engine's memory. Never makes the engine's memory grow."""
+
+    def copy(self, kind: JobKind, part: LocatedPart, keep_going: KeepGoing) -> int:
+        """Copy the part's blocks and return the bytes that were not null.
+
+        Null engine blocks: a load leaves them alone, a store writes zeros to their places.
+        The part has passed `flaw_of_part`, its extents are open. Looks at keep_going between
+        ranges and raises CopyStopped.
+        """
+
+    def close(self) -> None:
+        """Let go of everything."""

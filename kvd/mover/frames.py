@@ -1,0 +1,228 @@
+"""The private wire between control and one mover: frames over a socket pair.
+
+A frame is a little-endian u32 of its whole length, a u32 of its kind, and a body padded to 8
+bytes. Both ends run the same code of the same commit: there is no version and no negotiation.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvd.core.events import JobKind, TransferOutcome
+from kvd.core.keys import JobId, MoverId, RowId, TransferId
+from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
+
+# Largest frame: one transfer of 16384 blocks with 64 engine blocks each is 4.2 MiB.
+MAX_FRAME_BYTES = 16 << 20
+MAX_PARTS = 64
+
+
+class FrameKind(enum.IntEnum):
+    """Down: control to mover. Up: mover to control."""
+
+    CONFIGURE = 1
+    MAP_ROW = 2
+    UNMAP_ROW = 3
+    TRANSFER = 4
+    REVOKE = 5
+    READY = 6
+    FORGET_JOB = 7
+    STOP = 8
+    HELLO = 32
+    REFUSED = 33
+    FINISHED = 34
+    ROW_UNMAPPED = 35
+
+
+class BadFrame(Exception):
+    """The other end wrote what no frame looks like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A transfer has ended, or never will start."""
+
+    transfer: TransferId
+    outcome: TransferOutcome
+    bytes_copied: int
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the mover can't serve this registration."""
+
+    error: str  # name of a class of kvd.core.errors
+    message: str
+    field: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferOrder:
+    """One rank's copy of a job, or of a piece of it."""
+
+    transfer: TransferId
+    job: JobId
+    kind: JobKind
+    parts: tuple[LocatedPart, ...]
+
+
+_HEADER = struct.Struct("<II")
+_WORD = struct.Struct("<Q")
+_ROW = struct.Struct("<QQ")
+_TRANSFER = struct.Struct("<QQII")
+_PART = struct.Struct("<IIII")  # group, blocks, engine blocks per block, 0
+_FINISHED = struct.Struct("<QIIQQ")
+_OUTCOMES = tuple(TransferOutcome)
+
+
+def frame(kind: FrameKind, body: bytes = b"") -> bytes:
+    """One frame, ready to be written."""
+    padding = -len(body) % 8
+    length = _HEADER.size + len(body) + padding
+    if length > MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are allowed")
+    return _HEADER.pack(length, kind) + body + b"\0" * padding
+
+
+class FrameReader:
+    """Cuts a byte stream into frames."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[tuple[FrameKind, bytes]]:
+        """Frames that are complete now. Raises BadFrame."""
+        self._pending += received
+        start = 0
+        while len(self._pending) - start >= _HEADER.size:
+            length, kind = _HEADER.unpack_from(self._pending, start)
+            if not _HEADER.size <= length <= MAX_FRAME_BYTES or length % 8:
+                raise BadFrame(f"a frame of {length} bytes")
+            if len(self._pending) - start < length:
+                break
+            try:
+                known = FrameKind(kind)
+            except ValueError:
+                raise BadFrame(f"a frame of kind {kind}") from None
+            yield known, bytes(self._pending[start + _HEADER.size : start + length])
+            start += length
+        del self._pending[:start]
+
+
+# -- bodies -----------------------------------------------------------------------------------
+
+
+def pack_config(config: MoverConfig, ring_fd: int, board_fd: int, event_fd: int) -> bytes:
+    fields = asdict(config)
+    fields["pool_directory"] = str(config.pool_directory)
+    fields["channel"] = (ring_fd, board_fd, event_fd)
+    return json.dumps(fields).encode()
+
+
+def unpack_config(body: bytes) -> tuple[MoverConfig, tuple[int, int, int]]:
+    fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
+    groups = tuple(
+        GroupMap(
+            group["num_blocks"],
+            group["blocks_per_block"],
+            group["part_bytes"],
+            tuple(FragmentSpec(**fragment) for fragment in group["fragments"]),
+        )
+        for group in fields["groups"]
+    )
+    ring_fd, board_fd, event_fd = fields["channel"]
+    config = MoverConfig(
+        MoverId(fields["mover"]),
+        tuple(Region(**region) for region in fields["regions"]),
+        groups,
+        Path(fields["pool_directory"]),
+        fields["extent_bytes"],
+    )
+    return config, (ring_fd, board_fd, event_fd)
+
+
+def pack_transfer(order: TransferOrder) -> bytes:
+    blocks = [_TRANSFER.pack(order.transfer, order.job, order.kind, len(order.parts))]
+    for part in order.parts:
+        count, per_block = part.engine_blocks.shape
+        blocks.append(_PART.pack(part.group, count, per_block, 0))
+        # 64-bit offsets first, so that every array is aligned where it is read.
+        blocks.append(np.ascontiguousarray(part.offsets, dtype="<u8").tobytes())
+        blocks.append(np.ascontiguousarray(part.extents, dtype="<u4").tobytes())
+        blocks.append(np.ascontiguousarray(part.engine_blocks, dtype="<u4").tobytes())
+        blocks.append(b"\0" * (-(4 * count * (1 + per_block)) % 8))
+    return b"".join(blocks)
+
+
+def unpack_transfer(body: bytes) -> TransferOrder:
+    transfer, job, kind, count = _TRANSFER.unpack_from(body)
+    at = _TRANSFER.size
+    parts = []
+    for _ in range(count):
+        group, blocks, per_block, _zero = _PART.unpack_from(body, at)
+        at += _PART.size
+        offsets = np.frombuffer(body, dtype="<u8", count=blocks, offset=at)
+        at += offsets.nbytes
+        extents = np.frombuffer(body, dtype="<u4", count=blocks, offset=at)
+        at += extents.nbytes
+        engine = np.frombuffer(body, dtype="<u4", count=blocks * per_block, offset=at)
+        at += engine.nbytes
+        at += -at % 8
+        parts.append(LocatedPart(group, extents, offsets, engine.reshape(blocks, per_block)))
+    return TransferOrder(TransferId(transfer), JobId(job), JobKind(kind), tuple(parts))
+
+
+def pack_row(row: int, extent: int) -> bytes:
+    return _ROW.pack(row, extent)
+
+
+def unpack_row(body: bytes) -> tuple[RowId, int]:
+    row, extent = _ROW.unpack_from(body)
+    return RowId(row), extent
+
+
+def pack_number(number: int) -> bytes:
+    return _WORD.pack(number)
+
+
+def unpack_number(body: bytes) -> int:
+    return int(_WORD.unpack_from(body)[0])
+
+
+def pack_jobs(jobs: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(jobs)}Q", *jobs)
+
+
+def unpack_jobs(body: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(body) // 8}Q", body))
+
+
+def pack_finished(finished: Finished) -> bytes:
+    outcome = _OUTCOMES.index(finished.outcome)
+    return _FINISHED.pack(
+        finished.transfer, outcome, 0, finished.bytes_copied, finished.duration_ns
+    )
+
+
+def unpack_finished(body: bytes) -> Finished:
+    transfer, outcome, _zero, bytes_copied, duration_ns = _FINISHED.unpack_from(body)
+    if outcome >= len(_OUTCOMES):
+        raise BadFrame(f"a transfer with outcome {outcome}")
+    return Finished(TransferId(transfer), _OUTCOMES[outcome], bytes_copied, duration_ns)
+
+
+def pack_refusal(refusal: Refusal) -> bytes:
+    return json.dumps(asdict(refusal)).encode()
+
+
+def unpack_refusal(body: bytes) -> Refusal:
+    return Refusal(**json.loads(body.rstrip(b"\0")))

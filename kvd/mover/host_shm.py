@@ -1,0 +1,204 @@
+"""Copies between two shared memories: the engine's, mapped by descriptor, and the pool's files.
+
+Everything is a numpy view of 64-bit words over a mapping: an assignment between two views is
+checked against the mapping's bounds, runs at memcpy's speed and releases the interpreter's
+lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import stat
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.errors import InvalidArgument
+from kvd.core.events import JobKind
+from kvd.mover.copy_engine import CopyStopped, KeepGoing
+from kvd.mover.layout import LocatedPart, MoverConfig, Region, check_config, extent_path
+from kvd.mover.ranges import Piece, Range, fold, ranges_of
+
+Bytes = npt.NDArray[np.uint8]
+
+_U64 = np.dtype("<u8")
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
+_WARM_BYTES = 16 << 20  # between two looks at keep_going
+_TMPFS = 0x01021994  # linux/magic.h
+_HUGETLBFS = 0x958458F6
+_MEMORY_FILE_SYSTEMS = (_TMPFS, _HUGETLBFS)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+
+@dataclass(slots=True)
+class _Mapping:
+    """A whole file, mapped shared and writable."""
+
+    mapped: mmap.mmap
+    view: Bytes
+
+    @classmethod
+    def of(cls, fd: int, size: int) -> _Mapping:
+        mapped = mmap.mmap(fd, size)
+        return cls(mapped, np.frombuffer(mapped, dtype=np.uint8))
+
+    @property
+    def address(self) -> int:
+        return self.view.ctypes.data
+
+    def close(self) -> None:
+        del self.view
+        self.mapped.close()
+
+
+class HostSharedMemory:
+    """The CopyEngine of host shared memory.
+
+    Refuses, with the field named, memory that is not a memory file, is smaller than said or
+    can't be written, and every layout that `check_config` refuses.
+    """
+
+    def __init__(self, config: MoverConfig) -> None:
+        check_config(config)
+        self._config = config
+        self._pieces = [fold(group.fragments) for group in config.groups]
+        self._extents: dict[int, _Mapping] = {}
+        self._files: dict[tuple[int, int], _Mapping] = {}
+        self._regions: list[tuple[_Mapping, Region]] = []
+        for number, region in enumerate(config.regions):
+            self._regions.append((self._map_region(region, f"memories[{number}]"), region))
+
+    # -- extents ----------------------------------------------------------------------------
+
+    def open_extent(self, extent: int) -> None:
+        path = extent_path(self._config.pool_directory, extent)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            if size < self._config.extent_bytes:
+                raise OSError(f"{path} has {size} bytes, not {self._config.extent_bytes}")
+            self._extents[extent] = _Mapping.of(fd, self._config.extent_bytes)
+        finally:
+            os.close(fd)
+
+    def close_extent(self, extent: int) -> None:
+        self._extents.pop(extent).close()
+
+    def warm_extent(self, extent: int, keep_going: KeepGoing) -> None:
+        address = self._extents[extent].address
+        for start in range(0, self._config.extent_bytes, _WARM_BYTES):
+            if not keep_going():
+                return
+            size = min(_WARM_BYTES, self._config.extent_bytes - start)
+            # Where the kernel is too old the first copies are slower, nothing else.
+            _libc.madvise(address + start, size, _MADV_POPULATE_WRITE)
+
+    # -- the engine's memory ----------------------------------------------------------------
+
+    def warm_memory(self, keep_going: KeepGoing) -> None:
+        for mapping, region in self._regions:
+            first = region.offset - region.offset % mmap.PAGESIZE
+            end = region.offset + region.bytes
+            for start in range(first, end, _WARM_BYTES):
+                if not keep_going():
+                    return
+                _populate_present(mapping.address + start, min(_WARM_BYTES, end - start))
+
+    def _map_region(self, region: Region, name: str) -> _Mapping:
+        try:
+            status = os.fstat(region.fd)
+        except OSError as error:
+            raise InvalidArgument(f"{name} is no open descriptor: {error}", name) from error
+        if not stat.S_ISREG(status.st_mode) or not _in_memory(region.fd):
+            raise InvalidArgument(f"{name} is not shared memory", name)
+        if region.offset + region.bytes > status.st_size:
+            raise InvalidArgument(
+                f"{name} ends at byte {region.offset + region.bytes}, its file has "
+                f"{status.st_size}",
+                f"{name}.bytes",
+            )
+        if fcntl.fcntl(region.fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+            raise InvalidArgument(f"{name} is not open for reading and writing", name)
+        key = (status.st_dev, status.st_ino)
+        if key not in self._files:
+            try:
+                self._files[key] = _Mapping.of(region.fd, status.st_size)
+            except (OSError, ValueError) as error:
+                raise InvalidArgument(f"{name} can't be mapped: {error}", name) from error
+        return self._files[key]
+
+    # -- copies -----------------------------------------------------------------------------
+
+    def copy(self, kind: JobKind, part: LocatedPart, keep_going: KeepGoing) -> int:
+        group = self._config.groups[part.group]
+        pieces = self._pieces[part.group]
+        block_bytes = group.engine_block_bytes
+        copied = 0
+        for run in ranges_of(part, group):
+            if not keep_going():
+                raise CopyStopped
+            if run.first is not None:
+                for piece in pieces:
+                    self._copy_piece(kind, run, piece, block_bytes)
+                copied += run.blocks * block_bytes
+            elif kind is JobKind.STORE:
+                end = run.offset + run.blocks * block_bytes
+                self._extents[run.extent].view[run.offset : end] = 0
+        return copied
+
+    def _copy_piece(self, kind: JobKind, run: Range, piece: Piece, block_bytes: int) -> None:
+        assert run.first is not None
+        mapping, region = self._regions[piece.region]
+        shape = (run.blocks, *piece.counts, piece.bytes // 8)
+        packed = [8]  # steps of the same shape in a slot, where repetitions lie close together
+        for count in shape[:0:-1]:
+            packed.append(packed[-1] * count)
+        packed[-1] = block_bytes
+        engine = np.ndarray(
+            shape,
+            _U64,
+            mapping.view,
+            region.offset + piece.base + run.first * piece.stride,
+            (piece.stride, *piece.steps, 8),
+        )
+        slots = np.ndarray(
+            shape, _U64, self._extents[run.extent].view, run.offset + piece.at, packed[::-1]
+        )
+        if kind is JobKind.STORE:
+            np.copyto(slots, engine)
+        else:
+            np.copyto(engine, slots)
+
+    def close(self) -> None:
+        for extent in list(self._extents):
+            self.close_extent(extent)
+        self._regions.clear()
+        while self._files:
+            self._files.popitem()[1].close()
+
+
+def _in_memory(fd: int) -> bool:
+    """Whether the file lies on tmpfs or hugetlbfs: a fault elsewhere could wait for ever."""
+    status = (ctypes.c_long * 32)()  # struct statfs begins with f_type
+    if _libc.fstatfs(fd, ctypes.byref(status)) != 0:
+        return False
+    return status[0] & 0xFFFFFFFF in _MEMORY_FILE_SYSTEMS
+
+
+def _populate_present(address: int, size: int) -> None:
+    """Map those pages that the file has. Holes stay: they would be charged to this process."""
+    pages = -(-size // mmap.PAGESIZE)
+    present = np.zeros(pages + 2, dtype=np.uint8)
+    if _libc.mincore(address, size, present[1:].ctypes.data) != 0:
+        return
+    edges = np.flatnonzero(np.diff(present & 1)).reshape(-1, 2)
+    for first, end in edges.tolist():
+        start = address + first * mmap.PAGESIZE
+        _libc.madvise(start, (end - first) * mmap.PAGESIZE, _MADV_POPULATE_WRITE)

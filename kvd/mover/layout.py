@@ -1,0 +1,190 @@
+"""Where a rank's blocks lie: what a registration says, and what it must fulfil."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.core.errors import InvalidArgument, LayoutMismatch
+from kvd.core.keys import U32, U64, MoverId
+from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, NULL_ENGINE_BLOCK
+
+WORD = 8  # every base, stride and size is a multiple: copies go word by word
+MAX_REGIONS = 256
+MAX_FRAGMENTS = 4096  # per group
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A stretch of a shared-memory file that holds engine blocks."""
+
+    fd: int
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentSpec:
+    """One piece of every engine block: block b's lies at base + b * stride of the region."""
+
+    region: int
+    base: int
+    stride: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMap:
+    """Engine blocks of one group. `part_bytes` is one slot's part in this rank's shard."""
+
+    num_blocks: int
+    blocks_per_block: int
+    part_bytes: int
+    fragments: tuple[FragmentSpec, ...]
+
+    @property
+    def engine_block_bytes(self) -> int:
+        """Bytes of one engine block: its fragments one after the other."""
+        return sum(fragment.bytes for fragment in self.fragments)
+
+
+@dataclass(frozen=True, slots=True)
+class MoverConfig:
+    """All that a mover must know at its start. `groups` are indexed by group number."""
+
+    mover: MoverId
+    regions: tuple[Region, ...]
+    groups: tuple[GroupMap, ...]
+    pool_directory: Path
+    extent_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocatedPart:
+    """Blocks of one group and where their slots' parts lie.
+
+    extents: extent number of each, shape [n]. offsets: bytes in the extent, [n].
+    engine_blocks: [n, blocks_per_block], NULL_ENGINE_BLOCK allowed.
+    """
+
+    group: int
+    extents: U32
+    offsets: U64
+    engine_blocks: U32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.extents.nbytes + self.offsets.nbytes + self.engine_blocks.nbytes
+
+
+def extent_path(pool_directory: Path, extent: int) -> Path:
+    """File of one extent."""
+    return pool_directory / "extents" / f"{extent:05d}.kv"
+
+
+def check_config(config: MoverConfig) -> None:
+    """Raise InvalidArgument or LayoutMismatch, naming the field, unless every engine block
+    lies inside its regions and a slot's part is exactly its engine blocks' fragments."""
+    if not 1 <= len(config.regions) <= MAX_REGIONS:
+        raise InvalidArgument(
+            f"{len(config.regions)} memories; 1 to {MAX_REGIONS} are allowed", "memories"
+        )
+    if not 1 <= len(config.groups) <= MAX_GROUPS:
+        raise InvalidArgument(f"{len(config.groups)} groups; 1 to {MAX_GROUPS}", "groups")
+    for number, region in enumerate(config.regions):
+        _check_region(region, f"memories[{number}]")
+    for number, group in enumerate(config.groups):
+        _check_group(group, config, f"groups[{number}]")
+
+
+def _check_region(region: Region, name: str) -> None:
+    if region.offset < 0 or region.offset % WORD:
+        raise InvalidArgument(
+            f"{name}.offset {region.offset} is no multiple of 8", f"{name}.offset"
+        )
+    if region.bytes <= 0 or region.bytes % WORD:
+        raise InvalidArgument(
+            f"{name}.bytes {region.bytes} is no positive multiple of 8", f"{name}.bytes"
+        )
+
+
+def _check_group(group: GroupMap, config: MoverConfig, name: str) -> None:
+    if not 1 <= group.num_blocks < NULL_ENGINE_BLOCK:
+        raise InvalidArgument(
+            f"{name}.num_blocks {group.num_blocks} is not in 1..{NULL_ENGINE_BLOCK - 1}",
+            f"{name}.num_blocks",
+        )
+    if not 1 <= group.blocks_per_block <= MAX_BLOCKS_PER_BLOCK:
+        raise InvalidArgument(
+            f"{name}: {group.blocks_per_block} engine blocks per block; "
+            f"1 to {MAX_BLOCKS_PER_BLOCK} are allowed",
+            f"{name}.blocks_per_block",
+        )
+    if not 1 <= len(group.fragments) <= MAX_FRAGMENTS:
+        raise InvalidArgument(
+            f"{name}: {len(group.fragments)} fragments; 1 to {MAX_FRAGMENTS} are allowed",
+            f"{name}.fragments",
+        )
+    for number, fragment in enumerate(group.fragments):
+        _check_fragment(fragment, group, config.regions, f"{name}.fragments[{number}]")
+    whole = group.engine_block_bytes * group.blocks_per_block
+    if whole != group.part_bytes:
+        raise LayoutMismatch(
+            f"{name}: the fragments of {group.blocks_per_block} engine blocks add up to {whole} "
+            f"bytes, but a block's part is {group.part_bytes}",
+            f"{name}.fragments",
+        )
+    if group.part_bytes > config.extent_bytes:
+        raise LayoutMismatch(
+            f"{name}: a part of {group.part_bytes} bytes does not fit an extent of "
+            f"{config.extent_bytes}",
+            f"{name}.fragments",
+        )
+
+
+def _check_fragment(
+    fragment: FragmentSpec, group: GroupMap, regions: tuple[Region, ...], name: str
+) -> None:
+    if not 0 <= fragment.region < len(regions):
+        raise InvalidArgument(f"{name}: there is no memory {fragment.region}", f"{name}.memory")
+    for field in ("base", "stride", "bytes"):
+        value = getattr(fragment, field)
+        if value < 0 or value % WORD:
+            raise InvalidArgument(f"{name}.{field} {value} is no multiple of 8", f"{name}.{field}")
+    if fragment.bytes == 0:
+        raise InvalidArgument(f"{name}.bytes is 0", f"{name}.bytes")
+    if fragment.bytes > fragment.stride:
+        raise InvalidArgument(
+            f"{name}: {fragment.bytes} bytes overlap at a stride of {fragment.stride}",
+            f"{name}.stride",
+        )
+    end = fragment.base + (group.num_blocks - 1) * fragment.stride + fragment.bytes
+    if end > regions[fragment.region].bytes:
+        raise InvalidArgument(
+            f"{name}: block {group.num_blocks - 1} ends at byte {end}, the memory at "
+            f"{regions[fragment.region].bytes}",
+            f"{name}.base",
+        )
+
+
+def flaw_of_part(part: LocatedPart, config: MoverConfig) -> str:
+    """Why the part can't be copied, or "". Its extents may still be unmapped."""
+    if not 0 <= part.group < len(config.groups):
+        return f"there is no group {part.group}"
+    group = config.groups[part.group]
+    blocks = len(part.extents)
+    if part.offsets.shape != (blocks,) or part.engine_blocks.shape != (
+        blocks,
+        group.blocks_per_block,
+    ):
+        return f"arrays of group {part.group} don't run along"
+    if blocks == 0:
+        return ""
+    real = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK]
+    if real.size and int(real.max()) >= group.num_blocks:
+        return f"engine block {int(real.max())} of {group.num_blocks} in group {part.group}"
+    last = config.extent_bytes - group.part_bytes
+    if int(part.offsets.max()) > last or (part.offsets % WORD).any():
+        return f"an offset of group {part.group} is outside its extent"
+    return ""

@@ -1,0 +1,355 @@
+"""Control's side of one mover: starts it by exec, talks to it, and knows when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import kvd
+import kvd_proto
+from kvd.core import errors
+from kvd.core.events import JobKind, JobStatus, TransferOutcome
+from kvd.core.keys import JobId, MoverId, RowId, TransferId
+from kvd.mover import frames
+from kvd.mover.frames import FrameKind, TransferOrder
+from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
+from kvd_proto.board import BoardRecord, BoardWriter, create_board, seal_board
+from kvd_proto.layout import LANE_CONTROL
+from kvd_proto.ring import create_ring
+
+__all__ = [
+    "FragmentSpec",
+    "GroupMap",
+    "LocatedPart",
+    "MoverConfig",
+    "MoverProcess",
+    "MoverSink",
+    "MoverStartFailed",
+    "Region",
+]
+
+# What one mover may have been given and not yet ended. Beyond it a transfer is refused.
+MAX_TRANSFERS_QUEUED = 4096
+MAX_ORDER_BYTES_QUEUED = 32 << 20
+MAX_BYTES_UNREAD = 64 << 20  # a mover that lets this much lie hangs, and is ended
+START_S = 30.0
+STOP_S = 3.0
+_LAST_WORDS_S = 1.0  # for what a dead mover wrote to be read
+
+# Copies past this size bypass the cache, so that two movers don't fight over it.
+_GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
+
+
+class MoverStartFailed(Exception):
+    """The process could not be started, or ended or hung before it said hello."""
+
+
+class MoverSink(Protocol):
+    """Hears what movers say. Called on the event loop, never from within a call to the mover."""
+
+    def transfer_finished(
+        self,
+        mover: MoverId,
+        transfer: TransferId,
+        outcome: TransferOutcome,
+        bytes_copied: int,
+        duration_ns: int,
+    ) -> None:
+        """A copy has ended, or never will start."""
+
+    def row_unmapped(self, mover: MoverId, row: RowId) -> None:
+        """The mover has unmapped a row."""
+
+    def mover_gone(self, mover: MoverId, reason: str) -> None:
+        """The process has ended: no copy of it can land any more. Exactly once, last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    child: subprocess.Popen[bytes]
+    end: socket.socket
+
+
+class _Channel(asyncio.Protocol):
+    """Control's end of the socket pair."""
+
+    def __init__(self, owner: MoverProcess) -> None:
+        self._owner = owner
+        self._reader = frames.FrameReader()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for kind, body in self._reader.feed(data):
+                self._owner.hear(kind, body)
+        except (frames.BadFrame, ValueError) as error:
+            self._owner.end_because(f"wrote nonsense: {error}")
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's name
+        self._owner.channel_closed()
+
+
+class MoverProcess:
+    """One mover process. Lives on the event loop; nothing here blocks.
+
+    `ring_fd`, `board_fd`, `event_fd` and `pidfd` are for the rank's worker; they stay open
+    until the process is gone.
+    """
+
+    def __init__(self, config: MoverConfig, sink: MoverSink) -> None:
+        self.mover = config.mover
+        self._sink = sink
+        self._loop = asyncio.get_running_loop()
+        self.ring_fd = create_ring()
+        self.board_fd = create_board()
+        self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._board = BoardWriter(self.board_fd, LANE_CONTROL)
+        self._queued: dict[TransferId, int] = {}  # bytes of each order
+        self._queued_bytes = 0
+        self._hello: asyncio.Future[None] = self._loop.create_future()
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+        self._transport: asyncio.WriteTransport | None = None
+        self._reason = ""
+        self.pid = self.start_time = 0
+        self.pidfd = -1
+        self._serving = False
+        self._closed = False
+        self._reaped = False
+
+    @classmethod
+    async def start(cls, config: MoverConfig, sink: MoverSink) -> MoverProcess:
+        """Start the process and return once it has mapped the rank's memory.
+
+        Raises InvalidArgument or LayoutMismatch with the field that it refuses, or
+        MoverStartFailed; nothing is left then, and the sink hears nothing.
+        """
+        mover = cls(config, sink)
+        try:
+            launched = mover._launch([region.fd for region in config.regions])
+        except BaseException as error:
+            mover._close_channel()
+            if isinstance(error, OSError):
+                raise MoverStartFailed(f"the mover process can't be started: {error}") from error
+            raise
+        try:
+            await mover._greet(config, launched)
+            if mover._gone.done():
+                raise MoverStartFailed(f"the mover process ended at once: {mover._reason}")
+        except BaseException:
+            mover.kill()
+            await asyncio.shield(mover._gone)
+            raise
+        mover._serving = True  # from now on the sink hears of its end
+        return mover
+
+    # -- orders -----------------------------------------------------------------------------
+
+    def map_row(self, row: RowId, extent: int) -> None:
+        """Have the extent mapped, and made fast in the background. Transfers may follow at once."""
+        self._write(FrameKind.MAP_ROW, frames.pack_row(row, extent))
+
+    def unmap_row(self, row: RowId) -> None:
+        """Have the row unmapped once no transfer uses it; answered by row_unmapped."""
+        self._write(FrameKind.UNMAP_ROW, frames.pack_number(row))
+
+    def start_transfer(
+        self, transfer: TransferId, job: JobId, kind: JobKind, parts: Sequence[LocatedPart]
+    ) -> bool:
+        """Give the mover its part of a job; it starts once the worker is ready.
+
+        Ends in transfer_finished or mover_gone. False: as much is queued as may be, and
+        nothing was; for a load the board says failed.
+        """
+        order = TransferOrder(transfer, job, kind, tuple(parts))
+        size = sum(part.nbytes for part in parts)
+        full = (
+            len(self._queued) >= MAX_TRANSFERS_QUEUED
+            or self._queued_bytes + size > MAX_ORDER_BYTES_QUEUED
+        )
+        if full:
+            if kind is JobKind.LOAD:
+                self._post(BoardRecord(job, kind, JobStatus.FAILED, 0, 0))
+            return False
+        self._write(FrameKind.TRANSFER, frames.pack_transfer(order))
+        self._queued[transfer] = size
+        self._queued_bytes += size
+        return True
+
+    def revoke(self, transfer: TransferId) -> None:
+        """Give up a transfer that has not started; answered by transfer_finished either way."""
+        self._write(FrameKind.REVOKE, frames.pack_number(transfer))
+
+    def mark_ready(self, job: JobId) -> None:
+        """The worker's half is there: what the ready ring says, by another way."""
+        self._write(FrameKind.READY, frames.pack_jobs((job,)))
+
+    def post(
+        self, job: JobId, kind: JobKind, status: JobStatus, bytes_copied: int, duration_ns: int
+    ) -> None:
+        """Write control's lane of the board: this job has ended for the rank."""
+        self._post(BoardRecord(job, kind, status, bytes_copied, duration_ns))
+        self._write(FrameKind.FORGET_JOB, frames.pack_number(job))
+
+    def kill(self) -> None:
+        """End the process now; answered by mover_gone."""
+        self.end_because("killed by control")
+
+    async def stop(self) -> None:
+        """Have the process drop its queue and exit; returns when it is gone."""
+        self._reason = self._reason or "stopped"
+        self._write(FrameKind.STOP)
+        try:
+            await asyncio.wait_for(asyncio.shield(self._gone), STOP_S)
+        except TimeoutError:
+            self.kill()
+            await asyncio.shield(self._gone)
+
+    # -- what the process says --------------------------------------------------------------
+
+    def hear(self, kind: FrameKind, body: bytes) -> None:
+        """One frame of the process."""
+        match kind:
+            case FrameKind.HELLO if not self._hello.done():
+                seal_board(self.board_fd)
+                self._hello.set_result(None)
+            case FrameKind.REFUSED if not self._hello.done():
+                refusal = frames.unpack_refusal(body)
+                self._hello.set_exception(_as_error(refusal))
+            case FrameKind.FINISHED:
+                finished = frames.unpack_finished(body)
+                self._queued_bytes -= self._queued.pop(finished.transfer, 0)
+                self._sink.transfer_finished(
+                    self.mover,
+                    finished.transfer,
+                    finished.outcome,
+                    finished.bytes_copied,
+                    finished.duration_ns,
+                )
+            case FrameKind.ROW_UNMAPPED:
+                self._sink.row_unmapped(self.mover, RowId(frames.unpack_number(body)))
+            case _:
+                raise frames.BadFrame(f"{kind.name} at the wrong time")
+
+    def end_because(self, reason: str) -> None:
+        """Kill the process and remember why."""
+        if not self._reaped:
+            self._reason = self._reason or reason
+            self._child.kill()
+
+    def channel_closed(self) -> None:
+        """The process has closed its end, which it does only by ending."""
+        self._closed = True
+        self.end_because("closed its channel")
+        self._end_when_gone()
+
+    # -- life -------------------------------------------------------------------------------
+
+    def _launch(self, region_fds: Sequence[int]) -> _Launched:
+        """Start the child from this very thread: its parent-death signal follows the thread."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        roots = (Path(kvd.__file__).parents[1], Path(kvd_proto.__file__).parents[1])
+        paths = [str(root) for root in roots]
+        environment = dict(os.environ)
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [*paths, *filter(None, [environment.get("PYTHONPATH")])]
+        )
+        environment["GLIBC_TUNABLES"] = _GLIBC_TUNABLES
+        environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy is for copying only
+        shared = {theirs.fileno(), self.ring_fd, self.board_fd, self.event_fd, *region_fds}
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvd.mover", str(theirs.fileno()), str(os.getpid())],
+                env=environment,
+                pass_fds=tuple(shared),
+                stdin=subprocess.DEVNULL,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._child = child
+        self.pid = child.pid
+        self.pidfd = os.pidfd_open(child.pid)
+        self.start_time = _start_time(child.pid)
+        self._loop.add_reader(self.pidfd, self._reap)
+        return _Launched(child, ours)
+
+    async def _greet(self, config: MoverConfig, launched: _Launched) -> None:
+        transport, _ = await self._loop.create_unix_connection(
+            lambda: _Channel(self), sock=launched.end
+        )
+        self._transport = transport
+        body = frames.pack_config(config, self.ring_fd, self.board_fd, self.event_fd)
+        self._write(FrameKind.CONFIGURE, body)
+        try:
+            await asyncio.wait_for(asyncio.shield(self._hello), START_S)
+        except TimeoutError:
+            raise MoverStartFailed(f"no word from the mover process in {START_S} s") from None
+
+    def _reap(self) -> None:
+        """The pidfd is readable: the process has ended."""
+        self._loop.remove_reader(self.pidfd)
+        status = self._child.wait()
+        self._reaped = True
+        self._reason = self._reason or _how_it_ended(status)
+        self._loop.call_later(_LAST_WORDS_S, self.channel_closed)
+        self._end_when_gone()
+
+    def _end_when_gone(self) -> None:
+        """Both signs are there, so every frame was read."""
+        if not self._reaped or not self._closed or self._gone.done():
+            return
+        self._gone.set_result(None)
+        if not self._hello.done():
+            self._hello.set_exception(
+                MoverStartFailed(f"the mover process ended at its start: {self._reason}")
+            )
+        self._close_channel()
+        if self._serving:
+            self._sink.mover_gone(self.mover, self._reason)
+
+    def _close_channel(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        self._board.close()
+        for fd in (self.ring_fd, self.board_fd, self.event_fd, self.pidfd):
+            if fd >= 0:
+                os.close(fd)
+
+    def _post(self, record: BoardRecord) -> None:
+        if not self._gone.done():
+            self._board.post(record)
+
+    def _write(self, kind: FrameKind, body: bytes = b"") -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frames.frame(kind, body))
+            if self._transport.get_write_buffer_size() > MAX_BYTES_UNREAD:
+                self.end_because("does not read what control writes")
+
+
+def _as_error(refusal: frames.Refusal) -> errors.KvdError:
+    known = {error.__name__: error for error in (errors.InvalidArgument, errors.LayoutMismatch)}
+    return known.get(refusal.error, errors.InvalidArgument)(refusal.message, refusal.field)
+
+
+def _start_time(pid: int) -> int:
+    """Clock ticks after boot at which the process was started, as /proc has it."""
+    line = Path(f"/proc/{pid}/stat").read_text()
+    return int(line.rpartition(")")[2].split()[19])
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"exited with status {status}"
+    reason = f"killed by {signal.Signals(-status).name}"
+    if -status == signal.SIGBUS:
+        reason += ": the engine's memory was truncated or could not be had"
+    return reason

@@ -1,0 +1,140 @@
+"""Transfers of one mover from control's word to their end.
+
+A transfer is queued once both halves are there, control's order and the worker's `ready`, in
+either order. Two queues, one per direction, so that a load never waits behind a store.
+"""
+
+from __future__ import annotations
+
+import enum
+import queue
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvd.core.events import JobKind
+from kvd.mover.frames import TransferOrder
+from kvd_proto.layout import RING_ENTRIES
+
+# Jobs that are ready while their order is still to come. A worker that says more loses the
+# oldest, whose jobs expire.
+MAX_READY_JOBS = RING_ENTRIES
+
+
+class TransferState(enum.Enum):
+    WAITING = "waiting"  # for the worker's half
+    QUEUED = "queued"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+ALLOWED_STEPS = {
+    TransferState.WAITING: {TransferState.QUEUED, TransferState.ENDED},
+    TransferState.QUEUED: {TransferState.RUNNING, TransferState.ENDED},
+    TransferState.RUNNING: {TransferState.ENDED},
+    TransferState.ENDED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """One order and how far it has come. `extents`: what it keeps mapped."""
+
+    order: TransferOrder
+    extents: frozenset[int]
+    state: TransferState = TransferState.WAITING
+
+
+class TransferDesk:
+    """Joins the halves and hands transfers to the copying threads. Any thread may call.
+
+    The sender of orders bounds how many there are; readies are bounded here.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+        self._transfers: dict[int, Transfer] = {}
+        self._waiting: dict[int, list[Transfer]] = {}
+        self._ready: dict[int, None] = {}  # in order of arrival
+        self._queues: dict[JobKind, queue.SimpleQueue[Transfer | None]] = {
+            kind: queue.SimpleQueue() for kind in JobKind
+        }
+
+    def submit(self, transfer: Transfer) -> None:
+        """Control's half is there."""
+        job = transfer.order.job
+        with self._lock:
+            self._transfers[transfer.order.transfer] = transfer
+            if job in self._ready:
+                self._enqueue(transfer)
+            else:
+                self._waiting.setdefault(job, []).append(transfer)
+
+    def mark_ready(self, jobs: Iterable[int]) -> None:
+        """The worker's half of these jobs is there, also for orders still to come."""
+        with self._lock:
+            for job in jobs:
+                self._ready[job] = None
+                for transfer in self._waiting.pop(job, ()):
+                    self._enqueue(transfer)
+            while len(self._ready) > MAX_READY_JOBS:
+                del self._ready[next(iter(self._ready))]
+
+    def forget(self, job: int) -> None:
+        """The job has ended: no further order of it will come."""
+        with self._lock:
+            self._ready.pop(job, None)
+
+    def revoke(self, number: int) -> Transfer | None:
+        """End a transfer that has not started, and return it; None when it's too late."""
+        with self._lock:
+            transfer = self._transfers.get(number)
+            if transfer is None or transfer.state is TransferState.RUNNING:
+                return None
+            if transfer.state is TransferState.WAITING:
+                siblings = self._waiting[transfer.order.job]
+                siblings.remove(transfer)
+                if not siblings:
+                    del self._waiting[transfer.order.job]
+            self._step(transfer, TransferState.ENDED)
+            del self._transfers[number]
+            return transfer
+
+    def take(self, kind: JobKind) -> Transfer | None:
+        """Wait for the next transfer of a direction, now running. None: the desk is closed."""
+        while True:
+            transfer = self._queues[kind].get()
+            if transfer is None or self._closed:
+                return None
+            with self._lock:
+                if transfer.state is TransferState.QUEUED:  # else it was revoked meanwhile
+                    self._step(transfer, TransferState.RUNNING)
+                    return transfer
+
+    def end(self, transfer: Transfer) -> None:
+        """A running transfer has ended. A load's ready is used up, a store may have more pieces."""
+        with self._lock:
+            self._step(transfer, TransferState.ENDED)
+            del self._transfers[transfer.order.transfer]
+            if transfer.order.kind is JobKind.LOAD:
+                self._ready.pop(transfer.order.job, None)
+
+    def close(self) -> None:
+        """Send the copying threads home; what is queued is dropped."""
+        self._closed = True
+        for waiting in self._queues.values():
+            waiting.put(None)
+
+    @property
+    def ready_jobs(self) -> int:
+        """Readies kept."""
+        return len(self._ready)
+
+    def _enqueue(self, transfer: Transfer) -> None:
+        self._step(transfer, TransferState.QUEUED)
+        self._queues[transfer.order.kind].put(transfer)
+
+    def _step(self, transfer: Transfer, state: TransferState) -> None:
+        assert state in ALLOWED_STEPS[transfer.state], f"{transfer.state} -> {state}"
+        transfer.state = state
