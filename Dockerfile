@@ -1,0 +1,43 @@
+# syntax=docker/dockerfile:1
+# The daemon on a small image: kvd, kvd-client and what they need, no compiler, not root.
+# For a build that is the same for ever, give the image by digest:
+#   docker build --build-arg PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:... .
+ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
+WORKDIR /src
+COPY requirements/constraints.txt requirements/constraints.txt
+RUN python3 -m venv /build/tools \
+ && /build/tools/bin/pip install --no-cache-dir --disable-pip-version-check \
+      -c requirements/constraints.txt hatchling==1.33.0
+COPY pyproject.toml README.md LICENSE ./
+COPY client client
+COPY kvd kvd
+RUN /build/tools/bin/pip wheel --no-cache-dir --disable-pip-version-check --no-deps \
+      --no-build-isolation --wheel-dir /build/wheels ./client .
+RUN python3 -m venv /opt/kvd \
+ && /opt/kvd/bin/pip install --no-cache-dir --disable-pip-version-check \
+      -c requirements/constraints.txt /build/wheels/*.whl \
+ && /opt/kvd/bin/kvd version \
+ && /opt/kvd/bin/python -m pip uninstall --yes --quiet pip setuptools
+
+FROM ${PYTHON_IMAGE}
+LABEL org.opencontainers.image.title="kvd" \
+      org.opencontainers.image.description="KV cache of LLM engines, in host memory" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# Fixed numbers, so that files on a pool that outlives the container keep their owner.
+RUN groupadd --system --gid 10001 kvd \
+ && useradd --system --uid 10001 --gid 10001 --home-dir /nonexistent --shell /usr/sbin/nologin kvd \
+ && install -d -o kvd -g kvd -m 0750 /run/kvd \
+ && install -d -o kvd -g kvd -m 0700 /var/lib/kvd /var/lib/kvd/pool
+COPY --from=build /opt/kvd /opt/kvd
+ENV PATH=/opt/kvd/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+EXPOSE 9470
+STOPSIGNAL SIGTERM
+# No init is needed: control starts only movers, which are its children and which it reaps.
+ENTRYPOINT ["kvd"]
+CMD ["serve"]

@@ -1,0 +1,82 @@
+"""The image: linted, and its steps carried out in a clean environment."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.build_stage import instructions, run_first_stage
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "Dockerfile"
+TOOLS = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first stage put what the image copies from it."""
+    scratch = tmp_path_factory.mktemp("image")
+    run_first_stage(ROOT, scratch)
+    return scratch
+
+
+def output(*command: str | Path) -> str:
+    """What a command printed; it must succeed."""
+    return subprocess.run(
+        [str(word) for word in command], check=True, capture_output=True, text=True, cwd="/"
+    ).stdout.strip()
+
+
+def test_hadolint_finds_nothing() -> None:
+    found = subprocess.run(
+        [TOOLS / "hadolint", DOCKERFILE], check=False, capture_output=True, text=True
+    )
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+def test_the_image_does_not_run_as_root() -> None:
+    users = [step.rest for step in instructions(DOCKERFILE) if step.name == "USER"]
+    assert users == ["10001:10001"]
+
+
+def test_every_base_image_is_pinned_to_a_release() -> None:
+    steps = instructions(DOCKERFILE)
+    assert {step.rest.split()[0] for step in steps if step.name == "FROM"} == {"${PYTHON_IMAGE}"}
+    (base,) = (step.rest for step in steps if step.name == "ARG")
+    _, _, tag = base.partition("=")[2].partition(":")
+    assert tag.split("-")[0].count(".") == 2
+
+
+@pytest.mark.slow
+def test_the_steps_build_an_environment_in_which_kvd_runs(image: Path) -> None:
+    version = importlib.metadata.version("kvd")
+    assert version in output(image / "opt/kvd/bin/kvd", "version")
+
+
+@pytest.mark.slow
+def test_the_image_has_the_wheels_of_both_distributions_and_no_more_of_ours(image: Path) -> None:
+    version = importlib.metadata.version("kvd")
+    wheels = sorted(path.name for path in (image / "build/wheels").iterdir())
+    assert wheels == [f"kvd-{version}-py3-none-any.whl", f"kvd_client-{version}-py3-none-any.whl"]
+    code = "import kvd, kvd_client, kvd_proto.v1.engine_pb2 as p; print(kvd.__file__, p.__file__)"
+    for path in output(image / "opt/kvd/bin/python", "-c", code).split():
+        assert path.startswith(f"{image}/opt/kvd/"), path
+
+
+@pytest.mark.slow
+def test_the_client_alone_needs_no_daemon(image: Path, tmp_path: Path) -> None:
+    (wheel,) = (image / "build/wheels").glob("kvd_client-*.whl")
+    fresh = tmp_path / "engine"
+    output(sys.executable, "-m", "venv", fresh)
+    constraints = ROOT / "requirements/constraints.txt"
+    output(fresh / "bin/pip", "install", "-q", "-c", constraints, wheel)
+    listed = output(fresh / "bin/pip", "list", "--format=freeze", "--exclude", "pip")
+    names = {line.split("==")[0].lower().replace("_", "-") for line in listed.splitlines()}
+    assert names - {"setuptools"} == {
+        "kvd-client", "numpy", "grpcio", "protobuf", "typing-extensions",
+    }  # fmt: skip
+    output(fresh / "bin/python", "-c", "import kvd_client, kvd_proto.v1.worker_pb2_grpc")
