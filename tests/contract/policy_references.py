@@ -119,10 +119,14 @@ class ReferenceArc:
         recent, frequent = len(self.ghosts_of_recent), len(self.ghosts_of_frequent)
         for tag in ups:
             self.ghosts_of_recent[tag] = True
-            self.target = min(self.capacity, self.target + max(1.0, frequent / recent))
         for tag in downs:
             self.ghosts_of_frequent[tag] = True
-            self.target = max(0.0, self.target - max(1.0, recent / frequent))
+        if ups:
+            step = max(1.0, frequent / recent)
+            self.target = min(self.capacity, self.target + len(ups) * step)
+        if downs:
+            step = max(1.0, recent / frequent)
+            self.target = max(0.0, self.target - len(downs) * step)
 
     def coldest(self, count: int) -> list[int]:
         queues = [list(self.recent), list(self.frequent)]
