@@ -26,12 +26,15 @@ def oldest(queue: Iterable[int], count: int, may_go: MayGo) -> list[int]:
     return [slot for slot in queue if may_go(slot)][:count]
 
 
-def take(queue: OrderedDict[int, int], victims: list[int]) -> None:
-    """Remove victims; what stood before the last of them and stays goes to the young end."""
-    if not victims:
-        return
+def take(queue: OrderedDict[int, int], victims: list[int], wanted: int) -> None:
+    """Remove victims; what was passed over on the way to the last of them goes to the young end.
+
+    Who wanted more victims than there were has passed over the whole queue.
+    """
     order = list(queue)
-    passed = [slot for slot in order[: order.index(victims[-1])] if slot not in victims]
+    if wanted == len(victims):
+        order = order[: order.index(victims[-1])] if victims else []
+    passed = [slot for slot in order if slot not in victims]
     for slot in passed:
         queue.move_to_end(slot)
     for slot in victims:
@@ -58,7 +61,7 @@ class ReferenceLru:
         victims = oldest(self.queue, count, may_go)
         if len(victims) < count:
             return None
-        take(self.queue, victims)
+        take(self.queue, victims, count)
         return victims
 
     def missed(self, tags: list[int]) -> None:
@@ -99,17 +102,21 @@ class ReferenceArc:
 
     def evict(self, count: int, may_go: MayGo) -> list[int] | None:
         room = max(0, math.floor(self.target) - len(self.recent) + 1)
-        first = oldest(self.recent, count - min(count, room), may_go)
-        second = oldest(self.frequent, count - len(first), may_go)
-        first = oldest(self.recent, count - len(second), may_go)
+        of_recent = count - min(count, room)
+        first = oldest(self.recent, of_recent, may_go)
+        of_frequent = count - len(first)
+        second = oldest(self.frequent, of_frequent, may_go)
+        if len(first) + len(second) < count:
+            of_recent = count - len(second)
+            first = oldest(self.recent, of_recent, may_go)
         if len(first) + len(second) < count:
             return None
         for slot in first:
             self.ghosts_of_recent[self.recent[slot]] = False
         for slot in second:
             self.ghosts_of_frequent[self.frequent[slot]] = False
-        take(self.recent, first)
-        take(self.frequent, second)
+        take(self.recent, first, of_recent)
+        take(self.frequent, second, of_frequent)
         self.trim()
         return first + second
 
@@ -176,10 +183,11 @@ class ReferenceS3Fifo:
         victims = self.walk_small(count, may_go)
         victims += self.walk_main(count - len(victims), may_go)
         for queue in (self.main, self.small):
-            rest = oldest(queue, count - len(victims), may_go)
+            wanted = count - len(victims)
+            rest = oldest(queue, wanted, may_go)
             if queue is self.small:
                 self.remember([self.small[slot] for slot in rest])
-            take(queue, rest)
+            take(queue, rest, wanted)
             victims += rest
         return victims
 
