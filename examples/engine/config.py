@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 FLOAT_BYTES = 4  # KV and weights are float32: outputs must not depend on the batch
+EXCHANGE_BYTES = 16 << 20  # one rank's largest partial result; untouched pages cost nothing
 
 
 @dataclass(frozen=True)

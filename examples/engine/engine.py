@@ -5,7 +5,7 @@ commands come and events go, as JSON objects:
 
     {"do": "submit", "requests": [{"id", "prompt", "max_tokens", "use_cache"}]}
     {"do": "reset"}     forget the device's prefix cache
-    {"do": "settle"}    answered by {"event": "settled"} once every copy has ended
+    {"do": "settle"}    answered by {"event": "settled", …} once every copy has ended
     {"do": "stop"}
 
     {"event": "ready"}, {"event": "token", "id", "token"}, {"event": "finished", "id", …}
@@ -22,14 +22,16 @@ from typing import Any
 
 from examples.engine.blocks import HashChain
 from examples.engine.config import EngineConfig
+from examples.engine.lifetime import die_with_parent
 from examples.engine.messages import Chunk
 from examples.engine.offload import open_offload
 from examples.engine.rank_processes import RankProcesses
-from examples.engine.ranks import die_with_parent
 from examples.engine.requests import Request, RequestOrder
 from examples.engine.scheduler import BatchScheduler
 from examples.engine.weights import load_checkpoint
 
+CONNECT_SECONDS = 10.0  # an engine that starts without its daemon waits so long for it, once
+SETTLE_SECONDS = 10.0  # of copies still under way when the engine is told to stop
 IDLE_STEP_SECONDS = 0.001  # between steps that only wait for copies
 
 
@@ -47,24 +49,30 @@ class Engine:
         self._offload = open_offload(config, checkpoint, boot_nonce)
         self._scheduler = BatchScheduler(config, chain, self._offload)
         self._ranks.wait_until_ready()
+        connected = self._offload.wait_until_connected(CONNECT_SECONDS)
         self._settling = False
         self._stopping = False
-        self._say({"event": "ready", "pids": [os.getpid(), *self._ranks.pids]})
+        pids = [os.getpid(), *self._ranks.pids]
+        self._say({"event": "ready", "pids": pids, "connected": connected})
 
     def run(self) -> None:
-        """Step while there is something to do."""
+        """Step while there is something to do; before the end, let what is computed be stored."""
         while not self._stopping:
             self._take_commands()
             if self._scheduler.has_requests or self._offload.pending:
                 self._step()
             elif self._settling:
                 self._settling = False
-                self._say({"event": "settled"})
+                stored, loaded = self._offload.copied_bytes
+                self._say({"event": "settled", "bytes_stored": stored, "bytes_loaded": loaded})
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while self._offload.pending and time.monotonic() < deadline:
+            self._step()
 
     def close(self) -> None:
-        """End the session with kvd and the ranks."""
-        self._offload.close()
+        """End the ranks, so that no copy can touch their memory, then the session with kvd."""
         self._ranks.stop()
+        self._offload.close()
 
     def _take_commands(self) -> None:
         busy = self._scheduler.has_requests or self._offload.pending or self._settling

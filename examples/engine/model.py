@@ -101,7 +101,8 @@ class Decoder:
         self, layer: _Layer, hidden: Tensor, rotation: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
         def heads(weight: Tensor) -> Tensor:
-            return functional.linear(hidden, weight).unflatten(-1, (-1, self.model.head_dim))
+            flat = functional.linear(hidden, weight)
+            return flat.view(len(hidden), -1, self.model.head_dim)
 
         query, key, value = heads(layer.query), heads(layer.key), heads(layer.value)
         return _rotate(query, rotation), _rotate(key, rotation), value
@@ -117,7 +118,7 @@ class Decoder:
             paged = cache[torch.tensor(chunk.blocks[:used])]  # [used, heads, tokens, 2 * dim]
             joined = paged.transpose(0, 1).flatten(1, 2)[:, :length]
             joined = joined.repeat_interleave(self._queries_per_kv, dim=0)
-            key, value = joined.split(self.model.head_dim, dim=-1)
+            key, value = torch.split(joined, self.model.head_dim, dim=-1)
             mask = None
             if count > 1:
                 mask = torch.ones(count, length, dtype=torch.bool).tril(chunk.first)

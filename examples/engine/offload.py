@@ -35,21 +35,32 @@ class Offload(Protocol):
 
     def arrived(self, request: Request) -> None: ...
 
-    def matched(self, request: Request, computed: int) -> int | None:
+    def matched(self, request: Request, computed: int, /) -> int | None:
         """Tokens after `computed` that can be loaded; None: not known yet, ask next step."""
         ...
 
-    def allocated(self, request: Request, external: int) -> None: ...
+    def allocated(self, request: Request, external: int, /) -> None: ...
 
-    def plan(self, progress: Iterable[Progress], preempted: Sequence[Request]) -> Any: ...
+    def plan(self, progress: Iterable[Progress], preempted: Sequence[Request], /) -> Any:
+        """What each rank must do around this step."""
+        ...
 
-    def outcome(self, reports: Sequence[Any]) -> OffloadOutcome: ...
+    def outcome(self, reports: Sequence[Any], /) -> OffloadOutcome: ...
 
     def finished(self, request: Request) -> None: ...
 
     @property
     def pending(self) -> bool:
         """Whether copies are under way: the engine must keep stepping to let them end."""
+        ...
+
+    @property
+    def copied_bytes(self) -> tuple[int, int]:
+        """Bytes stored and bytes loaded so far, over all ranks."""
+        ...
+
+    def wait_until_connected(self, timeout_s: float, /) -> bool:
+        """Wait for the daemon once all ranks have registered; False: go on without it."""
         ...
 
     def close(self) -> None: ...
@@ -61,16 +72,16 @@ class NoOffload:
     def arrived(self, request: Request) -> None:
         pass
 
-    def matched(self, request: Request, computed: int) -> int | None:
+    def matched(self, _request: Request, _computed: int, /) -> int | None:
         return 0
 
-    def allocated(self, request: Request, external: int) -> None:
+    def allocated(self, _request: Request, external: int, /) -> None:
         assert external == 0
 
-    def plan(self, progress: Iterable[Progress], preempted: Sequence[Request]) -> Any:
+    def plan(self, _progress: Iterable[Progress], _preempted: Sequence[Request], /) -> Any:
         return None
 
-    def outcome(self, reports: Sequence[Any]) -> OffloadOutcome:
+    def outcome(self, _reports: Sequence[Any], /) -> OffloadOutcome:
         return OffloadOutcome()
 
     def finished(self, request: Request) -> None:
@@ -80,10 +91,22 @@ class NoOffload:
     def pending(self) -> bool:
         return False
 
+    @property
+    def copied_bytes(self) -> tuple[int, int]:
+        return 0, 0
+
+    def wait_until_connected(self, _timeout_s: float, /) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 
 
 def open_offload(config: EngineConfig, checkpoint: Checkpoint, boot_nonce: bytes) -> Offload:
     """The scheduler's connection to the daemon that the configuration names, if it does."""
-    return NoOffload()
+    if not config.socket:
+        return NoOffload()
+    # Imported here: an engine on its own needs no gRPC.
+    from examples.engine.kvd_offload import KvdOffload
+
+    return KvdOffload(config, checkpoint, boot_nonce)

@@ -54,9 +54,7 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         started = time.monotonic()
-        self._process, self._channel = start_process(
-            "examples.engine.engine", (config.to_json(),)
-        )
+        self._process, self._channel = start_process("examples.engine.engine", (config.to_json(),))
         try:
             ready = self._next_event(START_SECONDS)
         except BaseException:
@@ -116,10 +114,11 @@ class EngineProcess:
         """Forget what the engine's own blocks hold, as if others' requests had taken them."""
         self._command({"do": "reset"})
 
-    def settle(self, timeout_s: float = 60.0) -> None:
-        """Returns when every copy to and from the daemon has ended."""
+    def settle(self, timeout_s: float = 60.0) -> dict[str, int]:
+        """Returns when every copy has ended: `bytes_stored` and `bytes_loaded` so far."""
         self._command({"do": "settle"})
-        self._next_event(timeout_s)
+        event = self._next_event(timeout_s)
+        return {name: event[name] for name in ("bytes_stored", "bytes_loaded")}
 
     def stop(self) -> None:
         """End the engine in order; kill it when that takes too long."""

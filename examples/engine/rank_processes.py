@@ -10,10 +10,16 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
 
-from examples.engine.config import EngineConfig
-from examples.engine.messages import Chunk, RankStart, RunStep, StepDone, Stop, TakeDigests
-from examples.engine.messages import start_process
-from examples.engine.ranks import create_exchange
+from examples.engine.config import EXCHANGE_BYTES, EngineConfig
+from examples.engine.messages import (
+    Chunk,
+    RankStart,
+    RunStep,
+    StepDone,
+    Stop,
+    TakeDigests,
+    start_process,
+)
 
 STOP_SECONDS = 15.0
 
@@ -27,8 +33,9 @@ class RankProcesses:
         with ExitStack() as stack:
             exchange, peers = -1, [-1] * config.ranks
             if config.ranks > 1:
-                exchange = create_exchange()
+                exchange = os.memfd_create("engine-exchange", os.MFD_CLOEXEC)
                 stack.callback(os.close, exchange)
+                os.ftruncate(exchange, 4 * EXCHANGE_BYTES)  # two areas for each rank
                 pair = socket.socketpair()
                 peers = [stack.enter_context(end).fileno() for end in pair]
             for rank in range(config.ranks):

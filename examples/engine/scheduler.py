@@ -196,7 +196,9 @@ class BatchScheduler:
             first = request.computed // self._config.block_tokens
             self._advance(request, request.loading_tokens)
             request.tokens_loaded += request.loading_tokens
-            request.loaded_blocks.update(range(first, request.computed // self._config.block_tokens))
+            request.loaded_blocks.update(
+                range(first, request.computed // self._config.block_tokens)
+            )
         for request_id in outcome.failed_loads:
             self._loaded(request_id).failed_loads += 1
 

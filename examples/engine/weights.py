@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import json
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -105,7 +104,7 @@ def convert_smollm2(cache_dir: Path) -> Path:
     scratch = Path(tempfile.mkdtemp(prefix=CACHE_NAME + ".", dir=cache_dir))
     try:
         _convert(source, scratch)
-        os.replace(scratch, target)
+        scratch.replace(target)
     except OSError:
         if not target.exists():  # another engine may have been faster
             raise

@@ -13,10 +13,11 @@ import torch
 
 from examples.engine.config import Shard
 from examples.engine.kv_memory import KvMemory
+from examples.engine.lifetime import die_with_parent
 from examples.engine.messages import RankStart, RunStep, StepDone, Stop, TakeDigests
 from examples.engine.model import Decoder, SumOverRanks
+from examples.engine.pair_sum import PairSum, alone
 from examples.engine.rank_offload import open_rank_offload
-from examples.engine.ranks import PairSum, alone, die_with_parent
 from examples.engine.weights import load_checkpoint
 
 

@@ -1,37 +1,19 @@
-"""Sums over tensor-parallel ranks through shared memory, and processes that end together."""
+"""Sums over two tensor-parallel ranks, through shared memory."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import os
-import signal
 import socket
 
 import torch
 from torch import Tensor
 
-EXCHANGE_BYTES = 16 << 20  # one rank's largest partial result; untouched pages cost nothing
-PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+from examples.engine.config import EXCHANGE_BYTES
 
 
 def alone(part: Tensor) -> Tensor:
     """The sum over one rank."""
     return part
-
-
-def create_exchange() -> int:
-    """Descriptor of the memory through which two ranks hand each other partial results."""
-    fd = os.memfd_create("engine-exchange", os.MFD_CLOEXEC)
-    os.ftruncate(fd, 4 * EXCHANGE_BYTES)
-    return fd
 
 
 class PairSum:
