@@ -246,7 +246,8 @@ class MoverProcess:
     def channel_closed(self) -> None:
         """The process has closed its end, which it does only by ending."""
         self._closed = True
-        self.end_because("closed its channel")
+        if not self._reaped:
+            self._child.kill()  # if it is dying already, its own reason stands
         self._end_when_gone()
 
     # -- life -------------------------------------------------------------------------------
