@@ -1,0 +1,94 @@
+"""The units: systemd's own verdict on them, and what they promise the daemon."""
+
+from __future__ import annotations
+
+import configparser
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
+INSTALLED = "/opt/kvd/bin/kvd"
+EXPOSURE_AT_MOST = 25  # tenths, of systemd's 100: "OK" begins below 5.0
+
+
+@pytest.fixture(scope="module")
+def systemd_analyze() -> str:
+    found = shutil.which("systemd-analyze")
+    if found is None:
+        pytest.skip("systemd-analyze is not installed (Debian package systemd)")
+    return found
+
+
+@pytest.fixture
+def installed_units(tmp_path: Path) -> Path:
+    """The units as they would be installed, with a kvd that exists on this machine."""
+    kvd = Path(sys.executable).with_name("kvd")
+    for unit in UNITS.iterdir():
+        (tmp_path / unit.name).write_text(unit.read_text().replace(INSTALLED, str(kvd)))
+    return tmp_path
+
+
+def service() -> configparser.SectionProxy:
+    """The [Service] section; of a repeated key the last value."""
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read(UNITS / "kvd.service")
+    return parser["Service"]
+
+
+@pytest.mark.parametrize("unit", ["kvd.service", "var-lib-kvd-pool.mount"])
+def test_systemd_finds_nothing_wrong(
+    systemd_analyze: str, installed_units: Path, unit: str
+) -> None:
+    command = [systemd_analyze, "verify", "--man=no", str(installed_units / unit)]
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (found.returncode, found.stdout + found.stderr) == (0, "")
+
+
+def test_a_broken_unit_is_found(systemd_analyze: str, installed_units: Path) -> None:
+    unit = installed_units / "kvd.service"
+    unit.write_text(unit.read_text().replace("Type=notify", "Type=notifies"))
+    found = subprocess.run(
+        [systemd_analyze, "verify", "--man=no", str(unit)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert "notifies" in found.stderr
+
+
+def test_the_daemon_can_do_little_beside_its_work(
+    systemd_analyze: str, installed_units: Path
+) -> None:
+    found = subprocess.run(
+        [
+            systemd_analyze, "security", "--offline=yes", "--no-pager",
+            f"--threshold={EXPOSURE_AT_MOST}", str(installed_units / "kvd.service"),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-400:]
+
+
+def test_the_pools_mount_is_the_directory_that_the_service_waits_for() -> None:
+    mount = (UNITS / "var-lib-kvd-pool.mount").read_text()
+    unit = (UNITS / "kvd.service").read_text()
+    assert "Where=/var/lib/kvd/pool\n" in mount
+    assert "RequiresMountsFor=/var/lib/kvd/pool\n" in unit
+
+
+def test_the_service_stops_its_daemon_before_its_movers() -> None:
+    assert service()["KillMode"] == "mixed"
+
+
+def test_what_would_break_shared_memory_or_credentials_is_not_set() -> None:
+    settings = service()
+    for name in ("PrivateUsers", "PrivateIPC", "PrivateDevices", "MemoryDenyWriteExecute"):
+        assert name not in settings
+    assert settings["RemoveIPC"] == "no"
