@@ -25,6 +25,8 @@ _EXTENT_NAME = re.compile(r"/extents/(\d+)\.kv")
 
 
 class MoverRecord(NamedTuple):
+    """A process, told from any later one with its pid."""
+
     pid: int
     start_time: int  # clock ticks since boot: field 22 of /proc/<pid>/stat
 

@@ -20,6 +20,8 @@ from kvd.pool import lines
 
 @dataclass(frozen=True, slots=True)
 class RegisteredNamespace:
+    """A namespace as the file knows it."""
+
     namespace: NamespaceId
     spec: NamespaceSpec
     fields: Mapping[str, str]  # for display only

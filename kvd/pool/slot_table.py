@@ -97,7 +97,8 @@ class SlotTable:
 
     def scopes(self, records: Records) -> U32:
         """Scope that each record names, whether whole or not."""
-        return (self._words[records, _SCOPE_LENGTH] & _SCOPE_MASK).astype(np.uint32)
+        scopes: U32 = (self._words[records, _SCOPE_LENGTH] & _SCOPE_MASK).astype(np.uint32)
+        return scopes
 
     def whole(self, records: Records, hash_bytes: int) -> npt.NDArray[np.bool_]:
         """Which of these records hold a key of this length and what was once written."""
@@ -109,10 +110,12 @@ class SlotTable:
         return mask
 
     def stamps(self, records: Records) -> U64:
-        return self._words[records, _STAMP]
+        stamps: U64 = self._words[records, _STAMP]
+        return stamps
 
     def generations(self, records: Records) -> U64:
-        return self._words[records, _STATE] >> _GENERATION_SHIFT
+        generations: U64 = self._words[records, _STATE] >> _GENERATION_SHIFT
+        return generations
 
     def keys(self, records: Records, hash_bytes: int) -> KeyBatch:
         """The keys, copied out."""

@@ -1,0 +1,249 @@
+"""A pool carries out its orders, and its next owner finds what was READY and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd.core.actions import (
+    OpenNamespace,
+    OpenScope,
+    PublishTags,
+    ReleaseRow,
+    RetractTags,
+    ZeroRow,
+)
+from kvd.core.events import PoolRecovered
+from kvd.core.keys import NamespaceId, RowId, ScopeId
+from kvd.pool import Pool, PoolConfig, PoolError
+from kvd_proto.page import PageReader
+from kvd_proto.tags import mix
+from tests.contract import pool_orders as orders
+from tests.contract.pool_orders import EXTENT_BYTES, EXTENTS, SLOTS_PER_EXTENT, opened
+
+
+def test_a_new_pool_is_cold_empty_and_wholly_in_memory(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    seen: list[tuple[int, int]] = []
+    pool = Pool.open(config, lambda done, total: seen.append((done, total)))
+    try:
+        assert pool.cold_reason == "no pool was here before"
+        assert list(pool.recovered()) == [PoolRecovered()]
+        assert (pool.extents, pool.extent_bytes) == (EXTENTS, EXTENT_BYTES)
+        assert len(pool.tag_secret) == 16
+        for extent in range(EXTENTS):
+            assert pool.extent_path(extent).stat().st_blocks * 512 == EXTENT_BYTES
+        assert pool.memory().extents == EXTENTS * EXTENT_BYTES
+    finally:
+        pool.close()
+    total = EXTENTS * EXTENT_BYTES
+    assert seen == [(n * EXTENT_BYTES, total) for n in range(1, EXTENTS + 1)]
+
+
+def test_ready_blocks_come_back_and_freed_ones_do_not(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    hashes = orders.keys(10)
+    first = 2 * SLOTS_PER_EXTENT
+    slots = [first + i for i in (9, 3, 4, 0, 63, 20, 21, 22, 23, 24)]
+    with opened(config) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([2]))
+        pool.write_ready(orders.ready(slots, hashes))
+        pool.write_free(orders.free(slots[5:]))
+        secret, incarnation = pool.tag_secret, pool.incarnation
+    with opened(config) as pool:
+        assert pool.cold_reason == ""
+        assert pool.tag_secret == secret
+        assert pool.incarnation != incarnation
+        events = list(pool.recovered())
+        assert pool.namespace_fields(orders.NAMESPACE) == {"model": "tiny"}
+    (scope,) = orders.scopes_of(events)
+    assert (scope.scope, scope.spec, scope.epoch, scope.account) == (
+        orders.SCOPE,
+        orders.spec(),
+        "epoch 1",
+        "salt",
+    )
+    found = orders.rows_of(events)[2]
+    raw = hashes.to_bytes()
+    wanted = {s - first: raw[i * 32 : i * 32 + 32] for i, s in enumerate(slots[:5])}
+    assert orders.blocks_of(found) == wanted
+    assert found.ordinals.tolist() == sorted(wanted)
+    assert found.stamps.tolist() == [(first + o) * 10 for o in sorted(wanted)]
+    assert found.scopes.tolist() == [orders.SCOPE] * 5
+    assert not found.quarantined
+    assert isinstance(events[-1], PoolRecovered)
+
+
+def test_a_rewritten_slot_has_a_later_generation(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        for seed in range(3):
+            pool.write_ready(orders.ready([5], orders.keys(1, seed)))
+            pool.write_free(orders.free([5]))
+        pool.write_ready(orders.ready([5, 6], orders.keys(2, 9)))
+    with opened(config) as pool:
+        found = orders.rows_of(list(pool.recovered()))[0]
+    assert found.generations.tolist() == [4, 1]
+    assert found.keys.to_bytes() == orders.keys(2, 9).to_bytes()
+
+
+def test_a_ready_record_is_never_written_over(shared_directory: Path) -> None:
+    with opened(orders.config(shared_directory)) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        pool.write_ready(orders.ready([1], orders.keys(1)))
+        with pytest.raises(AssertionError, match="READY"):
+            pool.write_ready(orders.ready([1], orders.keys(1, 1)))
+
+
+def test_a_slot_without_a_row_is_refused(shared_directory: Path) -> None:
+    with opened(orders.config(shared_directory)) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0], parts=(8192,)))
+        with pytest.raises(AssertionError, match="no row"):
+            pool.write_free(orders.free([EXTENT_BYTES // 8192]))
+
+
+@pytest.mark.parametrize("hash_bytes", [1, 8, 20, 32, 64])
+def test_hashes_of_every_length_survive(shared_directory: Path, hash_bytes: int) -> None:
+    config = orders.config(shared_directory)
+    hashes = orders.keys(7, hash_bytes=hash_bytes)
+    with opened(config) as pool:
+        orders.introduce(pool, orders.spec(hash_bytes=hash_bytes))
+        pool.grant_row(orders.row([0]))
+        pool.write_ready(orders.ready(range(7), hashes))
+    with opened(config) as pool:
+        found = orders.rows_of(list(pool.recovered()))[0]
+    assert found.keys.hash_bytes == hash_bytes
+    assert found.keys.to_bytes() == hashes.to_bytes()
+
+
+def test_parts_of_a_slot_lie_at_its_ordinal_in_each_shard(shared_directory: Path) -> None:
+    parts = (4096, 8192, 16384)
+    with opened(orders.config(shared_directory)) as pool:
+        orders.introduce(pool, orders.spec(parts))
+        pool.grant_row(orders.row([3, 0, 5], parts))
+        slots = 3 * SLOTS_PER_EXTENT + np.array([0, 2, 15])
+        for shard, extent in enumerate((3, 0, 5)):
+            extents, offsets = pool.locate(slots, shard)
+            assert extents.tolist() == [extent] * 3
+            assert offsets.tolist() == [o * parts[shard] for o in (0, 2, 15)]
+
+
+def test_an_empty_row_comes_back_with_its_namespace(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    parts = (4096, 8192)
+    for _ in range(2):
+        with opened(config) as pool:
+            if pool.cold_reason:
+                orders.introduce(pool, orders.spec(parts))
+                pool.grant_row(orders.row([4, 1], parts))
+            events = list(pool.recovered())
+    assert len(orders.scopes_of(events)) == 1
+    found = orders.rows_of(events)[4]
+    assert found.extents == (4, 1)
+    assert len(found.ordinals) == 0
+
+
+def test_a_released_row_is_gone_and_zeroed(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([1]))
+        pool.extent_path(1).write_bytes(b"x" * EXTENT_BYTES)
+        pool.write_ready(orders.ready([SLOTS_PER_EXTENT], orders.keys(1)))
+        with pytest.raises(AssertionError, match="READY"):
+            pool.release_row(ReleaseRow(RowId(1)))
+        pool.write_free(orders.free([SLOTS_PER_EXTENT]))
+        pool.zero_row(ZeroRow(RowId(1)))
+        assert not any(pool.extent_path(1).read_bytes())
+        pool.release_row(ReleaseRow(RowId(1)))
+        with pytest.raises(AssertionError, match="no row"):
+            pool.locate(np.array([SLOTS_PER_EXTENT]), 0)
+    with opened(config) as pool:
+        assert list(pool.recovered()) == [PoolRecovered()]
+
+
+def test_a_recovered_row_is_granted_again_and_goes_on(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        pool.write_ready(orders.ready([0, 1], orders.keys(2)))
+    with opened(config) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        with pytest.raises(AssertionError, match="granted as"):
+            pool.grant_row(orders.row([0], parts=(8192,)))
+        pool.write_free(orders.free([0]))
+        pool.write_ready(orders.ready([2], orders.keys(1, 7)))
+    with opened(config) as pool:
+        found = orders.rows_of(list(pool.recovered()))[0]
+    assert found.ordinals.tolist() == [1, 2]
+
+
+def test_scopes_that_no_block_names_are_forgotten(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        orders.introduce(pool, namespace=1)
+        orders.introduce(pool, namespace=2)
+        for number in range(3, 50):
+            pool.open_scope(OpenScope(ScopeId(number), NamespaceId(1), f"{number}", "", 0))
+        pool.grant_row(orders.row([0]))
+        pool.write_ready(orders.ready([0], orders.keys(1), scope=1))
+        pool.write_ready(orders.ready([1], orders.keys(1), scope=40))
+        pool.write_ready(orders.ready([2], orders.keys(1), scope=41))
+        pool.write_free(orders.free([2]))
+    with opened(config) as pool:
+        assert [s.scope for s in orders.scopes_of(list(pool.recovered()))] == [1, 40]
+    assert len((config.directory / "registry.jsonl").read_bytes().splitlines()) == 3
+
+
+def test_clients_see_what_is_published_and_whether_there_is_room(shared_directory: Path) -> None:
+    tags = mix(np.arange(1, 101, dtype=np.uint64))
+    with opened(orders.config(shared_directory)) as pool:
+        orders.introduce(pool)
+        reader = PageReader(pool.page_fd(orders.NAMESPACE))
+        assert pool.publish(PublishTags(orders.NAMESPACE, tags)) == 0
+        assert reader.probe(tags).all()
+        pool.retract(RetractTags(orders.NAMESPACE, tags[:50]))
+        assert reader.probe(tags).tolist() == [False] * 50 + [True] * 50
+        pool.set_room(orders.NAMESPACE, (17,))
+        assert (reader.room(0), reader.room(1)) == (17, 0)
+        closed_before = reader.closed
+        assert pool.page_bytes(orders.NAMESPACE) >= 4096
+    assert (closed_before, reader.closed) == (False, True)
+    reader.close()
+
+
+def test_opening_a_namespace_again_keeps_its_page_and_fields(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        orders.introduce(pool)
+        fd = pool.page_fd(orders.NAMESPACE)
+        pool.open_namespace(OpenNamespace(orders.NAMESPACE, orders.spec(), 512), {})
+        assert pool.page_fd(orders.NAMESPACE) == fd
+        assert pool.namespace_fields(orders.NAMESPACE) == {"model": "tiny"}
+    assert len((config.directory / "registry.jsonl").read_bytes().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"pool_bytes": 4096}, "less than one extent"),
+        ({"extent_bytes": 5000}, "multiple of 4096"),
+        ({"extent_bytes": 0}, "multiple of 4096"),
+        ({"threads": 0}, "threads"),
+        ({"mover_kill_deadline_s": -1.0}, "mover_kill_deadline_s"),
+        ({"pool_bytes": 1 << 40, "extent_bytes": 4096}, "raise extent_bytes"),
+    ],
+)
+def test_an_impossible_configuration_is_refused(values: dict[str, int], said: str) -> None:
+    possible = {"pool_bytes": 1 << 30, "extent_bytes": 1 << 20}
+    with pytest.raises(PoolError, match=said):
+        PoolConfig(Path("/nowhere"), **{**possible, **values})  # type: ignore[arg-type]

@@ -1,0 +1,97 @@
+"""An owner killed at any moment leaves only records that are wholly what it wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd.core.keys import KeyBatch
+from tests.contract import pool_orders as orders
+from tests.contract.pool_orders import EXTENTS, SLOTS_PER_EXTENT, opened
+
+BATCH = 64
+WRITER = f"""
+import sys
+from pathlib import Path
+from {__name__} import write_for_ever
+write_for_ever(Path(sys.argv[1]))
+"""
+
+
+def hash_of(slot: int, generation: int) -> bytes:
+    """The key that the writer gives this slot in this generation."""
+    return hashlib.blake2b(f"{slot}/{generation}".encode(), digest_size=32).digest()
+
+
+def stamp_of(slot: int, generation: int) -> int:
+    return slot << 32 | generation
+
+
+def write_for_ever(directory: Path) -> None:
+    """Write and free random slots of every row, each time with what `hash_of` says."""
+    config = orders.config(directory)
+    choice = random.Random(directory.name)
+    with opened(config) as pool:
+        orders.introduce(pool)
+        for extent in range(EXTENTS):
+            pool.grant_row(orders.row([extent]))
+        slots = EXTENTS * SLOTS_PER_EXTENT
+        generations = dict.fromkeys(range(slots), 0)
+        full: set[int] = set()
+        sys.stdout.write("writing\n")
+        sys.stdout.flush()
+        while True:
+            chosen = choice.sample(range(slots), BATCH)
+            pool.write_free(orders.free([s for s in chosen if s in full]))
+            for slot in chosen:
+                generations[slot] += 1
+            raw = b"".join(hash_of(s, generations[s]) for s in chosen)
+            stamps = np.array([stamp_of(s, generations[s]) for s in chosen], dtype=np.uint64)
+            order = orders.ready(chosen, KeyBatch.from_bytes(raw, 32))
+            pool.write_ready(dataclasses.replace(order, stamps=stamps))
+            full.update(chosen)
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_every_record_of_a_killed_writer_is_wholly_right(
+    shared_directory: Path, attempt: int
+) -> None:
+    delay_s = random.SystemRandom().uniform(0.05, 0.5)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(shared_directory)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        time.sleep(delay_s)
+    finally:
+        writer.kill()
+        writer.communicate()
+    assert writer.returncode == -signal.SIGKILL, "the writer ended by itself"
+    found = 0
+    with opened(orders.config(shared_directory)) as pool:
+        assert pool.cold_reason == ""
+        rows = orders.rows_of(list(pool.recovered()))
+        assert pool.dropped_records == 0, f"killed after {delay_s} s: torn records said READY"
+    assert set(rows) == set(range(EXTENTS))
+    for row, event in rows.items():
+        for i, (ordinal, key) in enumerate(orders.blocks_of(event).items()):
+            slot = row * SLOTS_PER_EXTENT + ordinal
+            generation = int(event.generations[i])
+            assert key == hash_of(slot, generation), f"slot {slot}, killed after {delay_s} s"
+            assert int(event.stamps[i]) == stamp_of(slot, generation)
+            found += 1
+    # All but the batch in hand had been written when the writer died, unless it had just begun.
+    assert found > BATCH

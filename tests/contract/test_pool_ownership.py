@@ -1,0 +1,167 @@
+"""One owner at a time, and the last owner's movers end before its blocks are believed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.pool import Pool, PoolConfig, PoolError
+from kvd.pool.ownership import start_time_of
+from tests.contract import pool_orders as orders
+from tests.contract.pool_orders import EXTENT_BYTES, opened
+
+MAPPER = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file:
+    mapping = mmap.mmap(file.fileno(), 0)
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+
+StartMapper = Callable[[Path], "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start_mapper() -> Iterator[StartMapper]:
+    """Starts processes that map a file until they are ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(path: Path) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAPPER, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "mapped\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def start_time(process: subprocess.Popen[str]) -> int:
+    found = start_time_of(process.pid)
+    assert found is not None
+    return found
+
+
+def owned_by_two_rows(config: PoolConfig) -> None:
+    """Row 0 and row 1 with one block each."""
+    with opened(config) as pool:
+        orders.introduce(pool)
+        for extent in (0, 1):
+            pool.grant_row(orders.row([extent]))
+            pool.write_ready(orders.ready([extent * orders.SLOTS_PER_EXTENT], orders.keys(1)))
+
+
+def test_a_second_owner_is_refused_and_told_the_first(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    with (
+        opened(config),
+        pytest.raises(PoolError, match=rf"owned by another kvd \(pid {os.getpid()}\)"),
+    ):
+        Pool.open(config, lambda _done, _total: None)
+    with opened(config) as pool:
+        assert pool.cold_reason == ""
+
+
+def test_a_mover_that_outlived_its_daemon_is_killed(
+    shared_directory: Path, start_mapper: StartMapper
+) -> None:
+    config = orders.config(shared_directory)
+    owned_by_two_rows(config)
+    with opened(config) as pool:
+        mover = start_mapper(pool.extent_path(1))
+        pool.record_mover(mover.pid, start_time(mover))
+    with opened(config) as pool:
+        assert mover.wait(1) == -signal.SIGKILL
+        rows = orders.rows_of(list(pool.recovered()))
+    assert [row.quarantined for row in rows.values()] == [False, False]
+
+
+def test_a_process_that_got_the_pid_of_a_mover_is_left_alone(
+    shared_directory: Path, start_mapper: StartMapper
+) -> None:
+    config = orders.config(shared_directory)
+    owned_by_two_rows(config)
+    with opened(config) as pool:
+        other = start_mapper(pool.extent_path(1))
+        pool.record_mover(other.pid, start_time(other) - 1)
+    with opened(config):
+        assert other.poll() is None
+
+
+def test_a_mover_that_was_forgotten_is_left_alone(
+    shared_directory: Path, start_mapper: StartMapper
+) -> None:
+    config = orders.config(shared_directory)
+    owned_by_two_rows(config)
+    with opened(config) as pool:
+        gone, kept = (start_mapper(pool.extent_path(1)) for _ in range(2))
+        for mover in (gone, kept):
+            pool.record_mover(mover.pid, start_time(mover))
+        pool.forget_mover(gone.pid)
+    with opened(config):
+        assert kept.wait(1) == -signal.SIGKILL
+        assert gone.poll() is None
+
+
+def test_rows_of_a_mover_that_can_not_be_killed_are_quarantined(
+    shared_directory: Path, start_mapper: StartMapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = orders.config(shared_directory)
+    impatient = PoolConfig(
+        config.directory, config.pool_bytes, config.extent_bytes, mover_kill_deadline_s=0.05
+    )
+    owned_by_two_rows(config)
+    with opened(config) as pool:
+        mover = start_mapper(pool.extent_path(1))
+        pool.record_mover(mover.pid, start_time(mover))
+    with monkeypatch.context() as patch:
+        # As if it hung in the kernel: the signal is sent and nothing comes of it.
+        patch.setattr(signal, "pidfd_send_signal", lambda _fd, _signal: None)
+        with opened(impatient) as pool:
+            rows = orders.rows_of(list(pool.recovered()))
+    assert {row: event.quarantined for row, event in rows.items()} == {0: False, 1: True}
+    assert rows[1].ordinals.tolist() == [0]
+    with opened(config):
+        assert mover.wait(1) == -signal.SIGKILL, "the undead mover was not kept in the list"
+
+
+def test_an_extent_that_an_undead_mover_maps_is_replaced_before_it_is_free(
+    shared_directory: Path, start_mapper: StartMapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = orders.config(shared_directory)
+    impatient = PoolConfig(
+        config.directory, config.pool_bytes, config.extent_bytes, mover_kill_deadline_s=0.05
+    )
+    owned_by_two_rows(config)
+    with opened(config) as pool:
+        path = pool.extent_path(1)
+        mover = start_mapper(path)
+        pool.record_mover(mover.pid, start_time(mover))
+    with (config.directory / "rows.table").open("r+b") as table:
+        table.seek(64 + 8)
+        table.write(b"\xff")
+    before = path.stat().st_ino
+    monkeypatch.setattr(signal, "pidfd_send_signal", lambda _fd, _signal: None)
+    with opened(impatient) as pool:
+        assert set(orders.rows_of(list(pool.recovered()))) == {0}
+    assert path.stat().st_ino != before
+    assert path.stat().st_blocks * 512 == EXTENT_BYTES
+
+
+def test_start_time_is_that_of_the_process_and_not_of_its_name() -> None:
+    assert start_time_of(os.getpid()) == start_time_of(os.getpid())
+    assert start_time_of(2**22 + 1) is None
