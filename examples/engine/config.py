@@ -87,7 +87,7 @@ class EngineConfig:
     ranks: int = 1
     block_tokens: int = 16
     num_blocks: int = 256
-    step_tokens: int = 512  # prefill chunk and decode tokens of one forward
+    step_tokens: int = 512  # prefill span and decode tokens of one forward
     max_running: int = 8
     socket: str = ""
     engine_id: str = "engine-0"

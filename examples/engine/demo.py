@@ -71,7 +71,7 @@ class Conversation:
             run.prompts.append(len(tokens))
             run.answers.append(answer)
             self._say(
-                f"  turn {number + 1}: {answer.computed} tokens computed, {answer.loaded} loaded, "
+                f"  turn {number + 1}: {answer.prefilled} tokens computed, {answer.loaded} loaded, "
                 f"first token after {answer.first_token_s * 1e3:.0f} ms"
             )
             self._say(f"    {question}  ->  {self._codec.decode(answer.output).strip()!r}")
@@ -152,7 +152,7 @@ def figures(arguments: argparse.Namespace, runs: Sequence[Run]) -> dict[str, Any
         for name, run in zip(("cold", "warm", "after_kill"), runs, strict=True):
             answer = run.answers[turn]
             row[name] = {
-                "computed": answer.computed,
+                "computed": answer.prefilled,
                 "loaded": answer.loaded,
                 "first_token_s": round(answer.first_token_s, 4),
                 "ratio": round(cold.answers[turn].first_token_s / answer.first_token_s, 2),

@@ -23,7 +23,7 @@ from typing import Any
 from examples.engine.blocks import HashChain
 from examples.engine.config import EngineConfig
 from examples.engine.lifetime import die_with_parent
-from examples.engine.messages import Chunk
+from examples.engine.messages import Span
 from examples.engine.offload import open_offload
 from examples.engine.rank_processes import RankProcesses
 from examples.engine.requests import Request, RequestOrder
@@ -106,18 +106,18 @@ class Engine:
     def _step(self) -> None:
         batch = self._scheduler.next_batch()
         plan = self._offload.plan(self._scheduler.progress(batch), batch.preempted)
-        chunks = []
+        spans = []
         for work in batch.work:
             tokens = work.request.tokens[work.first : work.first + work.count]
-            chunks.append(Chunk(tuple(tokens), work.first, tuple(work.request.blocks)))
-        sampled, reports = self._ranks.run_step(chunks, plan)
+            spans.append(Span(tuple(tokens), work.first, tuple(work.request.blocks)))
+        sampled, reports = self._ranks.run_step(spans, plan)
         for request, token in self._scheduler.computed(batch, sampled):
             self._say({"event": "token", "id": request.request_id, "token": token})
             output = request.output
             if token in self._end_tokens or len(output) == request.order.max_tokens:
                 self._finish(request)
         self._scheduler.loads_ended(self._offload.outcome(reports))
-        if not chunks:
+        if not spans:
             time.sleep(IDLE_STEP_SECONDS)
 
     def _finish(self, request: Request) -> None:

@@ -16,7 +16,7 @@ from examples.engine.config import EngineConfig
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Span:
     """Consecutive tokens of one sequence to compute in this step."""
 
     tokens: tuple[int, ...]
@@ -37,15 +37,15 @@ class RankStart:
 
 @dataclass(frozen=True)
 class RunStep:
-    """Compute the chunks and do this rank's part of the offload plan."""
+    """Compute the spans and do this rank's part of the offload plan."""
 
-    chunks: tuple[Chunk, ...]
+    spans: tuple[Span, ...]
     plan: Any  # kvd_client.StepPlan, or None
 
 
 @dataclass(frozen=True)
 class StepDone:
-    """One token per chunk (empty but on rank 0), and the rank's offload report."""
+    """One token per span (empty but on rank 0), and the rank's offload report."""
 
     sampled: tuple[int, ...]
     report: Any  # kvd_client.WorkerReport, or None

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from examples.engine.config import ModelConfig, Shard
-from examples.engine.messages import Chunk
+from examples.engine.messages import Span
 from examples.engine.weights import Checkpoint
 
 
@@ -51,22 +51,22 @@ class Decoder:
         self._frequencies = model.rope_base**-pairs
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk], kv: Sequence[Tensor]) -> Tensor:
-        """Compute the chunks and write their KV; returns the state after each chunk's end.
+    def forward(self, spans: Sequence[Span], kv: Sequence[Tensor]) -> Tensor:
+        """Compute the spans and write their KV; returns the state after each span's end.
 
-        Shape [len(chunks), hidden], the same on every rank.
+        Shape [len(spans), hidden], the same on every rank.
         """
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens])
+        tokens = torch.tensor([token for span in spans for token in span.tokens])
         positions = torch.cat(
-            [torch.arange(chunk.first, chunk.first + len(chunk.tokens)) for chunk in chunks]
+            [torch.arange(span.first, span.first + len(span.tokens)) for span in spans]
         )
         block_tokens = kv[0].shape[2]
         places = torch.cat(
             [
-                torch.tensor(chunk.blocks)[
-                    torch.arange(chunk.first, chunk.first + len(chunk.tokens)) // block_tokens
+                torch.tensor(span.blocks)[
+                    torch.arange(span.first, span.first + len(span.tokens)) // block_tokens
                 ]
-                for chunk in chunks
+                for span in spans
             ]
         )
         rotation = self._rotation(positions)
@@ -75,18 +75,18 @@ class Decoder:
             normed = self._normalise(hidden, layer.attention_norm)
             query, key, value = self._project(layer, normed, rotation)
             cache[places, :, positions % block_tokens] = torch.cat([key, value], dim=-1)
-            attended = self._attend(query, chunks, cache)
+            attended = self._attend(query, spans, cache)
             hidden = hidden + self._sum(functional.linear(attended, layer.output))
             normed = self._normalise(hidden, layer.mlp_norm)
             gated = functional.silu(functional.linear(normed, layer.gate))
             gated *= functional.linear(normed, layer.up)
             hidden = hidden + self._sum(functional.linear(gated, layer.down))
-        ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
+        ends = torch.tensor([len(span.tokens) for span in spans]).cumsum(0) - 1
         return self._normalise(hidden[ends], self._norm)
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:
-        """Scores of the next token, [len(chunks), vocabulary]."""
+        """Scores of the next token, [len(spans), vocabulary]."""
         return functional.linear(last, self._head)
 
     def _normalise(self, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -107,21 +107,21 @@ class Decoder:
         query, key, value = heads(layer.query), heads(layer.key), heads(layer.value)
         return _rotate(query, rotation), _rotate(key, rotation), value
 
-    def _attend(self, query: Tensor, chunks: Sequence[Chunk], cache: Tensor) -> Tensor:
-        """Causal attention of each chunk over its whole sequence, read from its blocks."""
+    def _attend(self, query: Tensor, spans: Sequence[Span], cache: Tensor) -> Tensor:
+        """Causal attention of each span over its whole sequence, read from its blocks."""
         parts = []
         start = 0
-        for chunk in chunks:
-            count = len(chunk.tokens)
-            length = chunk.first + count
+        for span in spans:
+            count = len(span.tokens)
+            length = span.first + count
             used = -(-length // cache.shape[2])
-            paged = cache[torch.tensor(chunk.blocks[:used])]  # [used, heads, tokens, 2 * dim]
+            paged = cache[torch.tensor(span.blocks[:used])]  # [used, heads, tokens, 2 * dim]
             joined = paged.transpose(0, 1).flatten(1, 2)[:, :length]
             joined = joined.repeat_interleave(self._queries_per_kv, dim=0)
             key, value = torch.split(joined, self.model.head_dim, dim=-1)
             mask = None
             if count > 1:
-                mask = torch.ones(count, length, dtype=torch.bool).tril(chunk.first)
+                mask = torch.ones(count, length, dtype=torch.bool).tril(span.first)
             part = functional.scaled_dot_product_attention(
                 query[start : start + count].transpose(0, 1)[None],
                 key[None],

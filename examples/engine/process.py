@@ -30,8 +30,9 @@ class Answer:
     fields: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def computed(self) -> int:
-        return int(self.fields["computed"])
+    def prefilled(self) -> int:
+        """Tokens computed before the first token came, if the request was never preempted."""
+        return int(self.fields["computed"]) - (len(self.output) - 1)
 
     @property
     def loaded(self) -> int:

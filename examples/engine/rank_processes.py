@@ -12,7 +12,7 @@ from typing import Any
 
 from examples.engine.config import EXCHANGE_BYTES, EngineConfig
 from examples.engine.messages import (
-    Chunk,
+    Span,
     RankStart,
     RunStep,
     StepDone,
@@ -54,10 +54,10 @@ class RankProcesses:
         for connection in self._connections:
             connection.recv()
 
-    def run_step(self, chunks: Sequence[Chunk], plan: Any) -> tuple[tuple[int, ...], list[Any]]:
-        """One token per chunk, and every rank's offload report."""
+    def run_step(self, spans: Sequence[Span], plan: Any) -> tuple[tuple[int, ...], list[Any]]:
+        """One token per span, and every rank's offload report."""
         for connection in self._connections:
-            connection.send(RunStep(tuple(chunks), plan))
+            connection.send(RunStep(tuple(spans), plan))
         done: list[StepDone] = [connection.recv() for connection in self._connections]
         return done[0].sampled, [each.report for each in done]
 

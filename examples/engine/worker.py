@@ -37,8 +37,8 @@ class RankWorker:
         """Start the plan's loads, compute, hand computed blocks over, report what has ended."""
         self._offload.start_step(step.plan)
         sampled: tuple[int, ...] = ()
-        if step.chunks:
-            last = self._decoder.forward(step.chunks, self._kv.layers)
+        if step.spans:
+            last = self._decoder.forward(step.spans, self._kv.layers)
             if self._is_first:
                 sampled = tuple(self._decoder.logits(last).argmax(-1).tolist())
         self._offload.finish_step(step.plan)

@@ -7,7 +7,7 @@ import torch
 
 from examples.engine.config import TINY, Shard, layer_block_bytes
 from examples.engine.kv_memory import KvMemory
-from examples.engine.messages import Chunk
+from examples.engine.messages import Span
 from examples.engine.model import Decoder
 from examples.engine.pair_sum import alone
 from examples.engine.weights import random_checkpoint
@@ -32,25 +32,25 @@ def kv() -> Iterator[KvMemory]:
 def test_pieces_of_a_prompt_give_the_same_scores_as_the_whole(
     decoder: Decoder, kv: KvMemory
 ) -> None:
-    whole = decoder.logits(decoder.forward([Chunk(TOKENS, 0, BLOCKS)], kv.layers))
-    decoder.forward([Chunk(TOKENS[:13], 0, BLOCKS)], kv.layers)
-    decoder.forward([Chunk(TOKENS[13:39], 13, BLOCKS)], kv.layers)
-    pieces = decoder.logits(decoder.forward([Chunk(TOKENS[39:], 39, BLOCKS)], kv.layers))
+    whole = decoder.logits(decoder.forward([Span(TOKENS, 0, BLOCKS)], kv.layers))
+    decoder.forward([Span(TOKENS[:13], 0, BLOCKS)], kv.layers)
+    decoder.forward([Span(TOKENS[13:39], 13, BLOCKS)], kv.layers)
+    pieces = decoder.logits(decoder.forward([Span(TOKENS[39:], 39, BLOCKS)], kv.layers))
     torch.testing.assert_close(pieces, whole, atol=1e-4, rtol=1e-4)
 
 
 def test_sequences_of_one_batch_do_not_see_each_other(decoder: Decoder, kv: KvMemory) -> None:
-    alone_scores = decoder.forward([Chunk(TOKENS, 0, BLOCKS)], kv.layers)
-    other = Chunk(TOKENS[::-1], 0, (0, 1, 3))
-    together = decoder.forward([other, Chunk(TOKENS, 0, BLOCKS)], kv.layers)
+    alone_scores = decoder.forward([Span(TOKENS, 0, BLOCKS)], kv.layers)
+    other = Span(TOKENS[::-1], 0, (0, 1, 3))
+    together = decoder.forward([other, Span(TOKENS, 0, BLOCKS)], kv.layers)
     torch.testing.assert_close(together[1:], alone_scores, atol=1e-4, rtol=1e-4)
 
 
 def test_scores_depend_on_the_cached_blocks(decoder: Decoder, kv: KvMemory) -> None:
-    decoder.forward([Chunk(TOKENS[:32], 0, BLOCKS)], kv.layers)
-    right = decoder.forward([Chunk(TOKENS[32:], 32, BLOCKS)], kv.layers)
+    decoder.forward([Span(TOKENS[:32], 0, BLOCKS)], kv.layers)
+    right = decoder.forward([Span(TOKENS[32:], 32, BLOCKS)], kv.layers)
     kv.layers[1][BLOCKS[0], 0, 3] += 1.0
-    wrong = decoder.forward([Chunk(TOKENS[32:], 32, BLOCKS)], kv.layers)
+    wrong = decoder.forward([Span(TOKENS[32:], 32, BLOCKS)], kv.layers)
     assert not torch.allclose(wrong, right, atol=1e-3)
 
 
