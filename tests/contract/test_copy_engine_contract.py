@@ -76,7 +76,7 @@ class Workshop:
     """Builds configurations over files that are removed afterwards."""
 
     directory: Path
-    bench: type[FakeBench] | type[HostBench]
+    bench: type[FakeBench | HostBench]
     fds: list[int]
 
     def config(self, region_bytes: list[int], groups: tuple[GroupMap, ...]) -> MoverConfig:
@@ -96,7 +96,7 @@ class Workshop:
 
 @pytest.fixture(params=[FakeBench, HostBench], ids=["fake", "host"])
 def workshop(request: pytest.FixtureRequest) -> Iterator[Workshop]:
-    directory = Path(tempfile.mkdtemp(prefix="kvd-test-", dir="/dev/shm"))
+    directory = Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir="/dev/shm"))
     (directory / "extents").mkdir()
     for number in range(EXTENTS):
         with extent_path(directory, number).open("wb") as file:

@@ -1,0 +1,353 @@
+"""A mover and its neighbours when something is wrong: the registration, the worker, the engine's
+memory, the mover itself, or control."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd.core.errors import InvalidArgument, KvdError, LayoutMismatch
+from kvd.core.events import JobKind, JobStatus, TransferOutcome
+from kvd.core.keys import JobId, MoverId, RowId, TransferId
+from kvd.mover import process
+from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartFailed, Region
+from kvd_proto import layout
+from tests.control.mover_rig import (
+    BLOCKS,
+    EXTENT_BYTES,
+    PART_BYTES,
+    SLOTS,
+    Rig,
+    WorkerEnd,
+    give,
+    on_loop,
+    one_part,
+    proc_text,
+    rig,
+)
+
+DONE, FAILED = TransferOutcome.DONE, TransferOutcome.FAILED
+
+
+# -- registrations that are refused -----------------------------------------------------------
+
+
+async def refusal(r: Rig, config: MoverConfig) -> KvdError:
+    """What the start says; nothing may be left of it."""
+    with pytest.raises(KvdError) as refused:
+        await r.start(config)
+    assert not r.sink.gone
+    return refused.value
+
+
+def over(r: Rig, fd: int, size: int = BLOCKS * PART_BYTES) -> MoverConfig:
+    return replace(r.config(), regions=(Region(fd, 0, size),))
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@on_loop
+async def test_memory_smaller_than_said_is_refused_with_its_figures() -> None:
+    async with rig() as r:
+        with closing(os.memfd_create("small")) as fd:
+            os.ftruncate(fd, 4096)
+            refused = await refusal(r, over(r, fd))
+        assert isinstance(refused, InvalidArgument)
+        assert refused.field == "memories[0].bytes"
+        assert f"ends at byte {BLOCKS * PART_BYTES}, its file has 4096" in str(refused)
+
+
+@on_loop
+async def test_files_that_are_no_shared_memory_are_refused(tmp_path: Path) -> None:
+    async with rig() as r:
+        reading, writing = os.pipe()
+        on_disk = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+        os.ftruncate(on_disk, BLOCKS * PART_BYTES)
+        in_memory = os.statvfs(tmp_path).f_fsid == os.statvfs("/dev/shm").f_fsid
+        with closing(reading), closing(writing), closing(on_disk):
+            refused = await refusal(r, over(r, reading))
+            assert (refused.field, str(refused)) == (
+                "memories[0]",
+                "memories[0] is not shared memory",
+            )
+            if not in_memory:
+                assert (await refusal(r, over(r, on_disk))).field == "memories[0]"
+
+
+@on_loop
+async def test_memory_that_cannot_be_written_is_refused() -> None:
+    async with rig() as r:
+        with closing(os.open(f"/proc/self/fd/{r.engine_fd}", os.O_RDONLY)) as fd:
+            assert "reading and writing" in str(await refusal(r, over(r, fd)))
+
+
+@on_loop
+async def test_fragments_that_dont_add_up_are_a_layout_mismatch() -> None:
+    async with rig() as r:
+        config = r.config()
+        group = replace(config.groups[0], part_bytes=PART_BYTES - 8)
+        refused = await refusal(r, replace(config, groups=(group,)))
+        assert isinstance(refused, LayoutMismatch)
+        assert refused.field == "groups[0].fragments"
+
+
+@on_loop
+async def test_a_block_beyond_its_memory_is_refused_by_name() -> None:
+    async with rig() as r:
+        config = r.config()
+        group = replace(config.groups[0], num_blocks=BLOCKS + 1)
+        refused = await refusal(r, replace(config, groups=(group,)))
+        assert refused.field == "groups[0].fragments[3].base"
+
+
+@on_loop
+async def test_absurd_numbers_are_refused_before_anything_is_mapped() -> None:
+    async with rig() as r:
+        config = r.config()
+        for group, field in (
+            (GroupMap(0, 1, 8, config.groups[0].fragments), "groups[0].num_blocks"),
+            (GroupMap(1 << 40, 1, 8, config.groups[0].fragments), "groups[0].num_blocks"),
+            (GroupMap(4, 65, 8, config.groups[0].fragments), "groups[0].blocks_per_block"),
+            (GroupMap(4, 1, 8, ()), "groups[0].fragments"),
+        ):
+            assert (await refusal(r, replace(config, groups=(group,)))).field == field
+
+
+@on_loop
+async def test_a_process_that_cannot_start_is_an_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with rig() as r:
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(MoverStartFailed, match="exited with status 1"):
+            await r.start()
+        monkeypatch.setattr(sys, "executable", "/nonexistent")
+        with pytest.raises(MoverStartFailed, match="can't be started"):
+            await r.start()
+        assert not r.sink.gone
+
+
+# -- transfers that are refused ---------------------------------------------------------------
+
+
+@on_loop
+async def test_impossible_transfers_fail_and_the_mover_goes_on() -> None:
+    async with rig() as r:
+        mover = await r.start(rows=2)
+        worker = WorkerEnd(mover)
+        engine, pool = r.engine.copy(), [extent.copy() for extent in r.extents]
+        beyond = LocatedPart(
+            0,
+            np.zeros(1, np.uint32),
+            np.array([EXTENT_BYTES - 8], np.uint64),
+            np.zeros((1, 1), np.uint32),
+        )
+        huge = replace(beyond, offsets=np.array([(1 << 64) - 8], np.uint64))
+        bad = [
+            one_part([(0, 0)], [BLOCKS]),  # no such engine block
+            one_part([(2, 0)], [1]),  # a row that isn't mapped
+            one_part([(0, SLOTS)], [1]),  # past the extent's end
+            beyond,
+            huge,
+            replace(one_part([(0, 0)], [1]), group=1),
+            replace(one_part([(0, 0)], [1]), engine_blocks=np.zeros((1, 2), np.uint32)),
+        ]
+        for number, part in enumerate(bad, start=1):
+            kind = JobKind.LOAD if number % 2 else JobKind.STORE
+            give(mover, number, kind, one_part([(0, 0)], [1]), part)
+            worker.ring.mark_ready([number])
+            assert await r.sink.outcome(number) is FAILED
+            if kind is JobKind.LOAD:
+                assert (await worker.record(number)).status == JobStatus.FAILED
+        assert np.array_equal(r.engine, engine)
+        assert all(np.array_equal(a, b) for a, b in zip(r.extents, pool, strict=True))
+        give(mover, 50, JobKind.STORE, one_part([(0, 0)], [1]))
+        worker.ring.mark_ready([50])
+        assert await r.sink.outcome(50) is DONE
+
+
+# -- a hostile worker -------------------------------------------------------------------------
+
+
+@on_loop
+async def test_garbage_in_the_ring_neither_stops_nor_grows_the_mover() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        noise = np.random.default_rng(3)
+        with mmap.mmap(mover.ring_fd, layout.RING_BYTES) as ring:
+            words = np.frombuffer(ring, dtype=np.uint64)
+            before = _anonymous(mover.pid)
+            for round_ in range(300):
+                tail = layout.RING_TAIL_OFFSET // 8
+                words[8:] = noise.integers(0, 1 << 64, len(words) - 8, dtype=np.uint64)
+                words[tail] = round_ * 8000 if round_ % 2 else words[tail]
+                os.eventfd_write(mover.event_fd, 1)
+                await asyncio.sleep(0.001)
+            give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
+            words[8:] = 0
+            del words
+        mover.mark_ready(JobId(1))
+        assert await r.sink.outcome(1) is DONE
+        assert _anonymous(mover.pid) - before < 8 << 20
+        assert r.extents[0][:PART_BYTES].tobytes() == r.block_bytes(1)
+
+
+@on_loop
+async def test_a_worker_that_drains_and_blocks_its_eventfd_cannot_hang_the_mover() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        os.set_blocking(mover.event_fd, True)
+        for number in range(1, 30):
+            os.eventfd_write(mover.event_fd, 1)
+            os.eventfd_read(mover.event_fd)
+            give(mover, number, JobKind.STORE, one_part([(0, 0)], [1]))
+            mover.mark_ready(JobId(number))
+            assert await r.sink.outcome(number) is DONE
+
+
+# -- the engine's memory and the mover's death ------------------------------------------------
+
+
+@on_loop
+async def test_truncated_engine_memory_ends_only_that_mover_and_says_why() -> None:
+    async with rig() as r, rig() as other:
+        mover = await r.start(replace(r.config(), mover=MoverId(1)))
+        neighbour = await other.start(replace(other.config(), mover=MoverId(2)))
+        worker = WorkerEnd(mover)
+        os.truncate(f"/proc/self/fd/{r.engine_fd}", 4096)
+        give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
+        worker.ring.mark_ready([1])
+        await r.sink.until(lambda: r.sink.gone)
+        assert "SIGBUS" in r.sink.gone[0][1]
+        assert not r.sink.outcomes
+        give(neighbour, 1, JobKind.STORE, one_part([(0, 0)], [1]))
+        neighbour.mark_ready(JobId(1))
+        assert await other.sink.outcome(1) is DONE
+
+
+@on_loop
+async def test_a_missing_extent_fails_its_transfers_only() -> None:
+    async with rig() as r:
+        mover = await r.start(rows=1)
+        mover.map_row(RowId(9), 9)
+        give(mover, 1, JobKind.STORE, one_part([(9, 0)], [1]))
+        assert await r.sink.outcome(1) is FAILED
+        give(mover, 2, JobKind.STORE, one_part([(0, 0)], [1]))
+        mover.mark_ready(JobId(2))
+        assert await r.sink.outcome(2) is DONE
+
+
+@on_loop
+async def test_a_killed_mover_is_gone_once_and_its_words_before_count() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        for number in range(1, 200):
+            give(mover, number, JobKind.STORE, one_part([(0, 0)], [1]))
+        worker.ring.mark_ready(list(range(1, 100)))
+        assert await r.sink.outcome(99) is DONE
+        give(mover, 300, JobKind.STORE, one_part([(0, 0)], [1]))
+        os.kill(mover.pid, signal.SIGKILL)
+        mover.kill()
+        await r.sink.until(lambda: r.sink.gone)
+        await asyncio.sleep(1.2)  # past every timer that could say it again
+        assert len(r.sink.gone) == 1
+        assert sorted(r.sink.outcomes) == list(range(1, 100))
+        # Orders to a mover that is gone go nowhere, quietly.
+        mover.revoke(TransferId(300))
+        mover.unmap_row(RowId(0))
+        mover.post(JobId(1), JobKind.STORE, JobStatus.DONE, 0, 0)
+        mover.kill()
+        await mover.stop()
+
+
+@on_loop
+async def test_a_stopped_process_is_killed_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "STOP_S", 0.2)
+    async with rig() as r:
+        mover = await r.start()
+        os.kill(mover.pid, signal.SIGSTOP)
+        await mover.stop()
+        assert len(r.sink.gone) == 1
+
+
+@on_loop
+async def test_signals_to_the_whole_group_leave_the_mover_alone() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(mover.pid, number)
+        give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
+        mover.mark_ready(JobId(1))
+        assert await r.sink.outcome(1) is DONE
+
+
+@on_loop
+async def test_a_mover_that_does_not_read_is_ended_before_control_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "MAX_BYTES_UNREAD", 1 << 20)
+    async with rig() as r:
+        mover = await r.start()
+        os.kill(mover.pid, signal.SIGSTOP)
+        for job in range(100_000):
+            mover.mark_ready(JobId(job))
+        await r.sink.until(lambda: r.sink.gone)
+        assert "does not read" in r.sink.gone[0][1]
+
+
+_CONTROL = """
+import asyncio, sys
+from tests.control.mover_rig import Rig, give, one_part
+from kvd.core.events import JobKind
+from pathlib import Path
+
+async def live() -> None:
+    r = Rig(Path(sys.argv[1]))
+    mover = await r.start()
+    print(mover.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(live())
+"""
+
+
+def test_a_mover_dies_with_control(shared_directory: Path) -> None:
+    (shared_directory / "extents").mkdir()
+    control = subprocess.Popen(
+        [sys.executable, "-c", _CONTROL, str(shared_directory)],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert control.stdout is not None
+    pid = int(control.stdout.readline())
+    with closing(os.pidfd_open(pid)) as mover:
+        control.kill()
+        control.wait()
+        control.stdout.close()
+        ended, _, _ = select.select([mover], [], [], 2.0)
+    assert ended, "the mover outlived control"
+
+
+def _anonymous(pid: int) -> int:
+    status = proc_text(pid, "status")
+    line = next(line for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) << 10

@@ -1,0 +1,293 @@
+"""A mover at work: real process, real shared memory, every byte on both sides compared."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+
+import numpy as np
+import pytest
+
+from kvd.core.events import JobKind, JobStatus, TransferOutcome
+from kvd.core.keys import JobId, RowId, TransferId
+from kvd.mover import process
+from kvd.mover.layout import extent_path
+from kvd_proto.layout import BOARD_BYTES, NULL_ENGINE_BLOCK
+from tests.control.mover_rig import (
+    BLOCKS,
+    EXTENT_BYTES,
+    EXTENTS,
+    PART_BYTES,
+    SLOTS,
+    WorkerEnd,
+    give,
+    on_loop,
+    one_part,
+    proc_text,
+    rig,
+)
+
+DONE, FAILED, REVOKED = TransferOutcome.DONE, TransferOutcome.FAILED, TransferOutcome.REVOKED
+
+
+@on_loop
+async def test_stored_blocks_come_back_and_no_other_byte_changes() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        blocks = [5, 31, 0, 6, 7, 8]
+        slots = [(0, 3), (2, SLOTS - 1), (1, 0), (0, 8), (0, 9), (0, 10)]
+        engine = r.engine.copy()
+        pool = [extent.copy() for extent in r.extents]
+        for block, (extent, slot) in zip(blocks, slots, strict=True):
+            stored = np.frombuffer(r.block_bytes(block), dtype=np.uint8)
+            pool[extent][slot * PART_BYTES : (slot + 1) * PART_BYTES] = stored
+        give(mover, 1, JobKind.STORE, one_part(slots, blocks))
+        worker.ring.mark_ready([1])
+        assert await r.sink.outcome(1) is DONE
+        assert r.sink.bytes[1] == len(blocks) * PART_BYTES
+        assert np.array_equal(r.engine, engine)
+        assert all(np.array_equal(a, b) for a, b in zip(r.extents, pool, strict=True))
+
+        targets = [20, 3, 9, 10, 11, 25]
+        for source, target in zip(blocks, targets, strict=True):
+            for here, there in zip(r.block(source), r.block(target), strict=True):
+                engine[there] = r.engine[here]
+        worker.ring.mark_ready([2])
+        give(mover, 2, JobKind.LOAD, one_part(slots, targets))
+        assert (await worker.record(2)).status == JobStatus.DONE
+        assert await r.sink.outcome(2) is DONE
+        assert np.array_equal(r.engine, engine)
+        assert all(np.array_equal(a, b) for a, b in zip(r.extents, pool, strict=True))
+
+
+@on_loop
+async def test_a_copy_starts_with_its_second_half_whichever_that_is() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
+        worker.ring.mark_ready([2])  # the other way round
+        await asyncio.sleep(0.1)
+        assert not r.sink.outcomes
+        give(mover, 2, JobKind.STORE, one_part([(0, 1)], [2]))
+        assert await r.sink.outcome(2) is DONE
+        assert 1 not in r.sink.outcomes
+        worker.ring.mark_ready([1])
+        assert await r.sink.outcome(1) is DONE
+
+
+@on_loop
+async def test_the_rpc_says_ready_as_well_as_the_ring() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
+        mover.mark_ready(JobId(1))
+        assert await r.sink.outcome(1) is DONE
+
+
+@on_loop
+async def test_every_piece_of_a_ready_store_starts_and_the_job_is_then_forgotten() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        worker.ring.mark_ready([7])
+        for transfer in (1, 2, 3):
+            part = one_part([(0, transfer)], [transfer])
+            mover.start_transfer(TransferId(transfer), JobId(7), JobKind.STORE, [part])
+            assert await r.sink.outcome(transfer) is DONE
+        mover.post(JobId(7), JobKind.STORE, JobStatus.DONE, 3 * PART_BYTES, 5)
+        assert (await worker.record(7)).bytes_copied == 3 * PART_BYTES
+        mover.start_transfer(TransferId(4), JobId(7), JobKind.STORE, [one_part([(0, 4)], [4])])
+        await asyncio.sleep(0.1)
+        assert 4 not in r.sink.outcomes
+
+
+@on_loop
+async def test_the_mover_posts_loads_only() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
+        give(mover, 2, JobKind.LOAD, one_part([(0, 5)], [5]))
+        worker.ring.mark_ready([1, 2])
+        assert await r.sink.outcome(1) is DONE
+        assert await r.sink.outcome(2) is DONE
+        record = await worker.record(2)
+        assert (record.kind, record.bytes_copied) == (JobKind.LOAD, PART_BYTES)
+        assert record.duration_ns > 0
+        assert [found.job_id for found in worker.records] == [2]
+
+
+@on_loop
+async def test_a_revoked_transfer_never_touches_a_byte() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        engine = r.engine.copy()
+        give(mover, 1, JobKind.LOAD, one_part([(0, 0)], [1]))
+        mover.revoke(TransferId(1))
+        assert await r.sink.outcome(1) is REVOKED
+        assert (await worker.record(1)).status == JobStatus.FAILED
+        worker.ring.mark_ready([1])
+        give(mover, 2, JobKind.STORE, one_part([(0, 1)], [2]))
+        worker.ring.mark_ready([2])
+        assert await r.sink.outcome(2) is DONE
+        assert np.array_equal(r.engine, engine)
+
+
+@on_loop
+async def test_a_load_overtakes_stores_and_queued_stores_can_be_revoked() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        everything = one_part([(0, n % SLOTS) for n in range(4096)], [n % 31 for n in range(4096)])
+        stores = range(1, 21)  # 5 GiB in all
+        for number in stores:
+            give(mover, number, JobKind.STORE, everything)
+        worker.ring.mark_ready(list(stores))
+        await asyncio.sleep(0.05)
+        give(mover, 99, JobKind.LOAD, one_part([(1, 0)], [31]))
+        worker.ring.mark_ready([99])
+        assert (await worker.record(99)).status == JobStatus.DONE
+        assert await r.sink.outcome(99) is DONE
+        assert len(r.sink.outcomes) < len(stores), "the load came after all stores"
+        for number in stores:
+            mover.revoke(TransferId(number))
+        await r.sink.until(lambda: len(r.sink.outcomes) == len(stores) + 1)
+        assert list(r.sink.outcomes.values()).count(REVOKED) >= 1
+
+
+@on_loop
+async def test_an_abandoned_store_fails_after_its_last_byte() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
+        worker.ring.abandon(1)
+        worker.ring.mark_ready([1])
+        assert await r.sink.outcome(1) is FAILED
+
+
+@on_loop
+async def test_null_blocks_store_zeros_and_load_nothing() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        engine = r.engine.copy()
+        null = one_part([(0, 0), (0, 1)], [NULL_ENGINE_BLOCK, 2])
+        give(mover, 1, JobKind.STORE, null)
+        give(mover, 2, JobKind.LOAD, one_part([(0, 5)], [NULL_ENGINE_BLOCK]))
+        worker.ring.mark_ready([1, 2])
+        assert await r.sink.outcome(1) is DONE
+        assert await r.sink.outcome(2) is DONE
+        assert (r.sink.bytes[1], r.sink.bytes[2]) == (PART_BYTES, 0)
+        assert not r.extents[0][:PART_BYTES].any()
+        assert r.extents[0][PART_BYTES : 2 * PART_BYTES].tobytes() == r.block_bytes(2)
+        assert np.array_equal(r.engine, engine)
+
+
+@on_loop
+async def test_a_row_is_unmapped_only_after_the_last_transfer_that_uses_it() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        give(mover, 1, JobKind.STORE, one_part([(1, 0)], [1]))
+        mover.unmap_row(RowId(1))
+        mover.unmap_row(RowId(2))
+        await r.sink.until(lambda: r.sink.unmapped)
+        assert r.sink.unmapped == [2]
+        worker.ring.mark_ready([1])
+        assert await r.sink.outcome(1) is DONE
+        await r.sink.until(lambda: 1 in r.sink.unmapped)
+        maps = proc_text(mover.pid, "maps")
+        assert str(extent_path(r.directory, 0)) in maps
+        assert str(extent_path(r.directory, 1)) not in maps
+        give(mover, 2, JobKind.STORE, one_part([(1, 0)], [1]))
+        assert await r.sink.outcome(2) is FAILED
+        mover.map_row(RowId(1), 1)
+        give(mover, 3, JobKind.STORE, one_part([(1, 0)], [1]))
+        worker.ring.mark_ready([3])
+        assert await r.sink.outcome(3) is DONE
+
+
+@on_loop
+async def test_a_full_queue_refuses_and_the_board_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "MAX_TRANSFERS_QUEUED", 3)
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        for number in (1, 2, 3):
+            assert give(mover, number, JobKind.STORE, one_part([(0, number)], [number]))
+        assert not give(mover, 4, JobKind.LOAD, one_part([(0, 4)], [4]))
+        assert (await worker.record(4)).status == JobStatus.FAILED
+        worker.ring.mark_ready([1, 2, 3, 4])
+        await r.sink.until(lambda: len(r.sink.outcomes) == 3)
+        assert give(mover, 5, JobKind.STORE, one_part([(0, 5)], [5]))
+
+
+@on_loop
+async def test_rows_and_present_engine_pages_are_warm_before_the_first_copy() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        wanted = EXTENTS * EXTENT_BYTES + BLOCKS * PART_BYTES
+        for _ in range(500):
+            if _shared_rss(mover.pid) >= wanted:
+                break
+            await asyncio.sleep(0.01)
+        assert _shared_rss(mover.pid) >= wanted
+
+
+@on_loop
+async def test_warming_allocates_nothing_in_the_engines_holes() -> None:
+    async with rig() as r:
+        fd = os.memfd_create("sparse")
+        os.ftruncate(fd, BLOCKS * PART_BYTES + 8192)
+        os.pwrite(fd, b"x", 3 << 20 >> 1)
+        config = r.config()
+        region = process.Region(fd, 4096, BLOCKS * PART_BYTES)
+        await r.start(
+            process.MoverConfig(config.mover, (region,), config.groups, r.directory, 1 << 20)
+        )
+        assert os.fstat(fd).st_blocks * 512 == mmap.PAGESIZE
+        os.close(fd)
+
+
+@on_loop
+async def test_the_worker_cannot_write_its_board() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        with pytest.raises(PermissionError):
+            mmap.mmap(mover.board_fd, BOARD_BYTES)
+
+
+@on_loop
+async def test_a_waiting_mover_is_small_and_sleeps() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
+        worker.ring.mark_ready([1])
+        assert await r.sink.outcome(1) is DONE
+        await asyncio.sleep(0.1)
+        before = _cpu_ticks(mover.pid)
+        await asyncio.sleep(1.0)
+        assert _cpu_ticks(mover.pid) == before
+        rollup = proc_text(mover.pid, "smaps_rollup")
+        pss = next(line for line in rollup.splitlines() if line.startswith("Pss:"))
+        assert int(pss.split()[1]) << 10 < 100 << 20
+        maps = proc_text(mover.pid, "maps")
+        assert "grpc" not in maps
+        assert "protobuf" not in maps
+
+
+def _shared_rss(pid: int) -> int:
+    status = proc_text(pid, "status")
+    line = next(line for line in status.splitlines() if line.startswith("RssShmem:"))
+    return int(line.split()[1]) << 10
+
+
+def _cpu_ticks(pid: int) -> int:
+    fields = proc_text(pid, "stat").rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
