@@ -1,0 +1,99 @@
+"""Jobs: one store or load of many blocks, and the transfers that carry it out.
+
+A job has one piece for each event that fed it; a piece has one transfer for each rank that
+copies. A piece's blocks become readable together; the job ends with its last piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvd.core.events import JobKind, JobStatus
+from kvd.core.keys import (
+    U32,
+    U64,
+    JobId,
+    MoverId,
+    RequestId,
+    ScopeId,
+    SessionId,
+    Slots,
+    TransferId,
+)
+from kvd.core.rows import SizeClass
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """Blocks of one group, in the caller's order. `slots` says NOWHERE for the unknown."""
+
+    size_class: SizeClass
+    words: U64  # [n, width]
+    tags: U64
+    engine_blocks: U32  # [n, blocks_per_block]
+    slots: Slots
+
+    def rows(self, rows: Slots) -> Offer:
+        return Offer(
+            self.size_class,
+            self.words[rows],
+            self.tags[rows],
+            self.engine_blocks[rows],
+            self.slots[rows],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Blocks of one group: `slots` to copy with their engine blocks, `pinned` without repeats."""
+
+    size_class: SizeClass
+    scope: ScopeId
+    slots: Slots
+    pinned: Slots
+    engine_blocks: U32
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    session: SessionId
+    job: JobId
+    kind: JobKind
+    request: RequestId
+    open: bool = True  # further pieces may come
+    status: JobStatus = JobStatus.DONE  # what it will end with, as far as is known
+    reason: str = ""
+    blocks: int = 0  # copied
+    pieces: int = 0  # that still run
+    started: bool = False  # any transfer at all
+    followed: int = 0  # keys that another job is storing for it
+    bytes_by_mover: dict[MoverId, int] = field(default_factory=dict)
+    duration_ns: dict[MoverId, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    job: Job
+    parts: tuple[Part, ...]
+    transfers: dict[TransferId, Transfer] = field(default_factory=dict)
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """`revoked_because` is the reason of our own RevokeTransfer, "" while there was none."""
+
+    transfer: TransferId
+    mover: MoverId
+    piece: Piece
+    submitted_ns: int
+    revoked_because: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Follow:
+    """A request-level job that waits for another job's store of one key."""
+
+    job: Job
+    offer: Offer  # of one block
+    scope: ScopeId

@@ -1,0 +1,82 @@
+"""Leases: expiring claims on ready blocks, renewed by steps, capped per tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core import residency
+from kvd.core.keys import LeaseId, RequestId, Slots
+from kvd.core.state import Lease, Session, State
+
+if TYPE_CHECKING:
+    from kvd.core.rows import SizeClass
+
+MAX_LEASES_PER_SESSION = 16384
+
+
+def leasable(state: State, session: Session, owner: SizeClass, slots: Slots) -> int:
+    """How many of these slots, from the first on, the tenant's cap lets a lease take.
+
+    A block counts once however many leases hold it.
+    """
+    if len(session.leases) >= MAX_LEASES_PER_SESSION:
+        return 0
+    room = owner.tenant.lease_room(state.pool_bytes, state.config.lease_share)
+    fresh = state.slots.leases[slots] == 0
+    _, first = np.unique(slots, return_index=True)
+    once = np.zeros(len(slots), dtype=np.bool_)
+    once[first] = True
+    cost = np.cumsum(fresh & once) * owner.block_bytes
+    return int(np.count_nonzero(cost <= max(room, 0)))
+
+
+def take_lease(
+    state: State, session: Session, request: RequestId, owner: SizeClass, held: tuple[Slots, int]
+) -> LeaseId:
+    """Hold these READY slots for the request from `held[1]` (now, ns) on."""
+    slots, now_ns = np.unique(held[0]), held[1]
+    lease = Lease(LeaseId(state.next_lease), session.session, request, owner, slots, now_ns)
+    state.next_lease += 1
+    session.leases[lease.lease] = lease
+    session.by_request.setdefault(request, set()).add(lease.lease)
+    residency.pin(state, owner, slots)
+    holders = state.slots.leases[slots]
+    owner.tenant.leased_bytes += int(np.count_nonzero(holders == 0)) * owner.block_bytes
+    state.slots.leases[slots] = holders + 1
+    return lease.lease
+
+
+def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> None:
+    """End the leases that are still held; ids that are not are ignored."""
+    for number in list(leases):
+        lease = session.leases.pop(number, None)
+        if lease is None:
+            continue
+        siblings = session.by_request[lease.request]
+        siblings.discard(number)
+        if not siblings:
+            del session.by_request[lease.request]
+        owner = lease.size_class
+        holders = state.slots.leases[lease.slots] - 1
+        state.slots.leases[lease.slots] = holders
+        owner.tenant.leased_bytes -= int(np.count_nonzero(holders == 0)) * owner.block_bytes
+        residency.unpin(state, owner, lease.slots)
+
+
+def end_leases_of(state: State, session: Session, requests: Iterable[RequestId]) -> None:
+    for request in requests:
+        end_leases(state, session, sorted(session.by_request.get(request, ())))
+
+
+def expire_leases(state: State, now_ns: int) -> None:
+    """End every lease that neither its taking nor its session's last step keeps alive."""
+    oldest = now_ns - state.config.lease_ttl_ns
+    for session in state.sessions.values():
+        if session.renewed_ns > oldest:
+            continue
+        expired = [n for n, lease in session.leases.items() if lease.taken_ns <= oldest]
+        state.counters.leases_expired += len(expired)
+        end_leases(state, session, expired)

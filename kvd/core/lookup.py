@@ -1,0 +1,120 @@
+"""Lookups and touches."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvd.core import lease, residency, spaces
+from kvd.core.actions import Action, Answer, Reply
+from kvd.core.block import SlotState
+from kvd.core.errors import InvalidArgument
+from kvd.core.events import LeaseMode, LookupRequested, Query, Touched
+from kvd.core.index import NOWHERE
+from kvd.core.keys import KeyBatch, Slots
+from kvd.core.rows import SizeClass
+from kvd.core.state import Session, State
+from kvd_proto.layout import MAX_KEYS_PER_MESSAGE
+from kvd_proto.tags import tags_of
+
+MISS, HIT, PENDING, RETRY = 0, 1, 2, 3  # as in kvd.v1 Answer
+ADMIT = 4
+
+_STATUS_OF_STATE = np.zeros(len(SlotState), dtype=np.uint8)
+_STATUS_OF_STATE[SlotState.READY] = HIT
+_STATUS_OF_STATE[SlotState.RESERVED] = PENDING
+
+
+def check_keys(state: State, session: Session, group: int, keys: KeyBatch) -> SizeClass:
+    """The size class that these keys name blocks of; raises InvalidArgument otherwise."""
+    namespace = state.namespace_of(session)
+    if not 0 <= group < len(namespace.classes):
+        raise InvalidArgument(f"group {group} of {len(namespace.classes)}", "group", "GROUP_COUNT")
+    owner = namespace.classes[group]
+    hash_bytes = namespace.spec.hash_bytes
+    if keys.hash_bytes != hash_bytes or keys.words.shape[1:] != (owner.width,):
+        raise InvalidArgument(
+            f"hashes of {keys.hash_bytes} bytes in a namespace of {hash_bytes}",
+            "hashes",
+            "HASH_BYTES",
+        )
+    return owner
+
+
+def check_key_count(count: int) -> None:
+    if count > MAX_KEYS_PER_MESSAGE:
+        raise InvalidArgument(
+            f"{count} keys in one message, at most {MAX_KEYS_PER_MESSAGE}",
+            "hashes",
+            "TOO_MANY_KEYS",
+        )
+
+
+def lookup(state: State, event: LookupRequested, now_ns: int) -> list[Action]:
+    """Answer every query; take leases where asked."""
+    session = state.require_session(event.session)
+    check_key_count(sum(len(query.keys) for query in event.queries))
+    owners = [check_keys(state, session, q.group, q.keys) for q in event.queries]
+    answers = tuple(
+        _answer(state, session, query, owner, now_ns)
+        for query, owner in zip(event.queries, owners, strict=True)
+    )
+    return [Reply(event.token, answers)]
+
+
+def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_ns: int) -> Answer:
+    scope = spaces.find_scope(state, session, query.context.account, query.group)
+    count = len(query.keys)
+    counters = state.counters
+    if scope is None:
+        counters.misses += count
+        admit = ADMIT if state.admission.threshold <= 1 and not state.draining else MISS
+        return Answer(bytes([admit]) * count, None, 0)
+    tags = tags_of(query.keys.words, scope.seed)
+    slots = state.index.find(tags, query.keys.words, scope.scope)
+    known = slots != NOWHERE
+    statuses = np.zeros(count, dtype=np.uint8)
+    statuses[known] = _STATUS_OF_STATE[state.slots.state[slots[known]]]
+    missed = ~known
+    if missed.any():
+        owner.policy.missed(tags[missed])
+        if not state.draining:
+            statuses[missed] = np.where(state.admission.would_admit(tags[missed]), ADMIT, MISS)
+    held, leased = None, 0
+    if query.lease is not LeaseMode.NONE:
+        run = _claimed(statuses, query.lease)
+        fitting = lease.leasable(state, session, owner, slots[run])
+        statuses[run[fitting:]] = RETRY
+        leased = fitting
+        if leased:
+            claimed = slots[run[:leased]]
+            held = lease.take_lease(state, session, query.context.request, owner, (claimed, now_ns))
+            residency.touch(state, owner, claimed, now_ns)
+    counts = np.bincount(statuses & 3, minlength=4)
+    counters.misses += int(counts[MISS])
+    counters.hits += int(counts[HIT])
+    counters.pending += int(counts[PENDING])
+    counters.retries += int(counts[RETRY])
+    return Answer(statuses.tobytes(), held, leased)
+
+
+def _claimed(statuses: np.ndarray[tuple[int], np.dtype[np.uint8]], mode: LeaseMode) -> Slots:
+    """Places of the keys that a lease of this mode would hold."""
+    hit = statuses == HIT
+    if mode is LeaseMode.ALL or hit.all():
+        return np.flatnonzero(hit)
+    return np.arange(int(np.argmin(hit)))
+
+
+def touch(state: State, event: Touched, now_ns: int) -> list[Action]:
+    """Readable blocks among these were used; the others are ignored."""
+    session = state.require_session(event.session)
+    check_key_count(len(event.keys))
+    owner = check_keys(state, session, event.group, event.keys)
+    scope = spaces.find_scope(state, session, event.context.account, event.group)
+    if scope is not None:
+        tags = tags_of(event.keys.words, scope.seed)
+        slots = state.index.find(tags, event.keys.words, scope.scope)
+        slots = slots[slots != NOWHERE]
+        ready = state.slots.state[slots] == SlotState.READY
+        residency.touch(state, owner, slots[ready], now_ns)
+    return []

@@ -1,0 +1,189 @@
+"""The machine: every decision of the daemon, as a pure function of events and time.
+
+Only `handle` changes anything. It delegates to one module for each kind of event; this file
+says which, and answers questions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import assert_never
+
+import numpy as np
+
+from kvd.core import events as ev
+from kvd.core import (
+    follow,
+    lease,
+    load,
+    lookup,
+    operate,
+    reclaim,
+    recovery,
+    room,
+    session,
+    store,
+    transfer,
+)
+from kvd.core.actions import Action, GrantRow
+from kvd.core.keys import KeyBatch, NamespaceId, ScopeId
+from kvd.core.policy import POLICY_NAMES, make_policy
+from kvd.core.state import MachineConfig, PolicyFactory, State
+from kvd.core.statistics import Statistics, gather
+
+__all__ = ["Machine", "MachineConfig", "Statistics"]
+
+
+class Machine:
+    """Holds the state; one writer, no clock, no IO."""
+
+    def __init__(self, config: MachineConfig, policy_factory: PolicyFactory = make_policy) -> None:
+        assert config.policy in POLICY_NAMES or policy_factory is not make_policy
+        self.config = config
+        self.state = State(config, policy_factory)
+
+    def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
+        """Apply one event. A KvdError means that nothing was changed."""
+        actions = self._apply(event, now_ns)
+        if self.state.orphans:
+            follow.lead_orphans(self.state, now_ns, actions)
+        return actions
+
+    def room(self, namespace: NamespaceId) -> tuple[int, ...]:
+        """Blocks that a store could get now, by group."""
+        return room.storable(self.state, namespace)
+
+    def granted_rows(self, namespace: NamespaceId) -> list[GrantRow]:
+        """The rows that a mover of this namespace maps."""
+        state = self.state
+        classes = state.require_namespace(namespace).classes
+        return [row.grant() for owner in classes for row in owner.rows.values()]
+
+    def resident(self, namespace: NamespaceId) -> Iterator[tuple[str, str, int, KeyBatch]]:
+        """Every readable block: epoch, account, group and keys."""
+        state = self.state
+        found = state.require_namespace(namespace)
+        for owner in found.classes:
+            slots = operate.ready_slots(state, owner)
+            scopes = state.slots.scopes[slots]
+            for number in np.unique(scopes).tolist():
+                scope = state.scopes[ScopeId(number)]
+                words = state.slots.keys(owner.width)[slots[scopes == number]]
+                keys = KeyBatch(words, found.spec.hash_bytes)
+                yield scope.epoch, scope.account, scope.group, keys
+
+    def statistics(self) -> Statistics:
+        return gather(self.state)
+
+    def _apply(self, event: ev.Event, now_ns: int) -> list[Action]:
+        match event:
+            case (
+                ev.LookupRequested()
+                | ev.StoreRequested()
+                | ev.LoadRequested()
+                | ev.Touched()
+                | ev.JobsCompleted()
+                | ev.LeasesReleased()
+                | ev.RequestsEnded()
+                | ev.StepEnded()
+            ):
+                return self._apply_verb(event, now_ns)
+            case ev.TransferFinished():
+                return self._finish(event, now_ns)
+            case ev.SessionOpened():
+                return session.session_opened(self.state, event, now_ns)
+            case ev.SessionClosed():
+                return session.session_closed(self.state, event)
+            case ev.RankAttached():
+                return session.rank_attached(self.state, event)
+            case ev.RankEnding():
+                return session.rank_ending(self.state, event)
+            case ev.MoverGone():
+                return session.mover_gone(self.state, event, now_ns)
+            case ev.EpochChanged():
+                return session.epoch_changed(self.state, event)
+            case _:
+                return self._apply_upkeep(event, now_ns)
+
+    def _apply_verb(
+        self,
+        event: ev.LookupRequested
+        | ev.StoreRequested
+        | ev.LoadRequested
+        | ev.Touched
+        | ev.JobsCompleted
+        | ev.LeasesReleased
+        | ev.RequestsEnded
+        | ev.StepEnded,
+        now_ns: int,
+    ) -> list[Action]:
+        state = self.state
+        match event:
+            case ev.LookupRequested():
+                return lookup.lookup(state, event, now_ns)
+            case ev.StoreRequested():
+                return store.store(state, event, now_ns)
+            case ev.LoadRequested():
+                return load.load(state, event, now_ns)
+            case ev.Touched():
+                return lookup.touch(state, event, now_ns)
+        found = state.require_session(event.session)
+        match event:
+            case ev.JobsCompleted():
+                transfer.jobs_completed(state, found, event.jobs)
+            case ev.LeasesReleased():
+                lease.end_leases(state, found, event.leases)
+            case ev.RequestsEnded():
+                lease.end_leases_of(state, found, event.requests)
+            case ev.StepEnded():
+                found.renewed_ns = now_ns
+            case _:
+                assert_never(event)
+        return []
+
+    def _finish(self, event: ev.TransferFinished, now_ns: int) -> list[Action]:
+        actions: list[Action] = []
+        running = self.state.transfers.get(event.transfer)
+        transfer.transfer_finished(self.state, event, now_ns, actions)
+        if running is not None:
+            owner = self.state.sessions[running.piece.job.session]
+            session.forget_session(self.state, owner)
+        return actions
+
+    def _apply_upkeep(
+        self,
+        event: ev.ScopeRecovered
+        | ev.RowRecovered
+        | ev.PoolRecovered
+        | ev.RowUnmapped
+        | ev.RowZeroed
+        | ev.NamespaceCleared
+        | ev.QuotaSet
+        | ev.DrainStarted
+        | ev.TimerTicked,
+        now_ns: int,
+    ) -> list[Action]:
+        state = self.state
+        actions: list[Action] = []
+        match event:
+            case ev.ScopeRecovered():
+                return recovery.scope_recovered(state, event)
+            case ev.RowRecovered():
+                return recovery.row_recovered(state, event)
+            case ev.PoolRecovered():
+                return recovery.pool_recovered(state)
+            case ev.RowUnmapped():
+                reclaim.row_unmapped(state, event.row, event.mover, actions)
+            case ev.RowZeroed():
+                reclaim.row_zeroed(state, event.row, actions)
+            case ev.NamespaceCleared():
+                return operate.namespace_cleared(state, event)
+            case ev.QuotaSet():
+                return operate.quota_set(state, event)
+            case ev.DrainStarted():
+                state.draining = True
+            case ev.TimerTicked():
+                return operate.timer_ticked(state, now_ns)
+            case _:
+                assert_never(event)
+        return actions

@@ -1,0 +1,83 @@
+"""What a store or a load asks for: checked, merged by group, and compared with the index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvd.core import spaces
+from kvd.core.errors import InvalidArgument
+from kvd.core.events import Run
+from kvd.core.index import NOWHERE
+from kvd.core.job import Offer
+from kvd.core.lookup import check_key_count, check_keys
+from kvd.core.state import MAX_ENGINE_BLOCKS, Namespace, Session, State
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+from kvd_proto.tags import tags_of
+
+
+def check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
+    """Raise InvalidArgument where a run can't be meant, whatever the state."""
+    check_key_count(sum(len(run.keys) for run in runs))
+    for run in runs:
+        owner = check_keys(state, session, run.group, run.keys)
+        shape = (len(run.keys), owner.spec.blocks_per_block)
+        if run.engine_blocks.shape != shape:
+            raise InvalidArgument(
+                f"engine blocks of shape {run.engine_blocks.shape}, must be {shape}",
+                "engine_blocks",
+            )
+        real = run.engine_blocks[run.engine_blocks != NULL_ENGINE_BLOCK]
+        if len(real) and int(real.max()) >= MAX_ENGINE_BLOCKS:
+            raise InvalidArgument(
+                f"engine block {int(real.max())}, must be under {MAX_ENGINE_BLOCKS}",
+                "engine_blocks",
+            )
+
+
+def read_offers(state: State, session: Session, account: str, runs: Sequence[Run]) -> list[Offer]:
+    """One offer a group, in the order of the groups' first runs."""
+    by_group: dict[int, list[Run]] = {}
+    for run in runs:
+        if len(run.keys):
+            by_group.setdefault(run.group, []).append(run)
+    return [_read_group(state, session, account, same) for same in by_group.values()]
+
+
+def _read_group(state: State, session: Session, account: str, runs: list[Run]) -> Offer:
+    group = runs[0].group
+    namespace = state.namespace_of(session)
+    if len(runs) == 1:
+        words, engine_blocks = runs[0].keys.words, runs[0].engine_blocks
+    else:
+        words = np.concatenate([run.keys.words for run in runs])
+        engine_blocks = np.concatenate([run.engine_blocks for run in runs])
+    scope = spaces.find_scope(state, session, account, group)
+    if scope is not None:
+        tags = tags_of(words, scope.seed)
+        slots = state.index.find(tags, words, scope.scope)
+    else:
+        tags = tags_of(words, _seed(state, session, namespace, account, group))
+        slots = np.full(len(words), NOWHERE, dtype=np.int64)
+    return Offer(namespace.classes[group], words, tags, engine_blocks, slots)
+
+
+def _seed(state: State, session: Session, namespace: Namespace, account: str, group: int) -> int:
+    return spaces.scope_seed(state, namespace, session.epoch, account, group)
+
+
+def storable_rows(offer: Offer) -> Offer:
+    """The offer without repeated keys and without blocks that are null all over.
+
+    A block of nothing but nulls would put zeros under a real key.
+    """
+    real = (offer.engine_blocks != NULL_ENGINE_BLOCK).any(axis=1)
+    if not real.all():
+        offer = offer.rows(np.flatnonzero(real))
+    unique, first = np.unique(offer.tags, return_index=True)
+    if len(unique) == len(offer.tags):
+        return offer
+    if len(unique) < len(np.unique(offer.words, axis=0)):  # two keys share a tag
+        _, first = np.unique(offer.words, axis=0, return_index=True)
+    return offer.rows(np.sort(first))

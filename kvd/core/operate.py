@@ -1,0 +1,100 @@
+"""What operators and time do: clear, quotas, drain, deadlines."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvd.core import lease, residency, room, session, transfer
+from kvd.core.actions import Action, AnnounceCleared, Reply
+from kvd.core.block import SlotState
+from kvd.core.errors import EXPIRED, RESET, InvalidArgument
+from kvd.core.events import JobKind, NamespaceCleared, QuotaSet
+from kvd.core.keys import Slots
+from kvd.core.rows import SizeClass, grant_spare
+from kvd.core.state import State
+
+
+def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
+    """No block of the namespace is found any more; running stores into it come to nothing.
+
+    Pinned blocks keep their slots, unseen, until their pins end.
+    """
+    namespace = state.require_namespace(event.namespace)
+    actions: list[Action] = []
+    removed = 0
+    for owner in namespace.classes:
+        removed += _clear_class(state, owner, actions)
+    for piece in list({id(t.piece): t.piece for t in state.transfers.values()}.values()):
+        storing = piece.job.kind is JobKind.STORE
+        if storing and piece.parts[0].size_class.namespace == event.namespace:
+            transfer.fail_piece(state, piece, RESET, actions)
+    for follows in state.orphans:
+        for waiting in follows:
+            transfer.fail_job(waiting.job, RESET)
+    state.counters.cleared += removed
+    actions.append(AnnounceCleared(event.namespace))
+    actions.append(Reply(event.token, removed))
+    return actions
+
+
+def _clear_class(state: State, owner: SizeClass, actions: list[Action]) -> int:
+    ready = ready_slots(state, owner)
+    if not len(ready):
+        return 0
+    owner.policy.remove(ready)
+    pinned = state.slots.pins[ready] > 0
+    if not pinned.all():
+        residency.forget_ready(state, owner, ready[~pinned], actions)
+    if pinned.any():
+        residency.quarantine_ready(state, owner, ready[pinned], actions)
+    return len(ready)
+
+
+def ready_slots(state: State, owner: SizeClass) -> Slots:
+    """Every READY slot of the class, row by row. Reads all its rows."""
+    found = [
+        row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.READY)
+        for row in owner.rows.values()
+    ]
+    return np.concatenate([np.empty(0, dtype=np.int64), *found])
+
+
+def quota_set(state: State, event: QuotaSet) -> list[Action]:
+    """The tenant keeps the quota from now on; what is pinned goes when its pins end."""
+    if event.quota_bytes < 0:
+        raise InvalidArgument("a quota can't be negative", "quota_bytes")
+    actions: list[Action] = []
+    tenant = state.tenant(event.tenant)
+    tenant.quota_bytes = event.quota_bytes
+    evicted = room.shrink_to_quota(state, tenant, actions)
+    actions.append(Reply(event.token, evicted))
+    return actions
+
+
+def timer_ticked(state: State, now_ns: int) -> list[Action]:
+    """Expire leases, revoke and kill what is late, and do what had to wait."""
+    actions: list[Action] = []
+    lease.expire_leases(state, now_ns)
+    _enforce_deadlines(state, now_ns, actions)
+    for tenant in state.tenants.values():
+        if tenant.shrinking:
+            room.shrink_to_quota(state, tenant, actions)
+    for namespace in sorted({s.namespace for s in state.sessions.values()}):
+        for owner in state.namespaces[namespace].classes:
+            grant_spare(state, owner, actions)
+    return actions
+
+
+def _enforce_deadlines(state: State, now_ns: int, actions: list[Action]) -> None:
+    config = state.config
+    submitted_by = now_ns - config.submit_deadline_ns
+    copied_by = submitted_by - config.copy_deadline_ns
+    for running in list(state.transfers.values()):
+        if running.submitted_ns > submitted_by:
+            break  # the dict is in the order of submission
+        mover = state.movers[running.mover]
+        if running.submitted_ns <= copied_by:
+            if not mover.ending:
+                session.kill_mover(state, mover, "a copy passed its deadline", actions)
+        else:
+            transfer.revoke(state, [running], EXPIRED, actions)

@@ -1,0 +1,135 @@
+"""Rows taken back from one size class for another.
+
+A row is taken back only when no slot of it is pinned, reserved or quarantined: its blocks are
+evicted, every mover unmaps it, it is zeroed, then its extents are free for any class.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.actions import Action, ReleaseRow, UnmapRow, ZeroRow
+from kvd.core.block import SlotState, coarse_stamp
+from kvd.core.keys import MoverId, RowId
+from kvd.core.residency import forget_ready
+from kvd.core.rows import RECLAIM_INTERVAL_NS, Row, SizeClass, grant_row
+
+if TYPE_CHECKING:
+    from kvd.core.state import State
+
+
+def seek_row(
+    state: State, storing: list[SizeClass], owner: SizeClass, at: tuple[int, list[Action]]
+) -> None:
+    """Begin to take back a row of a class whose blocks are colder than this one's coldest.
+
+    Asked for when the class needs slots and no extent is free. Takes one row at a time: an
+    empty one first, whoever owns it, else the coldest unpinned row of the coldest class.
+    `storing` are the classes whose free slots the event in hand counts on; `at` = (now, actions).
+    """
+    now_ns, actions = at
+    if now_ns - owner.searched_ns < RECLAIM_INTERVAL_NS:
+        return
+    if any(row.wanted_by is owner for row in state.retiring.values()):
+        return
+    owner.searched_ns = now_ns
+    others = [c for c in state.classes.values() if c not in storing and c.rows]
+    found = next((r for c in others for r in _empty_rows(state, c)), None)
+    if found is None:
+        limit = coarse_stamp(now_ns) if not owner.rows else coldest_stamp(state, owner)
+        found = _coldest_row(state, others, None if not owner.rows else limit)
+    if found is not None:
+        owner.waits_for_extents = True
+        retire_row(state, found, owner, actions)
+
+
+def coldest_stamp(state: State, owner: SizeClass) -> np.uint32 | None:
+    coldest = owner.policy.coldest(1)
+    return state.slots.stamps[coldest[0]] if len(coldest) else None
+
+
+def _may_retire(state: State, row: Row) -> bool:
+    states = state.slots.state[row.span]
+    busy = (states == SlotState.RESERVED) | (states == SlotState.QUARANTINED)
+    return not row.undead and not busy.any() and not state.slots.pins[row.span].any()
+
+
+def _empty_rows(state: State, owner: SizeClass) -> list[Row]:
+    if len(owner.free) < owner.slots_per_row:
+        return []
+    states = state.slots.state
+    return [
+        row
+        for row in owner.rows.values()
+        if not row.undead and bool((states[row.span] == SlotState.FREE).all())
+    ]
+
+
+def _coldest_row(state: State, owners: list[SizeClass], limit: np.uint32 | None) -> Row | None:
+    """The unpinned row with the oldest blocks on average, older than `limit` where given."""
+    best: Row | None = None
+    best_stamp = float("inf") if limit is None else float(limit)
+    for owner in owners:
+        coldest = coldest_stamp(state, owner)
+        if coldest is None or float(coldest) >= best_stamp:
+            continue
+        for row in owner.rows.values():
+            if not _may_retire(state, row):
+                continue
+            ready = state.slots.state[row.span] == SlotState.READY
+            stamp = float(state.slots.stamps[row.span][ready].mean()) if ready.any() else 0.0
+            if stamp < best_stamp:
+                best, best_stamp = row, stamp
+    return best
+
+
+def retire_row(state: State, row: Row, wanted_by: SizeClass | None, actions: list[Action]) -> None:
+    """Evict what the row holds, take its slots away, and have every mover unmap it."""
+    owner = row.size_class
+    states = state.slots.state[row.span]
+    ready = row.first_slot + np.flatnonzero(states == SlotState.READY)
+    if len(ready):
+        owner.policy.remove(ready)
+        forget_ready(state, owner, ready, actions)
+    slots = owner.free.drop(row.first_slot, row.slots)
+    assert len(slots) == row.slots, "a row is taken back with a slot in use"
+    state.slots.move(slots, SlotState.FREE, SlotState.ABSENT)
+    owner.capacity -= row.slots
+    del owner.rows[row.row]
+    del state.rows[row.row]
+    row.wanted_by = wanted_by
+    row.mapped_by = set(state.movers_of(owner.namespace))
+    state.retiring[row.row] = row
+    state.counters.rows_taken_back += 1
+    actions.extend(UnmapRow(mover, row.row) for mover in sorted(row.mapped_by))
+    _zero_when_unmapped(row, actions)
+
+
+def row_unmapped(state: State, row_id: RowId, mover: MoverId, actions: list[Action]) -> None:
+    row = state.retiring.get(row_id)
+    if row is not None and mover in row.mapped_by:
+        row.mapped_by.discard(mover)
+        _zero_when_unmapped(row, actions)
+
+
+def _zero_when_unmapped(row: Row, actions: list[Action]) -> None:
+    if not row.mapped_by and not row.zeroing:
+        row.zeroing = True
+        actions.append(ZeroRow(row.row))
+
+
+def row_zeroed(state: State, row_id: RowId, actions: list[Action]) -> None:
+    """The extents are free; the class that waited for them gets a row at once."""
+    row = state.retiring.get(row_id)
+    if row is None or not row.zeroing:
+        return
+    del state.retiring[row_id]
+    actions.append(ReleaseRow(row_id))
+    for extent in row.extents:
+        heapq.heappush(state.free_extents, extent)
+    wanting = row.wanted_by
+    if wanting is not None and len(state.free_extents) >= wanting.shards:
+        grant_row(state, wanting, actions)

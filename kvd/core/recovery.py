@@ -1,0 +1,112 @@
+"""What an earlier incarnation left in the pool, read back as events."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from kvd.core import spaces
+from kvd.core.actions import Action, PublishTags, WriteFree
+from kvd.core.block import SlotState
+from kvd.core.events import RowRecovered, ScopeRecovered
+from kvd.core.index import NOWHERE
+from kvd.core.keys import U64, RowId, ScopeId, Slots
+from kvd.core.rows import Row, add_row
+from kvd.core.state import State
+from kvd_proto.tags import tags_of
+
+_STAMP_SHIFT = np.uint64(24)  # as block.coarse_stamp
+
+
+def scope_recovered(state: State, event: ScopeRecovered) -> list[Action]:
+    actions: list[Action] = []
+    if event.namespace not in state.namespaces:
+        spaces.check_spec(state, event.spec)
+        spaces.add_namespace(state, event.namespace, event.spec, actions)
+    names = (event.epoch, event.account)
+    spaces.add_scope(state, event.scope, event.namespace, names, event.group)
+    return actions
+
+
+def row_recovered(state: State, event: RowRecovered) -> list[Action]:
+    """The row is granted again, with its READY blocks; they are known, not announced.
+
+    A record whose key was already read, or whose scope is unknown, is freed.
+    """
+    owner = state.classes[event.namespace, event.group]
+    assert len(event.extents) == owner.shards, "a row was read back with other shards"
+    for extent in event.extents:
+        state.free_extents.remove(extent)
+    heapq.heapify(state.free_extents)
+    first = event.extents[0] * state.slots_per_extent
+    row = Row(RowId(event.row), owner, event.extents, first, owner.slots_per_row)
+    row.undead = event.quarantined
+    add_row(state, row)
+    actions: list[Action] = [row.grant()]
+    table = state.slots
+    slots = first + event.ordinals.astype(np.int64)
+    table.scopes[slots] = event.scopes
+    table.keys(owner.width)[slots] = event.keys.words
+    table.stamps[slots] = (event.stamps >> _STAMP_SHIFT).astype(np.uint32)
+    kept = _kept(state, slots, event)
+    slots, stamps = slots[kept], event.stamps[kept]
+    table.move(slots, SlotState.FREE, SlotState.READY)
+    owner.ready += len(slots)
+    owner.evictable += len(slots)
+    owner.tenant.used_bytes += len(slots) * owner.block_bytes
+    state.index.insert(slots)
+    state.recovered.setdefault((event.namespace, event.group), []).append((slots, stamps))
+    state.counters.recovered += len(slots)
+    _settle_free(state, row)
+    if not kept.all():
+        actions.append(WriteFree(first + event.ordinals[~kept].astype(np.int64)))
+    if len(slots):
+        actions.append(PublishTags(event.namespace, table.tags[slots]))
+    return actions
+
+
+def _kept(
+    state: State, slots: Slots, event: RowRecovered
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Compute the tags; which records are the first of their key, in a known scope."""
+    kept = np.zeros(len(slots), dtype=np.bool_)
+    for number in np.unique(event.scopes).tolist():
+        scope = state.scopes.get(ScopeId(number))
+        if scope is None or (scope.namespace, scope.group) != (event.namespace, event.group):
+            continue
+        rows = np.flatnonzero(event.scopes == number)
+        words = event.keys.words[rows]
+        tags = tags_of(words, scope.seed)
+        state.slots.tags[slots[rows]] = tags
+        known = state.index.find(tags, words, scope.scope) != NOWHERE
+        first = np.unique(tags, return_index=True)[1]
+        once = np.zeros(len(rows), dtype=np.bool_)
+        once[first] = True
+        kept[rows] = once & ~known
+    return kept
+
+
+def _settle_free(state: State, row: Row) -> None:
+    owner = row.size_class
+    free = row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.FREE)
+    if not row.undead:
+        owner.free.put(free)
+        return
+    # A mover that outlived its daemon may still write these: they are never given out again.
+    state.slots.move(free, SlotState.FREE, SlotState.QUARANTINED)
+    state.slots.pins[free] = 1
+    owner.quarantined += len(free)
+    owner.tenant.used_bytes += len(free) * owner.block_bytes
+
+
+def pool_recovered(state: State) -> list[Action]:
+    """The policies learn the blocks in the order of their last use."""
+    for key, batches in state.recovered.items():
+        slots: Slots = np.concatenate([batch[0] for batch in batches])
+        stamps: U64 = np.concatenate([batch[1] for batch in batches])
+        # A policy takes a batch head first, and its tail goes first: youngest to oldest.
+        order = np.argsort(~stamps, kind="stable")
+        state.classes[key].policy.insert(slots[order], state.slots.tags[slots[order]])
+    state.recovered = {}
+    return []

@@ -1,0 +1,178 @@
+"""A block's way through its states, with every count, the index and the policy kept in line.
+
+All functions take slots of one size class and assert the step they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.actions import (
+    Action,
+    AnnounceRemoved,
+    AnnounceStored,
+    PublishTags,
+    RetractTags,
+    WriteFree,
+    WriteReady,
+)
+from kvd.core.block import SlotState, coarse_stamp
+from kvd.core.keys import U64, KeyBatch, ScopeId, Slots
+
+if TYPE_CHECKING:
+    from kvd.core.rows import SizeClass
+    from kvd.core.state import Scope, State
+
+
+def reserve(state: State, owner: SizeClass, scope: ScopeId, tags: U64, words: U64) -> Slots:
+    """FREE -> RESERVED for one new key each; the class has that many free slots."""
+    slots = owner.free.take(len(tags))
+    table = state.slots
+    table.move(slots, SlotState.FREE, SlotState.RESERVED)
+    table.tags[slots] = tags
+    table.scopes[slots] = scope
+    table.keys(owner.width)[slots] = words
+    state.index.insert(slots)
+    owner.reserved += len(slots)
+    owner.tenant.used_bytes += len(slots) * owner.block_bytes
+    return slots
+
+
+def make_ready(
+    state: State, owner: SizeClass, slots: Slots, now_ns: int, actions: list[Action]
+) -> None:
+    """RESERVED -> READY: the records, then the tags, then the news."""
+    table = state.slots
+    table.move(slots, SlotState.RESERVED, SlotState.READY)
+    table.stamps[slots] = coarse_stamp(now_ns)
+    owner.reserved -= len(slots)
+    owner.ready += len(slots)
+    owner.evictable += int(np.count_nonzero(table.pins[slots] == 0))
+    tags = table.tags[slots]
+    owner.policy.insert(slots, tags)
+    words = table.keys(owner.width)[slots]
+    hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
+    stamps = np.full(len(slots), now_ns, dtype=np.uint64)
+    keys = KeyBatch(words, hash_bytes)
+    actions.append(WriteReady(slots, table.scopes[slots], keys, stamps))
+    actions.append(PublishTags(owner.namespace, tags))
+    for scope, members in _by_scope(state, slots):
+        batch = keys if len(members) == len(slots) else _keys_of(state, owner, members)
+        actions.append(
+            AnnounceStored(scope.namespace, scope.epoch, scope.account, scope.group, batch)
+        )
+
+
+def evict(state: State, owner: SizeClass, count: int, actions: list[Action]) -> None:
+    """Free `count` slots of blocks that the policy gives up; that many are evictable."""
+    pins = state.slots.pins
+    victims = owner.policy.evict(count, lambda slots: pins[slots] == 0)
+    assert victims is not None, "the policy found fewer evictable blocks than there are"
+    state.counters.evicted += len(victims)
+    forget_ready(state, owner, victims, actions)
+
+
+def forget_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    """READY -> FREE for unpinned blocks that the policy has already let go."""
+    assert not state.slots.pins[slots].any(), "a pinned block was evicted"
+    _leave_index(state, owner, slots, actions)
+    actions.append(WriteFree(slots))
+    state.slots.move(slots, SlotState.READY, SlotState.FREE)
+    owner.ready -= len(slots)
+    owner.evictable -= len(slots)
+    owner.tenant.used_bytes -= len(slots) * owner.block_bytes
+    owner.free.put(slots)
+
+
+def quarantine_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    """READY -> QUARANTINED for pinned blocks that the policy has already let go."""
+    assert bool((state.slots.pins[slots] > 0).all()), "an unpinned block needs no quarantine"
+    _leave_index(state, owner, slots, actions)
+    actions.append(WriteFree(slots))
+    state.slots.move(slots, SlotState.READY, SlotState.QUARANTINED)
+    owner.ready -= len(slots)
+    owner.quarantined += len(slots)
+
+
+def quarantine_reserved(state: State, owner: SizeClass, slots: Slots) -> None:
+    """RESERVED -> QUARANTINED, and on to FREE where no copy is left."""
+    state.index.remove(slots)
+    state.slots.move(slots, SlotState.RESERVED, SlotState.QUARANTINED)
+    owner.reserved -= len(slots)
+    owner.quarantined += len(slots)
+    _free_unpinned(state, owner, slots)
+
+
+def pin(state: State, owner: SizeClass, slots: Slots) -> None:
+    """One more reason not to evict each of these distinct slots."""
+    pins = state.slots.pins
+    before = pins[slots]
+    ready = state.slots.state[slots] == SlotState.READY
+    owner.evictable -= int(np.count_nonzero((before == 0) & ready))
+    pins[slots] = before + 1
+
+
+def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
+    """Take one such reason away; a quarantined slot's last one sets it free."""
+    pins = state.slots.pins
+    after = pins[slots] - 1
+    assert bool((after >= 0).all()), "a pin was taken away twice"
+    pins[slots] = after
+    states = state.slots.state[slots]
+    owner.evictable += int(np.count_nonzero((after == 0) & (states == SlotState.READY)))
+    if (states == SlotState.QUARANTINED).any():
+        _free_unpinned(state, owner, slots[states == SlotState.QUARANTINED])
+
+
+def touch(state: State, owner: SizeClass, slots: Slots, now_ns: int) -> None:
+    """These READY blocks were used; repeats count once."""
+    if not len(slots):
+        return
+    slots = distinct(slots)
+    owner.policy.touch(slots)
+    state.slots.stamps[slots] = coarse_stamp(now_ns)
+
+
+def distinct(slots: Slots) -> Slots:
+    """Each slot once, in the order of its first place."""
+    unique, first = np.unique(slots, return_index=True)
+    return slots if len(unique) == len(slots) else slots[np.sort(first)]
+
+
+def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:
+    """QUARANTINED -> FREE where no pin is left. Their records say FREE already."""
+    slots = slots[state.slots.pins[slots] == 0]
+    state.slots.move(slots, SlotState.QUARANTINED, SlotState.FREE)
+    owner.quarantined -= len(slots)
+    owner.tenant.used_bytes -= len(slots) * owner.block_bytes
+    owner.free.put(slots)
+
+
+def _leave_index(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    state.index.remove(slots)
+    actions.append(RetractTags(owner.namespace, state.slots.tags[slots]))
+    for scope, members in _by_scope(state, slots):
+        keys = _keys_of(state, owner, members)
+        actions.append(
+            AnnounceRemoved(scope.namespace, scope.epoch, scope.account, scope.group, keys)
+        )
+
+
+def _keys_of(state: State, owner: SizeClass, slots: Slots) -> KeyBatch:
+    hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
+    return KeyBatch(state.slots.keys(owner.width)[slots], hash_bytes)
+
+
+def _by_scope(state: State, slots: Slots) -> Iterator[tuple[Scope, Slots]]:
+    """The slots by scope; nearly always there is one."""
+    if not len(slots):
+        return
+    scopes = state.slots.scopes[slots]
+    if (scopes == scopes[0]).all():
+        yield state.scopes[ScopeId(int(scopes[0]))], slots
+        return
+    for scope in np.unique(scopes).tolist():
+        yield state.scopes[ScopeId(scope)], slots[scopes == scope]

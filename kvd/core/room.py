@@ -1,0 +1,139 @@
+"""Room for new blocks: free slots, free extents, then eviction; all of it or nothing."""
+
+from __future__ import annotations
+
+from kvd.core import residency
+from kvd.core.actions import Action
+from kvd.core.errors import NO_ROOM, QUOTA
+from kvd.core.keys import NamespaceId
+from kvd.core.quota import Tenant
+from kvd.core.reclaim import coldest_stamp, seek_row
+from kvd.core.rows import SizeClass, grant_row
+from kvd.core.state import State
+
+# Blocks wanted, by size class: each class once, all of one tenant.
+Needs = list[tuple[SizeClass, int]]
+
+
+def make_room(state: State, needs: Needs, now_ns: int, actions: list[Action]) -> str:
+    """Free as many slots as each class needs, within the tenant's quota.
+
+    The answer is "" or the reason why there is no room; then nothing was evicted or granted,
+    though a row of another class may be on its way here.
+    """
+    if not needs:
+        return ""
+    evictions: dict[int, int] = {}  # by identity of the class
+    victims = _for_quota(state, needs, evictions)
+    if victims is None:
+        return QUOTA
+    extents = len(state.free_extents)
+    rows: list[tuple[SizeClass, int]] = []
+    short: list[SizeClass] = []
+    possible = True
+    for owner, need in needs:
+        missing = need - len(owner.free) - evictions.get(id(owner), 0)
+        if missing <= 0:
+            continue
+        granted = min(-(-missing // owner.slots_per_row), extents // owner.shards)
+        extents -= granted * owner.shards
+        rows.append((owner, granted))
+        missing -= granted * owner.slots_per_row
+        if missing > 0:
+            short.append(owner)
+            evictions[id(owner)] = evictions.get(id(owner), 0) + missing
+            victims.append(owner)
+            possible = possible and evictions[id(owner)] <= owner.evictable
+    if possible:
+        _commit(state, victims, evictions, rows, actions)
+    for owner in short:
+        seek_row(state, [storing for storing, _ in needs], owner, (now_ns, actions))
+    return "" if possible else NO_ROOM
+
+
+def _commit(
+    state: State,
+    victims: list[SizeClass],
+    evictions: dict[int, int],
+    rows: list[tuple[SizeClass, int]],
+    actions: list[Action],
+) -> None:
+    for owner in victims:
+        count = evictions.pop(id(owner), 0)
+        if count:
+            residency.evict(state, owner, count, actions)
+    for owner, count in rows:
+        for _ in range(count):
+            grant_row(state, owner, actions)
+
+
+def _for_quota(state: State, needs: Needs, evictions: dict[int, int]) -> list[SizeClass] | None:
+    """Classes that must evict for the tenant's quota, None where that can't be enough.
+
+    The classes that store come first, then the tenant's others, coldest first.
+    """
+    tenant = needs[0][0].tenant
+    excess = tenant.excess(sum(need * owner.block_bytes for owner, need in needs))
+    if excess <= 0:
+        return []
+    if tenant.shrinking:
+        return None
+    storing = [owner for owner, _ in needs]
+    chosen = []
+    for owner in storing + _coldest_first(state, tenant, storing):
+        count = min(owner.evictable, -(-excess // owner.block_bytes))
+        if count <= 0:
+            continue
+        evictions[id(owner)] = count
+        chosen.append(owner)
+        excess -= count * owner.block_bytes
+        if excess <= 0:
+            return chosen
+    return None
+
+
+def _coldest_first(state: State, tenant: Tenant, but: list[SizeClass]) -> list[SizeClass]:
+    ranked = []
+    for owner in state.classes_of(tenant):
+        stamp = coldest_stamp(state, owner)
+        if stamp is not None and all(owner is not other for other in but):
+            ranked.append((int(stamp), owner))
+    ranked.sort(key=lambda pair: pair[0])
+    return [owner for _, owner in ranked]
+
+
+def shrink_to_quota(state: State, tenant: Tenant, actions: list[Action]) -> int:
+    """Evict until the tenant keeps its quota or only pinned blocks are left; blocks evicted."""
+    evicted = 0
+    for owner in _coldest_first(state, tenant, []):
+        excess = tenant.excess(0)
+        if excess <= 0:
+            break
+        count = min(owner.evictable, -(-excess // owner.block_bytes))
+        if count > 0:
+            residency.evict(state, owner, count, actions)
+            evicted += count
+    tenant.shrinking = tenant.excess(0) > 0
+    return evicted
+
+
+def storable(state: State, namespace: NamespaceId) -> tuple[int, ...]:
+    """Blocks that a store could get now, by group: free, to be granted, or by eviction."""
+    if state.draining:
+        return tuple(0 for _ in state.namespaces[namespace].classes)
+    return tuple(_storable(state, owner) for owner in state.namespaces[namespace].classes)
+
+
+def _storable(state: State, owner: SizeClass) -> int:
+    rows = len(state.free_extents) // owner.shards
+    blocks = len(owner.free) + rows * owner.slots_per_row + owner.evictable
+    if not blocks and any(c.evictable or len(c.free) for c in state.classes.values()):
+        blocks = 1  # an offer is what makes the core take a row from another class
+    tenant = owner.tenant
+    if tenant.shrinking:
+        return 0
+    if tenant.quota_bytes:
+        left = max(0, tenant.quota_bytes - tenant.used_bytes)
+        reachable = sum(c.evictable * c.block_bytes for c in state.classes_of(tenant))
+        blocks = min(blocks, (left + reachable) // owner.block_bytes)
+    return blocks

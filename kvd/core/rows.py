@@ -1,0 +1,174 @@
+"""Rows of extents: granted to size classes, and kept a little ahead of need.
+
+A size class is one group of one namespace. A row is one extent for each shard; slot i lies at
+the same ordinal in each.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.actions import Action, GrantRow
+from kvd.core.block import SlotState
+from kvd.core.events import GroupSpec
+from kvd.core.keys import MoverId, NamespaceId, RowId, Slots
+from kvd.core.policy.base import EvictionPolicy
+from kvd.core.quota import Tenant
+
+if TYPE_CHECKING:
+    from kvd.core.state import State
+
+MIN_SLOT_BYTES = 4096  # smaller parts leave their extent partly unused
+MAX_SPARE_ROWS_AT_ONCE = 8  # granted in one event
+RECLAIM_INTERVAL_NS = 50_000_000  # a class looks for another's row at most this often
+SPARE_SHARE = 8  # at most 1/8 of the pool is granted ahead of need
+
+
+class FreeSlots:
+    """A stack of slot numbers; the last put is taken first, so that few rows stay in use."""
+
+    def __init__(self) -> None:
+        self._slots = np.empty(1024, dtype=np.int64)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def put(self, slots: Slots) -> None:
+        end = self._count + len(slots)
+        if end > len(self._slots):
+            larger = np.empty(max(end, 2 * len(self._slots)), dtype=np.int64)
+            larger[: self._count] = self._slots[: self._count]
+            self._slots = larger
+        self._slots[self._count : end] = slots[::-1]
+        self._count = end
+
+    def take(self, count: int) -> Slots:
+        assert count <= self._count, "more slots taken than are free"
+        self._count -= count
+        return self._slots[self._count : self._count + count][::-1].copy()
+
+    def drop(self, first: int, slots: int) -> Slots:
+        """Forget those in first .. first+slots-1 and return them."""
+        held = self._slots[: self._count]
+        inside = (held >= first) & (held < first + slots)
+        dropped = held[inside].copy()
+        rest = held[~inside]
+        self._slots[: len(rest)] = rest
+        self._count = len(rest)
+        return dropped
+
+    def all(self) -> Slots:
+        return self._slots[: self._count].copy()
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    row: RowId
+    size_class: SizeClass
+    extents: tuple[int, ...]
+    first_slot: int
+    slots: int
+    undead: bool = False  # an earlier incarnation's mover may still write places not READY
+    mapped_by: set[MoverId] = field(default_factory=set)  # while retiring: yet to unmap
+    zeroing: bool = False
+    wanted_by: SizeClass | None = None
+
+    @property
+    def span(self) -> slice:
+        return slice(self.first_slot, self.first_slot + self.slots)
+
+    def grant(self) -> GrantRow:
+        owner = self.size_class
+        return GrantRow(
+            self.row,
+            owner.namespace,
+            owner.group,
+            self.extents,
+            owner.spec.part_bytes,
+            self.first_slot,
+            self.slots,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class SizeClass:
+    """Counts are of slots. `evictable` = READY without a pin."""
+
+    namespace: NamespaceId
+    group: int
+    spec: GroupSpec
+    width: int  # words of a key
+    tenant: Tenant
+    policy: EvictionPolicy
+    slots_per_row: int
+    free: FreeSlots = field(default_factory=FreeSlots)
+    rows: dict[RowId, Row] = field(default_factory=dict)
+    capacity: int = 0
+    reserved: int = 0
+    ready: int = 0
+    quarantined: int = 0
+    evictable: int = 0
+    searched_ns: int = -RECLAIM_INTERVAL_NS
+    waits_for_extents: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        return self.spec.block_bytes
+
+    @property
+    def shards(self) -> int:
+        return len(self.spec.shard_bytes)
+
+
+def slots_per_row(spec: GroupSpec, extent_bytes: int) -> int:
+    """Slots that one row gives, 0 where a part is larger than an extent."""
+    fitting = min(extent_bytes // part for part in spec.part_bytes)
+    return min(fitting, extent_bytes // MIN_SLOT_BYTES)
+
+
+def grant_row(state: State, owner: SizeClass, actions: list[Action]) -> None:
+    """Give the class its next row from the free extents, of which there are enough."""
+    extents = tuple(heapq.heappop(state.free_extents) for _ in range(owner.shards))
+    row = Row(
+        RowId(extents[0]),
+        owner,
+        extents,
+        extents[0] * state.slots_per_extent,
+        owner.slots_per_row,
+    )
+    add_row(state, row)
+    slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
+    owner.free.put(slots)
+    owner.waits_for_extents = False
+    state.counters.rows_granted += 1
+    actions.append(row.grant())
+
+
+def add_row(state: State, row: Row) -> None:
+    """Make the row's slots exist, all FREE; the caller says which of them may be taken."""
+    state.rows[row.row] = row
+    row.size_class.rows[row.row] = row
+    row.size_class.capacity += row.slots
+    slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
+    state.slots.move(slots, SlotState.ABSENT, SlotState.FREE)
+
+
+def grant_spare(state: State, owner: SizeClass, actions: list[Action]) -> None:
+    """Grant rows ahead of need, so that movers have mapped them before a store wants them."""
+    if any(c.waits_for_extents for c in state.classes.values() if c is not owner):
+        return
+    live = len({s.namespace for s in state.sessions.values()})
+    groups = len(state.namespaces[owner.namespace].classes)
+    share = state.pool_bytes // SPARE_SHARE // max(1, live * groups)
+    spare_slots = min(state.config.spare_bytes, share) // owner.block_bytes
+    for _ in range(MAX_SPARE_ROWS_AT_ONCE):
+        if len(owner.free) + owner.slots_per_row > spare_slots:
+            return
+        if len(state.free_extents) < owner.shards:
+            return
+        grant_row(state, owner, actions)

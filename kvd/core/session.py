@@ -1,0 +1,161 @@
+"""Sessions and ranks: they come, change their epoch, and end."""
+
+from __future__ import annotations
+
+from kvd.core import follow, lease, spaces, transfer
+from kvd.core.actions import Action, KillMover, Reply, SessionAccepted
+from kvd.core.errors import (
+    MOVER_GONE,
+    SESSION_CLOSED,
+    InvalidArgument,
+    LayoutMismatch,
+    LimitExceeded,
+    UnknownRegistration,
+)
+from kvd.core.events import (
+    EpochChanged,
+    JobKind,
+    MoverGone,
+    RankAttached,
+    RankEnding,
+    SessionClosed,
+    SessionOpened,
+)
+from kvd.core.reclaim import row_unmapped
+from kvd.core.rows import grant_spare
+from kvd.core.state import MAX_SESSIONS, Mover, Session, State
+from kvd_proto.layout import MAX_RANKS
+
+
+def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Action]:
+    """The session, its namespace and the scopes of its epoch."""
+    if event.session in state.sessions:
+        raise InvalidArgument(f"session {event.session} is open", "session_id")
+    if len(state.sessions) >= MAX_SESSIONS:
+        raise LimitExceeded(f"{MAX_SESSIONS} sessions are open", "session_id")
+    if not 1 <= event.world_size <= MAX_RANKS:
+        raise InvalidArgument(
+            f"world_size is {event.world_size}, must be 1..{MAX_RANKS}",
+            "world_size",
+            "RANK_COUNT",
+        )
+    spaces.check_name(event.epoch, "epoch")
+    spaces.check_spec(state, event.spec)
+    spaces.check_scopes(state, len(event.spec.groups))
+    actions: list[Action] = []
+    namespace = spaces.open_namespace(state, event.spec, actions)
+    session = Session(event.session, namespace.namespace, event.epoch, event.world_size)
+    session.renewed_ns = now_ns
+    state.sessions[event.session] = session
+    epoch = spaces.open_epoch(state, session, actions)
+    for owner in namespace.classes:
+        grant_spare(state, owner, actions)
+    actions.append(Reply(event.token, SessionAccepted(namespace.namespace, epoch)))
+    return actions
+
+
+def session_closed(state: State, event: SessionClosed) -> list[Action]:
+    """Leases end, waits end, and movers are asked to give up what they have not started.
+
+    A store whose ranks all report done becomes readable nevertheless.
+    """
+    session = state.sessions.get(event.session)
+    if session is None or session.closed:
+        return []
+    actions: list[Action] = []
+    session.closed = True
+    lease.end_leases(state, session, list(session.leases))
+    follow.drop_followers(state, session, actions)
+    for mover in transfer.ranks(session):
+        transfer.revoke(state, mover.transfers.values(), SESSION_CLOSED, actions)
+    for job in list(session.jobs.values()):
+        if job.open:
+            transfer.fail_job(job, SESSION_CLOSED)
+            job.open = False
+            transfer.end_job_when_done(state, job, actions)
+    forget_session(state, session)
+    return actions
+
+
+def forget_session(state: State, session: Session) -> None:
+    """Drop a closed session once no job and no mover of it is left."""
+    if session.closed and not session.jobs and not session.movers:
+        del state.sessions[session.session]
+
+
+def rank_attached(state: State, event: RankAttached) -> list[Action]:
+    session = state.require_session(event.session)
+    namespace = state.namespace_of(session)
+    if event.mover in state.movers:
+        raise InvalidArgument(f"mover {event.mover} is attached", "registration_id")
+    if not 0 <= event.rank < session.world_size:
+        raise InvalidArgument(f"rank {event.rank} of {session.world_size}", "rank", "RANK_COUNT")
+    if event.rank in session.movers:
+        raise InvalidArgument(f"rank {event.rank} is registered", "rank")
+    shards = namespace.classes[0].shards
+    if not 0 <= event.shard < shards:
+        raise LayoutMismatch(f"shard {event.shard} of {shards}", "shard")
+    others = session.movers.values()
+    if event.writer and any(m.writer and m.shard == event.shard for m in others):
+        raise LayoutMismatch(f"shard {event.shard} has another writer", "writer")
+    mover = Mover(event.mover, event.session, event.rank, event.shard, event.writer)
+    session.movers[event.rank] = mover
+    state.movers[event.mover] = mover
+    return []
+
+
+def rank_ending(state: State, event: RankEnding) -> list[Action]:
+    mover = state.movers.get(event.mover)
+    if mover is None:
+        raise UnknownRegistration(f"no mover {event.mover}", "registration_id")
+    actions: list[Action] = []
+    end_rank(state, mover, event.reason or MOVER_GONE, actions)
+    return actions
+
+
+def end_rank(state: State, mover: Mover, reason: str, actions: list[Action]) -> None:
+    """No new transfer goes to it, and what it was storing will not be readable.
+
+    Its stores' slots stay quarantined until it reports their end, or is gone.
+    """
+    if mover.ending:
+        return
+    mover.ending = reason
+    for running in list(mover.transfers.values()):
+        if running.piece.job.kind is JobKind.STORE:
+            transfer.fail_piece(state, running.piece, MOVER_GONE, actions)
+        else:
+            transfer.fail_job(running.piece.job, MOVER_GONE)
+            running.piece.failed = True
+
+
+def kill_mover(state: State, mover: Mover, reason: str, actions: list[Action]) -> None:
+    end_rank(state, mover, reason, actions)
+    state.counters.movers_killed += 1
+    actions.append(KillMover(mover.mover, reason))
+
+
+def mover_gone(state: State, event: MoverGone, now_ns: int) -> list[Action]:
+    """Every copy of it has ended: pins, rows and slots that waited for it are free."""
+    mover = state.movers.get(event.mover)
+    if mover is None:
+        return []
+    actions: list[Action] = []
+    session = state.sessions[mover.session]
+    transfer.mover_gone(state, mover, now_ns, actions)
+    for row in list(state.retiring):
+        row_unmapped(state, row, event.mover, actions)
+    forget_session(state, session)
+    return actions
+
+
+def epoch_changed(state: State, event: EpochChanged) -> list[Action]:
+    """The session's keys meet those of another epoch from now on; its leases end."""
+    session = state.require_session(event.session)
+    spaces.check_name(event.epoch, "epoch")
+    spaces.check_scopes(state, len(state.namespace_of(session).classes))
+    actions: list[Action] = []
+    lease.end_leases(state, session, list(session.leases))
+    session.epoch = event.epoch
+    actions.append(Reply(event.token, spaces.open_epoch(state, session, actions)))
+    return actions

@@ -1,0 +1,168 @@
+"""Namespaces, their size classes, and the scopes in which keys may meet."""
+
+from __future__ import annotations
+
+import hashlib
+
+from kvd.core.actions import Action, EpochOpened, OpenNamespace, OpenScope
+from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
+from kvd.core.events import GroupSpec, NamespaceSpec
+from kvd.core.keys import NamespaceId, ScopeId
+from kvd.core.rows import SizeClass, slots_per_row
+from kvd.core.state import MAX_NAMESPACES, MAX_SCOPES, Namespace, Scope, Session, State
+from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_HASH_BYTES, MAX_RANKS
+from kvd_proto.tags import account_seed
+
+MAX_NAME_BYTES = 256  # epochs, accounts
+
+
+def check_spec(state: State, spec: NamespaceSpec) -> None:
+    """Raise InvalidArgument, naming the field, for a namespace that can't be served."""
+    if not 1 <= spec.hash_bytes <= MAX_HASH_BYTES:
+        raise InvalidArgument(
+            f"hash_bytes is {spec.hash_bytes}, must be 1..{MAX_HASH_BYTES}",
+            "hash_bytes",
+            "HASH_BYTES",
+        )
+    if not 1 <= len(spec.groups) <= MAX_GROUPS:
+        raise InvalidArgument(
+            f"{len(spec.groups)} groups, must be 1..{MAX_GROUPS}", "groups", "GROUP_COUNT"
+        )
+    for number, group in enumerate(spec.groups):
+        _check_group(state, number, group)
+
+
+def _check_group(state: State, number: int, group: GroupSpec) -> None:
+    field = f"groups[{number}]"
+    if not 1 <= group.blocks_per_block <= MAX_BLOCKS_PER_BLOCK:
+        raise InvalidArgument(
+            f"{group.blocks_per_block} engine blocks in a block, must be 1..{MAX_BLOCKS_PER_BLOCK}",
+            f"{field}.blocks_per_block",
+            "BLOCKS_PER_BLOCK",
+        )
+    if not 1 <= len(group.shard_bytes) <= MAX_RANKS or min(group.shard_bytes) < 1:
+        raise InvalidArgument(
+            f"shard_bytes must list 1..{MAX_RANKS} positive sizes", f"{field}.shard_bytes"
+        )
+    if slots_per_row(group, state.config.extent_bytes) < 1:
+        raise InvalidArgument(
+            f"a block's part of {max(group.part_bytes)} bytes is larger than an extent of "
+            f"{state.config.extent_bytes} bytes: raise extent_bytes",
+            field,
+        )
+
+
+def open_namespace(state: State, spec: NamespaceSpec, actions: list[Action]) -> Namespace:
+    """The namespace of this fingerprint, made if it is new; raises and changes nothing else."""
+    found = state.by_fingerprint.get(spec.fingerprint)
+    if found is not None:
+        if found.spec != spec:
+            raise LayoutMismatch(
+                "another engine opened this fingerprint with other groups", "groups"
+            )
+        return found
+    check_spec(state, spec)
+    if len(state.namespaces) >= MAX_NAMESPACES:
+        raise LimitExceeded(f"{MAX_NAMESPACES} namespaces are open", "namespace")
+    number = NamespaceId(state.next_namespace)
+    return add_namespace(state, number, spec, actions)
+
+
+def add_namespace(
+    state: State, number: NamespaceId, spec: NamespaceSpec, actions: list[Action]
+) -> Namespace:
+    """Make a namespace whose spec was checked."""
+    tenant = state.tenant(spec.tenant)
+    classes = tuple(_make_class(state, number, group, spec) for group in range(len(spec.groups)))
+    page_blocks = max(
+        state.config.extents // owner.shards * owner.slots_per_row for owner in classes
+    )
+    namespace = Namespace(number, spec, classes, tenant, page_blocks)
+    state.namespaces[number] = namespace
+    state.next_namespace = max(state.next_namespace, number + 1)
+    state.by_fingerprint[spec.fingerprint] = namespace
+    for owner in classes:
+        state.classes[number, owner.group] = owner
+    actions.append(OpenNamespace(number, spec, page_blocks))
+    return namespace
+
+
+def _make_class(state: State, number: NamespaceId, group: int, spec: NamespaceSpec) -> SizeClass:
+    found: list[SizeClass] = []
+
+    def capacity() -> int:
+        return found[0].capacity if found else 0
+
+    policy = state.make_policy(state.config.policy, capacity, state.slots.size)
+    groups = spec.groups
+    owner = SizeClass(
+        namespace=number,
+        group=group,
+        spec=groups[group],
+        width=-(-spec.hash_bytes // 8),
+        tenant=state.tenant(spec.tenant),
+        policy=policy,
+        slots_per_row=slots_per_row(groups[group], state.config.extent_bytes),
+    )
+    found.append(owner)
+    return owner
+
+
+def check_name(name: str, field: str) -> None:
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgument(
+            f"{field} is longer than {MAX_NAME_BYTES} bytes", field, "STRING_TOO_LONG"
+        )
+
+
+def scope_seed(state: State, namespace: Namespace, epoch: str, account: str, group: int) -> int:
+    """Seed of the tags of a scope; the same in every incarnation of the pool."""
+    digest = hashlib.blake2b(digest_size=8, key=state.config.tag_secret)
+    for text in (namespace.spec.fingerprint, epoch, str(group)):
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    return account_seed(int.from_bytes(digest.digest(), "little"), account)
+
+
+def find_scope(state: State, session: Session, account: str, group: int) -> Scope | None:
+    """The scope in which this session's keys of a group meet others, if it was ever opened."""
+    number = state.scope_ids.get((session.namespace, session.epoch, account, group))
+    return None if number is None else state.scopes[number]
+
+
+def check_scopes(state: State, more: int) -> None:
+    if len(state.scopes) + more > MAX_SCOPES:
+        raise LimitExceeded(f"{MAX_SCOPES} scopes are open", "account")
+
+
+def open_scope(
+    state: State, session: Session, account: str, group: int, actions: list[Action]
+) -> Scope:
+    """`find_scope`, opened when new; the caller has made sure that the limit allows it."""
+    found = find_scope(state, session, account, group)
+    if found is not None:
+        return found
+    number = ScopeId(state.next_scope)
+    scope = add_scope(state, number, session.namespace, (session.epoch, account), group)
+    actions.append(OpenScope(number, scope.namespace, scope.epoch, scope.account, scope.group))
+    return scope
+
+
+def add_scope(
+    state: State, number: ScopeId, namespace: NamespaceId, names: tuple[str, str], group: int
+) -> Scope:
+    epoch, account = names
+    owner = state.namespaces[namespace]
+    seed = scope_seed(state, owner, epoch, account, group)
+    scope = Scope(number, namespace, epoch, account, group, seed)
+    state.scopes[number] = scope
+    state.next_scope = max(state.next_scope, number + 1)
+    state.scope_ids[namespace, epoch, account, group] = number
+    return scope
+
+
+def open_epoch(state: State, session: Session, actions: list[Action]) -> EpochOpened:
+    """Open the session's epoch for the empty account, in every group."""
+    groups = range(len(state.namespaces[session.namespace].classes))
+    scopes = [open_scope(state, session, "", group, actions) for group in groups]
+    return EpochOpened(session.epoch, tuple(s.scope for s in scopes), tuple(s.seed for s in scopes))

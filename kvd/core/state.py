@@ -1,0 +1,208 @@
+"""All that the machine knows, and questions about it that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.admission import ReuseFilter
+from kvd.core.block import SlotTable
+from kvd.core.errors import UnknownNamespace, UnknownSession
+from kvd.core.events import NamespaceSpec
+from kvd.core.index import Index
+from kvd.core.job import Follow, Job, Transfer
+from kvd.core.keys import (
+    JobId,
+    LeaseId,
+    MoverId,
+    NamespaceId,
+    RequestId,
+    RowId,
+    ScopeId,
+    SessionId,
+    Slots,
+    TenantId,
+    TransferId,
+)
+from kvd.core.policy.base import EvictionPolicy
+from kvd.core.quota import Tenant
+from kvd.core.rows import MIN_SLOT_BYTES, Row, SizeClass
+
+MAX_NAMESPACES = 4096
+MAX_SCOPES = 65536
+MAX_SESSIONS = 1024
+MAX_ENGINE_BLOCKS = 1 << 22  # of one group; bounds the map of blocks whose copy is in flight
+
+PolicyFactory = Callable[[str, Callable[[], int], int], EvictionPolicy]
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    extents: int
+    extent_bytes: int
+    policy: str = "lru"
+    store_threshold: int = 1  # store on the n-th sighting
+    tracker_blocks: int = 65536  # sightings remembered
+    lease_ttl_ns: int = 2_000_000_000
+    lease_share: float = 0.25  # of the tenant's quota, or of the pool
+    submit_deadline_ns: int = 30_000_000_000
+    copy_deadline_ns: int = 30_000_000_000
+    spare_bytes: int = 256 * 2**20  # granted ahead of need per class; at most 1/8 of the pool
+    tag_secret: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Keys of one scope meet; keys of two never do."""
+
+    scope: ScopeId
+    namespace: NamespaceId
+    epoch: str
+    account: str
+    group: int
+    seed: int
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    namespace: NamespaceId
+    spec: NamespaceSpec
+    classes: tuple[SizeClass, ...]  # by group
+    tenant: Tenant
+    page_blocks: int
+
+
+@dataclass(slots=True, eq=False)
+class Mover:
+    mover: MoverId
+    session: SessionId
+    rank: int
+    shard: int
+    writer: bool
+    ending: str = ""  # why, once nothing new may go to it
+    transfers: dict[TransferId, Transfer] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    lease: LeaseId
+    session: SessionId
+    request: RequestId
+    size_class: SizeClass
+    slots: Slots  # distinct
+    taken_ns: int
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    session: SessionId
+    namespace: NamespaceId
+    epoch: str
+    world_size: int
+    movers: dict[int, Mover] = field(default_factory=dict)  # by rank
+    jobs: dict[JobId, Job] = field(default_factory=dict)
+    leases: dict[LeaseId, Lease] = field(default_factory=dict)
+    by_request: dict[RequestId, set[LeaseId]] = field(default_factory=dict)
+    loaded: dict[JobId, RequestId] = field(default_factory=dict)  # ended, not acknowledged
+    busy: dict[int, npt.NDArray[np.int16]] = field(default_factory=dict)  # by group, by block
+    renewed_ns: int = 0
+    closed: bool = False
+
+    def usable(self) -> bool:
+        """Every rank stands and none is about to end."""
+        return len(self.movers) == self.world_size and not any(
+            mover.ending for mover in self.movers.values()
+        )
+
+
+@dataclass(slots=True)
+class Counters:
+    """Blocks since the start, unless the name says otherwise."""
+
+    hits: int = 0
+    misses: int = 0
+    pending: int = 0
+    retries: int = 0
+    stored: int = 0
+    store_bytes: int = 0
+    loaded: int = 0
+    load_bytes: int = 0
+    evicted: int = 0
+    deduplicated: int = 0
+    filtered: int = 0
+    failed: int = 0
+    recovered: int = 0
+    cleared: int = 0
+    rows_granted: int = 0  # rows
+    rows_taken_back: int = 0  # rows
+    leases_expired: int = 0  # leases
+    movers_killed: int = 0  # movers
+    refused: dict[str, int] = field(default_factory=dict)  # jobs by reason
+
+
+class State:
+    """Plain tables. Changed only by the functions that `Machine.handle` calls."""
+
+    def __init__(self, config: MachineConfig, make_policy: PolicyFactory) -> None:
+        self.config = config
+        self.make_policy = make_policy
+        self.pool_bytes = config.extents * config.extent_bytes
+        self.slots_per_extent = max(1, config.extent_bytes // MIN_SLOT_BYTES)
+        self.slots = SlotTable(config.extents * self.slots_per_extent)
+        self.index = Index(self.slots)
+        self.admission = ReuseFilter(config.store_threshold, config.tracker_blocks)
+        self.free_extents = list(range(config.extents))  # a heap: the lowest goes first
+        self.rows: dict[RowId, Row] = {}
+        self.retiring: dict[RowId, Row] = {}
+        self.tenants: dict[TenantId, Tenant] = {}
+        self.namespaces: dict[NamespaceId, Namespace] = {}
+        self.by_fingerprint: dict[str, Namespace] = {}
+        self.classes: dict[tuple[NamespaceId, int], SizeClass] = {}
+        self.scopes: dict[ScopeId, Scope] = {}
+        self.scope_ids: dict[tuple[NamespaceId, str, str, int], ScopeId] = {}
+        self.sessions: dict[SessionId, Session] = {}
+        self.movers: dict[MoverId, Mover] = {}
+        self.transfers: dict[TransferId, Transfer] = {}
+        self.followers: dict[int, list[Follow]] = {}  # by the slot that they wait for
+        self.orphans: list[list[Follow]] = []  # whose leader failed in this event
+        self.recovered: dict[tuple[NamespaceId, int], list[tuple[Slots, npt.NDArray[np.uint64]]]]
+        self.recovered = {}
+        self.counters = Counters()
+        self.draining = False
+        self.next_namespace = 1
+        self.next_scope = 1
+        self.next_transfer = 1
+        self.next_lease = 1
+
+    def tenant(self, tenant: TenantId) -> Tenant:
+        found = self.tenants.get(tenant)
+        if found is None:
+            found = self.tenants[tenant] = Tenant(tenant)
+        return found
+
+    def require_session(self, session: SessionId) -> Session:
+        found = self.sessions.get(session)
+        if found is None or found.closed:
+            raise UnknownSession(f"no session {session}", "session_id")
+        return found
+
+    def require_namespace(self, namespace: NamespaceId) -> Namespace:
+        found = self.namespaces.get(namespace)
+        if found is None:
+            raise UnknownNamespace(f"no namespace {namespace}", "namespace_id")
+        return found
+
+    def namespace_of(self, session: Session) -> Namespace:
+        return self.namespaces[session.namespace]
+
+    def movers_of(self, namespace: NamespaceId) -> Iterator[MoverId]:
+        """Movers that map this namespace's rows."""
+        for mover in self.movers.values():
+            if self.sessions[mover.session].namespace == namespace:
+                yield mover.mover
+
+    def classes_of(self, tenant: Tenant) -> list[SizeClass]:
+        return [c for c in self.classes.values() if c.tenant is tenant]

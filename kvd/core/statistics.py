@@ -1,0 +1,124 @@
+"""Figures for status and metrics, gathered from the counts that the state keeps anyway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvd.core.keys import NamespaceId, SessionId, TenantId
+from kvd.core.state import Counters
+
+if TYPE_CHECKING:
+    from kvd.core.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Slots, or bytes, by state. `capacity` is their sum."""
+
+    capacity: int
+    free: int
+    reserved: int
+    ready: int
+    quarantined: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantFigures:
+    tenant: TenantId
+    used_bytes: int
+    quota_bytes: int  # 0 = no quota
+    leased_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFigures:
+    namespace: NamespaceId
+    fingerprint: str
+    tenant: TenantId
+    blocks: int  # readable
+    bytes: int
+    sessions: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFigures:
+    session: SessionId
+    namespace: NamespaceId
+    jobs: int
+    leases: int
+    usable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    slots: Occupancy
+    bytes: Occupancy
+    extents: int
+    extents_free: int
+    rows: int
+    rows_retiring: int
+    transfers: int
+    leases: int
+    followed_keys: int
+    draining: bool
+    tenants: tuple[TenantFigures, ...]
+    namespaces: tuple[NamespaceFigures, ...]
+    sessions: tuple[SessionFigures, ...]
+    counters: Counters
+
+
+def gather(state: State) -> Statistics:
+    """A snapshot; shares nothing with the state."""
+    sessions = tuple(
+        SessionFigures(s.session, s.namespace, len(s.jobs), len(s.leases), s.usable())
+        for s in state.sessions.values()
+    )
+    return Statistics(
+        slots=_occupancy(state, of_bytes=False),
+        bytes=_occupancy(state, of_bytes=True),
+        extents=state.config.extents,
+        extents_free=len(state.free_extents),
+        rows=len(state.rows),
+        rows_retiring=len(state.retiring),
+        transfers=len(state.transfers),
+        leases=sum(s.leases for s in sessions),
+        followed_keys=sum(len(follows) for follows in state.followers.values()),
+        draining=state.draining,
+        tenants=tuple(
+            TenantFigures(t.tenant, t.used_bytes, t.quota_bytes, t.leased_bytes)
+            for t in state.tenants.values()
+        ),
+        namespaces=_namespaces(state),
+        sessions=sessions,
+        counters=replace(state.counters, refused=dict(state.counters.refused)),
+    )
+
+
+def _occupancy(state: State, *, of_bytes: bool) -> Occupancy:
+    capacity = free = reserved = ready = quarantined = 0
+    for owner in state.classes.values():
+        weight = owner.block_bytes if of_bytes else 1
+        capacity += owner.capacity * weight
+        free += len(owner.free) * weight
+        reserved += owner.reserved * weight
+        ready += owner.ready * weight
+        quarantined += owner.quarantined * weight
+    return Occupancy(capacity, free, reserved, ready, quarantined)
+
+
+def _namespaces(state: State) -> tuple[NamespaceFigures, ...]:
+    sessions: dict[NamespaceId, int] = {}
+    for session in state.sessions.values():
+        sessions[session.namespace] = sessions.get(session.namespace, 0) + 1
+    return tuple(
+        NamespaceFigures(
+            namespace.namespace,
+            namespace.spec.fingerprint,
+            namespace.spec.tenant,
+            sum(owner.ready for owner in namespace.classes),
+            sum(owner.ready * owner.block_bytes for owner in namespace.classes),
+            sessions.get(namespace.namespace, 0),
+        )
+        for namespace in state.namespaces.values()
+    )

@@ -1,0 +1,199 @@
+"""Stores: which of the offered blocks are copied, into which slots, and who waits for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core import residency, spaces, transfer
+from kvd.core.actions import Action, Reply, Verdict
+from kvd.core.block import SlotState
+from kvd.core.errors import (
+    COPY_FAILED,
+    DRAINING,
+    RANKS_MISSING,
+    DuplicateJob,
+    InvalidArgument,
+    LimitExceeded,
+)
+from kvd.core.events import JobKind, JobStatus, LoadRequested, StoreRequested
+from kvd.core.index import NOWHERE
+from kvd.core.job import Follow, Job, Offer, Part
+from kvd.core.keys import ScopeId, Slots
+from kvd.core.offer import check_runs, read_offers, storable_rows
+from kvd.core.room import make_room
+from kvd.core.rows import grant_spare
+from kvd.core.state import Session, State
+from kvd_proto.layout import MAX_JOBS_IN_FLIGHT
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """An offer, divided. `fresh` will be copied; `ready` and `followed` are slots."""
+
+    offer: Offer
+    fresh: Offer
+    ready: Slots
+    followed: Offer
+    blocked: bool  # some must be stored, but their engine block is being copied already
+
+
+def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
+    """Start copying what is neither readable nor being stored; all of it or nothing."""
+    session = state.require_session(event.session)
+    check_runs(state, session, event.runs)
+    spaces.check_name(event.context.account, "account")
+    job = session.jobs.get(event.job)
+    if job is None:
+        check_new_job(session, event)
+    elif job.kind is not JobKind.STORE or not job.open:
+        raise DuplicateJob(f"job {event.job} is in flight", "job_id")
+    spaces.check_scopes(state, len(state.namespace_of(session).classes))
+    if job is None:
+        job = Job(session.session, event.job, JobKind.STORE, event.context.request)
+        session.jobs[event.job] = job
+    actions: list[Action] = []
+    reason = job.reason or _refusal(state, session)
+    blocks = 0
+    if not reason:
+        reason, blocks = _admit(state, session, job, event, (now_ns, actions))
+    if reason and not job.reason:
+        job.reason = reason
+        job.status = JobStatus.FAILED if job.started or job.followed else JobStatus.REFUSED
+    actions.append(
+        Reply(event.token, Verdict(event.job, JobKind.STORE, not reason, reason, blocks))
+    )
+    job.open = not event.last
+    transfer.end_job_when_done(state, job, actions)
+    return actions
+
+
+def check_new_job(session: Session, event: StoreRequested | LoadRequested) -> None:
+    """Raise unless the session may start a job of this number."""
+    if event.job <= 0:
+        raise InvalidArgument("job ids start at 1", "job_id")
+    if event.job in session.jobs:
+        raise DuplicateJob(f"job {event.job} is in flight", "job_id")
+    if len(session.jobs) >= MAX_JOBS_IN_FLIGHT:
+        raise LimitExceeded(f"{MAX_JOBS_IN_FLIGHT} jobs are in flight", "job_id")
+
+
+def _refusal(state: State, session: Session) -> str:
+    if state.draining:
+        return DRAINING
+    return "" if can_store(state, session) else RANKS_MISSING
+
+
+def can_store(state: State, session: Session) -> bool:
+    """Every rank stands, and every shard has its writer."""
+    shards = state.namespace_of(session).classes[0].shards
+    writing = {mover.shard for mover in session.movers.values() if mover.writer}
+    return session.usable() and len(writing) == shards
+
+
+def _admit(
+    state: State,
+    session: Session,
+    job: Job,
+    event: StoreRequested,
+    at: tuple[int, list[Action]],
+) -> tuple[str, int]:
+    """Divide, make room, start. Answers why not ("" = started) and the blocks that will go."""
+    now_ns, actions = at
+    account = event.context.account
+    offers = read_offers(state, session, account, event.runs)
+    plans = [_divide(state, session, storable_rows(offer), event.request_level) for offer in offers]
+    needs = [(p.offer.size_class, len(p.fresh.tags)) for p in plans if len(p.fresh.tags)]
+    # What was just offered is not evicted to make room for the rest of it.
+    for plan in plans:
+        residency.pin(state, plan.offer.size_class, plan.ready)
+    reason = make_room(state, needs, now_ns, actions)
+    for plan in plans:
+        residency.unpin(state, plan.offer.size_class, plan.ready)
+        residency.touch(state, plan.offer.size_class, plan.ready, now_ns)
+    if reason:
+        return reason, 0
+    parts = _start(state, session, job, plans, (account, now_ns, actions))
+    return "", sum(len(part.slots) for part in parts)
+
+
+def _start(
+    state: State,
+    session: Session,
+    job: Job,
+    plans: list[Plan],
+    at: tuple[str, int, list[Action]],
+) -> list[Part]:
+    account, now_ns, actions = at
+    parts = []
+    for plan in plans:
+        owner = plan.offer.size_class
+        if len(plan.fresh.tags):
+            scope = spaces.open_scope(state, session, account, owner.group, actions).scope
+            parts.append(reserve_part(state, plan.fresh, scope))
+        if len(plan.followed.tags):
+            _follow(state, session, job, plan.followed)
+        if plan.blocked:
+            transfer.fail_job(job, COPY_FAILED)
+    if parts:
+        transfer.start_piece(state, job, tuple(parts), now_ns, actions)
+        for part in parts:
+            grant_spare(state, part.size_class, actions)
+    return parts
+
+
+def reserve_part(state: State, fresh: Offer, scope: ScopeId) -> Part:
+    """Slots for these blocks; there is room for them."""
+    slots = residency.reserve(state, fresh.size_class, scope, fresh.tags, fresh.words)
+    return Part(fresh.size_class, scope, slots, slots, fresh.engine_blocks)
+
+
+def _divide(state: State, session: Session, offer: Offer, whole: bool) -> Plan:
+    """What to copy, what is there, and (where all must be stored) what others are storing."""
+    states = state.slots.state[offer.slots]
+    states[offer.slots == NOWHERE] = SlotState.ABSENT
+    pending = np.flatnonzero(states == SlotState.RESERVED)
+    fresh = np.flatnonzero(states == SlotState.ABSENT)
+    blocked = _in_flight(session, offer, fresh)
+    fresh = fresh[~blocked]
+    if len(fresh):
+        admitted = state.admission.offer(offer.tags[fresh])
+        if not whole and not admitted.all():
+            state.counters.filtered += int(np.count_nonzero(~admitted))
+            fresh = fresh[admitted]
+    ready = offer.slots[states == SlotState.READY]
+    state.counters.deduplicated += len(ready) + len(pending)
+    return Plan(
+        offer=offer,
+        fresh=offer if len(fresh) == len(offer.tags) else offer.rows(fresh),
+        ready=ready,
+        followed=offer.rows(pending if whole else pending[:0]),
+        blocked=whole and bool(blocked.any()),
+    )
+
+
+def _in_flight(session: Session, offer: Offer, rows: Slots) -> npt.NDArray[np.bool_]:
+    """Which of these rows name an engine block that an earlier store is still copying."""
+    counts = session.busy.get(offer.size_class.group)
+    if counts is None or not len(rows):
+        return np.zeros(len(rows), dtype=np.bool_)
+    blocks = offer.engine_blocks[rows]
+    known = blocks < len(counts)  # so that a null engine block is never looked up
+    busy = counts[np.where(known, blocks, 0)] > 0
+    return np.asarray((busy & known).any(axis=1))
+
+
+def _follow(state: State, session: Session, job: Job, offer: Offer) -> None:
+    """Wait for the stores of these keys; the engine blocks stay in use meanwhile."""
+    group = offer.size_class.group
+    for row, slot in enumerate(offer.slots.tolist()):
+        follow = Follow(job, offer.rows(np.array([row])), scope_of(state, slot))
+        state.followers.setdefault(slot, []).append(follow)
+    job.followed += len(offer.slots)
+    transfer.mark_busy(session, group, offer.engine_blocks, +1)
+
+
+def scope_of(state: State, slot: int) -> ScopeId:
+    return ScopeId(int(state.slots.scopes[slot]))

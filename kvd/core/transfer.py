@@ -1,0 +1,238 @@
+"""Transfers: started rank by rank, finished in any order, and what their end does to a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvd.core import lease, residency
+from kvd.core.actions import (
+    Action,
+    EndJob,
+    PostBoard,
+    RevokeTransfer,
+    StartTransfer,
+    TransferPart,
+)
+from kvd.core.errors import COPY_FAILED, MOVER_GONE, QUEUE_FULL
+from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
+from kvd.core.job import Follow, Job, Part, Piece, Transfer
+from kvd.core.keys import U32, JobId, TransferId
+from kvd.core.state import Mover, Session, State
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+
+MAX_ENDED_LOADS = 4096  # of a session, remembered until acknowledged
+
+
+def start_piece(
+    state: State, job: Job, parts: tuple[Part, ...], now_ns: int, actions: list[Action]
+) -> None:
+    """Pin the parts' blocks and start one transfer for each rank that copies."""
+    session = state.sessions[job.session]
+    store = job.kind is JobKind.STORE
+    piece = Piece(job, parts)
+    job.pieces += 1
+    job.started = True
+    orders = tuple(
+        TransferPart(part.size_class.group, part.slots, part.engine_blocks) for part in parts
+    )
+    if store:
+        for part in parts:
+            mark_busy(session, part.size_class.group, part.engine_blocks, +1)
+    for mover in ranks(session):
+        if store and not mover.writer:
+            continue
+        transfer = Transfer(TransferId(state.next_transfer), mover.mover, piece, now_ns)
+        state.next_transfer += 1
+        state.transfers[transfer.transfer] = transfer
+        mover.transfers[transfer.transfer] = transfer
+        piece.transfers[transfer.transfer] = transfer
+        for part in parts:
+            residency.pin(state, part.size_class, part.pinned)
+        actions.append(StartTransfer(mover.mover, transfer.transfer, job.job, job.kind, orders))
+
+
+def ranks(session: Session) -> list[Mover]:
+    return [session.movers[rank] for rank in sorted(session.movers)]
+
+
+def mark_busy(session: Session, group: int, engine_blocks: U32, step: int) -> None:
+    """Count these engine blocks in or out of the session's blocks whose copy is in flight."""
+    blocks = engine_blocks[engine_blocks != NULL_ENGINE_BLOCK].ravel()
+    if not len(blocks):
+        return
+    counts = session.busy.get(group)
+    highest = int(blocks.max())
+    if counts is None or highest >= len(counts):
+        larger = np.zeros(max(1024, 2 * (highest + 1)), dtype=np.int16)
+        if counts is not None:
+            larger[: len(counts)] = counts
+        counts = session.busy[group] = larger
+    np.add.at(counts, blocks, step)
+
+
+def transfer_finished(
+    state: State, event: TransferFinished, now_ns: int, actions: list[Action]
+) -> None:
+    """A copy has ended, or never will start. Unknown ones were given up with their mover."""
+    transfer = state.transfers.get(event.transfer)
+    if transfer is None or transfer.mover != event.mover:
+        return
+    job = transfer.piece.job
+    done = event.outcome is TransferOutcome.DONE
+    reason = transfer.revoked_because or COPY_FAILED
+    if event.outcome is TransferOutcome.REVOKED and not transfer.revoked_because:
+        reason = QUEUE_FULL  # the mover never took it
+        if job.kind is JobKind.LOAD:
+            actions.append(PostBoard(transfer.mover, job.job, job.kind, JobStatus.FAILED, 0, 0))
+    if done:
+        copied = job.bytes_by_mover.get(transfer.mover, 0) + event.bytes_copied
+        job.bytes_by_mover[transfer.mover] = copied
+        spent = job.duration_ns.get(transfer.mover, 0) + event.duration_ns
+        job.duration_ns[transfer.mover] = spent
+    end_transfer(state, transfer, "" if done else reason, now_ns, actions)
+
+
+def mover_gone(state: State, mover: Mover, now_ns: int, actions: list[Action]) -> None:
+    """No copy of this mover runs any more: all that it still had has failed."""
+    session = state.sessions[mover.session]
+    mover.ending = mover.ending or MOVER_GONE
+    del state.movers[mover.mover]
+    del session.movers[mover.rank]
+    for transfer in list(mover.transfers.values()):
+        end_transfer(state, transfer, MOVER_GONE, now_ns, actions)
+
+
+def end_transfer(
+    state: State, transfer: Transfer, failure: str, now_ns: int, actions: list[Action]
+) -> None:
+    """Take the transfer's pins away; with its last one a piece is readable, or given up."""
+    piece = transfer.piece
+    job = piece.job
+    del state.transfers[transfer.transfer]
+    del piece.transfers[transfer.transfer]
+    mover = state.movers.get(transfer.mover)
+    if mover is not None:
+        del mover.transfers[transfer.transfer]
+    if failure:
+        fail_piece(state, piece, failure, actions)
+    for part in piece.parts:
+        residency.unpin(state, part.size_class, part.pinned)
+    if piece.transfers:
+        return
+    job.pieces -= 1
+    session = state.sessions[job.session]
+    if job.kind is JobKind.STORE:
+        for part in piece.parts:
+            mark_busy(session, part.size_class.group, part.engine_blocks, -1)
+    if not piece.failed:
+        blocks = sum(len(part.slots) for part in piece.parts)
+        job.blocks += blocks
+        if job.kind is JobKind.STORE:
+            state.counters.stored += blocks
+            for part in piece.parts:
+                residency.make_ready(state, part.size_class, part.slots, now_ns, actions)
+                _content_followers(state, part, actions)
+        else:
+            state.counters.loaded += blocks
+    end_job_when_done(state, job, actions)
+
+
+def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -> None:
+    """The piece's blocks will not be readable by it; a store's other ranks are called off.
+
+    Followers of a failed store are left in `state.orphans` for the caller's caller.
+    """
+    if piece.failed:
+        return
+    piece.failed = True
+    fail_job(piece.job, reason)
+    if piece.job.kind is not JobKind.STORE:
+        return
+    for part in piece.parts:
+        state.counters.failed += len(part.slots)
+        residency.quarantine_reserved(state, part.size_class, part.slots)
+        if state.followers:
+            for slot in part.slots.tolist():
+                follows = state.followers.pop(slot, None)
+                if follows:
+                    state.orphans.append(follows)
+    revoke(state, piece.transfers.values(), reason, actions)
+
+
+def fail_job(job: Job, reason: str) -> None:
+    """The job will end as failed; the first reason stands."""
+    job.status = JobStatus.FAILED
+    job.reason = job.reason or reason
+
+
+def revoke(state: State, transfers: Iterable[Transfer], reason: str, actions: list[Action]) -> None:
+    """Ask the movers to give up what they have not started; asked once."""
+    for transfer in transfers:
+        mover = state.movers.get(transfer.mover)
+        if transfer.revoked_because or mover is None:
+            continue
+        transfer.revoked_because = reason
+        if not mover.ending:
+            actions.append(RevokeTransfer(transfer.mover, transfer.transfer))
+
+
+def _content_followers(state: State, part: Part, actions: list[Action]) -> None:
+    if not state.followers:
+        return
+    for slot in part.slots.tolist():
+        for follow in state.followers.pop(slot, ()):
+            unfollow(state, follow)
+            end_job_when_done(state, follow.job, actions)
+
+
+def unfollow(state: State, follow: Follow) -> None:
+    """The job no longer waits for this key."""
+    follow.job.followed -= 1
+    session = state.sessions[follow.job.session]
+    mark_busy(session, follow.offer.size_class.group, follow.offer.engine_blocks, -1)
+
+
+def end_job_when_done(state: State, job: Job, actions: list[Action]) -> None:
+    """Tell everybody once nothing of the job is open, running or followed."""
+    if job.open or job.pieces or job.followed:
+        return
+    session = state.sessions[job.session]
+    del session.jobs[job.job]
+    copied = sum(job.bytes_by_mover.values())
+    if job.kind is JobKind.LOAD:
+        state.counters.load_bytes += copied
+        _remember_load(session, job.job, job)
+    else:
+        state.counters.store_bytes += copied
+    if job.kind is JobKind.STORE or not job.started:
+        post_boards(session, job, actions)
+    if job.reason:
+        refused = state.counters.refused
+        refused[job.reason] = refused.get(job.reason, 0) + 1
+    actions.append(
+        EndJob(job.session, job.job, job.kind, job.status, job.reason, job.blocks, copied)
+    )
+
+
+def post_boards(session: Session, job: Job, actions: list[Action]) -> None:
+    for mover in ranks(session):
+        if not mover.ending:
+            copied = job.bytes_by_mover.get(mover.mover, 0)
+            spent = job.duration_ns.get(mover.mover, 0)
+            actions.append(PostBoard(mover.mover, job.job, job.kind, job.status, copied, spent))
+
+
+def _remember_load(session: Session, number: JobId, job: Job) -> None:
+    if len(session.loaded) >= MAX_ENDED_LOADS:
+        del session.loaded[next(iter(session.loaded))]
+    session.loaded[number] = job.request
+
+
+def jobs_completed(state: State, session: Session, jobs: Iterable[JobId]) -> None:
+    """The engine has what it loaded: the leases of those requests have served their purpose."""
+    for number in jobs:
+        request = session.loaded.pop(number, None)
+        if request is not None:
+            lease.end_leases_of(state, session, [request])
