@@ -91,6 +91,7 @@ class EngineConfig:
     max_running: int = 8
     socket: str = ""
     engine_id: str = "engine-0"
+    connect_s: float = 5.0  # an engine that starts without its daemon waits so long for it, once
     seed: int = 0  # of the tiny model's random weights
     cache_dir: str = ""  # where dequantised weights are kept
 

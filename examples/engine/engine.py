@@ -30,7 +30,6 @@ from examples.engine.requests import Request, RequestOrder
 from examples.engine.scheduler import BatchScheduler
 from examples.engine.weights import load_checkpoint
 
-CONNECT_SECONDS = 10.0  # an engine that starts without its daemon waits so long for it, once
 SETTLE_SECONDS = 10.0  # of copies still under way when the engine is told to stop
 IDLE_STEP_SECONDS = 0.001  # between steps that only wait for copies
 
@@ -49,7 +48,7 @@ class Engine:
         self._offload = open_offload(config, checkpoint, boot_nonce)
         self._scheduler = BatchScheduler(config, chain, self._offload)
         self._ranks.wait_until_ready()
-        connected = self._offload.wait_until_connected(CONNECT_SECONDS)
+        connected = self._offload.wait_until_connected(config.connect_s)
         self._settling = False
         self._stopping = False
         pids = [os.getpid(), *self._ranks.pids]
