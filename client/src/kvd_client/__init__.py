@@ -1,0 +1,46 @@
+"""The client of kvd, for engines to embed: keep KV blocks in the node's daemon.
+
+An engine's scheduler process has one `SchedulerConnection` and one `Scheduler`, each of its
+worker processes one `Worker`. All of them survive a daemon that is absent, slow or killed:
+the engine computes what it can't load. examples/embed_engine.py is a complete engine.
+"""
+
+from kvd_client.connection import SchedulerConnection
+from kvd_client.identity import EngineIdentity, Group, GroupKind, Namespace
+from kvd_client.scheduler import (
+    NULL_BLOCK,
+    JobReport,
+    RequestParams,
+    ScheduledRequest,
+    Scheduler,
+    SchedulerOptions,
+    StepOutcome,
+    StepPlan,
+    StoredKeys,
+    StoreMode,
+    WorkerReport,
+)
+from kvd_client.worker import Fragment, GroupLayout, SharedMemory, Worker
+
+__all__ = [
+    "NULL_BLOCK",
+    "EngineIdentity",
+    "Fragment",
+    "Group",
+    "GroupKind",
+    "GroupLayout",
+    "JobReport",
+    "Namespace",
+    "RequestParams",
+    "ScheduledRequest",
+    "Scheduler",
+    "SchedulerConnection",
+    "SchedulerOptions",
+    "SharedMemory",
+    "StepOutcome",
+    "StepPlan",
+    "StoreMode",
+    "StoredKeys",
+    "Worker",
+    "WorkerReport",
+]

@@ -1,0 +1,132 @@
+"""The companion socket, client's side: credentials, file descriptors, news of the daemon's death.
+
+Plain blocking calls with a timeout; each raises OSError (a timeout is one) when the daemon is
+absent, hung or gone, and CompanionRefused when it said no.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from kvd_proto.v1 import companion_pb2
+
+MAX_MESSAGE_BYTES = 65536
+MAX_DESCRIPTORS = 8
+_LENGTH = struct.Struct("<I")
+
+
+class CompanionRefused(Exception):
+    """The daemon answered with a reason instead of what was asked for."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+
+
+class CompanionSocket:
+    """One connection to `<socket>.companion`. Its end of file is the daemon's death."""
+
+    def __init__(self, socket_path: str, timeout_s: float) -> None:
+        self._descriptors: list[int] = []
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.connect(f"{socket_path}.companion")
+        except OSError:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def hello(self, role: companion_pb2.PeerRole, program: str) -> companion_pb2.Welcome:
+        """Introduce this process; the answer's token goes into the gRPC metadata."""
+        hello = companion_pb2.Hello(role=role, program=program[:256])
+        return self._ask(companion_pb2.CompanionRequest(hello=hello), "welcome").welcome
+
+    def offer_memory(self, memory_token: int, fd: int) -> int:
+        """Hand a shared-memory file to the daemon; its size in bytes as the daemon sees it."""
+        offer = companion_pb2.OfferMemory(memory_token=memory_token)
+        request = companion_pb2.CompanionRequest(offer_memory=offer)
+        return self._ask(request, "memory_accepted", [fd]).memory_accepted.bytes
+
+    def get_page(self, namespace_id: int) -> tuple[int, int]:
+        """(descriptor, bytes) of a namespace's index page; the caller closes the descriptor."""
+        get_page = companion_pb2.GetPage(namespace_id=namespace_id)
+        answer = self._ask(companion_pb2.CompanionRequest(get_page=get_page), "page")
+        return self._take_descriptors(1)[0], answer.page.bytes
+
+    def rank_channel(self, registration_id: int) -> tuple[int, int, int, int]:
+        """Descriptors of ring, board, eventfd and mover's pidfd; the caller closes them."""
+        answer = self._receive("rank_channel")
+        if answer.rank_channel.registration_id != registration_id:
+            raise CompanionRefused("PROTOCOL", "the channel belongs to another registration")
+        ring, board, event, pidfd = self._take_descriptors(4)
+        return ring, board, event, pidfd
+
+    def close(self) -> None:
+        self._socket.close()
+        for fd in self._descriptors:
+            os.close(fd)
+        self._descriptors.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _ask(
+        self, request: companion_pb2.CompanionRequest, kind: str, fds: Sequence[int] = ()
+    ) -> companion_pb2.CompanionResponse:
+        body = request.SerializeToString()
+        framed = _LENGTH.pack(len(body)) + body
+        sent = socket.send_fds(self._socket, [framed], list(fds)) if fds else 0
+        self._socket.sendall(framed[sent:])
+        return self._receive(kind)
+
+    def _receive(self, kind: str) -> companion_pb2.CompanionResponse:
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        if length > MAX_MESSAGE_BYTES:
+            raise CompanionRefused("PROTOCOL", f"a message of {length} bytes")
+        answer = companion_pb2.CompanionResponse.FromString(self._read(length))
+        got = answer.WhichOneof("kind")
+        if got == "error":
+            raise CompanionRefused(answer.error.reason, answer.error.message)
+        if got != kind:
+            raise CompanionRefused("PROTOCOL", f"{got} came where {kind} was due")
+        return answer
+
+    def _read(self, length: int) -> bytes:
+        parts = bytearray()
+        room = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
+        while len(parts) < length:
+            piece, ancillary, _, _ = self._socket.recvmsg(
+                length - len(parts), room, socket.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    fds = array.array("i")
+                    fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+                    self._descriptors.extend(fds)
+            if not piece:
+                raise ConnectionResetError("the daemon closed the companion socket")
+            parts += piece
+        return bytes(parts)
+
+    def _take_descriptors(self, count: int) -> list[int]:
+        if len(self._descriptors) < count:
+            raise CompanionRefused("PROTOCOL", f"{count} descriptors were due")
+        taken, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        return taken

@@ -1,0 +1,367 @@
+"""The scheduler process's connection: one held session, one reader thread, no waiting.
+
+The engine's thread only puts messages into a queue and reads what has come. A background
+thread finds the daemon, holds the session, and finds it again after 50 to 200 ms when it is
+lost. Serialising happens on gRPC's own writer thread.
+
+A daemon that is absent, hung or slow looks the same to the engine: no session, so no hits and
+no stores. A daemon that left a lookup unanswered for SILENT_AFTER_S is left alone for SILENCE_S
+and then tried once more.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
+
+import grpc
+
+from kvd_client.companion import CompanionRefused, CompanionSocket
+from kvd_client.draft import QueryDraft, StepDraft
+from kvd_client.identity import EngineIdentity, Namespace
+from kvd_client.session import Answer, Session
+from kvd_proto import layout
+from kvd_proto.v1 import common_pb2, companion_pb2, engine_pb2, engine_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+BACKOFF_S = (0.05, 0.2)
+REFUSED_BACKOFF_S = (0.5, 1.0)  # the daemon is there and said no: it will say so again
+CONNECT_TIMEOUT_S = 1.0
+OPEN_TIMEOUT_S = 10.0  # the daemon may wait for an earlier engine's movers to end
+SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon hangs
+SILENCE_S = 1.0
+MAX_QUEUED_MESSAGES = 1024
+CAPABILITIES = ("step", "lookup-stream", "epochs")
+PROTOCOL_MINOR = 1
+CHANNEL_OPTIONS = (
+    # Channels would share one backoff through the global pool: a restarted daemon is found late.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+)
+
+Message = Callable[[], engine_pb2.SessionRequest]
+
+
+class SchedulerConnection:
+    """Holds this engine's session with the daemon at `socket_path`, whenever there is one.
+
+    Never raises for a daemon that is absent, hung or refuses: `problem` then says why. Calls
+    come from one thread, the engine's scheduler; `blocking_calls` counts how often it waited.
+    """
+
+    def __init__(
+        self, socket_path: str, identity: EngineIdentity, namespace: Namespace, world_size: int = 1
+    ) -> None:
+        layout.require_ordered_stores()
+        if not 1 <= world_size <= layout.MAX_RANKS:
+            raise ValueError(f"world_size is {world_size}, allowed are 1..{layout.MAX_RANKS}")
+        self.namespace = namespace
+        self.world_size = world_size
+        self.blocking_calls = 0
+        self.problem = "not connected yet"
+        self.refusals: collections.Counter[str] = collections.Counter()  # by reason
+        self._socket_path = socket_path
+        self._identity = identity
+        self._epoch = ""
+        self._changed = threading.Condition()
+        self._session: Session | None = None
+        self._outgoing: SimpleQueue[Message | None] | None = None
+        self._call: grpc.Call | None = None
+        self._sequence = 0
+        self._generation = 0
+        self._last_call_id = 0
+        self._unanswered: dict[int, float] = {}  # call id -> when it was sent
+        self._answers: dict[int, tuple[Answer, ...]] = {}
+        self._stray_leases: list[int] = []
+        self._ended: list[tuple[int, bool]] = []
+        self._silent_until = 0.0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvd-session", daemon=True)
+        self._thread.start()
+
+    # -- what the scheduler side asks -------------------------------------------------------
+
+    @property
+    def session(self) -> Session | None:
+        session = self._session
+        if session is None or not session.is_usable:
+            return None
+        if self._silent_until and time.monotonic() < self._silent_until:
+            return None
+        return session
+
+    def wait_usable(self, timeout_s: float) -> bool:
+        """Wait until the session is open and every rank registered; for start-up and tests."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.session is not None, timeout_s)
+
+    def start_lookup(self, queries: Sequence[QueryDraft]) -> int:
+        with self._changed:
+            if self._outgoing is None:
+                return 0
+            self._last_call_id += 1
+            call_id = self._last_call_id
+            self._unanswered[call_id] = time.monotonic()
+
+        def message() -> engine_pb2.SessionRequest:
+            call = engine_pb2.LookupCall(
+                call_id=call_id, queries=[query.to_proto() for query in queries]
+            )
+            return engine_pb2.SessionRequest(lookup=call)
+
+        return call_id if self._put(message) else 0
+
+    def gather(self, call_ids: Sequence[int], deadline_s: float) -> None:
+        with self._changed:
+            if not self._waits_for(call_ids):
+                return
+            self.blocking_calls += 1
+            if self._changed.wait_for(lambda: not self._waits_for(call_ids), deadline_s):
+                return
+            now = time.monotonic()
+            if any(now - self._unanswered.get(c, now) > SILENT_AFTER_S for c in call_ids):
+                self._silent_until = now + SILENCE_S
+
+    def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
+        with self._changed:
+            if call_id in self._unanswered:
+                return None
+            return self._answers.pop(call_id, ())
+
+    def give_up(self, call_id: int) -> None:
+        with self._changed:
+            self._unanswered.pop(call_id, None)
+            for answer in self._answers.pop(call_id, ()):
+                self._stray_leases += [answer.lease_id] if answer.lease_id else []
+
+    def send_step(self, step: StepDraft) -> bool:
+        with self._changed:
+            if self._outgoing is None:
+                return False
+            step.released_leases += self._stray_leases
+            self._stray_leases = []
+            self._sequence += 1
+            sequence = self._sequence
+        return self._put(lambda: engine_pb2.SessionRequest(step=step.to_proto(sequence)))
+
+    def take_ended(self) -> list[tuple[int, bool]]:
+        if not self._ended:
+            return []
+        with self._changed:
+            ended, self._ended = self._ended, []
+        return ended
+
+    def reset_epoch(self) -> None:
+        """Move on to a new epoch of this engine's own, also after a reconnect.
+
+        Until the daemon has confirmed it there is no usable session.
+        """
+        epoch = os.urandom(16).hex()
+        with self._changed:
+            self._epoch = epoch
+            session, outgoing = self._session, self._outgoing
+            if session is None or outgoing is None:
+                return
+            session.enter_epoch(epoch, ())
+            self._sequence += 1
+            reset = engine_pb2.ResetCache(sequence=self._sequence, epoch=epoch)
+        self._put(lambda: engine_pb2.SessionRequest(reset_cache=reset))
+
+    def close(self) -> None:
+        """Say goodbye and end the thread. Leases end now, submitted copies may still finish."""
+        self._closing.set()
+        self._put(lambda: engine_pb2.SessionRequest(close=engine_pb2.CloseSession()))
+        if self._outgoing is not None:
+            self._outgoing.put(None)
+        self._thread.join(timeout=0.5)
+        self._cancel()
+        self._thread.join(timeout=2.0)
+
+    # -- the session's thread ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            backoff = BACKOFF_S
+            try:
+                self._hold_session()
+                self._note("the daemon ended the session")
+            except grpc.RpcError as error:
+                backoff = BACKOFF_S if is_absence(error) else REFUSED_BACKOFF_S
+                self._note(describe(error))
+            except CompanionRefused as error:
+                backoff = REFUSED_BACKOFF_S
+                self._note(str(error))
+            except OSError as error:
+                self._note(f"{self._socket_path}: {error}")
+            except Exception:
+                # The engine must survive us, and a dead thread would end its cache for ever.
+                backoff = REFUSED_BACKOFF_S
+                log.exception("the session's thread failed; it goes on")
+            self._lose_session()
+            self._closing.wait(random.uniform(*backoff))
+
+    def _hold_session(self) -> None:
+        with CompanionSocket(self._socket_path, CONNECT_TIMEOUT_S) as companion:
+            role = companion_pb2.PEER_ROLE_SCHEDULER
+            token = companion.hello(role, f"kvd-client {self._identity.engine_id}").token
+            with grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS) as channel:
+                outgoing: SimpleQueue[Message | None] = SimpleQueue()
+                opening = engine_pb2.SessionRequest(open=self._opening())
+                outgoing.put(lambda: opening)
+                call = engine_pb2_grpc.EngineServiceStub(channel).Session(
+                    _serialised_by_grpc(outgoing), metadata=(("kvd-token", token),)
+                )
+                self._call = call
+                timer = threading.Timer(OPEN_TIMEOUT_S, call.cancel)
+                timer.daemon = True
+                timer.start()
+                try:
+                    for response in call:
+                        timer.cancel()
+                        self._receive(response, companion, outgoing)
+                finally:
+                    timer.cancel()
+                    outgoing.put(None)
+                    call.cancel()
+                    self._call = None
+
+    def _opening(self) -> engine_pb2.OpenSession:
+        return engine_pb2.OpenSession(
+            identity=self._identity.to_proto(),
+            namespace=self.namespace.to_proto(),
+            world_size=self.world_size,
+            capabilities=CAPABILITIES,
+            epoch=self._epoch,
+            protocol_minor=PROTOCOL_MINOR,
+        )
+
+    def _receive(
+        self,
+        response: engine_pb2.SessionResponse,
+        companion: CompanionSocket,
+        outgoing: SimpleQueue[Message | None],
+    ) -> None:
+        kind = response.WhichOneof("kind")
+        if kind == "opened":
+            self._open(response.opened, companion, outgoing)
+            return
+        with self._changed:
+            self._silent_until = 0.0
+            session = self._session
+            if kind == "lookup":
+                self._take_reply(response.lookup)
+            elif kind == "ranks_ready" and session is not None:
+                session.ranks_ready = True
+                self.problem = ""
+            elif kind == "rank_lost" and session is not None:
+                session.ranks_ready = False
+                self.problem = f"rank {response.rank_lost.rank}: {response.rank_lost.reason}"
+            elif kind == "epoch" and session is not None:
+                if response.epoch.epoch == self._epoch:
+                    session.enter_epoch(response.epoch.epoch, response.epoch.group_seeds)
+            elif kind == "jobs_ended":
+                for job in response.jobs_ended.jobs:
+                    self._ended.append((job.job_id, job.status == common_pb2.JOB_STATUS_DONE))
+                    self.refusals.update([job.reason] if job.reason else [])
+            elif kind == "refused":
+                self._note(f"step refused: {response.refused.reason} {response.refused.message}")
+                self._cancel()  # we don't know what the daemon knows: begin anew
+            self._changed.notify_all()
+
+    def _open(
+        self,
+        opened: engine_pb2.SessionOpened,
+        companion: CompanionSocket,
+        outgoing: SimpleQueue[Message | None],
+    ) -> None:
+        self._generation += 1
+        session = Session(self._generation, opened, self.namespace.hash_bytes)
+        fd, _ = companion.get_page(session.namespace_id)
+        session.map_page(fd)
+        log.info("kvd session %d open, namespace %s", session.session_id, session.fingerprint)
+        with self._changed:
+            self.problem = "waiting for every rank to register"
+            self._sequence = 0
+            self._silent_until = 0.0
+            self._session, self._outgoing = session, outgoing
+            if self._epoch and self._epoch != session.epoch:
+                # The cache was reset while the session was being opened.
+                session.enter_epoch(self._epoch, ())
+                self._sequence = 1
+                reset = engine_pb2.ResetCache(sequence=1, epoch=self._epoch)
+                outgoing.put(lambda: engine_pb2.SessionRequest(reset_cache=reset))
+            self._changed.notify_all()
+
+    def _take_reply(self, reply: engine_pb2.LookupReply) -> None:
+        if reply.reason:
+            self.refusals[reply.reason] += 1
+        answers = tuple(Answer(answer.statuses, answer.lease_id) for answer in reply.answers)
+        if self._unanswered.pop(reply.call_id, None) is not None:
+            self._answers[reply.call_id] = answers
+        else:
+            self._stray_leases += [answer.lease_id for answer in answers if answer.lease_id]
+
+    def _lose_session(self) -> None:
+        with self._changed:
+            self._session = self._outgoing = None
+            self._unanswered.clear()
+            self._answers.clear()
+            self._ended.clear()
+            self._stray_leases.clear()
+            self._changed.notify_all()
+
+    def _waits_for(self, call_ids: Sequence[int]) -> bool:
+        return any(call_id in self._unanswered for call_id in call_ids)
+
+    def _put(self, message: Message) -> bool:
+        outgoing = self._outgoing
+        if outgoing is None:
+            return False
+        if outgoing.qsize() >= MAX_QUEUED_MESSAGES:
+            # Messages are numbered, so none may be left out: the whole session must go.
+            self._note("the daemon takes no messages; session given up")
+            self._lose_session()
+            self._cancel()
+            return False
+        outgoing.put(message)
+        return True
+
+    def _cancel(self) -> None:
+        call = self._call
+        if call is not None:
+            with contextlib.suppress(Exception):
+                call.cancel()
+
+    def _note(self, problem: str) -> None:
+        if problem != self.problem:
+            log.warning("kvd: %s", problem)
+            self.problem = problem
+
+
+def is_absence(error: grpc.RpcError) -> bool:
+    """Whether the daemon is away, as opposed to there and saying no."""
+    code = getattr(error, "code", lambda: None)()
+    return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+def describe(error: grpc.RpcError) -> str:
+    """The status as one line."""
+    code = getattr(error, "code", lambda: None)()
+    details = getattr(error, "details", lambda: None)()
+    return f"{getattr(code, 'name', 'ERROR')}: {details or error}"
+
+
+def _serialised_by_grpc(
+    outgoing: SimpleQueue[Message | None],
+) -> Iterator[engine_pb2.SessionRequest]:
+    while (message := outgoing.get()) is not None:
+        yield message()

@@ -1,0 +1,117 @@
+"""Messages of a step in plain Python, turned into protobuf on the connection's writer thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from google.protobuf import struct_pb2
+
+from kvd_proto.v1 import common_pb2, engine_pb2
+
+
+class BlockRun(NamedTuple):
+    """Blocks of one group; `engine_blocks` has blocks_per_block ids for each hash, or none."""
+
+    group: int
+    first_block: int
+    block_hashes: Sequence[bytes]
+    engine_blocks: Sequence[int] = ()
+
+    def to_keys(self) -> common_pb2.KeyRun:
+        return common_pb2.KeyRun(
+            group=self.group, hashes=b"".join(self.block_hashes), first_block=self.first_block
+        )
+
+    def to_transfer(self) -> common_pb2.TransferRun:
+        return common_pb2.TransferRun(
+            group=self.group,
+            hashes=b"".join(self.block_hashes),
+            engine_blocks=np.asarray(self.engine_blocks, dtype="<u4").tobytes(),
+            first_block=self.first_block,
+        )
+
+
+@dataclass(slots=True)
+class JobDraft:
+    job_id: int
+    context: common_pb2.ReqContext
+    runs: list[BlockRun]
+    request_level: bool = False
+
+
+@dataclass(slots=True)
+class QueryDraft:
+    context: common_pb2.ReqContext
+    run: BlockRun
+    lease_all: bool
+
+    def to_proto(self) -> engine_pb2.Query:
+        return engine_pb2.Query(
+            context=self.context,
+            run=self.run.to_keys(),
+            lease=engine_pb2.LEASE_MODE_ALL if self.lease_all else engine_pb2.LEASE_MODE_PREFIX,
+        )
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """One `Step` but for its number, which the session gives."""
+
+    touches: list[tuple[common_pb2.ReqContext, BlockRun]] = field(default_factory=list)
+    loads: list[JobDraft] = field(default_factory=list)
+    stores: list[JobDraft] = field(default_factory=list)
+    completed_loads: list[int] = field(default_factory=list)
+    completed_stores: list[int] = field(default_factory=list)
+    released_leases: list[int] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+
+    def to_proto(self, sequence: int) -> engine_pb2.Step:
+        return engine_pb2.Step(
+            sequence=sequence,
+            touches=[
+                engine_pb2.Touch(context=context, runs=[run.to_keys()])
+                for context, run in self.touches
+            ],
+            loads=[
+                engine_pb2.LoadJob(
+                    job_id=job.job_id,
+                    context=job.context,
+                    runs=[run.to_transfer() for run in job.runs],
+                )
+                for job in self.loads
+            ],
+            stores=[
+                engine_pb2.StoreJob(
+                    job_id=job.job_id,
+                    context=job.context,
+                    runs=[run.to_transfer() for run in job.runs],
+                    request_level=job.request_level,
+                )
+                for job in self.stores
+            ],
+            completed_loads=self.completed_loads,
+            completed_stores=self.completed_stores,
+            released_leases=self.released_leases,
+            preempted_request_ids=self.preempted,
+            finished_request_ids=self.finished,
+            end_step=True,
+        )
+
+
+def request_context(
+    request_id: str, account: str, priority: int, extras: Iterable[tuple[str, Mapping[str, Any]]]
+) -> common_pb2.ReqContext:
+    """A request's context; `extras` are the named structs. Raises ValueError for values that
+    JSON doesn't know.
+    """
+    context = common_pb2.ReqContext(request_id=request_id, priority=priority, account=account)
+    for name, values in extras:
+        if values:
+            struct = struct_pb2.Struct()
+            struct.update(dict(values))
+            getattr(context, name).CopyFrom(struct)
+    return context

@@ -1,0 +1,137 @@
+"""Who an engine is, and all that must agree before two engines may share bytes."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from kvd_proto import layout
+from kvd_proto.v1 import engine_pb2
+
+
+class GroupKind(enum.IntEnum):
+    """The attention kind of a group's layers; decides which blocks make a hit."""
+
+    FULL_ATTENTION = 1
+    SLIDING_WINDOW = 2
+    RECURRENT_STATE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers of one attention kind, cached together.
+
+    `tokens_per_block` counts the tokens of one kvd block, which is made of `blocks_per_block`
+    engine blocks. `shard_bytes` has the bytes of ONE engine block in each distinct shard.
+    """
+
+    tokens_per_block: int
+    shard_bytes: tuple[int, ...]
+    kind: GroupKind = GroupKind.FULL_ATTENTION
+    blocks_per_block: int = 1
+    sliding_window_tokens: int = 0
+    drafter: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.blocks_per_block <= layout.MAX_BLOCKS_PER_BLOCK:
+            raise ValueError(f"blocks_per_block is {self.blocks_per_block}, allowed are 1..64")
+        if self.tokens_per_block < 1 or self.tokens_per_block % self.blocks_per_block:
+            raise ValueError("tokens_per_block must be a positive multiple of blocks_per_block")
+        if self.kind is GroupKind.SLIDING_WINDOW and self.sliding_window_tokens < 1:
+            raise ValueError("a sliding-window group needs sliding_window_tokens")
+        if not self.shard_bytes or min(self.shard_bytes) < 1:
+            raise ValueError("shard_bytes needs one positive size for each shard")
+
+    @property
+    def engine_block_tokens(self) -> int:
+        """Tokens of one engine block."""
+        return self.tokens_per_block // self.blocks_per_block
+
+    def to_proto(self) -> engine_pb2.GroupSpec:
+        return engine_pb2.GroupSpec(
+            kind=engine_pb2.GroupKind.Name(self.kind),
+            tokens_per_block=self.tokens_per_block,
+            blocks_per_block=self.blocks_per_block,
+            sliding_window_tokens=self.sliding_window_tokens,
+            shard_bytes=self.shard_bytes,
+            drafter=self.drafter,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """The fields of kvd.v1 NamespaceFields; engines that agree in all of them share blocks.
+
+    Where something that matters can't be known, set `unshared`.
+    """
+
+    model: str
+    kv_dtype: str
+    hash_algorithm: str
+    hash_bytes: int
+    groups: tuple[Group, ...]
+    tenant: str = ""
+    account: str = ""
+    model_config_digest: str = ""
+    weights_id: str = ""
+    quantization: str = ""
+    kv_scale_source: str = ""
+    attention_backend: str = ""
+    kv_layout: str = ""
+    parallel_shape: str = ""
+    lora_digest: str = ""
+    unshared: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hash_bytes <= layout.MAX_HASH_BYTES:
+            raise ValueError(f"hash_bytes is {self.hash_bytes}, allowed are 1..64")
+        if not 1 <= len(self.groups) <= layout.MAX_GROUPS:
+            raise ValueError(f"{len(self.groups)} groups, allowed are 1..64")
+
+    @property
+    def boundary_tokens(self) -> int:
+        """A hit ends at a multiple of this: the end of an engine block in every group."""
+        return math.lcm(*(group.engine_block_tokens for group in self.groups))
+
+    def to_proto(self) -> engine_pb2.NamespaceFields:
+        return engine_pb2.NamespaceFields(
+            tenant=self.tenant,
+            account=self.account,
+            model=self.model,
+            model_config_digest=self.model_config_digest,
+            weights_id=self.weights_id,
+            quantization=self.quantization,
+            kv_dtype=self.kv_dtype,
+            kv_scale_source=self.kv_scale_source,
+            attention_backend=self.attention_backend,
+            kv_layout=self.kv_layout,
+            tokens_per_block=self.groups[0].tokens_per_block,
+            parallel_shape=self.parallel_shape,
+            lora_digest=self.lora_digest,
+            hash_algorithm=self.hash_algorithm,
+            hash_bytes=self.hash_bytes,
+            groups=[group.to_proto() for group in self.groups],
+            unshared=self.unshared,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """Where an engine's processes meet: all of them pass the same two values.
+
+    `engine_id` stays the same over the engine's restarts; `boot_nonce` is 16 random bytes
+    that each start of the engine draws anew.
+    """
+
+    engine_id: str
+    boot_nonce: bytes
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.engine_id.encode()) <= 256:
+            raise ValueError("engine_id must have 1..256 bytes")
+        if len(self.boot_nonce) != 16:
+            raise ValueError(f"boot_nonce has {len(self.boot_nonce)} bytes, needed are 16")
+
+    def to_proto(self) -> engine_pb2.EngineIdentity:
+        return engine_pb2.EngineIdentity(engine_id=self.engine_id, boot_nonce=self.boot_nonce)

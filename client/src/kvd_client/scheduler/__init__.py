@@ -1,0 +1,26 @@
+"""The engine-neutral scheduler side."""
+
+from kvd_client.scheduler.params import NULL_BLOCK, RequestParams, SchedulerOptions, StoreMode
+from kvd_client.scheduler.plan import (
+    JobReport,
+    ScheduledRequest,
+    StepOutcome,
+    StepPlan,
+    StoredKeys,
+    WorkerReport,
+)
+from kvd_client.scheduler.scheduler import Scheduler
+
+__all__ = [
+    "NULL_BLOCK",
+    "JobReport",
+    "RequestParams",
+    "ScheduledRequest",
+    "Scheduler",
+    "SchedulerOptions",
+    "StepOutcome",
+    "StepPlan",
+    "StoreMode",
+    "StoredKeys",
+    "WorkerReport",
+]

@@ -1,0 +1,67 @@
+"""Lazy mode: which computed blocks still lie on the device, to be stored when they must go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvd_client.identity import Group
+from kvd_client.scheduler.request import Request
+from kvd_client.scheduler.stores import Offer
+
+MAX_OFFERS_PER_STEP = 64
+
+
+class DeviceBlocks:
+    """Bounded by the device's blocks: each engine block belongs to at most one kvd block."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self._widths = [group.blocks_per_block for group in groups]
+        self._offers: dict[tuple[int, int], Offer] = {}
+
+    def note(self, offers: Iterable[Offer]) -> None:
+        """These blocks are computed. They are the device's until `overwritten` says otherwise."""
+        for offer in offers:
+            width = self._widths[offer.group]
+            for place, block_hash in enumerate(offer.block_hashes):
+                blocks = tuple(offer.engine_blocks[place * width : (place + 1) * width])
+                single = _single(offer.request, offer, place, block_hash, blocks)
+                for block in blocks:
+                    self._offers[offer.group, block] = single
+
+    def overwritten(self, group: int, engine_blocks: Iterable[int]) -> None:
+        """Other tokens come into these engine blocks."""
+        if not self._offers:
+            return
+        for block in engine_blocks:
+            offer = self._offers.get((group, block))
+            if offer is not None:
+                for sibling in offer.engine_blocks:
+                    self._offers.pop((group, sibling), None)
+
+    def near_eviction(self, blocks: Iterable[tuple[int, int]]) -> list[Offer]:
+        """What to store now, of the (group, engine block) that the device will evict soon."""
+        chosen: dict[int, Offer] = {}
+        for place in blocks:
+            offer = self._offers.get(place)
+            if offer is not None:
+                chosen[id(offer)] = offer
+                if len(chosen) >= MAX_OFFERS_PER_STEP:
+                    break
+        return list(chosen.values())
+
+    def clear(self) -> None:
+        self._offers.clear()
+
+
+def _single(
+    request: Request, offer: Offer, place: int, block_hash: bytes, blocks: tuple[int, ...]
+) -> Offer:
+    return Offer(
+        request,
+        offer.group,
+        offer.first_block + place,
+        (block_hash,),
+        blocks,
+        computed=True,
+        advances=False,
+    )

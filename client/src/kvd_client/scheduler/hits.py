@@ -1,0 +1,85 @@
+"""How many tokens of a prompt can be had, by group and over all groups. Pure numpy.
+
+Each group says of every candidate boundary whether a hit may end there; the longest boundary
+that suits every group is the answer. That is where shortening by one group after another, as
+engines do it, would converge, found in one pass.
+
+full attention     every block from the device's own prefix on, up to the boundary
+sliding window     every block that the window before the boundary touches
+recurrent state    the one block whose end is the boundary: the last state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client.identity import Group, GroupKind
+
+Flags = npt.NDArray[np.bool_]
+Statuses = npt.NDArray[np.uint8]
+Boundaries = npt.NDArray[np.int64]
+
+MISS = 0
+HIT = 1
+PENDING = 2
+RETRY = 3
+STATUS_BITS = 3
+ADMITTED_BIT = 4
+
+
+def used_blocks(group: Group, computed_tokens: int, hit_tokens: int) -> range:
+    """Blocks of the group that a hit of `hit_tokens` loads: those not already on the device."""
+    width = group.tokens_per_block
+    end = -(-hit_tokens // width)
+    match group.kind:
+        case GroupKind.FULL_ATTENTION:
+            return range(computed_tokens // width, end)
+        case GroupKind.SLIDING_WINDOW:
+            # The next token attends to itself and the window - 1 tokens before it.
+            first = max(hit_tokens - group.sliding_window_tokens + 1, computed_tokens)
+            return range(min(first // width, end) if first < hit_tokens else end, end)
+        case GroupKind.RECURRENT_STATE:
+            return range(end - 1, end)
+
+
+def longest_hit(
+    groups: Sequence[Group], usable: Sequence[Flags], computed_tokens: int, boundaries: Boundaries
+) -> int:
+    """The largest boundary at which every group has what it needs; `computed_tokens` if none.
+
+    `usable[g]` flags the blocks of group g; `boundaries` ascend, beyond `computed_tokens`.
+    """
+    suits = np.ones(len(boundaries), dtype=np.bool_)
+    for group, flags in zip(groups, usable, strict=True):
+        suits &= _suits(group, flags, computed_tokens, boundaries)
+    found = np.flatnonzero(suits)
+    return int(boundaries[found[-1]]) if len(found) else computed_tokens
+
+
+def boundaries_between(computed_tokens: int, cap_tokens: int, step: int) -> Boundaries:
+    """Multiples of `step` beyond `computed_tokens`, up to and with `cap_tokens`."""
+    return np.arange(computed_tokens // step + 1, cap_tokens // step + 1, dtype=np.int64) * step
+
+
+def _suits(group: Group, usable: Flags, computed_tokens: int, boundaries: Boundaries) -> Flags:
+    width = group.tokens_per_block
+    last = -(-boundaries // width) - 1
+    known = last < len(usable)
+    if not known.any():
+        return known
+    last = np.minimum(last, len(usable) - 1)
+    match group.kind:
+        case GroupKind.FULL_ATTENTION:
+            first = np.full_like(last, computed_tokens // width)
+        case GroupKind.SLIDING_WINDOW:
+            tokens = np.maximum(boundaries - group.sliding_window_tokens + 1, computed_tokens)
+            first = np.where(tokens < boundaries, tokens // width, last + 1)
+        case GroupKind.RECURRENT_STATE:
+            known &= boundaries % width == 0
+            first = last
+    places = np.arange(len(usable), dtype=np.int64)
+    last_gap = np.maximum.accumulate(np.where(usable, -1, places))
+    return np.asarray(known & (last_gap[last] < first))

@@ -1,0 +1,119 @@
+"""Jobs that have not been reported by every rank, and the engine blocks they still touch."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvd_client.draft import BlockRun, JobDraft
+from kvd_client.scheduler.plan import JobReport
+from kvd_proto import layout
+
+_GROUP_SHIFT = 32  # engine block ids are 32-bit
+
+Key = tuple[int, str, bytes]  # group, account, block hash
+
+
+class Kind(enum.Enum):
+    STORE = "store"
+    LOAD = "load"
+
+
+@dataclass(slots=True)
+class Job:
+    draft: JobDraft
+    kind: Kind
+    request_id: str
+    account: str
+    generation: int  # of the session that it was sent in
+    ranks_left: int = 0  # bit r set = rank r has not reported
+    failed: bool = False
+    stale: bool = False  # of before a reset
+
+
+class JobTable:
+    """Bounded by MAX_JOBS_IN_FLIGHT; job ids rise for ever."""
+
+    def __init__(self, world_size: int) -> None:
+        self._every_rank = (1 << world_size) - 1
+        self._jobs: dict[int, Job] = {}
+        self._last_job_id = 0
+        self._storing: dict[Key, int] = {}
+        self._reading: dict[int, list[int]] = {}  # engine block -> store jobs that read it
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._jobs) >= layout.MAX_JOBS_IN_FLIGHT
+
+    def next_id(self) -> int:
+        self._last_job_id += 1
+        return self._last_job_id
+
+    def add(self, job: Job) -> None:
+        job.ranks_left = self._every_rank
+        job_id = job.draft.job_id
+        self._jobs[job_id] = job
+        if job.kind is Kind.STORE:
+            for run in job.draft.runs:
+                for block_hash in run.block_hashes:
+                    self._storing[run.group, job.account, block_hash] = job_id
+                for place in _places(run):
+                    self._reading.setdefault(place, []).append(job_id)
+
+    def drop(self, job_id: int) -> Job:
+        """Forget a job: it has ended, or never left."""
+        job = self._jobs.pop(job_id)
+        if job.kind is Kind.STORE:
+            for run in job.draft.runs:
+                for block_hash in run.block_hashes:
+                    key = (run.group, job.account, block_hash)
+                    if self._storing.get(key) == job_id:
+                        del self._storing[key]
+                for place in _places(run):
+                    readers = self._reading[place]
+                    readers.remove(job_id)
+                    if not readers:
+                        del self._reading[place]
+        return job
+
+    def report(self, rank: int, report: JobReport) -> Job | None:
+        """One rank's word. The job once all ranks have spoken; None before, or if unknown."""
+        job = self._jobs.get(report.job_id)
+        if job is None or not job.ranks_left >> rank & 1:
+            return None
+        job.ranks_left &= ~(1 << rank)
+        job.failed |= not report.done
+        return None if job.ranks_left else self.drop(report.job_id)
+
+    def is_storing(self, group: int, account: str, block_hash: bytes) -> bool:
+        return (group, account, block_hash) in self._storing
+
+    def readers(self, group: int, engine_blocks: Sequence[int]) -> set[int]:
+        """Store jobs in flight that read any of these engine blocks."""
+        if not self._reading:
+            return set()
+        places = (self._reading.get(group << _GROUP_SHIFT | block, ()) for block in engine_blocks)
+        return {job_id for readers in places for job_id in readers}
+
+    def of_earlier_sessions(self, generation: int) -> list[int]:
+        """Jobs that were sent in another session than this."""
+        return [i for i, job in self._jobs.items() if job.generation != generation]
+
+    def __contains__(self, job_id: int) -> bool:
+        return job_id in self._jobs
+
+    def invalidate(self) -> list[int]:
+        """The cache was reset: what is in flight counts for nothing. Ids of the stores."""
+        for job in self._jobs.values():
+            job.stale = True
+        self._storing.clear()
+        return [job_id for job_id, job in self._jobs.items() if job.kind is Kind.STORE]
+
+
+def _places(run: BlockRun) -> Iterable[int]:
+    base = run.group << _GROUP_SHIFT
+    return (base | block for block in run.engine_blocks)

@@ -1,0 +1,296 @@
+"""Lookups: probe the page at arrival, ask what it shows, wait at most once in a step.
+
+A request's lookup leaves when the request arrives and nobody waits for it. The first request
+of a step that needs an answer which has not come waits for all unanswered lookups together,
+once, for milliseconds; whoever is still without an answer is asked again in the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvd_client.draft import BlockRun, QueryDraft
+from kvd_client.identity import GroupKind, Namespace
+from kvd_client.scheduler import hits
+from kvd_client.scheduler.params import SchedulerOptions
+from kvd_client.scheduler.request import Lookup, LookupState, Request
+from kvd_client.session import Connection, SessionView
+from kvd_proto import layout
+
+KEYS_PER_CALL = layout.MAX_KEYS_PER_MESSAGE // 2
+MAX_LOAD_BLOCKS = layout.MAX_KEYS_PER_MESSAGE // 2
+LEASE_MARGIN = 0.7  # of the daemon's time: both clocks start at different moments
+
+
+class LookupDesk:
+    """Answers 'how many tokens can be loaded' for requests, with few calls."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        namespace: Namespace,
+        options: SchedulerOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        self._connection = connection
+        self._groups = namespace.groups
+        self._widths = [group.tokens_per_block for group in namespace.groups]
+        self._boundary_tokens = namespace.boundary_tokens
+        self._options = options
+        self._clock = clock
+        self._unanswered: dict[int, Request] = {}  # by call id
+        self._waited = False
+        self._renewed_s = 0.0
+        self._renewed_generation = 0
+        self.released_leases: list[int] = []  # to go with the next step
+
+    # -- for the scheduler ------------------------------------------------------------------
+
+    def arrive(self, request: Request) -> None:
+        """Probe for the request's blocks and ask for what seems to be there. Never waits."""
+        if request.lookup.state is LookupState.NEW and not request.params.skip_lookup:
+            session = self._connection.session
+            if session is not None:
+                self._begin(request, session, computed_tokens=0)
+
+    def hit_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Tokens from the prompt's start that device and daemon have together.
+
+        None: ask again in the next step. May wait, once in a step.
+        """
+        cap = self._cap_tokens(request, computed_tokens)
+        if cap <= computed_tokens or request.params.skip_lookup:
+            return computed_tokens
+        session = self._connection.session
+        lookup = request.lookup
+        if lookup.state is LookupState.CLOSED:
+            return computed_tokens
+        if session is None:
+            self.forget(request)
+            return computed_tokens
+        if lookup.state is not LookupState.NEW and not self._is_fresh(lookup, session):
+            self.forget(request)
+        lookup = request.lookup
+        if lookup.state is LookupState.NEW:
+            self._begin(request, session, computed_tokens)
+            if lookup.state is LookupState.NEW:
+                self._know_miss(request)
+        elif lookup.state is LookupState.KNOWN and lookup.calls:
+            self._take(request)
+        if lookup.state is LookupState.ASKED and not self._collect(request):
+            return computed_tokens if request.lookup.state is LookupState.CLOSED else None
+        return self._decide(request, computed_tokens, cap)
+
+    def step_ended(self, was_sent: bool) -> None:
+        """The step's message was sent: the daemon renews this session's leases."""
+        self._waited = False
+        session = self._connection.session
+        if was_sent and session is not None:
+            self._renewed_s = self._clock()
+            self._renewed_generation = session.generation
+
+    def forget(self, request: Request) -> None:
+        """Give up what was asked and leased; the request may look up again."""
+        lookup = request.lookup
+        for call_id in lookup.calls:
+            self._unanswered.pop(call_id, None)
+            self._connection.give_up(call_id)
+        self.released_leases += lookup.leases
+        closed = lookup.state is LookupState.CLOSED
+        request.lookup = Lookup()
+        if closed:
+            request.lookup.state = LookupState.CLOSED
+
+    def session_lost(self) -> None:
+        """Leases of a session that is gone need no release."""
+        self.released_leases.clear()
+
+    # -- asking -----------------------------------------------------------------------------
+
+    def _begin(self, request: Request, session: SessionView, computed_tokens: int) -> None:
+        """Probe; where the page shows a usable hit ask for the whole prompt, else it's a miss.
+
+        With a reuse filter the question is asked anyway, for the admission verdicts.
+        """
+        lookup = request.lookup
+        lookup.generation = session.generation
+        present = [
+            session.present(group, request.account, request.hashes[group][:count])
+            for group, count in enumerate(self._known_counts(request))
+        ]
+        cap = self._cap_tokens(request, computed_tokens)
+        boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
+        found = hits.longest_hit(self._groups, present, computed_tokens, boundaries)
+        lookup.asked_s = lookup.first_asked_s = self._clock()
+        if found > computed_tokens:
+            self._ask(request)
+            return
+        if session.store_threshold > 1:
+            self._ask(request)  # nobody waits for these answers
+            self._know_miss(request)
+        elif computed_tokens or not any(flags.any() for flags in present):
+            self._know_miss(request)
+        # Else the device's own prefix may make a hit of what lies beyond it: ask when known.
+
+    def _ask(self, request: Request) -> None:
+        lookup = request.lookup
+        calls: list[list[QueryDraft]] = [[]]
+        room = KEYS_PER_CALL
+        for group, count in enumerate(self._known_counts(request)):
+            first = 0
+            while first < count:
+                taken = min(room, count - first)
+                calls[-1].append(self._query(request, group, first, taken))
+                first, room = first + taken, room - taken
+                if room == 0:
+                    calls.append([])
+                    room = KEYS_PER_CALL
+        lookup.asked_s = self._clock()
+        for queries in filter(None, calls):
+            call_id = self._connection.start_lookup(queries)
+            if call_id == 0:
+                self.forget(request)
+                return
+            lookup.calls[call_id] = [(query.run.group, query.run.first_block) for query in queries]
+            self._unanswered[call_id] = request
+        lookup.state = LookupState.ASKED if lookup.calls else LookupState.KNOWN
+
+    def _query(self, request: Request, group: int, first: int, count: int) -> QueryDraft:
+        keys = request.hashes[group][first : first + count]
+        lease_all = self._groups[group].kind is not GroupKind.FULL_ATTENTION
+        return QueryDraft(request.context, BlockRun(group, first, keys), lease_all)
+
+    def _know_miss(self, request: Request) -> None:
+        request.lookup.statuses = request.empty_statuses(self._widths)
+        request.lookup.state = LookupState.KNOWN
+
+    # -- answers ----------------------------------------------------------------------------
+
+    def _collect(self, request: Request) -> bool:
+        """Take this request's answers, waiting if this step has not waited yet."""
+        if self._take(request):
+            return True
+        if not self._waited:
+            self._waited = True
+            waiting = [
+                call_id
+                for call_id, asker in self._unanswered.items()
+                if asker.lookup.state is LookupState.ASKED
+            ]
+            self._connection.gather(waiting, self._options.lookup_deadline_s)
+            if self._take(request):
+                return True
+        lookup = request.lookup
+        if self._clock() - lookup.first_asked_s > self._options.lookup_give_up_s:
+            self.forget(request)
+            request.lookup.state = LookupState.CLOSED
+        return False
+
+    def _take(self, request: Request) -> bool:
+        lookup = request.lookup
+        statuses = lookup.statuses or request.empty_statuses(self._widths)
+        leases: list[int] = []
+        for call_id, queries in list(lookup.calls.items()):
+            answers = self._connection.take_answers(call_id)
+            if answers is None:
+                lookup.statuses = statuses
+                lookup.leases += leases
+                return False
+            del lookup.calls[call_id]
+            self._unanswered.pop(call_id, None)
+            # No answers: the call was refused or lost; its keys stay a miss.
+            for (group, first), answer in zip(queries, answers, strict=False):
+                row = np.frombuffer(answer.statuses, dtype=np.uint8)
+                statuses[group][first : first + len(row)] = row
+                if answer.lease_id:
+                    leases.append(answer.lease_id)
+        lookup.state = LookupState.KNOWN
+        lookup.statuses = statuses
+        lookup.leases += leases
+        lookup.answered = True
+        return True
+
+    def admitted(self, request: Request, group: int, block: int) -> bool:
+        """Whether a store of this block would get past the reuse filter, as far as is known."""
+        lookup = request.lookup
+        if lookup.calls and lookup.state is LookupState.KNOWN:
+            self._take(request)
+        if not lookup.answered:
+            return True
+        row = lookup.statuses[group]
+        if block >= len(row):
+            return True
+        status = int(row[block])
+        return status & hits.STATUS_BITS != hits.MISS or bool(status & hits.ADMITTED_BIT)
+
+    # -- deciding ---------------------------------------------------------------------------
+
+    def _decide(self, request: Request, computed_tokens: int, cap: int) -> int | None:
+        lookup = request.lookup
+        statuses = [row & np.uint8(hits.STATUS_BITS) for row in lookup.statuses]
+        boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
+        now = self._clock()
+        for doubtful, deadline_s, field in (
+            (hits.RETRY, self._options.retry_deadline_s, "retry_since_s"),
+            (hits.PENDING, self._options.pending_deadline_s, "pending_since_s"),
+        ):
+            usable = [row != hits.MISS for row in statuses]
+            found = hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
+            if not self._uses(statuses, doubtful, computed_tokens, found):
+                continue
+            since: float | None = getattr(lookup, field)
+            if since is None:
+                setattr(lookup, field, since := now)
+            if now - since < deadline_s:
+                self._ask_again(request, now)
+                return None
+            for row in statuses:  # too late: the run is cut before it
+                row[row == doubtful] = hits.MISS
+        usable = [row == hits.HIT for row in statuses]
+        return hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
+
+    def _uses(
+        self, statuses: list[hits.Statuses], status: int, computed_tokens: int, found: int
+    ) -> bool:
+        if found <= computed_tokens:
+            return False
+        for group, row in zip(self._groups, statuses, strict=True):
+            used = hits.used_blocks(group, computed_tokens, found)
+            if (row[used.start : used.stop] == status).any():
+                return True
+        return False
+
+    def _ask_again(self, request: Request, now: float) -> None:
+        lookup = request.lookup
+        if lookup.calls or now - lookup.asked_s < self._options.ask_again_s:
+            return
+        self.released_leases += lookup.leases
+        lookup.leases = []
+        lookup.statuses = []
+        lookup.answered = False
+        lookup.first_asked_s = now
+        self._ask(request)
+
+    def _is_fresh(self, lookup: Lookup, session: SessionView) -> bool:
+        if lookup.generation != session.generation:
+            return False
+        if lookup.state is LookupState.ASKED:
+            return True
+        if not lookup.leases:
+            return self._clock() - lookup.asked_s < self._options.miss_ttl_s
+        renewed = self._renewed_s if self._renewed_generation == session.generation else 0.0
+        age_s = self._clock() - max(lookup.asked_s, renewed)
+        return age_s < session.lease_ttl_s * LEASE_MARGIN
+
+    def _cap_tokens(self, request: Request, computed_tokens: int) -> int:
+        """At least one token stays to be computed; a load fits into one message."""
+        cap = request.num_tokens - 1
+        if request.params.max_load_tokens is not None:
+            cap = min(cap, computed_tokens + max(0, request.params.max_load_tokens))
+        blocks = MAX_LOAD_BLOCKS // len(self._groups)
+        return min(cap, computed_tokens + blocks * min(self._widths))
+
+    def _known_counts(self, request: Request) -> list[int]:
+        return [request.known_blocks(group, width) for group, width in enumerate(self._widths)]

@@ -1,0 +1,82 @@
+"""What the scheduler side remembers of one live request."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvd_client.scheduler.hits import Statuses
+from kvd_client.scheduler.params import RequestParams
+from kvd_proto.v1 import common_pb2
+
+
+class LookupState(enum.Enum):
+    NEW = "new"  # nothing asked: not begun, or its session or lease is gone
+    ASKED = "asked"  # answers are on their way
+    KNOWN = "known"  # statuses are from the daemon, hits are leased
+    CLOSED = "closed"  # miss from now on: nothing there, or a load of it failed
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What is known of a request's blocks in the daemon."""
+
+    state: LookupState = LookupState.NEW
+    generation: int = 0
+    asked_s: float = 0.0
+    first_asked_s: float = 0.0
+    calls: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # (group, first block)
+    statuses: list[Statuses] = field(default_factory=list)
+    answered: bool = False  # the statuses are the daemon's, with its admission verdicts
+    leases: list[int] = field(default_factory=list)
+    retry_since_s: float | None = None
+    pending_since_s: float | None = None
+
+
+@dataclass(slots=True)
+class Request:
+    """One live request. Lists by group."""
+
+    request_id: str
+    num_tokens: int
+    hashes: list[Sequence[bytes]]
+    params: RequestParams
+    account: str
+    context: common_pb2.ReqContext
+    lookup: Lookup = field(default_factory=Lookup)
+    computed_tokens: int = 0  # the device's own prefix, as last asked with
+    hit_tokens: int = 0  # of the last lookup, from the prompt's start
+    next_store: list[int] = field(default_factory=list)
+    seen_blocks: list[int] = field(default_factory=list)
+    loading_job: int = 0
+    store_jobs: set[int] = field(default_factory=set)
+    failed_stores: int = 0
+    stores_end: bool = False  # its KV is of before a reset: never store it
+    computed_after: int = 0  # tokens whose KV exists after the last step it was in
+
+    @property
+    def request_level(self) -> bool:
+        return self.params.request_level
+
+    def begin_again(self) -> None:
+        """Nothing of it is on the device: look up and store from the first block on."""
+        self.computed_tokens = 0
+        self.hit_tokens = 0
+        self.next_store = [0] * len(self.next_store)
+        self.seen_blocks = [0] * len(self.seen_blocks)
+        self.stores_end = False
+        self.num_tokens = max(self.num_tokens, self.computed_after)
+        self.computed_after = 0
+
+    def known_blocks(self, group: int, width_tokens: int) -> int:
+        """Blocks of the prompt whose hashes are known."""
+        return min(len(self.hashes[group]), self.num_tokens // width_tokens)
+
+    def empty_statuses(self, widths: Sequence[int]) -> list[Statuses]:
+        return [
+            np.zeros(self.known_blocks(group, width), dtype=np.uint8)
+            for group, width in enumerate(widths)
+        ]

@@ -1,0 +1,462 @@
+"""The engine-neutral scheduler side: what an engine's scheduler calls, in this order.
+
+on arrival                  on_new_request
+when it has room for one    get_num_new_matched_tokens, allocate, update_state_after_alloc
+once in every step          build_step (hand the plan to every worker), update_from_workers
+at a request's end          request_finished
+
+One thread. Nothing raises for an absent, slow or broken daemon: that is a miss. ValueError
+means that the engine broke a rule named in a docstring.
+
+Two requests that load the same prefix at the same time are not held up for each other: both
+load (the engine's own prefix cache serves the second where it came after the first's end).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
+from kvd_client.identity import Namespace
+from kvd_client.scheduler import hits
+from kvd_client.scheduler.device import DeviceBlocks
+from kvd_client.scheduler.jobs import Job, JobTable, Kind
+from kvd_client.scheduler.lookup import LookupDesk
+from kvd_client.scheduler.params import RequestParams, SchedulerOptions, StoreMode
+from kvd_client.scheduler.plan import (
+    ScheduledRequest,
+    StepOutcome,
+    StepPlan,
+    StoredKeys,
+    WorkerReport,
+)
+from kvd_client.scheduler.request import LookupState, Request
+from kvd_client.scheduler.stores import Offer, StoreDesk
+from kvd_client.session import Connection, SessionView
+from kvd_proto import layout
+
+log = logging.getLogger(__name__)
+
+REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to report it
+
+BlockTables = Sequence[Sequence[int]]
+
+
+class EngineConnection(Connection, Protocol):
+    """A connection that knows the engine's shape."""
+
+    namespace: Namespace
+    world_size: int
+
+
+class Scheduler:
+    """One engine's scheduler side."""
+
+    def __init__(
+        self,
+        connection: EngineConnection,
+        options: SchedulerOptions | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options or SchedulerOptions()
+        self._connection = connection
+        self._namespace = connection.namespace
+        self._groups = connection.namespace.groups
+        self._clock = clock
+        self._requests: dict[str, Request] = {}
+        self._jobs = JobTable(connection.world_size)
+        self._desk = LookupDesk(connection, self._namespace, self.options, clock)
+        self._stores = StoreDesk(self._namespace, self.options, self._jobs, self._desk)
+        self._device = DeviceBlocks(self._groups)
+        self._generation = 0
+        # Collected for the next step.
+        self._step = StepDraft()
+        self._flush: set[int] = set()
+        self._finished_offers: list[Offer] = []
+        self._forget: list[int] = []
+        # Collected for the next outcome.
+        self._outcome = _Outcome()
+        self._told_ended: dict[int, tuple[bool, float]] = {}
+        self._events: list[StoredKeys] = []
+
+    # -- arrival and lookup -----------------------------------------------------------------
+
+    def on_new_request(
+        self,
+        request_id: str,
+        num_tokens: int,
+        block_hashes: Sequence[Sequence[bytes]],
+        context: RequestParams | None = None,
+    ) -> None:
+        """A request has arrived: its lookup leaves at once, unanswered.
+
+        `block_hashes[g]` has one hash for each whole kvd block of group g that is known. A
+        request id that is known already begins anew.
+        """
+        if len(block_hashes) != len(self._groups):
+            raise ValueError(f"{len(block_hashes)} lists of hashes for {len(self._groups)} groups")
+        params = context or RequestParams()
+        if request_id in self._requests:
+            self.request_finished(request_id, [()] * len(self._groups))
+        account = self._namespace.account if params.account is None else params.account
+        extras = [("kv_transfer_params", params.kv_transfer_params), ("hints", params.hints)]
+        try:
+            message = request_context(request_id, account, params.priority, extras)
+        except ValueError:
+            log.warning("request %s: its parameters are no JSON and stay here", request_id)
+            message = request_context(request_id, account, params.priority, ())
+        request = Request(request_id, num_tokens, list(block_hashes), params, account, message)
+        request.next_store = [0] * len(self._groups)
+        request.seen_blocks = [0] * len(self._groups)
+        self._requests[request_id] = request
+        self._desk.arrive(request)
+
+    def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond the `num_computed_tokens` on the device.
+
+        None: not known yet, ask again in the next step. At least one token of the request is
+        left to compute. Waits at most once in a step, for milliseconds, for all requests.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0
+        if request.store_jobs or request.loading_job:
+            return None  # preempted: what it stores will be the hit
+        request.computed_tokens = num_computed_tokens
+        found = self._desk.hit_tokens(request, num_computed_tokens)
+        if found is None:
+            return None
+        request.hit_tokens = found
+        return found - num_computed_tokens
+
+    def update_state_after_alloc(
+        self, request_id: str, block_ids: BlockTables, num_external_tokens: int
+    ) -> None:
+        """The engine gave the request its blocks; `block_ids` is the whole table by group.
+
+        With `num_external_tokens` > 0 these tokens are loaded, asynchronously: the request
+        must wait, its blocks untouched, until an outcome names it as finished or failed.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        self._fence(request, block_ids)
+        if num_external_tokens <= 0:
+            self._desk.forget(request)
+            return
+        hit_tokens = request.computed_tokens + num_external_tokens
+        if hit_tokens > request.hit_tokens or hit_tokens % self._namespace.boundary_tokens:
+            raise ValueError(f"request {request_id}: {num_external_tokens} tokens were not found")
+        self._begin_load(request, block_ids, hit_tokens)
+
+    def _begin_load(self, request: Request, tables: BlockTables, hit_tokens: int) -> None:
+        runs = [
+            run
+            for group in range(len(self._groups))
+            if (run := self._load_run(request, group, tables[group], hit_tokens)).block_hashes
+        ]
+        draft = JobDraft(self._jobs.next_id(), request.context, runs)
+        generation = request.lookup.generation
+        self._jobs.add(Job(draft, Kind.LOAD, request.request_id, request.account, generation))
+        request.loading_job = draft.job_id
+        self._step.loads.append(draft)
+        if not request.request_level:
+            request.next_store = [-(-hit_tokens // g.tokens_per_block) for g in self._groups]
+        self._step.released_leases += request.lookup.leases  # after the load in the same message
+        request.lookup.leases = []
+
+    def _load_run(
+        self, request: Request, group: int, table: Sequence[int], hit_tokens: int
+    ) -> BlockRun:
+        """The blocks to load, null where the device has the engine block or wants none."""
+        spec = self._groups[group]
+        width = spec.blocks_per_block
+        used = hits.used_blocks(spec, request.computed_tokens, hit_tokens)
+        first, last = used.start * width, -(-hit_tokens // spec.engine_block_tokens)
+        on_device = request.computed_tokens // spec.engine_block_tokens
+        rows = [
+            _translated(block, self.options.null_block) if on_device <= place < last else _NULL
+            for place, block in enumerate(table[first : used.stop * width], first)
+        ]
+        rows += [_NULL] * (len(used) * width - len(rows))
+        hashes: list[bytes] = []
+        blocks: list[int] = []
+        for place, block in enumerate(used):
+            row = rows[place * width : (place + 1) * width]
+            if any(engine_block != _NULL for engine_block in row):
+                hashes.append(request.hashes[group][block])
+                blocks += row
+        return BlockRun(group, used.start, hashes, blocks)
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def build_step(
+        self,
+        scheduled: Iterable[ScheduledRequest],
+        preempted: Iterable[str] = (),
+        near_eviction: Iterable[tuple[int, int]] = (),
+    ) -> StepPlan:
+        """Send the step's one message and give the plan for every worker.
+
+        Call it exactly once in every step, also an empty one, after all allocation. Preempted
+        requests have lost their blocks; a request whose load is in flight can't be among them.
+        `near_eviction` lists (group, engine block) for lazy mode.
+        """
+        session = self._enter_session()
+        for request_id in preempted:
+            self._preempt(request_id)
+        offers = self._finished_offers
+        self._finished_offers = []
+        for entry in scheduled:
+            offers += self._advance(entry)
+        if self.options.store_mode is StoreMode.LAZY:
+            offers += self._device.near_eviction(near_eviction)
+        step, self._step = self._step, StepDraft()
+        step.released_leases += self._desk.released_leases
+        self._desk.released_leases = []
+        new, computed = self._submit(step, offers, session)
+        was_sent = self._connection.send_step(step)
+        if not was_sent:
+            self._take_back(step)
+            new, computed = [], []
+        self._desk.step_ended(was_sent)
+        flush, self._flush = self._flush, set()
+        forget, self._forget = self._forget, []
+        loads = tuple(job.job_id for job in step.loads) if was_sent else ()
+        return StepPlan(tuple(flush), loads, tuple(new), tuple(computed), tuple(forget))
+
+    def _enter_session(self) -> SessionView | None:
+        """The usable session; what belonged to an earlier one is given up.
+
+        That is sound: all ranks are registered in this one, and a worker registers again only
+        when its old mover is dead.
+        """
+        session = self._connection.session
+        if session is None:
+            return None
+        if session.generation != self._generation:
+            self._generation = session.generation
+            self._desk.session_lost()
+            self._step.completed_loads.clear()
+            self._step.completed_stores.clear()
+            self._step.released_leases.clear()
+            self._told_ended.clear()
+            for job_id in self._jobs.of_earlier_sessions(session.generation):
+                self._end_unreported(job_id, is_done=False)
+        now = self._clock()
+        for job_id, done in self._connection.take_ended():
+            if job_id in self._jobs:
+                self._told_ended[job_id] = (done, now)
+        for job_id, (done, told_s) in list(self._told_ended.items()):
+            if now - told_s > REPORT_GRACE_S:
+                self._end_unreported(job_id, is_done=done)
+        return session
+
+    def _end_unreported(self, job_id: int, *, is_done: bool) -> None:
+        """A job has ended but a rank's report of it was lost with its board."""
+        job = self._jobs.drop(job_id)
+        job.failed |= not is_done
+        self._forget.append(job_id)
+        self._step.loads = [draft for draft in self._step.loads if draft.job_id != job_id]
+        self._end(job)
+
+    def _submit(
+        self, step: StepDraft, offers: list[Offer], session: SessionView | None
+    ) -> tuple[list[int], list[int]]:
+        if session is None:
+            self._take_back(step)
+            return [], []
+        keys = sum(len(run.block_hashes) for load in step.loads for run in load.runs)
+        while keys > layout.MAX_KEYS_PER_MESSAGE:
+            late = step.loads.pop()
+            self._step.loads.insert(0, late)
+            keys -= sum(len(run.block_hashes) for run in late.runs)
+        return self._stores.submit(offers, session, step, layout.MAX_KEYS_PER_MESSAGE - keys)
+
+    def _take_back(self, step: StepDraft) -> None:
+        """The step's jobs will never run: nobody was told of them."""
+        for draft in [*step.loads, *step.stores]:
+            job = self._jobs.drop(draft.job_id)
+            job.failed = True
+            job.generation = -1  # nobody to acknowledge it to
+            self._end(job)
+        step.loads, step.stores = [], []
+
+    def _advance(self, entry: ScheduledRequest) -> list[Offer]:
+        request = self._requests.get(entry.request_id)
+        if request is None:
+            return []
+        if entry.block_hashes is not None:
+            request.hashes = list(entry.block_hashes)
+        request.computed_after = entry.num_computed_tokens_after
+        self._fence(request, entry.block_ids)
+        offers = self._stores.computed_offers(
+            request, entry.block_ids, entry.num_computed_tokens_after
+        )
+        if offers and self.options.store_mode is StoreMode.LAZY and not request.request_level:
+            self._device.note(offers)
+            for offer in offers:
+                request.next_store[offer.group] = offer.first_block + len(offer.block_hashes)
+            return []
+        return offers
+
+    def _fence(self, request: Request, tables: BlockTables) -> None:
+        """Blocks new to the request will be overwritten: stores that read them end first."""
+        for group, table in enumerate(tables):
+            seen = request.seen_blocks[group]
+            if len(table) == seen:
+                continue
+            request.seen_blocks[group] = len(table)
+            tokens = self._groups[group].engine_block_tokens
+            new = table[max(seen, request.computed_tokens // tokens) :]
+            self._flush |= self._jobs.readers(group, new)
+            self._device.overwritten(group, new)
+
+    def _preempt(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.loading_job:
+            raise ValueError(f"request {request_id} is loading and can't be preempted")
+        self._flush |= request.store_jobs
+        self._step.preempted.append(request_id)
+        self._desk.forget(request)
+        request.begin_again()
+
+    # -- ends -------------------------------------------------------------------------------
+
+    def update_from_workers(self, reports: Iterable[WorkerReport]) -> StepOutcome:
+        """Take what the workers say. Each job counts once all ranks have spoken.
+
+        Reports of jobs from before a reset, or said twice, are ignored.
+        """
+        for report in reports:
+            for ended in report.ended:
+                job = self._jobs.report(report.rank, ended)
+                if job is not None:
+                    self._end(job)
+        outcome, self._outcome = self._outcome, _Outcome()
+        return outcome.frozen()
+
+    def _end(self, job: Job) -> None:
+        job_id = job.draft.job_id
+        self._told_ended.pop(job_id, None)
+        self._flush.discard(job_id)
+        if job.generation == self._generation:
+            step = self._step
+            acks = step.completed_loads if job.kind is Kind.LOAD else step.completed_stores
+            acks.append(job_id)
+        request = self._requests.get(job.request_id)
+        if job.kind is Kind.LOAD:
+            self._end_load(job, request)
+            return
+        if request is not None:
+            request.store_jobs.discard(job_id)
+        if not job.failed and not job.stale:
+            for run in job.draft.runs:
+                stored = StoredKeys(job.request_id, run.group, tuple(run.block_hashes))
+                self._outcome.stored.append(stored)
+                if self.options.collect_events:
+                    self._events.append(stored)
+        elif request is not None and request.request_level and not job.stale:
+            self._store_again(request, job)
+
+    def _end_load(self, job: Job, request: Request | None) -> None:
+        failed = job.failed or job.stale
+        (self._outcome.failed if failed else self._outcome.finished).append(job.request_id)
+        if request is None or request.loading_job != job.draft.job_id:
+            return
+        request.loading_job = 0
+        if failed:
+            # It computes everything now; another lookup could find the same bad block again.
+            self._desk.forget(request)
+            request.lookup.state = LookupState.CLOSED
+            request.next_store = [0] * len(self._groups)
+
+    def _store_again(self, request: Request, job: Job) -> None:
+        request.failed_stores += 1
+        if request.failed_stores < self.options.request_level_attempts:
+            for run in job.draft.runs:
+                first = min(request.next_store[run.group], run.first_block)
+                request.next_store[run.group] = first
+
+    def request_finished(self, request_id: str, block_ids: BlockTables) -> bool:
+        """The request has ended or was aborted; call it before its blocks are freed.
+
+        Its last computed blocks are stored with the next step; the engine may free them now:
+        who gets them next waits for their stores (the plan's flush). True: a load still
+        writes them, so hold them until an outcome names the request.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        self._desk.forget(request)
+        self._step.finished.append(request_id)
+        if request.loading_job:
+            return True
+        tables = [list(table) for table in block_ids]
+        offers = self._stores.computed_offers(request, tables, request.computed_after)
+        for offer in offers:
+            offer.computed, offer.advances = True, False
+        if self.options.store_mode is StoreMode.EAGER or request.request_level:
+            self._finished_offers += offers
+        else:
+            self._device.note(offers)
+        return False
+
+    def has_pending_work(self) -> bool:
+        """Whether the engine must take another step, if only an empty one.
+
+        True while a job is unreported or something waits to be sent, so that the last
+        request's blocks are not lost.
+        """
+        step = self._step
+        return bool(
+            len(self._jobs)
+            or self._finished_offers
+            or self._outcome.failed
+            or self._outcome.finished
+            or step.finished
+            or step.completed_loads
+            or step.completed_stores
+        )
+
+    def reset_cache(self) -> None:
+        """Go on in a new epoch of this engine's own; other engines keep theirs.
+
+        What is in flight is flushed by the next plan and counts for nothing; a load in flight
+        fails. A live request stores nothing more until it is computed anew, because its KV is
+        of before the reset.
+        """
+        self._connection.reset_epoch()
+        self._flush.update(self._jobs.invalidate())
+        self._finished_offers.clear()
+        self._device.clear()
+        for request in self._requests.values():
+            self._desk.forget(request)
+            request.stores_end = any(request.seen_blocks)
+
+    def take_events(self) -> list[StoredKeys]:
+        """Blocks stored since the last call. Only drains."""
+        events, self._events = self._events, []
+        return events
+
+
+_NULL = layout.NULL_ENGINE_BLOCK
+
+
+def _translated(block: int, null_block: int) -> int:
+    return _NULL if block == null_block else block
+
+
+class _Outcome:
+    def __init__(self) -> None:
+        self.finished: list[str] = []
+        self.failed: list[str] = []
+        self.stored: list[StoredKeys] = []
+
+    def frozen(self) -> StepOutcome:
+        return StepOutcome(tuple(self.finished), tuple(self.failed), tuple(self.stored))

@@ -1,0 +1,130 @@
+"""One session with one daemon, as the scheduler side sees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client.draft import QueryDraft, StepDraft
+from kvd_proto import tags
+from kvd_proto.page import PageReader
+from kvd_proto.v1 import engine_pb2
+
+
+class Answer(NamedTuple):
+    """One query's answer: a status byte for each key, and the lease taken (0 = none)."""
+
+    statuses: bytes
+    lease_id: int
+
+
+class SessionView(Protocol):
+    """A usable session: what may be asked on the spot, without a call."""
+
+    generation: int  # another number = another session: leases and jobs of the old one are gone
+    lease_ttl_s: float
+    store_threshold: int
+
+    def present(
+        self, group: int, account: str, block_hashes: Sequence[bytes]
+    ) -> npt.NDArray[np.bool_]:
+        """Which blocks the index page shows. A hint; raises ValueError for a wrong hash length."""
+
+    def room(self, group: int) -> int:
+        """Blocks that a store could get now."""
+
+
+class Connection(Protocol):
+    """What the scheduler side needs of the daemon. Never raises for an absent daemon."""
+
+    @property
+    def session(self) -> SessionView | None:
+        """None while the daemon is absent or silent, or a rank is not registered."""
+
+    def start_lookup(self, queries: Sequence[QueryDraft]) -> int:
+        """Send a lookup; its call id, 0 when it can't be sent. Never waits."""
+
+    def gather(self, call_ids: Sequence[int], deadline_s: float) -> None:
+        """Return when all these calls are answered or lost, or at the deadline."""
+
+    def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
+        """A call's answers, once; None while there are none; empty when the call is lost."""
+
+    def give_up(self, call_id: int) -> None:
+        """Want no answer any more; a lease that still comes is released."""
+
+    def send_step(self, step: StepDraft) -> bool:
+        """Queue the step's one message. False: no session, nothing will be done."""
+
+    def take_ended(self) -> list[tuple[int, bool]]:
+        """Jobs that have ended on every rank, by the daemon's word: (job id, whether done)."""
+
+    def reset_epoch(self) -> None:
+        """Move on to a new epoch of this engine's own."""
+
+
+class Session:
+    """`SessionView` over an open stream's answers and a mapped index page."""
+
+    def __init__(self, generation: int, opened: engine_pb2.SessionOpened, hash_bytes: int) -> None:
+        self.generation = generation
+        self.session_id = opened.session_id
+        self.namespace_id = opened.namespace_id
+        self.incarnation = opened.incarnation
+        self.fingerprint = opened.namespace_fingerprint
+        self.lease_ttl_s = opened.lease_ttl_ms / 1000
+        self.store_threshold = max(1, opened.store_threshold)
+        self.isolated = opened.isolated
+        self.epoch = opened.epoch.epoch
+        self.ranks_ready = False
+        self._hash_bytes = hash_bytes
+        self._page: PageReader | None = None
+        self._seeds = tuple(opened.epoch.group_seeds)
+        self._account_seeds: dict[tuple[int, str], int] = {}
+
+    def map_page(self, fd: int) -> None:
+        """Map the index page; closes the descriptor."""
+        try:
+            self._page = PageReader(fd)
+        finally:
+            os.close(fd)
+
+    def enter_epoch(self, epoch: str, seeds: Sequence[int]) -> None:
+        """Probe under these seeds from now on; no seeds = nothing is known yet."""
+        self.epoch = epoch
+        self._account_seeds = {}
+        self._seeds = tuple(seeds)
+
+    @property
+    def is_usable(self) -> bool:
+        return (
+            self.ranks_ready
+            and bool(self._seeds)
+            and self._page is not None
+            and not self._page.closed
+        )
+
+    def present(
+        self, group: int, account: str, block_hashes: Sequence[bytes]
+    ) -> npt.NDArray[np.bool_]:
+        joined = b"".join(block_hashes)
+        if len(joined) != len(block_hashes) * self._hash_bytes:
+            raise ValueError(f"every block hash must have {self._hash_bytes} bytes")
+        if self._page is None or not self._seeds:
+            return np.zeros(len(block_hashes), dtype=np.bool_)
+        words = tags.hash_words(joined, self._hash_bytes)
+        return self._page.probe(tags.tags_of(words, self._seed(group, account)))
+
+    def room(self, group: int) -> int:
+        return 0 if self._page is None else self._page.room(group)
+
+    def _seed(self, group: int, account: str) -> int:
+        key = (group, account)
+        seed = self._account_seeds.get(key)
+        if seed is None:
+            seed = self._account_seeds[key] = tags.account_seed(self._seeds[group], account)
+        return seed

@@ -1,0 +1,221 @@
+"""Keeps one rank registered: finds the daemon, hands it the rank's memory, and again.
+
+A background thread. After a loss it registers again only when the old mover is dead, so that
+at any time at most one mover writes into the rank's memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import select
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from kvd_client.companion import CompanionRefused, CompanionSocket
+from kvd_client.connection import (
+    BACKOFF_S,
+    CHANNEL_OPTIONS,
+    CONNECT_TIMEOUT_S,
+    REFUSED_BACKOFF_S,
+    describe,
+    is_absence,
+)
+from kvd_client.identity import EngineIdentity
+from kvd_client.worker.memory import GroupLayout, SharedMemory
+from kvd_client.worker.registration import Registration
+from kvd_proto.v1 import companion_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+REGISTER_TIMEOUT_S = 30.0  # a new mover touches all of the rank's memory first
+MARK_READY_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Which rank this is, and which shard's bytes it holds.
+
+    `writer` is False for a rank whose shard another rank writes (a replicated layout).
+    """
+
+    rank: int
+    world_size: int
+    shard: int
+    writer: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What is registered: regions, and the layout of every group in them."""
+
+    regions: tuple[SharedMemory, ...]
+    groups: tuple[GroupLayout, ...]
+
+
+class Registrar:
+    """The rank's registration, whenever there is one. Never raises for an absent daemon."""
+
+    def __init__(
+        self, socket_path: str, identity: EngineIdentity, place: RankPlace, memory: RankMemory
+    ) -> None:
+        self.problem = "not connected yet"
+        self.lost: list[Registration] = []  # not current any more; the worker drains and closes
+        self._socket_path = socket_path
+        self._identity = identity
+        self._place = place
+        self._memory = memory
+        self._changed = threading.Condition()
+        self._current: Registration | None = None
+        self._stub: worker_pb2_grpc.WorkerServiceStub | None = None
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._stopping = False
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="kvd-rank", daemon=True)
+        self._thread.start()
+
+    @property
+    def current(self) -> Registration | None:
+        """Where new jobs go; None while there is no daemon."""
+        return self._current
+
+    def wait_registered(self, timeout_s: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._current is not None, timeout_s)
+
+    def mark_ready_by_call(self, registration: Registration, job_ids: Sequence[int]) -> None:
+        """Fallback for a full ring. A failure leaves the jobs to the daemon's deadline."""
+        stub = self._stub
+        if stub is None or registration is not self._current:
+            return
+        request = worker_pb2.MarkReadyRequest(
+            registration_id=registration.registration_id, job_ids=job_ids
+        )
+        try:
+            stub.MarkReady(request, timeout=MARK_READY_TIMEOUT_S, metadata=self._metadata)
+        except grpc.RpcError as error:
+            log.warning("kvd: %d jobs could not be marked ready: %s", len(job_ids), error)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Unregister and end the thread. True: no copy can touch the rank's memory any more."""
+        with self._changed:
+            registration, stub = self._current, self._stub
+            self._stopping = True
+            if registration is not None and stub is not None:
+                self._unregister(stub, registration, timeout_s)
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        os.close(self._wake_fd)
+        return all(lost.wait_dead(timeout_s) for lost in self.lost)
+
+    def _unregister(
+        self,
+        stub: worker_pb2_grpc.WorkerServiceStub,
+        registration: Registration,
+        timeout_s: float,
+    ) -> None:
+        request = worker_pb2.UnregisterRankRequest(registration_id=registration.registration_id)
+        try:
+            stub.UnregisterRank(request, timeout=timeout_s, metadata=self._metadata)
+            registration.is_dead = True
+        except grpc.RpcError as error:
+            log.warning("kvd: unregistering failed, waiting for the mover's end: %s", error)
+
+    # -- the thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stopping:
+            backoff = BACKOFF_S
+            try:
+                self._hold_registration()
+            except grpc.RpcError as error:
+                backoff = BACKOFF_S if is_absence(error) else REFUSED_BACKOFF_S
+                self._note(describe(error))
+            except CompanionRefused as error:
+                backoff = REFUSED_BACKOFF_S
+                self._note(str(error))
+            except OSError as error:
+                self._note(f"{self._socket_path}: {error}")
+            except Exception:
+                # The engine must survive us, and a dead thread would end its cache for ever.
+                backoff = REFUSED_BACKOFF_S
+                log.exception("the rank's thread failed; it goes on")
+            self._sleep(random.uniform(*backoff))
+
+    def _hold_registration(self) -> None:
+        with CompanionSocket(self._socket_path, CONNECT_TIMEOUT_S) as companion:
+            program = f"kvd-client {self._identity.engine_id} rank {self._place.rank}"
+            welcome = companion.hello(companion_pb2.PEER_ROLE_WORKER, program)
+            for token, region in enumerate(self._memory.regions, 1):
+                companion.offer_memory(token, region.fd)
+            metadata = (("kvd-token", welcome.token),)
+            with grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS) as channel:
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
+                answer = stub.RegisterRank(
+                    self._request(), timeout=REGISTER_TIMEOUT_S, metadata=metadata
+                )
+                channel_fds = companion.rank_channel(answer.registration_id)
+                registration = Registration(answer.registration_id, channel_fds)
+                with self._changed:
+                    self._current, self._stub, self._metadata = registration, stub, metadata
+                    self.problem = ""
+                    self._changed.notify_all()
+                try:
+                    self._watch(registration, companion.fileno())
+                finally:
+                    with self._changed:
+                        self._current = self._stub = None
+                        self.lost.append(registration)
+        # The companion is closed: a daemon that lives ends the mover, one that died took it along.
+        while not registration.wait_dead(0.05) and not self._stopping:
+            pass
+
+    def _request(self) -> worker_pb2.RegisterRankRequest:
+        place = self._place
+        return worker_pb2.RegisterRankRequest(
+            identity=self._identity.to_proto(),
+            rank=place.rank,
+            world_size=place.world_size,
+            shard=place.shard,
+            writer=place.writer,
+            memories=[
+                worker_pb2.MemoryHandle(
+                    host=worker_pb2.HostSharedMemory(
+                        memory_token=token, offset=region.offset, bytes=region.bytes
+                    )
+                )
+                for token, region in enumerate(self._memory.regions, 1)
+            ],
+            groups=[layout.to_proto(group) for group, layout in enumerate(self._memory.groups)],
+        )
+
+    def _watch(self, registration: Registration, companion_fd: int) -> None:
+        """Return when the mover or the daemon is dead, the board is broken, or at `stop`."""
+        poller = select.poll()
+        for fd in (registration.pidfd, companion_fd, self._wake_fd):
+            poller.register(fd, select.POLLIN)
+        while not self._stopping and not registration.is_broken:
+            ready = {fd for fd, _ in poller.poll(1000)}
+            if registration.pidfd in ready:
+                registration.is_dead = True
+                self._note("the mover has ended")
+                return
+            if companion_fd in ready:
+                self._note("the daemon has gone")
+                return
+
+    def _sleep(self, seconds: float) -> None:
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        poller.poll(seconds * 1000)
+
+    def _note(self, problem: str) -> None:
+        if problem != self.problem and not self._stopping:
+            log.warning("kvd rank %d: %s", self._place.rank, problem)
+            self.problem = problem

@@ -1,0 +1,65 @@
+"""One registration of a rank: its mover's ring and board, and the mover's death."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Sequence
+
+from kvd_proto.board import BoardOverrun, BoardReader, BoardRecord
+from kvd_proto.ring import RingWriter
+
+
+class Registration:
+    """Owns the channel's four descriptors. `close` only when the mover is dead."""
+
+    def __init__(self, registration_id: int, descriptors: tuple[int, int, int, int]) -> None:
+        self.registration_id = registration_id
+        ring_fd, board_fd, self._event_fd, self.pidfd = descriptors
+        self.is_dead = False  # no copy of it can touch the rank's memory any more
+        self.is_broken = False  # records were lost: nothing that it reports is complete
+        try:
+            self._ring = RingWriter(ring_fd, self._event_fd)
+            self._board = BoardReader(board_fd)
+        except BaseException:
+            for fd in (self._event_fd, self.pidfd):
+                os.close(fd)
+            raise
+        finally:
+            os.close(ring_fd)
+            os.close(board_fd)
+
+    def mark_ready(self, job_ids: Sequence[int]) -> bool:
+        """This rank's half of the jobs is there. False: the ring is full, use the RPC."""
+        return self._ring.mark_ready(job_ids)
+
+    def abandon(self, job_id: int) -> None:
+        """Give a store up: its blocks may be overwritten from now on."""
+        self._ring.abandon(job_id)
+
+    def poll(self) -> list[BoardRecord]:
+        """What ended since the last call."""
+        if self.is_broken:
+            return []
+        try:
+            return self._board.poll()
+        except BoardOverrun:
+            self.is_broken = True
+            return []
+
+    def wait_dead(self, timeout_s: float) -> bool:
+        """Whether the mover process has ended, waiting for it up to `timeout_s`."""
+        if not self.is_dead:
+            poller = select.poll()
+            poller.register(self.pidfd, select.POLLIN)
+            self.is_dead = bool(poller.poll(timeout_s * 1000))
+        return self.is_dead
+
+    def close(self) -> None:
+        """Unmap and close. Nothing may be called afterwards."""
+        self._ring.close()
+        self._board.close()
+        for fd in (self._event_fd, self.pidfd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
