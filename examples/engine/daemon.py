@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from examples.engine.lifetime import child_environment
+
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
 
@@ -19,8 +21,9 @@ STOP_SECONDS = 30.0
 class Daemon:
     """Runs `kvd serve` on a socket and a pool of its own; leaving the context removes both."""
 
-    def __init__(self, pool_bytes: int) -> None:
+    def __init__(self, pool_bytes: int, extent_bytes: int = 64 << 20) -> None:
         self._pool_bytes = pool_bytes
+        self._extent_bytes = extent_bytes
         self._directory = Path(tempfile.mkdtemp(prefix="kvd-demo."))
         self._pool = Path(tempfile.mkdtemp(prefix="kvd-demo.", dir="/dev/shm"))
         self._process: subprocess.Popen[bytes] | None = None
@@ -60,6 +63,7 @@ class Daemon:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                env=child_environment(),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -73,14 +77,14 @@ class Daemon:
         self.start_s = time.monotonic() - started
 
     def _flags(self) -> list[str]:
-        return [
-            "--socket",
-            self.socket,
-            "--pool-directory",
-            str(self._pool),
-            "--pool-bytes",
-            str(self._pool_bytes),
-        ]
+        settings = {
+            "socket": self.socket,
+            "pool-directory": self._pool,
+            "pool-bytes": self._pool_bytes,
+            "extent-bytes": self._extent_bytes,
+            "http-port": 0,
+        }
+        return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
     def _answers(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:

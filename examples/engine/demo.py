@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from examples.engine.config import EngineConfig
 from examples.engine.conversation import HANDBOOK, QUESTIONS
 from examples.engine.daemon import Daemon
+from examples.engine.lifetime import REPOSITORY
 from examples.engine.process import Answer, EngineProcess
 from examples.engine.report import print_table
 from examples.engine.requests import RequestOrder
@@ -32,7 +32,6 @@ from examples.engine.weights import load_checkpoint
 POOL_BYTES = 1 << 30
 BLOCKS = {"smollm2": 160, "tiny": 512}
 ANSWER_TOKENS = 32
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 Say = Callable[[str], None]
 

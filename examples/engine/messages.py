@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from examples.engine.config import EngineConfig
+from examples.engine.lifetime import child_environment
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,11 @@ def start_process(
     the starting process alone, which then ends it in order.
     """
     ours, theirs = socket.socketpair()
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    # One thread a rank: two ranks and the daemon share a small machine.
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     with theirs:
         process = subprocess.Popen(
             [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
             pass_fds=(theirs.fileno(), *inherited),
-            env=environment,
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -12,9 +12,9 @@ from typing import Any
 
 from examples.engine.config import EXCHANGE_BYTES, EngineConfig
 from examples.engine.messages import (
-    Span,
     RankStart,
     RunStep,
+    Span,
     StepDone,
     Stop,
     TakeDigests,

@@ -9,10 +9,11 @@ import pytest
 from examples.engine.daemon import Daemon
 
 POOL_BYTES = 64 << 20
+EXTENT_BYTES = 2 << 20
 
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
     """`kvd serve` on a socket and a pool of its own."""
-    with Daemon(POOL_BYTES) as running:
+    with Daemon(POOL_BYTES, EXTENT_BYTES) as running:
         yield running
