@@ -1,0 +1,186 @@
+"""The Helm chart: linted, rendered, and its kvd.toml read by the daemon's own reader."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd import config
+
+CHART = Path(__file__).resolve().parents[2] / "helm" / "kvd"
+GIB = 1 << 30
+SETTINGS_OF_THE_CHART = {"socket", "pool_directory", "pool_bytes", "http_address", "http_port"}
+
+if importlib.util.find_spec("helm_python") is None and not os.environ.get("CI"):
+    # CI installs it, so there its absence is a failure and not a reason to skip.
+    pytest.skip("helm-python-sdk (75 MB) is missing: .ci/venv charts", allow_module_level=True)
+
+import helm_python as helm  # noqa: E402 - only once it is known to be there
+import yaml  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def chart() -> Iterator[helm.Chart]:
+    with helm.Chart.load(str(CHART)) as loaded:
+        yield loaded
+
+
+def objects(chart: helm.Chart, values: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Kind → manifest, of everything rendered."""
+    chart.validate_schema(values or {})
+    rendered = chart.render(values or {}, name="demo", namespace="caches")
+    documents = [
+        document
+        for path, text in rendered.items()
+        if not path.endswith(".txt")
+        for document in yaml.safe_load_all(text)
+        if document
+    ]
+    by_kind = {document["kind"]: document for document in documents}
+    assert len(by_kind) == len(documents)
+    return by_kind
+
+
+def pod(chart: helm.Chart, values: dict[str, Any] | None = None) -> Any:
+    return objects(chart, values)["DaemonSet"]["spec"]["template"]["spec"]
+
+
+def settings(chart: helm.Chart, tmp_path: Path, values: dict[str, Any] | None = None) -> Any:
+    """What the daemon reads from the chart's ConfigMap."""
+    file = tmp_path / "kvd.toml"
+    file.write_text(objects(chart, values)["ConfigMap"]["data"]["kvd.toml"])
+    return config.load(argparse.Namespace(config=str(file)), {})
+
+
+def test_lint_finds_no_error() -> None:
+    found = helm.lint(str(CHART))
+    assert found["errors"] == []
+    assert [m["error"] for m in found["messages"]] == ["icon is recommended"]
+
+
+def test_by_default_there_is_one_daemon_a_node_and_its_settings(chart: helm.Chart) -> None:
+    assert objects(chart).keys() == {"DaemonSet", "ConfigMap", "ServiceAccount"}
+
+
+def test_the_daemon_accepts_the_settings_and_finds_the_mounted_paths(
+    chart: helm.Chart, tmp_path: Path
+) -> None:
+    read = settings(chart, tmp_path, {"pool": {"sizeGiB": 3}})
+    assert read.pool_bytes == 3 * GIB
+    (container,) = pod(chart)["containers"]
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {str(read.pool_directory), str(read.socket.parent)} <= mounted
+    assert (read.http_address, read.http_port) == ("0.0.0.0", 9470)
+
+
+def test_settings_and_tenants_of_the_values_reach_the_daemon(
+    chart: helm.Chart, tmp_path: Path
+) -> None:
+    given = {
+        "extent_bytes": 33554432,
+        "lease_share": 0.5,
+        "operators": [1000],
+        "policy": "arc",
+        "tenants": {"acme": {"uids": [1001, 1002], "quota": "1GiB"}},
+    }
+    read = settings(chart, tmp_path, {"config": given})
+    assert (read.extent_bytes, read.lease_share, read.policy) == (32 << 20, 0.5, "arc")
+    assert read.operators == (1000,)
+    (acme,) = read.tenants
+    assert (acme.tenant, acme.uids, acme.quota_bytes) == ("acme", {1001, 1002}, GIB)
+
+
+def test_the_schema_knows_every_setting_that_the_chart_leaves_to_its_user() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    known = schema["properties"]["config"]["properties"].keys()
+    there_are = {setting.name for setting in config.SETTINGS}
+    assert known == (there_are - SETTINGS_OF_THE_CHART) | {"tenants"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"user": 0},
+        {"pool": {"sizeGiB": "sixteen"}},
+        {"pool": {"sizeGiB": 16, "hostPath": "relative"}},
+        {"config": {"polcy": "lru"}},
+        {"config": {"policy": "fifo"}},
+        {"metrics": {"port": 80}},
+        {"replicaCount": 3},
+    ],
+)
+def test_a_wrong_value_is_refused(chart: helm.Chart, wrong: dict[str, Any]) -> None:
+    with pytest.raises(helm.HelmValuesError):
+        chart.validate_schema(wrong)
+
+
+def test_the_pool_outlives_the_pod(chart: helm.Chart) -> None:
+    volumes = {volume["name"]: volume for volume in pod(chart)["volumes"]}
+    assert volumes["pool"]["hostPath"]["path"].startswith("/dev/shm/")
+    assert volumes["run"]["hostPath"]["path"] == "/run/kvd"
+
+
+def test_the_pods_memory_holds_pool_slot_table_and_processes(chart: helm.Chart) -> None:
+    for size in (1, 16, 500):
+        (container,) = pod(chart, {"pool": {"sizeGiB": size}})["containers"]
+        limit = container["resources"]["limits"]["memory"]
+        assert container["resources"]["requests"]["memory"] == limit
+        slot_table_gib = size * 128 / 4096
+        assert int(limit.removesuffix("Gi")) >= size + slot_table_gib + 2
+
+
+def test_the_daemon_runs_without_root_and_without_capabilities(chart: helm.Chart) -> None:
+    spec = pod(chart)
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    (container,) = spec["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+
+
+def test_the_probes_ask_the_http_port(chart: helm.Chart) -> None:
+    (container,) = pod(chart)["containers"]
+    asked = {kind: container[kind]["httpGet"]["path"] for kind in container if "Probe" in kind}
+    assert asked == {
+        "startupProbe": "/healthz",
+        "livenessProbe": "/healthz",
+        "readinessProbe": "/readyz",
+    }
+    assert container["ports"][0]["containerPort"] == 9470
+
+
+def test_prometheus_finds_the_metrics_either_way(chart: helm.Chart) -> None:
+    asked = {
+        "service": {"enabled": True},
+        "serviceMonitor": {"enabled": True},
+        "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+    }
+    made = objects(chart, {"metrics": asked})
+    assert made.keys() >= {"Service", "ServiceMonitor", "PodMonitor"}
+    assert made["PodMonitor"]["metadata"]["labels"]["release"] == "prometheus"
+    labels = made["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
+    for kind in ("ServiceMonitor", "PodMonitor"):
+        assert made[kind]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_a_service_monitor_without_a_service_is_refused(chart: helm.Chart) -> None:
+    with pytest.raises(helm.HelmError, match=r"needs metrics\.service\.enabled"):
+        objects(chart, {"metrics": {"serviceMonitor": {"enabled": True}}})
+
+
+def test_a_changed_setting_makes_new_pods(chart: helm.Chart) -> None:
+    def digest(values: dict[str, Any]) -> str:
+        metadata = objects(chart, values)["DaemonSet"]["spec"]["template"]["metadata"]
+        return str(metadata["annotations"]["kvd/config-digest"])
+
+    assert digest({}) == digest({})
+    assert digest({}) != digest({"config": {"policy": "arc"}})
