@@ -80,7 +80,7 @@ class JobStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ScopeRecovered:
-    """One (namespace, epoch, account, group) read back from the pool's registry, before its rows."""
+    """A (namespace, epoch, account, group) read back from the registry, before its rows."""
 
     scope: ScopeId
     namespace: NamespaceId

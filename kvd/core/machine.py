@@ -53,6 +53,10 @@ class Machine:
         """Blocks that a store could get now, by group."""
         return room.storable(self.state, namespace)
 
+    def namespaces(self) -> list[NamespaceId]:
+        """Every namespace that is known, with or without sessions or blocks."""
+        return list(self.state.namespaces)
+
     def granted_rows(self, namespace: NamespaceId) -> list[GrantRow]:
         """The rows that a mover of this namespace maps."""
         state = self.state

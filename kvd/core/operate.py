@@ -20,7 +20,7 @@ def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
     Pinned blocks keep their slots, unseen, until their pins end.
     """
     namespace = state.require_namespace(event.namespace)
-    actions: list[Action] = []
+    actions: list[Action] = [AnnounceCleared(event.namespace)]
     removed = 0
     for owner in namespace.classes:
         removed += _clear_class(state, owner, actions)
@@ -32,7 +32,6 @@ def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
         for waiting in follows:
             transfer.fail_job(waiting.job, RESET)
     state.counters.cleared += removed
-    actions.append(AnnounceCleared(event.namespace))
     actions.append(Reply(event.token, removed))
     return actions
 
@@ -44,7 +43,7 @@ def _clear_class(state: State, owner: SizeClass, actions: list[Action]) -> int:
     owner.policy.remove(ready)
     pinned = state.slots.pins[ready] > 0
     if not pinned.all():
-        residency.forget_ready(state, owner, ready[~pinned], actions)
+        residency.forget_ready(state, owner, ready[~pinned], actions, announce=False)
     if pinned.any():
         residency.quarantine_ready(state, owner, ready[pinned], actions)
     return len(ready)

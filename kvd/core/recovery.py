@@ -96,6 +96,7 @@ def _settle_free(state: State, row: Row) -> None:
     # A mover that outlived its daemon may still write these: they are never given out again.
     state.slots.move(free, SlotState.FREE, SlotState.QUARANTINED)
     state.slots.pins[free] = 1
+    row.withheld = free
     owner.quarantined += len(free)
     owner.tenant.used_bytes += len(free) * owner.block_bytes
 

@@ -75,10 +75,17 @@ def evict(state: State, owner: SizeClass, count: int, actions: list[Action]) -> 
     forget_ready(state, owner, victims, actions)
 
 
-def forget_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
-    """READY -> FREE for unpinned blocks that the policy has already let go."""
+def forget_ready(
+    state: State, owner: SizeClass, slots: Slots, actions: list[Action], *, announce: bool = True
+) -> None:
+    """READY -> FREE for unpinned blocks that the policy has already let go.
+
+    Without `announce` the caller has told everybody that the whole namespace is cleared.
+    """
     assert not state.slots.pins[slots].any(), "a pinned block was evicted"
     _leave_index(state, owner, slots, actions)
+    if announce:
+        _announce_removed(state, owner, slots, actions)
     actions.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.FREE)
     owner.ready -= len(slots)
@@ -88,7 +95,7 @@ def forget_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Act
 
 
 def quarantine_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
-    """READY -> QUARANTINED for pinned blocks that the policy has already let go."""
+    """READY -> QUARANTINED for pinned blocks of a namespace that was announced as cleared."""
     assert bool((state.slots.pins[slots] > 0).all()), "an unpinned block needs no quarantine"
     _leave_index(state, owner, slots, actions)
     actions.append(WriteFree(slots))
@@ -154,6 +161,9 @@ def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:
 def _leave_index(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
     state.index.remove(slots)
     actions.append(RetractTags(owner.namespace, state.slots.tags[slots]))
+
+
+def _announce_removed(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
     for scope, members in _by_scope(state, slots):
         keys = _keys_of(state, owner, members)
         actions.append(

@@ -73,7 +73,8 @@ class Row:
     extents: tuple[int, ...]
     first_slot: int
     slots: int
-    undead: bool = False  # an earlier incarnation's mover may still write places not READY
+    undead: bool = False  # a mover of an earlier incarnation may still write to it
+    withheld: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ... here
     mapped_by: set[MoverId] = field(default_factory=set)  # while retiring: yet to unmap
     zeroing: bool = False
     wanted_by: SizeClass | None = None

@@ -1,0 +1,244 @@
+"""What must be true of the machine after every event. For tests; reads everything.
+
+The numbers are those of DESIGN section 8. I1, I2, I4 and I6 speak of bytes and processes and
+are tested where those live. I9 (events = index) is checked from the actions, in tests/core.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.block import SlotState
+from kvd.core.events import JobKind
+from kvd.core.index import NOWHERE
+from kvd.core.job import Piece
+from kvd.core.keys import ScopeId, Slots
+from kvd.core.machine import Machine
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+from kvd_proto.tags import tags_of
+
+if TYPE_CHECKING:
+    from kvd.core.rows import SizeClass
+    from kvd.core.state import State
+
+
+def check(machine: Machine) -> None:
+    """Raise AssertionError with what is wrong, if anything is."""
+    state = machine.state
+    _check_extents(state)
+    for owner in state.classes.values():
+        _check_slots(state, owner)
+        _check_policy(state, owner)
+    _check_absent(state)
+    _check_pins(state)
+    _check_index(state)
+    _check_tenants(state)
+    _check_jobs(state)
+    _check_followers(state)
+    _check_busy_blocks(state)
+    _check_sessions(state)
+
+
+def _check_extents(state: State) -> None:
+    """I10: every extent is free, in one granted row, or in one row that is being taken back."""
+    held = Counter(state.free_extents)
+    for row in [*state.rows.values(), *state.retiring.values()]:
+        held.update(row.extents)
+    assert held == Counter(range(state.config.extents)), "extents leaked or owned twice"
+    for number, row in state.rows.items():
+        assert row.row == number == row.extents[0], "a row is filed under another number"
+        assert row.size_class.rows.get(number) is row, "a row's class doesn't know it"
+    for row in state.retiring.values():
+        assert row.row not in row.size_class.rows, "a class still owns a row taken from it"
+        assert row.zeroing or row.mapped_by, "a row waits for nobody"
+        assert row.mapped_by <= set(state.movers), "a row waits for a mover that is gone"
+
+
+def _slots_in(state: State, owner: SizeClass, wanted: SlotState) -> Slots:
+    found = [
+        row.first_slot + np.flatnonzero(state.slots.state[row.span] == wanted)
+        for row in owner.rows.values()
+    ]
+    return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *found]))
+
+
+def _check_slots(state: State, owner: SizeClass) -> None:
+    """I10: free + reserved + ready + quarantined = capacity, and the counts are true."""
+    free, reserved, ready, quarantined = (
+        _slots_in(state, owner, wanted)
+        for wanted in (
+            SlotState.FREE,
+            SlotState.RESERVED,
+            SlotState.READY,
+            SlotState.QUARANTINED,
+        )
+    )
+    assert owner.capacity == sum(row.slots for row in owner.rows.values()), "capacity is wrong"
+    total = len(free) + len(reserved) + len(ready) + len(quarantined)
+    assert total == owner.capacity, f"{total} slots have a state, {owner.capacity} exist"
+    assert np.array_equal(np.sort(owner.free.all()), free), "the free slots aren't those free"
+    assert owner.reserved == len(reserved), "count of reserved slots"
+    assert owner.ready == len(ready), "count of ready slots"
+    assert owner.quarantined == len(quarantined), "count of quarantined slots"
+    pins = state.slots.pins
+    assert owner.evictable == int((pins[ready] == 0).sum()), "count of evictable slots"
+    assert not pins[free].any(), "a free slot is pinned"
+    assert bool((pins[quarantined] > 0).all()), "a quarantined slot waits for nobody"
+    assert bool((pins[reserved] > 0).all()), "a reserved slot is copied by nobody"
+    assert not state.slots.leases[np.concatenate([free, reserved])].any(), (
+        "a lease on a block that is not readable"
+    )
+
+
+def _check_absent(state: State) -> None:
+    exists = np.zeros(state.slots.size, dtype=np.bool_)
+    for row in state.rows.values():
+        assert not exists[row.span].any(), "two rows share a slot"
+        exists[row.span] = True
+    absent = state.slots.state == SlotState.ABSENT
+    assert np.array_equal(exists, ~absent), "a slot exists without a row"
+    assert not state.slots.pins[absent].any(), "a slot without a row is pinned"
+
+
+def _check_policy(state: State, owner: SizeClass) -> None:
+    """I3: what the policy may give up is what is READY."""
+    if state.recovered:
+        return
+    known = np.sort(owner.policy.coldest(owner.capacity + 1))
+    assert np.array_equal(known, _slots_in(state, owner, SlotState.READY)), (
+        "the policy knows other blocks than the ready ones"
+    )
+
+
+def _check_pins(state: State) -> None:
+    """I5, I10: pins = leases + transfers, nothing else."""
+    leases = np.zeros(state.slots.size, dtype=np.int32)
+    for session in state.sessions.values():
+        for lease in session.leases.values():
+            leases[lease.slots] += 1
+    assert np.array_equal(leases, state.slots.leases), "lease counts"
+    pins = leases
+    for transfer in state.transfers.values():
+        for part in transfer.piece.parts:
+            pins[part.pinned] += 1
+    for row in state.rows.values():
+        pins[row.withheld] += 1
+    assert np.array_equal(pins, state.slots.pins), "pins are not leases + transfers"
+
+
+def _check_index(state: State) -> None:
+    """I3, I7: the index finds exactly the READY and RESERVED blocks, each in its own scope."""
+    states = state.slots.state
+    held = np.flatnonzero((states == SlotState.READY) | (states == SlotState.RESERVED))
+    assert np.array_equal(np.sort(state.index.slots()), held), "index = READY + RESERVED"
+    assert len(state.index) == len(held), "count of the index"
+    for row in state.rows.values():
+        owner = row.size_class
+        inside = held[(held >= row.first_slot) & (held < row.first_slot + row.slots)]
+        words = state.slots.keys(owner.width)[inside]
+        scopes = state.slots.scopes[inside]
+        for number in np.unique(scopes).tolist():
+            scope = state.scopes[ScopeId(number)]
+            assert (scope.namespace, scope.group) == (owner.namespace, owner.group), (
+                "a block lies in another namespace's row"
+            )
+            mine = scopes == number
+            tags = tags_of(words[mine], scope.seed)
+            assert np.array_equal(tags, state.slots.tags[inside[mine]]), "a tag is wrong"
+            found = state.index.find(tags, words[mine], number)
+            assert NOWHERE not in found, "a block can't be found"
+            assert np.array_equal(found, inside[mine]), "one key has two blocks"
+
+
+def _check_tenants(state: State) -> None:
+    """I8: the quota holds, and the accounts are true."""
+    for tenant in state.tenants.values():
+        owned = state.classes_of(tenant)
+        used = sum((c.reserved + c.ready + c.quarantined) * c.block_bytes for c in owned)
+        assert tenant.used_bytes == used, "a tenant's bytes in use"
+        over = bool(tenant.quota_bytes) and used > tenant.quota_bytes
+        assert not over or tenant.shrinking, f"{tenant.tenant} uses more than its quota"
+        leased = 0
+        for owner in owned:
+            for row in owner.rows.values():
+                held = int((state.slots.leases[row.span] > 0).sum())
+                leased += held * owner.block_bytes
+        assert tenant.leased_bytes == leased, "a tenant's bytes under leases"
+
+
+def _pieces(state: State) -> list[Piece]:
+    return list({id(t.piece): t.piece for t in state.transfers.values()}.values())
+
+
+def _check_jobs(state: State) -> None:
+    """I5, I11: each transfer belongs to a live job, each live job has something to wait for."""
+    running: Counter[int] = Counter()
+    for number, transfer in state.transfers.items():
+        assert transfer.piece.transfers.get(number) is transfer, "a transfer without its piece"
+        mover = state.movers.get(transfer.mover)
+        assert mover is not None, "a transfer of a mover that is gone"
+        assert mover.transfers.get(number) is transfer, "a mover that doesn't know its transfer"
+    for piece in _pieces(state):
+        running[id(piece.job)] += 1
+        live = state.sessions[piece.job.session].jobs.get(piece.job.job)
+        assert live is piece.job, "a transfer of a job that has ended"
+        if piece.job.kind is JobKind.STORE and not piece.failed:
+            for part in piece.parts:
+                assert bool((state.slots.state[part.slots] == SlotState.RESERVED).all()), (
+                    "a store copies into a slot that is not reserved"
+                )
+    for session in state.sessions.values():
+        for job in session.jobs.values():
+            assert job.pieces == running[id(job)], "count of a job's pieces"
+            assert job.open or job.pieces or job.followed, "a job waits for nothing"
+
+
+def _check_followers(state: State) -> None:
+    assert not state.orphans, "followers without a leader"
+    followed: Counter[int] = Counter()
+    for slot, follows in state.followers.items():
+        assert follows, "a leader is listed without followers"
+        assert state.slots.state[slot] == SlotState.RESERVED, "a follower of nothing in flight"
+        for follow in follows:
+            followed[id(follow.job)] += 1
+    for session in state.sessions.values():
+        for job in session.jobs.values():
+            assert job.followed == followed.pop(id(job), 0), "count of followed keys"
+    assert not followed, "a job that has ended follows a store"
+
+
+def _check_busy_blocks(state: State) -> None:
+    """Engine blocks marked as in flight are those of running stores and waiting followers."""
+    busy: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    for piece in _pieces(state):
+        if piece.job.kind is JobKind.STORE:
+            for part in piece.parts:
+                blocks = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK]
+                busy[piece.job.session, part.size_class.group].update(blocks.tolist())
+    for follows in state.followers.values():
+        for follow in follows:
+            blocks = follow.offer.engine_blocks
+            blocks = blocks[blocks != NULL_ENGINE_BLOCK]
+            busy[follow.job.session, follow.offer.size_class.group].update(blocks.tolist())
+    for session in state.sessions.values():
+        for group, counts in session.busy.items():
+            marked = {int(b): int(counts[b]) for b in np.flatnonzero(counts)}
+            expected = dict(busy.pop((session.session, group), {}))
+            assert marked == expected, "engine blocks in flight"
+    assert not any(busy.values()), "engine blocks in flight are not marked"
+
+
+def _check_sessions(state: State) -> None:
+    for mover in state.movers.values():
+        session = state.sessions[mover.session]
+        assert session.movers.get(mover.rank) is mover, "a rank's mover is another"
+    for session in state.sessions.values():
+        assert not session.closed or session.jobs or session.movers, "a closed session stays"
+        assert not session.closed or not session.leases, "a closed session holds leases"
+        for request, leases in session.by_request.items():
+            assert leases, "a request is listed without leases"
+            assert all(session.leases[n].request == request for n in leases), "a lease's request"
+        assert sum(map(len, session.by_request.values())) == len(session.leases), "leases"
