@@ -53,10 +53,10 @@ class KvdRank:
         self._worker = Worker(
             config.socket, identity, start.rank, config.ranks, shard=start.rank, writer=True
         )
-        fragments = [
+        fragments = tuple(
             Fragment(memory=0, base=each.base, stride=each.stride, bytes=each.bytes)
             for each in kv.fragments
-        ]
+        )
         self._worker.register(
             [SharedMemory(kv.fd, 0, kv.bytes)], [GroupLayout(kv.num_blocks, fragments)]
         )
