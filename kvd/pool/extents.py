@@ -57,6 +57,13 @@ class Extents:
     def path(self, extent: int) -> Path:
         return self.directory / f"{extent:05d}.kv"
 
+    def inode(self, extent: int) -> int | None:
+        """The file's inode number; None when there is no file."""
+        try:
+            return self.path(extent).stat().st_ino
+        except FileNotFoundError:
+            return None
+
     def missing(self) -> str:
         """Why the files are not the ones that the header promises; "" when they are."""
         for extent in range(self.count):
@@ -73,9 +80,16 @@ class Extents:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def create_all(self, progress: Progress) -> None:
-        """Make and populate every extent, several at a time; PoolError when memory runs out."""
+        """Make and populate every extent, several at a time.
+
+        PoolError when memory runs out; what was taken until then is given back.
+        """
         self.directory.mkdir(mode=0o700, exist_ok=True)
-        self._in_parallel(self.create, range(self.count), progress)
+        try:
+            self._in_parallel(self.create, range(self.count), progress)
+        except PoolError:
+            self.remove_all()
+            raise
 
     def create(self, extent: int) -> None:
         """Make one extent of zeros, populated, in the place of what was there."""
@@ -86,7 +100,7 @@ class Extents:
             with mmap.mmap(fd, self.extent_bytes) as mapping:
                 populate(mapping, 0, self.extent_bytes, MADV_POPULATE_WRITE)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno != errno.EINVAL:  # which kernels before 5.14 say to the advice
                 raise PoolError(
                     f"no memory for extent {extent} of {self.count} ({self.extent_bytes} bytes,"
                     f" {error.strerror}): the file system or the machine is full; lower the"

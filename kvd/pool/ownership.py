@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import select
 import signal
 import time
@@ -20,8 +19,7 @@ from typing import NamedTuple
 
 from kvd.pool import lines
 from kvd.pool.config import PoolError
-
-_EXTENT_NAME = re.compile(r"/extents/(\d+)\.kv")
+from kvd.pool.extents import Extents
 
 
 class MoverRecord(NamedTuple):
@@ -113,7 +111,7 @@ def end_movers(movers: Iterable[MoverRecord], deadline_s: float) -> list[MoverRe
             # Asked after the open: if it matches, the descriptor names that process or a dead one.
             if start_time_of(mover.pid) != mover.start_time:
                 continue
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             waiting[pidfd] = mover
         poll = select.poll()
@@ -130,18 +128,16 @@ def end_movers(movers: Iterable[MoverRecord], deadline_s: float) -> list[MoverRe
         return list(waiting.values())
 
 
-def extents_mapped_by(pid: int, extents_directory: Path) -> set[int] | None:
-    """Extents that a process maps now; None when the kernel doesn't say."""
+def extents_mapped_by(pid: int, extents: Extents) -> frozenset[int]:
+    """Extents that a process maps now; all of them where the kernel doesn't say.
+
+    By inode, since a path may read differently in the other process's mount namespace.
+    """
     try:
         text = Path(f"/proc/{pid}/maps").read_text()
     except ProcessLookupError:
-        return set()
+        return frozenset()
     except OSError:
-        return None
-    root = str(extents_directory.parent)
-    mapped: set[int] = set()
-    for line in text.splitlines():
-        found = _EXTENT_NAME.search(line)
-        if found and root in line and "(deleted)" not in line:
-            mapped.add(int(found.group(1)))
-    return mapped
+        return frozenset(range(extents.count))
+    inodes = {int(line.split(maxsplit=5)[4]) for line in text.splitlines()}
+    return frozenset(e for e in range(extents.count) if extents.inode(e) in inodes)

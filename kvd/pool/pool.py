@@ -222,11 +222,7 @@ class Pool:
         """Kill what still lives of the last owner; returns extents that an undead mover maps."""
         undead = end_movers(self._movers.read_last_owner(), self._config.mover_kill_deadline_s)
         self._movers.replace(undead)
-        mapped: set[int] = set()
-        for mover in undead:
-            extents = extents_mapped_by(mover.pid, self._files.directory)
-            mapped |= set(range(self.extents)) if extents is None else extents
-        return frozenset(mapped)
+        return frozenset().union(*(extents_mapped_by(m.pid, self._files) for m in undead))
 
     def _take_or_make(self, progress: Callable[[int, int], None]) -> None:
         """Read the header; where the pool can't be used, remove it and make a new one."""

@@ -8,6 +8,7 @@ after a kill -9 included, sees the body too. Record i of extent e is e * slots_p
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, KeyBatch
 from kvd.pool.config import RECORD_BYTES, PoolConfig, PoolError
-from kvd.pool.extents import MADV_POPULATE_READ, MADV_POPULATE_WRITE, populate
+from kvd.pool.extents import MADV_POPULATE_READ, populate
 from kvd_proto.tags import mix
 
 Records = npt.NDArray[np.int64]  # record numbers
@@ -42,25 +43,24 @@ class SlotTable:
         """Open or make the table; a new one says FREE everywhere."""
         self._per_extent = config.slots_per_extent
         count = config.extents * self._per_extent
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(fd, count * RECORD_BYTES)
-            self._map = mmap.mmap(fd, count * RECORD_BYTES)
-        finally:
-            os.close(fd)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(self._fd, count * RECORD_BYTES)
+        self._map = mmap.mmap(self._fd, count * RECORD_BYTES)
         self._words: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(count, _WORDS)
 
     def close(self) -> None:
         del self._words
         self._map.close()
+        os.close(self._fd)
 
     def prepare(self, extent: int, slots: int) -> None:
         """Have the memory for an extent's first records; PoolError where there is none.
 
         Without it the first touch of a page on a full file system would be a SIGBUS.
         """
+        first = extent * self._per_extent * RECORD_BYTES
         try:
-            self._populate(extent, slots, MADV_POPULATE_WRITE)
+            os.posix_fallocate(self._fd, first, slots * RECORD_BYTES)
         except OSError as error:
             raise PoolError(
                 f"no memory for the slot table of extent {extent} ({error.strerror}): the file"
@@ -68,8 +68,10 @@ class SlotTable:
             ) from error
 
     def prefetch(self, extent: int, slots: int) -> None:
-        """Map an extent's first records at once, before all are read."""
-        self._populate(extent, slots, MADV_POPULATE_READ)
+        """Map an extent's first records at once, where the kernel can, before all are read."""
+        first = extent * self._per_extent * RECORD_BYTES
+        with contextlib.suppress(OSError):
+            populate(self._map, first, slots * RECORD_BYTES, MADV_POPULATE_READ)
 
     def write_ready(self, records: Records, scopes: U32, keys: KeyBatch, stamps: U64) -> None:
         """Make FREE records READY, one generation later. Arrays run along."""
@@ -121,10 +123,6 @@ class SlotTable:
         """The keys, copied out."""
         width = -(-hash_bytes // 8)
         return KeyBatch(self._words[records, _KEY : _KEY + width], hash_bytes)
-
-    def _populate(self, extent: int, slots: int, advice: int) -> None:
-        first = extent * self._per_extent * RECORD_BYTES
-        populate(self._map, first, slots * RECORD_BYTES, advice)
 
 
 def _checksums(records: Records, generations: U64, body: U64, key_words: int) -> U64:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvd.pool import Pool, PoolConfig, PoolError, space
+from kvd.pool import Pool, PoolConfig, PoolError, extents, space
 from kvd.pool.space import SpaceFigures
+from tests.contract import pool_orders as orders
 
 GIB = 1 << 30
 CONFIG = PoolConfig(Path("/dev/shm/kvd"), 4 * GIB)
@@ -116,3 +120,44 @@ def test_this_machine_tells_what_it_has() -> None:
     limit = space.memory_limit()
     assert limit is None or limit > 0
     assert space.filesystem_type(Path("/dev/shm")) == "tmpfs"
+
+
+def failing_with(number: int) -> Callable[..., None]:
+    def fail(*_arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_memory_that_runs_out_while_extents_are_made_is_given_back(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = orders.config(shared_directory)
+    monkeypatch.setattr(extents, "populate", failing_with(errno.EFAULT))
+    with pytest.raises(PoolError, match=r"no memory for extent \d of 8"):
+        Pool.open(config, lambda _done, _total: None)
+    assert not (config.directory / "extents").exists()
+
+
+def test_a_kernel_without_the_advice_gets_its_extents_written(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extents, "populate", failing_with(errno.EINVAL))
+    with orders.opened(orders.config(shared_directory)) as pool:
+        for extent in range(pool.extents):
+            assert pool.extent_path(extent).stat().st_blocks * 512 == pool.extent_bytes
+
+
+def test_a_slot_table_that_can_not_grow_refuses_the_row(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = orders.config(shared_directory)
+    with orders.opened(config) as pool:
+        orders.introduce(pool)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", failing_with(errno.ENOSPC))
+            with pytest.raises(PoolError, match="slot table of extent 3"):
+                pool.grant_row(orders.row([3]))
+        pool.grant_row(orders.row([3]))
+    with orders.opened(config) as pool:
+        assert set(orders.rows_of(list(pool.recovered()))) == {3}
