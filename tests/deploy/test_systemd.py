@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import configparser
 import shutil
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from kvd import config
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 INSTALLED = "/opt/kvd/bin/kvd"
@@ -92,3 +95,14 @@ def test_what_would_break_shared_memory_or_credentials_is_not_set() -> None:
     for name in ("PrivateUsers", "PrivateIPC", "PrivateDevices", "MemoryDenyWriteExecute"):
         assert name not in settings
     assert settings["RemoveIPC"] == "no"
+
+
+def test_the_daemon_accepts_the_example_settings() -> None:
+    read = config.load(argparse.Namespace(config=str(UNITS / "kvd.toml")), {})
+    assert read.pool_directory == Path("/var/lib/kvd/pool")
+    assert read.socket == Path("/run/kvd/kvd.sock")
+
+
+def test_the_service_waits_longer_than_the_daemon_drains() -> None:
+    read = config.load(argparse.Namespace(config=str(UNITS / "kvd.toml")), {})
+    assert float(service()["TimeoutStopSec"]) > read.drain_seconds + 30

@@ -14,6 +14,8 @@ EMPTY_WORDS = {"util", "utils", "manager", "helper", "helpers", "misc"}
 # Alone they name nothing; beside another word they may be somebody's protocol (ErrorInfo).
 EMPTY_ALONE = {"data", "info"}
 NOT_OURS = {"chunk", "chunks"}  # we say block, or batch
+# Named by what we implement: asyncio's protocols.
+NAMED_BY_OTHERS = {"data_received"}
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
@@ -29,6 +31,8 @@ def chosen_names(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.ClassDef):
             yield node.lineno, node.name
     for function in functions(path):
+        if function.name in NAMED_BY_OTHERS:
+            continue
         yield function.lineno, function.name
         every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         yield from ((argument.lineno, argument.arg) for argument in every)

@@ -1,0 +1,42 @@
+"""Documents say what the code does, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvd.config import SETTINGS
+from tests.tidy.source import ROOT, committed_files
+
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+ROW = re.compile(r"^\| `([a-z_]+)` \| (?:`([^`]*)`)? ?\| (.*) \|$", re.MULTILINE)
+
+
+def shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def test_every_setting_is_documented_with_its_default_and_meaning() -> None:
+    rows = ROW.findall((ROOT / "docs" / "configuration.md").read_text())
+    assert rows == [
+        (setting.name, shown(setting.default), setting.meaning.replace("%%", "%"))
+        for setting in SETTINGS
+    ]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [path for path in committed_files() if path.suffix == ".md"],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_every_relative_link_leads_to_a_file(document: Path) -> None:
+    links = [link for link in LINK.findall(document.read_text()) if "://" not in link]
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_every_decision_is_in_the_list() -> None:
+    folder = ROOT / "docs" / "adr"
+    listed = set(LINK.findall((folder / "README.md").read_text()))
+    assert listed == {path.name for path in folder.glob("0*.md")}
