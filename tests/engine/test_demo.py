@@ -10,6 +10,7 @@ import time
 import pytest
 
 from examples.engine import demo
+from examples.engine.process import Answer
 
 pytestmark = pytest.mark.engine
 
@@ -29,6 +30,37 @@ def test_the_demo_loads_back_what_it_computed(
         for name in ("warm", "after_kill"):
             assert 0 < row[name]["computed"] <= 16
             assert row[name]["computed"] + row[name]["loaded"] == row["prompt_tokens"]
+
+
+def run_of(loaded: int, output: list[int], digest: str) -> demo.Run:
+    """A one-turn run of 33 prompt tokens in blocks of 16, the first block loaded or not."""
+    fields = {
+        "computed": 33 - loaded,
+        "loaded": loaded,
+        "hashes": ["a", "b"],
+        "digests": [digest, "digest-b"],
+        "loaded_blocks": list(range(loaded // 16)),
+    }
+    return demo.Run(start_s=0.0, prompts=[33], answers=[Answer(output=output, fields=fields)])
+
+
+COLD = run_of(0, [1, 2], "digest-a")
+
+
+def test_a_right_run_has_no_failures() -> None:
+    assert demo.failures(COLD, run_of(32, [1, 2], "digest-a"), 16) == []
+
+
+@pytest.mark.parametrize(
+    ("warm", "failure"),
+    [
+        (run_of(32, [1, 3], "digest-a"), "turn 1: the answer differs from the cold one"),
+        (run_of(16, [1, 2], "digest-a"), "turn 1: 16 tokens loaded, expected 32"),
+        (run_of(32, [1, 2], "digest-x"), "turn 1: 1 loaded blocks differ from the stored bytes"),
+    ],
+)
+def test_the_demo_notices_what_is_wrong(warm: demo.Run, failure: str) -> None:
+    assert demo.failures(COLD, warm, 16) == [failure]
 
 
 def test_the_demo_ends_cleanly_when_interrupted() -> None:
