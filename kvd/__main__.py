@@ -1,0 +1,120 @@
+"""The command line: kvd serve | status | demo | replay | version."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import kvd
+
+EXIT_FAILED = 1
+EXIT_MISUSED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["demo"]:  # its flags are the demo's own
+        return demo(words[1:])
+    parser = argparse.ArgumentParser(
+        prog="kvd", description="KV cache of LLM engines, in host memory"
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # Each command's flags are declared only when it is called: starting stays quick.
+    command = words[0] if words and not words[0].startswith("-") else ""
+    _declare_serve(commands.add_parser("serve", help="run the daemon"), command)
+    _declare_status(commands.add_parser("status", help="show what a running daemon does"), command)
+    commands.add_parser("demo", help="run the demonstration with a real model")
+    _declare_replay(commands.add_parser("replay", help="replay a trace through the core"), command)
+    commands.add_parser("version", help="print the version")
+    arguments = parser.parse_args(words)
+    match arguments.command:
+        case "serve":
+            return serve(arguments)
+        case "status":
+            return status(arguments)
+        case "replay":
+            return replay(arguments)
+        case _:
+            print(f"kvd {kvd.__version__}")
+            return 0
+
+
+def _declare_serve(parser: argparse.ArgumentParser, command: str) -> None:
+    if command == "serve":
+        from kvd import config
+
+        config.add_arguments(parser)
+
+
+def _declare_status(parser: argparse.ArgumentParser, command: str) -> None:
+    if command == "status":
+        from kvd import status
+
+        status.add_arguments(parser)
+
+
+def _declare_replay(parser: argparse.ArgumentParser, command: str) -> None:
+    if command == "replay":
+        from kvd import replay
+
+        replay.add_arguments(parser)
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Run the daemon, or print its settings."""
+    from kvd import config
+
+    try:
+        settings = config.load(arguments, os.environ)
+    except config.ConfigError as error:
+        print(f"kvd: {error}", file=sys.stderr)
+        return EXIT_MISUSED
+    if arguments.print_config:
+        print(config.as_toml(settings), end="")
+        return 0
+    from kvd import app
+    from kvd.control.server import SocketTaken
+    from kvd.pool.config import PoolError
+
+    try:
+        return app.serve(settings)
+    except (PoolError, SocketTaken, OSError) as error:
+        print(f"kvd: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Show a running daemon's state."""
+    from kvd import status
+
+    return status.run(arguments, os.environ)
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Replay a trace."""
+    from kvd import replay
+
+    return replay.run(arguments)
+
+
+def demo(flags: Sequence[str]) -> int:
+    """Run examples/engine's demonstration with its own flags."""
+    root = Path(kvd.__file__).resolve().parents[1]
+    if not (root / "examples" / "engine" / "demo.py").exists():
+        print(
+            "kvd: the demo is not part of the installed package; it lies in examples/ of the"
+            " source tree: get that and run `make demo`",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    command = [sys.executable, "-m", "examples.engine.demo", *flags]
+    return subprocess.run(command, cwd=root, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""The composition root: builds the daemon from its rooms, runs it, and takes it down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import uvloop
+
+import kvd
+from kvd.config import Config
+from kvd.control.http import TEXT, HttpServer, Page
+from kvd.control.notify import feed_watchdog, notify
+from kvd.control.server import ControlServer, Place
+from kvd.control.session import SessionTerms
+from kvd.control.tenants import TenantPolicy
+from kvd.core import events as ev
+from kvd.core.machine import Machine, MachineConfig
+from kvd.driver import Driver
+from kvd.observability import logs, metrics
+from kvd.pool.config import PoolConfig
+from kvd.pool.pool import Pool
+
+log = logging.getLogger(__name__)
+
+EXIT_BROKEN_INVARIANT = 70  # EX_SOFTWARE of sysexits.h
+# gRPC's own threads and the pool's must not keep the loop waiting for the interpreter.
+SWITCH_SECONDS = 0.0005
+PROGRESS_SECONDS = 1.0
+START_EXTENSION_US = 30_000_000
+
+
+class Daemon:
+    """One daemon's life."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.state = "starting"
+        self.metrics = metrics.Metrics(kvd.__version__)
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._progress_at = 0.0
+
+    async def run(self) -> int:
+        """Start, serve until told to stop, stop. The exit status."""
+        self._handle_signals()
+        async with contextlib.AsyncExitStack() as stack:
+            http = HttpServer(self._pages())
+            if self.config.http_port:
+                await http.listen(self.config.http_address, self.config.http_port)
+                stack.push_async_callback(http.close)
+            pool = await asyncio.to_thread(Pool.open, self._pool_config(), self._prefaulting)
+            driver = self._driver(pool)
+            stack.push_async_callback(driver.close)
+            control = self._control(driver)
+            stack.push_async_callback(control.close)
+            await control.listen(self._place())
+            tasks: list[asyncio.Future[Any]] = [
+                asyncio.ensure_future(driver.run()),
+                asyncio.ensure_future(feed_watchdog()),
+                asyncio.ensure_future(self._stop.wait()),
+            ]
+            _settle_memory()
+            self._ready(driver)
+            try:
+                await self._serve(tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+            await self._drain(control)
+        log.info("stopped; the pool's files stay in %s", self.config.pool_directory)
+        return 0
+
+    # -- building ---------------------------------------------------------------------------
+
+    def _pool_config(self) -> PoolConfig:
+        config = self.config
+        return PoolConfig(
+            directory=config.pool_directory,
+            pool_bytes=config.pool_bytes,
+            extent_bytes=config.extent_bytes,
+            threads=config.prefault_threads,
+            any_filesystem=config.any_filesystem,
+        )
+
+    def _driver(self, pool: Pool) -> Driver:
+        config = self.config
+        machine = Machine(
+            MachineConfig(
+                extents=pool.extents,
+                extent_bytes=pool.extent_bytes,
+                policy=config.policy,
+                store_threshold=config.store_threshold,
+                lease_ttl_ns=config.lease_ttl_ms * 1_000_000,
+                lease_share=config.lease_share,
+                tag_secret=pool.tag_secret,
+            )
+        )
+        driver = Driver(machine, pool, observer=self.metrics)
+        began = time.perf_counter()
+        for event in pool.recovered():
+            driver.call(event)
+        for rule in config.tenants:
+            driver.call(ev.QuotaSet(driver.next_token(), rule.tenant, rule.quota_bytes))
+        self.metrics.watch(machine.statistics)
+        recovered = machine.statistics().counters.recovered
+        if pool.cold_reason:
+            log.warning("the pool is cold: %s", pool.cold_reason)
+        log.info("%d blocks recovered in %.3f s", recovered, time.perf_counter() - began)
+        return driver
+
+    def _control(self, driver: Driver) -> ControlServer:
+        terms = SessionTerms(self.config.lease_ttl_ms, self.config.store_threshold)
+        tenants = TenantPolicy(self.config.tenants, self.config.operators)
+        return ControlServer(driver, tenants, terms, self.metrics, _exit_broken)
+
+    def _place(self) -> Place:
+        config = self.config
+        return Place(
+            config.socket,
+            config.companion_socket,
+            config.socket_mode,
+            config.socket_group,
+            config.pool_directory,
+            config.pool_bytes,
+        )
+
+    # -- life -------------------------------------------------------------------------------
+
+    def _handle_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._told_to_stop)
+        self._loop.add_signal_handler(signal.SIGUSR1, self._toggle_debug)
+        self._loop.set_exception_handler(_on_loop_exception)
+
+    def _told_to_stop(self) -> None:
+        if self._stop.is_set():
+            self._hurry.set()
+        self._stop.set()
+
+    def _toggle_debug(self) -> None:
+        level = logs.toggle_debug(self.config.log_level)
+        log.warning("log level is %s now", level)
+
+    def _prefaulting(self, done: int, whole: int) -> None:
+        """Called by the pool's threads."""
+        now = time.monotonic()
+        if now - self._progress_at >= PROGRESS_SECONDS or done == whole:
+            self._progress_at = now
+            status = f"prefaulting the pool: {done >> 20} of {whole >> 20} MiB"
+            log.info("%s", status)
+            notify(f"STATUS={status}", f"EXTEND_TIMEOUT_USEC={START_EXTENSION_US}")
+
+    def _ready(self, driver: Driver) -> None:
+        self.state = "ready"
+        notify("READY=1", f"STATUS=serving on {self.config.socket}")
+        log.info(
+            "kvd %s serves on %s, incarnation %s",
+            kvd.__version__,
+            self.config.socket,
+            driver.incarnation.hex(),
+        )
+
+    async def _serve(self, tasks: list[asyncio.Future[Any]]) -> None:
+        driving, feeding, stopping = tasks
+        await asyncio.wait([driving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if feeding.done() and not feeding.cancelled():
+            feeding.result()
+        if driving.done():  # it never ends by itself
+            log.critical("the driver ended", exc_info=driving.exception())
+            _exit_broken(AssertionError("the driver ended"))
+
+    async def _drain(self, control: ControlServer) -> None:
+        """Wait for the copies under way, unless told to stop a second time."""
+        self.state = "draining"
+        notify("STOPPING=1", "STATUS=draining")
+        log.info("draining for at most %.1f s", self.config.drain_seconds)
+        draining = asyncio.ensure_future(control.drain(self.config.drain_seconds))
+        hurrying = asyncio.ensure_future(self._hurry.wait())
+        await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        if not draining.done():
+            draining.cancel()
+            log.warning("told to stop again: not waiting for copies")
+        elif left := draining.result():
+            log.warning("%d jobs still ran when the drain's deadline passed", left)
+
+    # -- pages ------------------------------------------------------------------------------
+
+    def _pages(self) -> dict[str, Page]:
+        return {
+            "/metrics": self._metrics_page,
+            "/healthz": self._live_page,
+            "/readyz": self._ready_page,
+        }
+
+    def _metrics_page(self) -> tuple[int, str, bytes]:
+        return 200, metrics.CONTENT_TYPE, self.metrics.exposition()
+
+    def _live_page(self) -> tuple[int, str, bytes]:
+        return 200, TEXT, b"alive\n"
+
+    def _ready_page(self) -> tuple[int, str, bytes]:
+        return (200 if self.state == "ready" else 503), TEXT, self.state.encode() + b"\n"
+
+
+def serve(config: Config) -> int:
+    """Run a daemon in this process until it is told to stop; the exit status."""
+    sys.setswitchinterval(SWITCH_SECONDS)
+    logs.start(config.log_level, config.log_format)
+
+    async def run() -> int:
+        return await Daemon(config).run()
+
+    return uvloop.run(run())
+
+
+def _settle_memory() -> None:
+    # What was imported and recovered lives as long as the daemon: no collection need visit it.
+    gc.collect()
+    gc.freeze()
+
+
+def _exit_broken(_error: AssertionError) -> None:
+    """A daemon that doubts its own state serves nothing. The story is in the log by now."""
+    logging.shutdown()
+    os._exit(EXIT_BROKEN_INVARIANT)
+
+
+def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:  # noqa: ARG001
+    error = context.get("exception")
+    log.error(
+        "in a callback of the loop: %s",
+        context.get("message"),
+        exc_info=error if isinstance(error, BaseException) else None,
+    )
+    if isinstance(error, AssertionError):
+        _exit_broken(error)

@@ -1,0 +1,295 @@
+"""The companion socket: credentials, file descriptors, and the news of a death.
+
+A Unix stream socket beside the gRPC one. Messages are those of companion.proto, each behind a
+little-endian uint32 length. The end of a connection, or of the process as its pidfd tells,
+ends the peer: its session, its rank.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from kvd.control import errors
+from kvd.control.peers import Peer, Peers, Role, credentials_of, has_ended
+from kvd.core.errors import InvalidArgument, KvdError
+from kvd_proto.v1 import companion_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 65536
+MAX_CONNECTIONS = 1024
+MAX_PENDING_FDS = 4  # received but not named by a message yet
+MAX_UNSENT_MESSAGES = 64  # a client that doesn't read is dropped
+HELLO_SECONDS = 5.0
+PROGRAM_BYTES = 256
+_LENGTH = struct.Struct("<I")
+_FDS_PER_READ = 8
+
+# Gives the read-only descriptor of a namespace's index page, or raises KvdError.
+PageOf = Callable[[Peer, int], int]
+
+
+class CompanionServer:
+    """Listens, and keeps the peers."""
+
+    def __init__(self, peers: Peers, page_of: PageOf, incarnation: bytes, version: str) -> None:
+        self.peers = peers
+        self.page_of = page_of
+        self.welcome = pb.Welcome(incarnation=incarnation, daemon_version=version)
+        self._listener: socket.socket | None = None
+        self._connections: set[CompanionConnection] = set()
+
+    def listen(self, path: str, mode: int) -> None:
+        """Bind and accept from now on, on the running loop."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        with contextlib.suppress(FileNotFoundError):
+            Path(path).unlink()
+        old_mask = os.umask(0o777 & ~mode)
+        try:
+            listener.bind(path)
+        finally:
+            os.umask(old_mask)
+        listener.listen(128)
+        listener.setblocking(False)
+        self._listener = listener
+        asyncio.get_running_loop().add_reader(listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        for _ in range(16):  # leave the loop to others now and then
+            try:
+                connected, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as error:  # out of descriptors: those who wait may come later
+                log.warning("can't accept a companion connection: %s", error)
+                return
+            connected.setblocking(False)
+            connection = CompanionConnection(self, connected)
+            if len(self._connections) >= MAX_CONNECTIONS:
+                connection.refuse("LIMIT_EXCEEDED", f"more than {MAX_CONNECTIONS} connections")
+                connection.close()
+                continue
+            self._connections.add(connection)
+            connection.start()
+
+    def dropped(self, connection: CompanionConnection) -> None:
+        self._connections.discard(connection)
+
+    def close(self) -> None:
+        """Stop listening and end every peer."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+            self._listener.close()
+            self._listener = None
+        for connection in list(self._connections):
+            connection.close()
+
+
+class CompanionConnection:
+    """One connection: bytes in, messages handled one by one, messages and descriptors out."""
+
+    def __init__(self, server: CompanionServer, connected: socket.socket) -> None:
+        self._server = server
+        self._socket = connected
+        self._loop = asyncio.get_running_loop()
+        self._peer: Peer | None = None
+        self._received = bytearray()
+        self._fds: deque[int] = deque()
+        self._unsent: deque[tuple[memoryview, list[int]]] = deque()
+        self._hello_timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Read from now on; without a hello the connection is closed after HELLO_SECONDS."""
+        self._loop.add_reader(self._socket.fileno(), self._readable)
+        self._hello_timer = self._loop.call_later(HELLO_SECONDS, self.close)
+
+    # -- in ---------------------------------------------------------------------------------
+
+    def _readable(self) -> None:
+        try:
+            received, ancillary, flags, _ = self._socket.recvmsg(
+                MAX_MESSAGE_BYTES + _LENGTH.size,
+                socket.CMSG_SPACE(_FDS_PER_READ * array.array("i").itemsize),
+                socket.MSG_CMSG_CLOEXEC,
+            )
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            self.close()
+            return
+        self._keep_fds(ancillary)
+        if not received:
+            self.close()
+            return
+        if flags & socket.MSG_CTRUNC or len(self._fds) > MAX_PENDING_FDS:
+            self._refuse_and_close("more descriptors than messages that name them")
+            return
+        self._received += received
+        self._handle_received()
+
+    def _keep_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, content in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+                self._fds.extend(fds)
+
+    def _handle_received(self) -> None:
+        while not self._closed and len(self._received) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received)
+            if not 0 < length <= MAX_MESSAGE_BYTES:
+                self._refuse_and_close(f"a message of {length} bytes, not 1..{MAX_MESSAGE_BYTES}")
+                return
+            end = _LENGTH.size + length
+            if len(self._received) < end:
+                return
+            message = bytes(self._received[_LENGTH.size : end])
+            del self._received[:end]
+            self._handle(message)
+
+    def _handle(self, message: bytes) -> None:
+        try:
+            request = pb.CompanionRequest.FromString(message)
+        except DecodeError:
+            self._refuse_and_close("the bytes are no CompanionRequest")
+            return
+        try:
+            self._answer(request)
+        except KvdError as error:
+            self.refuse(error.reason, str(error))
+            if self._peer is None:
+                self.close()
+
+    def _answer(self, request: pb.CompanionRequest) -> None:
+        kind = request.WhichOneof("kind")
+        if (self._peer is None) != (kind == "hello"):
+            raise InvalidArgument("the first message, and only the first, is hello", "hello")
+        if kind == "hello":
+            self._hello(request.hello)
+            return
+        assert self._peer is not None
+        if kind == "offer_memory":
+            self._offer_memory(self._peer, request.offer_memory.memory_token)
+        elif kind == "get_page":
+            self._send_page(self._peer, request.get_page.namespace_id)
+        else:
+            raise InvalidArgument("the request is empty or of an unknown kind", "kind")
+
+    def _hello(self, hello: pb.Hello) -> None:
+        try:
+            role = Role(hello.role)
+        except ValueError:
+            raise InvalidArgument(f"role {hello.role} is not known", "role") from None
+        program = hello.program.encode()[:PROGRAM_BYTES].decode(errors="replace")
+        credentials = credentials_of(self._socket)
+        self._peer = Peer(credentials, role, program, self.send)
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        if credentials.pidfd is not None:
+            self._loop.add_reader(credentials.pidfd, self._process_ended)
+        self._server.peers.add(self._peer)
+        log.info("peer %s pid=%d uid=%d %r", role.name, self._peer.pid, self._peer.uid, program)
+        welcome = pb.Welcome(token=self._peer.token)
+        welcome.MergeFrom(self._server.welcome)
+        self.send(pb.CompanionResponse(welcome=welcome), ())
+
+    def _offer_memory(self, peer: Peer, number: int) -> None:
+        if not self._fds:
+            raise InvalidArgument("offer_memory came without its descriptor", "memory_token")
+        memory = peer.offer(number, self._fds.popleft())
+        accepted = pb.MemoryAccepted(memory_token=number, bytes=memory.bytes)
+        self.send(pb.CompanionResponse(memory_accepted=accepted), ())
+
+    def _send_page(self, peer: Peer, namespace: int) -> None:
+        fd = self._server.page_of(peer, namespace)
+        page = pb.PageGranted(namespace_id=namespace, bytes=os.fstat(fd).st_size)
+        self.send(pb.CompanionResponse(page=page), (fd,))
+
+    # -- out --------------------------------------------------------------------------------
+
+    def send(self, response: pb.CompanionResponse, fds: Sequence[int]) -> None:
+        """Send one message; the descriptors are duplicated while they wait."""
+        if self._closed:
+            return
+        if len(self._unsent) >= MAX_UNSENT_MESSAGES:
+            log.warning("dropping a companion connection that reads nothing")
+            self.close()
+            return
+        content = response.SerializeToString()
+        message = memoryview(_LENGTH.pack(len(content)) + content)
+        self._unsent.append((message, [os.dup(fd) for fd in fds]))
+        if len(self._unsent) == 1:
+            self._writable()
+
+    def _writable(self) -> None:
+        while self._unsent:
+            message, fds = self._unsent[0]
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+            try:
+                sent = self._socket.sendmsg([message], rights)
+            except (BlockingIOError, InterruptedError):
+                self._loop.add_writer(self._socket.fileno(), self._writable)
+                return
+            except OSError:
+                self.close()
+                return
+            for fd in fds:
+                os.close(fd)
+            self._unsent[0] = (message[sent:], [])
+            if sent == len(message):
+                self._unsent.popleft()
+        self._loop.remove_writer(self._socket.fileno())
+
+    def refuse(self, reason: str, message: str) -> None:
+        """Answer with an error."""
+        error = pb.CompanionError(reason=reason, message=message)
+        self.send(pb.CompanionResponse(error=error), ())
+
+    def _refuse_and_close(self, message: str) -> None:
+        self.refuse(errors.MALFORMED_MESSAGE, message)
+        self.close()
+
+    # -- end --------------------------------------------------------------------------------
+
+    def _process_ended(self) -> None:
+        # A child that inherited the connection may hold it open; the process is gone all the same.
+        self.close()
+
+    def close(self) -> None:
+        """End the connection and its peer. Once."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        self._loop.remove_reader(self._socket.fileno())
+        self._loop.remove_writer(self._socket.fileno())
+        self._socket.close()
+        for fd in self._fds:
+            os.close(fd)
+        for _message, fds in self._unsent:
+            for fd in fds:
+                os.close(fd)
+        self._server.dropped(self)
+        peer = self._peer
+        if peer is not None:
+            pidfd = peer.credentials.pidfd
+            how = "closed its connection"
+            if pidfd is not None:
+                self._loop.remove_reader(pidfd)
+                how = "ended" if has_ended(pidfd) else how
+            log.info("peer %s pid=%d %s", peer.role.name, peer.pid, how)
+            peer.end()

@@ -1,0 +1,314 @@
+"""Between kvd.v1 messages and the core's events, with every limit of the protocol enforced.
+
+Nothing here keeps state. A message that passes can't surprise the core: lengths fit, groups
+exist, counts are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from kvd.control import errors
+from kvd.control.namespace import STRING_BYTES, check_string
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.errors import InvalidArgument
+from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
+from kvd.event_log import Change, ChangeKind, Delivery
+from kvd_proto import layout
+from kvd_proto.v1 import common_pb2, events_pb2
+from kvd_proto.v1 import engine_pb2 as pb
+
+MAX_STRUCT_BYTES = 16 * 1024
+MAX_QUERIES = 1024
+MAX_RUNS = 64
+MAX_JOBS_PER_STEP = 1024
+MAX_TOUCHES_PER_STEP = 1024
+MAX_IDS = 16384
+MAX_TIERS = 8
+EPOCH_BYTES = 64
+
+_LEASES: dict[int, ev.LeaseMode] = {
+    pb.LEASE_MODE_UNSPECIFIED: ev.LeaseMode.NONE,
+    pb.LEASE_MODE_PREFIX: ev.LeaseMode.PREFIX,
+    pb.LEASE_MODE_ALL: ev.LeaseMode.ALL,
+}
+_CHANGE_KINDS = {
+    ChangeKind.STORED: events_pb2.CacheEvent.KIND_STORED,
+    ChangeKind.REMOVED: events_pb2.CacheEvent.KIND_REMOVED,
+}
+# vLLM's name of host memory in KV events.
+MEDIUM_HOST = "CPU"
+
+
+class KeyBudget:
+    """Counts the keys of one message against the limit of all its runs together."""
+
+    def __init__(self) -> None:
+        self._left = layout.MAX_KEYS_PER_MESSAGE
+
+    def spend(self, keys: int) -> None:
+        """Take so many; InvalidArgument when the message has more than it may."""
+        self._left -= keys
+        if self._left < 0:
+            raise InvalidArgument(
+                f"more than {layout.MAX_KEYS_PER_MESSAGE} keys in one message",
+                "hashes",
+                errors.TOO_MANY_KEYS,
+            )
+
+
+def check_count(count: int, limit: int, field: str, least: int = 0) -> None:
+    """Raise InvalidArgument unless a repeated field has least..limit elements."""
+    if not least <= count <= limit:
+        raise InvalidArgument(
+            f"{field} has {count} elements, not {least}..{limit}", field, errors.TOO_MANY_PARTS
+        )
+
+
+# -- in ---------------------------------------------------------------------------------------
+
+
+def request_context(message: common_pb2.ReqContext) -> ev.RequestContext:
+    """What the core needs of a request's context; the rest is checked for size."""
+    if not message.request_id:
+        raise InvalidArgument("context.request_id is required", "context.request_id")
+    check_string(message.request_id, "context.request_id")
+    check_string(message.account, "context.account")
+    check_count(len(message.tiers_allowed), MAX_TIERS, "context.tiers_allowed")
+    for name in ("kv_transfer_params", "hints"):
+        if message.HasField(name) and getattr(message, name).ByteSize() > MAX_STRUCT_BYTES:
+            raise InvalidArgument(
+                f"context.{name} takes more than {MAX_STRUCT_BYTES} bytes",
+                f"context.{name}",
+                errors.STRING_TOO_LONG,
+            )
+    return ev.RequestContext(RequestId(message.request_id), message.priority, message.account)
+
+
+def key_batch(hashes: bytes, spec: ev.NamespaceSpec, budget: KeyBudget) -> KeyBatch:
+    """View the hashes of one run; at least one key."""
+    if not hashes or len(hashes) % spec.hash_bytes:
+        raise InvalidArgument(
+            f"hashes has {len(hashes)} bytes, not a positive multiple of {spec.hash_bytes}",
+            "hashes",
+            errors.HASH_BYTES,
+        )
+    budget.spend(len(hashes) // spec.hash_bytes)
+    return KeyBatch.from_bytes(hashes, spec.hash_bytes)
+
+
+def group_number(group: int, spec: ev.NamespaceSpec) -> int:
+    """The group, if the namespace has it."""
+    if group >= len(spec.groups):
+        raise InvalidArgument(
+            f"group {group} is not one of the namespace's {len(spec.groups)}", "group"
+        )
+    return group
+
+
+def queries(messages: Sequence[pb.Query], spec: ev.NamespaceSpec) -> tuple[ev.Query, ...]:
+    """1..1024 queries with at most 16384 keys together."""
+    check_count(len(messages), MAX_QUERIES, "queries", least=1)
+    budget = KeyBudget()
+    return tuple(_query(message, spec, budget) for message in messages)
+
+
+def _query(message: pb.Query, spec: ev.NamespaceSpec, budget: KeyBudget) -> ev.Query:
+    lease = _LEASES.get(message.lease)
+    if lease is None:
+        raise InvalidArgument(f"lease mode {message.lease} is not known", "lease")
+    return ev.Query(
+        request_context(message.context),
+        group_number(message.run.group, spec),
+        key_batch(message.run.hashes, spec, budget),
+        lease,
+    )
+
+
+def transfer_runs(
+    messages: Sequence[common_pb2.TransferRun], spec: ev.NamespaceSpec, budget: KeyBudget
+) -> tuple[ev.Run, ...]:
+    """1..64 runs, each with its matrix of engine block ids."""
+    check_count(len(messages), MAX_RUNS, "runs", least=1)
+    return tuple(_run(message, spec, budget) for message in messages)
+
+
+def _run(message: common_pb2.TransferRun, spec: ev.NamespaceSpec, budget: KeyBudget) -> ev.Run:
+    group = group_number(message.group, spec)
+    keys = key_batch(message.hashes, spec, budget)
+    width = spec.groups[group].blocks_per_block
+    if len(message.engine_blocks) != len(keys) * width * 4:
+        raise InvalidArgument(
+            f"engine_blocks has {len(message.engine_blocks)} bytes; {len(keys)} keys of"
+            f" {width} engine blocks take {len(keys) * width * 4}",
+            "engine_blocks",
+            errors.BLOCKS_PER_BLOCK,
+        )
+    blocks: U32 = np.frombuffer(message.engine_blocks, dtype="<u4").reshape(len(keys), width)
+    return ev.Run(group, keys, blocks, message.first_block)
+
+
+def store_event(
+    session: SessionId, message: pb.StoreJob, spec: ev.NamespaceSpec, budget: KeyBudget
+) -> ev.StoreRequested:
+    """A store; the driver gives the token."""
+    return ev.StoreRequested(
+        token=0,
+        session=session,
+        job=job_id(message.job_id),
+        context=request_context(message.context),
+        runs=transfer_runs(message.runs, spec, budget),
+        request_level=message.request_level,
+    )
+
+
+def load_event(
+    session: SessionId, message: pb.LoadJob, spec: ev.NamespaceSpec, budget: KeyBudget
+) -> ev.LoadRequested:
+    """A load; whoever hands it to the driver gives the token."""
+    return ev.LoadRequested(
+        token=0,
+        session=session,
+        job=job_id(message.job_id),
+        context=request_context(message.context),
+        runs=transfer_runs(message.runs, spec, budget),
+    )
+
+
+def touch_events(
+    session: SessionId, message: pb.Touch, spec: ev.NamespaceSpec, budget: KeyBudget
+) -> tuple[ev.Touched, ...]:
+    """One event a run."""
+    check_count(len(message.runs), MAX_RUNS, "touch.runs", least=1)
+    context = request_context(message.context)
+    return tuple(
+        ev.Touched(
+            session, context, group_number(run.group, spec), key_batch(run.hashes, spec, budget)
+        )
+        for run in message.runs
+    )
+
+
+def epoch_name(epoch: str, least: int = 0) -> str:
+    """An epoch's name of at most 64 bytes."""
+    if len(epoch) < least:
+        raise InvalidArgument("epoch is required", "epoch")
+    return check_string(epoch, "epoch", EPOCH_BYTES)
+
+
+def job_id(number: int) -> JobId:
+    """A job id; 0 is none."""
+    if number == 0:
+        raise InvalidArgument("job_id is 0", "job_id")
+    return JobId(number)
+
+
+def job_ids(numbers: Sequence[int], field: str) -> tuple[JobId, ...]:
+    check_count(len(numbers), MAX_IDS, field)
+    return tuple(JobId(n) for n in numbers)
+
+
+def lease_ids(numbers: Sequence[int], field: str) -> tuple[LeaseId, ...]:
+    check_count(len(numbers), MAX_IDS, field)
+    return tuple(LeaseId(n) for n in numbers)
+
+
+def request_ids(names: Sequence[str], field: str) -> tuple[RequestId, ...]:
+    check_count(len(names), MAX_IDS, field)
+    return tuple(RequestId(check_string(name, field, STRING_BYTES)) for name in names)
+
+
+# -- out --------------------------------------------------------------------------------------
+
+
+def answer_message(answer: act.Answer) -> pb.Answer:
+    return pb.Answer(
+        statuses=answer.statuses, lease_id=answer.lease or 0, leased_blocks=answer.leased_blocks
+    )
+
+
+def verdict_message(verdict: act.Verdict) -> pb.JobVerdict:
+    return pb.JobVerdict(
+        job_id=verdict.job,
+        kind=common_pb2.JobKind.Name(verdict.kind),
+        accepted=verdict.accepted,
+        reason=verdict.reason,
+        blocks=verdict.blocks,
+    )
+
+
+def refusal_message(job: int, kind: ev.JobKind, reason: str) -> pb.JobVerdict:
+    """The verdict on a job whose own message broke a rule."""
+    return pb.JobVerdict(job_id=job, kind=common_pb2.JobKind.Name(kind), reason=reason)
+
+
+def ended_message(order: act.EndJob) -> pb.JobEnded:
+    return pb.JobEnded(
+        job_id=order.job,
+        kind=common_pb2.JobKind.Name(order.kind),
+        status=common_pb2.JobStatus.Name(order.status),
+        reason=order.reason,
+        blocks=order.blocks,
+        bytes=order.bytes_copied,
+    )
+
+
+def epoch_message(opened: act.EpochOpened) -> pb.EpochOpened:
+    return pb.EpochOpened(epoch=opened.epoch, group_seeds=opened.seeds)
+
+
+def delivery_messages(
+    delivery: Delivery, incarnation: bytes, previous: int
+) -> Iterator[events_pb2.WatchEventsResponse]:
+    """The delivery as messages of at most MAX_KEYS_PER_MESSAGE keys each.
+
+    A tail that takes several messages names `previous`, the sequence before this delivery, on
+    all but the last: who resumes from there may hear a change twice but misses none. A snapshot
+    names its own sequence throughout and counts only once its end has come.
+    """
+    unfinished = delivery.sequence if delivery.snapshot else previous
+    events: list[events_pb2.CacheEvent] = []
+    keys = 0
+    for event in _cache_events(delivery.changes):
+        count = len(event.hashes) // max(1, event.hash_bytes)
+        if events and keys + count > layout.MAX_KEYS_PER_MESSAGE:
+            yield events_pb2.WatchEventsResponse(
+                incarnation=incarnation,
+                sequence=unfinished,
+                snapshot=delivery.snapshot,
+                events=events,
+            )
+            events, keys = [], 0
+        events.append(event)
+        keys += count
+    yield events_pb2.WatchEventsResponse(
+        incarnation=incarnation,
+        sequence=delivery.sequence,
+        snapshot=delivery.snapshot,
+        snapshot_end=delivery.snapshot_end,
+        events=events,
+    )
+
+
+def _cache_events(changes: Iterable[Change]) -> Iterator[events_pb2.CacheEvent]:
+    for change in changes:
+        if change.keys is None:
+            yield events_pb2.CacheEvent(
+                kind=events_pb2.CacheEvent.KIND_CLEARED, namespace_id=change.namespace
+            )
+            continue
+        for start in range(0, len(change.keys), layout.MAX_KEYS_PER_MESSAGE):
+            keys = change.keys[start : start + layout.MAX_KEYS_PER_MESSAGE]
+            yield events_pb2.CacheEvent(
+                kind=_CHANGE_KINDS[change.kind],
+                namespace_id=change.namespace,
+                epoch=change.epoch,
+                group=change.group,
+                hashes=keys.to_bytes(),
+                hash_bytes=keys.hash_bytes,
+                medium=MEDIUM_HOST,
+                account=change.account,
+            )

@@ -1,0 +1,136 @@
+"""From a broken rule to a gRPC status: the one table of reasons.
+
+Every refusal carries a canonical code and, in `grpc-status-details-bin`, a google.rpc.Status
+with ErrorInfo{reason, domain "kvd", metadata {"field"}}. Reasons are stable: clients branch on
+them. docs/errors.md lists them for people; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from kvd.core import errors
+from kvd.core.errors import KvdError
+
+DOMAIN = "kvd"
+DETAILS_KEY = "grpc-status-details-bin"
+
+# Reasons that the control plane adds to those of the core.
+MALFORMED_MESSAGE = "MALFORMED_MESSAGE"
+HASH_BYTES = "HASH_BYTES"
+GROUP_COUNT = "GROUP_COUNT"
+TOO_MANY_KEYS = "TOO_MANY_KEYS"
+BLOCKS_PER_BLOCK = "BLOCKS_PER_BLOCK"
+RANK_COUNT = "RANK_COUNT"
+STRING_TOO_LONG = "STRING_TOO_LONG"
+TOO_MANY_PARTS = "TOO_MANY_PARTS"
+TRANSPORT_UNSUPPORTED = "TRANSPORT_UNSUPPORTED"
+RANK_TAKEN = "RANK_TAKEN"
+OLD_ENGINE_ENDING = "OLD_ENGINE_ENDING"
+DEADLINE = "DEADLINE"
+MOVER_START_FAILED = "MOVER_START_FAILED"
+INTERNAL = "INTERNAL"
+
+_Code = grpc.StatusCode
+
+# Reasons that a call may fail with.
+STATUS_OF: dict[str, grpc.StatusCode] = {
+    errors.InvalidArgument.reason: _Code.INVALID_ARGUMENT,
+    MALFORMED_MESSAGE: _Code.INVALID_ARGUMENT,
+    HASH_BYTES: _Code.INVALID_ARGUMENT,
+    GROUP_COUNT: _Code.INVALID_ARGUMENT,
+    TOO_MANY_KEYS: _Code.INVALID_ARGUMENT,
+    BLOCKS_PER_BLOCK: _Code.INVALID_ARGUMENT,
+    RANK_COUNT: _Code.INVALID_ARGUMENT,
+    STRING_TOO_LONG: _Code.INVALID_ARGUMENT,
+    TOO_MANY_PARTS: _Code.INVALID_ARGUMENT,
+    TRANSPORT_UNSUPPORTED: _Code.INVALID_ARGUMENT,
+    errors.UnknownSession.reason: _Code.NOT_FOUND,
+    errors.UnknownNamespace.reason: _Code.NOT_FOUND,
+    errors.UnknownRegistration.reason: _Code.NOT_FOUND,
+    errors.DuplicateJob.reason: _Code.ALREADY_EXISTS,
+    RANK_TAKEN: _Code.ALREADY_EXISTS,
+    errors.EngineAlreadyLives.reason: _Code.ALREADY_EXISTS,
+    errors.SequenceGap.reason: _Code.FAILED_PRECONDITION,
+    errors.LayoutMismatch.reason: _Code.FAILED_PRECONDITION,
+    errors.LimitExceeded.reason: _Code.RESOURCE_EXHAUSTED,
+    errors.PermissionDenied.reason: _Code.PERMISSION_DENIED,
+    errors.Unauthenticated.reason: _Code.UNAUTHENTICATED,
+    errors.Draining.reason: _Code.UNAVAILABLE,
+    OLD_ENGINE_ENDING: _Code.UNAVAILABLE,
+    MOVER_START_FAILED: _Code.UNAVAILABLE,
+    DEADLINE: _Code.DEADLINE_EXCEEDED,
+    INTERNAL: _Code.INTERNAL,
+}
+
+# Reasons that a verdict on a job, or the end of one, may carry: answers, not errors. A job
+# whose own fields break a rule is refused with one of the reasons above.
+VERDICT_REASONS: tuple[str, ...] = (
+    errors.NO_ROOM,
+    errors.QUOTA,
+    errors.KEY_MISSING,
+    errors.RANKS_MISSING,
+    errors.QUEUE_FULL,
+    errors.DRAINING,
+    errors.EXPIRED,
+    errors.MOVER_GONE,
+    errors.COPY_FAILED,
+    errors.SESSION_CLOSED,
+    errors.RESET,
+)
+
+
+class OldEngineEnding(KvdError):
+    """An earlier start of this engine is dead, but its movers have not ended yet: ask again."""
+
+    reason = OLD_ENGINE_ENDING
+
+
+class RankTaken(KvdError):
+    """Another live process registered this rank of the same engine start."""
+
+    reason = RANK_TAKEN
+
+
+class DeadlinePassed(KvdError):
+    """What was waited for still runs."""
+
+    reason = DEADLINE
+
+
+class MoverStartFailed(KvdError):
+    """The rank's mover process did not come up; the daemon's log says why."""
+
+    reason = MOVER_START_FAILED
+
+
+def status_code(error: KvdError) -> grpc.StatusCode:
+    """The canonical code of a broken rule; a reason outside the table takes its class's code."""
+    code = STATUS_OF.get(error.reason)
+    if code is None:
+        code = STATUS_OF.get(type(error).reason, _Code.INTERNAL)
+    return code
+
+
+def rich_details(error: KvdError) -> tuple[tuple[str, bytes], ...]:
+    """Trailing metadata that names reason and field."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
+    if error.field:
+        info.metadata["field"] = error.field
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    number: int = status_code(error).value[0]
+    status = status_pb2.Status(code=number, message=str(error), details=[detail])
+    return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def error_info(details: bytes) -> error_details_pb2.ErrorInfo:
+    """Read ErrorInfo back from the metadata; an empty one when there is none."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in status_pb2.Status.FromString(details).details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            detail.Unpack(info)
+            break
+    return info

@@ -1,0 +1,57 @@
+"""EventService: the cache's changes, in order and without gaps."""
+
+from __future__ import annotations
+
+from kvd.control import convert
+from kvd.control.namespaces import Namespaces
+from kvd.control.peers import Context, Peers
+from kvd.core.errors import InvalidArgument, LimitExceeded
+from kvd.core.keys import NamespaceId
+from kvd.driver import Driver
+from kvd_proto.v1 import events_pb2, events_pb2_grpc
+
+MAX_WATCHERS = 256
+INCARNATION_BYTES = 16
+
+
+class EventServicer(events_pb2_grpc.EventServiceServicer):
+    """Streams the event log of the caller's tenants."""
+
+    def __init__(self, driver: Driver, namespaces: Namespaces, peers: Peers) -> None:
+        self._driver = driver
+        self._namespaces = namespaces
+        self._peers = peers
+        self._watchers = 0
+
+    async def WatchEvents(  # noqa: N802 - gRPC's name
+        self, request: events_pb2.WatchEventsRequest, context: Context
+    ) -> None:
+        """Write changes until the caller goes away, or its process does."""
+        peer = self._peers.behind(context)
+        if len(request.incarnation) not in (0, INCARNATION_BYTES):
+            raise InvalidArgument(
+                f"incarnation has {len(request.incarnation)} bytes, not {INCARNATION_BYTES}",
+                "incarnation",
+            )
+        if request.namespace_id:
+            self._namespaces.require(peer, request.namespace_id)
+        if self._watchers >= MAX_WATCHERS:
+            raise LimitExceeded(f"more than {MAX_WATCHERS} watchers")
+
+        def wanted(namespace: NamespaceId) -> bool:
+            if request.namespace_id:
+                return namespace == request.namespace_id
+            return self._namespaces.may_see(peer, namespace)
+
+        after = (request.incarnation, request.after_sequence) if request.incarnation else None
+        incarnation = self._driver.incarnation
+        previous = request.after_sequence
+        self._watchers += 1
+        try:
+            async for delivery in self._driver.event_log.watch(after, wanted):
+                if delivery.changes or delivery.snapshot:
+                    for message in convert.delivery_messages(delivery, incarnation, previous):
+                        await context.write(message)
+                previous = delivery.sequence
+        finally:
+            self._watchers -= 1

@@ -1,0 +1,80 @@
+"""Which namespaces a caller may see, and how two of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvd.control.namespace import differs
+from kvd.control.peers import Peer
+from kvd.control.tenants import TenantPolicy
+from kvd.core.errors import UnknownNamespace
+from kvd.core.keys import NamespaceId, TenantId
+from kvd.driver import Driver
+
+_MOST_DIFFERENCES = 16  # other namespaces named in one answer
+
+
+class Namespaces:
+    """The registry's namespaces under the operator's policy.
+
+    One that the caller may not see and one that is not there get the same answer.
+    """
+
+    def __init__(self, driver: Driver, tenants: TenantPolicy) -> None:
+        self._driver = driver
+        self._tenants = tenants
+
+    def fields(self, namespace: NamespaceId) -> Mapping[str, str]:
+        """What the namespace was first opened with; empty where it isn't known."""
+        try:
+            return self._driver.pool.namespace_fields(namespace)
+        except KeyError:
+            return {}
+
+    def may_see(self, peer: Peer, namespace: NamespaceId) -> bool:
+        """True for namespaces of the caller's tenants, and for operators."""
+        if self._tenants.operates(peer):
+            return True
+        tenant = self.fields(namespace).get("tenant")
+        return tenant is not None and self._tenants.may_see(peer, TenantId(tenant))
+
+    def visible(self, peer: Peer) -> list[NamespaceId]:
+        """Every namespace that the caller may see."""
+        return [n for n in self._driver.machine.namespaces() if self.may_see(peer, n)]
+
+    def require(self, peer: Peer, namespace: int) -> NamespaceId:
+        """The namespace, or UnknownNamespace."""
+        known = NamespaceId(namespace)
+        if known not in self.visible(peer):
+            raise UnknownNamespace(f"there is no namespace {namespace}", "namespace_id")
+        return known
+
+    def page_of(self, peer: Peer, namespace: int) -> int:
+        """The read-only descriptor of the namespace's index page.
+
+        Not even an operator gets another tenant's: a page tells which blocks exist.
+        """
+        known = NamespaceId(namespace)
+        tenant = self.fields(known).get("tenant")
+        if tenant is None or tenant not in self._tenants.tenants_of(peer):
+            raise UnknownNamespace(f"there is no namespace {namespace}", "namespace_id")
+        try:
+            return self._driver.pool.page_fd(known)
+        except KeyError:
+            raise UnknownNamespace(
+                f"namespace {namespace} has no index page yet; open a session", "namespace_id"
+            ) from None
+
+    def differences(self, peer: Peer, namespace: NamespaceId) -> dict[str, str]:
+        """For each other namespace of the same tenant and model: the fields that differ."""
+        mine = self.fields(namespace)
+        found: dict[str, str] = {}
+        for other in self.visible(peer):
+            theirs = self.fields(other)
+            same = all(mine.get(n) == theirs.get(n) for n in ("tenant", "model"))
+            if other != namespace and same and len(found) < _MOST_DIFFERENCES:
+                found[str(other)] = ", ".join(
+                    f"{n} ({mine.get(n, '')!r}, there {theirs.get(n, '')!r})"
+                    for n in differs(mine, theirs)
+                )
+        return found

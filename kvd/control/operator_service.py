@@ -1,0 +1,89 @@
+"""OperatorService: what an operator and `kvd status` call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from kvd.control.namespace import check_string
+from kvd.control.namespaces import Namespaces
+from kvd.control.peers import Context, Peers
+from kvd.control.status import PoolPlace, StatusReport
+from kvd.control.tenants import TenantPolicy
+from kvd.core import events as ev
+from kvd.core.errors import InvalidArgument
+from kvd.core.keys import TenantId
+from kvd.driver import Driver
+from kvd_proto.v1 import operator_pb2 as pb
+from kvd_proto.v1 import operator_pb2_grpc
+
+MAX_DRAIN_MS = 600_000
+MAX_QUOTA_BYTES = 1 << 60
+
+
+class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
+    """Status for everyone, of what they may see; the rest for operators."""
+
+    # ruff: noqa: N802 - gRPC's names
+
+    def __init__(
+        self,
+        driver: Driver,
+        peers: Peers,
+        tenants: TenantPolicy,
+        namespaces: Namespaces,
+        report: StatusReport,
+    ) -> None:
+        self._driver = driver
+        self._peers = peers
+        self._tenants = tenants
+        self._namespaces = namespaces
+        self._report = report
+        self.place = PoolPlace("", 0)
+        # Takes no more sessions, then waits for the copies; the number still running.
+        self.drain: Callable[[float], Awaitable[int]] = driver.drain
+
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: ARG002
+        return self._report.status(self._peers.behind(context), self._tenants, self.place)
+
+    async def ListNamespaces(
+        self,
+        request: pb.ListNamespacesRequest,  # noqa: ARG002
+        context: Context,
+    ) -> pb.ListNamespacesResponse:
+        namespaces = self._report.namespaces(self._peers.behind(context))
+        return pb.ListNamespacesResponse(namespaces=namespaces)
+
+    async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:
+        peer = self._peers.behind(context)
+        self._tenants.require_operator(peer)
+        chosen = self._namespaces.visible(peer)
+        if request.namespace_id:
+            chosen = [self._namespaces.require(peer, request.namespace_id)]
+        removed = 0
+        for namespace in chosen:
+            removed += self._driver.call(ev.NamespaceCleared(self._driver.next_token(), namespace))
+            await asyncio.sleep(0)
+        return pb.ClearResponse(blocks_removed=removed)
+
+    async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
+        self._tenants.require_operator(self._peers.behind(context))
+        check_string(request.tenant, "tenant")
+        known = {rule.tenant for rule in self._tenants.rules}
+        known |= {t.tenant for t in self._driver.machine.statistics().tenants}
+        if request.tenant not in known:
+            raise InvalidArgument(f"there is no tenant {request.tenant!r}", "tenant")
+        if request.quota_bytes > MAX_QUOTA_BYTES:
+            raise InvalidArgument(f"quota_bytes is over {MAX_QUOTA_BYTES}", "quota_bytes")
+        evicted = self._driver.call(
+            ev.QuotaSet(self._driver.next_token(), TenantId(request.tenant), request.quota_bytes)
+        )
+        return pb.SetQuotaResponse(blocks_evicted=evicted)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        self._tenants.require_operator(self._peers.behind(context))
+        if request.deadline_ms > MAX_DRAIN_MS:
+            raise InvalidArgument(
+                f"deadline_ms is {request.deadline_ms}, more than {MAX_DRAIN_MS}", "deadline_ms"
+            )
+        return pb.DrainResponse(jobs_left=await self.drain(request.deadline_ms / 1e3))

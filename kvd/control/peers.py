@@ -1,0 +1,209 @@
+"""Who stands behind a call: peers that said hello on the companion socket."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import fcntl
+import os
+import secrets
+import select
+import socket
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
+from kvd_proto.v1 import companion_pb2 as pb
+
+Context = grpc.aio.ServicerContext[Any, Any]
+TOKEN_KEY = "kvd-token"  # noqa: S105 - the name of the entry, no secret
+MAX_MEMORIES = 256
+SO_PEERPIDFD = 77  # Linux 6.5; Python 3.11 has no name for it
+
+# f_type of the file systems whose files are memory (statfs(2)).
+_TMPFS_MAGIC = 0x01021994
+_HUGETLBFS_MAGIC = 0x958458F6
+
+
+class Role(enum.Enum):
+    SCHEDULER = pb.PEER_ROLE_SCHEDULER
+    WORKER = pb.PEER_ROLE_WORKER
+    TOOL = pb.PEER_ROLE_TOOL
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What the kernel says of the process at the other end."""
+
+    uid: int
+    gid: int
+    pid: int  # 0 where its PID namespace can't be seen from here
+    pidfd: int | None
+
+
+def credentials_of(connection: socket.socket) -> Credentials:
+    """Ask the kernel; the pidfd, where there is one, belongs to the caller."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
+    pid, uid, gid = struct.unpack("iII", raw)
+    try:
+        pidfd: int | None = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        try:
+            pidfd = os.pidfd_open(pid) if pid else None
+        except OSError:
+            pidfd = None
+    if pidfd is not None:
+        os.set_inheritable(pidfd, False)
+    return Credentials(uid, gid, pid, pidfd)
+
+
+def has_ended(pidfd: int) -> bool:
+    """True when the process behind the pidfd has ended."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A shared-memory file that a peer offered; the descriptor is ours."""
+
+    fd: int
+    bytes: int
+
+
+def accept_memory(fd: int) -> Memory:
+    """Check an offered descriptor; InvalidArgument unless it is writable shared memory.
+
+    Only tmpfs and hugetlbfs are taken: a mover that maps a file of a slow or remote file
+    system could hang where no signal reaches it.
+    """
+    status = os.fstat(fd)
+    writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+    if not stat.S_ISREG(status.st_mode) or not writable:
+        raise InvalidArgument("the offered descriptor is no file open for reading and writing")
+    if _file_system(fd) not in (_TMPFS_MAGIC, _HUGETLBFS_MAGIC):
+        raise InvalidArgument("the offered file is not in shared memory (tmpfs or hugetlbfs)")
+    if status.st_size == 0:
+        raise InvalidArgument("the offered file is empty")
+    return Memory(fd, status.st_size)
+
+
+def _file_system(fd: int) -> int:
+    buffer = ctypes.create_string_buffer(256)
+    if ctypes.CDLL(None, use_errno=True).fstatfs(fd, buffer) != 0:
+        raise OSError(ctypes.get_errno(), "fstatfs")
+    magic: int = struct.unpack_from("q", buffer, 0)[0]
+    return magic
+
+
+Send = Callable[[pb.CompanionResponse, Sequence[int]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One companion connection. Lives until the process ends or closes it."""
+
+    credentials: Credentials
+    role: Role
+    program: str
+    send: Send  # one message with its descriptors, which stay the caller's
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
+    memories: dict[int, Memory] = field(default_factory=dict)
+    registrations: set[int] = field(default_factory=set)  # every one it ever had
+    ended: bool = False
+    _on_end: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def uid(self) -> int:
+        return self.credentials.uid
+
+    @property
+    def pid(self) -> int:
+        return self.credentials.pid
+
+    @property
+    def alive(self) -> bool:
+        """False once the connection is closed or the kernel says that the process ended."""
+        pidfd = self.credentials.pidfd
+        return not self.ended and not (pidfd is not None and has_ended(pidfd))
+
+    def on_end(self, then: Callable[[], None]) -> None:
+        """Call `then` once when the peer ends; at once if it has."""
+        if self.ended:
+            then()
+        else:
+            self._on_end.append(then)
+
+    def forget(self, then: Callable[[], None]) -> None:
+        """Take back what `on_end` noted, if it still stands."""
+        if then in self._on_end:
+            self._on_end.remove(then)
+
+    def offer(self, number: int, fd: int) -> Memory:
+        """Keep an offered memory under the client's number; owns the descriptor either way."""
+        try:
+            if len(self.memories) >= MAX_MEMORIES and number not in self.memories:
+                raise LimitExceeded(f"more than {MAX_MEMORIES} memories offered", "memory_token")
+            memory = accept_memory(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        if (old := self.memories.pop(number, None)) is not None:
+            os.close(old.fd)
+        self.memories[number] = memory
+        return memory
+
+    def end(self) -> None:
+        """The peer is gone: tell whoever asked, give its descriptors back. Once."""
+        if self.ended:
+            return
+        self.ended = True
+        callbacks, self._on_end = self._on_end, []
+        for then in callbacks:
+            then()
+        for memory in self.memories.values():
+            os.close(memory.fd)
+        self.memories.clear()
+        if self.credentials.pidfd is not None:
+            os.close(self.credentials.pidfd)
+
+
+class Peers:
+    """Live peers by token."""
+
+    def __init__(self) -> None:
+        self._by_token: dict[str, Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def add(self, peer: Peer) -> None:
+        self._by_token[peer.token] = peer
+        peer.on_end(lambda: self._forget(peer))
+
+    def _forget(self, peer: Peer) -> None:
+        self._by_token.pop(peer.token, None)
+
+    def behind(self, context: Context, *roles: Role) -> Peer:
+        """The caller, if its token is that of a live peer in one of these roles (any if none)."""
+        token = ""
+        for entry in context.invocation_metadata() or ():
+            if entry[0] == TOKEN_KEY and isinstance(entry[1], str):
+                token = entry[1]
+        peer = self._by_token.get(token)
+        if peer is None:
+            raise Unauthenticated(
+                f"the metadata entry {TOKEN_KEY} names no live companion connection; say hello"
+                " on the companion socket first",
+                TOKEN_KEY,
+            )
+        if roles and peer.role not in roles:
+            wanted = " or ".join(role.name for role in roles)
+            raise PermissionDenied(f"a {peer.role.name} called what only a {wanted} may", "role")
+        return peer

@@ -1,0 +1,171 @@
+"""The API as a whole: the gRPC server on its Unix socket, and the companion socket beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+import kvd
+from kvd.control.companion import CompanionServer
+from kvd.control.engine_service import EngineServicer
+from kvd.control.engines import Engines
+from kvd.control.event_service import EventServicer
+from kvd.control.namespaces import Namespaces
+from kvd.control.operator_service import OperatorServicer
+from kvd.control.peers import Peers
+from kvd.control.rpc import CallInterceptor, CallObserver
+from kvd.control.session import SessionRooms, SessionTerms
+from kvd.control.status import PoolPlace, StatusReport
+from kvd.control.tenants import TenantPolicy
+from kvd.control.worker_service import WorkerServicer
+from kvd.driver import Driver
+from kvd_proto.v1 import (
+    engine_pb2,
+    engine_pb2_grpc,
+    events_pb2,
+    events_pb2_grpc,
+    operator_pb2,
+    operator_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+MAX_MESSAGE_BYTES = 8 << 20
+STOP_SECONDS = 1.0
+SERVICES = tuple(
+    module.DESCRIPTOR.services_by_name[name].full_name
+    for module, name in (
+        (engine_pb2, "EngineService"),
+        (worker_pb2, "WorkerService"),
+        (events_pb2, "EventService"),
+        (operator_pb2, "OperatorService"),
+    )
+)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_metadata_size", 16 * 1024),
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.so_reuseport", 0),
+)
+
+
+class SocketTaken(Exception):
+    """Another daemon answers on the socket."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the API is found, and where the pool lies."""
+
+    socket: Path
+    companion: Path
+    mode: int
+    group: str
+    pool_directory: Path
+    pool_bytes: int
+
+
+class ControlServer:
+    """Everything between the sockets and the driver."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        tenants: TenantPolicy,
+        terms: SessionTerms,
+        observer: CallObserver,
+        on_broken_invariant: Callable[[AssertionError], None],
+    ) -> None:
+        self.driver = driver
+        self.peers = Peers()
+        self.engines = Engines(driver)
+        self.rooms = SessionRooms(driver, self.engines, tenants, terms)
+        self.rooms.count_refusal = observer.refused
+        self.namespaces = Namespaces(driver, tenants)
+        self.companion = CompanionServer(
+            self.peers, self.namespaces.page_of, driver.incarnation, kvd.__version__
+        )
+        report = StatusReport(driver, self.engines, self.namespaces, self.rooms.sessions)
+        self.operator = OperatorServicer(driver, self.peers, tenants, self.namespaces, report)
+        self.operator.drain = self.drain
+        self._interceptor = CallInterceptor(observer, on_broken_invariant)
+        self._health = health.aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._place: Place | None = None
+
+    async def listen(self, place: Place) -> None:
+        """Take calls from now on. SocketTaken where another daemon does."""
+        place.socket.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        refuse_taken(place.companion)
+        self.operator.place = PoolPlace(str(place.pool_directory), place.pool_bytes)
+        server = grpc.aio.server(interceptors=[self._interceptor], options=_OPTIONS)
+        engine_pb2_grpc.add_EngineServiceServicer_to_server(
+            EngineServicer(self.rooms, self.peers), server
+        )
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(
+            WorkerServicer(self.rooms, self.peers, place.pool_directory), server
+        )
+        events_pb2_grpc.add_EventServiceServicer_to_server(
+            EventServicer(self.driver, self.namespaces, self.peers), server
+        )
+        operator_pb2_grpc.add_OperatorServiceServicer_to_server(self.operator, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        await self._say_health(health_pb2.HealthCheckResponse.SERVING)
+        # The companion first: whoever reaches the gRPC socket can say hello.
+        self.companion.listen(str(place.companion), place.mode)
+        self._place = place
+        old_mask = os.umask(0o777 & ~place.mode)
+        try:
+            server.add_insecure_port(f"unix:{place.socket}")
+        finally:
+            os.umask(old_mask)
+        for path in (place.socket, place.companion):
+            path.chmod(place.mode)
+            if place.group:
+                shutil.chown(path, group=place.group)
+        await server.start()
+        self._server = server
+
+    async def drain(self, deadline_s: float) -> int:
+        """No new session or store from now on; waits for the copies under way."""
+        self.rooms.draining = True
+        await self._say_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        return await self.driver.drain(deadline_s)
+
+    async def close(self) -> None:
+        """End every call and peer; leave no socket file."""
+        if self._server is not None:
+            await self._server.stop(STOP_SECONDS)
+            self._server = None
+        self.companion.close()
+        if self._place is not None:
+            for path in (self._place.socket, self._place.companion):
+                with contextlib.suppress(FileNotFoundError):
+                    path.unlink()
+
+    async def _say_health(self, status: int) -> None:
+        for name in ("", *SERVICES):
+            await self._health.set(name, status)
+
+
+def refuse_taken(companion: Path) -> None:
+    """Raise SocketTaken where a living daemon answers; a socket file left behind is nobody's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(companion))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+    raise SocketTaken(f"another daemon answers on {companion}; stop it or choose another --socket")

@@ -1,0 +1,346 @@
+"""The Session stream: an engine's scheduler, from its first message to its end.
+
+Requests are handled one after the other, in the order they came. Answers and news go out
+through an outbox, so that neither the driver nor another session ever waits for this client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvd.control import convert
+from kvd.control.engines import Engines, EngineStart, check_identity
+from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT
+from kvd.control.namespace import namespace_spec
+from kvd.control.peers import Context, Peer
+from kvd.control.tenants import TenantPolicy
+from kvd.control.verbs import LiveSession, Sessions, Verbs
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
+from kvd.core.events import NamespaceSpec
+from kvd.core.keys import MoverId
+from kvd.driver import Driver
+from kvd.fleet import RankPlacement
+from kvd.mover.process import MoverProcess
+from kvd_proto import layout
+from kvd_proto.v1 import engine_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+PROTOCOL_MINOR = 0
+# Optional behaviours of this daemon; a session gets those that its client names too.
+CAPABILITIES = ("request-level-store", "epochs", "events")
+MAX_CAPABILITIES = 64
+MAX_SESSIONS = 1024
+MAX_UNSENT_MESSAGES = 4096  # a client that doesn't read is dropped
+JOBS_PER_MESSAGE = 512
+CLOSE_FLUSH_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTerms:
+    """What the daemon tells each session of its settings."""
+
+    lease_ttl_ms: int
+    store_threshold: int
+
+
+class Outbox:
+    """Messages on their way to one client; news of jobs that ended together go together."""
+
+    def __init__(self) -> None:
+        self._unsent: deque[pb.SessionResponse] = deque()
+        self._news = asyncio.Event()
+        self.overflowed = False
+
+    def put(self, message: pb.SessionResponse) -> None:
+        """Queue a message; past MAX_UNSENT_MESSAGES the client is taken for dead."""
+        if len(self._unsent) >= MAX_UNSENT_MESSAGES:
+            self.overflowed = True
+        else:
+            self._unsent.append(message)
+        self._news.set()
+
+    def put_ended(self, ended: pb.JobEnded) -> None:
+        """Queue the end of a job, with those that wait already."""
+        last = self._unsent[-1] if self._unsent else None
+        if (
+            last is not None
+            and last.WhichOneof("kind") == "jobs_ended"
+            and len(last.jobs_ended.jobs) < JOBS_PER_MESSAGE
+        ):
+            last.jobs_ended.jobs.append(ended)
+        else:
+            self.put(pb.SessionResponse(jobs_ended=pb.JobsEnded(jobs=[ended])))
+
+    async def write_all(self, context: Context) -> None:
+        """Write until cancelled; returns when the client reads too slowly."""
+        while not self.overflowed:
+            await self._news.wait()
+            self._news.clear()
+            while self._unsent:
+                await context.write(self._unsent.popleft())
+
+
+class SchedulerSession:
+    """One open session: the driver's sink, the engine's side of the meeting."""
+
+    def __init__(self, live: LiveSession, start: EngineStart, rooms: SessionRooms) -> None:
+        self.live = live
+        self.outbox = Outbox()
+        self._start = start
+        self._rooms = rooms
+        self._ended = False
+        self.on_end = asyncio.Event()
+
+    @property
+    def peer(self) -> Peer:
+        return self.live.peer
+
+    @property
+    def spec(self) -> NamespaceSpec:
+        return self.live.spec
+
+    @property
+    def world_size(self) -> int:
+        return self.live.world_size
+
+    # -- news -------------------------------------------------------------------------------
+
+    def job_ended(self, order: act.EndJob) -> None:
+        self.outbox.put_ended(convert.ended_message(order))
+
+    def rank_lost(self, rank: int, reason: str) -> None:
+        self._rooms.engines.refresh(self._start)
+        lost = pb.RankLost(rank=rank, reason=reason)
+        self.outbox.put(pb.SessionResponse(rank_lost=lost))
+
+    def attach(self, placement: RankPlacement, mover: MoverProcess) -> None:
+        self._rooms.driver.attach_rank(self.live.id, placement, mover)
+
+    def ranks_ready(self, registrations: Sequence[MoverId]) -> None:
+        ready = pb.RanksReady(registration_ids=registrations)
+        self.outbox.put(pb.SessionResponse(ranks_ready=ready))
+
+    def end(self, reason: str) -> None:
+        """Free all that the session held. Once."""
+        if self._ended:
+            return
+        self._ended = True
+        log.info("session %d of engine %r ends: %s", self.live.id, self.live.engine_id, reason)
+        self._rooms.sessions.by_id.pop(self.live.id, None)
+        self._rooms.driver.close_session(self.live.id)
+        self._rooms.engines.leave(self._start, self)
+        self.on_end.set()
+
+    # -- requests ---------------------------------------------------------------------------
+
+    async def handle_all(self, requests: AsyncIterator[pb.SessionRequest]) -> str:
+        """Handle requests until the stream ends; returns why it did."""
+        async for request in requests:
+            kind = request.WhichOneof("kind")
+            if kind == "close":
+                await self._flush()
+                return "its scheduler closed it"
+            await self._handle(kind, request)
+        return "its stream ended"
+
+    async def _handle(self, kind: str | None, request: pb.SessionRequest) -> None:
+        match kind:
+            case "step":
+                await self._step(request.step)
+            case "lookup":
+                await self._lookup(request.lookup)
+            case "reset_cache":
+                await self._reset(request.reset_cache)
+            case _:
+                error = InvalidArgument(f"{kind or 'an empty message'} can't come here", "kind")
+                self._refuse(0, error)
+
+    async def _step(self, step: pb.Step) -> None:
+        try:
+            reply = await self._rooms.verbs.step(self.live, step)
+        except KvdError as error:
+            self._refuse(step.sequence, error)
+        else:
+            self.outbox.put(pb.SessionResponse(step=reply))
+
+    async def _lookup(self, call: pb.LookupCall) -> None:
+        reply = pb.LookupReply(call_id=call.call_id)
+        try:
+            reply.answers.extend(await self._rooms.verbs.lookup(self.live, call.queries))
+        except KvdError as error:
+            reply.reason, reply.message = error.reason, str(error)
+            self._rooms.refused(error.reason)
+        self.outbox.put(pb.SessionResponse(lookup=reply))
+
+    async def _reset(self, reset: pb.ResetCache) -> None:
+        try:
+            epoch = await self._rooms.verbs.reset_cache(self.live, reset)
+        except KvdError as error:
+            self._refuse(reset.sequence, error)
+        else:
+            self.outbox.put(pb.SessionResponse(epoch=epoch))
+
+    def _refuse(self, sequence: int, error: KvdError) -> None:
+        self._rooms.refused(error.reason)
+        refused = pb.StepRefused(sequence=sequence, reason=error.reason, message=str(error))
+        self.outbox.put(pb.SessionResponse(refused=refused))
+
+    async def _flush(self) -> None:
+        try:
+            await self._rooms.driver.flush(self.live.id, [], CLOSE_FLUSH_SECONDS)
+        except TimeoutError:
+            log.warning("session %d closes while copies run", self.live.id)
+
+
+class SessionRooms:
+    """What sessions are opened in, and by which rules."""
+
+    def __init__(
+        self, driver: Driver, engines: Engines, tenants: TenantPolicy, terms: SessionTerms
+    ) -> None:
+        self.driver = driver
+        self.engines = engines
+        self.tenants = tenants
+        self.terms = terms
+        self.sessions = Sessions()
+        self.verbs = Verbs(driver)
+        self.draining = False
+        self.count_refusal: Callable[[str], None] = _count_nothing
+
+    def refused(self, reason: str) -> None:
+        """Count a refusal that is answered inside a stream."""
+        self.count_refusal(reason)
+
+    async def serve(
+        self, requests: AsyncIterator[pb.SessionRequest], context: Context, peer: Peer
+    ) -> None:
+        """The whole life of one stream. Its end, however it comes, frees the session."""
+        first = await anext(requests, None)
+        if first is None or first.WhichOneof("kind") != "open":
+            raise InvalidArgument(
+                "the first message of a session is open", "open", MALFORMED_MESSAGE
+            )
+        session = await self._open(first.open, peer)
+        gone = partial(session.end, "its scheduler process is gone")
+        peer.on_end(gone)
+        why = "its stream broke"
+        tasks = [
+            asyncio.ensure_future(session.handle_all(requests)),
+            asyncio.ensure_future(session.outbox.write_all(context)),
+            asyncio.ensure_future(session.on_end.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                why = str(tasks[0].result())
+            elif tasks[1].done():
+                why = "its client reads too slowly"
+        finally:
+            peer.forget(gone)
+            session.end(why)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _open(self, message: pb.OpenSession, peer: Peer) -> SchedulerSession:
+        """Open, or raise with nothing changed."""
+        if self.draining:
+            raise Draining("the daemon is about to stop")
+        if len(self.sessions.by_id) >= MAX_SESSIONS:
+            raise LimitExceeded(f"more than {MAX_SESSIONS} sessions")
+        check_open(message)
+        check_identity(message.identity)
+        tenant = self.tenants.tenant_of(peer, message.namespace.tenant)
+        private_to = f"{peer.uid}/{message.identity.engine_id}/{message.identity.boot_nonce.hex()}"
+        spec, fields = namespace_spec(message.namespace, tenant, private_to)
+        start = await self.engines.claim(peer.uid, message.identity)
+        try:
+            self.engines.check_scheduler(start, peer)
+            start = await self.engines.claim(peer.uid, message.identity)
+            self.engines.check_ranks(start, spec, message.world_size)
+            return self._admit(message, peer, start, (spec, fields))
+        finally:
+            self.engines.forget_if_empty(start)
+
+    def _admit(
+        self,
+        message: pb.OpenSession,
+        peer: Peer,
+        start: EngineStart,
+        described: tuple[NamespaceSpec, dict[str, str]],
+    ) -> SchedulerSession:
+        spec, fields = described
+        number = self.driver.allocate_session_id()
+        sink = DeferredSink()
+        accepted = self.driver.open_session(
+            ev.SessionOpened(
+                self.driver.next_token(), number, spec, message.epoch, message.world_size
+            ),
+            fields,
+            sink,
+        )
+        live = LiveSession(
+            number, accepted.namespace, spec, peer, message.identity.engine_id, message.world_size
+        )
+        session = SchedulerSession(live, start, self)
+        sink.session = session
+        self.sessions.by_id[number] = live
+        session.outbox.put(pb.SessionResponse(opened=self._opened(message, accepted, live)))
+        self.engines.join(start, session)
+        log.info("session %d: engine %r, namespace %d", number, live.engine_id, live.namespace)
+        return session
+
+    def _opened(
+        self, message: pb.OpenSession, accepted: act.SessionAccepted, live: LiveSession
+    ) -> pb.SessionOpened:
+        return pb.SessionOpened(
+            session_id=live.id,
+            incarnation=self.driver.incarnation,
+            namespace_fingerprint=live.spec.fingerprint,
+            namespace_id=accepted.namespace,
+            epoch=convert.epoch_message(accepted.epoch),
+            capabilities=[c for c in message.capabilities if c in CAPABILITIES],
+            lease_ttl_ms=self.terms.lease_ttl_ms,
+            store_threshold=self.terms.store_threshold,
+            protocol_minor=min(message.protocol_minor, PROTOCOL_MINOR),
+            isolated=self.tenants.isolated(live.peer.uid),
+        )
+
+
+class DeferredSink:
+    """Takes news for a session that is being opened; there are none before it is."""
+
+    def __init__(self) -> None:
+        self.session: SchedulerSession | None = None
+
+    def job_ended(self, order: act.EndJob) -> None:
+        assert self.session is not None, "a job ended before its session was open"
+        self.session.job_ended(order)
+
+    def rank_lost(self, rank: int, reason: str) -> None:
+        assert self.session is not None, "a rank was lost before its session was open"
+        self.session.rank_lost(rank, reason)
+
+
+def check_open(message: pb.OpenSession) -> None:
+    """Raise InvalidArgument unless the figures of an OpenSession are possible."""
+    if not 1 <= message.world_size <= layout.MAX_RANKS:
+        raise InvalidArgument(
+            f"world_size is {message.world_size}, not 1..{layout.MAX_RANKS}",
+            "world_size",
+            RANK_COUNT,
+        )
+    convert.check_count(len(message.capabilities), MAX_CAPABILITIES, "capabilities")
+    convert.epoch_name(message.epoch)
+
+
+def _count_nothing(_reason: str) -> None:
+    pass

@@ -1,0 +1,80 @@
+"""The operator's policy: which user is which tenant, and who may operate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvd.control.peers import Peer
+from kvd.core.errors import PermissionDenied
+from kvd.core.keys import TenantId
+
+DEFAULT_TENANT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRule:
+    """One tenant: its users, its groups, and its hard quota."""
+
+    tenant: TenantId
+    uids: frozenset[int] = frozenset()
+    gids: frozenset[int] = frozenset()
+    quota_bytes: int = 0  # 0 = no quota
+
+    def covers(self, uid: int, gid: int) -> bool:
+        return uid in self.uids or gid in self.gids
+
+
+class TenantPolicy:
+    """Without rules every user who may open the socket is the one tenant "default".
+
+    With rules a user is what they say and nothing else. Root and the daemon's own user operate,
+    and so do the users named as operators.
+    """
+
+    def __init__(self, rules: Sequence[TenantRule] = (), operators: Sequence[int] = ()) -> None:
+        self.rules = tuple(rules)
+        self._operators = frozenset({0, os.getuid(), *operators})
+
+    def tenants_of(self, peer: Peer) -> list[TenantId]:
+        """Tenants that the caller may use, its default first."""
+        if not self.rules:
+            return [TenantId(DEFAULT_TENANT)]
+        uid, gid = peer.credentials.uid, peer.credentials.gid
+        return [rule.tenant for rule in self.rules if rule.covers(uid, gid)]
+
+    def tenant_of(self, peer: Peer, wanted: str) -> TenantId:
+        """The tenant that the caller asks for, or its default; PermissionDenied otherwise."""
+        allowed = self.tenants_of(peer)
+        if not allowed:
+            raise PermissionDenied(f"the policy gives uid {peer.uid} no tenant", "tenant")
+        if not wanted:
+            return allowed[0]
+        if wanted not in allowed:
+            raise PermissionDenied(
+                f"uid {peer.uid} is not tenant {wanted!r}; it may be {', '.join(allowed)}",
+                "tenant",
+            )
+        return TenantId(wanted)
+
+    def may_see(self, peer: Peer, tenant: TenantId) -> bool:
+        """True for the caller's own tenants, and for operators."""
+        return tenant in self.tenants_of(peer) or self.operates(peer)
+
+    def operates(self, peer: Peer) -> bool:
+        """True where the caller may do what concerns everyone."""
+        return peer.uid in self._operators
+
+    def require_operator(self, peer: Peer) -> None:
+        if not self.operates(peer):
+            raise PermissionDenied(f"uid {peer.uid} has no operator's rights", "uid")
+
+    def isolated(self, uid: int) -> bool:
+        """True where no other tenant's processes run under this user or can pose as it."""
+        if len(self.rules) <= 1:
+            return True
+        if uid in (0, os.getuid()):
+            return False
+        # A rule by group may cover this user too, so it counts as shared.
+        return sum(1 for rule in self.rules if uid in rule.uids or rule.gids) <= 1

@@ -1,0 +1,257 @@
+"""WorkerService: an engine's worker registers its rank, and so gets a mover."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvd.control import convert, errors
+from kvd.control.engines import (
+    EngineStart,
+    GroupFigures,
+    Rank,
+    RankLayout,
+    check_identity,
+)
+from kvd.control.errors import MoverStartFailed
+from kvd.control.peers import Context, Peer, Peers, Role
+from kvd.control.session import SessionRooms
+from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
+from kvd.core.keys import JobId
+from kvd.fleet import RankPlacement
+from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, Region
+from kvd.mover.process import MoverStartFailed as ProcessStartFailed
+from kvd_proto import layout
+from kvd_proto.v1 import companion_pb2, worker_pb2_grpc
+from kvd_proto.v1 import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+WORD_BYTES = 8
+MAX_FRAGMENTS = 4096
+MAX_MEMORIES = 256
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """Validates, starts the mover, seats the rank."""
+
+    def __init__(self, rooms: SessionRooms, peers: Peers, pool_directory: Path) -> None:
+        self._driver = rooms.driver
+        self._engines = rooms.engines
+        self._rooms = rooms
+        self._peers = peers
+        self._pool_directory = pool_directory
+
+    async def RegisterRank(  # noqa: N802 - gRPC's name
+        self, request: pb.RegisterRankRequest, context: Context
+    ) -> pb.RegisterRankResponse:
+        peer = self._peers.behind(context, Role.WORKER)
+        if self._rooms.draining:
+            raise Draining("the daemon is about to stop")
+        check_identity(request.identity)
+        check_rank(request)
+        start = await self._engines.claim(peer.uid, request.identity)
+        try:
+            agreed = rank_layout(request, start)
+            self._engines.check_place(start, peer, agreed)
+            config = self._mover_config(request, agreed, regions(request, peer))
+            await self._engines.vacate(start, request.rank)
+            mover = await self._start(config)
+            start = await self._seat(request, peer, Rank(peer, agreed, mover))
+        finally:
+            self._engines.forget_if_empty(start)
+        return pb.RegisterRankResponse(registration_id=mover.mover, mover_pid=mover.pid)
+
+    async def UnregisterRank(  # noqa: N802 - gRPC's name
+        self, request: pb.UnregisterRankRequest, context: Context
+    ) -> pb.UnregisterRankResponse:
+        peer = self._peers.behind(context, Role.WORKER)
+        mover = self._engines.registered(peer, request.registration_id)
+        await self._engines.end_rank(mover, "its worker unregistered")
+        return pb.UnregisterRankResponse()
+
+    async def MarkReady(  # noqa: N802 - gRPC's name
+        self, request: pb.MarkReadyRequest, context: Context
+    ) -> pb.MarkReadyResponse:
+        peer = self._peers.behind(context, Role.WORKER)
+        jobs = convert.job_ids(request.job_ids, "job_ids")
+        registered = self._engines.registered(peer, request.registration_id)
+        mover = self._driver.fleet.process_of(registered)
+        for job in jobs:
+            mover.mark_ready(JobId(job))
+        return pb.MarkReadyResponse()
+
+    # -- steps of a registration ------------------------------------------------------------
+
+    def _mover_config(
+        self, request: pb.RegisterRankRequest, agreed: RankLayout, mapped: Sequence[Region]
+    ) -> MoverConfig:
+        groups = tuple(
+            GroupMap(
+                num_blocks=group.num_blocks,
+                blocks_per_block=figures.blocks_per_block,
+                part_bytes=figures.blocks_per_block * figures.engine_block_bytes,
+                fragments=tuple(
+                    FragmentSpec(f.memory, f.base, f.stride, f.bytes) for f in group.fragments
+                ),
+            )
+            for group, figures in zip(request.groups, agreed.groups, strict=True)
+        )
+        return MoverConfig(
+            mover=self._driver.allocate_mover_id(),
+            regions=tuple(mapped),
+            groups=groups,
+            pool_directory=self._pool_directory,
+            extent_bytes=self._driver.pool.extent_bytes,
+        )
+
+    async def _start(self, config: MoverConfig) -> MoverProcess:
+        try:
+            return await self._driver.fleet.start(config)
+        except ProcessStartFailed as error:
+            log.exception("no mover for rank")
+            raise MoverStartFailed(str(error)) from error
+
+    async def _seat(self, request: pb.RegisterRankRequest, peer: Peer, rank: Rank) -> EngineStart:
+        """Hand the channel over and join the engine; the mover ends where that fails.
+
+        What was checked may have changed while the process started, so it is checked again.
+        """
+        try:
+            start = await self._engines.claim(peer.uid, request.identity)
+            agreed = rank_layout(request, start)
+            if agreed.groups != rank.layout.groups:
+                raise MoverStartFailed("the scheduler came with another block size; register again")
+            self._engines.check_place(start, peer, agreed)
+            if peer.ended:
+                raise UnknownRegistration("the worker ended meanwhile")
+        except BaseException:
+            await self._driver.end_rank(rank.mover.mover, "its registration failed")
+            raise
+        channel = companion_pb2.RankChannel(registration_id=rank.mover.mover)
+        mover = rank.mover
+        peer.send(
+            companion_pb2.CompanionResponse(rank_channel=channel),
+            (mover.ring_fd, mover.board_fd, mover.event_fd, mover.pidfd),
+        )
+        self._engines.seat(start, rank)
+        return start
+
+
+def check_rank(request: pb.RegisterRankRequest) -> None:
+    """Raise InvalidArgument unless counts and numbers are possible."""
+    if not 1 <= request.world_size <= layout.MAX_RANKS or request.rank >= request.world_size:
+        raise InvalidArgument(
+            f"rank {request.rank} of world_size {request.world_size}: not a rank of"
+            f" 1..{layout.MAX_RANKS}",
+            "rank",
+            errors.RANK_COUNT,
+        )
+    if request.shard >= request.world_size:
+        raise InvalidArgument(
+            f"shard {request.shard} of world_size {request.world_size}", "shard", errors.RANK_COUNT
+        )
+    if not 1 <= len(request.groups) <= layout.MAX_GROUPS:
+        raise InvalidArgument(
+            f"{len(request.groups)} groups, not 1..{layout.MAX_GROUPS}",
+            "groups",
+            errors.GROUP_COUNT,
+        )
+    convert.check_count(len(request.memories), MAX_MEMORIES, "memories", least=1)
+    for number, group in enumerate(request.groups):
+        where = f"groups[{number}]"
+        if group.group != number:
+            raise InvalidArgument(f"{where} is group {group.group}", f"{where}.group")
+        if group.blocks_per_block > layout.MAX_BLOCKS_PER_BLOCK:
+            raise InvalidArgument(
+                f"{where}.blocks_per_block is {group.blocks_per_block}",
+                f"{where}.blocks_per_block",
+                errors.BLOCKS_PER_BLOCK,
+            )
+        if not 1 <= group.num_blocks < layout.NULL_ENGINE_BLOCK:
+            raise InvalidArgument(
+                f"{where}.num_blocks is {group.num_blocks}", f"{where}.num_blocks"
+            )
+        convert.check_count(len(group.fragments), MAX_FRAGMENTS, f"{where}.fragments", least=1)
+
+
+def rank_layout(request: pb.RegisterRankRequest, start: EngineStart) -> RankLayout:
+    """What the rank says, with the blocks' size from the session where it doesn't say."""
+    known = start.session.spec.groups if start.session is not None else ()
+    figures = []
+    guessed = False
+    for number, group in enumerate(request.groups):
+        blocks = group.blocks_per_block
+        if not blocks and number < len(known):
+            blocks = known[number].blocks_per_block
+        elif not blocks:
+            blocks, guessed = 1, True
+        figures.append(GroupFigures(sum(f.bytes for f in group.fragments), blocks))
+    placement = RankPlacement(request.rank, request.shard, request.writer)
+    return RankLayout(request.world_size, placement, tuple(figures), guessed)
+
+
+def regions(request: pb.RegisterRankRequest, peer: Peer) -> list[Region]:
+    """The offered memories behind the handles, with every fragment inside them."""
+    found = [_region(handle, number, peer) for number, handle in enumerate(request.memories)]
+    for number, group in enumerate(request.groups):
+        for place, fragment in enumerate(group.fragments):
+            _check_fragment(
+                fragment, group.num_blocks, found, f"groups[{number}].fragments[{place}]"
+            )
+    return found
+
+
+def _region(handle: pb.MemoryHandle, number: int, peer: Peer) -> Region:
+    where = f"memories[{number}]"
+    kind = handle.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument(f"{where} has no handle", where)
+    if kind != "host":
+        raise InvalidArgument(
+            f"{where} is {kind}: this build has no CUDA mover yet; offer host shared memory",
+            where,
+            errors.TRANSPORT_UNSUPPORTED,
+        )
+    host = handle.host
+    memory = peer.memories.get(host.memory_token)
+    if memory is None:
+        raise InvalidArgument(
+            f"{where}: no memory {host.memory_token} was offered on this worker's companion"
+            " connection",
+            f"{where}.memory_token",
+        )
+    if host.offset % WORD_BYTES or host.bytes == 0 or host.bytes % WORD_BYTES:
+        raise InvalidArgument(
+            f"{where}: offset {host.offset} and bytes {host.bytes} must be multiples of"
+            f" {WORD_BYTES}, and bytes not 0",
+            f"{where}.offset",
+        )
+    if host.offset + host.bytes > memory.bytes:
+        raise InvalidArgument(
+            f"{where}: the region ends at {host.offset + host.bytes}, the file at {memory.bytes}",
+            f"{where}.bytes",
+        )
+    return Region(memory.fd, host.offset, host.bytes)
+
+
+def _check_fragment(
+    fragment: pb.Fragment, num_blocks: int, found: Sequence[Region], where: str
+) -> None:
+    if fragment.memory >= len(found):
+        raise InvalidArgument(f"{where}.memory {fragment.memory} is not offered", f"{where}.memory")
+    misplaced = fragment.base % WORD_BYTES or fragment.stride % WORD_BYTES
+    if misplaced or fragment.bytes % WORD_BYTES or not 0 < fragment.bytes <= fragment.stride:
+        raise InvalidArgument(
+            f"{where}: base {fragment.base}, stride {fragment.stride} and bytes {fragment.bytes}"
+            f" must be multiples of {WORD_BYTES}, and 0 < bytes <= stride",
+            where,
+        )
+    end = fragment.base + (num_blocks - 1) * fragment.stride + fragment.bytes
+    if end > found[fragment.memory].bytes:
+        raise InvalidArgument(
+            f"{where}: block {num_blocks - 1} ends at {end}, the region at"
+            f" {found[fragment.memory].bytes}",
+            where,
+        )

@@ -1,0 +1,73 @@
+"""Structured logs: one line a record, for people or as JSON; the level changes at run time."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import TextIO
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+
+class TextFormatter(logging.Formatter):
+    """2026-01-31T12:00:00.123Z INFO kvd.app: message"""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802 - logging's names
+        """Time in UTC with milliseconds."""
+        return timestamp(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and a traceback where there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
+        fields = {
+            "time": timestamp(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def timestamp(record: logging.LogRecord) -> str:
+    """When the record was made: UTC with milliseconds."""
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
+
+
+def start(level: str, form: str, stream: TextIO | None = None) -> None:
+    """Send every log record to the stream (standard error), from this level on."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+    root.addHandler(handler)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Log from this level on."""
+    logging.getLogger().setLevel(LEVELS[level])
+
+
+def toggle_debug(usual: str) -> str:
+    """Switch between debug and the usual level; returns the level now in force."""
+    debugging = logging.getLogger().level == logging.DEBUG
+    level = usual if debugging else "debug"
+    set_level(level)
+    return level

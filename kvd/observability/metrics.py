@@ -1,0 +1,254 @@
+"""Every metric of the daemon. No other file declares one.
+
+What the core counts anyway is read at scrape time; what passes by once (durations, refusals)
+is observed as it happens. Label values come from closed sets of ours, except `tenant`, which
+the operator's policy names, and `reason`, which docs/errors.md lists.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvd.core.actions import EndJob
+from kvd.core.events import JobKind, JobStatus, TransferOutcome
+from kvd.core.statistics import Occupancy, Statistics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+MAX_TENANTS_SHOWN = 256
+_RPC_BUCKETS = (
+    1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 5, 30,
+)  # fmt: skip
+_COPY_BUCKETS = (2.5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 2.5, 10, 30)
+_SLOT_STATES = ("free", "reserved", "ready", "quarantined")
+
+# Name, help, and where in the core's Counters it stands.
+_COUNTERS = (
+    ("kvd_lookup_hits", "Blocks looked up and found readable.", "hits"),
+    ("kvd_lookup_misses", "Blocks looked up and not there.", "misses"),
+    ("kvd_lookup_pending", "Blocks looked up while a store of theirs was under way.", "pending"),
+    ("kvd_lookup_retries", "Blocks found while the lease cap was reached: ask again.", "retries"),
+    ("kvd_stored_blocks", "Blocks that became readable.", "stored"),
+    ("kvd_stored_bytes", "Bytes of the blocks that became readable.", "store_bytes"),
+    ("kvd_loaded_blocks", "Blocks copied back to engines.", "loaded"),
+    ("kvd_loaded_bytes", "Bytes of the blocks copied back to engines.", "load_bytes"),
+    ("kvd_evicted_blocks", "Blocks evicted to make room.", "evicted"),
+    ("kvd_deduplicated_blocks", "Stores of blocks already readable or in flight.", "deduplicated"),
+    ("kvd_filtered_blocks", "Stores kept out by the reuse filter.", "filtered"),
+    ("kvd_failed_blocks", "Blocks whose copy failed.", "failed"),
+    ("kvd_recovered_blocks", "Blocks found readable in the pool at start.", "recovered"),
+    ("kvd_cleared_blocks", "Blocks removed by an operator.", "cleared"),
+    ("kvd_rows_granted", "Extent rows given to a size class.", "rows_granted"),
+    ("kvd_rows_taken_back", "Extent rows taken from a size class for another.", "rows_taken_back"),
+    ("kvd_leases_expired", "Leases that no step renewed in time.", "leases_expired"),
+    ("kvd_movers_killed", "Movers ended because a copy passed its deadline.", "movers_killed"),
+)
+
+
+class StateCollector(Collector):
+    """Reads the core's figures when somebody scrapes."""
+
+    def __init__(self, statistics: Callable[[], Statistics]) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[Metric]:
+        """Counters and gauges of this moment."""
+        now = self._statistics()
+        for name, meaning, field in _COUNTERS:
+            yield CounterMetricFamily(name, meaning, value=getattr(now.counters, field))
+        refused = CounterMetricFamily(
+            "kvd_jobs_refused", "Jobs refused, by reason.", labels=["reason"]
+        )
+        for reason, count in sorted(now.counters.refused.items()):
+            refused.add_metric([reason], count)
+        yield refused
+        yield _by_state("kvd_slots", "Slots of the granted rows, by state.", now.slots)
+        yield _by_state("kvd_slot_bytes", "Bytes of the granted rows' slots, by state.", now.bytes)
+        yield from self._gauges(now)
+        yield from _tenant_gauges(now)
+
+    def _gauges(self, now: Statistics) -> Iterator[Metric]:
+        jobs = sum(session.jobs for session in now.sessions)
+        ready = sum(session.usable for session in now.sessions)
+        for name, meaning, value in (
+            ("kvd_extents", "Extents of the pool.", now.extents),
+            ("kvd_extents_free", "Extents that no row holds.", now.extents_free),
+            ("kvd_rows", "Extent rows granted to size classes.", now.rows),
+            ("kvd_rows_retiring", "Extent rows on their way back.", now.rows_retiring),
+            ("kvd_transfers_in_flight", "Copies given to movers and not ended.", now.transfers),
+            ("kvd_jobs_in_flight", "Jobs that have not ended.", jobs),
+            ("kvd_leases", "Leases that engines hold.", now.leases),
+            ("kvd_followed_keys", "Keys whose store waits for another's.", now.followed_keys),
+            ("kvd_sessions", "Open sessions.", len(now.sessions)),
+            ("kvd_sessions_usable", "Open sessions whose ranks are all registered.", ready),
+            ("kvd_namespaces", "Namespaces known.", len(now.namespaces)),
+            ("kvd_draining", "1 while the daemon takes no stores.", int(now.draining)),
+        ):
+            yield GaugeMetricFamily(name, meaning, value=value)
+
+
+def _by_state(name: str, meaning: str, occupancy: Occupancy) -> Metric:
+    family = GaugeMetricFamily(name, meaning, labels=["state"])
+    for state in _SLOT_STATES:
+        family.add_metric([state], getattr(occupancy, state))
+    return family
+
+
+def _tenant_gauges(now: Statistics) -> Iterator[Metric]:
+    used = GaugeMetricFamily("kvd_tenant_bytes", "Bytes that a tenant uses.", labels=["tenant"])
+    quota = GaugeMetricFamily(
+        "kvd_tenant_quota_bytes", "A tenant's hard quota; 0 = none.", labels=["tenant"]
+    )
+    leased = GaugeMetricFamily(
+        "kvd_tenant_leased_bytes", "Bytes that a tenant's leases hold.", labels=["tenant"]
+    )
+    for tenant in now.tenants[:MAX_TENANTS_SHOWN]:
+        used.add_metric([tenant.tenant], tenant.used_bytes)
+        quota.add_metric([tenant.tenant], tenant.quota_bytes)
+        leased.add_metric([tenant.tenant], tenant.leased_bytes)
+    yield from (used, quota, leased)
+
+
+class ProcessCollector(Collector):
+    """What this process takes; movers are processes of their own."""
+
+    def __init__(self) -> None:
+        self._start = time.time()
+        self._ticks = os.sysconf("SC_CLK_TCK")
+
+    def collect(self) -> Iterator[Metric]:
+        """CPU, memory and descriptors of control."""
+        user, system = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[11:13]
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        seconds = (int(user) + int(system)) / self._ticks
+        yield CounterMetricFamily(
+            "process_cpu_seconds", "CPU time of the control process.", value=seconds
+        )
+        yield GaugeMetricFamily(
+            "process_resident_memory_bytes",
+            "Resident memory of the control process, with the pool's pages that it touched.",
+            value=resident,
+        )
+        yield GaugeMetricFamily(
+            "process_open_fds",
+            "Open descriptors of the control process.",
+            value=sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        )
+        yield GaugeMetricFamily(
+            "process_start_time_seconds", "When the process began, since 1970.", value=self._start
+        )
+
+
+class Metrics:
+    """Observes calls and copies; the driver's observer and the interceptor's."""
+
+    def __init__(self, version: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(ProcessCollector())
+        build = GaugeMetricFamily(
+            "kvd_build_info", "1; the version is a label.", labels=["version"]
+        )
+        build.add_metric([version], 1)
+        self.registry.register(_Constant(build))
+        self._rpc_seconds = Histogram(
+            "kvd_rpc_seconds",
+            "Time from a call's arrival to its answer; a stream's life.",
+            ["method", "code"],
+            buckets=_RPC_BUCKETS,
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            "kvd_requests_refused",
+            "Calls and stream messages that broke a rule, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._copy_seconds = Histogram(
+            "kvd_transfer_seconds",
+            "Time of one rank's copy of one job, by kind.",
+            ["kind"],
+            buckets=_COPY_BUCKETS,
+            registry=self.registry,
+        )
+        self._copy_bytes = Counter(
+            "kvd_transfer_bytes",
+            "Bytes that movers copied, all ranks together, by kind.",
+            ["kind"],
+            registry=self.registry,
+        )
+        self._copies = Counter(
+            "kvd_transfers",
+            "Copies that ended, by kind and outcome.",
+            ["kind", "outcome"],
+            registry=self.registry,
+        )
+        self._jobs = Counter(
+            "kvd_jobs_ended", "Jobs that ended, by kind and status.", ["kind", "status"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._spilled = Counter(
+            "kvd_index_page_spilled_tags",
+            "Tags for which an index page had no place: found by a call only.",
+            registry=self.registry,
+        )
+        self._touch_label_sets()
+
+    def _touch_label_sets(self) -> None:
+        """Let every series with a closed label set start at 0, so that rates see its first rise."""
+        for kind in JobKind:
+            self._copy_seconds.labels(kind.name.lower())
+            self._copy_bytes.labels(kind.name.lower())
+            for outcome in TransferOutcome:
+                self._copies.labels(kind.name.lower(), outcome.value)
+            for status in JobStatus:
+                self._jobs.labels(kind.name.lower(), status.name.lower())
+
+    def watch(self, statistics: Callable[[], Statistics]) -> None:
+        """From now on a scrape reads these figures too."""
+        self.registry.register(StateCollector(statistics))
+
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    # -- what is observed -------------------------------------------------------------------
+
+    def call_ended(self, method: str, code: str, seconds: float) -> None:
+        """A call was answered."""
+        self._rpc_seconds.labels(method, code).observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        """A call or a message broke a rule."""
+        self._refused.labels(reason).inc()
+
+    def transfer_finished(
+        self, kind: JobKind, outcome: TransferOutcome, bytes_copied: int, duration_ns: int
+    ) -> None:
+        """One rank's copy has ended."""
+        name = kind.name.lower()
+        self._copies.labels(name, outcome.value).inc()
+        self._copy_bytes.labels(name).inc(bytes_copied)
+        if outcome is TransferOutcome.DONE:
+            self._copy_seconds.labels(name).observe(duration_ns / 1e9)
+
+    def job_ended(self, order: EndJob) -> None:
+        """A job has ended on every rank."""
+        self._jobs.labels(order.kind.name.lower(), order.status.name.lower()).inc()
+
+    def tags_spilled(self, count: int) -> None:
+        """So many tags found no place in their index page."""
+        self._spilled.inc(count)
+
+
+class _Constant(Collector):
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric

@@ -1,0 +1,205 @@
+"""`kvd status`: what a running daemon does, as a table or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+import grpc
+from google.protobuf.json_format import MessageToDict
+
+from kvd_client.companion import CompanionRefused, CompanionSocket
+from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
+
+DEFAULT_SOCKET = "/run/kvd/kvd.sock"
+EXIT_NO_ANSWER = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the command's flags."""
+    parser.description = "Show what a running daemon does; exits 1 where none answers."
+    parser.add_argument("--socket", help=f"default: KVD_SOCKET, else {DEFAULT_SOCKET}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
+
+
+def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Ask and print; the exit status."""
+    path = arguments.socket or environment.get("KVD_SOCKET") or DEFAULT_SOCKET
+    try:
+        status = ask(path, arguments.timeout)
+    except (OSError, CompanionRefused) as error:
+        print(f"kvd: no daemon answers on {path}: {error}", file=sys.stderr)
+        return EXIT_NO_ANSWER
+    except grpc.RpcError as error:
+        print(f"kvd: the daemon on {path} did not say its status: {error}", file=sys.stderr)
+        return EXIT_NO_ANSWER
+    if arguments.json:
+        print(json.dumps(as_json(status), indent=2))
+    else:
+        print("\n".join(as_text(status)))
+    return 0
+
+
+def ask(path: str, timeout_s: float) -> operator_pb2.StatusResponse:
+    """The status that a daemon tells this process."""
+    companion = CompanionSocket(path, timeout_s)
+    try:
+        welcome = companion.hello(companion_pb2.PEER_ROLE_TOOL, "kvd status")
+        with grpc.insecure_channel(f"unix:{path}") as channel:
+            stub = operator_pb2_grpc.OperatorServiceStub(channel)
+            metadata = (("kvd-token", welcome.token),)
+            answer: operator_pb2.StatusResponse = stub.Status(
+                operator_pb2.StatusRequest(), timeout=timeout_s, metadata=metadata
+            )
+            return answer
+    finally:
+        companion.close()
+
+
+def as_json(status: operator_pb2.StatusResponse) -> dict[str, object]:
+    """The message with its own field names, numbers as numbers, bytes as hex."""
+    message = MessageToDict(
+        status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    shown: dict[str, object] = {name: _numbers(value, name) for name, value in message.items()}
+    shown["incarnation"] = status.incarnation.hex()
+    return shown
+
+
+def _numbers(value: object, name: str = "") -> object:
+    """Protobuf writes 64-bit integers as strings: take them back where they are figures."""
+    if isinstance(value, dict):
+        texts = name in ("fields", "differs")
+        return value if texts else {k: _numbers(v, k) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_numbers(v, name) for v in value]
+    text_fields = ("engine_id", "tenant", "fingerprint", "version", "directory", "policy")
+    if isinstance(value, str) and value.isdigit() and name not in text_fields:
+        return int(value)
+    return value
+
+
+def as_text(status: operator_pb2.StatusResponse) -> Iterator[str]:
+    """The lines of the readable form."""
+    pool = status.pool
+    yield (
+        f"kvd {status.version}  {status.state}  pid {status.process_id}"
+        f"  up {_duration(status.uptime_seconds)}  policy {status.policy}"
+    )
+    used = pool.extents - pool.extents_free
+    yield (
+        f"pool {pool.directory}: {_bytes(pool.bytes)} in {pool.extents} extents of"
+        f" {_bytes(pool.extent_bytes)}, {used} in use"
+    )
+    yield (
+        f"blocks: {pool.slots_ready} ready ({_bytes(pool.bytes_ready)}),"
+        f" {pool.slots_reserved} reserved, {pool.slots_quarantined} quarantined,"
+        f" {pool.slots_free} free; {status.recovered_blocks} recovered at start"
+    )
+    yield ""
+    yield from _table(
+        ("SESSION", "ENGINE", "NAMESPACE", "UID", "RANKS", "JOBS", "LEASES", "STATE"),
+        [
+            (
+                s.session_id,
+                s.engine_id,
+                s.namespace_id,
+                s.uid,
+                f"{len(s.ranks)}/{s.world_size}",
+                s.jobs_in_flight,
+                s.leases,
+                "usable" if s.usable else "waiting for ranks",
+            )
+            for s in status.sessions
+        ],
+        "no sessions",
+    )
+    yield from _ranks(status)
+    yield from _tenants_and_namespaces(status)
+
+
+def _ranks(status: operator_pb2.StatusResponse) -> Iterator[str]:
+    rows = [
+        (
+            s.session_id,
+            r.rank,
+            r.mover_pid,
+            r.worker_pid,
+            r.transport,
+            f"{_bytes(r.bytes_stored)} at {_bytes(r.store_bytes_per_second)}/s",
+            f"{_bytes(r.bytes_loaded)} at {_bytes(r.load_bytes_per_second)}/s",
+        )
+        for s in status.sessions
+        for r in s.ranks
+    ]
+    if rows:
+        yield ""
+        yield from _table(
+            ("SESSION", "RANK", "MOVER", "WORKER", "TRANSPORT", "STORED", "LOADED"), rows, ""
+        )
+
+
+def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str]:
+    yield ""
+    yield from _table(
+        ("TENANT", "USED", "LEASED", "QUOTA"),
+        [
+            (
+                t.tenant,
+                _bytes(t.bytes_used),
+                _bytes(t.bytes_leased),
+                _bytes(t.quota_bytes) if t.quota_bytes else "none",
+            )
+            for t in status.tenants
+        ],
+        "no tenants yet",
+    )
+    yield ""
+    yield from _table(
+        ("NAMESPACE", "TENANT", "MODEL", "KV DTYPE", "BLOCKS", "BYTES", "SESSIONS"),
+        [
+            (
+                n.namespace_id,
+                n.tenant,
+                n.fields.get("model", ""),
+                n.fields.get("kv_dtype", ""),
+                n.blocks,
+                _bytes(n.bytes),
+                n.sessions,
+            )
+            for n in status.namespaces
+        ],
+        "no namespaces yet",
+    )
+    for n in status.namespaces:
+        for other, fields in sorted(n.differs.items()):
+            yield f"  namespace {n.namespace_id} differs from {other} in {fields}"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]], otherwise: str) -> Iterator[str]:
+    if not rows:
+        yield otherwise
+        return
+    cells = [list(heads), *([str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
+    for row in cells:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _duration(seconds: float) -> str:
+    whole = int(seconds)
+    if whole < 60:
+        return f"{seconds:.1f} s"
+    hours, rest = divmod(whole, 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
