@@ -34,6 +34,8 @@ def chosen_names(path: Path) -> Iterator[tuple[int, str]]:
         if function.name in NAMED_BY_OTHERS:
             continue
         yield function.lineno, function.name
+        if "tests" in path.parts:  # fixtures and Hypothesis' `data` have their own names
+            continue
         every = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
         yield from ((argument.lineno, argument.arg) for argument in every)
 
