@@ -76,7 +76,7 @@ class Mover:
         self._board = board
         self._desk = TransferDesk()
         self._rows = MappedRows(engine, self._report_unmapped)
-        self._cold: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._cold: queue.SimpleQueue[tuple[RowId, int]] = queue.SimpleQueue()
         self._stopping = False
         self._memory_warm = threading.Event()
         self._copiers: list[threading.Thread] = []
@@ -140,11 +140,11 @@ class Mover:
 
     def _map_row(self, row: RowId, extent: int) -> None:
         try:
-            if self._rows.map(row, extent):
-                self._cold.put(extent)
+            self._rows.map(row, extent)
         except OSError as error:
             # Transfers of the row fail; control sees them fail and keeps its cache.
             _complain(f"row {row} can't be mapped: {error}")
+        self._cold.put((row, extent))
 
     def _accept(self, order: TransferOrder) -> None:
         flaw = next(filter(None, (flaw_of_part(p, self._config) for p in order.parts)), "")
@@ -203,10 +203,11 @@ class Mover:
         self._engine.warm_memory(self._keep_going)
         self._memory_warm.set()
         while True:
-            extent = self._cold.get()
+            row, extent = self._cold.get()
             if self._rows.use((extent,)):
                 self._engine.warm_extent(extent, self._keeps(extent))
                 self._rows.release((extent,))
+            self._control.send(FrameKind.ROW_WARM, frames.pack_number(row))
 
     def _keeps(self, extent: int) -> Callable[[], bool]:
         return lambda: not self._stopping and not self._rows.retiring(extent)

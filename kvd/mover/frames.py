@@ -40,6 +40,7 @@ class FrameKind(enum.IntEnum):
     REFUSED = 33
     FINISHED = 34
     ROW_UNMAPPED = 35
+    ROW_WARM = 36
 
 
 class BadFrame(Exception):

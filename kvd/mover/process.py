@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from kvd_proto.layout import LANE_CONTROL
 from kvd_proto.ring import create_ring
 
 __all__ = [
+    "GLIBC_TUNABLES",
     "FragmentSpec",
     "GroupMap",
     "LocatedPart",
@@ -45,7 +47,7 @@ STOP_S = 3.0
 _LAST_WORDS_S = 1.0  # for what a dead mover wrote to be read
 
 # Copies past this size bypass the cache, so that two movers don't fight over it.
-_GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
+GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 
 
 class MoverStartFailed(Exception):
@@ -113,6 +115,9 @@ class MoverProcess:
         self._board = BoardWriter(self.board_fd, LANE_CONTROL)
         self._queued: dict[TransferId, int] = {}  # bytes of each order
         self._queued_bytes = 0
+        self._cold: Counter[RowId] = Counter()
+        self._warm = asyncio.Event()
+        self._warm.set()
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.WriteTransport | None = None
@@ -153,7 +158,20 @@ class MoverProcess:
 
     def map_row(self, row: RowId, extent: int) -> None:
         """Have the extent mapped, and made fast in the background. Transfers may follow at once."""
+        self._cold[row] += 1
+        self._warm.clear()
         self._write(FrameKind.MAP_ROW, frames.pack_row(row, extent))
+
+    async def warm(self, within_s: float) -> bool:
+        """Wait until the first copies into all rows mapped so far would be as fast as later ones.
+
+        False: it takes longer, goes on in the background, and transfers may start all the same.
+        """
+        try:
+            await asyncio.wait_for(self._warm.wait(), within_s)
+        except TimeoutError:
+            return False
+        return True
 
     def unmap_row(self, row: RowId) -> None:
         """Have the row unmapped once no transfer uses it; answered by row_unmapped."""
@@ -232,6 +250,12 @@ class MoverProcess:
                     finished.bytes_copied,
                     finished.duration_ns,
                 )
+            case FrameKind.ROW_WARM:
+                row = RowId(frames.unpack_number(body))
+                self._cold[row] -= 1
+                self._cold = +self._cold
+                if not self._cold:
+                    self._warm.set()
             case FrameKind.ROW_UNMAPPED:
                 self._sink.row_unmapped(self.mover, RowId(frames.unpack_number(body)))
             case _:
@@ -261,7 +285,7 @@ class MoverProcess:
         environment["PYTHONPATH"] = os.pathsep.join(
             [*paths, *filter(None, [environment.get("PYTHONPATH")])]
         )
-        environment["GLIBC_TUNABLES"] = _GLIBC_TUNABLES
+        environment["GLIBC_TUNABLES"] = GLIBC_TUNABLES
         environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy is for copying only
         shared = {theirs.fileno(), self.ring_fd, self.board_fd, self.event_fd, *region_fds}
         try:
@@ -309,6 +333,7 @@ class MoverProcess:
         if not self._reaped or not self._closed or self._gone.done():
             return
         self._gone.set_result(None)
+        self._warm.set()
         if not self._hello.done():
             self._hello.set_exception(
                 MoverStartFailed(f"the mover process ended at its start: {self._reason}")

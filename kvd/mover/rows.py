@@ -25,15 +25,14 @@ class MappedRows:
         self._uses: Counter[int] = Counter()
         self._lock = threading.Lock()
 
-    def map(self, row: RowId, extent: int) -> bool:
-        """Map the row's extent; False when it is mapped already. OSError from the engine."""
+    def map(self, row: RowId, extent: int) -> None:
+        """Map the row's extent, unless it is mapped already. OSError from the engine."""
         with self._lock:
             if extent in self._rows or row in self._extents:
-                return False
+                return
             self._engine.open_extent(extent)
             self._extents[row] = extent
             self._rows[extent] = row
-            return True
 
     def retire(self, row: RowId) -> None:
         """Unmap the row once nobody uses it; a row that isn't mapped is reported at once."""
