@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
+from kvd_client.draft import JobDraft, StepDraft, request_context
 from kvd_client.identity import Namespace
-from kvd_client.scheduler import hits
 from kvd_client.scheduler.device import DeviceBlocks
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
+from kvd_client.scheduler.loads import load_runs
 from kvd_client.scheduler.lookup import LookupDesk
+from kvd_client.scheduler.outcomes import JobEnds
 from kvd_client.scheduler.params import RequestParams, SchedulerOptions, StoreMode
 from kvd_client.scheduler.plan import (
     ScheduledRequest,
@@ -33,7 +34,7 @@ from kvd_client.scheduler.plan import (
     StoredKeys,
     WorkerReport,
 )
-from kvd_client.scheduler.request import LookupState, Request
+from kvd_client.scheduler.request import Request
 from kvd_client.scheduler.stores import Offer, StoreDesk
 from kvd_client.session import Connection, SessionView
 from kvd_proto import layout
@@ -75,12 +76,11 @@ class Scheduler:
         # Collected for the next step.
         self._step = StepDraft()
         self._flush: set[int] = set()
+        self._given: list[tuple[int, Sequence[int]]] = []  # (group, blocks) of new owners
         self._finished_offers: list[Offer] = []
         self._forget: list[int] = []
-        # Collected for the next outcome.
-        self._outcome = _Outcome()
-        self._told_ended: dict[int, tuple[bool, float]] = {}
-        self._events: list[StoredKeys] = []
+        self._told_ended: dict[int, tuple[bool, float]] = {}  # by the daemon, not yet by ranks
+        self._ends = JobEnds(self._desk, self.options)
 
     # -- arrival and lookup -----------------------------------------------------------------
 
@@ -153,11 +153,7 @@ class Scheduler:
         self._begin_load(request, block_ids, hit_tokens)
 
     def _begin_load(self, request: Request, tables: BlockTables, hit_tokens: int) -> None:
-        runs = [
-            run
-            for group in range(len(self._groups))
-            if (run := self._load_run(request, group, tables[group], hit_tokens)).block_hashes
-        ]
+        runs = load_runs(self._groups, request, tables, hit_tokens, self.options.null_block)
         draft = JobDraft(self._jobs.next_id(), request.context, runs)
         generation = request.lookup.generation
         self._jobs.add(Job(draft, Kind.LOAD, request.request_id, request.account, generation))
@@ -167,29 +163,6 @@ class Scheduler:
             request.next_store = [-(-hit_tokens // g.tokens_per_block) for g in self._groups]
         self._step.released_leases += request.lookup.leases  # after the load in the same message
         request.lookup.leases = []
-
-    def _load_run(
-        self, request: Request, group: int, table: Sequence[int], hit_tokens: int
-    ) -> BlockRun:
-        """The blocks to load, null where the device has the engine block or wants none."""
-        spec = self._groups[group]
-        width = spec.blocks_per_block
-        used = hits.used_blocks(spec, request.computed_tokens, hit_tokens)
-        first, last = used.start * width, -(-hit_tokens // spec.engine_block_tokens)
-        on_device = request.computed_tokens // spec.engine_block_tokens
-        rows = [
-            _translated(block, self.options.null_block) if on_device <= place < last else _NULL
-            for place, block in enumerate(table[first : used.stop * width], first)
-        ]
-        rows += [_NULL] * (len(used) * width - len(rows))
-        hashes: list[bytes] = []
-        blocks: list[int] = []
-        for place, block in enumerate(used):
-            row = rows[place * width : (place + 1) * width]
-            if any(engine_block != _NULL for engine_block in row):
-                hashes.append(request.hashes[group][block])
-                blocks += row
-        return BlockRun(group, used.start, hashes, blocks)
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -218,6 +191,10 @@ class Scheduler:
         step.released_leases += self._desk.released_leases
         self._desk.released_leases = []
         new, computed = self._submit(step, offers, session)
+        # A finished request's blocks may have found their next owner in this very step.
+        for group, blocks in self._given:
+            self._flush |= self._jobs.readers(group, blocks).intersection(computed)
+        self._given.clear()
         was_sent = self._connection.send_step(step)
         if not was_sent:
             self._take_back(step)
@@ -313,6 +290,7 @@ class Scheduler:
             tokens = self._groups[group].engine_block_tokens
             new = table[max(seen, request.computed_tokens // tokens) :]
             self._flush |= self._jobs.readers(group, new)
+            self._given.append((group, new))
             self._device.overwritten(group, new)
 
     def _preempt(self, request_id: str) -> None:
@@ -338,50 +316,16 @@ class Scheduler:
                 job = self._jobs.report(report.rank, ended)
                 if job is not None:
                     self._end(job)
-        outcome, self._outcome = self._outcome, _Outcome()
-        return outcome.frozen()
+        return self._ends.take_outcome()
 
     def _end(self, job: Job) -> None:
         job_id = job.draft.job_id
         self._told_ended.pop(job_id, None)
         self._flush.discard(job_id)
         if job.generation == self._generation:
-            step = self._step
-            acks = step.completed_loads if job.kind is Kind.LOAD else step.completed_stores
-            acks.append(job_id)
-        request = self._requests.get(job.request_id)
-        if job.kind is Kind.LOAD:
-            self._end_load(job, request)
-            return
-        if request is not None:
-            request.store_jobs.discard(job_id)
-        if not job.failed and not job.stale:
-            for run in job.draft.runs:
-                stored = StoredKeys(job.request_id, run.group, tuple(run.block_hashes))
-                self._outcome.stored.append(stored)
-                if self.options.collect_events:
-                    self._events.append(stored)
-        elif request is not None and request.request_level and not job.stale:
-            self._store_again(request, job)
-
-    def _end_load(self, job: Job, request: Request | None) -> None:
-        failed = job.failed or job.stale
-        (self._outcome.failed if failed else self._outcome.finished).append(job.request_id)
-        if request is None or request.loading_job != job.draft.job_id:
-            return
-        request.loading_job = 0
-        if failed:
-            # It computes everything now; another lookup could find the same bad block again.
-            self._desk.forget(request)
-            request.lookup.state = LookupState.CLOSED
-            request.next_store = [0] * len(self._groups)
-
-    def _store_again(self, request: Request, job: Job) -> None:
-        request.failed_stores += 1
-        if request.failed_stores < self.options.request_level_attempts:
-            for run in job.draft.runs:
-                first = min(request.next_store[run.group], run.first_block)
-                request.next_store[run.group] = first
+            step, is_load = self._step, job.kind is Kind.LOAD
+            (step.completed_loads if is_load else step.completed_stores).append(job_id)
+        self._ends.end(job, self._requests.get(job.request_id))
 
     def request_finished(self, request_id: str, block_ids: BlockTables) -> bool:
         """The request has ended or was aborted; call it before its blocks are freed.
@@ -417,8 +361,7 @@ class Scheduler:
         return bool(
             len(self._jobs)
             or self._finished_offers
-            or self._outcome.failed
-            or self._outcome.finished
+            or self._ends.has_loads
             or step.finished
             or step.completed_loads
             or step.completed_stores
@@ -441,22 +384,4 @@ class Scheduler:
 
     def take_events(self) -> list[StoredKeys]:
         """Blocks stored since the last call. Only drains."""
-        events, self._events = self._events, []
-        return events
-
-
-_NULL = layout.NULL_ENGINE_BLOCK
-
-
-def _translated(block: int, null_block: int) -> int:
-    return _NULL if block == null_block else block
-
-
-class _Outcome:
-    def __init__(self) -> None:
-        self.finished: list[str] = []
-        self.failed: list[str] = []
-        self.stored: list[StoredKeys] = []
-
-    def frozen(self) -> StepOutcome:
-        return StepOutcome(tuple(self.finished), tuple(self.failed), tuple(self.stored))
+        return self._ends.take_events()

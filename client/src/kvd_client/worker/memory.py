@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd_proto.v1 import worker_pb2
@@ -48,7 +49,7 @@ class GroupLayout:
     """One group's engine blocks: their number, and an engine block's fragments in order."""
 
     num_blocks: int
-    fragments: tuple[Fragment, ...]
+    fragments: Sequence[Fragment]
 
     def to_proto(self, group: int) -> worker_pb2.GroupLayout:
         return worker_pb2.GroupLayout(

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import TypedDict, Unpack
 
 from kvd_client.identity import EngineIdentity
 from kvd_client.scheduler.plan import JobReport, StepPlan, WorkerReport
@@ -46,6 +47,14 @@ class Half(enum.Enum):
     NONE = "none"  # a store that another rank makes: only its end is heard
 
 
+class WorkerOptions(TypedDict, total=False):
+    """What most ranks leave at its default."""
+
+    shard: int  # which shard's bytes this rank holds; its own number
+    writer: bool  # False where another rank writes that shard (a replicated layout)
+    flush_timeout_s: float  # then flushed stores are given up
+
+
 @dataclass(slots=True)
 class OpenJob:
     half: Half
@@ -55,23 +64,21 @@ class OpenJob:
 class Worker:
     """One rank's worker side. Calls come from one thread."""
 
-    def __init__(  # noqa: PLR0913 - the identity of a rank; all but two have defaults
+    def __init__(
         self,
         socket_path: str,
         identity: EngineIdentity,
         rank: int = 0,
         world_size: int = 1,
-        *,
-        shard: int | None = None,
-        writer: bool = True,
-        flush_timeout_s: float = FLUSH_TIMEOUT_S,
+        **options: Unpack[WorkerOptions],
     ) -> None:
         if not 0 <= rank < world_size <= layout.MAX_RANKS:
             raise ValueError(f"rank {rank} of {world_size}")
         self._socket_path = socket_path
         self._identity = identity
-        self._place = RankPlace(rank, world_size, rank if shard is None else shard, writer)
-        self._flush_timeout_s = flush_timeout_s
+        shard, writer = options.get("shard", rank), options.get("writer", True)
+        self._place = RankPlace(rank, world_size, shard, writer)
+        self._flush_timeout_s = options.get("flush_timeout_s", FLUSH_TIMEOUT_S)
         self._registrar: Registrar | None = None
         self._memory: RankMemory | None = None
         self._lock = threading.Lock()  # guards what the helper thread sees too
