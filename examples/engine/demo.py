@@ -137,8 +137,11 @@ def run_demo(arguments: argparse.Namespace, say: Say) -> dict[str, Any]:
         with EngineProcess(config) as engine:
             say(f"warm after kill -9: engine processes {engine.pids}")
             again = conversation.hold(engine, use_cache=True)
+        log = daemon.log.read_text()
     wrong = [f"after the engine's restart, {each}" for each in failures(cold, warm, 16)]
     wrong += [f"after the daemon's kill -9, {each}" for each in failures(cold, again, 16)]
+    if wrong:
+        print(f"the daemon's log:\n{log}", file=sys.stderr)
     return figures(arguments, [cold, warm, again]) | {"failures": wrong}
 
 
