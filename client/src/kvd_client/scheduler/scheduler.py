@@ -112,6 +112,7 @@ class Scheduler:
         request.next_store = [0] * len(self._groups)
         request.seen_blocks = [0] * len(self._groups)
         self._requests[request_id] = request
+        self._enter_session()
         self._desk.arrive(request)
 
     def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> int | None:
@@ -125,6 +126,7 @@ class Scheduler:
             return 0
         if request.store_jobs or request.loading_job:
             return None  # preempted: what it stores will be the hit
+        self._enter_session()
         request.computed_tokens = num_computed_tokens
         found = self._desk.hit_tokens(request, num_computed_tokens)
         if found is None:
@@ -179,6 +181,7 @@ class Scheduler:
         `near_eviction` lists (group, engine block) for lazy mode.
         """
         session = self._enter_session()
+        self._end_overdue()
         for request_id in preempted:
             self._preempt(request_id)
         offers = self._finished_offers
@@ -212,9 +215,7 @@ class Scheduler:
         when its old mover is dead.
         """
         session = self._connection.session
-        if session is None:
-            return None
-        if session.generation != self._generation:
+        if session is not None and session.generation != self._generation:
             self._generation = session.generation
             self._desk.session_lost()
             self._step.completed_loads.clear()
@@ -223,6 +224,10 @@ class Scheduler:
             self._told_ended.clear()
             for job_id in self._jobs.of_earlier_sessions(session.generation):
                 self._end_unreported(job_id, is_done=False)
+        return session
+
+    def _end_overdue(self) -> None:
+        """End what the daemon says has ended but some rank does not report."""
         now = self._clock()
         for job_id, done in self._connection.take_ended():
             if job_id in self._jobs:
@@ -230,7 +235,6 @@ class Scheduler:
         for job_id, (done, told_s) in list(self._told_ended.items()):
             if now - told_s > REPORT_GRACE_S:
                 self._end_unreported(job_id, is_done=done)
-        return session
 
     def _end_unreported(self, job_id: int, *, is_done: bool) -> None:
         """A job has ended but a rank's report of it was lost with its board."""

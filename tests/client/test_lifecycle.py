@@ -1,0 +1,220 @@
+"""Fences, preemption, ends, resets: no block is lost, none is overwritten too early."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.client.engine_rig import TOKENS, Rig, blocks
+
+
+def storing_rig() -> tuple[Rig, int]:
+    rig = Rig()
+    rig.arrive("r", 4 * TOKENS)
+    rig.allocate("r", [blocks(0, 4)])
+    [job] = rig.step(("r", [blocks(0, 4)], 3 * TOKENS)).stores
+    return rig, job
+
+
+def test_a_preempted_requests_stores_are_flushed() -> None:
+    rig, job = storing_rig()
+    plan = rig.step(preempted=["r"])
+    assert plan.flush == (job,)
+    assert rig.daemon.last_step.preempted == ["r"]
+
+
+def test_a_preempted_request_waits_for_its_stores_and_then_finds_them() -> None:
+    rig, job = storing_rig()
+    rig.step(preempted=["r"])
+    assert rig.ask("r") is None
+    rig.holds("p", 3 * TOKENS)
+    rig.report(job)
+    assert rig.ask("r") == 3 * TOKENS
+
+
+def test_a_preempted_request_stores_again_what_was_not_stored() -> None:
+    rig, job = storing_rig()
+    rig.step(preempted=["r"])
+    rig.report(job, done=False)
+    assert rig.ask("r") == 0
+    rig.allocate("r", [blocks(20, 4)])
+    rig.step(("r", [blocks(20, 4)], 2 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("p", 4 * TOKENS)[0][:2]
+
+
+def test_a_loading_request_cannot_be_preempted() -> None:
+    rig = Rig()
+    rig.holds("p", 3 * TOKENS)
+    rig.arrive("r", 4 * TOKENS)
+    rig.ask("r")
+    rig.allocate("r", [blocks(0, 4)], 3 * TOKENS)
+    rig.step()
+    with pytest.raises(ValueError, match="loading"):
+        rig.step(preempted=["r"])
+
+
+def test_reallocated_blocks_wait_for_the_stores_that_read_them() -> None:
+    rig, job = storing_rig()
+    assert not rig.scheduler.request_finished("r", [blocks(0, 4)])
+    rig.arrive("s", 4 * TOKENS, prefix="q")
+    rig.ask("s")
+    rig.allocate("s", [[9, 2]])
+    assert rig.step(("s", [[9, 2]], TOKENS)).flush == (job,)
+
+
+def test_blocks_that_grow_into_a_running_request_are_fenced() -> None:
+    rig, job = storing_rig()
+    rig.arrive("s", 4 * TOKENS, prefix="q")
+    rig.allocate("s", [[9]])
+    rig.step(("s", [[9]], 5))
+    rig.scheduler.request_finished("r", [blocks(0, 4)])
+    assert rig.step(("s", [[9, 1]], TOKENS + 3)).flush == (job,)
+
+
+def test_the_devices_own_prefix_is_not_fenced() -> None:
+    rig, _ = storing_rig()
+    rig.arrive("s", 4 * TOKENS)
+    rig.ask("s", computed=2 * TOKENS)
+    rig.allocate("s", [[0, 1, 8, 9]])
+    assert rig.step(("s", [[0, 1, 8, 9]], 2 * TOKENS + 3)).flush == ()
+
+
+def test_loads_are_never_flushed() -> None:
+    rig = Rig()
+    rig.holds("p", 3 * TOKENS)
+    rig.arrive("r", 4 * TOKENS)
+    rig.ask("r")
+    rig.allocate("r", [blocks(0, 4)], 3 * TOKENS)
+    rig.step()
+    rig.arrive("s", 4 * TOKENS, prefix="q")
+    rig.allocate("s", [blocks(0, 4)])
+    assert rig.step().flush == ()
+
+
+def test_a_finished_job_is_fenced_no_more() -> None:
+    rig, job = storing_rig()
+    rig.scheduler.request_finished("r", [blocks(0, 4)])
+    rig.report(job)
+    rig.arrive("s", 4 * TOKENS, prefix="q")
+    rig.allocate("s", [[2]])
+    assert rig.step().flush == ()
+
+
+def test_blocks_without_room_are_stored_at_the_requests_end() -> None:
+    rig = Rig()
+    rig.arrive("r", 3 * TOKENS)
+    rig.daemon.rooms[0] = 0
+    rig.step(("r", [blocks(0, 3)], 3 * TOKENS))
+    rig.daemon.rooms[0] = 10
+    rig.scheduler.request_finished("r", [blocks(0, 3)])
+    assert rig.scheduler.has_pending_work()
+    plan = rig.step()
+    assert rig.stored_hashes() == rig.keys("p", 3 * TOKENS)[0]
+    assert len(plan.computed_stores) == 1
+    assert rig.daemon.last_step.finished == ["r"]
+
+
+def test_final_stores_are_flushed_when_their_blocks_go_to_another_at_once() -> None:
+    rig = Rig()
+    rig.arrive("r", 3 * TOKENS)
+    rig.daemon.rooms[0] = 0
+    rig.step(("r", [blocks(0, 3)], 3 * TOKENS))
+    rig.daemon.rooms[0] = 10
+    rig.scheduler.request_finished("r", [blocks(0, 3)])
+    rig.arrive("s", 3 * TOKENS, prefix="q")
+    rig.allocate("s", [blocks(1, 3)])
+    plan = rig.step(("s", [blocks(1, 3)], 5))
+    assert plan.flush == plan.computed_stores
+
+
+def test_the_engine_keeps_stepping_until_the_last_job_is_reported() -> None:
+    rig, job = storing_rig()
+    rig.scheduler.request_finished("r", [blocks(0, 4)])
+    assert rig.scheduler.has_pending_work()
+    rig.step()
+    assert rig.scheduler.has_pending_work()
+    rig.report(job)
+    assert rig.scheduler.has_pending_work()  # its acknowledgement
+    rig.step()
+    assert not rig.scheduler.has_pending_work()
+    assert rig.daemon.last_step.completed_stores == [job]
+
+
+def test_an_absent_daemon_leaves_no_pending_work() -> None:
+    rig = Rig()
+    rig.daemon.is_there = False
+    rig.arrive("r", 3 * TOKENS)
+    assert rig.step(("r", [blocks(0, 3)], 3 * TOKENS)).is_empty
+    rig.scheduler.request_finished("r", [blocks(0, 3)])
+    rig.step()
+    assert not rig.scheduler.has_pending_work()
+
+
+def test_a_request_aborted_while_loading_keeps_its_blocks_until_the_outcome() -> None:
+    rig = Rig()
+    rig.holds("p", 3 * TOKENS)
+    rig.arrive("r", 4 * TOKENS)
+    rig.ask("r")
+    rig.allocate("r", [blocks(0, 4)], 3 * TOKENS)
+    [job] = rig.step().loads
+    assert rig.scheduler.request_finished("r", [blocks(0, 4)])
+    assert rig.report(job).finished_loads == ("r",)
+
+
+def test_finishing_an_unknown_request_does_nothing() -> None:
+    rig = Rig()
+    assert not rig.scheduler.request_finished("nobody", [[]])
+    assert not rig.scheduler.has_pending_work()
+
+
+def test_a_finished_request_gives_its_lookup_up() -> None:
+    rig = Rig()
+    rig.daemon.answers_at_once = False
+    rig.holds("p", 3 * TOKENS)
+    rig.arrive("r", 4 * TOKENS)
+    rig.scheduler.request_finished("r", [[]])
+    assert rig.daemon.given_up == [1]
+
+
+def test_reset_flushes_what_is_in_flight_and_ignores_its_end() -> None:
+    rig, job = storing_rig()
+    rig.scheduler.reset_cache()
+    assert rig.daemon.resets == 1
+    assert rig.step().flush == (job,)
+    assert rig.report(job).stored == ()
+    assert rig.scheduler.take_events() == []
+
+
+def test_after_a_reset_a_live_request_stores_nothing_until_computed_anew() -> None:
+    rig, job = storing_rig()
+    rig.scheduler.reset_cache()
+    rig.report(job)
+    rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    assert rig.stored_hashes() == []
+    rig.step(preempted=["r"])
+    rig.allocate("r", [blocks(20, 4)])
+    rig.step(("r", [blocks(20, 4)], 2 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("p", 4 * TOKENS)[0][:2]
+
+
+def test_a_load_in_flight_at_a_reset_fails_once_it_has_ended() -> None:
+    rig = Rig()
+    rig.holds("p", 3 * TOKENS)
+    rig.arrive("r", 4 * TOKENS)
+    rig.ask("r")
+    rig.allocate("r", [blocks(0, 4)], 3 * TOKENS)
+    [job] = rig.step().loads
+    rig.scheduler.reset_cache()
+    assert job not in rig.step().flush
+    assert rig.report(job).failed_loads == ("r",)
+
+
+def test_a_daemon_that_goes_while_stores_run_is_survived() -> None:
+    rig, job = storing_rig()
+    rig.daemon.is_there = False
+    assert rig.step(("r", [blocks(0, 4)], 4 * TOKENS)).is_empty
+    rig.report(job, done=False)
+    rig.daemon.is_there = True
+    rig.daemon.restart()
+    rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("p", 4 * TOKENS)[0][3:]
+    assert rig.daemon.last_step.completed_stores == []

@@ -1,0 +1,250 @@
+"""Stores: what is offered, when, and what must not be."""
+
+from __future__ import annotations
+
+from kvd_client import NULL_BLOCK, ScheduledRequest, SchedulerOptions, StoreMode
+from tests.client.engine_rig import FULL, SLIDING, TOKENS, WIDE, Rig, blocks
+from tests.client.fake_daemon import ADMITTED
+
+REMOTE = {"do_remote_decode": True}
+
+
+def test_stores_follow_computed_blocks() -> None:
+    rig = Rig()
+    rig.arrive("r", 6 * TOKENS)
+    keys = rig.keys("p", 6 * TOKENS)[0]
+    table = [blocks(0, 6)]
+    rig.allocate("r", table)
+    rig.step(("r", table, 2 * TOKENS + 5))
+    assert rig.stored_hashes() == keys[:2]
+    rig.step(("r", table, 2 * TOKENS + 15))
+    assert rig.stored_hashes() == []
+    rig.step(("r", table, 6 * TOKENS))
+    assert rig.stored_hashes() == keys[2:]
+
+
+def test_a_step_is_one_message_even_when_empty() -> None:
+    rig = Rig()
+    for _ in range(3):
+        rig.step()
+    assert len(rig.daemon.steps) == 3
+    assert rig.daemon.last_step.to_proto(7).end_step
+
+
+def test_what_was_loaded_is_not_stored() -> None:
+    rig = Rig()
+    rig.holds("p", 3 * TOKENS)
+    rig.arrive("r", 5 * TOKENS)
+    rig.ask("r")
+    rig.allocate("r", [blocks(0, 5)], 3 * TOKENS)
+    [job] = rig.step().loads
+    rig.report(job)
+    rig.daemon.statuses.clear()  # even if it is evicted meanwhile
+    rig.step(("r", [blocks(0, 5)], 5 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("p", 5 * TOKENS)[0][3:]
+
+
+def test_what_is_ready_is_touched_and_not_stored() -> None:
+    rig = Rig()
+    rig.arrive("r", 4 * TOKENS)
+    keys = rig.keys("p", 4 * TOKENS)[0]
+    rig.daemon.holds(keys[:2])
+    rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    assert rig.stored_hashes() == keys[2:]
+    [(_, run)] = rig.daemon.last_step.touches
+    assert run.block_hashes == keys[:2]
+    [store] = rig.daemon.last_step.stores
+    assert store.runs[0].first_block == 2
+
+
+def test_what_is_in_flight_is_not_stored_again() -> None:
+    rig = Rig()
+    for name, first in (("r", 0), ("s", 50)):
+        rig.arrive(name, 3 * TOKENS)
+        rig.step((name, [blocks(first, 3)], 3 * TOKENS))
+    assert rig.stored_hashes() == []
+
+
+def test_a_device_block_in_flight_is_not_offered_twice() -> None:
+    rig = Rig()
+    rig.arrive("r", 2 * TOKENS, prefix="a")
+    rig.arrive("s", 2 * TOKENS, prefix="b")
+    rig.step(("r", [blocks(0, 2)], 2 * TOKENS))
+    rig.scheduler.get_num_new_matched_tokens("s", 2 * TOKENS - 1)
+    rig.step(("s", [blocks(0, 2)], 2 * TOKENS))
+    assert rig.stored_hashes() == []
+
+
+def test_no_room_means_ask_later() -> None:
+    rig = Rig()
+    rig.arrive("r", 4 * TOKENS)
+    keys = rig.keys("p", 4 * TOKENS)[0]
+    table = [blocks(0, 4)]
+    rig.daemon.rooms[0] = 0
+    rig.step(("r", table, 2 * TOKENS))
+    assert rig.stored_hashes() == []
+    rig.daemon.rooms[0] = 3
+    rig.step(("r", table, 4 * TOKENS))
+    assert rig.stored_hashes() == keys[:3]
+    rig.step(("r", table, 4 * TOKENS))
+    assert rig.stored_hashes() == keys[3:]
+
+
+def test_filtered_blocks_never_become_a_job() -> None:
+    rig = Rig(store_threshold=2)
+    keys = rig.keys("p", 4 * TOKENS)[0]
+    rig.daemon.holds(keys[1:2], ADMITTED)
+    rig.arrive("r", 4 * TOKENS)
+    rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    assert rig.stored_hashes() == keys[1:2]
+
+
+def test_a_refused_store_is_harmless() -> None:
+    rig = Rig()
+    rig.arrive("r", 3 * TOKENS)
+    table = [blocks(0, 3)]
+    [job] = rig.step(("r", table, 2 * TOKENS)).stores
+    outcome = rig.report(job, done=False)
+    assert outcome.stored == outcome.failed_loads == ()
+    rig.step(("r", table, 3 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("p", 3 * TOKENS)[0][2:]
+
+
+def test_stored_keys_come_out_once_every_rank_has_stored() -> None:
+    rig = Rig(world_size=2)
+    rig.arrive("r", 2 * TOKENS)
+    [job] = rig.step(("r", [blocks(0, 2)], 2 * TOKENS)).stores
+    assert rig.report(job, ranks=[0]).stored == ()
+    assert rig.scheduler.take_events() == []
+    [stored] = rig.report(job, ranks=[1]).stored
+    assert list(stored.block_hashes) == rig.keys("p", 2 * TOKENS)[0]
+    assert rig.scheduler.take_events() == [stored]
+    assert rig.scheduler.take_events() == []
+    rig.step()
+    assert rig.daemon.last_step.completed_stores == [job]
+
+
+def test_a_block_of_many_engine_blocks_is_stored_whole() -> None:
+    rig = Rig(WIDE)
+    rig.arrive("r", 8 * TOKENS)
+    table = [blocks(10, 8)]
+    rig.step(("r", table, 7 * TOKENS))
+    [run] = rig.daemon.last_step.stores[0].runs
+    assert run.engine_blocks == blocks(10, 4)
+
+
+def test_a_block_with_a_null_engine_block_is_not_stored() -> None:
+    rig = Rig(SLIDING, options=SchedulerOptions(null_block=0))
+    rig.arrive("r", 5 * TOKENS)
+    rig.step(("r", [[0, NULL_BLOCK, 7, 8, 9]], 5 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("p", 5 * TOKENS)[0][2:]
+
+
+def test_max_store_tokens_and_prompt_only_clamp() -> None:
+    rig = Rig(options=SchedulerOptions(prompt_only=True))
+    rig.arrive("r", 4 * TOKENS, max_store_tokens=2 * TOKENS)
+    rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    assert len(rig.stored_hashes()) == 2
+    rig.arrive("s", 2 * TOKENS, prefix="q")
+    rig.step(("s", [blocks(10, 6)], 6 * TOKENS))
+    assert len(rig.stored_hashes()) == 2
+
+
+def test_hashes_that_come_late_are_stored_late() -> None:
+    rig = Rig()
+    rig.arrive("r", 2 * TOKENS)
+    keys = rig.keys("p", 3 * TOKENS)
+    table = [blocks(0, 3)]
+    rig.step(("r", table, 3 * TOKENS))
+    assert rig.stored_hashes() == keys[0][:2]
+    rig.scheduler.build_step([ScheduledRequest("r", table, 3 * TOKENS + 1, keys)])
+    assert rig.stored_hashes() == keys[0][2:]
+
+
+# -- prefill/decode disaggregation ------------------------------------------------------------
+
+
+def test_a_request_level_request_stores_also_what_it_loaded() -> None:
+    rig = Rig()
+    rig.holds("p", 3 * TOKENS)
+    rig.arrive("r", 5 * TOKENS, kv_transfer_params=REMOTE)
+    assert rig.ask("r") == 3 * TOKENS
+    rig.allocate("r", [blocks(0, 5)], 3 * TOKENS)
+    [job] = rig.step().loads
+    rig.report(job)
+    rig.step(("r", [blocks(0, 5)], 5 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("p", 5 * TOKENS)[0]
+    assert rig.daemon.last_step.stores[0].request_level
+
+
+def test_a_request_level_request_follows_what_others_store() -> None:
+    rig = Rig()
+    rig.arrive("r", 3 * TOKENS)
+    rig.step(("r", [blocks(0, 3)], 3 * TOKENS))
+    rig.arrive("s", 3 * TOKENS, kv_transfer_params=REMOTE)
+    rig.daemon.rooms[0] = 0
+    rig.step(("s", [blocks(50, 3)], 3 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("p", 3 * TOKENS)[0]
+
+
+def test_a_failed_request_level_store_is_tried_again() -> None:
+    rig = Rig()
+    rig.arrive("r", 3 * TOKENS, kv_transfer_params=REMOTE)
+    table = [blocks(0, 3)]
+    [job] = rig.step(("r", table, 2 * TOKENS)).stores
+    rig.report(job, done=False)
+    rig.step(("r", table, 3 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("p", 3 * TOKENS)[0]
+
+
+# -- lazy -------------------------------------------------------------------------------------
+
+LAZY = SchedulerOptions(store_mode=StoreMode.LAZY)
+
+
+def test_lazy_stores_only_what_is_about_to_be_evicted() -> None:
+    rig = Rig(options=LAZY)
+    rig.arrive("r", 4 * TOKENS)
+    rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    assert rig.stored_hashes() == []
+    rig.scheduler.request_finished("r", [blocks(0, 4)])
+    plan = rig.step(near_eviction=[(0, 1), (0, 2), (0, 99)])
+    assert rig.stored_hashes() == rig.keys("p", 4 * TOKENS)[0][1:3]
+    assert len(plan.computed_stores) == 1
+
+
+def test_lazy_does_not_store_what_was_overwritten() -> None:
+    rig = Rig(options=LAZY)
+    rig.arrive("r", 2 * TOKENS, prefix="a")
+    rig.step(("r", [blocks(0, 2)], 2 * TOKENS))
+    rig.scheduler.request_finished("r", [blocks(0, 2)])
+    rig.arrive("s", 2 * TOKENS, prefix="b")
+    rig.allocate("s", [[1]])
+    rig.step(near_eviction=[(0, 0), (0, 1)])
+    assert rig.stored_hashes() == rig.keys("a", 2 * TOKENS)[0][:1]
+
+
+def test_lazy_forgets_a_wide_block_when_one_of_its_parts_is_overwritten() -> None:
+    rig = Rig(WIDE, options=LAZY)
+    rig.arrive("r", 4 * TOKENS, prefix="a")
+    rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    rig.scheduler.request_finished("r", [blocks(0, 4)])
+    rig.arrive("s", 4 * TOKENS, prefix="b")
+    rig.allocate("s", [[2]])
+    rig.step(near_eviction=[(0, 0), (0, 1)])
+    assert rig.stored_hashes() == []
+
+
+def test_a_request_level_request_stores_at_once_in_lazy_mode() -> None:
+    rig = Rig(options=LAZY)
+    rig.arrive("r", 2 * TOKENS, kv_transfer_params=REMOTE)
+    rig.step(("r", [blocks(0, 2)], 2 * TOKENS))
+    assert len(rig.stored_hashes()) == 2
+
+
+def test_groups_are_stored_in_one_job() -> None:
+    rig = Rig(FULL, WIDE)
+    rig.arrive("r", 4 * TOKENS)
+    rig.step(("r", [blocks(0, 4), blocks(100, 4)], 4 * TOKENS))
+    [job] = rig.daemon.last_step.stores
+    assert [run.group for run in job.runs] == [0, 1]
