@@ -1,0 +1,72 @@
+"""The thinnest thread through all rooms: real daemon, real mover, real shared memory."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from kvd_proto.v1 import common_pb2
+from tests.control.daemon_rig import RawEngine, RunningDaemon, block, daemon, identity
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningDaemon]:
+    with daemon() as started:
+        yield started
+
+
+@pytest.fixture
+def engine(running: RunningDaemon) -> Iterator[RawEngine]:
+    made = RawEngine(running.socket)
+    yield made
+    made.close()
+
+
+def test_what_was_stored_is_loaded_byte_for_byte(engine: RawEngine) -> None:
+    contents = {key: block(key) for key in range(8)}
+    ended = engine.store(contents)
+    assert (ended.status, ended.blocks) == (common_pb2.JOB_STATUS_DONE, 8)
+    assert engine.load(list(contents)) == list(contents.values())
+
+
+def test_a_store_is_visible_to_another_engine_once_it_has_ended(
+    running: RunningDaemon, engine: RawEngine
+) -> None:
+    engine.store({100: block(100)})
+    other = RawEngine(running.socket, identity=identity("e1"))
+    try:
+        assert other.scheduler.statuses([100, 101]) == [1, 0]
+        assert other.load([100]) == [block(100)]
+    finally:
+        other.close()
+
+
+def test_a_restarted_engine_finds_its_blocks(running: RunningDaemon) -> None:
+    first = RawEngine(running.socket, identity=identity("restarts", b"1" * 16))
+    first.store({200: block(200)})
+    first.close()
+    second = RawEngine(running.socket, identity=identity("restarts", b"2" * 16))
+    try:
+        assert second.load([200]) == [block(200)]
+    finally:
+        second.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_restarted_daemon_is_warm(number: int) -> None:
+    with daemon() as running:
+        engine = RawEngine(running.socket)
+        engine.store({300: block(300), 301: block(301)})
+        engine.close()
+        assert running.stop(number) == (0 if number == signal.SIGTERM else -number)
+        if number == signal.SIGKILL:
+            (running.directory / "kvd.sock").unlink()
+        running.start()
+        engine = RawEngine(running.socket)
+        try:
+            assert engine.scheduler.statuses([300, 301, 302]) == [1, 1, 0]
+            assert engine.load([300, 301]) == [block(300), block(301)]
+        finally:
+            engine.close()
