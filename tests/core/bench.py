@@ -1,0 +1,358 @@
+"""A machine on the bench: builds events, carries out actions on a toy pool, checks all rules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core import invariants
+from kvd.core.keys import (
+    JobId,
+    KeyBatch,
+    LeaseId,
+    MoverId,
+    NamespaceId,
+    RequestId,
+    RowId,
+    SessionId,
+    TenantId,
+    TransferId,
+)
+from kvd.core.machine import Machine, MachineConfig
+
+BLOCK = 4096
+SECRET = b"sixteen byte key"
+EXTENT = 16 * BLOCK  # 16 slots in a row of one shard
+MS = 1_000_000
+SECOND = 1000 * MS
+
+A = TypeVar("A")
+
+
+def only(actions: Iterable[object], kind: type[A]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def keys(*numbers: int, hash_bytes: int = 32) -> KeyBatch:
+    return KeyBatch.from_bytes(
+        b"".join(n.to_bytes(hash_bytes, "little") for n in numbers), hash_bytes
+    )
+
+
+def numbers_of(batch: KeyBatch) -> list[int]:
+    raw, size = batch.to_bytes(), batch.hash_bytes
+    return [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
+
+
+def spec(  # noqa: PLR0917 - every test names what it changes
+    name: str = "ns",
+    tenant: str = "tenant",
+    shards: int = 1,
+    groups: int = 1,
+    block_bytes: int = BLOCK,
+    blocks_per_block: int = 1,
+) -> ev.NamespaceSpec:
+    group = ev.GroupSpec(
+        ev.GroupKind.FULL_ATTENTION,
+        blocks_per_block,
+        tuple(block_bytes // blocks_per_block for _ in range(shards)),
+    )
+    return ev.NamespaceSpec(name, TenantId(tenant), 32, (group,) * groups)
+
+
+class ToyPool:
+    """Carries out actions as the pool and the page would, and asserts their promised order."""
+
+    def __init__(self) -> None:
+        self.ready: dict[int, tuple[int, int]] = {}  # slot -> (scope, key)
+        self.stamps: dict[int, int] = {}
+        self.tags: Counter[tuple[int, int]] = Counter()
+        self.announced: dict[int, set[tuple[str, str, int, int]]] = {}
+        self.scopes: dict[int, act.OpenScope] = {}
+        self.rows: dict[int, act.GrantRow] = {}
+        self.copying: dict[int, set[int]] = {}  # transfer -> slots that it writes
+        self.dead_tags: set[int] = set()
+
+    def carry_out(self, action: act.Action) -> None:
+        match action:
+            case act.OpenScope():
+                self.scopes[action.scope] = action
+            case act.GrantRow():
+                assert action.row not in self.rows
+                self.rows[action.row] = action
+            case act.ReleaseRow():
+                row = self.rows.pop(action.row)
+                held = range(row.first_slot, row.first_slot + row.slots)
+                assert not self.ready.keys() & set(held), "a READY block's row was released"
+            case act.WriteReady():
+                stamps = action.stamps.tolist()
+                for slot, scope, key, stamp in zip(
+                    action.slots.tolist(),
+                    action.scopes.tolist(),
+                    numbers_of(action.keys),
+                    stamps,
+                    strict=True,
+                ):
+                    assert slot not in self.ready, "READY over READY"
+                    assert scope in self.scopes, "a record names an unknown scope"
+                    self.ready[slot] = (scope, key)
+                    self.stamps[slot] = stamp
+            case act.WriteFree():
+                for slot in action.slots.tolist():
+                    assert slot in self.ready, "FREE over FREE"
+                    del self.ready[slot]
+            case act.PublishTags():
+                self.tags.update((action.namespace, tag) for tag in action.tags.tolist())
+            case act.RetractTags():
+                self.tags.subtract((action.namespace, tag) for tag in action.tags.tolist())
+                self.tags = +self.tags
+            case act.StartTransfer() if action.kind is ev.JobKind.STORE:
+                slots = {s for part in action.parts for s in part.slots.tolist()}
+                assert not slots & self.ready.keys(), "a store overwrites a READY block"
+                self.copying[action.transfer] = slots
+            case act.AnnounceStored():
+                news = self.announced.setdefault(action.namespace, set())
+                for key in numbers_of(action.keys):
+                    block = (action.epoch, action.account, action.group, key)
+                    assert block not in news, "a block was announced twice"
+                    news.add(block)
+            case act.AnnounceRemoved():
+                for key in numbers_of(action.keys):
+                    block = (action.epoch, action.account, action.group, key)
+                    self.announced[action.namespace].remove(block)
+            case act.AnnounceCleared():
+                self.announced[action.namespace] = set()
+
+    def check(self, machine: Machine) -> None:
+        """I9 and the page: what is announced, published and recorded is what is readable."""
+        assert sum(self.tags.values()) == len(self.ready), "published tags = READY records"
+        for namespace in machine.namespaces():
+            resident = {
+                (epoch, account, group, key)
+                for epoch, account, group, batch in machine.resident(namespace)
+                for key in numbers_of(batch)
+            }
+            assert resident == self.announced.get(namespace, set()), "events = index"
+            recorded = {
+                (s.epoch, s.account, s.group, key)
+                for scope, key in self.ready.values()
+                if (s := self.scopes[scope]).namespace == namespace
+            }
+            assert recorded == resident, "records = index"
+
+
+@dataclass
+class Bench:
+    """Feeds a machine and keeps a log that can be replayed."""
+
+    config: MachineConfig
+    now_ns: int = SECOND
+    token: int = 0
+    next_job: int = 1
+    log: list[tuple[ev.Event, int]] = field(default_factory=list)
+    history: list[list[act.Action]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.machine = Machine(self.config)
+        self.pool = ToyPool()
+        self.transfers: dict[int, act.StartTransfer] = {}
+
+    def feed(self, event: ev.Event) -> list[act.Action]:
+        self.log.append((event, self.now_ns))
+        actions = self.machine.handle(event, self.now_ns)
+        self.history.append(actions)
+        for action in actions:
+            if isinstance(action, act.StartTransfer):
+                slots = {s for part in action.parts for s in part.slots.tolist()}
+                for other in self.transfers.values():
+                    if ev.JobKind.STORE in (action.kind, other.kind) and other.job != action.job:
+                        theirs = {s for part in other.parts for s in part.slots.tolist()}
+                        assert not slots & theirs, "a slot is reused before its copy ended"
+                self.transfers[action.transfer] = action
+            self.pool.carry_out(action)
+        invariants.check(self.machine)
+        self.pool.check(self.machine)
+        return actions
+
+    def ask(self, event: ev.Event) -> object:
+        """The payload of the event's reply."""
+        replies = only(self.feed(event), act.Reply)
+        assert len(replies) == 1
+        return replies[0].payload
+
+    def open(
+        self,
+        session: int = 1,
+        namespace: ev.NamespaceSpec | None = None,
+        ranks: int = 1,
+        epoch: str = "",
+        attach: bool = True,
+    ) -> act.SessionAccepted:
+        namespace = namespace or spec(shards=ranks)
+        accepted = self.ask(
+            ev.SessionOpened(self._token(), SessionId(session), namespace, epoch, ranks)
+        )
+        assert isinstance(accepted, act.SessionAccepted)
+        for rank in range(ranks if attach else 0):
+            self.attach(session, rank)
+        return accepted
+
+    def attach(
+        self, session: int, rank: int = 0, shard: int | None = None, writer: bool = True
+    ) -> int:
+        mover = 100 * session + rank
+        shard = rank if shard is None else shard
+        self.feed(ev.RankAttached(SessionId(session), MoverId(mover), rank, shard, writer))
+        return mover
+
+    def store(
+        self,
+        numbers: Sequence[int],
+        session: int = 1,
+        *,
+        job: int = 0,
+        blocks: Sequence[int] | None = None,
+        account: str = "",
+        group: int = 0,
+        whole: bool = False,
+        last: bool = True,
+    ) -> list[act.Action]:
+        run = ev.Run(group, keys(*numbers), engine_blocks(numbers if blocks is None else blocks))
+        return self.feed(
+            ev.StoreRequested(
+                self._token(),
+                SessionId(session),
+                self._job(job),
+                context(account),
+                (run,),
+                whole,
+                last,
+            )
+        )
+
+    def load(
+        self, numbers: Sequence[int], session: int = 1, job: int = 0, account: str = ""
+    ) -> list[act.Action]:
+        run = ev.Run(0, keys(*numbers), engine_blocks(numbers))
+        return self.feed(
+            ev.LoadRequested(
+                self._token(), SessionId(session), self._job(job), context(account), (run,)
+            )
+        )
+
+    def finish(
+        self,
+        actions: Iterable[act.Action] | None = None,
+        outcome: ev.TransferOutcome = ev.TransferOutcome.DONE,
+    ) -> list[act.Action]:
+        """Report these transfers' end, or that of all that run."""
+        orders = (
+            list(self.transfers.values()) if actions is None else only(actions, act.StartTransfer)
+        )
+        made: list[act.Action] = []
+        for order in orders:
+            self.transfers.pop(order.transfer, None)
+            made += self.feed(
+                ev.TransferFinished(order.mover, order.transfer, outcome, BLOCK, 1000)
+            )
+        return made
+
+    def stored(self, numbers: Sequence[int], session: int = 1, account: str = "") -> None:
+        """Store and finish; all of it became readable."""
+        ended = only(self.finish(self.store(numbers, session, account=account)), act.EndJob)
+        assert [e.status for e in ended] == [ev.JobStatus.DONE]
+
+    def lookup(
+        self,
+        numbers: Sequence[int],
+        session: int = 1,
+        *,
+        lease: ev.LeaseMode = ev.LeaseMode.NONE,
+        account: str = "",
+        request: str = "r",
+        group: int = 0,
+    ) -> act.Answer:
+        query = ev.Query(context(account, request), group, keys(*numbers), lease)
+        answers = self.ask(ev.LookupRequested(self._token(), SessionId(session), (query,)))
+        assert isinstance(answers, tuple)
+        return answers[0]
+
+    def statuses(self, numbers: Sequence[int], session: int = 1, account: str = "") -> str:
+        """M(iss), H(it), P(ending), R(etry) by key; lower case m where a store is filtered."""
+        answer = self.lookup(numbers, session, account=account)
+        return "".join({0: "m", 4: "M", 1: "H", 2: "P", 3: "R"}[s] for s in answer.statuses)
+
+    def gone(self, mover: int) -> list[act.Action]:
+        for number, order in list(self.transfers.items()):
+            if order.mover == mover:
+                del self.transfers[number]
+        return self.feed(ev.MoverGone(MoverId(mover), "killed"))
+
+    def close(self, session: int = 1) -> list[act.Action]:
+        return self.feed(ev.SessionClosed(SessionId(session)))
+
+    def release(self, *leases: int, session: int = 1) -> None:
+        self.feed(ev.LeasesReleased(SessionId(session), tuple(LeaseId(n) for n in leases)))
+
+    def tick(self, after_ns: int = 250 * MS) -> list[act.Action]:
+        self.now_ns += after_ns
+        return self.feed(ev.TimerTicked())
+
+    def quota(self, quota_bytes: int, tenant: str = "tenant") -> int:
+        evicted = self.ask(ev.QuotaSet(self._token(), TenantId(tenant), quota_bytes))
+        assert isinstance(evicted, int)
+        return evicted
+
+    def clear(self, namespace: int = 1) -> int:
+        removed = self.ask(ev.NamespaceCleared(self._token(), NamespaceId(namespace)))
+        assert isinstance(removed, int)
+        return removed
+
+    def unmap(self, actions: Iterable[act.Action]) -> list[act.Action]:
+        """Movers and pool carry out what takes a row back."""
+        made = list(actions)
+        for order in only(actions, act.UnmapRow):
+            made += self.feed(ev.RowUnmapped(order.mover, order.row))
+        for zero in only(made, act.ZeroRow):
+            made += self.feed(ev.RowZeroed(RowId(zero.row)))
+        return made
+
+    def _token(self) -> int:
+        self.token += 1
+        return self.token
+
+    def _job(self, job: int) -> JobId:
+        if not job:
+            job = self.next_job
+        self.next_job = max(self.next_job, job) + 1
+        return JobId(job)
+
+
+def context(account: str = "", request: str = "r") -> ev.RequestContext:
+    return ev.RequestContext(RequestId(request), 0, account)
+
+
+def engine_blocks(numbers: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.uint32]]:
+    return np.array([n % 100_000 for n in numbers], dtype=np.uint32).reshape(-1, 1)
+
+
+def verdict(actions: Iterable[act.Action]) -> act.Verdict:
+    (reply,) = only(actions, act.Reply)
+    assert isinstance(reply.payload, act.Verdict)
+    return reply.payload
+
+
+def finished(order: act.StartTransfer, outcome: ev.TransferOutcome) -> ev.TransferFinished:
+    return ev.TransferFinished(order.mover, TransferId(order.transfer), outcome, BLOCK, 1000)
+
+
+def small(extents: int = 4, **options: object) -> Bench:
+    """A pool of a few rows of 16 slots."""
+    config = MachineConfig(extents=extents, extent_bytes=EXTENT, tag_secret=SECRET, **options)  # type: ignore[arg-type]
+    return Bench(config)

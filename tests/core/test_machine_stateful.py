@@ -1,0 +1,449 @@
+"""Any order of events keeps every invariant, and the log of it can be replayed exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.errors import KvdError
+from kvd.core.keys import JobId, KeyBatch, MoverId, RequestId, SessionId
+from kvd.core.machine import Machine, MachineConfig
+from tests.core.bench import (
+    BLOCK,
+    EXTENT,
+    MS,
+    SECRET,
+    Bench,
+    context,
+    engine_blocks,
+    finished,
+    keys,
+    numbers_of,
+    only,
+    spec,
+    verdict,
+)
+
+SESSIONS = (1, 2, 3)
+# Two engines of two ranks share a namespace; a third, of another tenant, has bigger blocks.
+SPECS = {1: spec("a", "one", shards=2), 2: spec("a", "one", shards=2), 3: spec("b", "two", 1, 2)}
+RANKS = {1: 2, 2: 2, 3: 1}
+
+# Prefixes of a few conversations, so that keys meet.
+key_lists = st.builds(
+    lambda start, length: list(range(start, start + length)),
+    st.sampled_from([0, 4, 8, 20, 40, 60]),
+    st.integers(1, 16),
+)
+accounts = st.sampled_from(["", "", "salt"])
+sessions = st.sampled_from(SESSIONS)
+requests = st.sampled_from(["p", "q"])
+groups = st.integers(0, 1)
+
+
+class MachineRules(RuleBasedStateMachine):
+    """Engines, movers and an operator, all at once."""
+
+    @initialize(
+        threshold=st.sampled_from([1, 1, 2]),
+        policy=st.sampled_from(["lru", "arc", "s3fifo"]),
+        extents=st.integers(2, 8),
+    )
+    def begin(self, threshold: int, policy: str, extents: int) -> None:
+        config = MachineConfig(
+            extents=extents,
+            extent_bytes=EXTENT,
+            policy=policy,
+            store_threshold=threshold,
+            tracker_blocks=64,
+            tag_secret=SECRET,
+            spare_bytes=EXTENT,
+            submit_deadline_ns=1000 * MS,
+            copy_deadline_ns=1000 * MS,
+        )
+        self.bench = Bench(config)
+        self.open: set[int] = set()
+        self.movers: dict[int, tuple[int, int]] = {}  # mover -> session, rank
+        self.ending: set[int] = set()
+        self.next_id = 10
+        self.ids: dict[int, int] = {}  # which of SESSIONS -> session id
+        self.jobs: set[tuple[int, int]] = set()
+        self.held: dict[int, tuple[int, str, str, list[int]]] = {}  # lease -> what it holds
+        self.unmaps: list[act.UnmapRow] = []
+        self.zeros: list[act.ZeroRow] = []
+        self.epochs: dict[int, str] = {}
+        self.first = SPECS[1].fingerprint
+        for which in SESSIONS:
+            self.open_session(which)
+
+    def feed(self, event: ev.Event) -> list[act.Action]:
+        actions = self.bench.feed(event)
+        for end in only(actions, act.EndJob):
+            assert (end.session, end.job) in self.jobs, "a job ended that was not running"
+            self.jobs.discard((end.session, end.job))
+        self.unmaps += only(actions, act.UnmapRow)
+        self.zeros += only(actions, act.ZeroRow)
+        self.ending |= {order.mover for order in only(actions, act.KillMover)}
+        for cleared in only(actions, act.AnnounceCleared):
+            gone = self.bench.machine.state.namespaces[cleared.namespace].spec.fingerprint
+            self.held = {n: h for n, h in self.held.items() if h[1].split("/")[0] != gone}
+        return actions
+
+    # -- sessions and ranks --------------------------------------------------------------------
+
+    def open_session(self, which: int) -> None:
+        self.next_id += 1
+        self.ids[which] = self.next_id
+        self.epochs[which] = ""
+        self.feed(ev.SessionOpened(1, SessionId(self.next_id), SPECS[which], "", RANKS[which]))
+        for rank in range(RANKS[which]):
+            self.attach(which, rank)
+
+    def attach(self, which: int, rank: int) -> None:
+        self.next_id += 1
+        session = self.ids[which]
+        self.movers[self.next_id] = (session, rank)
+        self.feed(ev.RankAttached(SessionId(session), MoverId(self.next_id), rank, rank, True))
+
+    def come_back(self, which: int) -> None:
+        """The engine starts again if it is down, and registers the ranks that it lacks."""
+        if which not in self.ids:
+            self.open_session(which)
+            return
+        session = self.ids[which]
+        for rank in range(RANKS[which]):
+            if (session, rank) not in self.movers.values():
+                self.attach(which, rank)
+
+    @rule(
+        which=sessions,
+        numbers=key_lists,
+        account=accounts,
+        whole=st.booleans(),
+        ends=st.integers(0, 6),
+    )
+    def scheduler_step(
+        self, which: int, numbers: list[int], account: str, whole: bool, ends: int
+    ) -> None:
+        """What an engine does most: look up, load what is there, store the rest."""
+        self.come_back(which)
+
+        self.look_up(which, numbers, account, "p", ev.LeaseMode.PREFIX)
+        there = [n for n in numbers if n in self.resident(which, account)]
+        if there:
+            self.load(which, there, account, False)
+        self.store(which, numbers, account, 0, whole, 0, True)
+        self.end_step(which)
+        for number in range(ends):
+            if self.bench.transfers:
+                self.finish(7 * number, ev.TransferOutcome.DONE)
+        self.end_request(which, "p")
+        self.bench.now_ns += 20 * MS
+
+    def close_session(self, which: int) -> None:
+        if which in self.ids:
+            session = self.ids.pop(which)
+            self.feed(ev.SessionClosed(SessionId(session)))
+            self.held = {n: held for n, held in self.held.items() if held[0] != session}
+
+    def lose_a_rank(self, pick: int, ending: bool) -> None:
+        if not self.movers:
+            return
+        mover = sorted(self.movers)[pick % len(self.movers)]
+        if ending:
+            self.feed(ev.RankEnding(MoverId(mover), "test"))
+            self.ending.add(mover)
+            return
+        del self.movers[mover]
+        self.ending.discard(mover)
+        self.unmaps = [order for order in self.unmaps if order.mover != mover]
+        for number, order in list(self.bench.transfers.items()):
+            if order.mover == mover:
+                del self.bench.transfers[number]
+        self.feed(ev.MoverGone(MoverId(mover), "test"))
+
+    def change_epoch(self, which: int, epoch: str) -> None:
+        if which in self.ids:
+            session = self.ids[which]
+            self.epochs[which] = epoch
+            self.feed(ev.EpochChanged(1, SessionId(session), epoch))
+            self.held = {n: held for n, held in self.held.items() if held[0] != session}
+
+    @rule(
+        which=sessions,
+        numbers=key_lists,
+        whole=st.booleans(),
+        kind=st.sampled_from(
+            ["close", "lose", "end", "epoch", "quota", "clear", "touch", "drop", "kill"]
+        ),
+        pick=st.integers(0, 9),
+    )
+    def disturb(self, which: int, numbers: list[int], whole: bool, kind: str, pick: int) -> None:
+        """Something happens in the middle of traffic."""
+        self.scheduler_step(which, numbers, "", whole, pick % 3)
+        match kind:
+            case "close":
+                self.close_session(which)
+            case "lose" | "end" | "kill":
+                self.lose_a_rank(pick, kind != "lose")
+            case "epoch":
+                self.change_epoch(which, ["", "e1"][pick % 2])
+            case "quota":
+                self.set_quota([0, 0, 5, 20][pick % 4], ["one", "two"][pick % 2])
+            case "clear":
+                self.clear(pick)
+            case "touch":
+                self.touch(which, numbers)
+            case "drop":
+                self.look_up(which, numbers, "", "q", ev.LeaseMode.ALL)
+                self.finish_all()
+                self.load(which, numbers, "", True)
+
+    # -- verbs ---------------------------------------------------------------------------------
+
+    @rule(
+        which=sessions,
+        numbers=key_lists,
+        account=accounts,
+        group=groups,
+        whole=st.booleans(),
+        shift=st.sampled_from([0, 0, 0, 7]),
+        last=st.sampled_from([True, True, False]),
+    )
+    def store(  # noqa: PLR0917 - hypothesis draws each
+        self,
+        which: int,
+        numbers: list[int],
+        account: str,
+        group: int,
+        whole: bool,
+        shift: int,
+        last: bool,
+    ) -> None:
+        if which not in self.ids:
+            return
+        group = group if which == 3 else 0
+        session = self.ids[which]
+        self.next_id += 1
+        job = self.next_id
+        self.jobs.add((session, job))
+        blocks = engine_blocks([n + shift for n in numbers])
+        run = ev.Run(group, keys(*numbers), blocks)
+        event = ev.StoreRequested(
+            1, SessionId(session), JobId(job), context(account), (run,), whole, last
+        )
+        answer = verdict(self.feed(event))
+        assert answer.accepted or answer.reason
+        if not last:
+            run = ev.Run(group, keys(99), engine_blocks([99]))
+            self.feed(
+                ev.StoreRequested(
+                    1, SessionId(session), JobId(job), context(account), (run,), whole, True
+                )
+            )
+
+    @rule(which=sessions, numbers=key_lists, account=accounts, pick=st.booleans())
+    def load(self, which: int, numbers: list[int], account: str, pick: bool) -> None:
+        if which not in self.ids:
+            return
+        session = self.ids[which]
+        if pick:  # what is there, so that loads do start
+            resident = self.resident(which, account)
+            numbers = sorted(resident)[:8] or numbers
+        self.next_id += 1
+        self.jobs.add((session, self.next_id))
+        run = ev.Run(0, keys(*numbers), engine_blocks(numbers))
+        event = ev.LoadRequested(
+            1, SessionId(session), JobId(self.next_id), context(account), (run,)
+        )
+        answer = verdict(self.feed(event))
+        readable = set(numbers) <= self.resident(which, account)
+        assert not answer.accepted or readable, "a load of blocks that nobody announced"
+
+    def resident(self, which: int, account: str) -> set[int]:
+        """Keys of group 0 that the announced events say this session can read."""
+        namespace = 1 if SPECS[which].fingerprint == self.first else 2
+        blocks = self.bench.pool.announced.get(namespace, set())
+        scope = (self.epochs[which], account, 0)
+        return {key for *of, key in blocks if tuple(of) == scope}
+
+    @rule(
+        which=sessions,
+        numbers=key_lists,
+        account=accounts,
+        request=requests,
+        mode=st.sampled_from(ev.LeaseMode),
+    )
+    def look_up(
+        self, which: int, numbers: list[int], account: str, request: str, mode: ev.LeaseMode
+    ) -> None:
+        if which not in self.ids:
+            return
+        session = self.ids[which]
+        query = ev.Query(context(account, request), 0, keys(*numbers), mode)
+        (reply,) = only(self.feed(ev.LookupRequested(1, SessionId(session), (query,))), act.Reply)
+        answer = reply.payload[0]
+        resident = self.resident(which, account)
+        statuses = [status & 3 for status in answer.statuses]
+        for number, status in zip(numbers, statuses, strict=True):
+            assert (status in (1, 3)) == (number in resident), "the oracle says otherwise"
+        if answer.lease is not None:
+            hits = [n for n, s in zip(numbers, statuses, strict=True) if s == 1]
+            kept = (
+                hits[: answer.leased_blocks]
+                if mode is ev.LeaseMode.ALL
+                else numbers[: answer.leased_blocks]
+            )
+            where = f"{SPECS[which].fingerprint}/{self.epochs[which]}"
+            self.held[answer.lease] = (session, where, account, kept)
+
+    def touch(self, which: int, numbers: list[int]) -> None:
+        if which in self.ids:
+            session = SessionId(self.ids[which])
+            self.feed(ev.Touched(session, context(), 0, keys(*numbers)))
+
+    def end_request(self, which: int, request: str) -> None:
+        if which in self.ids:
+            session = self.ids[which]
+            self.feed(ev.RequestsEnded(SessionId(session), (RequestId(request),)))
+            live = self.bench.machine.state.sessions[SessionId(session)].leases
+            self.held = {
+                n: held for n, held in self.held.items() if held[0] != session or n in live
+            }
+
+    def end_step(self, which: int) -> None:
+        if which in self.ids:
+            self.feed(ev.StepEnded(SessionId(self.ids[which])))
+
+    # -- movers, pool, operator, time ------------------------------------------------------------
+
+    @precondition(lambda self: self.bench.transfers)
+    @rule(
+        pick=st.integers(0, 100),
+        outcome=st.sampled_from([ev.TransferOutcome.DONE] * 4 + list(ev.TransferOutcome)),
+    )
+    def finish(self, pick: int, outcome: ev.TransferOutcome) -> None:
+        running = self.bench.transfers
+        order = running.pop(sorted(running)[pick % len(running)])
+        self.feed(finished(order, outcome))
+
+    @rule()
+    def finish_all(self) -> None:
+        while self.bench.transfers:
+            _, order = self.bench.transfers.popitem()
+            self.feed(finished(order, ev.TransferOutcome.DONE))
+
+    @rule()
+    def movers_and_pool_catch_up(self) -> None:
+        unmaps, self.unmaps = self.unmaps, []
+        for order in unmaps:
+            self.feed(ev.RowUnmapped(order.mover, order.row))
+        zeros, self.zeros = self.zeros, []
+        for zero in zeros:
+            self.feed(ev.RowZeroed(zero.row))
+
+    @rule(after_ms=st.sampled_from([10, 250, 1100, 2500]))
+    def tick(self, after_ms: int) -> None:
+        self.bench.now_ns += after_ms * MS
+        self.feed(ev.TimerTicked())
+        alive = {
+            lease
+            for session in self.bench.machine.state.sessions.values()
+            for lease in session.leases
+        }
+        if after_ms < 2000:  # no lease is older than its renewal
+            return
+        self.held = {n: held for n, held in self.held.items() if n in alive}
+
+    def set_quota(self, blocks: int, tenant: str) -> None:
+        self.feed(ev.QuotaSet(1, SPECS[1 if tenant == "one" else 3].tenant, blocks * BLOCK))
+
+    def clear(self, pick: int) -> None:
+        known = self.bench.machine.namespaces()
+        cleared = known[pick % len(known)]
+        self.feed(ev.NamespaceCleared(1, cleared))
+
+    # -- what must hold ----------------------------------------------------------------------
+
+    @invariant()
+    def leased_blocks_stay(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        state = self.bench.machine.state
+        for number, (session, where, account, numbers) in self.held.items():
+            found = state.sessions.get(SessionId(session))
+            if found is None or number not in found.leases:
+                continue  # it has expired
+            fingerprint, epoch = where.split("/")
+            namespace = 1 if fingerprint == self.first else 2
+            announced = self.bench.pool.announced.get(namespace, set())
+            for key in numbers:
+                assert (epoch, account, 0, key) in announced, "a leased block was evicted"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "bench"):
+            return
+        self.everything_ends()
+        replay(self.bench)
+
+    def everything_ends(self) -> None:
+        """I5, I10: once all engines and movers are gone, nothing is held."""
+        for which in list(self.ids):
+            self.close_session(which)
+        for mover in list(self.movers):
+            self.bench.transfers = {
+                n: t for n, t in self.bench.transfers.items() if t.mover != mover
+            }
+            self.feed(ev.MoverGone(MoverId(mover), "test"))
+        state = self.bench.machine.state
+        assert not self.jobs, "a job never ended"
+        assert not state.sessions
+        assert not state.transfers
+        assert not state.slots.pins.any()
+        assert not any(c.reserved or c.quarantined for c in state.classes.values())
+
+
+def replay(bench: Bench) -> None:
+    """A fresh machine, fed the log, orders exactly the same."""
+    fresh = Machine(bench.config)
+    for (event, now_ns), expected in zip(bench.log, bench.history, strict=False):
+        try:
+            actions = fresh.handle(event, now_ns)
+        except KvdError:
+            actions = []
+        assert plain(actions) == plain(expected)
+
+
+def plain(thing: object) -> object:
+    """The same content in types that compare by value."""
+    if isinstance(thing, np.ndarray):
+        return (str(thing.dtype), thing.tolist())
+    if isinstance(thing, KeyBatch):
+        return numbers_of(thing)
+    if isinstance(thing, (list, tuple)):
+        return [plain(part) for part in thing]
+    if hasattr(thing, "__dataclass_fields__"):
+        fields: Iterable[str] = thing.__dataclass_fields__
+        return (type(thing).__name__, [plain(getattr(thing, name)) for name in fields])
+    return thing
+
+
+MachineRules.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+TestMachine = MachineRules.TestCase
