@@ -25,7 +25,7 @@ from kvd.core.events import Event, JobKind, Query, TransferOutcome
 from kvd.core.keys import JobId, MoverId, NamespaceId, SessionId
 from kvd.core.machine import Machine
 from kvd.event_log import Change, ChangeKind, EventLog
-from kvd.fleet import MoverFleet, RankPlacement, TransferObserver
+from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement, TransferObserver
 from kvd.job_board import JobBoard
 from kvd.mover.process import MoverProcess
 from kvd.pieces import query_pieces, run_pieces
@@ -91,6 +91,7 @@ class Driver:
         pool: Pool,
         clock: Clock | None = None,
         observer: DriverObserver | None = None,
+        launch: MoverLauncher = MoverProcess.start,
     ) -> None:
         self.machine = machine
         self.pool = pool
@@ -101,7 +102,8 @@ class Driver:
         self.jobs = JobBoard()
         self._clock = clock or MonotonicClock()
         self._observer = observer or SilentObserver()
-        self.fleet = MoverFleet(pool, self.post, self._rank_lost, self._observer)
+        self.fleet = MoverFleet(pool, self.post, self._observer, launch)
+        self.fleet.on_rank_lost = self._rank_lost
         self._fields: dict[str, dict[str, str]] = {}  # by fingerprint, for the registry
         self._next_token = 0
         self._next_session = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,11 +17,13 @@ from kvd.core import events as ev
 from kvd.core.errors import UnknownRegistration
 from kvd.core.events import Event, JobKind, TransferOutcome
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, TransferId
-from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess
+from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.pool.pool import Pool
 
 log = logging.getLogger(__name__)
 
+# Starts a mover process and returns when it has said hello.
+MoverLauncher = Callable[[MoverConfig, MoverSink], Awaitable[MoverProcess]]
 MoverOrder = act.RevokeTransfer | act.KillMover | act.PostBoard | act.UnmapRow
 
 
@@ -63,20 +65,22 @@ class MoverFleet:
         self,
         pool: Pool,
         post: Callable[[Event], None],
-        rank_lost: Callable[[SessionId, int, str], None],
         observer: TransferObserver,
+        launch: MoverLauncher = MoverProcess.start,
     ) -> None:
         self.attached: dict[MoverId, AttachedMover] = {}
         self._pool = pool
         self._post = post
-        self._rank_lost = rank_lost
+        # Told of every attached rank whose mover ended: session, rank, reason.
+        self.on_rank_lost: Callable[[SessionId, int, str], None] = lambda *_: None
         self._observer = observer
+        self._launch = launch
         self._processes: dict[MoverId, MoverProcess] = {}
         self._gone: dict[MoverId, asyncio.Future[None]] = {}
 
     async def start(self, config: MoverConfig) -> MoverProcess:
         """Start a rank's mover process and record it for the next owner of the pool."""
-        process = await MoverProcess.start(config, self)
+        process = await self._launch(config, self)
         self._processes[config.mover] = process
         self._gone[config.mover] = asyncio.get_running_loop().create_future()
         self._pool.record_mover(process.pid, process.start_time)
@@ -188,7 +192,7 @@ class MoverFleet:
         attached = self.attached.pop(mover, None)
         if attached is not None:
             self._post(ev.MoverGone(mover, reason))
-            self._rank_lost(attached.session, attached.placement.rank, reason)
+            self.on_rank_lost(attached.session, attached.placement.rank, reason)
         gone = self._gone.pop(mover)
         if not gone.done():
             gone.set_result(None)

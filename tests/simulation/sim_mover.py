@@ -1,0 +1,159 @@
+"""A mover that lives in the simulation: copies real bytes, late, partly, or never."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.events import JobKind, JobStatus, TransferOutcome
+from kvd.core.keys import JobId, MoverId, RowId, TransferId
+from kvd.mover.process import LocatedPart, MoverSink
+from kvd.pool.pool import Pool
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass
+class Faults:
+    """How badly movers behave: chances, each 0..1."""
+
+    fail: float = 0.0  # a copy ends after some of its blocks
+    hang: float = 0.0  # a copy starts and never ends
+    slow: float = 0.0  # a copy takes up to 5 s
+
+
+@dataclass
+class SimTransfer:
+    transfer: TransferId
+    job: JobId
+    kind: JobKind
+    parts: list[LocatedPart]
+    started: bool = False
+
+
+@dataclass
+class SimMover:
+    """Stands in for MoverProcess; `memory` is the rank's engine memory, one array a group."""
+
+    mover: MoverId
+    pool: Pool
+    sink: MoverSink
+    memory: list[Bytes]  # [num_blocks, engine block bytes]
+    random: Random
+    faults: Faults
+    pid: int = 4_194_304  # above the largest that Linux gives: never a real process
+    start_time: int = 1
+    board: deque[tuple[JobId, JobKind, JobStatus]] = field(default_factory=deque)
+    alive: bool = True
+    ready: set[JobId] = field(default_factory=set)
+    waiting: dict[TransferId, SimTransfer] = field(default_factory=dict)
+    rows: dict[RowId, Bytes] = field(default_factory=dict)
+    extents: dict[int, Bytes] = field(default_factory=dict)
+
+    # -- what the daemon orders ---------------------------------------------------------------
+
+    def map_row(self, row: RowId, extent: int) -> None:
+        self.rows[row] = self.extents[extent] = np.memmap(
+            self.pool.extent_path(extent), dtype=np.uint8, mode="r+"
+        )
+
+    def unmap_row(self, row: RowId) -> None:
+        def unmapped() -> None:
+            if self.alive:
+                self.rows.pop(row, None)
+                self.sink.row_unmapped(self.mover, row)
+
+        self._later(unmapped)
+
+    def start_transfer(
+        self, transfer: TransferId, job: JobId, kind: JobKind, parts: Sequence[LocatedPart]
+    ) -> bool:
+        if self.random.random() < 0.02:
+            return False  # the queue is full
+        self.waiting[transfer] = SimTransfer(transfer, job, kind, list(parts))
+        self._match()
+        return True
+
+    def revoke(self, transfer: TransferId) -> None:
+        waiting = self.waiting.get(transfer)
+        if waiting is not None and not waiting.started:
+            del self.waiting[transfer]
+            self._later(lambda: self._report(waiting, TransferOutcome.REVOKED, 0))
+
+    def mark_ready(self, job: JobId) -> None:
+        self.ready.add(job)
+        self._match()
+
+    def post(
+        self, job: JobId, kind: JobKind, status: JobStatus, bytes_copied: int, duration_ns: int
+    ) -> None:
+        self.board.append((job, kind, status))
+
+    def kill(self) -> None:
+        if self.alive:
+            self.alive = False
+            asyncio.get_running_loop().call_later(
+                self.random.random() * 0.05, self.sink.mover_gone, self.mover, "killed"
+            )
+
+    # -- what it does ---------------------------------------------------------------------------
+
+    def _later(self, act: object) -> None:
+        delay = self.random.random() * (
+            5.0 if self.random.random() < self.faults.slow else 0.01
+        )
+        asyncio.get_running_loop().call_later(delay, act)  # type: ignore[arg-type]
+
+    def _match(self) -> None:
+        for waiting in list(self.waiting.values()):
+            if waiting.job in self.ready and not waiting.started:
+                waiting.started = True
+                self._later(lambda w=waiting: self._copy(w))
+
+    def _copy(self, waiting: SimTransfer) -> None:
+        if not self.alive:
+            return
+        if self.random.random() < self.faults.hang:
+            return  # until somebody kills this mover
+        fails = self.random.random() < self.faults.fail
+        copied = 0
+        for part in waiting.parts:
+            for row in range(len(part.extents)):
+                if fails and self.random.random() < 0.5:
+                    break
+                copied += self._copy_block(waiting.kind, part, row)
+        outcome = TransferOutcome.FAILED if fails else TransferOutcome.DONE
+        del self.waiting[waiting.transfer]
+        if waiting.kind is JobKind.LOAD:
+            status = JobStatus.FAILED if fails else JobStatus.DONE
+            self.board.append((waiting.job, JobKind.LOAD, status))
+        self._report(waiting, outcome, copied)
+
+    def _copy_block(self, kind: JobKind, part: LocatedPart, row: int) -> int:
+        extent = self.extents[int(part.extents[row])]
+        memory = self.memory[part.group]
+        width = memory.shape[1]
+        offset = int(part.offsets[row])
+        for place, block in enumerate(part.engine_blocks[row]):
+            slot = extent[offset + place * width : offset + (place + 1) * width]
+            if block == NULL_ENGINE_BLOCK:
+                if kind is JobKind.STORE:
+                    slot[:] = 0
+            elif kind is JobKind.STORE:
+                slot[:] = memory[block]
+            else:
+                memory[block] = slot
+        return width * part.engine_blocks.shape[1]
+
+    def _report(self, waiting: SimTransfer, outcome: TransferOutcome, copied: int) -> None:
+        if self.alive:
+            if waiting.kind is JobKind.LOAD and outcome is TransferOutcome.REVOKED:
+                self.board.append((waiting.job, JobKind.LOAD, JobStatus.FAILED))
+            self.sink.transfer_finished(self.mover, waiting.transfer, outcome, copied, 1000)
