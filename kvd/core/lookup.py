@@ -10,7 +10,7 @@ from kvd.core.block import SlotState
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import LeaseMode, LookupRequested, Query, Touched
 from kvd.core.index import NOWHERE
-from kvd.core.keys import KeyBatch, Slots
+from kvd.core.keys import U64, KeyBatch, Slots
 from kvd.core.rows import SizeClass
 from kvd.core.state import Session, State
 from kvd_proto.layout import MAX_KEYS_PER_MESSAGE
@@ -62,15 +62,9 @@ def lookup(state: State, event: LookupRequested, now_ns: int) -> list[Action]:
 
 
 def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_ns: int) -> Answer:
-    scope = spaces.find_scope(state, session, query.context.account, query.group)
-    count = len(query.keys)
     counters = state.counters
-    if scope is None:
-        counters.misses += count
-        admit = ADMIT if state.admission.threshold <= 1 and not state.draining else MISS
-        return Answer(bytes([admit]) * count, None, 0)
-    tags = tags_of(query.keys.words, scope.seed)
-    slots = state.index.find(tags, query.keys.words, scope.scope)
+    count = len(query.keys)
+    tags, slots = read_keys(state, session, query.context.account, query.group, query.keys.words)
     known = slots != NOWHERE
     statuses = np.zeros(count, dtype=np.uint8)
     statuses[known] = _STATUS_OF_STATE[state.slots.state[slots[known]]]
@@ -103,6 +97,19 @@ def _claimed(statuses: np.ndarray[tuple[int], np.dtype[np.uint8]], mode: LeaseMo
     if mode is LeaseMode.ALL or hit.all():
         return np.flatnonzero(hit)
     return np.arange(int(np.argmin(hit)))
+
+
+def read_keys(
+    state: State, session: Session, account: str, group: int, words: U64
+) -> tuple[U64, Slots]:
+    """Tags and slots of the keys; a scope that nobody has opened holds nothing."""
+    scope = spaces.find_scope(state, session, account, group)
+    if scope is not None:
+        tags = tags_of(words, scope.seed)
+        return tags, state.index.find(tags, words, scope.scope)
+    namespace = state.namespace_of(session)
+    seed = spaces.scope_seed(state, namespace, session.epoch, account, group)
+    return tags_of(words, seed), np.full(len(words), NOWHERE, dtype=np.int64)
 
 
 def touch(state: State, event: Touched, now_ns: int) -> list[Action]:

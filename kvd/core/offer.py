@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvd.core import spaces
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import Run
-from kvd.core.index import NOWHERE
 from kvd.core.job import Offer
-from kvd.core.lookup import check_key_count, check_keys
-from kvd.core.state import MAX_ENGINE_BLOCKS, Namespace, Session, State
+from kvd.core.lookup import check_key_count, check_keys, read_keys
+from kvd.core.state import MAX_ENGINE_BLOCKS, Session, State
 from kvd_proto.layout import NULL_ENGINE_BLOCK
-from kvd_proto.tags import tags_of
 
 
 def check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
@@ -53,18 +50,8 @@ def _read_group(state: State, session: Session, account: str, runs: list[Run]) -
     else:
         words = np.concatenate([run.keys.words for run in runs])
         engine_blocks = np.concatenate([run.engine_blocks for run in runs])
-    scope = spaces.find_scope(state, session, account, group)
-    if scope is not None:
-        tags = tags_of(words, scope.seed)
-        slots = state.index.find(tags, words, scope.scope)
-    else:
-        tags = tags_of(words, _seed(state, session, namespace, account, group))
-        slots = np.full(len(words), NOWHERE, dtype=np.int64)
+    tags, slots = read_keys(state, session, account, group, words)
     return Offer(namespace.classes[group], words, tags, engine_blocks, slots)
-
-
-def _seed(state: State, session: Session, namespace: Namespace, account: str, group: int) -> int:
-    return spaces.scope_seed(state, namespace, session.epoch, account, group)
 
 
 def storable_rows(offer: Offer) -> Offer:

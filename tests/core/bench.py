@@ -265,7 +265,8 @@ class Bench:
 
     def stored(self, numbers: Sequence[int], session: int = 1, account: str = "") -> None:
         """Store and finish; all of it became readable."""
-        ended = only(self.finish(self.store(numbers, session, account=account)), act.EndJob)
+        started = self.store(numbers, session, account=account)
+        ended = only(started + self.finish(started), act.EndJob)
         assert [e.status for e in ended] == [ev.JobStatus.DONE]
 
     def lookup(
