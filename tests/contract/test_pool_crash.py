@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -61,13 +63,11 @@ def write_for_ever(directory: Path) -> None:
             full.update(chosen)
 
 
-@pytest.mark.parametrize("attempt", range(2))
-def test_every_record_of_a_killed_writer_is_wholly_right(
-    shared_directory: Path, attempt: int
-) -> None:
-    delay_s = random.SystemRandom().uniform(0.05, 0.5)
+@contextmanager
+def writer_at_work(directory: Path) -> Iterator[None]:
+    """A process that writes for ever, killed with -9 at the end."""
     writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(shared_directory)],
+        [sys.executable, "-c", WRITER, str(directory)],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],
@@ -75,11 +75,20 @@ def test_every_record_of_a_killed_writer_is_wholly_right(
     try:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "writing\n"
-        time.sleep(delay_s)
+        yield
     finally:
         writer.kill()
         writer.communicate()
     assert writer.returncode == -signal.SIGKILL, "the writer ended by itself"
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_every_record_of_a_killed_writer_is_wholly_right(
+    shared_directory: Path, attempt: int
+) -> None:
+    delay_s = random.SystemRandom().uniform(0.05, 0.5)
+    with writer_at_work(shared_directory):
+        time.sleep(delay_s)
     found = 0
     with opened(orders.config(shared_directory)) as pool:
         assert pool.cold_reason == ""
@@ -95,3 +104,26 @@ def test_every_record_of_a_killed_writer_is_wholly_right(
             found += 1
     # All but the batch in hand had been written when the writer died, unless it had just begun.
     assert found > BATCH
+
+
+def test_whoever_sees_ready_sees_what_was_written_before_it(shared_directory: Path) -> None:
+    """What a kill at that very moment would leave: looked at thousands of times, not twice."""
+    looked, moving = 0, 0
+    with writer_at_work(shared_directory):
+        path = shared_directory / "pool" / "slots.table"
+        table = np.memmap(path, dtype=np.uint64, mode="r").reshape(-1, 16)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            before = table[:, 0].copy()
+            bodies = table.copy()
+            after = table[:, 0].copy()
+            moving += int((before != after).any())
+            for slot in np.flatnonzero((before == after) & (before & np.uint64(0xFF) == 1)):
+                generation = int(before[slot]) >> 8
+                key = bodies[slot, 8:12].tobytes()
+                assert key == hash_of(int(slot), generation), f"slot {slot} was torn"
+                assert int(bodies[slot, 2]) == stamp_of(int(slot), generation)
+                looked += 1
+        del table
+    assert looked > 1000
+    assert moving > 0, "nothing was written meanwhile"

@@ -110,6 +110,21 @@ def test_a_row_whose_leading_header_was_not_written_is_freed(filled: PoolConfig)
     assert set(rows) == {0}
 
 
+def test_a_row_of_headers_from_two_grants_is_freed(filled: PoolConfig) -> None:
+    path = filled.directory / "rows.table"
+    with bytes_of(path) as table:
+        older = table[HEADER : 2 * HEADER]
+        table[:] = bytes(len(table))
+    with opened(filled) as pool:
+        orders.introduce(pool)
+        orders.introduce(pool, orders.spec((8192, 4096)), namespace=3)
+        pool.grant_row(orders.row([2, 1], (8192, 4096), namespace=3))
+    with bytes_of(path) as table:
+        table[HEADER : 2 * HEADER] = older
+    rows, _ = reopened(filled)
+    assert rows == {}
+
+
 def test_a_torn_last_line_of_the_registry_is_ignored_and_mended(filled: PoolConfig) -> None:
     path = filled.directory / "registry.jsonl"
     whole = path.read_bytes()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvd.pool import Pool, PoolConfig, PoolError
-from kvd.pool.ownership import start_time_of
+from kvd.pool.ownership import MoverRecord, end_movers, start_time_of
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, opened
 
@@ -88,6 +88,17 @@ def test_a_mover_that_outlived_its_daemon_is_killed(
         assert mover.wait(1) == -signal.SIGKILL
         rows = orders.rows_of(list(pool.recovered()))
     assert [row.quarantined for row in rows.values()] == [False, False]
+
+
+def test_a_killed_mover_has_ended_when_the_call_returns(
+    shared_directory: Path, start_mapper: StartMapper
+) -> None:
+    with opened(orders.config(shared_directory)) as pool:
+        movers = [start_mapper(pool.extent_path(0)) for _ in range(3)]
+        records = [MoverRecord(mover.pid, start_time(mover)) for mover in movers]
+        assert end_movers(records, deadline_s=5.0) == []
+        assert [mover.poll() for mover in movers] == [-signal.SIGKILL] * 3
+        assert end_movers(records, deadline_s=5.0) == []
 
 
 def test_a_process_that_got_the_pid_of_a_mover_is_left_alone(
