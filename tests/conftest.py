@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import leaks
+from tests.daemon_process import DaemonProcess
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,3 +34,12 @@ def shared_directory() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir=leaks.SHARED_MEMORY))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path, shared_directory: Path) -> Iterator[DaemonProcess]:
+    """`kvd serve` with a pool of its own on shared memory; whatever state a test leaves it in."""
+    running = DaemonProcess(tmp_path, shared_directory)
+    running.start()
+    yield running
+    running.end()

@@ -39,8 +39,8 @@ OPEN_TIMEOUT_S = 10.0  # the daemon may wait for an earlier engine's movers to e
 SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon hangs
 SILENCE_S = 1.0
 MAX_QUEUED_MESSAGES = 1024
-CAPABILITIES = ("step", "lookup-stream", "epochs")
-PROTOCOL_MINOR = 1
+CAPABILITIES = ("request-level-store", "epochs")
+PROTOCOL_MINOR = 0
 CHANNEL_OPTIONS = (
     # Channels would share one backoff through the global pool: a restarted daemon is found late.
     ("grpc.use_local_subchannel_pool", 1),

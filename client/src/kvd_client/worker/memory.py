@@ -46,14 +46,20 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One group's engine blocks: their number, and an engine block's fragments in order."""
+    """One group's engine blocks: their number, and an engine block's fragments in order.
+
+    `blocks_per_block` as in the scheduler's `Group`; 0 leaves it to the scheduler, which costs
+    a second registration where the worker came first and it is not 1.
+    """
 
     num_blocks: int
     fragments: Sequence[Fragment]
+    blocks_per_block: int = 0
 
     def to_proto(self, group: int) -> worker_pb2.GroupLayout:
         return worker_pb2.GroupLayout(
             group=group,
             num_blocks=self.num_blocks,
+            blocks_per_block=self.blocks_per_block,
             fragments=[fragment.to_proto() for fragment in self.fragments],
         )

@@ -1,0 +1,180 @@
+"""The client with a real daemon, real movers and real shared memory; every byte checked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvd_client import ScheduledRequest
+from tests.client.small_engine import TOKENS, SmallEngine
+from tests.daemon_process import DaemonProcess
+
+Start = Callable[..., SmallEngine]
+
+
+@pytest.fixture
+def start_engine(daemon: DaemonProcess) -> Iterator[Start]:
+    engines: list[SmallEngine] = []
+
+    def start(engine_id: str = "e0", world_size: int = 1) -> SmallEngine:
+        engine = SmallEngine(daemon.socket, engine_id, world_size)
+        engines.append(engine)
+        engine.wait_usable()
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+def test_a_restarted_engine_loads_what_it_stored(start_engine: Start) -> None:
+    engine = start_engine()
+    engine.store("a", "hello", 8)
+    assert engine.stored_blocks == 8
+    engine.close()
+    again = start_engine()
+    assert again.load("b", "hello", 12) == 8
+
+
+def test_two_engines_share(start_engine: Start) -> None:
+    one, two = start_engine("one"), start_engine("two")
+    one.store("a", "hello", 6)
+    assert two.load("b", "hello", 6) == 6
+
+
+def test_two_ranks_store_and_load_their_shards(start_engine: Start) -> None:
+    engine = start_engine(world_size=2)
+    engine.store("a", "hello", 5)
+    assert engine.load("b", "hello", 5) == 5
+
+
+def test_a_step_without_a_hit_never_waits_and_one_with_hits_waits_once(
+    start_engine: Start,
+) -> None:
+    engine = start_engine()
+    engine.store("a", "hello", 6)
+    before = engine.connection.blocking_calls
+    for name in "bcd":
+        engine.arrive(name, f"other {name}", 6)
+        assert engine.scheduler.get_num_new_matched_tokens(name, 0) == 0
+    engine.step()
+    assert engine.connection.blocking_calls == before
+    for name in "efghijkl":
+        engine.arrive(name, "hello", 6)
+    for name in "efghijkl":
+        engine.scheduler.get_num_new_matched_tokens(name, 0)
+    engine.step()
+    assert engine.connection.blocking_calls <= before + 1
+
+
+def test_a_killed_daemon_is_a_miss_and_its_cache_comes_back(
+    daemon: DaemonProcess, start_engine: Start
+) -> None:
+    engine = start_engine()
+    engine.store("a", "hello", 8)
+    daemon.kill()
+    assert engine.load("b", "hello", 8) == 0
+    engine.store("c", "while away", 4)
+    daemon.start()
+    engine.wait_usable()
+    assert engine.load("d", "hello", 8) == 8
+
+
+def test_stores_in_flight_at_a_kill_end_and_the_engine_goes_on(
+    daemon: DaemonProcess, start_engine: Start
+) -> None:
+    engine = start_engine()
+    hashes = engine.arrive("a", "hello", 64)
+    table = [list(range(64))]
+    for block, block_hash in zip(table[0], hashes, strict=True):
+        engine.ranks[0].compute(block, block_hash)
+    plan = engine.scheduler.build_step([ScheduledRequest("a", table, 64 * TOKENS)])
+    daemon.kill()
+    engine.ranks[0].worker.start_step(plan)
+    engine.ranks[0].worker.finish_step(plan)
+    engine.scheduler.request_finished("a", table)
+    engine.step_until_idle()
+
+
+def test_a_load_submitted_before_a_kill_fails_once_its_mover_is_dead(
+    daemon: DaemonProcess, start_engine: Start
+) -> None:
+    engine = start_engine()
+    engine.store("a", "hello", 8)
+    engine.arrive("b", "hello", 8)
+    found = engine.match("b")
+    assert found == 8 * TOKENS
+    daemon.freeze()
+    engine.scheduler.update_state_after_alloc("b", [list(range(100, 108))], found)
+    engine.step()
+    for _ in range(20):
+        engine.step()
+        time.sleep(0.01)
+    assert not engine.failed_loads
+    daemon.kill()
+    engine.step_until_loaded("b")
+    assert engine.failed_loads == {"b"}
+    assert engine.scheduler.get_num_new_matched_tokens("b", 0) == 0
+
+
+def test_a_frozen_daemon_never_holds_a_step_up_for_long(
+    daemon: DaemonProcess, start_engine: Start
+) -> None:
+    engine = start_engine()
+    engine.store("a", "hello", 8)
+    daemon.freeze()
+    slowest = 0.0
+    for number in range(60):
+        engine.arrive(f"r{number}", "hello", 8)
+        started = time.monotonic()
+        found = engine.scheduler.get_num_new_matched_tokens(f"r{number}", 0)
+        engine.step()
+        slowest = max(slowest, time.monotonic() - started)
+        assert not found
+        time.sleep(0.005)
+    assert slowest < 0.05
+    daemon.thaw()
+    time.sleep(1.2)
+    assert engine.load("z", "hello", 8) == 8
+
+
+def test_a_dead_mover_is_replaced_and_the_cache_goes_on(
+    daemon: DaemonProcess, start_engine: Start
+) -> None:
+    engine = start_engine()
+    engine.store("a", "hello", 8)
+    import os
+    import signal
+
+    [mover] = daemon.movers()
+    os.kill(mover, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while daemon.movers() in ([], [mover]) or engine.connection.session is None:
+        assert time.monotonic() < deadline
+        engine.step()
+        time.sleep(0.01)
+    assert engine.load("b", "hello", 8) == 8
+
+
+def test_an_absent_daemon_costs_nothing(tmp_path: object) -> None:
+    engine = SmallEngine(f"{tmp_path}/nobody.sock")
+    engine.store("a", "hello", 8)
+    assert engine.load("b", "hello", 8) == 0
+    assert engine.connection.blocking_calls == 0
+    engine.close()
+
+
+def test_a_reset_hides_the_engines_own_blocks_and_leaves_others_theirs(
+    start_engine: Start,
+) -> None:
+    one, two = start_engine("one"), start_engine("two")
+    one.store("a", "hello", 6)
+    one.scheduler.reset_cache()
+    one.step()
+    one.wait_usable()
+    assert one.load("b", "hello", 6) == 0
+    assert two.load("c", "hello", 6) == 6
+    one.store("d", "hello", 4)
+    assert one.load("e", "hello", 6) == 4

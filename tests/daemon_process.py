@@ -1,0 +1,101 @@
+"""A real daemon for tests: started, stopped in order, killed, frozen, started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+START_SECONDS = 30.0
+STOP_SECONDS = 20.0
+
+
+class DaemonProcess:
+    """`python -m kvd serve` over one pool directory, which outlives each start."""
+
+    def __init__(self, directory: Path, pool: Path) -> None:
+        self.socket = str(directory / "kvd.sock")
+        self.log = directory / "kvd.log"
+        self.pool = pool / "pool"
+        self.pool.mkdir()
+        self.pool_bytes = 32 << 20
+        self.extent_bytes = 1 << 20
+        self.flags: dict[str, object] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the daemon does not run"
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start over the pool as it is; returns once the socket takes connections."""
+        settings = {
+            "socket": self.socket,
+            "pool-directory": self.pool,
+            "pool-bytes": self.pool_bytes,
+            "extent-bytes": self.extent_bytes,
+            "http-port": 0,
+            **self.flags,
+        }
+        flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "kvd", "serve", *flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            assert self._process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(self.socket)
+            except OSError:
+                return False
+        return True
+
+    def kill(self) -> None:
+        """Kill -9."""
+        self._signal(signal.SIGKILL)
+        if self._process is not None:
+            self._process.wait()
+            self._process = None
+
+    def freeze(self) -> None:
+        """SIGSTOP: there, but hung."""
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Stop in order; by force when that takes too long."""
+        if self._process is None:
+            return
+        self.thaw()
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        self._process = None
+
+    def movers(self) -> list[int]:
+        """Pids of the daemon's living mover processes."""
+        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return [int(pid) for pid in children]
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None:
+            os.kill(self._process.pid, number)
