@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import os
 import queue
 import resource
@@ -36,10 +37,13 @@ from kvd_proto.ring import RingReader
 # How long the start waits for the engine's memory to be mapped page by page; the rest goes on
 # beside the first copies.
 START_WARM_S = 1.0
+MAX_COMPLAINTS = 100
+EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _STOP_S = 1.0
 _RECEIVE_BYTES = 256 << 10
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_NAME = 15
+_complaints = itertools.count()
 
 
 class ChannelToControl:
@@ -125,8 +129,8 @@ class Mover:
             case FrameKind.REVOKE:
                 revoked = self._desk.revoke(frames.unpack_number(body))
                 if revoked is not None:
-                    self._rows.release(revoked.extents)
                     self._report(revoked.order, TransferOutcome.REVOKED, 0, 0)
+                    self._rows.release(revoked.extents)
             case FrameKind.MAP_ROW:
                 self._map_row(*frames.unpack_row(body))
             case FrameKind.UNMAP_ROW:
@@ -165,8 +169,8 @@ class Mover:
             outcome, copied = self._copy(transfer.order)
             duration = time.monotonic_ns() - started
             self._desk.end(transfer)
-            self._rows.release(transfer.extents)
             self._report(transfer.order, outcome, copied, duration)
+            self._rows.release(transfer.extents)
 
     def _copy(self, order: TransferOrder) -> tuple[TransferOutcome, int]:
         copied = 0
@@ -216,6 +220,7 @@ class Mover:
 def serve(control_fd: int, parent: int) -> None:
     """Be the mover of the parent that sits behind this descriptor, until it is gone."""
     _bind_life_to(parent)
+    threading.excepthook = _die_of
     control = ChannelToControl(socket.socket(fileno=control_fd))
     config, (ring_fd, board_fd, event_fd) = _receive_config(control.socket)
     _name_process(f"kvd-mover-{config.mover}")
@@ -271,4 +276,13 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def _complain(message: str) -> None:
-    print(f"kvd mover {os.getpid()}: {message}", file=sys.stderr, flush=True)  # noqa: T201
+    """Say it in the daemon's log, which a hostile worker must not be able to fill."""
+    if next(_complaints) < MAX_COMPLAINTS:
+        print(f"kvd mover {os.getpid()}: {message}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _die_of(failure: threading.ExceptHookArgs) -> None:
+    """A thread broke one of our rules: better no mover than one that copies no more."""
+    threading.__excepthook__(failure)
+    sys.stderr.flush()
+    os._exit(EXIT_BROKEN)

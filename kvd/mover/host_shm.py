@@ -60,6 +60,36 @@ class _Mapping:
         self.mapped.close()
 
 
+@dataclass(frozen=True, slots=True)
+class _PieceView:
+    """How a piece of any run of engine blocks is seen as words, on both sides alike."""
+
+    memory: Bytes  # the file of the piece's region
+    start: int  # of engine block 0's piece in it
+    stride: int
+    at: int
+    tail: tuple[int, ...]  # shape after the number of blocks
+    engine_steps: tuple[int, ...]
+    slot_steps: tuple[int, ...]
+
+    @classmethod
+    def of(cls, piece: Piece, place: tuple[_Mapping, Region], block_bytes: int) -> _PieceView:
+        mapping, region = place
+        tail = (*piece.counts, piece.bytes // 8)
+        packed = [8]  # in a slot the repetitions lie close together
+        for count in tail[:0:-1]:
+            packed.insert(0, packed[0] * count)
+        return cls(
+            mapping.view,
+            region.offset + piece.base,
+            piece.stride,
+            piece.at,
+            tail,
+            (piece.stride, *piece.steps, 8),
+            (block_bytes, *packed),
+        )
+
+
 class HostSharedMemory:
     """The CopyEngine of host shared memory.
 
@@ -70,12 +100,18 @@ class HostSharedMemory:
     def __init__(self, config: MoverConfig) -> None:
         check_config(config)
         self._config = config
-        self._pieces = [fold(group.fragments) for group in config.groups]
         self._extents: dict[int, _Mapping] = {}
         self._files: dict[tuple[int, int], _Mapping] = {}
         self._regions: list[tuple[_Mapping, Region]] = []
         for number, region in enumerate(config.regions):
             self._regions.append((self._map_region(region, f"memories[{number}]"), region))
+        self._pieces = [
+            [
+                _PieceView.of(piece, self._regions[piece.region], group.engine_block_bytes)
+                for piece in fold(group.fragments)
+            ]
+            for group in config.groups
+        ]
 
     # -- extents ----------------------------------------------------------------------------
 
@@ -148,31 +184,20 @@ class HostSharedMemory:
                 raise CopyStopped
             if run.first is not None:
                 for piece in pieces:
-                    self._copy_piece(kind, run, piece, block_bytes)
+                    self._copy_piece(kind, run, piece)
                 copied += run.blocks * block_bytes
             elif kind is JobKind.STORE:
                 end = run.offset + run.blocks * block_bytes
                 self._extents[run.extent].view[run.offset : end] = 0
         return copied
 
-    def _copy_piece(self, kind: JobKind, run: Range, piece: Piece, block_bytes: int) -> None:
+    def _copy_piece(self, kind: JobKind, run: Range, piece: _PieceView) -> None:
         assert run.first is not None
-        mapping, region = self._regions[piece.region]
-        shape = (run.blocks, *piece.counts, piece.bytes // 8)
-        packed = [8]  # steps of the same shape in a slot, where repetitions lie close together
-        for count in shape[:0:-1]:
-            packed.append(packed[-1] * count)
-        packed[-1] = block_bytes
-        engine = np.ndarray(
-            shape,
-            _U64,
-            mapping.view,
-            region.offset + piece.base + run.first * piece.stride,
-            (piece.stride, *piece.steps, 8),
-        )
-        slots = np.ndarray(
-            shape, _U64, self._extents[run.extent].view, run.offset + piece.at, packed[::-1]
-        )
+        shape = (run.blocks, *piece.tail)
+        start = piece.start + run.first * piece.stride
+        engine = np.ndarray(shape, _U64, piece.memory, start, piece.engine_steps)
+        extent = self._extents[run.extent].view
+        slots = np.ndarray(shape, _U64, extent, run.offset + piece.at, piece.slot_steps)
         if kind is JobKind.STORE:
             np.copyto(slots, engine)
         else:
@@ -182,6 +207,7 @@ class HostSharedMemory:
         for extent in list(self._extents):
             self.close_extent(extent)
         self._regions.clear()
+        self._pieces.clear()
         while self._files:
             self._files.popitem()[1].close()
 

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-import kvd
-import kvd_proto
 from kvd.core import errors
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.mover import frames
 from kvd.mover.frames import FrameKind, TransferOrder
+from kvd.mover.launch import Launched, how_it_ended, launch
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
 from kvd_proto.board import BoardRecord, BoardWriter, create_board, seal_board
 from kvd_proto.layout import LANE_CONTROL
 from kvd_proto.ring import create_ring
 
 __all__ = [
-    "GLIBC_TUNABLES",
     "FragmentSpec",
     "GroupMap",
     "LocatedPart",
@@ -45,9 +38,6 @@ MAX_BYTES_UNREAD = 64 << 20  # a mover that lets this much lie hangs, and is end
 START_S = 30.0
 STOP_S = 3.0
 _LAST_WORDS_S = 1.0  # for what a dead mover wrote to be read
-
-# Copies past this size bypass the cache, so that two movers don't fight over it.
-GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 
 
 class MoverStartFailed(Exception):
@@ -74,12 +64,6 @@ class MoverSink(Protocol):
         """The process has ended: no copy of it can land any more. Exactly once, last."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    child: subprocess.Popen[bytes]
-    end: socket.socket
-
-
 class _Channel(asyncio.Protocol):
     """Control's end of the socket pair."""
 
@@ -102,17 +86,15 @@ class MoverProcess:
     """One mover process. Lives on the event loop; nothing here blocks.
 
     `ring_fd`, `board_fd`, `event_fd` and `pidfd` are for the rank's worker; they stay open
-    until the process is gone.
+    until the process is gone, and are -1 then.
     """
 
     def __init__(self, config: MoverConfig, sink: MoverSink) -> None:
         self.mover = config.mover
         self._sink = sink
         self._loop = asyncio.get_running_loop()
-        self.ring_fd = create_ring()
-        self.board_fd = create_board()
-        self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._board = BoardWriter(self.board_fd, LANE_CONTROL)
+        self.pid = self.start_time = 0
+        self.ring_fd = self.board_fd = self.event_fd = self.pidfd = -1
         self._queued: dict[TransferId, int] = {}  # bytes of each order
         self._queued_bytes = 0
         self._cold: Counter[RowId] = Counter()
@@ -121,9 +103,8 @@ class MoverProcess:
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.WriteTransport | None = None
+        self._board: BoardWriter | None = None
         self._reason = ""
-        self.pid = self.start_time = 0
-        self.pidfd = -1
         self._serving = False
         self._closed = False
         self._reaped = False
@@ -137,17 +118,16 @@ class MoverProcess:
         """
         mover = cls(config, sink)
         try:
-            launched = mover._launch([region.fd for region in config.regions])
-        except BaseException as error:
+            launched = mover._launch(config)
+        except OSError as error:
             mover._close_channel()
-            if isinstance(error, OSError):
-                raise MoverStartFailed(f"the mover process can't be started: {error}") from error
-            raise
+            raise MoverStartFailed(f"the mover process can't be started: {error}") from error
         try:
-            await mover._greet(config, launched)
+            await mover._greet(config, launched.end)
             if mover._gone.done():
                 raise MoverStartFailed(f"the mover process ended at once: {mover._reason}")
         except BaseException:
+            mover._hello.cancel()
             mover.kill()
             await asyncio.shield(mover._gone)
             raise
@@ -276,41 +256,21 @@ class MoverProcess:
 
     # -- life -------------------------------------------------------------------------------
 
-    def _launch(self, region_fds: Sequence[int]) -> _Launched:
-        """Start the child from this very thread: its parent-death signal follows the thread."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        roots = (Path(kvd.__file__).parents[1], Path(kvd_proto.__file__).parents[1])
-        paths = [str(root) for root in roots]
-        environment = dict(os.environ)
-        environment["PYTHONPATH"] = os.pathsep.join(
-            [*paths, *filter(None, [environment.get("PYTHONPATH")])]
-        )
-        environment["GLIBC_TUNABLES"] = GLIBC_TUNABLES
-        environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy is for copying only
-        shared = {theirs.fileno(), self.ring_fd, self.board_fd, self.event_fd, *region_fds}
-        try:
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "kvd.mover", str(theirs.fileno()), str(os.getpid())],
-                env=environment,
-                pass_fds=tuple(shared),
-                stdin=subprocess.DEVNULL,
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self._child = child
-        self.pid = child.pid
-        self.pidfd = os.pidfd_open(child.pid)
-        self.start_time = _start_time(child.pid)
+    def _launch(self, config: MoverConfig) -> Launched:
+        self.ring_fd = create_ring()
+        self.board_fd = create_board()
+        self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._board = BoardWriter(self.board_fd, LANE_CONTROL)
+        channel = (self.ring_fd, self.board_fd, self.event_fd)
+        launched = launch([*channel, *(region.fd for region in config.regions)])
+        self._child = launched.child
+        self.pid, self.pidfd = launched.child.pid, launched.pidfd
+        self.start_time = launched.start_time
         self._loop.add_reader(self.pidfd, self._reap)
-        return _Launched(child, ours)
+        return launched
 
-    async def _greet(self, config: MoverConfig, launched: _Launched) -> None:
-        transport, _ = await self._loop.create_unix_connection(
-            lambda: _Channel(self), sock=launched.end
-        )
+    async def _greet(self, config: MoverConfig, end: socket.socket) -> None:
+        transport, _ = await self._loop.create_unix_connection(lambda: _Channel(self), sock=end)
         self._transport = transport
         body = frames.pack_config(config, self.ring_fd, self.board_fd, self.event_fd)
         self._write(FrameKind.CONFIGURE, body)
@@ -324,7 +284,7 @@ class MoverProcess:
         self._loop.remove_reader(self.pidfd)
         status = self._child.wait()
         self._reaped = True
-        self._reason = self._reason or _how_it_ended(status)
+        self._reason = self._reason or how_it_ended(status)
         self._loop.call_later(_LAST_WORDS_S, self.channel_closed)
         self._end_when_gone()
 
@@ -345,13 +305,16 @@ class MoverProcess:
     def _close_channel(self) -> None:
         if self._transport is not None:
             self._transport.close()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
         for fd in (self.ring_fd, self.board_fd, self.event_fd, self.pidfd):
             if fd >= 0:
                 os.close(fd)
+        self.ring_fd = self.board_fd = self.event_fd = self.pidfd = -1
 
     def _post(self, record: BoardRecord) -> None:
-        if not self._gone.done():
+        if self._board is not None:
             self._board.post(record)
 
     def _write(self, kind: FrameKind, body: bytes = b"") -> None:
@@ -364,18 +327,3 @@ class MoverProcess:
 def _as_error(refusal: frames.Refusal) -> errors.KvdError:
     known = {error.__name__: error for error in (errors.InvalidArgument, errors.LayoutMismatch)}
     return known.get(refusal.error, errors.InvalidArgument)(refusal.message, refusal.field)
-
-
-def _start_time(pid: int) -> int:
-    """Clock ticks after boot at which the process was started, as /proc has it."""
-    line = Path(f"/proc/{pid}/stat").read_text()
-    return int(line.rpartition(")")[2].split()[19])
-
-
-def _how_it_ended(status: int) -> str:
-    if status >= 0:
-        return f"exited with status {status}"
-    reason = f"killed by {signal.Signals(-status).name}"
-    if -status == signal.SIGBUS:
-        reason += ": the engine's memory was truncated or could not be had"
-    return reason

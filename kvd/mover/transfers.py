@@ -65,6 +65,7 @@ class TransferDesk:
         """Control's half is there."""
         job = transfer.order.job
         with self._lock:
+            assert transfer.order.transfer not in self._transfers, "a transfer came twice"
             self._transfers[transfer.order.transfer] = transfer
             if job in self._ready:
                 self._enqueue(transfer)

@@ -1,0 +1,84 @@
+"""Starts mover processes: by exec, and with nothing left when it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import kvd
+import kvd_proto
+
+# Copies past this size bypass the cache, so that two movers don't fight over it.
+GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A child that runs, and control's end of the socket pair."""
+
+    child: subprocess.Popen[bytes]
+    end: socket.socket
+    pidfd: int
+    start_time: int
+
+
+def launch(fds: Iterable[int]) -> Launched:
+    """Start a mover that inherits these descriptors under their numbers. OSError leaves nothing.
+
+    To be called from the thread that lives as long as control: the child's parent-death signal
+    follows the thread that started it. Popen starts it by vfork and exec, without any code of
+    ours in between, so gRPC's threads don't matter.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvd.mover", str(theirs.fileno()), str(os.getpid())],
+            env=_environment(),
+            pass_fds=tuple({theirs.fileno(), *fds}),
+            stdin=subprocess.DEVNULL,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    try:
+        return Launched(child, ours, os.pidfd_open(child.pid), _start_time(child.pid))
+    except BaseException:
+        ours.close()
+        child.kill()
+        child.wait()
+        raise
+
+
+def how_it_ended(status: int) -> str:
+    """A reason for logs and events, from what Popen.wait returned."""
+    if status >= 0:
+        return f"exited with status {status}"
+    reason = f"killed by {signal.Signals(-status).name}"
+    if -status == signal.SIGBUS:
+        reason += ": the engine's memory was truncated or could not be had"
+    return reason
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with the very packages that run here, and libc set up for copying."""
+    environment = dict(os.environ)
+    roots = (Path(kvd.__file__).parents[1], Path(kvd_proto.__file__).parents[1])
+    paths = [*map(str, roots), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment["GLIBC_TUNABLES"] = GLIBC_TUNABLES
+    environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy is for copying only
+    return environment
+
+
+def _start_time(pid: int) -> int:
+    """Clock ticks after boot at which the process was started, as /proc has it."""
+    line = Path(f"/proc/{pid}/stat").read_text()
+    return int(line.rpartition(")")[2].split()[19])
