@@ -54,6 +54,7 @@ def run_first_stage(context: Path, scratch: Path) -> None:
                 copy(context / source, where, target)
         elif step.name == "RUN":
             moved = IMAGE_PATHS.sub(f"{shlex.quote(str(scratch))}/", step.rest)
+            moved = moved.replace("--no-cache-dir ", "")  # what was downloaded before will do
             subprocess.run(
                 ["/bin/bash", "-euo", "pipefail", "-c", moved],
                 cwd=where,

@@ -1,0 +1,57 @@
+"""Run benchmarks, each in a process of its own: `python -m benchmarks [NAME ...]`.
+
+Without names all of them, one after the other; every one prints a table and writes its JSON, with
+machine and commit, to benchmarks/results/NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+
+def benchmarks() -> dict[str, str]:
+    """Name → first line of its docstring, of every module here that can be run."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        if path.stem != "__main__" and "main" in functions:
+            found[path.stem] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
+
+def main() -> int:
+    """Run the named benchmarks; 1 if one of them failed."""
+    there_are = benchmarks()
+    listed = "\n".join(f"  {name:12} {title}" for name, title in there_are.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        epilog=listed,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which; all when none is given")
+    names = parser.parse_args().names or list(there_are)
+    if unknown := set(names) - there_are.keys():
+        parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are\n{listed}")
+    failed = []
+    for name in names:
+        print(f"\n== {name}: {there_are[name]}", flush=True)
+        began = time.monotonic()
+        command = [sys.executable, "-m", f"benchmarks.{name}"]
+        if subprocess.run(command, check=False, cwd=FOLDER.parent).returncode != 0:
+            failed.append(name)
+        print(f"== {name}: {time.monotonic() - began:.0f} s", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
