@@ -72,7 +72,7 @@ def test_the_client_alone_needs_no_daemon(image: Path, tmp_path: Path) -> None:
     (wheel,) = (image / "build/wheels").glob("kvd_client-*.whl")
     fresh = tmp_path / "engine"
     output(sys.executable, "-m", "venv", "--without-pip", fresh)
-    pip = [sys.executable, "-m", "pip", "--python", fresh / "bin/python"]
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", fresh / "bin/python"]
     constraints = ROOT / "requirements/constraints.txt"
     output(*pip, "install", "-q", "--no-compile", "-c", constraints, wheel)
     listed = output(*pip, "list", "--format=freeze")

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvd.config import SETTINGS
+from kvd.core.block import STEPS
 from tests.tidy.source import ROOT, committed_files
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+STEP = re.compile(r"^  ([A-Z]+) --> ([A-Z]+): ", re.MULTILINE)
 ROW = re.compile(r"^\| `([a-z_]+)` \| (?:`([^`]*)`)? ?\| (.*) \|$", re.MULTILINE)
 
 
@@ -40,3 +42,9 @@ def test_every_decision_is_in_the_list() -> None:
     folder = ROOT / "docs" / "adr"
     listed = set(LINK.findall((folder / "README.md").read_text()))
     assert listed == {path.name for path in folder.glob("0*.md")}
+
+
+def test_the_diagram_of_slot_states_shows_the_steps_that_the_code_allows() -> None:
+    drawn = STEP.findall((ROOT / "ARCHITECTURE.md").read_text())
+    assert set(drawn) == {(before.name, after.name) for before, after in STEPS}
+    assert len(drawn) == len(STEPS)
