@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from kvd.core.errors import InvalidArgument, LayoutMismatch
 from kvd.core.events import JobKind
 from kvd.core.keys import MoverId
+from kvd.mover import ranges
 from kvd.mover.copy_engine import CopyEngine, CopyStopped
 from kvd.mover.fake_engine import FakeCopyEngine
 from kvd.mover.host_shm import HostSharedMemory
@@ -194,6 +195,24 @@ def test_neighbours_on_both_sides_merge_without_a_byte_out_of_place(
     places = [(1, 48 * n) for n in range(5)] + [(2, 48 * n) for n in range(5)]
     blocks = [[3], [4], [5], [6], [9], [10], [11], [12], [13], [15]]
     check_copy(workshop, config, kind, part(0, places, blocks))
+
+
+@BOTH
+def test_consecutive_ids_in_different_extents_stay_apart(workshop: Workshop, kind: JobKind) -> None:
+    group = spread_group(fragments=2, words=2, blocks=8)
+    config = workshop.config([2 * 8 * 16], (group,))
+    check_copy(workshop, config, kind, part(0, [(0, 0), (1, 32), (2, 64)], [[3], [4], [5]]))
+
+
+@BOTH
+def test_a_long_run_is_cut_and_still_whole(
+    workshop: Workshop, kind: JobKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "MAX_RANGE_BYTES", 100)  # three blocks of 32 bytes
+    group = spread_group(fragments=2, words=2, blocks=12)
+    config = workshop.config([2 * 12 * 16], (group,))
+    places = [(1, 32 * n) for n in range(11)]
+    check_copy(workshop, config, kind, part(0, places, [[n + 1] for n in range(11)]))
 
 
 @BOTH
