@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from tests.tidy.source import functions, python_files, where
@@ -11,6 +12,7 @@ FILE_LINES = 400
 FUNCTION_LINES = 60
 PARAMETERS = 5
 LINE_CHARACTERS = 100
+PRAGMA = re.compile(r"  # (noqa|type: ignore)\b.*$")  # a word to a tool may stick out
 
 
 def parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -59,5 +61,5 @@ def test_no_line_is_wider_than_100_characters() -> None:
         where(path, number)
         for path in python_files()
         for number, line in enumerate(path.read_text().splitlines(), start=1)
-        if len(line) > LINE_CHARACTERS
+        if len(PRAGMA.sub("", line)) > LINE_CHARACTERS
     ] == []
