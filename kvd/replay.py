@@ -2,7 +2,9 @@
 
 One engine of one rank talks to the machine as a real one does, and copies take no time: a
 request looks its blocks up and leases the leading ones, loads them, stores the others as far
-as there is room, and ends. Each block is one slot of a pool that holds exactly the capacity.
+as there is room, and ends. What it found stays leased until then, so that a request never
+pushes out its own head for its tail, and is touched once more after a store, so that the tail
+just stored leaves before the head. Each block is one slot of a pool of exactly the capacity.
 """
 
 from __future__ import annotations
@@ -118,6 +120,7 @@ class ReplayEngine:
         self._now_ns = 0
         self._token = 0
         self._job = 0
+        self._ended: list[JobId] = []
         self.blocks_stored = 0
         self.blocks_evicted = 0
         self.blocks_without_room = 0
@@ -137,6 +140,9 @@ class ReplayEngine:
             self._load(context, request.blocks[:found])
         if found < present.size:
             self._store(context, request.blocks[found:], present[found:])
+            self._touch(context, request.blocks[:found])
+        self._drive(events.JobsCompleted(_SESSION, tuple(self._ended)))
+        self._ended.clear()
         self._drive(events.RequestsEnded(_SESSION, (name,)))
         self._drive(events.StepEnded(_SESSION))
         return found
@@ -165,8 +171,7 @@ class ReplayEngine:
         present: np.ndarray[tuple[int], np.dtype[np.bool_]],
     ) -> None:
         """Touch what is there behind the hole; store the rest, head first, while it fits."""
-        if present.any():
-            self._drive(events.Touched(_SESSION, context, 0, _keys(blocks[present])))
+        self._touch(context, blocks[present])
         missing = blocks[~present]
         room = self._machine.room(self._namespace)[0]
         self.blocks_without_room += max(0, missing.size - room)
@@ -180,6 +185,10 @@ class ReplayEngine:
         )
         assert verdict.accepted, f"a store within the room was refused: {verdict.reason}"
         self.blocks_stored += verdict.blocks
+
+    def _touch(self, context: events.RequestContext, blocks: BlockIds) -> None:
+        if blocks.size:
+            self._drive(events.Touched(_SESSION, context, 0, _keys(blocks)))
 
     def _ask(self, event: events.Event) -> Any:
         """Drive an event; the payload of the reply to it."""
@@ -204,7 +213,7 @@ class ReplayEngine:
                         )
                     )
                 case actions.EndJob():
-                    self._drive(events.JobsCompleted(_SESSION, (action.job,)))
+                    self._ended.append(action.job)
                 case actions.WriteFree():
                     self.blocks_evicted += int(action.slots.size)
                 case _:
