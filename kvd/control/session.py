@@ -229,7 +229,7 @@ class SessionRooms:
                 "the first message of a session is open", "open", MALFORMED_MESSAGE
             )
         session = await self._open(first.open, peer)
-        gone = partial(session.end, "its scheduler process is gone")
+        gone = partial(session.end, "its scheduler is gone")
         peer.on_end(gone)
         why = "its stream broke"
         tasks = [

@@ -1,0 +1,247 @@
+"""The session stream against a real daemon: numbers, verdicts, refusals, epochs, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from kvd_proto.v1 import common_pb2, engine_pb2
+from tests.control.daemon_rig import (
+    Caller,
+    RawEngine,
+    RawScheduler,
+    RunningDaemon,
+    block,
+    context,
+    daemon,
+    hashes,
+    identity,
+    load_job,
+    query,
+    refusal,
+    store_job,
+    wait_until,
+)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningDaemon]:
+    with daemon() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def engine(running: RunningDaemon) -> Iterator[RawEngine]:
+    made = RawEngine(running.socket)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def scheduler(engine: RawEngine) -> RawScheduler:
+    return engine.scheduler
+
+
+def send_again(scheduler: RawScheduler, sequence: int, **parts: object) -> engine_pb2.StepReply:
+    scheduler.send(step=engine_pb2.Step(sequence=sequence, **parts))  # type: ignore[arg-type]
+    reply: engine_pb2.StepReply = scheduler.next("step")
+    return reply
+
+
+def test_a_repeated_step_is_not_applied_again_and_is_answered_the_same(engine: RawEngine) -> None:
+    scheduler = engine.scheduler
+    job = store_job(1000, [1], [0])
+    first = scheduler.step(stores=[job])
+    assert first.verdicts[0].accepted
+    assert send_again(scheduler, scheduler.sequence, stores=[job]) == first
+    engine.worker.ready(1000)
+    assert engine.ended(1000).blocks == 1
+
+
+def test_a_number_too_far_ahead_is_refused_and_the_session_goes_on(scheduler: RawScheduler) -> None:
+    scheduler.send(step=engine_pb2.Step(sequence=scheduler.sequence + 2, end_step=True))
+    refused = scheduler.next("refused")
+    assert refused.reason == "SEQUENCE_GAP"
+    assert refused.sequence == scheduler.sequence + 2
+    assert scheduler.step(end_step=True).sequence == scheduler.sequence
+
+
+def test_a_malformed_step_is_refused_whole_and_uses_up_its_number(scheduler: RawScheduler) -> None:
+    good = store_job(1001, [2], [0])
+    bad = store_job(1002, [3], [0, 1])  # two engine blocks for one key
+    scheduler.sequence += 1
+    scheduler.send(step=engine_pb2.Step(sequence=scheduler.sequence, stores=[good, bad]))
+    assert scheduler.next("refused").reason == "BLOCKS_PER_BLOCK"
+    assert scheduler.statuses([2]) == [0]  # not even pending
+    assert scheduler.step(end_step=True).sequence == scheduler.sequence
+
+
+def test_a_job_that_clashes_is_refused_alone(engine: RawEngine) -> None:
+    jobs = [store_job(1003, [4], [0]), store_job(1003, [5], [1]), store_job(1004, [6], [2])]
+    verdicts = engine.scheduler.step(stores=jobs).verdicts
+    assert [(v.accepted, v.reason) for v in verdicts] == [
+        (True, ""),
+        (False, "DUPLICATE_JOB"),
+        (True, ""),
+    ]
+    engine.worker.ready(1003, 1004)
+    assert {engine.ended(1003).status, engine.ended(1004).status} == {common_pb2.JOB_STATUS_DONE}
+
+
+def test_a_load_of_what_is_not_there_is_refused_in_its_verdict(scheduler: RawScheduler) -> None:
+    (verdict,) = scheduler.step(loads=[load_job(1005, [987654], [0])]).verdicts
+    assert (verdict.accepted, verdict.reason) == (False, "KEY_MISSING")
+
+
+def test_unary_verbs_and_steps_share_their_numbers_and_their_meaning(engine: RawEngine) -> None:
+    scheduler = engine.scheduler
+    scheduler.sequence += 1
+    request = engine_pb2.PrepareStoreRequest(
+        session_id=scheduler.id, sequence=scheduler.sequence, job=store_job(1006, [7], [3])
+    )
+    answer = scheduler.call(scheduler.engine.PrepareStore, request)
+    assert answer.verdict.accepted
+    assert scheduler.call(scheduler.engine.PrepareStore, request) == answer
+    engine.worker.ready(1006)
+    flush = engine_pb2.FlushRequest(session_id=scheduler.id, job_ids=[1006], deadline_ms=5000)
+    (ended,) = scheduler.call(scheduler.engine.Flush, flush).jobs
+    assert (ended.job_id, ended.status) == (1006, common_pb2.JOB_STATUS_DONE)
+    scheduler.sequence += 1
+    load = engine_pb2.PrepareLoadRequest(
+        session_id=scheduler.id, sequence=scheduler.sequence, job=load_job(1007, [7], [9])
+    )
+    assert scheduler.call(scheduler.engine.PrepareLoad, load).verdict.accepted
+    engine.worker.ready(1007)
+    assert engine.ended(1007).status == common_pb2.JOB_STATUS_DONE
+    for method, request_type, parts in (
+        ("CompleteLoad", engine_pb2.CompleteLoadRequest, {"job_ids": [1007]}),
+        ("CompleteStore", engine_pb2.CompleteStoreRequest, {"job_ids": [1006]}),
+        ("ReleaseLease", engine_pb2.ReleaseLeaseRequest, {"lease_ids": [1]}),
+        ("EndStep", engine_pb2.EndStepRequest, {"finished_request_ids": ["r0"]}),
+    ):
+        scheduler.sequence += 1
+        numbered = request_type(session_id=scheduler.id, sequence=scheduler.sequence, **parts)
+        scheduler.call(getattr(scheduler.engine, method), numbered)
+    assert scheduler.step(end_step=True).sequence == scheduler.sequence
+
+
+def test_a_flush_whose_deadline_passes_says_what_still_runs(engine: RawEngine) -> None:
+    scheduler = engine.scheduler
+    assert scheduler.step(stores=[store_job(1010, [10], [0])]).verdicts[0].accepted
+    flush = engine_pb2.FlushRequest(session_id=scheduler.id, deadline_ms=50)
+    code, reason, _ = refusal(lambda: scheduler.call(scheduler.engine.Flush, flush))
+    assert (code, reason) == ("DEADLINE_EXCEEDED", "DEADLINE")
+    engine.worker.ready(1010)
+    assert engine.ended(1010).job_id == 1010
+
+
+def test_lookups_are_answered_in_the_order_of_their_queries(engine: RawEngine) -> None:
+    engine.store({20: block(20), 21: block(21)})
+    call = engine_pb2.LookupCall(
+        call_id=77, queries=[query([20, 21, 22]), query([22]), query([21, 22], 0)]
+    )
+    engine.scheduler.send(lookup=call)
+    reply = engine.scheduler.next("lookup")
+    assert reply.call_id == 77
+    assert [[s & 3 for s in a.statuses] for a in reply.answers] == [[1, 1, 0], [0], [1, 0]]
+    assert [a.leased_blocks for a in reply.answers] == [2, 0, 0]
+
+
+def test_a_malformed_lookup_is_answered_with_its_reason(scheduler: RawScheduler) -> None:
+    bad = query([1])
+    bad.run.hashes = b"short"
+    scheduler.send(lookup=engine_pb2.LookupCall(call_id=78, queries=[bad]))
+    reply = scheduler.next("lookup")
+    assert (reply.call_id, reply.reason, len(reply.answers)) == (78, "HASH_BYTES", 0)
+
+
+def test_a_reset_cache_moves_this_session_alone_to_its_own_epoch(running: RunningDaemon) -> None:
+    one = RawEngine(running.socket, identity=identity("resets"))
+    other = RawEngine(running.socket, identity=identity("stays"))
+    try:
+        one.store({30: block(30)})
+        reset = engine_pb2.ResetCache(sequence=one.scheduler.sequence + 1, epoch="mine")
+        one.scheduler.send(reset_cache=reset)
+        epoch = one.scheduler.next("epoch")
+        one.scheduler.sequence += 1
+        assert epoch.epoch == "mine"
+        assert epoch.group_seeds != one.scheduler.opened.epoch.group_seeds
+        assert one.scheduler.statuses([30]) == [0]
+        assert other.scheduler.statuses([30]) == [1]
+        one.scheduler.send(reset_cache=reset)  # the same number once more
+        assert one.scheduler.next("epoch") == epoch
+    finally:
+        one.close()
+        other.close()
+
+
+def test_a_session_that_closes_frees_what_it_held(running: RunningDaemon) -> None:
+    engine = RawEngine(running.socket, identity=identity("closes"))
+    watcher = engine.worker
+    engine.store({40: block(40)})
+    engine.scheduler.send(lookup=engine_pb2.LookupCall(call_id=1, queries=[query([40])]))
+    assert engine.scheduler.next("lookup").answers[0].lease_id
+    engine.scheduler.send(close=engine_pb2.CloseSession())
+    wait_until(lambda: engine.scheduler.responses.get() is None, "the end of the stream")
+
+    def gone() -> bool:
+        status = watcher.status()
+        return all(s.engine_id != "closes" for s in status.sessions)
+
+    wait_until(gone, "the session's end")
+    engine.close()
+
+
+@pytest.mark.parametrize("first", ["step", "close"])
+def test_a_stream_that_does_not_begin_with_open_is_refused(
+    running: RunningDaemon, first: str
+) -> None:
+    caller = Caller(running.socket, "SCHEDULER")
+    request = (
+        engine_pb2.SessionRequest(step=engine_pb2.Step(sequence=1))
+        if first == "step"
+        else engine_pb2.SessionRequest(close=engine_pb2.CloseSession())
+    )
+    try:
+        stream = caller.engine.Session(iter([request]), metadata=caller.metadata)
+        code, reason, _ = refusal(lambda: next(stream))
+        assert (code, reason) == ("INVALID_ARGUMENT", "MALFORMED_MESSAGE")
+    finally:
+        caller.close()
+
+
+def test_a_second_open_is_refused_and_the_session_goes_on(scheduler: RawScheduler) -> None:
+    scheduler.send(open=engine_pb2.OpenSession(identity=identity()))
+    assert scheduler.next("refused").reason == "INVALID_ARGUMENT"
+    assert scheduler.step(end_step=True).sequence == scheduler.sequence
+
+
+def test_another_peers_session_can_not_be_used(running: RunningDaemon, engine: RawEngine) -> None:
+    other = RawScheduler(running.socket, identity=identity("thief"))
+    try:
+        assert other.opened.session_id != engine.scheduler.id
+        request = engine_pb2.LookupRequest(session_id=engine.scheduler.id, queries=[query([1])])
+        code, reason, _ = refusal(lambda: other.call(other.engine.Lookup, request))
+        assert (code, reason) == ("NOT_FOUND", "UNKNOWN_SESSION")
+    finally:
+        other.close()
+
+
+def test_large_steps_and_lookups_are_answered_whole(engine: RawEngine) -> None:
+    keys = list(range(50_000, 54_000))
+    engine.scheduler.send(lookup=engine_pb2.LookupCall(call_id=5, queries=[query(keys)]))
+    (answer,) = engine.scheduler.next("lookup").answers
+    assert len(answer.statuses) == 4000
+    touch = engine_pb2.Touch(context=context(), runs=[common_pb2.KeyRun(hashes=hashes(*keys))])
+    assert engine.scheduler.step(touches=[touch], end_step=True).sequence
+
+
+def test_without_a_token_nothing_is_answered(running: RunningDaemon) -> None:
+    with grpc.insecure_channel(f"unix:{running.socket}") as channel:
+        from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
+
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+        code, reason, field = refusal(lambda: stub.Status(operator_pb2.StatusRequest(), timeout=5))
+        assert (code, reason, field) == ("UNAUTHENTICATED", "UNAUTHENTICATED", "kvd-token")
