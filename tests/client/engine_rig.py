@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from kvd_client import (
     Group,
@@ -68,8 +69,8 @@ class Rig:
         """The daemon has the first `num_tokens` of the prefix."""
         self.daemon.holds(self.keys(prefix, num_tokens)[group], status)
 
-    def arrive(self, request_id: str, num_tokens: int, prefix: str = "p", **params: object) -> None:
-        context = RequestParams(**params)  # type: ignore[arg-type] - tests name real fields
+    def arrive(self, request_id: str, num_tokens: int, prefix: str = "p", **params: Any) -> None:
+        context = RequestParams(**params)
         self.scheduler.on_new_request(
             request_id, num_tokens, self.keys(prefix, num_tokens), context
         )

@@ -11,8 +11,10 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd_client import (
     EngineIdentity,
@@ -49,7 +51,7 @@ def block_hashes(prompt: str, count: int) -> list[bytes]:
     return hashes
 
 
-def block_bytes(block_hash: bytes, layer: int, rank: int) -> np.ndarray:
+def block_bytes(block_hash: bytes, layer: int, rank: int) -> npt.NDArray[np.uint8]:
     """The KV of one block in one layer on one rank."""
     seed = int.from_bytes(block_hash[:8], "little") ^ (layer << 8) ^ rank
     return np.random.default_rng(seed).integers(0, 255, FRAGMENT_BYTES, dtype=np.uint8)
@@ -145,10 +147,10 @@ class SmallEngine:
             self.step()
             time.sleep(0.001)
 
-    def arrive(self, request_id: str, prompt: str, count: int, **params: object) -> list[bytes]:
+    def arrive(self, request_id: str, prompt: str, count: int, **params: Any) -> list[bytes]:
         """A request of `count` whole blocks and one more token."""
         hashes = block_hashes(prompt, count)
-        context = RequestParams(**params)  # type: ignore[arg-type] - tests name real fields
+        context = RequestParams(**params)
         self.scheduler.on_new_request(request_id, count * TOKENS + 1, [hashes], context)
         return hashes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd_client.draft import BlockRun, JobDraft
@@ -40,7 +40,7 @@ class JobTable:
         self._jobs: dict[int, Job] = {}
         self._last_job_id = 0
         self._storing: dict[Key, int] = {}
-        self._reading: dict[int, list[int]] = {}  # engine block -> store jobs that read it
+        self._reading: dict[int, tuple[int, ...]] = {}  # engine block -> store jobs that read it
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -57,27 +57,30 @@ class JobTable:
         job.ranks_left = self._every_rank
         job_id = job.draft.job_id
         self._jobs[job_id] = job
-        if job.kind is Kind.STORE:
-            for run in job.draft.runs:
-                for block_hash in run.block_hashes:
-                    self._storing[run.group, job.account, block_hash] = job_id
-                for place in _places(run):
-                    self._reading.setdefault(place, []).append(job_id)
+        if job.kind is Kind.LOAD:
+            return
+        for run in job.draft.runs:
+            self._storing.update(dict.fromkeys(_keys(run, job.account), job_id))
+            readers: dict[int, tuple[int, ...]] = dict.fromkeys(_places(run), (job_id,))
+            for place in self._reading.keys() & readers.keys():
+                readers[place] += self._reading[place]
+            self._reading.update(readers)
 
     def drop(self, job_id: int) -> Job:
         """Forget a job: it has ended, or never left."""
         job = self._jobs.pop(job_id)
-        if job.kind is Kind.STORE:
-            for run in job.draft.runs:
-                for block_hash in run.block_hashes:
-                    key = (run.group, job.account, block_hash)
-                    if self._storing.get(key) == job_id:
-                        del self._storing[key]
-                for place in _places(run):
-                    readers = self._reading[place]
-                    readers.remove(job_id)
-                    if not readers:
-                        del self._reading[place]
+        if job.kind is Kind.LOAD:
+            return job
+        for run in job.draft.runs:
+            for key in _keys(run, job.account):
+                if self._storing.get(key) == job_id:
+                    del self._storing[key]
+            for place in _places(run):
+                others = tuple(reader for reader in self._reading[place] if reader != job_id)
+                if others:
+                    self._reading[place] = others
+                else:
+                    del self._reading[place]
         return job
 
     def report(self, rank: int, report: JobReport) -> Job | None:
@@ -91,6 +94,15 @@ class JobTable:
 
     def is_storing(self, group: int, account: str, block_hash: bytes) -> bool:
         return (group, account, block_hash) in self._storing
+
+    def touches(self, account: str, run: BlockRun) -> bool:
+        """Whether any of these keys or engine blocks belongs to a store in flight."""
+        if not self._reading:
+            return False
+        return not (
+            self._storing.keys().isdisjoint(_keys(run, account))
+            and self._reading.keys().isdisjoint(_places(run))
+        )
 
     def readers(self, group: int, engine_blocks: Sequence[int]) -> set[int]:
         """Store jobs in flight that read any of these engine blocks."""
@@ -114,6 +126,11 @@ class JobTable:
         return [job_id for job_id, job in self._jobs.items() if job.kind is Kind.STORE]
 
 
-def _places(run: BlockRun) -> Iterable[int]:
+def _keys(run: BlockRun, account: str) -> list[Key]:
+    group = run.group
+    return [(group, account, block_hash) for block_hash in run.block_hashes]
+
+
+def _places(run: BlockRun) -> list[int]:
     base = run.group << _GROUP_SHIFT
-    return (base | block for block in run.engine_blocks)
+    return [base | block for block in run.engine_blocks]

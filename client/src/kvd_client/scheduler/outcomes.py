@@ -60,7 +60,7 @@ class JobEnds:
             # It computes everything now; another lookup could find the same bad block again.
             self._desk.forget(request)
             request.lookup.state = LookupState.CLOSED
-            request.next_store = [0] * len(request.next_store)
+            request.store_from_start()
 
     def _note_stored(self, job: Job) -> None:
         for run in job.draft.runs:
@@ -76,3 +76,4 @@ class JobEnds:
             for run in job.draft.runs:
                 first = min(request.next_store[run.group], run.first_block)
                 request.next_store[run.group] = first
+            request.offer_at = 0

@@ -42,7 +42,7 @@ class Request:
 
     request_id: str
     num_tokens: int
-    hashes: list[Sequence[bytes]]
+    hashes: Sequence[Sequence[bytes]]
     params: RequestParams
     account: str
     context: common_pb2.ReqContext
@@ -50,26 +50,28 @@ class Request:
     computed_tokens: int = 0  # the device's own prefix, as last asked with
     hit_tokens: int = 0  # of the last lookup, from the prompt's start
     next_store: list[int] = field(default_factory=list)
+    offer_at: int = 0  # with fewer computed tokens than this there is nothing new to store
     seen_blocks: list[int] = field(default_factory=list)
     loading_job: int = 0
     store_jobs: set[int] = field(default_factory=set)
     failed_stores: int = 0
+    request_level: bool = False
     stores_end: bool = False  # its KV is of before a reset: never store it
     computed_after: int = 0  # tokens whose KV exists after the last step it was in
-
-    @property
-    def request_level(self) -> bool:
-        return self.params.request_level
 
     def begin_again(self) -> None:
         """Nothing of it is on the device: look up and store from the first block on."""
         self.computed_tokens = 0
         self.hit_tokens = 0
-        self.next_store = [0] * len(self.next_store)
+        self.store_from_start()
         self.seen_blocks = [0] * len(self.seen_blocks)
         self.stores_end = False
         self.num_tokens = max(self.num_tokens, self.computed_after)
         self.computed_after = 0
+
+    def store_from_start(self) -> None:
+        self.next_store = [0] * len(self.next_store)
+        self.offer_at = 0
 
     def known_blocks(self, group: int, width_tokens: int) -> int:
         """Blocks of the prompt whose hashes are known."""

@@ -108,7 +108,8 @@ class Scheduler:
         except ValueError:
             log.warning("request %s: its parameters are no JSON and stay here", request_id)
             message = request_context(request_id, account, params.priority, ())
-        request = Request(request_id, num_tokens, list(block_hashes), params, account, message)
+        request = Request(request_id, num_tokens, block_hashes, params, account, message)
+        request.request_level = params.request_level
         request.next_store = [0] * len(self._groups)
         request.seen_blocks = [0] * len(self._groups)
         self._requests[request_id] = request
@@ -267,16 +268,19 @@ class Scheduler:
         step.loads, step.stores = [], []
 
     def _advance(self, entry: ScheduledRequest) -> list[Offer]:
-        request = self._requests.get(entry.request_id)
+        """Fence the request's new blocks and offer its computed ones. Mostly there are none."""
+        request_id, tables, computed_tokens, block_hashes = entry
+        request = self._requests.get(request_id)
         if request is None:
             return []
-        if entry.block_hashes is not None:
-            request.hashes = list(entry.block_hashes)
-        request.computed_after = entry.num_computed_tokens_after
-        self._fence(request, entry.block_ids)
-        offers = self._stores.computed_offers(
-            request, entry.block_ids, entry.num_computed_tokens_after
-        )
+        if block_hashes is not None:
+            request.hashes = block_hashes
+        request.computed_after = computed_tokens
+        if request.seen_blocks != [len(table) for table in tables]:
+            self._fence(request, tables)
+        if computed_tokens < request.offer_at:
+            return []
+        offers = self._stores.computed_offers(request, tables, computed_tokens)
         if offers and self.options.store_mode is StoreMode.LAZY and not request.request_level:
             self._device.note(offers)
             for offer in offers:

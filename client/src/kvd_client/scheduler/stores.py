@@ -60,9 +60,11 @@ class StoreDesk:
         if request.params.max_store_tokens is not None:
             limit_tokens = min(limit_tokens, request.params.max_store_tokens)
         offers: list[Offer] = []
+        thresholds = []
         for group, spec in enumerate(self._groups):
             first = request.next_store[group]
-            if limit_tokens < (first + 1) * spec.tokens_per_block:
+            thresholds.append((first + 1) * spec.tokens_per_block)
+            if limit_tokens < thresholds[-1]:
                 continue
             end = min(
                 limit_tokens // spec.tokens_per_block,
@@ -70,6 +72,7 @@ class StoreDesk:
                 len(tables[group]) // spec.blocks_per_block,
             )
             offers += self._whole_blocks(request, group, range(first, end), tables[group])
+        request.offer_at = min(thresholds)
         return offers
 
     def _whole_blocks(
@@ -147,9 +150,12 @@ class StoreDesk:
         width = self._groups[group].blocks_per_block
         # A request-level store must be whole: there the daemon decides about room, and says so.
         room = key_room if request.request_level else self._room[group]
-        if self._jobs.is_full:
-            room = 0
+        room = 0 if self._jobs.is_full else min(room, key_room)
         first = offer.first_block
+        count = len(offer.block_hashes)
+        if count <= room and not self._needs_choice(offer, session.store_threshold > 1):
+            self._room[group] -= count
+            return BlockRun(group, first, offer.block_hashes, offer.engine_blocks), count
         hashes: list[bytes] = []
         blocks: list[int] = []
         ready: list[bytes] = []
@@ -171,6 +177,15 @@ class StoreDesk:
             # Seen again: the daemon's policy shall know, though no copy is needed.
             step.touches.append((request.context, BlockRun(group, offer.first_block, ready)))
         return (BlockRun(group, first, hashes, blocks) if hashes else None), done
+
+    def _needs_choice(self, offer: Offer, filtered: bool) -> bool:
+        """Whether some of the offer's blocks may not be wanted; mostly all are."""
+        if offer.request.request_level:
+            return False
+        if filtered or any(offer.present):
+            return True
+        run = BlockRun(offer.group, 0, offer.block_hashes, offer.engine_blocks)
+        return self._jobs.touches(offer.request.account, run)
 
     def _is_wanted(self, offer: Offer, place: int, filtered: bool) -> bool:
         request, group = offer.request, offer.group
