@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +36,7 @@ class Piece:
     steps: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """`blocks` engine blocks, from engine id `first` on (None: null), that lie one after the
     other in the extent from `offset` on."""
 
