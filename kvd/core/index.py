@@ -23,6 +23,12 @@ _SPLIT_AT_ONCE = 4096
 NOWHERE = -1  # in arrays of slots: no such block
 
 
+def _running(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
+    """Running counts along rows of eight marks: a multiplication sums all bytes up to each."""
+    sums = np.ascontiguousarray(marks).view(np.uint64) * np.uint64(0x0101010101010101)
+    return sums.view(np.uint8)
+
+
 class Index:
     """Holds the slots whose tag, key and scope stand in the slot table."""
 
@@ -37,6 +43,7 @@ class Index:
         self._split = 0  # next bucket to split
         self._count = 0
         self._spill: dict[int, list[int]] = {}  # tag -> slots that found both buckets full
+        self._spilled = np.empty(0, dtype=np.uint64)  # its tags
 
     def __len__(self) -> int:
         return self._count
@@ -75,6 +82,7 @@ class Index:
                 return
         for tag, slot in zip(tags.tolist(), slots.tolist(), strict=True):
             self._spill.setdefault(tag, []).append(slot)
+        self._note_spill()
 
     def remove(self, slots: Slots) -> None:
         """Take slots out that are in; their tags still stand in the slot table."""
@@ -90,11 +98,12 @@ class Index:
             left = left[~gone]
             if not len(left):
                 break
-        for row in left.tolist():
+        for row in left.tolist() if self._spill else ():
             spilled = self._spill[int(tags[row])]
             spilled.remove(int(slots[row]))
             if not spilled:
                 del self._spill[int(tags[row])]
+            self._note_spill()
         self._count -= len(slots)
 
     def slots(self) -> Slots:
@@ -117,17 +126,16 @@ class Index:
     def _place(self, slots: Slots, tags: U64) -> tuple[Slots, U64]:
         """Put each slot in the emptier of its buckets; the ones that found no way come back."""
         first, second = self._buckets(tags)
-        used_first = (self._tags[first] != 0).sum(axis=1)
-        used_second = (self._tags[second] != 0).sum(axis=1)
-        bucket = np.where(used_second < used_first, second, first)
+        empty_first, empty_second = self._tags[first] == 0, self._tags[second] == 0
+        better = _running(empty_second)[:, -1] > _running(empty_first)[:, -1]
+        bucket = np.where(better, second, first)
         order = np.argsort(bucket, kind="stable")
         bucket = bucket[order]
+        empty = np.where(better[:, None], empty_second, empty_first)[order]
         # Several of one batch may want one bucket: the k-th of them takes the k-th empty way.
         starts = np.flatnonzero(np.r_[True, bucket[1:] != bucket[:-1]])
         rank = np.arange(len(bucket)) - np.repeat(starts, np.diff(np.r_[starts, len(bucket)]))
-        empty = self._tags[bucket] == 0
-        nth = np.cumsum(empty, axis=1, dtype=np.int64)
-        choice = empty & (nth == rank[:, None] + 1)
+        choice = empty & (_running(empty) == rank[:, None] + 1)
         rows, ways = np.nonzero(choice)
         self._tags[bucket[rows], ways] = tags[order[rows]]
         self._slots[bucket[rows], ways] = slots[order[rows]].astype(np.uint32)
@@ -138,9 +146,25 @@ class Index:
 
     def _grow(self) -> None:
         wanted = -(-self._count * _LOAD_DENOMINATOR // (WAYS * _LOAD_NUMERATOR))
+        if self._round + self._split >= wanted:
+            return
         while self._round + self._split < wanted:
             missing = wanted - self._round - self._split
             self._split_next(min(missing, self._round - self._split, _SPLIT_AT_ONCE))
+        if self._spill:
+            self._place_spilled()
+
+    def _note_spill(self) -> None:
+        self._spilled = np.array(list(self._spill), dtype=np.uint64)
+
+    def _place_spilled(self) -> None:
+        """Buckets were split: most of what found them full has a place now."""
+        slots = np.array([s for held in self._spill.values() for s in held], dtype=np.int64)
+        slots, tags = self._place(slots, self._table.tags[slots])
+        self._spill = {}
+        for tag, slot in zip(tags.tolist(), slots.tolist(), strict=True):
+            self._spill.setdefault(tag, []).append(slot)
+        self._note_spill()
 
     def _split_next(self, count: int) -> None:
         """Split the next `count` buckets: an entry stays, or goes to the same way of the twin."""
@@ -165,8 +189,10 @@ class Index:
 
     def _find_spilled(self, found: Slots, tags: U64, words: U64, scope: int) -> None:
         keys = self._table.keys(words.shape[1])
-        for row in np.flatnonzero(found == NOWHERE).tolist():
-            for slot in self._spill.get(int(tags[row]), ()):
+        missing = np.flatnonzero(found == NOWHERE)
+        # A handful of tags: numpy compares with each rather than a dict probe for each key.
+        for row in missing[np.isin(tags[missing], self._spilled)].tolist():
+            for slot in self._spill[int(tags[row])]:
                 same = bool((keys[slot] == words[row]).all())
                 if same and int(self._table.scopes[slot]) == scope:
                     found[row] = slot

@@ -1,0 +1,226 @@
+"""Engines, ranks and movers come, change and die."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.errors import InvalidArgument, LayoutMismatch, UnknownRegistration
+from kvd.core.keys import MoverId, SessionId
+from tests.core.bench import SECOND, Bench, only, small, spec, verdict
+
+DONE, FAILED, REVOKED = (
+    ev.TransferOutcome.DONE,
+    ev.TransferOutcome.FAILED,
+    ev.TransferOutcome.REVOKED,
+)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return small()
+
+
+def test_namespace_and_scopes_are_known_before_a_session_is_accepted(bench: Bench) -> None:
+    actions = bench.feed(ev.SessionOpened(1, SessionId(1), spec(groups=2), "", 1))
+    kinds = [type(a) for a in actions]
+    assert kinds[:3] == [act.OpenNamespace, act.OpenScope, act.OpenScope]
+    assert kinds[-1] is act.Reply
+
+
+def test_second_engine_of_a_namespace_opens_nothing_new(bench: Bench) -> None:
+    first = bench.open(1)
+    actions = bench.feed(ev.SessionOpened(1, SessionId(2), spec(), "", 1))
+    assert [type(a) for a in actions] == [act.Reply]
+    assert actions[0] == act.Reply(1, first)
+
+
+def test_seeds_are_the_same_in_every_incarnation() -> None:
+    assert small().open().epoch == small().open().epoch
+
+
+def test_block_larger_than_an_extent_is_refused_and_says_what_to_raise(bench: Bench) -> None:
+    with pytest.raises(InvalidArgument, match="raise extent_bytes") as caught:
+        bench.open(namespace=spec(block_bytes=2**20))
+    assert caught.value.field == "groups[0]"
+    assert not bench.machine.namespaces()
+
+
+def test_same_fingerprint_with_other_groups_is_refused(bench: Bench) -> None:
+    bench.open(1)
+    with pytest.raises(LayoutMismatch):
+        bench.open(2, spec(block_bytes=8192))
+
+
+def test_rank_and_shard_must_exist_and_have_one_writer(bench: Bench) -> None:
+    bench.open(ranks=2, attach=False)
+    bench.attach(1, 0)
+    for rank, shard, error in (
+        (2, 0, InvalidArgument),
+        (0, 1, InvalidArgument),
+        (1, 2, LayoutMismatch),
+        (1, 0, LayoutMismatch),
+    ):
+        with pytest.raises(error):
+            bench.feed(ev.RankAttached(SessionId(1), MoverId(7), rank, shard, True))
+
+
+# -- an engine dies ------------------------------------------------------------------------------
+
+
+def test_closed_session_s_leases_end_at_once(bench: Bench) -> None:
+    bench.open()
+    bench.stored([1])
+    bench.lookup([1], lease=ev.LeaseMode.PREFIX)
+    bench.close()
+    assert bench.machine.statistics().leases == 0
+
+
+def test_closed_session_s_transfers_are_called_off(bench: Bench) -> None:
+    bench.open()
+    (order,) = only(bench.store([1]), act.StartTransfer)
+    actions = bench.close()
+    assert only(actions, act.RevokeTransfer) == [act.RevokeTransfer(100, order.transfer)]
+    (end,) = only(bench.finish([order], REVOKED), act.EndJob)
+    assert (end.status, end.reason) == (ev.JobStatus.FAILED, "SESSION_CLOSED")
+    assert bench.machine.statistics().slots.reserved == 0
+
+
+def test_store_whose_shards_are_all_written_is_ready_whatever_became_of_the_session(
+    bench: Bench,
+) -> None:
+    bench.open(1)
+    bench.open(2)
+    started = bench.store([1], 1)
+    bench.close(1)
+    bench.finish(started, DONE)
+    assert bench.statuses([1], 2) == "H"
+
+
+def test_session_is_forgotten_with_its_last_mover(bench: Bench) -> None:
+    bench.open()
+    bench.store([1])
+    bench.close()
+    assert len(bench.machine.statistics().sessions) == 1
+    bench.gone(100)
+    assert not bench.machine.statistics().sessions
+
+
+def test_slots_being_copied_are_quarantined_until_the_mover_is_gone(bench: Bench) -> None:
+    bench.open(1)
+    bench.open(2)
+    bench.store([1, 2], 1)
+    bench.feed(ev.RankEnding(MoverId(100), "killed"))
+    slots = bench.machine.statistics().slots
+    assert (slots.quarantined, slots.reserved) == (2, 0)
+    assert bench.statuses([1], 2) == "M"
+    bench.gone(100)
+    assert bench.machine.statistics().slots.quarantined == 0
+
+
+def test_no_new_transfer_goes_to_a_rank_that_is_ending(bench: Bench) -> None:
+    bench.open()
+    bench.stored([1])
+    bench.feed(ev.RankEnding(MoverId(100), "killed"))
+    assert verdict(bench.store([2])).reason == "RANKS_MISSING"
+    assert verdict(bench.load([1])).reason == "RANKS_MISSING"
+
+
+# -- a mover dies --------------------------------------------------------------------------------
+
+
+def test_dead_mover_s_jobs_fail_and_the_cache_goes_on(bench: Bench) -> None:
+    bench.open(ranks=2)
+    bench.stored([1])
+    first, second = only(bench.store([2]), act.StartTransfer)
+    actions = bench.gone(first.mover)
+    assert only(actions, act.RevokeTransfer) == [act.RevokeTransfer(101, second.transfer)]
+    (end,) = only(bench.finish([second], REVOKED), act.EndJob)
+    assert (end.status, end.reason) == (ev.JobStatus.FAILED, "MOVER_GONE")
+    assert bench.statuses([1, 2]) == "HM"
+
+
+def test_engine_registers_the_lost_rank_again(bench: Bench) -> None:
+    bench.open()
+    bench.stored([1])
+    bench.gone(100)
+    bench.feed(ev.RankAttached(SessionId(1), MoverId(999), 0, 0, True))
+    assert verdict(bench.load([1])).accepted
+
+
+def test_late_word_of_a_dead_mover_changes_nothing(bench: Bench) -> None:
+    bench.open()
+    (order,) = only(bench.store([1]), act.StartTransfer)
+    bench.gone(100)
+    assert not bench.feed(ev.TransferFinished(order.mover, order.transfer, DONE, 1, 1))
+    assert bench.statuses([1]) == "M"
+
+
+def test_mover_can_not_end_another_s_transfer(bench: Bench) -> None:
+    bench.open(ranks=2)
+    first, _ = only(bench.store([1]), act.StartTransfer)
+    assert not bench.feed(ev.TransferFinished(MoverId(101), first.transfer, FAILED, 0, 0))
+    assert bench.statuses([1]) == "P"
+
+
+def test_ending_of_an_unknown_mover_is_an_error(bench: Bench) -> None:
+    with pytest.raises(UnknownRegistration):
+        bench.feed(ev.RankEnding(MoverId(5), "x"))
+
+
+# -- deadlines -----------------------------------------------------------------------------------
+
+
+def test_half_that_never_comes_expires_and_nobody_is_killed(bench: Bench) -> None:
+    bench.open()
+    (order,) = only(bench.store([1]), act.StartTransfer)
+    assert not bench.tick(29 * SECOND)
+    actions = bench.tick(1 * SECOND)
+    assert actions == [act.RevokeTransfer(100, order.transfer)]
+    assert not bench.tick(1 * SECOND), "asked once"
+    (end,) = only(bench.finish([order], REVOKED), act.EndJob)
+    assert end.reason == "EXPIRED"
+
+
+def test_copy_that_does_not_end_gets_its_mover_killed(bench: Bench) -> None:
+    bench.open()
+    bench.store([1])
+    bench.tick(30 * SECOND)
+    (kill,) = only(bench.tick(30 * SECOND), act.KillMover)
+    assert kill.mover == 100
+    assert bench.machine.statistics().slots.quarantined == 1
+    assert not only(bench.tick(), act.KillMover)
+    (end,) = only(bench.gone(100), act.EndJob)
+    assert end.status is ev.JobStatus.FAILED
+    assert bench.machine.statistics().slots.quarantined == 0
+
+
+# -- epochs --------------------------------------------------------------------------------------
+
+
+def test_reset_moves_this_session_and_clears_nobody_else_s_blocks(bench: Bench) -> None:
+    bench.open(1)
+    bench.open(2)
+    bench.stored([1], 1)
+    opened = bench.ask(ev.EpochChanged(5, SessionId(1), "mine"))
+    assert isinstance(opened, act.EpochOpened)
+    assert opened.epoch == "mine"
+    assert bench.statuses([1], 1) == "M"
+    assert bench.statuses([1], 2) == "H"
+
+
+def test_reset_ends_the_session_s_leases(bench: Bench) -> None:
+    bench.open()
+    bench.stored([1])
+    bench.lookup([1], lease=ev.LeaseMode.PREFIX)
+    bench.feed(ev.EpochChanged(5, SessionId(1), "mine"))
+    assert bench.machine.statistics().leases == 0
+
+
+def test_session_may_come_back_to_its_own_epoch(bench: Bench) -> None:
+    bench.open(1, epoch="mine")
+    bench.stored([1], 1)
+    bench.close(1)
+    bench.open(2, epoch="mine")
+    assert bench.statuses([1], 2) == "H"
