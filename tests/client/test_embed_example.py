@@ -1,0 +1,25 @@
+"""The example that engine authors start from runs against a real daemon."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.daemon_process import DaemonProcess
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "embed_engine.py"
+
+
+def run(socket: str) -> str:
+    command = [sys.executable, str(EXAMPLE), socket]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def test_the_second_run_loads_what_the_first_stored(daemon: DaemonProcess) -> None:
+    assert run(daemon.socket) == "loaded 0 of 80 tokens, KV as computed\n"
+    assert run(daemon.socket) == "loaded 80 of 80 tokens, KV as computed\n"
+
+
+def test_it_runs_without_a_daemon(tmp_path: Path) -> None:
+    assert run(f"{tmp_path}/nobody.sock") == "loaded 0 of 80 tokens, KV as computed\n"
