@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvd.core.keys import Slots
-from kvd.core.policy import POLICY_NAMES, EvictionPolicy, make_policy
+from kvd.core.policy import POLICY_NAMES, ArcPolicy, EvictionPolicy, make_policy
 from kvd.core.policy.slot_queue import FIRST_RING
-from tests.contract.policy_references import REFERENCES
+from tests.contract.policy_references import REFERENCES, ReferenceArc
 
 MAX_SLOTS = 4 * FIRST_RING
 
@@ -44,10 +44,14 @@ def all_but(*pinned: int) -> Callable[[Slots], npt.NDArray[np.bool_]]:
     return lambda slots: ~np.isin(slots, pinned)
 
 
+def not_in(pinned: set[int]) -> Callable[[int], bool]:
+    return lambda slot: slot not in pinned
+
+
 def evicted(policy: EvictionPolicy, count: int) -> list[int]:
     victims = policy.evict(count, all_may_go)
     assert victims is not None
-    return victims.tolist()
+    return [int(slot) for slot in victims]
 
 
 @pytest.fixture(params=POLICY_NAMES)
@@ -259,7 +263,7 @@ class AgainstReference(RuleBasedStateMachine):
     @rule(count=st.integers(0, 12))
     def evict(self, count: int) -> None:
         victims = self.policy.evict(count, all_but(*self.pinned))
-        expected = self.reference.evict(count, lambda slot: slot not in self.pinned)
+        expected = self.reference.evict(count, not_in(self.pinned))
         if expected is None:
             assert victims is None
             return
@@ -287,6 +291,8 @@ class ArcAgainstReference(AgainstReference):
 
     @invariant()
     def target_is_the_same(self) -> None:
+        assert isinstance(self.policy, ArcPolicy)
+        assert isinstance(self.reference, ReferenceArc)
         assert self.policy.target == pytest.approx(self.reference.target)
 
 
@@ -322,7 +328,7 @@ def test_large_batches_decide_as_the_reference_does(name: str) -> None:
         short = max(0, len(tag_of) + len(misses) - capacity)
         pinned = set(rng.choice(capacity, size=capacity // 10).tolist())
         victims = policy.evict(short, all_but(*pinned))
-        expected = reference.evict(short, lambda slot, pinned=pinned: slot not in pinned)
+        expected = reference.evict(short, not_in(pinned))
         assert victims is not None
         assert victims.tolist() == expected
         for slot in victims.tolist():
