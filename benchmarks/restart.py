@@ -2,11 +2,16 @@
 
     python -m benchmarks.restart [--slots 100000 1000000] [--rounds 5] [--output FILE]
 
-Fills a pool on /dev/shm with that many READY slots in one process, kills it with -9, and then, in
-a fresh process for each round, times: imports; opening the pool; reading the slot table into
-events; the machine taking them and its orders being carried out (index page and all). The floor is
-reading the same slot table's bytes once. Blocks are 4 KiB, the smallest, so that 10^6 slots need
-4 GiB only; the bytes of blocks play no part in a restart.
+Lets a daemon make a pool on /dev/shm, kills it with -9, fills the pool with that many READY slots
+in another process, kills that, and then times two things, in a fresh process for each round.
+
+Books: imports; opening the pool; reading the slot table into events; the machine taking them and
+its orders being carried out (index page and all). The floor is reading the same slot table's bytes
+once. Service: from exec of `kvd serve` to its socket, and to the answer HIT of a client's lookup;
+the imports that are part of both were timed apart.
+
+Blocks are 4 KiB, the smallest, so that 10^6 slots need 4 GiB only; the bytes of blocks play no
+part in a restart.
 """
 
 from __future__ import annotations
@@ -16,11 +21,12 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,12 +35,28 @@ from benchmarks import report
 from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
 from kvd.pool import Pool, PoolConfig
+from kvd.pool.registry import Registry
+from kvd_client import EngineIdentity, Group, Namespace, SchedulerConnection
+from kvd_client.draft import BlockRun, QueryDraft
+from kvd_proto.v1 import common_pb2
 
 BLOCK_BYTES = 4096
 EXTENT_BYTES = 64 << 20
 HASH_BYTES = 32
 BATCH = 2048
 PHASES = ("exec and imports", "open", "events", "machine", "total", "floor")
+SERVICE = ("daemon's imports", "exec to socket", "exec to first hit")
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 60.0
+POLL_S = 0.002
+MISS, HIT, STATUS_BITS = 0, 1, 3  # of kvd.v1 Answer
+NAMESPACE = Namespace(
+    model="bench",
+    kv_dtype="float32",
+    hash_algorithm="random",
+    hash_bytes=HASH_BYTES,
+    groups=(Group(tokens_per_block=16, shard_bytes=(BLOCK_BYTES,)),),
+)
 
 
 def main() -> None:
@@ -62,11 +84,73 @@ def measure(slots: int, rounds: int) -> dict[str, report.Spread]:
     directory = Path(tempfile.mkdtemp(prefix="kvd-bench-", dir="/dev/shm"))
     try:
         print(f"filling {slots} slots ...", flush=True)
+        serve(directory, slots, MISS)
         run_step("fill", directory, slots, ends=-signal.SIGKILL)
         found = [json.loads(run_step("rebuild", directory, slots, ends=0)) for _ in range(rounds)]
+        served = [serve(directory, slots, HIT) for _ in range(rounds)]
     finally:
         shutil.rmtree(directory)
-    return {phase: report.Spread.of([f[phase] for f in found]) for phase in PHASES}
+    spreads = {phase: report.Spread.of([f[phase] for f in found]) for phase in PHASES}
+    return spreads | {phase: report.Spread.of([s[phase] for s in served]) for phase in SERVICE}
+
+
+def serve(directory: Path, slots: int, status: int) -> dict[str, float]:
+    """Start the daemon, open a session, look a hash up until it has this status, kill the daemon.
+
+    On a new pool a MISS is what comes, and the session gives the pool its namespace.
+    """
+    begin = time.monotonic()
+    subprocess.run([sys.executable, "-c", "import kvd.app"], check=True, cwd=ROOT)
+    imports = time.monotonic() - begin
+    wanted = hashes_of(0, 1)
+    path = directory / "kvd.sock"
+    path.unlink(missing_ok=True)
+    config = _config(directory, slots)
+    command = [sys.executable, "-m", "kvd", "serve", "--socket", str(path), "--http-port", "0"]
+    command += ["--pool-directory", str(config.directory), "--pool-bytes", str(config.pool_bytes)]
+    command += ["--extent-bytes", str(config.extent_bytes), "--log-level", "warning"]
+    begin = time.monotonic()
+    with subprocess.Popen(command, cwd=ROOT) as daemon:
+        try:
+            wait_until(lambda: answers(path))
+            at_socket = time.monotonic() - begin
+            connection = SchedulerConnection(
+                str(path), EngineIdentity("bench", os.urandom(16)), NAMESPACE
+            )
+            try:
+                wait_until(lambda: look_up(connection, wanted) == status)
+            finally:
+                connection.close()
+            at_hit = time.monotonic() - begin
+        finally:
+            daemon.kill()
+    return dict(zip(SERVICE, (imports, at_socket, at_hit), strict=True))
+
+
+def answers(path: Path) -> bool:
+    """Whether somebody takes connections there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
+def look_up(connection: SchedulerConnection, wanted: bytes) -> int | None:
+    """Status of one hash; None while there is no session, or no answer."""
+    query = QueryDraft(common_pb2.ReqContext(request_id="r"), BlockRun(0, 0, [wanted]), False)
+    call = connection.start_lookup([query])
+    if not call:
+        return None
+    connection.gather([call], 1.0)
+    found = connection.take_answers(call)
+    return found[0].statuses[0] & STATUS_BITS if found else None
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Poll often enough not to show in the figures."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not done():
+        if time.monotonic() > deadline:
+            raise SystemExit("the daemon did not come up")
+        time.sleep(POLL_S)
 
 
 def run_step(step: str, directory: Path, slots: int, ends: int) -> str:
@@ -74,19 +158,22 @@ def run_step(step: str, directory: Path, slots: int, ends: int) -> str:
     command = [sys.executable, "-m", "benchmarks.restart", "--step", step]
     command += ["--directory", str(directory), "--slots", str(slots)]
     command += ["--started", str(time.monotonic())]
-    root = Path(__file__).parents[1]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=root)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     if done.returncode != ends:
         raise SystemExit(f"{step} ended with {done.returncode}")
     return done.stdout
 
 
 def fill(directory: Path, slots: int) -> None:
-    """Make a pool with this many READY slots through the orders of a core, and die."""
-    pool = Pool.open(_config(directory, slots), lambda _done, _total: None)
-    namespace, scope = keys.NamespaceId(1), keys.ScopeId(1)
-    pool.open_namespace(actions.OpenNamespace(namespace, _spec(), page_blocks=slots), {})
-    pool.open_scope(actions.OpenScope(scope, namespace, "", "", 0))
+    """Fill the daemon's pool with this many READY slots through the orders of a core, and die."""
+    config = _config(directory, slots)
+    registry = Registry.open(config.directory / "registry.jsonl")
+    (known,), (scope,) = registry.namespaces.values(), registry.scopes.values()
+    pool = Pool.open(config, lambda _done, _total: None)
+    namespace = known.namespace
+    order = actions.OpenNamespace(namespace, known.spec, page_blocks=slots)
+    pool.open_namespace(order, known.fields)
+    pool.open_scope(scope)
     per_row = EXTENT_BYTES // BLOCK_BYTES
     for extent in range(pool.extents):
         row = keys.RowId(extent)
@@ -97,8 +184,8 @@ def fill(directory: Path, slots: int) -> None:
         )
     for first in range(0, slots, BATCH):
         count = min(BATCH, slots - first)
-        hashes = keys.KeyBatch.from_bytes(os.urandom(count * HASH_BYTES), HASH_BYTES)
-        scopes = np.full(count, scope, dtype=np.uint32)
+        hashes = keys.KeyBatch.from_bytes(hashes_of(first, count), HASH_BYTES)
+        scopes = np.full(count, scope.scope, dtype=np.uint32)
         numbers = np.arange(first, first + count)
         pool.write_ready(actions.WriteReady(numbers, scopes, hashes, numbers.astype(np.uint64)))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -157,9 +244,12 @@ def carry_out(pool: Pool, orders: Sequence[actions.Action]) -> None:
 
 
 def as_table(results: dict[str, dict[str, report.Spread]]) -> str:
-    """Seconds, one line for each number of slots."""
-    rows = [[slots, *(spreads[p] for p in PHASES)] for slots, spreads in results.items()]
-    return report.table(["slots", *(f"{phase} s" for phase in PHASES)], rows)
+    """Seconds, one line for each number of slots; the books, then the service."""
+    tables = []
+    for phases in (PHASES, SERVICE):
+        rows = [[slots, *(spreads[p] for p in phases)] for slots, spreads in results.items()]
+        tables.append(report.table(["slots", *(f"{phase} s" for phase in phases)], rows))
+    return "\n\n".join(tables)
 
 
 def _config(directory: Path, slots: int) -> PoolConfig:
@@ -167,9 +257,9 @@ def _config(directory: Path, slots: int) -> PoolConfig:
     return PoolConfig(directory / "pool", extents * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
 
 
-def _spec() -> events.NamespaceSpec:
-    group = events.GroupSpec(events.GroupKind.FULL_ATTENTION, 1, (BLOCK_BYTES,))
-    return events.NamespaceSpec("bench", keys.TenantId("bench"), HASH_BYTES, (group,))
+def hashes_of(first: int, count: int) -> bytes:
+    """The hashes of a batch, told by its first slot."""
+    return np.random.default_rng(first).bytes(count * HASH_BYTES)
 
 
 if __name__ == "__main__":

@@ -118,9 +118,13 @@ class SimEngine:
         group = self.random.randrange(len(self.spec.groups))
         chain, length = self.random.randrange(1, 24), self.random.randrange(1, 9)
         salt = request.account.encode()
-        keys = [hashlib.blake2b(key(chain, i) + salt, digest_size=32).digest() for i in range(length)]
+        keys = [
+            hashlib.blake2b(key(chain, i) + salt, digest_size=32).digest() for i in range(length)
+        ]
         batch = KeyBatch.from_bytes(b"".join(keys), 32)
-        mode = self.random.choice([LeaseMode.PREFIX, LeaseMode.PREFIX, LeaseMode.ALL, LeaseMode.NONE])
+        mode = self.random.choice(
+            [LeaseMode.PREFIX, LeaseMode.PREFIX, LeaseMode.ALL, LeaseMode.NONE]
+        )
         query = ev.Query(request, group, batch, mode)
         (answer,) = driver.call(ev.LookupRequested(driver.next_token(), self.session, (query,)))
         hits = next((i for i, s in enumerate(answer.statuses) if s & 3 != HIT), length)
@@ -150,9 +154,7 @@ class SimEngine:
         blocks = np.array(taken, dtype=np.uint32).reshape(len(keys), width)
         if kind is JobKind.STORE:
             self._compute(group, keys, blocks)
-        job = SimJob(
-            JobId(self.next_job), kind, group, keys, blocks, set(self.movers)
-        )
+        job = SimJob(JobId(self.next_job), kind, group, keys, blocks, set(self.movers))
         job.movers = {rank: mover.mover for rank, mover in self.movers.items()}
         self.next_job += 1
         self.jobs[job.job] = job

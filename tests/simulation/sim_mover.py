@@ -106,9 +106,7 @@ class SimMover:
     # -- what it does ---------------------------------------------------------------------------
 
     def _later(self, act: object) -> None:
-        delay = self.random.random() * (
-            5.0 if self.random.random() < self.faults.slow else 0.01
-        )
+        delay = self.random.random() * (5.0 if self.random.random() < self.faults.slow else 0.01)
         asyncio.get_running_loop().call_later(delay, act)  # type: ignore[arg-type]
 
     def _match(self) -> None:

@@ -1,0 +1,181 @@
+"""Round trips, lookups, and what a `Step` costs the caller: `python -m benchmarks.calls`.
+
+Three parts. Round trip of each RPC, one small call at a time, by a synchronous client. Lookups of
+16, 256 and 2048 keys, hit and miss: by the index page (no call) as the client does it from a list
+of bytes, by a call on the session's stream that takes a lease, and beside them the floor, an
+in-process dict probe. And the time that `send_step` takes on the calling thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks import report
+from benchmarks.rig import MIB, BenchEngine, daemon, keys
+from kvd_client.draft import BlockRun, QueryDraft, StepDraft
+from kvd_proto.v1 import common_pb2, engine_pb2, operator_pb2
+from tests.control import daemon_rig as raw
+
+SIZES = (16, 256, 2048)
+STORED = 2048
+SMALL_BLOCK = 4096
+
+
+def timed(call: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """Milliseconds of one call: p50 and p99 over the rounds, after a tenth as warm-up."""
+    millis = []
+    for number in range(rounds + rounds // 10):
+        began = time.perf_counter()
+        call()
+        if number >= rounds // 10:
+            millis.append((time.perf_counter() - began) * 1e3)
+    return {"p50_ms": report.percentile(millis, 50), "p99_ms": report.percentile(millis, 99)}
+
+
+def round_trips(socket: str, rounds: int) -> list[dict[str, Any]]:
+    """Every unary RPC with a small message."""
+    engine = raw.RawEngine(socket)
+    engine.store({1: raw.block(1)})
+    scheduler, stub = engine.scheduler, engine.scheduler.engine
+    health = health_pb2_grpc.HealthStub(scheduler.channel)
+    numbers = iter(range(1000, 1 << 30))
+
+    def numbered(request: Any) -> Any:
+        scheduler.sequence += 1
+        request.session_id, request.sequence = scheduler.id, scheduler.sequence
+        return request
+
+    def lookup(lease: int) -> Any:
+        return engine_pb2.LookupRequest(session_id=scheduler.id, queries=[raw.query([1], lease)])
+
+    def refused_load() -> Any:
+        return numbered(engine_pb2.PrepareLoadRequest(job=raw.load_job(next(numbers), [99], [0])))
+
+    def known_store() -> Any:
+        return numbered(engine_pb2.PrepareStoreRequest(job=raw.store_job(next(numbers), [1], [0])))
+
+    touch = engine_pb2.Touch(context=raw.context(), runs=[common_pb2.KeyRun(hashes=raw.hashes(1))])
+    calls: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "Lookup, 1 key": (stub.Lookup, lambda: lookup(0)),
+        "PrepareLoad, refused": (stub.PrepareLoad, refused_load),
+        "PrepareStore, known": (stub.PrepareStore, known_store),
+        "CompleteLoad": (stub.CompleteLoad, lambda: numbered(engine_pb2.CompleteLoadRequest())),
+        "CompleteStore": (stub.CompleteStore, lambda: numbered(engine_pb2.CompleteStoreRequest())),
+        "Touch": (stub.Touch, lambda: numbered(engine_pb2.TouchRequest(touch=touch))),
+        "ReleaseLease": (stub.ReleaseLease, lambda: numbered(engine_pb2.ReleaseLeaseRequest())),
+        "EndStep": (stub.EndStep, lambda: numbered(engine_pb2.EndStepRequest())),
+        "Flush, nothing runs": (
+            stub.Flush,
+            lambda: engine_pb2.FlushRequest(session_id=scheduler.id, deadline_ms=1000),
+        ),
+        "Status": (scheduler.operator.Status, operator_pb2.StatusRequest),
+        "ListNamespaces": (
+            scheduler.operator.ListNamespaces,
+            operator_pb2.ListNamespacesRequest,
+        ),
+        "Health.Check": (health.Check, health_pb2.HealthCheckRequest),
+    }
+    rows = [
+        {"rpc": name, **timed(lambda m=method, r=request: scheduler.call(m, r()), rounds)}
+        for name, (method, request) in calls.items()
+    ]
+    engine.close()
+    return rows
+
+
+def lookups(engine: BenchEngine, rounds: int) -> list[dict[str, Any]]:
+    """By page, by a call with a lease, and by a dict in this process."""
+    there, absent = keys(1, STORED), keys(2, STORED)
+    ids = [number % engine.blocks for number in range(STORED)]
+    for at in range(0, STORED, engine.blocks):
+        engine.run("store", there[at : at + engine.blocks], ids[at : at + engine.blocks])
+    resident = dict.fromkeys(there)
+    session = engine.connection.session
+    assert session is not None
+    assert session.present(0, "", there).all()
+    assert not session.present(0, "", absent).any()
+    rows = []
+    for size in SIZES:
+        for outcome, asked in (("hit", there[:size]), ("miss", absent[:size])):
+            by_page = timed(lambda a=asked: session.present(0, "", a), rounds)
+            by_call = timed(lambda a=asked, o=outcome: _lease(engine, a, o), rounds)
+            by_dict = timed(lambda a=asked: [key in resident for key in a], rounds)
+            rows.append(
+                {
+                    "keys": size,
+                    "outcome": outcome,
+                    "page_p50_ms": by_page["p50_ms"],
+                    "page_p99_ms": by_page["p99_ms"],
+                    "call_p50_ms": by_call["p50_ms"],
+                    "call_p99_ms": by_call["p99_ms"],
+                    "dict_p50_ms": by_dict["p50_ms"],
+                }
+            )
+    return rows
+
+
+def _lease(engine: BenchEngine, asked: list[bytes], outcome: str) -> None:
+    connection = engine.connection
+    context = common_pb2.ReqContext(request_id="lookup")
+    call = connection.start_lookup([QueryDraft(context, BlockRun(0, 0, asked), lease_all=False)])
+    connection.gather([call], 5.0)
+    answers = connection.take_answers(call)
+    assert answers, "the lookup was lost"
+    statuses, lease = answers[0]
+    assert len(statuses) == len(asked)
+    assert all(status & 3 == (outcome == "hit") for status in statuses)
+    if lease:
+        connection.send_step(StepDraft(released_leases=[lease]))
+
+
+def step_cost(engine: BenchEngine, rounds: int) -> list[dict[str, Any]]:
+    """Time of `send_step` on the calling thread, every 2.4 ms, as in a decoding engine."""
+    rows = []
+    for stores in (0, 16, 256):
+        fresh = keys(100 + stores, stores * 4)
+        micros = []
+        for number in range(rounds):
+            at = number % 4 * stores
+            step, _ = engine._step("store", fresh[at : at + stores], list(range(stores)))
+            began = time.perf_counter()
+            engine.connection.send_step(step)
+            micros.append((time.perf_counter() - began) * 1e6)
+            time.sleep(0.0024)
+        rows.append(
+            {
+                "blocks_stored": stores,
+                "p50_us": report.percentile(micros, 50),
+                "p99_us": report.percentile(micros, 99),
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(description="Round trips, lookups and the cost of a Step.")
+    parser.add_argument("--quick", action="store_true", help="few rounds: a smoke test")
+    parser.add_argument("--output", type=Path, help="JSON file (default: results/calls.json)")
+    options = parser.parse_args()
+    rounds = 50 if options.quick else 1000
+    with daemon(64 * MIB, extent_bytes=4 * MIB, **{"lease-share": 0.9}) as running:
+        results = {"round_trips": round_trips(running.socket, rounds)}
+        engine = BenchEngine(running.socket, "lookups", 512, SMALL_BLOCK)
+        results["lookups"] = lookups(engine, rounds)
+        results["step_on_the_calling_thread"] = step_cost(engine, rounds)
+        engine.close()
+    for title, rows in results.items():
+        print(f"\n{title.replace('_', ' ')}")
+        rounded = [[f"{v:.3f}" if isinstance(v, float) else v for v in r.values()] for r in rows]
+        print(report.table(list(rows[0]), rounded))
+    report.write("calls", results, options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Store and load through a whole daemon, beside memcpy: `python -m benchmarks.throughput`.
+
+A Llama-8B-like layout (32 layers, 8 KV heads x 128, bf16, 16-token blocks: 2 MiB a block), whole
+and as 64 fragments of 32 KiB, 1 GiB in all, shuffled ids, one and two engines at once. A pass is
+timed from the first `Step` to the board's last word, so it holds the protocol, the core and the
+slot table too. The floor: memcpy of mapped, touched memory in as many threads as there are
+movers, with the movers' libc settings, in the same pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.copies import FRAGMENTS, Floor
+from benchmarks.rig import BLOCK_BYTES, MIB, BenchEngine, daemon, keys
+from kvd.mover.launch import GLIBC_TUNABLES
+
+BARS = {("whole", 1): 0.8, ("64 x 32 KiB", 1): 0.7, ("whole", 2): 0.75, ("64 x 32 KiB", 2): 0.75}
+FRESH_BYTES = 256 * MIB
+
+
+class Pass:
+    """Passes over the same blocks: every store is of new keys, every load of the last stored."""
+
+    def __init__(self, engines: list[BenchEngine]) -> None:
+        self.engines = engines
+        self._shuffle = np.random.default_rng(1)
+        self._prefix = 0
+        self._stored: list[list[bytes]] = []
+
+    def gb_per_s(self, kind: str) -> float:
+        """All engines at once move all their blocks."""
+        if kind == "store":
+            self._prefix += 1
+            self._stored = [
+                keys(self._prefix * 8 + number, engine.blocks)
+                for number, engine in enumerate(self.engines)
+            ]
+        work = [
+            (engine, stored, self._shuffle.permutation(engine.blocks).tolist())
+            for engine, stored in zip(self.engines, self._stored, strict=True)
+        ]
+        threads = [
+            threading.Thread(target=e.run, args=(kind, hashes, ids)) for e, hashes, ids in work
+        ]
+        began = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seconds = time.perf_counter() - began
+        return sum(e.blocks for e in self.engines) * BLOCK_BYTES / seconds / 1e9
+
+
+def steady(total: int, pairs: int) -> list[dict[str, Any]]:
+    """Rows by number of engines, layout and direction."""
+    rows = []
+    for count in (1, 2):
+        floor = Floor(total, count)
+        for layout, fragments in FRAGMENTS.items():
+            with daemon(2 * total) as running:
+                blocks = total // count // BLOCK_BYTES
+                engines = [
+                    BenchEngine(running.socket, f"e{n}", blocks, fragments=fragments)
+                    for n in range(count)
+                ]
+                passes = Pass(engines)
+                for kind in ("store", "load"):
+                    for _ in range(3 if kind == "store" else 1):  # the pool is full from then on
+                        passes.gb_per_s(kind)
+                    ours, memcpy = report.interleaved(
+                        lambda p=passes, k=kind: p.gb_per_s(k), floor.run, pairs
+                    )
+                    rows.append(
+                        {
+                            "engines": count,
+                            "layout": layout,
+                            "direction": kind,
+                            "gb_per_s": report.Spread.of(ours),
+                            "memcpy_gb_per_s": report.Spread.of(memcpy),
+                            "ratio": report.ratios(ours, memcpy),
+                            "bar": BARS[layout, count],
+                        }
+                    )
+                    print(f"  {count} engines, {layout}, {kind}: {rows[-1]['ratio']}", flush=True)
+                for engine in engines:
+                    engine.close()
+    return rows
+
+
+def fresh(rounds: int) -> list[dict[str, Any]]:
+    """The first 256 MiB stored into a fresh pool against later passes over the same slots."""
+    rows = []
+    for layout, fragments in FRAGMENTS.items():
+        ratios, firsts = [], []
+        for _ in range(rounds):
+            with daemon(2048 * MIB) as running:
+                engine = BenchEngine(
+                    running.socket, "e0", FRESH_BYTES // BLOCK_BYTES, fragments=fragments
+                )
+                passes = Pass([engine])
+                speeds = [passes.gb_per_s("store") for _ in range(14)]
+                engine.close()
+            # Passes 1..8 fill the pool; from the ninth on every slot has been written before.
+            firsts.append(speeds[0])
+            ratios.append(speeds[0] / float(np.median(speeds[8:])))
+        rows.append(
+            {
+                "layout": layout,
+                "first_gb_per_s": report.Spread.of(firsts),
+                "ratio": report.Spread.of(ratios),
+                "bar": 0.8,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Measure, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(description="Stores and loads through a daemon.")
+    parser.add_argument("--quick", action="store_true", help="256 MiB and 3 pairs: a smoke test")
+    parser.add_argument("--output", type=Path, help="JSON file (default: results/throughput.json)")
+    options = parser.parse_args()
+    if os.environ.get("GLIBC_TUNABLES") != GLIBC_TUNABLES:  # the floor is lower without
+        os.environ["GLIBC_TUNABLES"] = GLIBC_TUNABLES
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.throughput", *sys.argv[1:]])
+    total, pairs = (256 * MIB, 3) if options.quick else (1024 * MIB, 15)
+    results = {"steady": steady(total, pairs), "fresh_pool": fresh(2 if options.quick else 15)}
+    for title, rows in results.items():
+        print(f"\n{title}")
+        print(report.table(list(rows[0]), [list(row.values()) for row in rows]))
+    report.write("throughput", results, options.output)
+
+
+if __name__ == "__main__":
+    main()
