@@ -248,3 +248,14 @@ def test_groups_are_stored_in_one_job() -> None:
     rig.step(("r", [blocks(0, 4), blocks(100, 4)], 4 * TOKENS))
     [job] = rig.daemon.last_step.stores
     assert [run.group for run in job.runs] == [0, 1]
+
+
+def test_admission_is_remembered_after_allocation() -> None:
+    rig = Rig(store_threshold=2)
+    keys = rig.keys("p", 4 * TOKENS)[0]
+    rig.daemon.holds(keys[1:2], ADMITTED)
+    rig.arrive("r", 4 * TOKENS)
+    assert rig.ask("r") == 0
+    rig.allocate("r", [blocks(0, 4)])
+    rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    assert rig.stored_hashes() == keys[1:2]

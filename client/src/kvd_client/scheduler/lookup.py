@@ -103,6 +103,12 @@ class LookupDesk:
         if closed:
             request.lookup.state = LookupState.CLOSED
 
+    def release(self, request: Request) -> None:
+        """Its leases are needed no more; what was learned about admission stays known."""
+        self.released_leases += request.lookup.leases
+        request.lookup.leases = []
+        request.lookup.asked_s = float("-inf")  # asked again, it looks up again
+
     def session_lost(self) -> None:
         """Leases of a session that is gone need no release."""
         self.released_leases.clear()

@@ -148,7 +148,7 @@ class Scheduler:
             return
         self._fence(request, block_ids)
         if num_external_tokens <= 0:
-            self._desk.forget(request)
+            self._desk.release(request)
             return
         hit_tokens = request.computed_tokens + num_external_tokens
         if hit_tokens > request.hit_tokens or hit_tokens % self._namespace.boundary_tokens:
@@ -164,8 +164,7 @@ class Scheduler:
         self._step.loads.append(draft)
         if not request.request_level:
             request.next_store = [-(-hit_tokens // g.tokens_per_block) for g in self._groups]
-        self._step.released_leases += request.lookup.leases  # after the load in the same message
-        request.lookup.leases = []
+        self._desk.release(request)  # the step's message names loads before released leases
 
     # -- the step ---------------------------------------------------------------------------
 

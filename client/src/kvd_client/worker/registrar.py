@@ -73,6 +73,7 @@ class Registrar:
         self._current: Registration | None = None
         self._stub: worker_pb2_grpc.WorkerServiceStub | None = None
         self._metadata: tuple[tuple[str, str], ...] = ()
+        self._registering: grpc.Future[worker_pb2.RegisterRankResponse] | None = None
         self._stopping = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvd-rank", daemon=True)
@@ -107,6 +108,9 @@ class Registrar:
             self._stopping = True
             if registration is not None and stub is not None:
                 self._unregister(stub, registration, timeout_s)
+        if self._registering is not None:
+            # A mover that is only just starting copies nothing: we never say ready.
+            self._registering.cancel()
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -140,7 +144,7 @@ class Registrar:
             except CompanionRefused as error:
                 backoff = REFUSED_BACKOFF_S
                 self._note(str(error))
-            except OSError as error:
+            except (OSError, grpc.FutureCancelledError) as error:
                 self._note(f"{self._socket_path}: {error}")
             except Exception:
                 # The engine must survive us, and a dead thread would end its cache for ever.
@@ -157,9 +161,10 @@ class Registrar:
             metadata = (("kvd-token", welcome.token),)
             with grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                answer = stub.RegisterRank(
+                self._registering = stub.RegisterRank.future(
                     self._request(), timeout=REGISTER_TIMEOUT_S, metadata=metadata
                 )
+                answer = self._registering.result()
                 channel_fds = companion.rank_channel(answer.registration_id)
                 registration = Registration(answer.registration_id, channel_fds)
                 with self._changed:

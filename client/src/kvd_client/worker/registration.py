@@ -18,6 +18,7 @@ class Registration:
         self.registration_id = registration_id
         ring_fd, board_fd, self._event_fd, self.pidfd = descriptors
         self.is_dead = False  # no copy of it can touch the rank's memory any more
+        self.is_closed = False
         self.is_broken = False  # records were lost: nothing that it reports is complete
         try:
             self._ring = RingWriter(ring_fd, self._event_fd)
@@ -58,6 +59,7 @@ class Registration:
 
     def close(self) -> None:
         """Unmap and close. Nothing may be called afterwards."""
+        self.is_closed = True
         self._ring.close()
         self._board.close()
         for fd in (self._event_fd, self.pidfd):

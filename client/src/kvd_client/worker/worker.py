@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import TypedDict, Unpack
 
@@ -166,10 +167,7 @@ class Worker:
         if wait_for_compute is None:
             self._mark_ready(begun)
             return
-        if self._helper is None:
-            self._helper = threading.Thread(target=self._help, name="kvd-compute", daemon=True)
-            self._helper.start()
-        self._computing.put(lambda: self._store_computed(begun, wait_for_compute))
+        self._hand_to_helper(lambda: self._store_computed(begun, wait_for_compute))
 
     def get_finished(self) -> WorkerReport:
         """What ended since the last call. Never waits."""
@@ -229,8 +227,19 @@ class Worker:
                 if not registration.is_dead and not registration.mark_ready(ids)
             ]
         for registration, ids in full:
-            if self._registrar is not None:
-                self._registrar.mark_ready_by_call(registration, ids)
+            # The call takes its time, which is not the engine's.
+            self._hand_to_helper(partial(self._mark_by_call, registration, ids))
+
+    def _mark_by_call(self, registration: Registration, job_ids: Sequence[int]) -> None:
+        registrar = self._registrar
+        if registrar is not None:
+            registrar.mark_ready_by_call(registration, job_ids)
+
+    def _hand_to_helper(self, task: Callable[[], None]) -> None:
+        if self._helper is None:
+            self._helper = threading.Thread(target=self._help, name="kvd-compute", daemon=True)
+            self._helper.start()
+        self._computing.put(task)
 
     def _store_computed(self, job_ids: Sequence[int], wait_for_compute: WaitForCompute) -> None:
         try:

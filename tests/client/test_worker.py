@@ -1,0 +1,237 @@
+"""The worker side against a real ring, a real board and a process that stands for the mover."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from kvd_client import EngineIdentity, StepPlan, Worker
+from kvd_client.worker.registration import Registration
+from kvd_proto import layout
+from kvd_proto.board import BoardRecord, BoardWriter, create_board
+from kvd_proto.ring import RingReader, create_ring
+
+STORE, LOAD = 1, 2
+DONE, FAILED, REFUSED = 1, 2, 3
+
+
+class MoverStandIn:
+    """The far end of ring and board; the process only lives and dies."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(["sleep", "600"])
+        fds = (create_ring(), create_board(), os.eventfd(0), os.pidfd_open(self._process.pid))
+        self.ring = RingReader(fds[0])
+        self._lanes = [BoardWriter(fds[1], lane) for lane in range(layout.BOARD_LANES)]
+        self.registration = Registration(1, fds)
+
+    def post(self, job_id: int, kind: int, status: int = DONE, lane: int = 0) -> None:
+        self._lanes[lane].post(BoardRecord(job_id, kind, status, 4096, 1000))
+
+    def die(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        self.die()
+        self.ring.close()
+        for lane in self._lanes:
+            lane.close()
+
+
+class FixedRegistrar:
+    """A registrar whose registration the test decides."""
+
+    def __init__(self, registration: Registration | None) -> None:
+        self.current = registration
+        self.lost: list[Registration] = []
+        self.by_call: list[int] = []
+
+    def lose(self) -> None:
+        assert self.current is not None
+        self.lost.append(self.current)
+        self.current = None
+
+    def mark_ready_by_call(self, registration: Registration, job_ids: Sequence[int]) -> None:
+        self.by_call += job_ids
+
+
+class Bench:
+    """A worker with its stand-ins."""
+
+    def __init__(
+        self, mover: MoverStandIn | None, writer: bool = True, flush_timeout_s: float = 1.0
+    ) -> None:
+        identity = EngineIdentity("e", bytes(16))
+        self.worker = Worker("/nowhere", identity, writer=writer, flush_timeout_s=flush_timeout_s)
+        self.registrar = FixedRegistrar(None if mover is None else mover.registration)
+        self.worker._registrar = self.registrar  # type: ignore[assignment]
+
+    def ended(self) -> list[tuple[int, bool]]:
+        return [(job.job_id, job.done) for job in self.worker.get_finished().ended]
+
+
+@pytest.fixture
+def mover() -> Iterator[MoverStandIn]:
+    running = MoverStandIn()
+    yield running
+    running.end()
+    if not running.registration.is_closed:
+        running.registration.close()
+
+
+def test_loads_are_ready_at_the_steps_start(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    bench.worker.start_step(StepPlan(loads=(1, 2)))
+    assert mover.ring.take() == [1, 2]
+    assert bench.ended() == []
+    mover.post(1, LOAD)
+    mover.post(2, LOAD, FAILED)
+    assert bench.ended() == [(1, True), (2, False)]
+    assert bench.ended() == []
+
+
+def test_stores_are_ready_only_when_computed(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    computed = threading.Event()
+    plan = StepPlan(stores=(5,))
+    bench.worker.start_step(plan)
+    started = time.monotonic()
+    bench.worker.finish_step(plan, lambda: assert_set(computed))
+    assert time.monotonic() - started < 0.1
+    assert mover.ring.take() == []
+    computed.set()
+    assert taken(mover) == [5]
+
+
+def test_stores_of_earlier_steps_are_ready_at_once(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    bench.worker.start_step(StepPlan(computed_stores=(5,)))
+    assert mover.ring.take() == [5]
+
+
+def test_a_failed_compute_gives_its_stores_up(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+
+    def fail() -> None:
+        raise RuntimeError("no such kernel")
+
+    bench.worker.finish_step(StepPlan(stores=(5,)), fail)
+    deadline = time.monotonic() + 2
+    while not (ended := bench.ended()):
+        assert time.monotonic() < deadline
+    assert ended == [(5, False)]
+    assert mover.ring.take() == []
+
+
+def test_a_flush_waits_for_the_board(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    bench.worker.finish_step(StepPlan(stores=(5,)))
+    poster = threading.Timer(0.05, lambda: mover.post(5, STORE, lane=1))
+    poster.start()
+    started = time.monotonic()
+    bench.worker.start_step(StepPlan(flush=(5,)))
+    assert 0.03 < time.monotonic() - started < 0.9
+    assert bench.ended() == [(5, True)]
+    assert not mover.ring.abandoned(5)
+
+
+def test_a_flush_that_takes_too_long_abandons_the_store(mover: MoverStandIn) -> None:
+    bench = Bench(mover, flush_timeout_s=0.02)
+    bench.worker.finish_step(StepPlan(stores=(5,)))
+    bench.worker.start_step(StepPlan(flush=(5,), loads=(6,)))
+    assert mover.ring.abandoned(5)
+    assert bench.ended() == [(5, False)]
+    assert mover.ring.take() == [5, 6]
+
+
+def test_a_flush_covers_a_store_of_the_same_plan(mover: MoverStandIn) -> None:
+    bench = Bench(mover, flush_timeout_s=0.5)
+    threading.Timer(0.05, lambda: mover.post(5, STORE, lane=1)).start()
+    bench.worker.start_step(StepPlan(flush=(5,), computed_stores=(5,)))
+    assert mover.ring.take() == [5]
+    assert bench.ended() == [(5, True)]
+
+
+def test_a_submitted_load_fails_only_with_its_movers_death(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    bench.worker.start_step(StepPlan(loads=(1,)))
+    bench.registrar.lose()
+    assert bench.worker.wait([1], 0.05) == {1}
+    assert bench.ended() == []
+    mover.die()
+    assert mover.registration.wait_dead(2.0)
+    assert bench.ended() == [(1, False)]
+
+
+def test_what_a_dying_mover_said_last_counts(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    bench.worker.start_step(StepPlan(loads=(1, 2)))
+    mover.post(1, LOAD)
+    bench.registrar.lose()
+    mover.die()
+    assert mover.registration.wait_dead(2.0)
+    assert bench.ended() == [(1, True), (2, False)]
+
+
+def test_a_refusal_that_comes_before_its_plan_is_reported_once(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    mover.post(5, STORE, REFUSED, lane=1)
+    assert bench.ended() == [(5, False)]
+    bench.worker.finish_step(StepPlan(stores=(5,)))
+    assert mover.ring.take() == []
+    assert bench.ended() == []
+
+
+def test_without_a_registration_every_job_fails_at_once() -> None:
+    bench = Bench(None)
+    bench.worker.start_step(StepPlan(loads=(1,)))
+    bench.worker.finish_step(StepPlan(stores=(2,)))
+    assert bench.ended() == [(1, False), (2, False)]
+
+
+def test_a_rank_that_does_not_write_hears_of_stores_and_is_not_held_up(
+    mover: MoverStandIn,
+) -> None:
+    bench = Bench(mover, writer=False)
+    bench.worker.finish_step(StepPlan(stores=(5,)))
+    assert mover.ring.take() == []
+    assert bench.worker.wait([5], 1.0) == set()
+    mover.post(5, STORE, lane=1)
+    assert bench.ended() == [(5, True)]
+
+
+def test_a_full_ring_falls_back_to_a_call(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    first = tuple(range(1, layout.RING_ENTRIES + 1))
+    bench.worker.start_step(StepPlan(loads=first))
+    bench.worker.start_step(StepPlan(loads=(90_000,)))
+    deadline = time.monotonic() + 2
+    while bench.registrar.by_call != [90_000]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_forgotten_job_is_not_waited_for(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    bench.worker.finish_step(StepPlan(stores=(5,)))
+    bench.worker.start_step(StepPlan(forget=(5,)))
+    assert bench.worker.wait([5], 1.0) == set()
+    assert bench.ended() == []
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(2.0)
+
+
+def taken(mover: MoverStandIn) -> list[int]:
+    deadline = time.monotonic() + 2
+    while not (ids := mover.ring.take()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return ids
