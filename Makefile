@@ -38,7 +38,7 @@ type: ## mypy, strict
 
 sim: ## Simulation over many seeds (SEEDS=how many, 1000)
 	@.ci/venv dev
-	KVD_SIM_COUNT=$${SEEDS:-1000} $(PYTEST) -q tests/simulation
+	KVD_SIM_COUNT=$${SEEDS:-200} $(PYTEST) -q tests/simulation
 
 bench: ## Benchmarks: tables, and JSON with machine and commit (ARGS=names)
 	@.ci/venv demo

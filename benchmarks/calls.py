@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def round_trips(socket: str, rounds: int) -> list[dict[str, Any]]:
     engine = raw.RawEngine(socket)
     engine.store({1: raw.block(1)})
     scheduler, stub = engine.scheduler, engine.scheduler.engine
-    health = health_pb2_grpc.HealthStub(scheduler.channel)
+    health: Any = health_pb2_grpc.HealthStub(scheduler.channel)
     numbers = iter(range(1000, 1 << 30))
 
     def numbered(request: Any) -> Any:
@@ -82,7 +83,7 @@ def round_trips(socket: str, rounds: int) -> list[dict[str, Any]]:
         "Health.Check": (health.Check, health_pb2.HealthCheckRequest),
     }
     rows = [
-        {"rpc": name, **timed(lambda m=method, r=request: scheduler.call(m, r()), rounds)}
+        {"rpc": name, **timed(partial(_call, scheduler, method, request), rounds)}
         for name, (method, request) in calls.items()
     ]
     engine.close()
@@ -103,9 +104,9 @@ def lookups(engine: BenchEngine, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for size in SIZES:
         for outcome, asked in (("hit", there[:size]), ("miss", absent[:size])):
-            by_page = timed(lambda a=asked: session.present(0, "", a), rounds)
-            by_call = timed(lambda a=asked, o=outcome: _lease(engine, a, o), rounds)
-            by_dict = timed(lambda a=asked: [key in resident for key in a], rounds)
+            by_page = timed(partial(session.present, 0, "", asked), rounds)
+            by_call = timed(partial(_lease, engine, asked, outcome), rounds)
+            by_dict = timed(partial(_probe, resident, asked), rounds)
             rows.append(
                 {
                     "keys": size,
@@ -118,6 +119,14 @@ def lookups(engine: BenchEngine, rounds: int) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _call(scheduler: raw.RawScheduler, method: Any, request: Callable[[], Any]) -> Any:
+    return scheduler.call(method, request())
+
+
+def _probe(resident: dict[bytes, None], asked: list[bytes]) -> list[bool]:
+    return [key in resident for key in asked]
 
 
 def _lease(engine: BenchEngine, asked: list[bytes], outcome: str) -> None:
@@ -142,7 +151,7 @@ def step_cost(engine: BenchEngine, rounds: int) -> list[dict[str, Any]]:
         micros = []
         for number in range(rounds):
             at = number % 4 * stores
-            step, _ = engine._step("store", fresh[at : at + stores], list(range(stores)))
+            step, _ = engine.step_of("store", fresh[at : at + stores], list(range(stores)))
             began = time.perf_counter()
             engine.connection.send_step(step)
             micros.append((time.perf_counter() - began) * 1e6)

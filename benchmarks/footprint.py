@@ -67,7 +67,7 @@ def idle(seconds: float) -> list[dict[str, Any]]:
 
 def start_up(rounds: int) -> list[dict[str, Any]]:
     """Seconds from exec until the socket answers, cold and warm, and of the imports alone."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for pool_mib in (64, 1024, 4096):
         cold, warm = [], []
         for _ in range(rounds):

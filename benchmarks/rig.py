@@ -105,7 +105,7 @@ class BenchEngine:
         self, kind: str, hashes: Sequence[bytes], engine_blocks: Sequence[int], check: bool = True
     ) -> float:
         """Store or load these blocks in jobs of JOB_BLOCKS; seconds until the board has said so."""
-        step, jobs = self._step(kind, hashes, engine_blocks)
+        step, jobs = self.step_of(kind, hashes, engine_blocks)
         plan = StepPlan(stores=jobs) if kind == "store" else StepPlan(loads=jobs)
         began = time.perf_counter()
         assert self.connection.send_step(step)
@@ -121,9 +121,10 @@ class BenchEngine:
         assert not (check and failed), f"{len(failed)} of {len(jobs)} jobs failed"
         return seconds
 
-    def _step(
+    def step_of(
         self, kind: str, hashes: Sequence[bytes], engine_blocks: Sequence[int]
     ) -> tuple[StepDraft, tuple[int, ...]]:
+        """A step of jobs of at most JOB_BLOCKS blocks, and their ids."""
         step = StepDraft()
         jobs = step.stores if kind == "store" else step.loads
         for at in range(0, len(hashes), JOB_BLOCKS):

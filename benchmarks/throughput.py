@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def steady(total: int, pairs: int) -> list[dict[str, Any]]:
                     for _ in range(3 if kind == "store" else 1):  # the pool is full from then on
                         passes.gb_per_s(kind)
                     ours, memcpy = report.interleaved(
-                        lambda p=passes, k=kind: p.gb_per_s(k), floor.run, pairs
+                        partial(passes.gb_per_s, kind), floor.run, pairs
                     )
                     rows.append(
                         {

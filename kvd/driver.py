@@ -143,7 +143,7 @@ class Driver:
         try:
             self._handle(event)
         except KvdError as error:
-            log.error("refused %s: %s", type(event).__name__, error)
+            log.warning("refused %s: %s", type(event).__name__, error)
 
     def _handle(self, event: Event) -> Any:
         self._handling = True

@@ -148,7 +148,7 @@ class SimMover:
                 slot[:] = memory[block]
             else:
                 memory[block] = slot
-        return width * part.engine_blocks.shape[1]
+        return int(width) * int(part.engine_blocks.shape[1])
 
     def _report(self, waiting: SimTransfer, outcome: TransferOutcome, copied: int) -> None:
         if self.alive:
