@@ -101,9 +101,8 @@ class Filled:
 
 def _keys(first: int, count: int) -> keys.KeyBatch:
     """Keys that a hash function could have made, named by number."""
-    words = np.arange(first, first + count, dtype=np.uint64)[:, None] * np.uint64(4)
-    words = (words + np.arange(4, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
-    return keys.KeyBatch(words, HASH_BYTES)
+    words = np.arange(4 * first, 4 * (first + count), dtype=np.uint64).reshape(-1, 4)
+    return keys.KeyBatch(words * np.uint64(0x9E3779B97F4A7C15), HASH_BYTES)
 
 
 def _resident_bytes() -> int:

@@ -282,7 +282,9 @@ class Bench:
         query = ev.Query(context(account, request), group, keys(*numbers), lease)
         answers = self.ask(ev.LookupRequested(self._token(), SessionId(session), (query,)))
         assert isinstance(answers, tuple)
-        return answers[0]
+        (answer,) = answers
+        assert isinstance(answer, act.Answer)
+        return answer
 
     def statuses(self, numbers: Sequence[int], session: int = 1, account: str = "") -> str:
         """M(iss), H(it), P(ending), R(etry) by key; lower case m where a store is filtered."""

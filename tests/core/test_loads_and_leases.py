@@ -143,7 +143,7 @@ def test_block_being_loaded_survives_a_full_pool(bench: Bench) -> None:
     fill(bench)
     loading = bench.load(range(4))
     bench.finish(bench.store(range(100, 112)))
-    assert verdict(bench.store([200, 201, 202, 203] + list(range(300, 309)))).reason == "NO_ROOM"
+    assert verdict(bench.store([200, 201, 202, 203, *range(300, 309)])).reason == "NO_ROOM"
     assert bench.statuses(range(4)) == "HHHH"
     bench.finish(loading)
     assert verdict(bench.store(range(300, 304))).accepted

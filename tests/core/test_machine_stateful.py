@@ -35,6 +35,7 @@ from tests.core.bench import (
     spec,
     verdict,
 )
+from tests.core.test_recovery import restarted
 
 SESSIONS = (1, 2, 3)
 # Two engines of two ranks share a namespace; a third, of another tenant, has bigger blocks.
@@ -395,8 +396,16 @@ class MachineRules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
+        self.next_incarnation_serves_the_same()
         self.everything_ends()
         replay(self.bench)
+
+    def next_incarnation_serves_the_same(self) -> None:
+        """Killed now, the daemon would serve exactly what was announced."""
+        next_one = restarted(self.bench)
+        before = {n: blocks for n, blocks in self.bench.pool.announced.items() if blocks}
+        after = {n: blocks for n, blocks in next_one.pool.announced.items() if blocks}
+        assert before == after
 
     def everything_ends(self) -> None:
         """I5, I10: once all engines and movers are gone, nothing is held."""

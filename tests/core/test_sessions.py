@@ -81,7 +81,7 @@ def test_closed_session_s_transfers_are_called_off(bench: Bench) -> None:
     bench.open()
     (order,) = only(bench.store([1]), act.StartTransfer)
     actions = bench.close()
-    assert only(actions, act.RevokeTransfer) == [act.RevokeTransfer(100, order.transfer)]
+    assert only(actions, act.RevokeTransfer) == [act.RevokeTransfer(MoverId(100), order.transfer)]
     (end,) = only(bench.finish([order], REVOKED), act.EndJob)
     assert (end.status, end.reason) == (ev.JobStatus.FAILED, "SESSION_CLOSED")
     assert bench.machine.statistics().slots.reserved == 0
@@ -135,7 +135,7 @@ def test_dead_mover_s_jobs_fail_and_the_cache_goes_on(bench: Bench) -> None:
     bench.stored([1])
     first, second = only(bench.store([2]), act.StartTransfer)
     actions = bench.gone(first.mover)
-    assert only(actions, act.RevokeTransfer) == [act.RevokeTransfer(101, second.transfer)]
+    assert only(actions, act.RevokeTransfer) == [act.RevokeTransfer(MoverId(101), second.transfer)]
     (end,) = only(bench.finish([second], REVOKED), act.EndJob)
     assert (end.status, end.reason) == (ev.JobStatus.FAILED, "MOVER_GONE")
     assert bench.statuses([1, 2]) == "HM"
@@ -177,7 +177,7 @@ def test_half_that_never_comes_expires_and_nobody_is_killed(bench: Bench) -> Non
     (order,) = only(bench.store([1]), act.StartTransfer)
     assert not bench.tick(29 * SECOND)
     actions = bench.tick(1 * SECOND)
-    assert actions == [act.RevokeTransfer(100, order.transfer)]
+    assert actions == [act.RevokeTransfer(MoverId(100), order.transfer)]
     assert not bench.tick(1 * SECOND), "asked once"
     (end,) = only(bench.finish([order], REVOKED), act.EndJob)
     assert end.reason == "EXPIRED"

@@ -1,0 +1,113 @@
+"""The index finds what was put in, whatever the tags."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.core.admission import ReuseFilter
+from kvd.core.block import STEPS, SlotState, SlotTable
+from kvd.core.index import NOWHERE, Index
+from kvd.core.keys import U64, Slots
+
+
+def filled(size: int, tags: U64) -> tuple[SlotTable, Index, Slots]:
+    table = SlotTable(size)
+    slots = np.arange(len(tags), dtype=np.int64)
+    table.tags[slots] = tags
+    table.keys(1)[slots, 0] = slots.astype(np.uint64)
+    table.scopes[slots] = 1
+    index = Index(table)
+    return table, index, slots
+
+
+def test_grows_bucket_by_bucket_and_finds_everything() -> None:
+    generator = np.random.default_rng(1)
+    tags = generator.integers(1, 2**63, 50_000, dtype=np.uint64)
+    table, index, slots = filled(60_000, tags)
+    for start in range(0, len(slots), 700):
+        index.insert(slots[start : start + 700])
+    assert len(index) == len(slots)
+    assert np.array_equal(index.find(tags, table.keys(1)[slots], 1), slots)
+    assert set(index.find(tags[:9], table.keys(1)[slots[:9]], 2)) == {NOWHERE}
+
+
+def test_stays_found_through_removals_and_new_insertions() -> None:
+    generator = np.random.default_rng(2)
+    tags = generator.integers(1, 2**63, 20_000, dtype=np.uint64)
+    table, index, slots = filled(20_000, tags)
+    index.insert(slots[:10_000])
+    for start in range(0, 10_000, 500):
+        index.remove(slots[start : start + 500])
+        index.insert(slots[10_000 + start : 10_500 + start])
+        held = slots[start + 500 : start + 10_500]
+        assert np.array_equal(index.find(tags[held], table.keys(1)[held], 1), held)
+    gone = slots[:10_000]
+    assert set(index.find(tags[gone], table.keys(1)[gone], 1)) == {NOWHERE}
+
+
+def test_keys_that_share_a_tag_are_told_apart_even_when_their_buckets_overflow() -> None:
+    tags = np.full(50, 7, dtype=np.uint64)
+    table, index, slots = filled(4096, tags)
+    index.insert(slots)
+    assert np.array_equal(index.find(tags, table.keys(1)[slots], 1), slots)
+    index.remove(slots[10:40])
+    left = np.concatenate([slots[:10], slots[40:]])
+    assert np.array_equal(np.sort(index.slots()), left)
+    assert np.array_equal(index.find(tags[left], table.keys(1)[left], 1), left)
+    assert set(index.find(tags[:30], table.keys(1)[slots[10:40]], 1)) == {NOWHERE}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 40)), max_size=30))
+def test_agrees_with_a_dict(steps: list[tuple[bool, int, int]]) -> None:
+    generator = np.random.default_rng(3)
+    tags = generator.integers(1, 30, 400, dtype=np.uint64) << np.uint64(20)
+    table, index, slots = filled(400, tags)
+    held: set[int] = set()
+    for add, start, count in steps:
+        batch = slots[start * 60 : start * 60 + count]
+        chosen = [s for s in batch.tolist() if (s in held) != add]
+        (index.insert if add else index.remove)(np.array(chosen, dtype=np.int64))
+        held = held | set(chosen) if add else held - set(chosen)
+        found = index.find(tags, table.keys(1)[slots], 1)
+        assert found.tolist() == [s if s in held else NOWHERE for s in slots.tolist()]
+
+
+def test_steps_that_the_table_does_not_list_are_our_own_fault() -> None:
+    for old in SlotState:
+        for new in SlotState:
+            table = SlotTable(4)
+            table.state[:] = old
+            if (old, new) in STEPS:
+                table.move(np.array([1]), old, new)
+                assert table.state.tolist() == [old, new, old, old]
+            else:
+                with pytest.raises(AssertionError):
+                    table.move(np.array([1]), old, new)
+
+
+def test_ready_is_reached_only_from_a_finished_store_or_from_the_slot_table() -> None:
+    assert {old for old, new in STEPS if new is SlotState.READY} == {
+        SlotState.RESERVED,
+        SlotState.FREE,
+    }
+
+
+def test_reuse_filter_is_bounded_and_forgets_the_oldest() -> None:
+    tracked = ReuseFilter(threshold=2, tracker_blocks=8)
+    first = np.arange(1, 5, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    assert not tracked.offer(first).any()
+    assert tracked.would_admit(first).all()
+    for start in range(100, 200, 4):
+        tags = np.arange(start, start + 4, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
+        tracked.offer(tags)
+    assert not tracked.would_admit(first).any()
+
+
+def test_reuse_filter_counts_to_its_threshold() -> None:
+    tracked = ReuseFilter(threshold=3, tracker_blocks=64)
+    tags = np.array([11, 12], dtype=np.uint64)
+    assert [tracked.offer(tags).all() for _ in range(4)] == [False, False, True, True]

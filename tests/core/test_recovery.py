@@ -1,0 +1,165 @@
+"""What READY records say is served again by the next incarnation, and nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.keys import NamespaceId, RowId, ScopeId
+from tests.core.bench import SECOND, Bench, keys, numbers_of, only, small, spec, verdict
+
+
+def scopes_read_back(left: Bench) -> list[ev.ScopeRecovered]:
+    return [
+        ev.ScopeRecovered(
+            scope.scope,
+            scope.namespace,
+            left.machine.state.namespaces[scope.namespace].spec,
+            scope.epoch,
+            scope.account,
+            scope.group,
+        )
+        for scope in left.pool.scopes.values()
+    ]
+
+
+def row_read_back(left: Bench, row: act.GrantRow, *, quarantined: bool) -> ev.RowRecovered:
+    held = [s for s in range(row.first_slot, row.first_slot + row.slots) if s in left.pool.ready]
+    return ev.RowRecovered(
+        row.row,
+        row.extents,
+        row.namespace,
+        row.group,
+        np.array([s - row.first_slot for s in held], dtype=np.uint32),
+        np.array([left.pool.ready[s][0] for s in held], dtype=np.uint32),
+        keys(*(left.pool.ready[s][1] for s in held)),
+        np.array([left.pool.stamps[s] for s in held], dtype=np.uint64),
+        np.ones(len(held), dtype=np.uint64),
+        quarantined,
+    )
+
+
+def restarted(left: Bench, *, quarantined: bool = False) -> Bench:
+    """The next incarnation over what `left` wrote to its pool, at any moment of its life."""
+    bench = Bench(left.config, now_ns=left.now_ns)
+    for scope in scopes_read_back(left):
+        order = act.OpenScope(scope.scope, scope.namespace, scope.epoch, scope.account, scope.group)
+        bench.pool.scopes[scope.scope] = order
+        bench.machine.handle(scope, bench.now_ns)
+    for row in left.pool.rows.values():
+        event = row_read_back(left, row, quarantined=quarantined)
+        for action in bench.machine.handle(event, bench.now_ns):
+            bench.pool.carry_out(action)
+    bench.pool.ready.update(left.pool.ready)
+    bench.pool.stamps.update(left.pool.stamps)
+    for namespace in bench.machine.namespaces():
+        bench.pool.announced[namespace] = {
+            (epoch, account, group, number)
+            for epoch, account, group, batch in bench.machine.resident(namespace)
+            for number in numbers_of(batch)
+        }
+    bench.feed(ev.PoolRecovered())
+    return bench
+
+
+def test_every_ready_block_is_served_and_no_other() -> None:
+    left = small()
+    left.open(ranks=2)
+    left.stored(range(5))
+    left.stored([7], account="salt")
+    left.store(range(10, 13))
+    bench = restarted(left)
+    assert bench.machine.statistics().counters.recovered == 6
+    bench.open(ranks=2)
+    assert bench.statuses(range(5)) == "HHHHH"
+    assert bench.statuses([7], account="salt") == "H"
+    assert bench.statuses([7, 10, 11, 12]) == "MMMM"
+
+
+def test_seeds_and_numbers_go_on_where_they_were() -> None:
+    left = small()
+    first = left.open(1, spec("a"))
+    bench = restarted(left)
+    assert bench.open(1, spec("a")) == first
+    other = bench.open(2, spec("b"))
+    assert other.namespace == 2
+    assert other.epoch.scopes == (2,)
+
+
+def test_tags_are_published_and_rows_granted_again() -> None:
+    left = small()
+    left.open()
+    left.stored([1, 2])
+    bench = restarted(left)
+    assert bench.pool.tags == left.pool.tags
+    assert bench.pool.rows == left.pool.rows
+
+
+def test_recency_outlives_the_daemon() -> None:
+    left = small(extents=2)
+    left.open()
+    for start in (16, 0):
+        left.stored(range(start, start + 16))
+        left.now_ns += SECOND
+    bench = restarted(left)
+    bench.open()
+    bench.stored([100])
+    assert bench.statuses(range(16)) == "H" * 16
+    assert bench.statuses(range(16, 32)).count("M") == 1
+
+
+def test_places_that_an_undead_mover_may_write_are_not_given_out() -> None:
+    left = small(extents=1)
+    left.open()
+    left.stored(range(4))
+    bench = restarted(left, quarantined=True)
+    slots = bench.machine.statistics().slots
+    assert (slots.ready, slots.quarantined, slots.free) == (4, 12, 0)
+    bench.open()
+    assert bench.statuses(range(4)) == "HHHH"
+    assert verdict(bench.store(range(100, 105))).reason == "NO_ROOM"
+
+
+def test_second_record_of_one_key_is_freed() -> None:
+    left = small()
+    left.open()
+    left.stored([1])
+    (scope,) = left.pool.scopes
+    (row,) = left.pool.rows.values()
+    bench = small()
+    bench.machine.handle(scopes_read_back(left)[0], 0)
+    event = ev.RowRecovered(
+        row.row,
+        row.extents,
+        row.namespace,
+        row.group,
+        np.array([0, 3], dtype=np.uint32),
+        np.array([scope, scope], dtype=np.uint32),
+        keys(1, 1),
+        np.array([5, 6], dtype=np.uint64),
+        np.ones(2, dtype=np.uint64),
+    )
+    (freed,) = only(bench.machine.handle(event, 0), act.WriteFree)
+    assert freed.slots.tolist() == [3]
+
+
+def test_record_of_an_unknown_scope_is_freed() -> None:
+    left = small()
+    left.open()
+    bench = small()
+    bench.machine.handle(scopes_read_back(left)[0], 0)
+    event = ev.RowRecovered(
+        RowId(0),
+        (0,),
+        NamespaceId(1),
+        0,
+        np.array([2], dtype=np.uint32),
+        np.array([ScopeId(77)], dtype=np.uint32),
+        keys(1),
+        np.array([5], dtype=np.uint64),
+        np.ones(1, dtype=np.uint64),
+    )
+    (freed,) = only(bench.machine.handle(event, 0), act.WriteFree)
+    assert freed.slots.tolist() == [2]
+    assert bench.machine.statistics().slots.ready == 0

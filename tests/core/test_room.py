@@ -1,0 +1,320 @@
+"""Room: eviction, quotas, rows granted and taken back, clear."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.errors import InvalidArgument, UnknownNamespace
+from kvd.core.keys import JobId, MoverId, NamespaceId, RequestId, SessionId
+from tests.core.bench import (
+    BLOCK,
+    EXTENT,
+    MS,
+    SECOND,
+    Bench,
+    context,
+    engine_blocks,
+    keys,
+    numbers_of,
+    only,
+    small,
+    spec,
+    verdict,
+)
+
+
+def room(bench: Bench, namespace: int = 1) -> tuple[int, ...]:
+    return bench.machine.room(NamespaceId(namespace))
+
+
+def test_full_pool_evicts_before_it_starts_a_copy() -> None:
+    bench = small(extents=1)
+    bench.open()
+    bench.stored(range(16))
+    actions = bench.store([100])
+    assert [type(a) for a in actions] == [
+        act.RetractTags,
+        act.AnnounceRemoved,
+        act.WriteFree,
+        act.StartTransfer,
+        act.Reply,
+    ]
+
+
+def test_eviction_is_all_or_nothing() -> None:
+    bench = small(extents=1, lease_share=1.0)
+    bench.open()
+    bench.stored(range(16))
+    bench.lookup(range(10), lease=ev.LeaseMode.PREFIX)
+    assert verdict(bench.store(range(100, 107))).reason == "NO_ROOM"
+    assert bench.statuses(range(16)) == "H" * 16
+
+
+def test_block_just_offered_is_not_evicted_for_the_rest_of_the_offer() -> None:
+    bench = small(extents=1)
+    bench.open()
+    bench.stored(range(16))
+    bench.store([0, 1, *range(100, 114)])
+    assert bench.statuses([0, 1]) == "HH"
+    assert verdict(bench.store([0, 1, *range(100, 115)])).reason == "NO_ROOM"
+
+
+def test_slot_in_flight_is_never_given_out() -> None:
+    bench = small(extents=1)
+    bench.open()
+    bench.store(range(16))
+    assert verdict(bench.store([100])).reason == "NO_ROOM"
+
+
+def test_one_group_may_use_all_of_the_pool() -> None:
+    bench = small(extents=8)
+    bench.open()
+    for start in range(0, 128, 16):
+        bench.stored(range(start, start + 16))
+    assert bench.statuses(range(128)) == "H" * 128
+
+
+def test_groups_of_one_job_get_room_together_or_not_at_all() -> None:
+    bench = small(extents=2)
+    bench.open(namespace=spec(groups=2))
+    bench.stored(range(16))
+    bench.finish(bench.store(range(16), group=1))
+    bench.lookup(range(4), group=1, lease=ev.LeaseMode.PREFIX)
+    runs = tuple(
+        ev.Run(group, keys(*numbers), engine_blocks(numbers))
+        for group, numbers in ((0, range(100, 103)), (1, range(100, 113)))
+    )
+    request = ev.StoreRequested(9, SessionId(1), JobId(99), context(), runs)
+    assert verdict(bench.feed(request)).reason == "NO_ROOM"
+    assert bench.statuses(range(16)) == "H" * 16
+    bench.feed(ev.RequestsEnded(SessionId(1), (RequestId("r"),)))
+    assert verdict(bench.feed(request)).blocks == 16
+
+
+# -- quotas --------------------------------------------------------------------------------------
+
+
+def test_quota_holds_by_evicting_the_tenant_s_own_blocks() -> None:
+    bench = small(extents=4)
+    bench.open(1, spec("a", tenant="one"))
+    bench.open(2, spec("b", tenant="two"))
+    bench.quota(4 * BLOCK, "one")
+    bench.stored(range(10, 14), 2)
+    bench.stored(range(4), 1)
+    bench.stored([4, 5], 1)
+    assert bench.statuses(range(6), 1).count("H") == 4
+    assert bench.statuses(range(10, 14), 2) == "HHHH"
+
+
+def test_quota_evicts_from_the_tenant_s_other_namespaces_too() -> None:
+    bench = small(extents=4)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.quota(4 * BLOCK)
+    bench.stored(range(4), 1)
+    bench.stored(range(3), 2)
+    assert bench.statuses(range(4), 1).count("H") == 1
+
+
+def test_quota_full_of_pinned_blocks_refuses_with_its_name() -> None:
+    bench = small(extents=4, lease_share=1.0)
+    bench.open()
+    bench.quota(4 * BLOCK)
+    bench.stored(range(4))
+    bench.lookup(range(4), lease=ev.LeaseMode.PREFIX)
+    assert verdict(bench.store([10])).reason == "QUOTA"
+    assert verdict(bench.store(range(20, 30))).reason == "QUOTA"
+
+
+def test_smaller_quota_evicts_at_once_and_says_how_much() -> None:
+    bench = small(extents=4)
+    bench.open()
+    bench.stored(range(10))
+    assert bench.quota(4 * BLOCK) == 6
+    assert room(bench) == (4,)
+
+
+def test_quota_below_what_is_pinned_is_kept_as_soon_as_pins_end() -> None:
+    bench = small(extents=4, lease_share=1.0)
+    bench.open()
+    bench.stored(range(10))
+    answer = bench.lookup(range(10), lease=ev.LeaseMode.PREFIX)
+    assert bench.quota(4 * BLOCK) == 0
+    assert verdict(bench.store([100])).reason == "QUOTA"
+    assert room(bench) == (0,)
+    assert answer.lease
+    bench.release(answer.lease)
+    bench.tick()
+    assert bench.machine.statistics().tenants[0].used_bytes == 4 * BLOCK
+
+
+def test_negative_quota_is_an_error() -> None:
+    with pytest.raises(InvalidArgument):
+        small().quota(-1)
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def test_row_takes_one_extent_for_each_shard() -> None:
+    bench = small(extents=4)
+    bench.open(ranks=2)
+    (row,) = only(bench.store([1]), act.GrantRow)
+    assert row.extents == (0, 1)
+    assert row.row == row.extents[0]
+    assert (row.first_slot, row.slots) == (0, 16)
+    assert bench.machine.granted_rows(row.namespace) == [row]
+
+
+def test_rows_are_granted_ahead_of_need_but_not_beyond_an_eighth_of_the_pool() -> None:
+    bench = small(extents=32)
+    assert len(bench.machine.namespaces()) == 0
+    bench.open()
+    assert bench.machine.statistics().rows == 4
+    bench.stored(range(16))
+    assert bench.machine.statistics().rows == 5
+    bench = small(extents=32, spare_bytes=2 * EXTENT)
+    bench.open()
+    assert bench.machine.statistics().rows == 2
+
+
+def starving() -> Bench:
+    """Session 1 has all rows; session 2, of another namespace, has none."""
+    bench = small(extents=2)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(32), 1)
+    bench.now_ns += SECOND
+    return bench
+
+
+def test_class_that_owns_nothing_takes_the_coldest_row() -> None:
+    bench = starving()
+    bench.lookup(range(16), 1, lease=ev.LeaseMode.PREFIX)  # these were used since
+    bench.feed(ev.RequestsEnded(SessionId(1), (RequestId("r"),)))
+    used = set(range(16))
+    assert room(bench, 2) == (1,), "an offer is worth while"
+    refused = bench.store([1], 2)
+    assert verdict(refused).reason == "NO_ROOM"
+    (removed,) = only(refused, act.AnnounceRemoved)
+    assert not used & set(numbers_of(removed.keys))
+    made = bench.unmap(refused)
+    taken = [a for a in made if isinstance(a, act.ZeroRow | act.ReleaseRow | act.GrantRow)]
+    assert [type(a) for a in taken] == [act.ZeroRow, act.ReleaseRow, act.GrantRow]
+    assert verdict(bench.store([1], 2)).accepted
+
+
+def test_row_is_zeroed_only_when_every_mover_has_unmapped_it() -> None:
+    bench = small(extents=2)
+    bench.open(1, spec("a"))
+    bench.open(3, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(32), 1)
+    first, second = only(bench.store([1], 2), act.UnmapRow)
+    assert {first.mover, second.mover} == {100, 300}
+    assert not bench.feed(ev.RowUnmapped(first.mover, first.row))
+    assert [type(a) for a in bench.feed(ev.RowUnmapped(second.mover, second.row))] == [act.ZeroRow]
+
+
+def test_dead_mover_counts_as_unmapped() -> None:
+    bench = starving()
+    assert only(bench.store([1], 2), act.UnmapRow)
+    assert only(bench.gone(100), act.ZeroRow)
+
+
+def test_row_with_a_pinned_block_is_not_taken() -> None:
+    bench = small(extents=1)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(16), 1)
+    loading = bench.load([3], 1)
+    assert not only(bench.store([1], 2), act.UnmapRow)
+    bench.finish(loading)
+    bench.now_ns += SECOND
+    assert only(bench.store([1], 2), act.UnmapRow)
+
+
+def test_empty_row_is_taken_before_one_with_blocks() -> None:
+    bench = starving()
+    bench.clear(1)
+    bench.stored([5], 1)
+    actions = bench.store([1], 2)
+    assert only(actions, act.UnmapRow)
+    assert not only(actions, act.AnnounceRemoved)
+
+
+def test_class_with_colder_blocks_of_its_own_takes_no_row() -> None:
+    bench = small(extents=2)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(16), 1)
+    bench.now_ns += SECOND
+    bench.stored(range(16), 2)
+    bench.now_ns += SECOND
+    assert not only(bench.store([100], 1), act.UnmapRow), "its own are the oldest"
+    bench.finish()
+    assert only(bench.store([100], 2), act.UnmapRow)
+
+
+def test_one_row_at_a_time_is_taken_for_a_class() -> None:
+    bench = small(extents=4)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(16), 1)
+    bench.stored(range(16, 32), 1)
+    bench.stored(range(32, 64), 1)
+    assert only(bench.store([1], 2), act.UnmapRow)
+    bench.now_ns += 60 * MS
+    assert not only(bench.store([1], 2), act.UnmapRow)
+
+
+# -- clear ---------------------------------------------------------------------------------------
+
+
+def test_cleared_namespace_holds_nothing_and_says_so_once() -> None:
+    bench = small()
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored([1, 2], 1)
+    bench.stored([3], 2)
+    assert bench.clear(1) == 2
+    assert bench.statuses([1, 2], 1) == "MM"
+    assert bench.statuses([3], 2) == "H"
+
+
+def test_pinned_block_of_a_cleared_namespace_keeps_its_slot_until_its_pin_ends() -> None:
+    bench = small()
+    bench.open()
+    bench.stored([1, 2])
+    loading = bench.load([1])
+    bench.clear()
+    slots = bench.machine.statistics().slots
+    assert (slots.ready, slots.quarantined) == (0, 1)
+    assert bench.statuses([1]) == "M"
+    bench.finish(loading)
+    assert bench.machine.statistics().slots.quarantined == 0
+
+
+def test_store_running_into_a_cleared_namespace_comes_to_nothing() -> None:
+    bench = small()
+    bench.open()
+    started = bench.store([1])
+    bench.clear()
+    (end,) = only(bench.finish(started), act.EndJob)
+    assert (end.status, end.reason) == (ev.JobStatus.FAILED, "RESET")
+    assert bench.statuses([1]) == "M"
+
+
+def test_unknown_namespace_can_not_be_cleared() -> None:
+    with pytest.raises(UnknownNamespace):
+        small().clear(9)
+
+
+def test_row_unmapped_without_being_asked_changes_nothing() -> None:
+    bench = small()
+    bench.open()
+    (row,) = only(bench.store([1]), act.GrantRow)
+    assert not bench.feed(ev.RowUnmapped(MoverId(100), row.row))
+    assert not bench.feed(ev.RowZeroed(row.row))
