@@ -1,0 +1,35 @@
+"""`make` lists what it can do, and says plainly what it can't."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+from tests.tidy.source import ROOT
+
+TARGETS = {
+    "bench", "clean", "demo", "gpu-check", "help", "lint", "proto", "sim", "test", "type", "venv",
+}  # fmt: skip
+
+
+def make(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run make here; never a target that would install anything."""
+    return subprocess.run(
+        ["make", "--no-print-directory", *words],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_make_alone_lists_every_target() -> None:
+    listed = re.findall(r"^  make ([a-z-]+) +\S", make().stdout, re.MULTILINE)
+    assert set(listed) == TARGETS
+    assert len(listed) == len(TARGETS)
+
+
+def test_the_gpu_check_says_that_there_is_nothing_to_check() -> None:
+    ran = make("gpu-check")
+    assert "no GPU plane yet" in ran.stdout
+    assert ran.returncode != 0, "nothing was checked, so nothing passed"
