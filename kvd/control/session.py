@@ -56,6 +56,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._unsent: deque[pb.SessionResponse] = deque()
+        self._held: list[pb.JobEnded] | None = None  # None: none is held back
         self._news = asyncio.Event()
         self.overflowed = False
 
@@ -69,6 +70,9 @@ class Outbox:
 
     def put_ended(self, ended: pb.JobEnded) -> None:
         """Queue the end of a job, with those that wait already."""
+        if self._held is not None:
+            self._held.append(ended)
+            return
         last = self._unsent[-1] if self._unsent else None
         if (
             last is not None
@@ -78,6 +82,16 @@ class Outbox:
             last.jobs_ended.jobs.append(ended)
         else:
             self.put(pb.SessionResponse(jobs_ended=pb.JobsEnded(jobs=[ended])))
+
+    def hold_ended(self) -> None:
+        """Keep ends of jobs back, so that none comes before the verdict on its job."""
+        self._held = []
+
+    def release_ended(self) -> None:
+        """Queue the ends that were kept back."""
+        held, self._held = self._held or [], None
+        for ended in held:
+            self.put_ended(ended)
 
     async def write_all(self, context: Context) -> None:
         """Write until cancelled; returns when the client reads too slowly."""
@@ -164,12 +178,15 @@ class SchedulerSession:
                 self._refuse(0, error)
 
     async def _step(self, step: pb.Step) -> None:
+        self.outbox.hold_ended()
         try:
             reply = await self._rooms.verbs.step(self.live, step)
         except KvdError as error:
             self._refuse(step.sequence, error)
         else:
             self.outbox.put(pb.SessionResponse(step=reply))
+        finally:
+            self.outbox.release_ended()
 
     async def _lookup(self, call: pb.LookupCall) -> None:
         reply = pb.LookupReply(call_id=call.call_id)

@@ -210,6 +210,7 @@ class RawScheduler(Caller):
         super().__init__(path, "SCHEDULER")
         self._requests: queue.SimpleQueue[engine_pb2.SessionRequest | None] = queue.SimpleQueue()
         self.responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ended: list[engine_pb2.JobsEnded] = []
         fields: dict[str, Any] = {
             "identity": identity(),
             "namespace": namespace(),
@@ -234,8 +235,10 @@ class RawScheduler(Caller):
         self._requests.put(engine_pb2.SessionRequest(**request))
 
     def next(self, kind: str) -> Any:
-        """The next response of this kind; others before it are skipped."""
+        """The next response of this kind; others before it are skipped, but ends of jobs kept."""
         deadline = time.monotonic() + DEADLINE_S
+        if kind == "jobs_ended" and self._ended:
+            return self._ended.pop(0)
         while True:
             response = self.responses.get(timeout=max(0.01, deadline - time.monotonic()))
             if isinstance(response, grpc.RpcError):
@@ -243,6 +246,8 @@ class RawScheduler(Caller):
             assert response is not None, f"the stream ended before {kind}"
             if response.WhichOneof("kind") == kind:
                 return getattr(response, kind)
+            if response.WhichOneof("kind") == "jobs_ended":
+                self._ended.append(response.jobs_ended)
 
     @property
     def opened(self) -> engine_pb2.SessionOpened:

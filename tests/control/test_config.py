@@ -1,0 +1,134 @@
+"""Settings: which source wins, what is refused, and what --print-config says."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from kvd import config
+from kvd.config import Config, ConfigError
+from kvd.control.tenants import TenantRule
+from kvd.core.keys import TenantId
+
+
+def load(*flags: str, environment: dict[str, str] | None = None, file: str = "") -> Config:
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser)
+    given = ["--config", file] if file else []
+    return config.load(parser.parse_args([*given, *flags]), environment or {})
+
+
+@pytest.fixture
+def write(tmp_path: Path):  # type: ignore[no-untyped-def]
+    def made(text: str) -> str:
+        path = tmp_path / "kvd.toml"
+        path.write_text(text)
+        return str(path)
+
+    return made
+
+
+def test_flags_win_over_variables_over_the_file_over_defaults(write) -> None:  # type: ignore[no-untyped-def]
+    file = write('policy = "arc"\nstore_threshold = 3\nlease_ttl_ms = 500\n')
+    environment = {"KVD_POLICY": "s3fifo", "KVD_STORE_THRESHOLD": "4"}
+    loaded = load("--policy", "lru", environment=environment, file=file)
+    assert (loaded.policy, loaded.store_threshold, loaded.lease_ttl_ms) == ("lru", 4, 500)
+    assert loaded.http_port == 9470
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4GiB", 4 << 30),
+        ("1.5 GiB", 3 << 29),
+        ("64MiB", 64 << 20),
+        ("1gb", 10**9),
+        ("1234567", 1234567),
+        ("50%", 500),
+    ],
+)
+def test_sizes_are_read(text: str, expected: int) -> None:
+    assert config.parse_size(text, lambda: 1000) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1", "4 bananas", "0%", "101%", "GiB", "1e9"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="size|share"):
+        config.parse_size(text, lambda: 1000)
+
+
+def test_a_share_of_memory_is_a_share_of_what_there_is() -> None:
+    whole = config.memory_bytes()
+    assert load("--pool-bytes", "60%").pool_bytes == int(whole * 60.0 / 100)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--pool-bytes", "lots"], "pool_bytes"),
+        (["--extent-bytes", "100"], "extent_bytes"),
+        (["--pool-bytes", "1MiB"], "pool_bytes"),
+        (["--policy", "mru"], "policy"),
+        (["--http-port", "99999"], "http_port"),
+        (["--socket", "relative.sock"], "socket"),
+        (["--socket", "/" + "x" * 98], "socket"),
+        (["--socket-mode", "999"], "socket_mode"),
+        (["--lease-share", "2"], "lease_share"),
+        (["--store-threshold", "0"], "store_threshold"),
+        (["--log-level", "loud"], "log_level"),
+        (["--operators", "root"], "operators"),
+        (["--any-filesystem", "perhaps"], "any_filesystem"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name_and_where_it_came_from(
+    flags: list[str], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named) as caught:
+        load(*flags)
+    assert "must be" in str(caught.value) or "raise pool_bytes" in str(caught.value)
+
+
+def test_an_unknown_key_of_the_file_is_refused_with_the_known_ones(write) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=r"pool_size.*known:.*pool_bytes"):
+        load(file=write('pool_size = "4GiB"\n'))
+
+
+@pytest.mark.parametrize("text", ["not toml at all", 'policy = "lru'])
+def test_a_file_that_is_no_toml_is_refused(write, text: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="no TOML"):
+        load(file=write(text))
+
+
+def test_a_file_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="can't be read"):
+        load(file="/nowhere/kvd.toml")
+
+
+def test_tenants_have_users_and_quotas(write) -> None:  # type: ignore[no-untyped-def]
+    file = write('pool_bytes = "1GiB"\n[tenants.acme]\nuids = [1000]\nquota = "25%"\n')
+    assert load(file=file).tenants == (
+        TenantRule(TenantId("acme"), frozenset({1000}), frozenset(), 1 << 28),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[tenants.acme]\n",
+        '[tenants.acme]\nuids = ["me"]\n',
+        "[tenants.acme]\nuids = [1]\nquota = -5\n",
+        "[tenants.acme]\nusers = [1]\n",
+        "tenants = 3\n",
+    ],
+)
+def test_an_impossible_tenant_is_refused(write, text: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match="tenants"):
+        load(file=write(text))
+
+
+def test_the_printed_settings_say_the_same_when_read_again(write) -> None:  # type: ignore[no-untyped-def]
+    tenants = '[tenants."a b"]\nuids = [7]\ngids = [8, 9]\nquota = 4096\n'
+    first = load("--policy", "arc", "--operators", "5,6", file=write(tenants))
+    assert load(file=write(config.as_toml(first))) == first
