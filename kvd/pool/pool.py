@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,15 +57,16 @@ class PoolMemory:
 class Pool:
     """Synchronous, called by the driver only; `zero_row` alone may run in a thread."""
 
-    def __init__(self, config: PoolConfig, lock: PoolLock) -> None:
-        """For `open` only."""
+    def __init__(self, config: PoolConfig) -> None:
+        """For `open` only. Owns the directory from here until `close`."""
         self.extents = config.extents
         self.extent_bytes = config.extent_bytes
         self.incarnation = os.urandom(INCARNATION_BYTES)
         self.cold_reason = ""
         self.tag_secret = b""
         self._config = config
-        self._lock = lock
+        self._resources = contextlib.ExitStack()
+        self._resources.callback(PoolLock(config.directory / "lock").release)
         self._files = Extents(config)
         self._movers = MoverList(config.directory / "movers")
         self._placement = Placement(config)
@@ -81,15 +83,14 @@ class Pool:
         require_ordered_stores()
         config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         space.require_tmpfs(config)
-        lock = PoolLock(config.directory / "lock")
+        pool = cls(config)
         try:
-            pool = cls(config, lock)
             space.require_space(config, space.measure(config.directory, _held(config.directory)))
             undead = pool._end_last_owner()
             pool._take_or_make(progress)
             pool._recover(undead)
         except BaseException:
-            lock.release()
+            pool.close()
             raise
         return pool
 
@@ -207,14 +208,14 @@ class Pool:
         return self._pages[namespace].spilled
 
     def close(self) -> None:
-        """Mark every page closed and let go of the pool; its files stay for the next owner."""
+        """Mark every page closed and let go of the pool; its files stay for the next owner.
+
+        Called again it does nothing.
+        """
         for page in self._pages.values():
             page.close()
         self._pages.clear()
-        self._slot_table.close()
-        self._row_table.close()
-        self._registry.close()
-        self._lock.release()
+        self._resources.close()
 
     # -- opening ----------------------------------------------------------------------------------
 
@@ -245,8 +246,11 @@ class Pool:
     def _recover(self, undead_extents: frozenset[int]) -> None:
         directory = self._config.directory
         self._slot_table = SlotTable(self._config, directory / "slots.table")
+        self._resources.callback(self._slot_table.close)
         self._row_table = RowTable(self._config, directory / "rows.table")
+        self._resources.callback(self._row_table.close)
         self._registry = Registry.open(directory / "registry.jsonl")
+        self._resources.callback(self._registry.close)
         books = Books(
             self._config.slots_per_extent,
             self._files,

@@ -12,6 +12,8 @@ import pytest
 
 from kvd.core.events import Event, PoolRecovered, RowRecovered
 from kvd.pool import Pool, PoolConfig, lines
+from kvd.pool.row_table import RowTable
+from tests import leaks
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, SLOTS_PER_EXTENT, opened
 
@@ -203,6 +205,30 @@ def test_a_start_that_was_interrupted_is_cold_again(shared_directory: Path) -> N
         assert pool.cold_reason == "no pool was here before"
         for extent in range(pool.extents):
             assert pool.extent_path(extent).stat().st_blocks * 512 == EXTENT_BYTES
+
+
+def test_a_failed_start_lets_go_of_all_that_it_held(
+    filled: PoolConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_self: object) -> None:
+        raise OSError("the table can't be read")
+
+    before = leaks.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(RowTable, "touched", fail)
+        with pytest.raises(OSError, match="can't be read"):
+            Pool.open(filled, lambda _done, _total: None)
+    assert leaks.look().since(before) == {}
+    rows, _ = reopened(filled)
+    assert set(rows) == {0, 2}
+
+
+def test_a_pool_may_be_closed_twice(filled: PoolConfig) -> None:
+    pool = Pool.open(filled, lambda _done, _total: None)
+    pool.close()
+    pool.close()
+    with opened(filled) as pool:
+        assert pool.cold_reason == ""
 
 
 def test_the_header_is_one_sealed_line_that_others_can_not_read(filled: PoolConfig) -> None:
