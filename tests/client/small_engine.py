@@ -51,9 +51,9 @@ def block_hashes(prompt: str, count: int) -> list[bytes]:
     return hashes
 
 
-def block_bytes(block_hash: bytes, layer: int, rank: int) -> npt.NDArray[np.uint8]:
-    """The KV of one block in one layer on one rank."""
-    seed = int.from_bytes(block_hash[:8], "little") ^ (layer << 8) ^ rank
+def block_bytes(content: bytes, layer: int, rank: int) -> npt.NDArray[np.uint8]:
+    """The KV of one engine block in one layer on one rank."""
+    seed = [*content, layer, rank]
     return np.random.default_rng(seed).integers(0, 255, FRAGMENT_BYTES, dtype=np.uint8)
 
 
@@ -76,13 +76,13 @@ class Rank:
         ]
         self.worker.register([SharedMemory(self.fd, 0, size)], [GroupLayout(NUM_BLOCKS, fragments)])
 
-    def compute(self, block: int, block_hash: bytes) -> None:
+    def compute(self, block: int, content: bytes) -> None:
         for layer in range(LAYERS):
-            self.kv[layer, block] = block_bytes(block_hash, layer, self.rank)
+            self.kv[layer, block] = block_bytes(content, layer, self.rank)
 
-    def holds(self, block: int, block_hash: bytes) -> bool:
+    def holds(self, block: int, content: bytes) -> bool:
         return all(
-            np.array_equal(self.kv[layer, block], block_bytes(block_hash, layer, self.rank))
+            np.array_equal(self.kv[layer, block], block_bytes(content, layer, self.rank))
             for layer in range(LAYERS)
         )
 
@@ -101,8 +101,15 @@ class SmallEngine:
         socket: str,
         engine_id: str = "e0",
         world_size: int = 1,
+        blocks_per_block: int = 1,
         options: SchedulerOptions | None = None,
     ) -> None:
+        self.width = blocks_per_block
+        group = Group(
+            tokens_per_block=TOKENS * blocks_per_block,
+            shard_bytes=(BLOCK_BYTES,) * world_size,
+            blocks_per_block=blocks_per_block,
+        )
         identity = EngineIdentity(engine_id, os.urandom(16))
         namespace = Namespace(
             model="small",
@@ -110,7 +117,7 @@ class SmallEngine:
             hash_algorithm="sha256-chain",
             hash_bytes=HASH_BYTES,
             parallel_shape=f"tp{world_size}",
-            groups=(Group(tokens_per_block=TOKENS, shard_bytes=(BLOCK_BYTES,) * world_size),),
+            groups=(group,),
         )
         self.connection = SchedulerConnection(socket, identity, namespace, world_size)
         self.scheduler = Scheduler(self.connection, options)
@@ -147,17 +154,29 @@ class SmallEngine:
             self.step()
             time.sleep(0.001)
 
-    def arrive(self, request_id: str, prompt: str, count: int, **params: Any) -> list[bytes]:
-        """A request of `count` whole blocks and one more token."""
+    def arrive(
+        self, request_id: str, prompt: str, count: int, more_tokens: int = 1, **params: Any
+    ) -> list[bytes]:
+        """A request of `count` whole blocks and some more tokens."""
         hashes = block_hashes(prompt, count)
-        context = RequestParams(**params)
-        self.scheduler.on_new_request(request_id, count * TOKENS + 1, [hashes], context)
+        num_tokens = count * self.width * TOKENS + more_tokens
+        self.scheduler.on_new_request(request_id, num_tokens, [hashes], RequestParams(**params))
         return hashes
 
-    def match(self, request_id: str, seconds: float = 5.0) -> int:
+    def contents(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """What is in each engine block of these blocks."""
+        return [h + bytes([part]) for h in hashes for part in range(self.width)]
+
+    def compute(self, table: Sequence[int], contents: Sequence[bytes]) -> None:
+        for rank in self.ranks:
+            for block, content in zip(table, contents, strict=True):
+                rank.compute(block, content)
+
+    def match(self, request_id: str, seconds: float = 5.0, computed: int = 0) -> int:
         """Tokens found, stepping while the answer is 'ask again'."""
         deadline = time.monotonic() + seconds
-        while (found := self.scheduler.get_num_new_matched_tokens(request_id, 0)) is None:
+        ask = self.scheduler.get_num_new_matched_tokens
+        while (found := ask(request_id, computed)) is None:
             assert time.monotonic() < deadline, "asked for ever"
             self.step()
         return found
@@ -165,30 +184,31 @@ class SmallEngine:
     def store(self, request_id: str, prompt: str, count: int, first_block: int = 0) -> None:
         """Compute a prompt, let it be stored, finish it."""
         hashes = self.arrive(request_id, prompt, count)
-        table = [list(range(first_block, first_block + count))]
-        self.scheduler.update_state_after_alloc(request_id, table, 0)
-        for rank in self.ranks:
-            for block, block_hash in zip(table[0], hashes, strict=True):
-                rank.compute(block, block_hash)
-        self.step(ScheduledRequest(request_id, table, count * TOKENS))
-        self.scheduler.request_finished(request_id, table)
+        table = list(range(first_block, first_block + count * self.width))
+        self.scheduler.update_state_after_alloc(request_id, [table], 0)
+        self.compute(table, self.contents(hashes))
+        self.step(ScheduledRequest(request_id, [table], len(table) * TOKENS))
+        self.scheduler.request_finished(request_id, [table])
         self.step_until_idle()
 
     def load(self, request_id: str, prompt: str, count: int, first_block: int = 100) -> int:
-        """Load what there is of a prompt; blocks found, every byte checked."""
+        """Load what there is of a prompt; engine blocks loaded, every byte checked."""
         hashes = self.arrive(request_id, prompt, count)
         found = self.match(request_id)
-        table = [list(range(first_block, first_block + count))]
-        self.scheduler.update_state_after_alloc(request_id, table, found)
+        table = list(range(first_block, first_block + count * self.width))
+        self.scheduler.update_state_after_alloc(request_id, [table], found)
         if found:
             self.step_until_loaded(request_id)
         loaded = found // TOKENS if request_id in self.finished_loads else 0
-        for rank in self.ranks:
-            for block, block_hash in zip(table[0][:loaded], hashes[:loaded], strict=True):
-                assert rank.holds(block, block_hash), f"wrong bytes in block {block}"
-        self.scheduler.request_finished(request_id, table)
+        self.check(table[:loaded], self.contents(hashes)[:loaded])
+        self.scheduler.request_finished(request_id, [table])
         self.step()
         return loaded
+
+    def check(self, table: Sequence[int], contents: Sequence[bytes]) -> None:
+        for rank in self.ranks:
+            for block, content in zip(table, contents, strict=True):
+                assert rank.holds(block, content), f"wrong bytes in block {block}"
 
     def step_until_loaded(self, request_id: str, seconds: float = 10.0) -> None:
         deadline = time.monotonic() + seconds

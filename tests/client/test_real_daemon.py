@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -18,8 +20,8 @@ Start = Callable[..., SmallEngine]
 def start_engine(daemon: DaemonProcess) -> Iterator[Start]:
     engines: list[SmallEngine] = []
 
-    def start(engine_id: str = "e0", world_size: int = 1) -> SmallEngine:
-        engine = SmallEngine(daemon.socket, engine_id, world_size)
+    def start(engine_id: str = "e0", world_size: int = 1, width: int = 1) -> SmallEngine:
+        engine = SmallEngine(daemon.socket, engine_id, world_size, width)
         engines.append(engine)
         engine.wait_usable()
         return engine
@@ -88,8 +90,7 @@ def test_stores_in_flight_at_a_kill_end_and_the_engine_goes_on(
     engine = start_engine()
     hashes = engine.arrive("a", "hello", 64)
     table = [list(range(64))]
-    for block, block_hash in zip(table[0], hashes, strict=True):
-        engine.ranks[0].compute(block, block_hash)
+    engine.compute(table[0], engine.contents(hashes))
     plan = engine.scheduler.build_step([ScheduledRequest("a", table, 64 * TOKENS)])
     daemon.kill()
     engine.ranks[0].worker.start_step(plan)
@@ -145,9 +146,6 @@ def test_a_dead_mover_is_replaced_and_the_cache_goes_on(
 ) -> None:
     engine = start_engine()
     engine.store("a", "hello", 8)
-    import os
-    import signal
-
     [mover] = daemon.movers()
     os.kill(mover, signal.SIGKILL)
     deadline = time.monotonic() + 10
@@ -178,3 +176,70 @@ def test_a_reset_hides_the_engines_own_blocks_and_leaves_others_theirs(
     assert two.load("c", "hello", 6) == 6
     one.store("d", "hello", 4)
     assert one.load("e", "hello", 6) == 4
+
+
+def test_partial_first_and_last_blocks_are_loaded(start_engine: Start) -> None:
+    engine = start_engine(width=4)
+    engine.store("a", "hello", 3)
+    # 11 engine blocks and the token that must be computed; the device has the first 2.
+    hashes = engine.arrive("b", "hello", 3, more_tokens=0)
+    table = list(range(100, 112))
+    contents = engine.contents(hashes)
+    engine.compute(table[:2], contents[:2])
+    assert engine.match("b", computed=2 * TOKENS) == 9 * TOKENS
+    engine.scheduler.update_state_after_alloc("b", [table], 9 * TOKENS)
+    engine.step_until_loaded("b")
+    assert engine.finished_loads == {"b"}
+    engine.check(table[:11], contents[:11])
+    assert not engine.ranks[0].kv[:, table[11]].any()
+
+
+def test_a_preempted_request_finds_what_it_had_stored(start_engine: Start) -> None:
+    engine = start_engine()
+    hashes = engine.arrive("a", "hello", 8)
+    table = list(range(8))
+    engine.scheduler.update_state_after_alloc("a", [table], 0)
+    engine.compute(table, engine.contents(hashes))
+    plan = engine.scheduler.build_step([ScheduledRequest("a", [table], 8 * TOKENS)])
+    engine.ranks[0].worker.start_step(plan)
+    engine.ranks[0].worker.finish_step(plan)
+    flushing, _ = engine.step(preempted=["a"])
+    assert flushing.flush == plan.stores
+    engine.ranks[0].kv[:] = 0  # the flush has ended: the blocks may be anybody's
+    assert engine.match("a") == 8 * TOKENS
+    table = list(range(50, 58))
+    engine.scheduler.update_state_after_alloc("a", [table], 8 * TOKENS)
+    engine.step_until_loaded("a")
+    engine.check(table, engine.contents(hashes))
+
+
+def test_unregister_returns_when_the_mover_is_gone(
+    daemon: DaemonProcess, start_engine: Start
+) -> None:
+    engine = start_engine()
+    [mover] = daemon.movers()
+    assert engine.ranks[0].worker.unregister()
+    assert mover not in daemon.movers()
+
+
+def test_a_second_live_engine_of_the_same_name_is_refused_and_says_so(
+    daemon: DaemonProcess, start_engine: Start
+) -> None:
+    start_engine("same")
+    second = SmallEngine(daemon.socket, "same")
+    assert not second.connection.wait_usable(1.0)
+    assert "same" in second.connection.problem
+    second.close()
+
+
+def test_an_engine_meets_its_daemon_whenever_it_comes(
+    daemon: DaemonProcess, start_engine: Start
+) -> None:
+    daemon.end()
+    engine = SmallEngine(daemon.socket)
+    engine.store("a", "hello", 4)
+    daemon.start()
+    engine.wait_usable()
+    engine.store("b", "hello", 4)
+    assert engine.load("c", "hello", 4) == 4
+    engine.close()

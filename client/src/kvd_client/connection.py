@@ -342,7 +342,7 @@ class SchedulerConnection:
                 call.cancel()
 
     def _note(self, problem: str) -> None:
-        if problem != self.problem:
+        if problem != self.problem and not self._closing.is_set():
             log.warning("kvd: %s", problem)
             self.problem = problem
 
