@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U64, Slots
-from kvd.core.policy.slot_queue import MARK_MASK, SlotQueue, new_places
+from kvd.core.policy.slot_queue import MARK_MASK, NO_SLOTS, SlotQueue, new_places
 
 WAYS = 8
 GHOSTS_MAX = 1 << 20  # most ghosts of one policy; the table is twice that
@@ -41,6 +41,8 @@ class Ghosts:
 
     def find(self, tags: U64) -> tuple[npt.NDArray[np.bool_], Slots]:
         """Which tags are remembered, and the ghosts' numbers (only for those found, in order)."""
+        if tags.size == 0:
+            return np.zeros(0, np.bool_), NO_SLOTS
         buckets = self._buckets(tags)
         same = (self._tags[buckets] == tags[:, None]) & (self._ways(buckets) != 0)
         found = same.any(axis=1)
@@ -54,18 +56,22 @@ class Ghosts:
     def add(self, which: int, tags: U64) -> Slots:
         """Remember tags at the young end of a list, the first of them oldest. Their numbers.
 
-        A tag already remembered is forgotten first; what a bucket can't hold is left out.
+        None of them is remembered already (one that is stands twice for a while, no more).
+        What a bucket can't hold is left out.
         """
-        _, known = self.find(tags)
-        self.forget(known)
+        if tags.size == 0:
+            return NO_SLOTS
         buckets = self._buckets(tags)
         order = np.argsort(buckets, kind="stable")
         grouped = buckets[order]
         nth = np.arange(grouped.size) - np.searchsorted(grouped, grouped)  # in its bucket
         fits = nth < WAYS
-        # free ways first (place 0), then the oldest ghosts
-        ways = np.argsort(self._ways(grouped[fits]), axis=1, kind="stable")
-        way = ways[np.arange(ways.shape[0]), nth[fits]]
+        places = self._ways(grouped[fits])
+        way = places.argmin(axis=1)  # free ways first (place 0), then the oldest ghosts
+        later = np.flatnonzero(nth[fits])
+        if later.size:
+            ranked = np.argsort(places[later], axis=1, kind="stable")  # argmin is its first
+            way[later] = ranked[np.arange(later.size), nth[fits][later]]
         numbers = np.zeros(tags.size, np.int64)
         taken = np.zeros(tags.size, np.bool_)
         numbers[order[fits]] = grouped[fits] * WAYS + way
@@ -78,6 +84,8 @@ class Ghosts:
 
     def forget(self, numbers: Slots) -> None:
         """Forget these ghosts; a number may come twice."""
+        if numbers.size == 0:
+            return
         numbers = np.unique(numbers)
         lists = self.list_of(numbers)
         for mark, queue in enumerate(self._lists):

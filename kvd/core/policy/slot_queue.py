@@ -80,6 +80,8 @@ class SlotQueue:
 
     def append(self, slots: Slots) -> None:
         """Put slots that stand in no queue at the young end, the first of them oldest."""
+        if slots.size == 0:
+            return
         assert not self._places[slots].any(), "a slot was appended that a queue holds already"
         self._write(slots)
         self._live += int(slots.size)
@@ -88,12 +90,16 @@ class SlotQueue:
 
     def renew(self, slots: Slots) -> None:
         """Move slots of this queue to the young end, the first of them oldest."""
+        if slots.size == 0:
+            return
         assert self.holds(slots).all(), "a slot was renewed that the queue does not hold"
         self._write(slots)
         self._tidy(int(slots.size))
 
     def drop(self, slots: Slots) -> None:
         """Forget slots of this queue; no slot twice."""
+        if slots.size == 0:
+            return
         assert self.holds(slots).all(), "a slot was dropped that the queue does not hold"
         self._places[slots] = 0
         self._live -= int(slots.size)
@@ -117,7 +123,7 @@ class SlotQueue:
         Pieces start near `count` and grow to PIECE. The queue must not change meanwhile.
         """
         at, size = self._first, max(count + count // 8, 256)
-        seen = 0
+        seen = 0 if count > 0 else self._live
         while at < self._next and seen < self._live:
             size = min(size, PIECE, self._next - at)
             positions, slots = self._live_mentions(at, size)
