@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, Slots
+from kvd.core.sparse import sparse_zeros
 
 
 class SlotState(enum.IntEnum):
@@ -51,19 +52,19 @@ class SlotTable:
 
     def __init__(self, slots: int) -> None:
         self.size = slots
-        self.state: npt.NDArray[np.uint8] = np.zeros(slots, dtype=np.uint8)
-        self.pins: npt.NDArray[np.int32] = np.zeros(slots, dtype=np.int32)  # leases + transfers
-        self.leases: npt.NDArray[np.int32] = np.zeros(slots, dtype=np.int32)  # of those, leases
-        self.tags: U64 = np.zeros(slots, dtype=np.uint64)
-        self.scopes: U32 = np.zeros(slots, dtype=np.uint32)
-        self.stamps: U32 = np.zeros(slots, dtype=np.uint32)
+        self.state: npt.NDArray[np.uint8] = sparse_zeros(slots, np.uint8)
+        self.pins: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # leases + transfers
+        self.leases: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # of those, leases
+        self.tags: U64 = sparse_zeros(slots, np.uint64)
+        self.scopes: U32 = sparse_zeros(slots, np.uint32)
+        self.stamps: U32 = sparse_zeros(slots, np.uint32)
         self._keys: dict[int, U64] = {}
 
     def keys(self, width: int) -> U64:
         """Key words by slot for keys of `width` words: shape [slots, width]."""
         keys = self._keys.get(width)
         if keys is None:
-            keys = self._keys[width] = np.zeros((self.size, width), dtype=np.uint64)
+            keys = self._keys[width] = sparse_zeros((self.size, width), np.uint64)
         return keys
 
     def move(self, slots: Slots, old: SlotState, new: SlotState) -> None:
