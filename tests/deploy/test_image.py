@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,3 +84,43 @@ def test_the_client_alone_needs_no_daemon(image: Path, tmp_path: Path) -> None:
         "kvd-client", "numpy", "grpcio", "protobuf", "typing-extensions",
     }  # fmt: skip
     output(fresh / "bin/python", "-c", "import kvd_client, kvd_proto.v1.worker_pb2_grpc")
+
+
+@pytest.mark.slow
+def test_the_daemon_of_the_image_serves_and_stops_in_order(
+    image: Path, shared_directory: Path
+) -> None:
+    kvd = image / "opt/kvd/bin/kvd"
+    socket = shared_directory / "kvd.sock"
+    serve: list[str | Path] = [
+        kvd,
+        "serve",
+        "--socket",
+        socket,
+        "--pool-directory",
+        shared_directory / "pool",
+    ]
+    small = ["--pool-bytes", "64MiB", "--extent-bytes", "16MiB", "--http-port", "0"]
+    log = shared_directory / "log"
+    with log.open("w") as errors, subprocess.Popen([*serve, *small], stderr=errors, cwd="/") as run:
+        try:
+            report = status(kvd, socket, seconds=30)
+            assert report["state"] == "ready", log.read_text()
+        finally:
+            run.terminate()
+    assert run.returncode == 0, log.read_text()
+    assert not socket.exists()
+    assert (shared_directory / "pool").exists()
+
+
+def status(kvd: Path, socket: Path, seconds: float) -> Any:
+    """What `kvd status` says as soon as the daemon answers; {"state": "absent"} if it doesn't."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        asked = subprocess.run(
+            [kvd, "status", "--json", "--socket", socket], check=False, capture_output=True
+        )
+        if asked.returncode == 0:
+            return json.loads(asked.stdout)
+        time.sleep(0.1)
+    return {"state": "absent"}
