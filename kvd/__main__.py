@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import kvd
 
@@ -112,8 +112,14 @@ def demo(flags: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return EXIT_FAILED
+    _become_demo(root, flags)
+
+
+def _become_demo(root: Path, flags: Sequence[str]) -> NoReturn:
+    """Run the demo in our place: Ctrl-C and SIGTERM reach it, and it ends its daemon in order."""
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", "examples.engine.demo", *flags]
-    return subprocess.run(command, cwd=root, check=False).returncode
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path})  # noqa: S606 - no shell
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Run by the engine as `python -m examples.engine.worker FD`.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from multiprocessing.connection import Connection
@@ -85,11 +86,13 @@ def main() -> int:
             serve(connection, worker)
         finally:
             worker.close()
-        connection.send("stopped")
     except (EOFError, ConnectionError):
         return 1  # the engine or the other rank is gone
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    # Torch takes a second to leave a process in order, and nothing of it needs to be.
+    sys.stderr.flush()
+    os._exit(status)

@@ -193,7 +193,8 @@ class SchedulerConnection:
             backoff = BACKOFF_S
             try:
                 self._hold_session()
-                self._note("the daemon ended the session")
+                if not self._closing.is_set():
+                    self._note("the daemon ended the session")
             except grpc.RpcError as error:
                 backoff = BACKOFF_S if is_absence(error) else REFUSED_BACKOFF_S
                 self._note(describe(error))
