@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import hashlib
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvd.core.keys import KeyBatch
+from kvd.core.keys import U64, KeyBatch, Slots
+from kvd.pool import Pool
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENTS, SLOTS_PER_EXTENT, opened
 
@@ -130,3 +133,51 @@ def test_whoever_sees_ready_sees_what_was_written_before_it(shared_directory: Pa
         del table
     assert looked > 1000
     assert snapshots == 100, "the writer hardly got to write"
+
+
+class WatchedWords:
+    """The slot table's words, looked at after every single store, as a kill there would."""
+
+    def __init__(self, words: U64, look: Callable[[], None]) -> None:
+        self._words = words
+        self._look = look
+        self.stores = 0
+
+    def __getitem__(self, where: Any) -> Any:
+        return self._words[where]
+
+    def __setitem__(self, where: Any, values: Any) -> None:
+        self._words[where] = values
+        self.stores += 1
+        self._look()
+
+
+def write_watched(pool: Pool, records: Slots) -> int:
+    """Write and free these records three times, looking after each store; how many there were."""
+    table = pool._slot_table
+    words = table._words
+
+    def look() -> None:
+        table._words = words
+        ready = records[table.ready(records)]
+        assert table.whole(ready, 32).all()
+        table._words = watched  # type: ignore[assignment]
+
+    watched = WatchedWords(words, look)
+    table._words = watched  # type: ignore[assignment]
+    try:
+        for seed in range(3):
+            pool.write_ready(orders.ready(records.tolist(), orders.keys(len(records), seed)))
+            pool.write_free(orders.free(records.tolist()))
+    finally:
+        table._words = words
+    return watched.stores
+
+
+def test_no_single_store_leaves_a_ready_record_that_is_not_whole(shared_directory: Path) -> None:
+    with opened(orders.config(shared_directory)) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        stores = write_watched(pool, np.arange(SLOTS_PER_EXTENT))
+        gc.collect()  # the watching closure refers to the mapping, and to itself
+    assert stores >= 9
