@@ -85,7 +85,7 @@ class RunningDaemon:
         if not self.ended:
             self.stop()
         if os.environ.get("KVD_TEST_SHOW_LOGS"):
-            print(self.log.read_text())
+            sys.stderr.write(self.log.read_text())
         shutil.rmtree(self.directory, ignore_errors=True)
         shutil.rmtree(self.pool, ignore_errors=True)
 
@@ -106,17 +106,22 @@ def wait_until(true: Callable[[], bool], what: str, seconds: float = DEADLINE_S)
         time.sleep(0.01)
 
 
+def details_of(error: Any) -> Any:
+    """The ErrorInfo that came with a gRPC error; None where none did."""
+    return next(
+        (error_info(v) for k, v in error.trailing_metadata() or () if k == DETAILS_KEY), None
+    )
+
+
 def refusal(call: Callable[[], Any]) -> tuple[str, str, str]:
     """(code, reason, field) with which a call is refused; fails when it isn't."""
     try:
         call()
     except grpc.RpcError as error:
-        for key, value in error.trailing_metadata() or ():
-            if key == DETAILS_KEY:
-                info = error_info(value)
-                assert info.domain == "kvd"
-                return error.code().name, info.reason, info.metadata["field"]
-        raise AssertionError(f"an untyped refusal: {error}") from error
+        info = details_of(error)
+        if info is None or info.domain != "kvd":
+            raise AssertionError(f"an untyped refusal: {error}") from error
+        return error.code().name, info.reason, info.metadata["field"]
     raise AssertionError("the call was not refused")
 
 
@@ -125,7 +130,7 @@ class Caller:
 
     def __init__(self, path: str, role: str = "TOOL") -> None:
         self.companion = CompanionSocket(path, 5.0)
-        kind = companion_pb2.PeerRole.Value(f"PEER_ROLE_{role}")
+        kind = getattr(companion_pb2, f"PEER_ROLE_{role}")
         self.welcome = self.companion.hello(kind, "test")
         self.metadata = (("kvd-token", self.welcome.token),)
         # A channel of its own: gRPC would else share one connection among callers.
@@ -198,7 +203,7 @@ def load_job(job: int, keys: list[int], blocks: list[int]) -> engine_pb2.LoadJob
     return engine_pb2.LoadJob(job_id=job, context=context(), runs=[transfer_run(keys, blocks)])
 
 
-def query(keys: list[int], lease: int = engine_pb2.LEASE_MODE_PREFIX) -> engine_pb2.Query:
+def query(keys: list[int], lease: Any = engine_pb2.LEASE_MODE_PREFIX) -> engine_pb2.Query:
     run = common_pb2.KeyRun(hashes=hashes(*keys))
     return engine_pb2.Query(context=context(), run=run, lease=lease)
 
@@ -354,6 +359,7 @@ class RawEngine:
         assert self.scheduler.opened.session_id
         self.scheduler.next("ranks_ready")
         self._job = 0
+        self._ends: dict[int, engine_pb2.JobEnded] = {}
 
     def store(self, contents: dict[int, bytes]) -> engine_pb2.JobEnded:
         """Store {key: bytes of one block} from engine blocks 0, 1, …; returns how it ended."""
@@ -377,10 +383,9 @@ class RawEngine:
         return [self.worker.read(block) for block in blocks]
 
     def ended(self, job: int) -> engine_pb2.JobEnded:
-        while True:
-            for ended in self.scheduler.next("jobs_ended").jobs:
-                if ended.job_id == job:
-                    return ended
+        while job not in self._ends:
+            self._ends.update({e.job_id: e for e in self.scheduler.next("jobs_ended").jobs})
+        return self._ends.pop(job)
 
     def close(self) -> None:
         self.scheduler.close()

@@ -61,7 +61,7 @@ def answer(connected: socket.socket) -> companion_pb2.CompanionResponse:
 
 
 def open_descriptors(running: RunningDaemon) -> int:
-    return len(os.listdir(f"/proc/{running.pid}/fd"))
+    return sum(1 for _ in Path(f"/proc/{running.pid}/fd").iterdir())
 
 
 def test_hello_is_answered_with_a_token_of_ones_own(running: RunningDaemon) -> None:
@@ -123,7 +123,7 @@ def test_a_flood_of_descriptors_ends_the_connection_and_none_is_kept(
 ) -> None:
     before = open_descriptors(running)
     raw = connect(running)
-    with open(os.devnull) as file:
+    with Path(os.devnull).open() as file:
         rights = array.array("i", [file.fileno()] * 200)
         control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
         raw.sendmsg([HELLO], control)
@@ -181,7 +181,7 @@ def test_the_index_page_comes_read_only_and_sealed(running: RunningDaemon) -> No
     fd, size = scheduler.companion.get_page(scheduler.opened.namespace_id)
     assert int.from_bytes(os.pread(fd, 8, 0), "little") == PAGE_MAGIC
     assert os.fstat(fd).st_size == size
-    with pytest.raises(OSError, match="Bad file descriptor|not permitted"):
+    with pytest.raises(OSError, match=r"Bad file descriptor|not permitted"):
         os.pwrite(fd, b"lies", 0)
     os.close(fd)
     scheduler.close()

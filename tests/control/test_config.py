@@ -55,7 +55,7 @@ def test_sizes_are_read(text: str, expected: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "-1", "4 bananas", "0%", "101%", "GiB", "1e9"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="size|share"):
+    with pytest.raises(ValueError, match=r"size|share"):
         config.parse_size(text, lambda: 1000)
 
 

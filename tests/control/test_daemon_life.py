@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -133,7 +134,7 @@ def test_health_pages_answer_and_others_do_not(running: RunningDaemon) -> None:
 
 def test_each_service_has_its_health(running: RunningDaemon) -> None:
     with grpc.insecure_channel(f"unix:{running.socket}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub = health_stub(channel)
         for service in ("", "kvd.v1.EngineService", "kvd.v1.WorkerService"):
             answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
@@ -144,7 +145,7 @@ def test_each_service_has_its_health(running: RunningDaemon) -> None:
 
 def test_reflection_lists_the_services(running: RunningDaemon) -> None:
     with grpc.insecure_channel(f"unix:{running.socket}") as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
         (answer,) = stub.ServerReflectionInfo(iter([ask]), timeout=5)
         listed = {service.name for service in answer.list_services_response.service}
@@ -234,6 +235,10 @@ def test_an_idle_daemon_takes_little(running: RunningDaemon) -> None:
     assert anonymous < 150 * 1024
 
 
+def health_stub(channel: grpc.Channel) -> Any:
+    return health_pb2_grpc.HealthStub(channel)  # its stubs know no methods
+
+
 class NotifySocket:
     """systemd's end of sd_notify."""
 
@@ -303,7 +308,7 @@ def test_an_operators_drain_refuses_sessions_and_says_not_serving() -> None:
         drain = operator_pb2.DrainRequest(deadline_ms=100)
         assert operator.call(operator.operator.Drain, drain).jobs_left == 0
         assert operator.status().state == "draining"
-        stub = health_pb2_grpc.HealthStub(operator.channel)
+        stub = health_stub(operator.channel)
         answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
         operator.close()

@@ -13,7 +13,7 @@ from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvd.control.errors import DETAILS_KEY, STATUS_OF, error_info
+from kvd.control.errors import STATUS_OF
 from kvd_proto.v1 import common_pb2, engine_pb2, events_pb2, operator_pb2, worker_pb2
 from tests.control.daemon_rig import (
     Caller,
@@ -22,6 +22,7 @@ from tests.control.daemon_rig import (
     block,
     context,
     daemon,
+    details_of,
     hashes,
     identity,
     query,
@@ -64,20 +65,21 @@ def callers(running: RunningDaemon, engine: RawEngine) -> Iterator[dict[str, Cal
         caller.close()
 
 
-def send(callers: dict[str, Caller], method: MethodDescriptor, content: bytes) -> grpc.RpcError:
+def send(callers: dict[str, Caller], method: MethodDescriptor, content: bytes) -> Any:
     """Call with raw bytes; the error, or an empty one where the call was answered."""
     caller = callers[ROLES.get(method.containing_service.name, "TOOL")]
+    channel: Any = caller.channel
     path = f"/{method.containing_service.full_name}/{method.name}"
     if method.name == "Session":
-        stream = caller.channel.stream_stream(path)
+        stream = channel.stream_stream(path)
         call: Any = stream(iter([content]), timeout=10, metadata=caller.metadata)
     elif method.server_streaming:
-        call = caller.channel.unary_stream(path)(content, timeout=0.2, metadata=caller.metadata)
+        call = channel.unary_stream(path)(content, timeout=0.2, metadata=caller.metadata)
     else:
         call = None
     try:
         if call is None:
-            caller.channel.unary_unary(path)(content, timeout=10, metadata=caller.metadata)
+            channel.unary_unary(path)(content, timeout=10, metadata=caller.metadata)
         else:
             next(call, None)
             call.cancel()
@@ -86,11 +88,9 @@ def send(callers: dict[str, Caller], method: MethodDescriptor, content: bytes) -
     return grpc.RpcError()
 
 
-def reason_of(error: grpc.RpcError) -> str:
-    for key, value in error.trailing_metadata() or ():
-        if key == DETAILS_KEY:
-            return error_info(value).reason
-    return ""
+def reason_of(error: Any) -> str:
+    info = details_of(error)
+    return str(info.reason) if info is not None else ""
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
@@ -117,7 +117,7 @@ def test_an_empty_message_is_answered_or_refused_with_a_reason(
 def scrambled(message: Message, dice: random.Random, depth: int = 0) -> Message:
     """Fill a message with values of the right types and no sense."""
     for field in message.DESCRIPTOR.fields:
-        if dice.random() < 0.3 or field.message_type is not None and depth > 3:
+        if dice.random() < 0.3 or (field.message_type is not None and depth > 3):
             continue
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
             continue
