@@ -10,9 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.draft import QueryDraft, StepDraft
+from kvd_client.identity import Namespace
 from kvd_proto import tags
 from kvd_proto.page import PageReader
 from kvd_proto.v1 import engine_pb2
+
+# Up to here one probe after the other is cheaper than an array of them.
+FEW_HASHES = 8
 
 
 class Answer(NamedTuple):
@@ -38,8 +42,8 @@ class SessionView(Protocol):
         """Blocks that a store could get now."""
 
 
-class Connection(Protocol):
-    """What the scheduler side needs of the daemon. Never raises for an absent daemon."""
+class Lookups(Protocol):
+    """Questions to the daemon. None of these raises for an absent daemon."""
 
     @property
     def session(self) -> SessionView | None:
@@ -56,6 +60,13 @@ class Connection(Protocol):
 
     def give_up(self, call_id: int) -> None:
         """Want no answer any more; a lease that still comes is released."""
+
+
+class Connection(Lookups, Protocol):
+    """All that the scheduler side needs of the daemon, and what it knows of the engine."""
+
+    namespace: Namespace
+    world_size: int
 
     def send_step(self, step: StepDraft) -> bool:
         """Queue the step's one message. False: no session, nothing will be done."""
@@ -116,8 +127,12 @@ class Session:
             raise ValueError(f"every block hash must have {self._hash_bytes} bytes")
         if self._page is None or not self._seeds:
             return np.zeros(len(block_hashes), dtype=np.bool_)
+        seed = self._seed(group, account)
+        if len(block_hashes) <= FEW_HASHES:
+            probe = self._page.probe_first
+            return np.array([probe(each, seed) for each in block_hashes], dtype=np.bool_)
         words = tags.hash_words(joined, self._hash_bytes)
-        return self._page.probe(tags.tags_of(words, self._seed(group, account)))
+        return self._page.probe(tags.tags_of(words, seed))
 
     def room(self, group: int) -> int:
         return 0 if self._page is None else self._page.room(group)

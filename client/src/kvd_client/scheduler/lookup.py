@@ -16,7 +16,7 @@ from kvd_client.identity import GroupKind, Namespace
 from kvd_client.scheduler import hits
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Lookup, LookupState, Request
-from kvd_client.session import Connection, SessionView
+from kvd_client.session import Lookups, SessionView
 from kvd_proto import layout
 
 KEYS_PER_CALL = layout.MAX_KEYS_PER_MESSAGE // 2
@@ -29,7 +29,7 @@ class LookupDesk:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Lookups,
         namespace: Namespace,
         options: SchedulerOptions,
         clock: Callable[[], float],

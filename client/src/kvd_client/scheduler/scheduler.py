@@ -17,10 +17,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
 
 from kvd_client.draft import JobDraft, StepDraft, request_context
-from kvd_client.identity import Namespace
 from kvd_client.scheduler.device import DeviceBlocks
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
 from kvd_client.scheduler.loads import load_runs
@@ -46,19 +44,12 @@ REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to rep
 BlockTables = Sequence[Sequence[int]]
 
 
-class EngineConnection(Connection, Protocol):
-    """A connection that knows the engine's shape."""
-
-    namespace: Namespace
-    world_size: int
-
-
 class Scheduler:
     """One engine's scheduler side."""
 
     def __init__(
         self,
-        connection: EngineConnection,
+        connection: Connection,
         options: SchedulerOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
