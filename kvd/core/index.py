@@ -23,10 +23,10 @@ _SPLIT_AT_ONCE = 4096
 NOWHERE = -1  # in arrays of slots: no such block
 
 
-def _running(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint8]:
-    """Running counts along rows of eight marks: a multiplication sums all bytes up to each."""
-    sums = np.ascontiguousarray(marks).view(np.uint64) * np.uint64(0x0101010101010101)
-    return sums.view(np.uint8)
+def _counts(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
+    """Marks in each row of eight: a multiplication sums its bytes into the highest."""
+    sums = marks.view(np.uint64).ravel() * np.uint64(0x0101010101010101)
+    return sums >> np.uint64(56)
 
 
 class Index:
@@ -39,8 +39,10 @@ class Index:
             buckets *= 2
         # Touched from the front on as buckets are split: huge pages waste nothing here, and
         # they make the random probes of a large index a tenth faster.
-        self._tags = np.zeros((buckets, WAYS), np.uint64)  # 0 = empty entry
-        self._slots = np.zeros((buckets, WAYS), np.uint32)
+        self._tags = np.zeros((buckets, WAYS), np.uint64)
+        # Slot number + 1, 0 where the entry is empty; its tag then means nothing.
+        self._entries = np.zeros((buckets, WAYS), np.uint32)
+        self._claims = np.zeros(buckets, np.int32)  # who of a batch inserts into a bucket
         self._round = _FIRST_BUCKETS  # buckets at the start of this round of splits
         self._split = 0  # next bucket to split
         self._count = 0
@@ -65,8 +67,8 @@ class Index:
             if not len(rows):
                 continue
             asked = missing[rows]
-            slots = self._slots[bucket[asked], ways].astype(np.int64)
-            right = self._table.scopes[slots] == scope
+            slots = self._entries[bucket[asked], ways].astype(np.int64) - 1
+            right = (slots >= 0) & (self._table.scopes[slots] == scope)
             right &= (keys[slots] == words[asked]).all(axis=1)
             found[asked[right]] = slots[right]
         if self._spill:
@@ -78,10 +80,13 @@ class Index:
         self._count += len(slots)
         self._grow()
         tags = self._table.tags[slots]
-        for _ in range(3):
-            slots, tags = self._place(slots, tags)
-            if not len(slots):
-                return
+        while len(slots):
+            left = self._place(slots, tags)
+            if len(left) == len(slots):
+                break
+            slots, tags = slots[left], tags[left]
+        else:
+            return
         for tag, slot in zip(tags.tolist(), slots.tolist(), strict=True):
             self._spill.setdefault(tag, []).append(slot)
         self._note_spill()
@@ -92,10 +97,9 @@ class Index:
         left = np.arange(len(slots))
         for bucket in self._buckets(tags):
             at = bucket[left]
-            match = self._tags[at] == tags[left, None]
-            match &= self._slots[at] == slots[left, None].astype(np.uint32)
+            match = self._entries[at] == (slots[left, None] + 1).astype(np.uint32)
             rows, ways = np.nonzero(match)
-            self._tags[at[rows], ways] = 0
+            self._entries[at[rows], ways] = 0
             gone = match.any(axis=1)
             left = left[~gone]
             if not len(left):
@@ -110,8 +114,8 @@ class Index:
 
     def slots(self) -> Slots:
         """Every slot in the index, in no order. For invariants: reads the whole table."""
-        used = self._tags[: self._round + self._split] != 0
-        inside = self._slots[: self._round + self._split][used].astype(np.int64)
+        entries = self._entries[: self._round + self._split]
+        inside = entries[entries != 0].astype(np.int64) - 1
         spilled = [slot for slots in self._spill.values() for slot in slots]
         return np.concatenate([inside, np.array(spilled, dtype=np.int64)])
 
@@ -125,26 +129,22 @@ class Index:
         narrow = wide & (self._round - 1)
         return np.where(narrow < self._split, wide, narrow)
 
-    def _place(self, slots: Slots, tags: U64) -> tuple[Slots, U64]:
-        """Put each slot in the emptier of its buckets; the ones that found no way come back."""
+    def _place(self, slots: Slots, tags: U64) -> Slots:
+        """Put slots in the emptier of their buckets, one in each; the places of those left."""
         first, second = self._buckets(tags)
-        empty_first, empty_second = self._tags[first] == 0, self._tags[second] == 0
-        better = _running(empty_second)[:, -1] > _running(empty_first)[:, -1]
+        empty_first, empty_second = self._entries[first] == 0, self._entries[second] == 0
+        better = _counts(empty_second) > _counts(empty_first)
         bucket = np.where(better, second, first)
-        order = np.argsort(bucket, kind="stable")
-        bucket = bucket[order]
-        empty = np.where(better[:, None], empty_second, empty_first)[order]
-        # Several of one batch may want one bucket: the k-th of them takes the k-th empty way.
-        starts = np.flatnonzero(np.r_[True, bucket[1:] != bucket[:-1]])
-        rank = np.arange(len(bucket)) - np.repeat(starts, np.diff(np.r_[starts, len(bucket)]))
-        choice = empty & (_running(empty) == rank[:, None] + 1)
-        rows, ways = np.nonzero(choice)
-        self._tags[bucket[rows], ways] = tags[order[rows]]
-        self._slots[bucket[rows], ways] = slots[order[rows]].astype(np.uint32)
-        if len(rows) == len(bucket):
-            return slots[:0], tags[:0]
-        unplaced = order[~choice.any(axis=1)]
-        return slots[unplaced], tags[unplaced]
+        empty = np.where(better[:, None], empty_second, empty_first)
+        # Several of one batch may want one bucket: the last to write its number there has it.
+        numbers = np.arange(len(slots), dtype=np.int32)
+        self._claims[bucket] = numbers
+        way = empty.argmax(axis=1)
+        won = (self._claims[bucket] == numbers) & empty[numbers, way]
+        at, way = bucket[won], way[won]
+        self._tags[at, way] = tags[won]
+        self._entries[at, way] = (slots[won] + 1).astype(np.uint32)
+        return np.flatnonzero(~won)
 
     def _grow(self) -> None:
         wanted = -(-self._count * _LOAD_DENOMINATOR // (WAYS * _LOAD_NUMERATOR))
@@ -162,9 +162,9 @@ class Index:
     def _place_spilled(self) -> None:
         """Buckets were split: most of what found them full has a place now."""
         slots = np.array([s for held in self._spill.values() for s in held], dtype=np.int64)
-        slots, tags = self._place(slots, self._table.tags[slots])
+        left = slots[self._place(slots, self._table.tags[slots])]
         self._spill = {}
-        for tag, slot in zip(tags.tolist(), slots.tolist(), strict=True):
+        for tag, slot in zip(self._table.tags[left].tolist(), left.tolist(), strict=True):
             self._spill.setdefault(tag, []).append(slot)
         self._note_spill()
 
@@ -172,14 +172,14 @@ class Index:
         """Split the next `count` buckets: an entry stays, or goes to the same way of the twin."""
         old = np.arange(self._split, self._split + count)
         new = old + self._round
-        tags, slots = self._tags[old], self._slots[old]
+        tags, entries = self._tags[old], self._entries[old]
         first = self._wide(tags)
         second = self._wide((tags >> np.uint64(32)) * _SECOND_FACTOR)
         by_first = (first & (self._round - 1)) == old[:, None]
-        moves = (np.where(by_first, first, second) != old[:, None]) & (tags != 0)
-        self._tags[new] = np.where(moves, tags, 0)
-        self._slots[new] = slots
-        self._tags[old] = np.where(moves, 0, tags)
+        moves = np.where(by_first, first, second) != old[:, None]
+        self._tags[new] = tags
+        self._entries[new] = np.where(moves, entries, 0)
+        self._entries[old] = np.where(moves, 0, entries)
         self._split += count
         if self._split == self._round:
             self._round *= 2
