@@ -30,6 +30,7 @@ from kvd.core.keys import U64, Slots
 from kvd.core.policy.base import Evictable
 from kvd.core.policy.ghosts import Ghosts
 from kvd.core.policy.slot_queue import Capacity, SlotQueue, new_places
+from kvd.core.sparse import sparse_zeros
 
 RECENT, FREQUENT = 0, 1
 
@@ -42,9 +43,9 @@ class ArcPolicy:
         places = new_places(max_slots)
         self._recent = SlotQueue(places, RECENT)
         self._frequent = SlotQueue(places, FREQUENT)
-        self._tags = np.zeros(max_slots, np.uint64)
+        self._tags = sparse_zeros(max_slots, np.uint64)
         self._ghosts = Ghosts(max_slots, lists=2)
-        self._counted = np.zeros(self._ghosts.numbers, np.bool_)  # has moved the target
+        self._counted = sparse_zeros(self._ghosts.numbers, np.bool_)  # has moved the target
         self._target = 0.0  # the paper's p: how many blocks recent should hold
 
     def __len__(self) -> int:

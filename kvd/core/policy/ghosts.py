@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvd.core.keys import U64, Slots
 from kvd.core.policy.slot_queue import MARK_MASK, NO_SLOTS, SlotQueue, new_places
+from kvd.core.sparse import sparse_zeros
 
 WAYS = 8
 GHOSTS_MAX = 1 << 20  # most ghosts of one policy; the table is twice that
@@ -27,7 +28,7 @@ class Ghosts:
         self.limit = min(max_slots, GHOSTS_MAX)
         bits = max(7, (2 * self.limit - 1).bit_length() - 3)
         self._shift = np.uint64(64 - bits)
-        self._tags = np.zeros((1 << bits, WAYS), np.uint64)
+        self._tags = sparse_zeros((1 << bits, WAYS), np.uint64)
         self._places = new_places(WAYS << bits)
         self._lists = [SlotQueue(self._places, mark) for mark in range(lists)]
 

@@ -26,6 +26,7 @@ from kvd.core.keys import U64, Slots
 from kvd.core.policy.base import Evictable
 from kvd.core.policy.ghosts import Ghosts
 from kvd.core.policy.slot_queue import PIECE, Capacity, SlotQueue, joined, new_places, nth_true
+from kvd.core.sparse import sparse_zeros
 
 SMALL, MAIN = 0, 1
 SMALL_SHARE = 10  # small's share is one in so many
@@ -42,8 +43,8 @@ class S3FifoPolicy:
         places = new_places(max_slots)
         self._small = SlotQueue(places, SMALL)
         self._main = SlotQueue(places, MAIN)
-        self._tags = np.zeros(max_slots, np.uint64)
-        self._uses = np.zeros(max_slots, np.uint8)
+        self._tags = sparse_zeros(max_slots, np.uint64)
+        self._uses = sparse_zeros(max_slots, np.uint8)
         self._ghosts = Ghosts(max_slots)
 
     def __len__(self) -> int:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvd.core.keys import Slots
 from kvd.core.policy.base import Evictable
+from kvd.core.sparse import sparse_zeros
 
 Places = npt.NDArray[np.int64]
 Capacity = Callable[[], int]  # slots that the size class owns now
@@ -42,7 +43,7 @@ class Scan(NamedTuple):
 def new_places(max_slots: int) -> Places:
     """Places for slots 0 .. max_slots - 1, all unknown; memory is taken where it is touched."""
     assert 0 < max_slots < 2**31, "slot numbers must fit in 31 bits"
-    return np.zeros(max_slots, np.int64)
+    return sparse_zeros(max_slots, np.int64)
 
 
 class SlotQueue:
