@@ -18,7 +18,7 @@ import kvd
 from kvd.config import Config
 from kvd.control.http import TEXT, HttpServer, Page
 from kvd.control.notify import feed_watchdog, notify
-from kvd.control.server import ControlServer, Place
+from kvd.control.server import ControlServer, Place, refuse_taken
 from kvd.control.session import SessionTerms
 from kvd.control.tenants import TenantPolicy
 from kvd.core import events as ev
@@ -52,6 +52,7 @@ class Daemon:
     async def run(self) -> int:
         """Start, serve until told to stop, stop. The exit status."""
         self._handle_signals()
+        refuse_taken(self.config.companion_socket)  # before the pool takes its time
         async with contextlib.AsyncExitStack() as stack:
             http = HttpServer(self._pages())
             if self.config.http_port:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from kvd.control import convert
 from kvd.control.namespaces import Namespaces
 from kvd.control.peers import Context, Peers
@@ -46,7 +48,14 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
         after = (request.incarnation, request.after_sequence) if request.incarnation else None
         incarnation = self._driver.incarnation
         previous = request.after_sequence
+        watching = asyncio.current_task()
+        assert watching is not None, "a call runs in a task"
+
+        def gone() -> None:
+            watching.cancel()
+
         self._watchers += 1
+        peer.on_end(gone)
         try:
             async for delivery in self._driver.event_log.watch(after, wanted):
                 if delivery.changes or delivery.snapshot:
@@ -54,4 +63,5 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
                         await context.write(message)
                 previous = delivery.sequence
         finally:
+            peer.forget(gone)
             self._watchers -= 1

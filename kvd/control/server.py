@@ -146,10 +146,10 @@ class ControlServer:
 
     async def close(self) -> None:
         """End every call and peer; leave no socket file."""
+        self.companion.close()  # ends the peers, and with them their streams
         if self._server is not None:
             await self._server.stop(STOP_SECONDS)
             self._server = None
-        self.companion.close()
         if self._place is not None:
             for path in (self._place.socket, self._place.companion):
                 with contextlib.suppress(FileNotFoundError):

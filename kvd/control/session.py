@@ -41,6 +41,7 @@ MAX_SESSIONS = 1024
 MAX_UNSENT_MESSAGES = 4096  # a client that doesn't read is dropped
 JOBS_PER_MESSAGE = 512
 CLOSE_FLUSH_SECONDS = 2.0
+WARM_SECONDS = 1.0  # longest wait for rows to be made fast before a session is called ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +112,7 @@ class SchedulerSession:
         self._start = start
         self._rooms = rooms
         self._ended = False
+        self._telling: asyncio.Future[None] | None = None
         self.on_end = asyncio.Event()
 
     @property
@@ -131,14 +133,24 @@ class SchedulerSession:
         self.outbox.put_ended(convert.ended_message(order))
 
     def rank_lost(self, rank: int, reason: str) -> None:
+        self._stop_telling()
         self._rooms.engines.refresh(self._start)
         lost = pb.RankLost(rank=rank, reason=reason)
         self.outbox.put(pb.SessionResponse(rank_lost=lost))
+
+    def _stop_telling(self) -> None:
+        if self._telling is not None:
+            self._telling.cancel()
 
     def attach(self, placement: RankPlacement, mover: MoverProcess) -> None:
         self._rooms.driver.attach_rank(self.live.id, placement, mover)
 
     def ranks_ready(self, registrations: Sequence[MoverId]) -> None:
+        self._telling = asyncio.ensure_future(self._tell_ready(registrations))
+
+    async def _tell_ready(self, registrations: Sequence[MoverId]) -> None:
+        """Say so once the first copies would be as fast as later ones."""
+        await self._rooms.driver.fleet.warm(self.live.id, WARM_SECONDS)
         ready = pb.RanksReady(registration_ids=registrations)
         self.outbox.put(pb.SessionResponse(ranks_ready=ready))
 
@@ -147,6 +159,7 @@ class SchedulerSession:
         if self._ended:
             return
         self._ended = True
+        self._stop_telling()
         log.info("session %d of engine %r ends: %s", self.live.id, self.live.engine_id, reason)
         self._rooms.sessions.by_id.pop(self.live.id, None)
         self._rooms.driver.close_session(self.live.id)
@@ -311,7 +324,11 @@ class SessionRooms:
         sink.session = session
         self.sessions.by_id[number] = live
         session.outbox.put(pb.SessionResponse(opened=self._opened(message, accepted, live)))
-        self.engines.join(start, session)
+        try:
+            self.engines.join(start, session)
+        except BaseException:
+            session.end("its ranks could not be attached")
+            raise
         log.info("session %d: engine %r, namespace %d", number, live.engine_id, live.namespace)
         return session
 

@@ -56,7 +56,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             agreed = rank_layout(request, start)
             self._engines.check_place(start, peer, agreed)
             config = self._mover_config(request, agreed, regions(request, peer))
-            await self._engines.vacate(start, request.rank)
+            start = await self._claim_place(request, peer)
             mover = await self._start(config)
             start = await self._seat(request, peer, Rank(peer, agreed, mover))
         finally:
@@ -118,25 +118,34 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
         What was checked may have changed while the process started, so it is checked again.
         """
+        mover = rank.mover
         try:
-            start = await self._engines.claim(peer.uid, request.identity)
+            start = await self._claim_place(request, peer)
             agreed = rank_layout(request, start)
             if agreed.groups != rank.layout.groups:
                 raise MoverStartFailed("the scheduler came with another block size; register again")
             self._engines.check_place(start, peer, agreed)
             if peer.ended:
                 raise UnknownRegistration("the worker ended meanwhile")
+            channel = companion_pb2.RankChannel(registration_id=mover.mover)
+            peer.send(
+                companion_pb2.CompanionResponse(rank_channel=channel),
+                (mover.ring_fd, mover.board_fd, mover.event_fd, mover.pidfd),
+            )
+            self._engines.seat(start, rank)
         except BaseException:
-            await self._driver.end_rank(rank.mover.mover, "its registration failed")
+            await self._driver.end_rank(mover.mover, "its registration failed")
             raise
-        channel = companion_pb2.RankChannel(registration_id=rank.mover.mover)
-        mover = rank.mover
-        peer.send(
-            companion_pb2.CompanionResponse(rank_channel=channel),
-            (mover.ring_fd, mover.board_fd, mover.event_fd, mover.pidfd),
-        )
-        self._engines.seat(start, rank)
         return start
+
+    async def _claim_place(self, request: pb.RegisterRankRequest, peer: Peer) -> EngineStart:
+        """The engine's start with this rank's place empty; nothing runs in between."""
+        while True:
+            start = await self._engines.claim(peer.uid, request.identity)
+            self._engines.check_place(start, peer, rank_layout(request, start))
+            if request.rank not in start.ranks:
+                return start
+            await self._engines.vacate(start, request.rank)
 
 
 def check_rank(request: pb.RegisterRankRequest) -> None:

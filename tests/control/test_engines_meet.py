@@ -192,6 +192,24 @@ def test_unregister_returns_when_the_mover_is_gone_and_may_be_repeated(
     scheduler.close()
 
 
+def test_registrations_of_one_rank_at_once_leave_one_mover(
+    running: RunningDaemon, worker: RawWorker
+) -> None:
+    scheduler = RawScheduler(running.socket, identity=identity("at-once"))
+    assert scheduler.opened.session_id
+    request = worker.request(identity=identity("at-once"))
+    calls = [
+        worker.worker.RegisterRank.future(request, timeout=20, metadata=worker.metadata)
+        for _ in range(4)
+    ]
+    assert all(call.result().registration_id for call in calls)
+    (session,) = [s for s in worker.status().sessions if s.engine_id == "at-once"]
+    assert (len(session.ranks), session.usable) == (1, True)
+    movers = [call.result().mover_pid for call in calls]
+    assert sum(Path(f"/proc/{pid}").exists() for pid in movers) == 1
+    scheduler.close()
+
+
 def test_a_killed_mover_is_news_and_its_rank_registers_again(
     running: RunningDaemon, worker: RawWorker
 ) -> None:
