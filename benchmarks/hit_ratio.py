@@ -28,7 +28,7 @@ MADE_UP = "made-up"
 RESULTS = Path(__file__).parent / "results"
 
 
-def made_up_trace(requests: int = 2000) -> list[TraceRequest]:
+def made_up_trace(requests: int = 800) -> list[TraceRequest]:
     """Conversations that share system prompts, grow turn by turn and end; always the same."""
     rng = np.random.default_rng(20)
     fresh = itertools.count(1000)
