@@ -52,6 +52,8 @@ class Config:
     store_threshold: int
     lease_ttl_ms: int
     lease_share: float
+    submit_deadline_seconds: float
+    copy_deadline_seconds: float
     http_address: str
     http_port: int
     log_level: str
@@ -213,6 +215,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("store_threshold", 1, _whole(1, 255), "store a block on its n-th sighting"),
     Setting("lease_ttl_ms", 2000, _whole(100, 600_000), "life of a lease that no step renews"),
     Setting("lease_share", 0.25, _number(0.01, 1.0), "most of a quota that leases may hold"),
+    Setting("submit_deadline_seconds", 30.0, _number(0.1, 3600), "longest wait for a rank's ready"),
+    Setting("copy_deadline_seconds", 30.0, _number(0.1, 3600), "after it, before a mover is ended"),
     Setting("http_address", "127.0.0.1", str, "address of /metrics, /healthz, /readyz"),
     Setting("http_port", 9470, _whole(0, 65535), "port of the same; 0 turns it off"),
     Setting("log_level", "info", _one_of(*LOG_LEVELS), "one of " + ", ".join(LOG_LEVELS)),
