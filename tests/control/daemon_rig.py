@@ -7,6 +7,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -62,9 +63,15 @@ class RunningDaemon:
                 stderr=log,
                 env={**os.environ, **self._environment},
             )
-        wait_until(lambda: Path(self.socket).exists() or self.ended, "the daemon's socket")
+        wait_until(lambda: self.answers or self.ended, "the daemon's socket")
         assert not self.ended, self.log.read_text()
         return self
+
+    @property
+    def answers(self) -> bool:
+        """A socket file alone proves nothing: kill -9 leaves it behind."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(self.socket) == 0
 
     @property
     def ended(self) -> bool:
