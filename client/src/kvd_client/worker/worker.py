@@ -87,7 +87,7 @@ class Worker:
         self._ended: list[JobReport] = []
         self._early: dict[int, None] = {}  # ended on the board before their plan came
         self._computing: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._helper: threading.Thread | None = None
+        self._aside: threading.Thread | None = None
 
     # -- registration -----------------------------------------------------------------------
 
@@ -133,10 +133,10 @@ class Worker:
     def close(self) -> None:
         """Unregister and end the threads."""
         self.unregister()
-        if self._helper is not None:
+        if self._aside is not None:
             self._computing.put(None)
-            self._helper.join(timeout=2.0)
-            self._helper = None
+            self._aside.join(timeout=2.0)
+            self._aside = None
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Worker:
         if wait_for_compute is None:
             self._mark_ready(begun)
             return
-        self._hand_to_helper(lambda: self._store_computed(begun, wait_for_compute))
+        self._do_aside(lambda: self._store_computed(begun, wait_for_compute))
 
     def get_finished(self) -> WorkerReport:
         """What ended since the last call. Never waits."""
@@ -228,17 +228,17 @@ class Worker:
             ]
         for registration, ids in full:
             # The call takes its time, which is not the engine's.
-            self._hand_to_helper(partial(self._mark_by_call, registration, ids))
+            self._do_aside(partial(self._mark_by_call, registration, ids))
 
     def _mark_by_call(self, registration: Registration, job_ids: Sequence[int]) -> None:
         registrar = self._registrar
         if registrar is not None:
             registrar.mark_ready_by_call(registration, job_ids)
 
-    def _hand_to_helper(self, task: Callable[[], None]) -> None:
-        if self._helper is None:
-            self._helper = threading.Thread(target=self._help, name="kvd-compute", daemon=True)
-            self._helper.start()
+    def _do_aside(self, task: Callable[[], None]) -> None:
+        if self._aside is None:
+            self._aside = threading.Thread(target=self._do_tasks, name="kvd-compute", daemon=True)
+            self._aside.start()
         self._computing.put(task)
 
     def _store_computed(self, job_ids: Sequence[int], wait_for_compute: WaitForCompute) -> None:
@@ -261,7 +261,7 @@ class Worker:
                     del self._open[job_id]
                     self._ended.append(JobReport(job_id, done=False))
 
-    def _help(self) -> None:
+    def _do_tasks(self) -> None:
         while (task := self._computing.get()) is not None:
             task()
 
