@@ -14,19 +14,20 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 from kvd.clock import Clock, MonotonicClock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
 from kvd.core.errors import KvdError
-from kvd.core.events import Event, JobKind, Query, TransferOutcome
+from kvd.core.events import Event, JobKind, Query
 from kvd.core.keys import JobId, MoverId, NamespaceId, SessionId
 from kvd.core.machine import Machine
 from kvd.event_log import Change, ChangeKind, EventLog
-from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement, TransferObserver
+from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
 from kvd.job_board import JobBoard
+from kvd.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.mover.process import MoverProcess
 from kvd.pieces import query_pieces, run_pieces
 from kvd.pool.pool import Pool
@@ -38,44 +39,13 @@ TICK_SECONDS = 0.25
 CLOSE_GRACE_SECONDS = 1.0
 
 
-class SessionSink(Protocol):
-    """Where news for one session go."""
-
-    def job_ended(self, order: EndJob) -> None: ...
-
-    def rank_lost(self, rank: int, reason: str) -> None: ...
-
-
-class DriverObserver(TransferObserver, Protocol):
-    """Counts what passes by, for metrics."""
-
-    def job_ended(self, order: EndJob) -> None: ...
-
-    def tags_spilled(self, count: int) -> None: ...
-
-
-class SilentObserver:
-    """Counts nothing."""
-
-    def transfer_finished(
-        self, kind: JobKind, outcome: TransferOutcome, bytes_copied: int, duration_ns: int
-    ) -> None:
-        pass
-
-    def job_ended(self, order: EndJob) -> None:
-        pass
-
-    def tags_spilled(self, count: int) -> None:
-        pass
-
-
 @dataclass(frozen=True, slots=True)
 class OpenSessionRecord:
     namespace: NamespaceId
     sink: SessionSink
 
 
-def exit_on_broken_invariant(event: Event, error: AssertionError) -> None:
+def exit_on_broken_invariant(event: Event, error: Exception) -> None:
     """Tell the story and end: a daemon that doubts its own state serves nothing."""
     log.critical("broken invariant while handling %r", event, exc_info=error)
     logging.shutdown()
@@ -97,7 +67,7 @@ class Driver:
         self.pool = pool
         self.incarnation = pool.incarnation
         self.event_log = EventLog(pool.incarnation, self._resident_changes)
-        self.on_broken_invariant: Callable[[Event, AssertionError], None] = exit_on_broken_invariant
+        self.on_broken_invariant: Callable[[Event, Exception], None] = exit_on_broken_invariant
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
         self.jobs = JobBoard()
         self._clock = clock or MonotonicClock()
@@ -149,13 +119,15 @@ class Driver:
         self._handling = True
         payload = None
         try:
-            orders = self.machine.handle(event, self._clock.now_ns())
-            for order in orders:
+            for order in self.machine.handle(event, self._clock.now_ns()):
                 if isinstance(order, act.Reply):
                     payload = order.payload
                 else:
                     self._carry_out(order)
-        except AssertionError as error:
+        except KvdError:
+            raise
+        except Exception as error:
+            # The machine believes in what was not carried out: nothing may be served on that.
             self.on_broken_invariant(event, error)
             raise
         finally:

@@ -113,6 +113,11 @@ class MoverFleet:
             )
         return process
 
+    async def warm(self, session: SessionId, within_s: float) -> bool:
+        """Wait until the session's movers have made their mapped rows fast; False: not yet."""
+        processes = [self.attached[mover].process for mover in self.of_session(session)]
+        return all(await asyncio.gather(*(process.warm(within_s) for process in processes)))
+
     async def kill(self, mover: MoverId) -> None:
         """End the mover; returns when its process is gone."""
         process = self._processes.get(mover)

@@ -163,7 +163,7 @@ class MoverProcess:
         """Give the mover its part of a job; it starts once the worker is ready.
 
         Ends in transfer_finished or mover_gone. False: as much is queued as may be, and
-        nothing was; for a load the board says failed.
+        this was not; the board says nothing of it.
         """
         order = TransferOrder(transfer, job, kind, tuple(parts))
         size = sum(part.nbytes for part in parts)
@@ -172,8 +172,6 @@ class MoverProcess:
             or self._queued_bytes + size > MAX_ORDER_BYTES_QUEUED
         )
         if full:
-            if kind is JobKind.LOAD:
-                self._post(BoardRecord(job, kind, JobStatus.FAILED, 0, 0))
             return False
         self._write(FrameKind.TRANSFER, frames.pack_transfer(order))
         self._queued[transfer] = size
