@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -17,9 +14,8 @@ from hypothesis.stateful import (
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.errors import KvdError
-from kvd.core.keys import JobId, KeyBatch, MoverId, RequestId, SessionId
-from kvd.core.machine import Machine, MachineConfig
+from kvd.core.keys import JobId, MoverId, NamespaceId, RequestId, SessionId
+from kvd.core.machine import MachineConfig
 from tests.core.bench import (
     BLOCK,
     EXTENT,
@@ -30,15 +26,15 @@ from tests.core.bench import (
     engine_blocks,
     finished,
     keys,
-    numbers_of,
     only,
     spec,
     verdict,
 )
+from tests.core.replaying import replay
 from tests.core.test_recovery import restarted
 
 SESSIONS = (1, 2, 3)
-# Two engines of two ranks share a namespace; a third, of another tenant, has bigger blocks.
+# Two engines of two ranks share a namespace; a third, of another tenant, has two groups.
 SPECS = {1: spec("a", "one", shards=2), 2: spec("a", "one", shards=2), 3: spec("b", "two", 1, 2)}
 RANKS = {1: 2, 2: 2, 3: 1}
 
@@ -146,7 +142,7 @@ class MachineRules(RuleBasedStateMachine):
         if there:
             self.load(which, there, account, False)
         self.store(which, numbers, account, 0, whole, 0, True)
-        self.end_step(which)
+        self.feed(ev.StepEnded(SessionId(self.ids[which])))
         for number in range(ends):
             if self.bench.transfers:
                 self.finish(7 * number, ev.TransferOutcome.DONE)
@@ -202,11 +198,13 @@ class MachineRules(RuleBasedStateMachine):
             case "epoch":
                 self.change_epoch(which, ["", "e1"][pick % 2])
             case "quota":
-                self.set_quota([0, 0, 5, 20][pick % 4], ["one", "two"][pick % 2])
+                quota = [0, 0, 5, 20][pick % 4] * BLOCK
+                self.feed(ev.QuotaSet(1, SPECS[1 + 2 * (pick % 2)].tenant, quota))
             case "clear":
-                self.clear(pick)
+                self.feed(ev.NamespaceCleared(1, NamespaceId(1 + pick % 2)))
             case "touch":
-                self.touch(which, numbers)
+                session = SessionId(self.ids[which])
+                self.feed(ev.Touched(session, context(), 0, keys(*numbers)))
             case "drop":
                 self.look_up(which, numbers, "", "q", ev.LeaseMode.ALL)
                 self.finish_all()
@@ -310,23 +308,10 @@ class MachineRules(RuleBasedStateMachine):
             where = f"{SPECS[which].fingerprint}/{self.epochs[which]}"
             self.held[answer.lease] = (session, where, account, kept)
 
-    def touch(self, which: int, numbers: list[int]) -> None:
-        if which in self.ids:
-            session = SessionId(self.ids[which])
-            self.feed(ev.Touched(session, context(), 0, keys(*numbers)))
-
     def end_request(self, which: int, request: str) -> None:
         if which in self.ids:
             session = self.ids[which]
             self.feed(ev.RequestsEnded(SessionId(session), (RequestId(request),)))
-            live = self.bench.machine.state.sessions[SessionId(session)].leases
-            self.held = {
-                n: held for n, held in self.held.items() if held[0] != session or n in live
-            }
-
-    def end_step(self, which: int) -> None:
-        if which in self.ids:
-            self.feed(ev.StepEnded(SessionId(self.ids[which])))
 
     # -- movers, pool, operator, time ------------------------------------------------------------
 
@@ -359,22 +344,6 @@ class MachineRules(RuleBasedStateMachine):
     def tick(self, after_ms: int) -> None:
         self.bench.now_ns += after_ms * MS
         self.feed(ev.TimerTicked())
-        alive = {
-            lease
-            for session in self.bench.machine.state.sessions.values()
-            for lease in session.leases
-        }
-        if after_ms < 2000:  # no lease is older than its renewal
-            return
-        self.held = {n: held for n, held in self.held.items() if n in alive}
-
-    def set_quota(self, blocks: int, tenant: str) -> None:
-        self.feed(ev.QuotaSet(1, SPECS[1 if tenant == "one" else 3].tenant, blocks * BLOCK))
-
-    def clear(self, pick: int) -> None:
-        known = self.bench.machine.namespaces()
-        cleared = known[pick % len(known)]
-        self.feed(ev.NamespaceCleared(1, cleared))
 
     # -- what must hold ----------------------------------------------------------------------
 
@@ -386,7 +355,7 @@ class MachineRules(RuleBasedStateMachine):
         for number, (session, where, account, numbers) in self.held.items():
             found = state.sessions.get(SessionId(session))
             if found is None or number not in found.leases:
-                continue  # it has expired
+                continue  # it has ended
             fingerprint, epoch = where.split("/")
             namespace = 1 if fingerprint == self.first else 2
             announced = self.bench.pool.announced.get(namespace, set())
@@ -422,31 +391,6 @@ class MachineRules(RuleBasedStateMachine):
         assert not state.transfers
         assert not state.slots.pins.any()
         assert not any(c.reserved or c.quarantined for c in state.classes.values())
-
-
-def replay(bench: Bench) -> None:
-    """A fresh machine, fed the log, orders exactly the same."""
-    fresh = Machine(bench.config)
-    for (event, now_ns), expected in zip(bench.log, bench.history, strict=False):
-        try:
-            actions = fresh.handle(event, now_ns)
-        except KvdError:
-            actions = []
-        assert plain(actions) == plain(expected)
-
-
-def plain(thing: object) -> object:
-    """The same content in types that compare by value."""
-    if isinstance(thing, np.ndarray):
-        return (str(thing.dtype), thing.tolist())
-    if isinstance(thing, KeyBatch):
-        return numbers_of(thing)
-    if isinstance(thing, (list, tuple)):
-        return [plain(part) for part in thing]
-    if hasattr(thing, "__dataclass_fields__"):
-        fields: Iterable[str] = thing.__dataclass_fields__
-        return (type(thing).__name__, [plain(getattr(thing, name)) for name in fields])
-    return thing
 
 
 MachineRules.TestCase.settings = settings(
