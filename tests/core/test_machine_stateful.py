@@ -235,8 +235,7 @@ class MachineRules(RuleBasedStateMachine):
             return
         group = group if which == 3 else 0
         session = self.ids[which]
-        self.next_id += 1
-        job = self.next_id
+        job = self.next_id = self.next_id + 1
         self.jobs.add((session, job))
         blocks = engine_blocks([n + shift for n in numbers])
         run = ev.Run(group, keys(*numbers), blocks)
@@ -387,8 +386,7 @@ class MachineRules(RuleBasedStateMachine):
             self.feed(ev.MoverGone(MoverId(mover), "test"))
         state = self.bench.machine.state
         assert not self.jobs, "a job never ended"
-        assert not state.sessions
-        assert not state.transfers
+        assert not (state.sessions or state.transfers)
         assert not state.slots.pins.any()
         assert not any(c.reserved or c.quarantined for c in state.classes.values())
 
