@@ -243,3 +243,17 @@ def test_an_engine_meets_its_daemon_whenever_it_comes(
     engine.store("b", "hello", 4)
     assert engine.load("c", "hello", 4) == 4
     engine.close()
+
+
+def test_a_broken_stream_is_mended_and_the_ranks_register_again(start_engine: Start) -> None:
+    engine = start_engine()
+    engine.store("a", "hello", 6)
+    first = engine.connection.session
+    assert first is not None
+    engine.connection._cancel()
+    deadline = time.monotonic() + 15
+    while (session := engine.connection.session) is None or session is first:
+        assert time.monotonic() < deadline, engine.connection.problem
+        engine.step()
+        time.sleep(0.01)
+    assert engine.load("b", "hello", 6) == 6
