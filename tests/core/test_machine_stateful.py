@@ -386,7 +386,7 @@ class MachineRules(RuleBasedStateMachine):
             self.feed(ev.MoverGone(MoverId(mover), "test"))
         state = self.bench.machine.state
         assert not self.jobs, "a job never ended"
-        assert not {**state.sessions, **state.transfers}
+        assert len(state.sessions) + len(state.transfers) == 0
         assert not state.slots.pins.any()
         assert not any(c.reserved or c.quarantined for c in state.classes.values())
 
