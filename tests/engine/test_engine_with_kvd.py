@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -92,6 +93,57 @@ def test_an_engine_killed_in_the_middle_leaves_only_whole_blocks(
         loaded = second.generate(orders)
     assert outputs(loaded) == expected
     assert_loaded_bytes_were_computed(stored, loaded)
+
+
+def test_engines_killed_while_they_work_leave_only_whole_blocks(
+    daemon: Daemon, expected: dict[str, list[int]]
+) -> None:
+    config = EngineConfig(socket=daemon.socket, step_tokens=48)
+    orders = shared_prefix_orders(8)
+    for delay_s in (0.02, 0.06, 0.12):
+        engine = EngineProcess(config)
+        try:
+            with contextlib.suppress(TimeoutError):
+                engine.generate(orders, timeout_s=delay_s)
+        finally:
+            engine.kill()
+    with EngineProcess(config) as engine:
+        loaded = engine.generate(orders)
+    assert outputs(loaded) == expected
+    assert total(loaded, "loaded") > 0
+
+
+def test_two_engines_share_what_either_stored(
+    daemon: Daemon, expected: dict[str, list[int]]
+) -> None:
+    orders = shared_prefix_orders(8)
+    with (
+        EngineProcess(EngineConfig(socket=daemon.socket, engine_id="one")) as one,
+        EngineProcess(EngineConfig(socket=daemon.socket, engine_id="two")) as two,
+    ):
+        first = one.generate(orders[::2])
+        one.settle()
+        second = two.generate(orders)
+        two.settle()
+        one.reset_device_cache()
+        third = one.generate(orders)
+    assert outputs(second) == outputs(third) == expected
+    assert second[orders[0].request_id].loaded > 0
+    assert third[orders[1].request_id].loaded > 0
+    assert_loaded_bytes_were_computed(first | {f"two-{k}": v for k, v in second.items()}, third)
+
+
+def test_a_pool_too_small_for_all_changes_no_answer(expected: dict[str, list[int]]) -> None:
+    orders = shared_prefix_orders(8)
+    stored = []
+    with Daemon(pool_bytes=128 << 10, extent_bytes=64 << 10) as daemon:
+        with EngineProcess(EngineConfig(socket=daemon.socket)) as engine:
+            for _ in range(3):
+                assert outputs(engine.generate(orders)) == expected
+                stored.append(engine.settle()["bytes_stored"])
+                engine.reset_device_cache()
+    # What was stored again had been evicted.
+    assert 0 < stored[0] < stored[-1]
 
 
 def test_the_cache_survives_the_daemons_kill(
