@@ -136,12 +136,14 @@ def test_two_engines_share_what_either_stored(
 def test_a_pool_too_small_for_all_changes_no_answer(expected: dict[str, list[int]]) -> None:
     orders = shared_prefix_orders(8)
     stored = []
-    with Daemon(pool_bytes=128 << 10, extent_bytes=64 << 10) as daemon:
-        with EngineProcess(EngineConfig(socket=daemon.socket)) as engine:
-            for _ in range(3):
-                assert outputs(engine.generate(orders)) == expected
-                stored.append(engine.settle()["bytes_stored"])
-                engine.reset_device_cache()
+    with (
+        Daemon(pool_bytes=128 << 10, extent_bytes=64 << 10) as daemon,
+        EngineProcess(EngineConfig(socket=daemon.socket)) as engine,
+    ):
+        for _ in range(3):
+            assert outputs(engine.generate(orders)) == expected
+            stored.append(engine.settle()["bytes_stored"])
+            engine.reset_device_cache()
     # What was stored again had been evicted.
     assert 0 < stored[0] < stored[-1]
 
