@@ -41,7 +41,7 @@ sim: ## Simulation over many seeds (SEEDS=how many, 1000)
 	KVD_SIM_COUNT=$${SEEDS:-200} $(PYTEST) -q tests/simulation
 
 bench: ## Benchmarks: tables, and JSON with machine and commit (ARGS=names)
-	@.ci/venv demo
+	@.ci/venv dev bench
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 proto: ## Make the stubs from proto/
