@@ -29,7 +29,7 @@ from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
 from kvd.job_board import JobBoard
 from kvd.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.mover.process import MoverProcess
-from kvd.pieces import query_pieces, run_pieces
+from kvd.pieces import PiecewiseAnswers, query_pieces, run_pieces
 from kvd.pool.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -250,12 +250,15 @@ class Driver:
 
     async def lookup(self, session: SessionId, queries: Sequence[Query]) -> tuple[Answer, ...]:
         """Answers in the order of the queries; yields to other calls between pieces."""
-        answers: list[Answer] = []
+        answers = PiecewiseAnswers(len(queries))
         for piece in query_pieces(queries):
-            if answers:
-                await asyncio.sleep(0)
-            answers += self.call(ev.LookupRequested(self.next_token(), session, piece))
-        return tuple(answers)
+            cut = answers.continue_in(piece)
+            found = self.call(
+                ev.LookupRequested(self.next_token(), session, tuple(c.query for c in cut))
+            )
+            answers.take(cut, found)
+            await asyncio.sleep(0)
+        return answers.whole()
 
     async def store(self, event: ev.StoreRequested) -> Verdict:
         """Store in pieces of at most PIECE_KEYS keys; the verdict covers them all."""

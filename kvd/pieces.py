@@ -3,25 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from kvd.core.events import Query, Run
+from kvd.core.actions import Answer
+from kvd.core.events import LeaseMode, Query, Run
+from kvd.core.keys import LeaseId
 
 # Keys handled without yielding to other calls: about 0.2 ms of the event loop.
-PIECE_KEYS = 256
+PIECE_KEYS = 128
+_HIT = 1  # of kvd.v1 Answer, in its low two bits
+_STATUS_BITS = 3
 
 
-def query_pieces(queries: Sequence[Query]) -> Iterator[tuple[Query, ...]]:
-    """Group whole queries into pieces of about PIECE_KEYS keys."""
-    piece: list[Query] = []
-    keys = 0
-    for query in queries:
-        if piece and keys + len(query.keys) > PIECE_KEYS:
-            yield tuple(piece)
-            piece, keys = [], 0
-        piece.append(query)
-        keys += len(query.keys)
+@dataclass(frozen=True, slots=True, eq=False)
+class QueryPiece:
+    """Some keys of one query; `number` is the query's place in the call."""
+
+    number: int
+    query: Query
+
+
+def query_pieces(queries: Sequence[Query]) -> Iterator[list[QueryPiece]]:
+    """Cut queries into pieces of at most PIECE_KEYS keys, in order."""
+    piece: list[QueryPiece] = []
+    room = PIECE_KEYS
+    for number, query in enumerate(queries):
+        start = 0
+        while start < len(query.keys) or start == 0:
+            stop = min(len(query.keys), start + room)
+            piece.append(QueryPiece(number, replace(query, keys=query.keys[start:stop])))
+            room -= stop - start
+            if room == 0:
+                yield piece
+                piece, room = [], PIECE_KEYS
+            if stop == len(query.keys):
+                break
+            start = stop
     if piece:
-        yield tuple(piece)
+        yield piece
+
+
+class PiecewiseAnswers:
+    """Puts the answers of a call's pieces together; one lease for each query."""
+
+    def __init__(self, queries: int) -> None:
+        self._statuses = [bytearray() for _ in range(queries)]
+        self._leases: list[LeaseId | None] = [None] * queries
+        self._leased = [0] * queries
+
+    def continue_in(self, pieces: list[QueryPiece]) -> list[QueryPiece]:
+        """The pieces as they are to be asked now: a prefix lease goes on only behind hits."""
+        return [QueryPiece(piece.number, self._continued(piece)) for piece in pieces]
+
+    def _continued(self, piece: QueryPiece) -> Query:
+        query, before = piece.query, self._statuses[piece.number]
+        if query.lease is LeaseMode.PREFIX and any(s & _STATUS_BITS != _HIT for s in before):
+            return replace(query, lease=LeaseMode.NONE)
+        return replace(query, extends=self._leases[piece.number])
+
+    def take(self, pieces: Sequence[QueryPiece], answers: Sequence[Answer]) -> None:
+        """The machine's answers to these pieces."""
+        for piece, answer in zip(pieces, answers, strict=True):
+            self._statuses[piece.number] += answer.statuses
+            if answer.lease is not None:
+                self._leases[piece.number] = answer.lease
+            self._leased[piece.number] += answer.leased_blocks
+
+    def whole(self) -> tuple[Answer, ...]:
+        """One answer for each query."""
+        return tuple(
+            Answer(bytes(statuses), lease, leased)
+            for statuses, lease, leased in zip(
+                self._statuses, self._leases, self._leased, strict=True
+            )
+        )
 
 
 def run_pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:

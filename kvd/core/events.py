@@ -203,10 +203,14 @@ class RequestContext:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Query:
+    """`extends` names a lease of the same session and group that the hits are to join: how the
+    later pieces of a large query share one lease."""
+
     context: RequestContext
     group: int
     keys: KeyBatch
     lease: LeaseMode
+    extends: LeaseId | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

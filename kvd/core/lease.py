@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvd.core import residency
+from kvd.core.events import Query
 from kvd.core.keys import LeaseId, RequestId, Slots
 from kvd.core.state import Lease, Session, State
 
@@ -42,11 +43,29 @@ def take_lease(
     state.next_lease += 1
     session.leases[lease.lease] = lease
     session.by_request.setdefault(request, set()).add(lease.lease)
+    _claim(state, owner, slots)
+    return lease.lease
+
+
+def hold(
+    state: State, session: Session, query: Query, owner: SizeClass, held: tuple[Slots, int]
+) -> LeaseId:
+    """Hold these READY slots by the lease that the query extends, or by a new one."""
+    lease = session.leases.get(query.extends) if query.extends is not None else None
+    if lease is None or lease.size_class is not owner:
+        return take_lease(state, session, query.context.request, owner, held)
+    fresh = np.setdiff1d(held[0], lease.slots)
+    _claim(state, owner, fresh)
+    lease.slots = np.union1d(lease.slots, fresh)
+    return lease.lease
+
+
+def _claim(state: State, owner: SizeClass, slots: Slots) -> None:
+    """One more lease holds each of these distinct slots."""
     residency.pin(state, owner, slots)
     holders = state.slots.leases[slots]
     owner.tenant.leased_bytes += int(np.count_nonzero(holders == 0)) * owner.block_bytes
     state.slots.leases[slots] = holders + 1
-    return lease.lease
 
 
 def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> None:

@@ -81,7 +81,7 @@ def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_
         leased = fitting
         if leased:
             claimed = slots[run[:leased]]
-            held = lease.take_lease(state, session, query.context.request, owner, (claimed, now_ns))
+            held = lease.hold(state, session, query, owner, (claimed, now_ns))
             residency.touch(state, owner, claimed, now_ns)
     counts = np.bincount(statuses & 3, minlength=4)
     counters.misses += int(counts[MISS])

@@ -1,0 +1,63 @@
+"""A large call cut into pieces means the same as the whole."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.core.actions import Answer
+from kvd.core.events import LeaseMode, Query, RequestContext, Run
+from kvd.core.keys import KeyBatch, LeaseId, RequestId
+from kvd.pieces import PIECE_KEYS, PiecewiseAnswers, query_pieces, run_pieces
+
+HIT, MISS = b"\x01", b"\x00"
+
+
+def query(count: int, mode: LeaseMode = LeaseMode.PREFIX) -> Query:
+    words = np.arange(count * 4, dtype=np.uint64).reshape(count, 4)
+    return Query(RequestContext(RequestId("r")), 0, KeyBatch(words, 32), mode)
+
+
+@given(st.lists(st.integers(0, 3 * PIECE_KEYS), min_size=1, max_size=6))
+def test_pieces_hold_every_key_once_in_order(counts: list[int]) -> None:
+    queries = [query(count) for count in counts]
+    pieces = list(query_pieces(queries))
+    assert all(sum(len(p.query.keys) for p in piece) <= PIECE_KEYS for piece in pieces)
+    for number, whole in enumerate(queries):
+        parts = [p.query.keys.words for piece in pieces for p in piece if p.number == number]
+        assert parts, "an empty query still has an answer"
+        assert np.array_equal(np.concatenate(parts), whole.keys.words)
+
+
+@given(st.lists(st.integers(0, 3 * PIECE_KEYS), min_size=1, max_size=4))
+def test_runs_keep_their_keys_blocks_and_places(counts: list[int]) -> None:
+    runs = [
+        Run(g, query(n).keys, np.arange(n, dtype=np.uint32).reshape(n, 1), first_block=7)
+        for g, n in enumerate(counts)
+    ]
+    cut = [run for piece in run_pieces(runs) for run in piece]
+    for whole in runs:
+        parts = [run for run in cut if run.group == whole.group]
+        at = 0
+        for part in parts:
+            assert part.first_block == whole.first_block + at
+            assert np.array_equal(part.keys.words, whole.keys.words[at : at + len(part.keys)])
+            assert part.engine_blocks[:, 0].tolist() == list(range(at, at + len(part.keys)))
+            at += len(part.keys)
+        assert at == len(whole.keys)
+
+
+def test_a_prefix_lease_goes_on_through_pieces_and_stops_at_the_first_miss() -> None:
+    (first, second, third) = query_pieces([query(3 * PIECE_KEYS)])
+    answers = PiecewiseAnswers(1)
+    assert answers.continue_in(first)[0].query.extends is None
+    answers.take(first, [Answer(HIT * PIECE_KEYS, LeaseId(5), PIECE_KEYS)])
+    again = answers.continue_in(second)[0].query
+    assert (again.lease, again.extends) == (LeaseMode.PREFIX, 5)
+    answers.take(second, [Answer(HIT + MISS * (PIECE_KEYS - 1), LeaseId(5), 1)])
+    assert answers.continue_in(third)[0].query.lease is LeaseMode.NONE
+    answers.take(third, [Answer(HIT * PIECE_KEYS, None, 0)])
+    (whole,) = answers.whole()
+    assert len(whole.statuses) == 3 * PIECE_KEYS
+    assert (whole.lease, whole.leased_blocks) == (5, PIECE_KEYS + 1)
