@@ -1,0 +1,118 @@
+"""The tests' side of a probe engine: starts the process, gives orders, kills it."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ANSWER_SECONDS = 40.0
+ROOT = Path(__file__).parents[2]
+
+
+class ProbeFailed(AssertionError):
+    """An order failed in the probe's process, or the process is gone."""
+
+
+class Probe:
+    """A probe engine's process. `ask` gives an order and waits; `order` and `answer` do halves."""
+
+    def __init__(self, socket: str, engine_id: str, log: Path, **changes: Any) -> None:
+        settings = {
+            "socket": socket,
+            "engine_id": engine_id,
+            "world_size": 1,
+            "ranks": None,  # those that this process plays; all
+            "block_bytes": 4096,
+            "num_blocks": 256,
+            "tenant": "",
+            "model": "probe",
+        }
+        settings |= changes
+        self.engine_id = engine_id
+        self._log = log
+        self._unread = b""
+        with log.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.probe_engine", json.dumps(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                cwd=ROOT,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def order(self, op: str, **fields: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self, seconds: float = ANSWER_SECONDS) -> Any:
+        """The next answer; ProbeFailed where the order failed or none comes in time."""
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            readable, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+            received = os.read(fd, 1 << 20) if readable else b""
+            if not received:
+                raise ProbeFailed(f"{self.engine_id} does not answer:\n{self._log.read_text()}")
+            self._unread += received
+        line, self._unread = self._unread.split(b"\n", 1)
+        said = json.loads(line)
+        if "error" in said:
+            raise ProbeFailed(f"{self.engine_id}: {said['error']}\n{self._log.read_text()}")
+        return said["answer"]
+
+    def ask(self, op: str, **fields: Any) -> Any:
+        self.order(op, **fields)
+        return self.answer()
+
+    def wait_usable(self, after: int = 0) -> int:
+        """The generation of the session that is usable."""
+        return int(self.ask("wait_usable", after=after)["generation"])
+
+    def load(self, prefix: str, count: int, first_block: int = 0) -> int:
+        """Blocks loaded, every byte of them right."""
+        answer = self.ask("load", prefix=prefix, count=count, first_block=first_block)
+        assert answer["wrong"] == [], f"{self.engine_id} got wrong bytes of {prefix}: {answer}"
+        return int(answer["loaded"])
+
+    def store(self, prefix: str, count: int, first_block: int = 0) -> int:
+        """Blocks stored."""
+        answer = self.ask("store", prefix=prefix, count=count, first_block=first_block)
+        return int(answer["stored"])
+
+    def hits(self, prefix: str, count: int) -> tuple[int, int]:
+        """Leading blocks by page and by call."""
+        answer = self.ask("probe", prefix=prefix, count=count)
+        return answer["page"], answer["call"]
+
+    def kill(self) -> float:
+        """Kill -9; the time at which the process had ended."""
+        if self._process.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self._process.wait()
+        ended = time.monotonic()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None and not pipe.closed:
+                pipe.close()
+        return ended
+
+    def close(self) -> None:
+        """End it in order; by force where it does not."""
+        try:
+            if self._process.poll() is None:
+                self.ask("close")
+                self._process.wait(10)
+        finally:
+            self.kill()

@@ -1,0 +1,100 @@
+"""kill -9 of a mover in each phase: its jobs fail, its engine registers again, others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.faults.probe import Probe
+from tests.faults.scene import Scene, pin_mid_load, wait_until
+
+BLOCK = 64 << 10
+COUNT = 384
+
+
+@pytest.fixture
+def engines(scene: Scene) -> tuple[Probe, Probe]:
+    """One whose movers die, and a neighbour. Both have stored something."""
+    victim, neighbour = scene.engines("victim", "neighbour", block_bytes=BLOCK, num_blocks=400)
+    assert victim.store("old", 8) == 8
+    assert neighbour.store("other", 8) == 8
+    return victim, neighbour
+
+
+def kill_mover(scene: Scene, pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: pid not in scene.daemon.movers(), "the mover's end")
+
+
+def all_go_on(victim: Probe, neighbour: Probe) -> None:
+    """The victim is registered again, and both store and load."""
+    victim.wait_usable()
+    assert victim.load("old", 8) == 8
+    assert victim.store("new", 8) == 8
+    assert neighbour.load("new", 8) == 8
+    assert neighbour.load("other", 8) == 8
+
+
+def test_mover_killed_while_idle_is_replaced(scene: Scene, engines: tuple[Probe, Probe]) -> None:
+    victim, neighbour = engines
+    [mover] = scene.movers_of(victim)
+    kill_mover(scene, mover)
+    all_go_on(victim, neighbour)
+    assert scene.movers_of(victim) != [mover]
+
+
+def test_mover_killed_half_way_through_a_store_fails_that_store_alone(
+    scene: Scene, engines: tuple[Probe, Probe]
+) -> None:
+    victim, neighbour = engines
+    [mover] = scene.movers_of(victim)
+    prefix = scene.pin_mid_store(victim, mover, COUNT, BLOCK)
+    kill_mover(scene, mover)
+    status = victim.ask("pump")
+    assert status["idle"]
+    page, call = neighbour.hits(prefix, COUNT)
+    assert page == call == neighbour.load(prefix, COUNT) < COUNT
+    wait_until(lambda: no_slot_is_busy(scene), "the half-written slots")
+    all_go_on(victim, neighbour)
+    assert victim.store(prefix, COUNT) == COUNT - call
+    assert neighbour.load(prefix, COUNT) == COUNT
+
+
+def no_slot_is_busy(scene: Scene) -> bool:
+    pool = scene.status().pool
+    return pool.slots_reserved + pool.slots_quarantined == 0
+
+
+def test_mover_killed_half_way_through_a_load_fails_that_request_alone(
+    scene: Scene, engines: tuple[Probe, Probe]
+) -> None:
+    victim, neighbour = engines
+    assert neighbour.store("long", COUNT) == COUNT
+    [mover] = scene.movers_of(victim)
+    request = pin_mid_load(victim, mover, "long", COUNT)
+    assert request not in victim.ask("status")["failed"]
+    kill_mover(scene, mover)
+    status = victim.ask("pump")
+    assert request in status["failed"]
+    # The engine computes it instead of asking again for ever.
+    assert victim.ask("match", request=request, prefix="long", count=COUNT)["found"] in (0, COUNT)
+    victim.ask("finish", request=request)
+    all_go_on(victim, neighbour)
+    assert victim.load("long", COUNT) == COUNT
+
+
+def test_movers_killed_again_and_again_never_leave_a_wrong_byte(
+    scene: Scene, engines: tuple[Probe, Probe]
+) -> None:
+    victim, neighbour = engines
+    for _ in range(4):
+        for engine in engines:
+            engine.order("churn", prefixes=["a", "b", "c"], rounds=6, most=COUNT)
+        for mover in scene.movers_of(victim):
+            os.kill(mover, signal.SIGKILL)
+        for engine in engines:
+            assert engine.answer()["wrong"] == []
+        victim.wait_usable()
+    all_go_on(victim, neighbour)
