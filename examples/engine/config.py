@@ -92,6 +92,9 @@ class EngineConfig:
     socket: str = ""
     engine_id: str = "engine-0"
     connect_s: float = 5.0  # an engine that starts without its daemon waits so long for it, once
+    # Computing a prompt on a CPU takes seconds, so an answer that takes a while is worth waiting
+    # for: the default of milliseconds is made for GPUs.
+    lookup_patience_s: float = 1.0
     seed: int = 0  # of the tiny model's random weights
     cache_dir: str = ""  # where dequantised weights are kept
 

@@ -121,6 +121,8 @@ def run_demo(arguments: argparse.Namespace, say: Say) -> dict[str, Any]:
             max_running=4,
             socket=daemon.socket,
             engine_id="demo",
+            connect_s=30.0,  # the daemon is there: a busy machine only needs longer
+            lookup_patience_s=5.0,
             cache_dir=cache_dir,
         )
         with EngineProcess(config) as engine:

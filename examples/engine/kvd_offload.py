@@ -55,8 +55,11 @@ class KvdOffload:
             EngineIdentity(config.engine_id, boot_nonce),
             namespace_of(config, checkpoint),
             config.ranks,
+            config.lookup_patience_s,
         )
-        self._scheduler = Scheduler(self._connection, SchedulerOptions())
+        patience_s = config.lookup_patience_s
+        options = SchedulerOptions(lookup_give_up_s=patience_s, retry_deadline_s=patience_s)
+        self._scheduler = Scheduler(self._connection, options)
         self._loads: set[int] = set()  # job ids, to tell loaded bytes from stored ones
         self._bytes_stored = 0
         self._bytes_loaded = 0

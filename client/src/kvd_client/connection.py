@@ -5,7 +5,7 @@ thread finds the daemon, holds the session, and finds it again after 50 to 200 m
 lost. Serialising happens on gRPC's own writer thread.
 
 A daemon that is absent, hung or slow looks the same to the engine: no session, so no hits and
-no stores. A daemon that left a lookup unanswered for SILENT_AFTER_S is left alone for SILENCE_S
+no stores. A daemon that left a lookup unanswered for `silent_after_s` is left alone for SILENCE_S
 and then tried once more.
 """
 
@@ -36,7 +36,7 @@ BACKOFF_S = (0.05, 0.2)
 REFUSED_BACKOFF_S = (0.5, 1.0)  # the daemon is there and said no: it will say so again
 CONNECT_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 10.0  # the daemon may wait for an earlier engine's movers to end
-SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon hangs
+SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon hangs, if not said otherwise
 SILENCE_S = 1.0
 MAX_QUEUED_MESSAGES = 1024
 CAPABILITIES = ("request-level-store", "epochs")
@@ -59,7 +59,12 @@ class SchedulerConnection:
     """
 
     def __init__(
-        self, socket_path: str, identity: EngineIdentity, namespace: Namespace, world_size: int = 1
+        self,
+        socket_path: str,
+        identity: EngineIdentity,
+        namespace: Namespace,
+        world_size: int = 1,
+        silent_after_s: float = SILENT_AFTER_S,
     ) -> None:
         layout.require_ordered_stores()
         if not 1 <= world_size <= layout.MAX_RANKS:
@@ -69,6 +74,7 @@ class SchedulerConnection:
         self.blocking_calls = 0
         self.problem = "not connected yet"
         self.refusals: collections.Counter[str] = collections.Counter()  # by reason
+        self._silent_after_s = silent_after_s
         self._socket_path = socket_path
         self._identity = identity
         self._epoch = ""
@@ -128,7 +134,7 @@ class SchedulerConnection:
             if self._changed.wait_for(lambda: not self._waits_for(call_ids), deadline_s):
                 return
             now = time.monotonic()
-            if any(now - self._unanswered.get(c, now) > SILENT_AFTER_S for c in call_ids):
+            if any(now - self._unanswered.get(c, now) > self._silent_after_s for c in call_ids):
                 self._silent_until = now + SILENCE_S
 
     def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
