@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -98,4 +97,4 @@ class DaemonProcess:
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
-            os.kill(self._process.pid, number)
+            self._process.send_signal(number)  # a process that has ended needs none

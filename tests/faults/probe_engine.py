@@ -38,6 +38,8 @@ from kvd_client import (
 from kvd_client.draft import BlockRun, QueryDraft, request_context
 from tests.faults.content import HASH_BYTES, TOKENS, block_hashes, block_words
 
+log = logging.getLogger("probe")
+
 LAYERS = 2
 PR_SET_PDEATHSIG = 1
 IDLE_S = 0.001
@@ -207,6 +209,10 @@ class ProbeEngine:
         self.scheduler.on_new_request(request, count * TOKENS + 1, [keys])
         return {"found": self._found(request, seconds)}
 
+    def match_again(self, request: str) -> dict[str, Any]:
+        """Ask once more for a request that has been looked up before."""
+        return {"found": self._found(request, 5.0)}
+
     def _found(self, request: str, seconds: float) -> int:
         deadline = time.monotonic() + seconds
         while (found := self.scheduler.get_num_new_matched_tokens(request, 0)) is None:
@@ -303,6 +309,10 @@ class ProbeEngine:
         stored = len(self._stored) - stored_before
         return {"loaded": loaded, "wrong": wrong, "stored": stored}
 
+    def verify(self, prefixes: Sequence[str], most: int) -> dict[str, Any]:
+        """What is found and loaded of each prompt, and which bytes of it are wrong."""
+        return {prefix: self.load(prefix, most) for prefix in prefixes}
+
     def timed_steps(self, prefix: str, count: int, steps: int) -> dict[str, Any]:
         """A new request in each of these steps; seconds that the slowest step took."""
         slowest, found = 0.0, 0
@@ -341,7 +351,7 @@ def main() -> None:
         try:
             answer = {"answer": getattr(engine, name)(**order)}
         except Exception as error:
-            logging.exception("order %s failed", name)
+            log.exception("order %s failed", name)
             answer = {"error": repr(error)}
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()

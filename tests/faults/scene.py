@@ -199,10 +199,8 @@ def thaw(pid: int) -> None:
 
 
 def thread_states(pid: int) -> list[str]:
-    states = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
-    return states
+    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    return [stat.rpartition(")")[2].split()[0] for stat in stats]
 
 
 def pin_mid_load(engine: Probe, mover: int, prefix: str, count: int) -> str:

@@ -1,0 +1,166 @@
+"""kill -9 of the daemon in each phase: engines go on, and what was READY is served again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.content import block_hashes
+from tests.faults.probe import Probe
+from tests.faults.scene import Scene, freeze, pin_mid_load, wait_until
+
+BLOCK = 64 << 10
+COUNT = 384
+PROMPTS = [f"prompt {number}" for number in range(6)]
+MOST = 40  # blocks of a prompt in the busy tests; all of them together fit the pool
+
+
+@pytest.fixture
+def engine(scene: Scene) -> Probe:
+    """An engine that has stored something."""
+    made = scene.engine("one", block_bytes=BLOCK, num_blocks=400)
+    assert made.store("old", 8) == 8
+    return made
+
+
+def kill(scene: Scene) -> None:
+    scene.forget_caller()
+    scene.daemon.kill()
+
+
+def restart(scene: Scene, *engines: Probe) -> None:
+    """Start it again; the engines find it by themselves."""
+    scene.daemon.start()
+    for engine in engines:
+        engine.wait_usable()
+
+
+def test_daemon_killed_while_idle_serves_everything_again(scene: Scene, engine: Probe) -> None:
+    kill(scene)
+    assert engine.load("old", 8) == 0  # a miss, not an error
+    restart(scene, engine)
+    assert engine.load("old", 8) == 8
+    assert engine.store("new", 8) == 8
+
+
+def test_daemon_killed_with_a_store_not_ready_has_none_of_it(scene: Scene, engine: Probe) -> None:
+    engine.ask("store", prefix="held", count=16, hold=True, wait=False)
+    wait_until(lambda: scene.status().pool.slots_reserved == 16, "the reservation")
+    kill(scene)
+    engine.ask("ready")
+    assert engine.ask("pump")["idle"]
+    restart(scene, engine)
+    assert engine.hits("held", 16) == (0, 0)
+    assert scene.status().pool.slots_ready == 8
+    assert engine.load("old", 8) == 8
+
+
+def test_daemon_killed_half_way_through_a_store_has_no_torn_block(
+    scene: Scene, engine: Probe
+) -> None:
+    [mover] = scene.movers_of(engine)
+    prefix = scene.pin_mid_store(engine, mover, COUNT, BLOCK)
+    ready = scene.status().pool.slots_ready
+    kill(scene)
+    wait_until(lambda: not Path(f"/proc/{mover}").exists(), "its mover's end", 2.0)
+    assert engine.ask("pump")["idle"]
+    restart(scene, engine)
+    assert scene.status().pool.slots_ready == ready
+    found, call = engine.hits(prefix, COUNT)
+    assert found == call < COUNT
+    assert engine.load(prefix, COUNT) == call
+    assert engine.load("old", 8) == 8
+
+
+def test_daemon_killed_half_way_through_a_load_fails_that_request_and_keeps_the_blocks(
+    scene: Scene, engine: Probe
+) -> None:
+    assert engine.store("long", COUNT) == COUNT
+    [mover] = scene.movers_of(engine)
+    request = pin_mid_load(engine, mover, "long", COUNT)
+    kill(scene)
+    assert request in engine.ask("pump")["failed"]
+    assert engine.ask("match_again", request=request)["found"] == 0
+    restart(scene, engine)
+    assert engine.load("long", COUNT) == COUNT
+
+
+def test_daemon_killed_while_leases_are_held_serves_what_they_held(
+    scene: Scene, engine: Probe
+) -> None:
+    assert engine.ask("match", request="r", prefix="old", count=8)["found"] == 8
+    kill(scene)
+    engine.ask("finish", request="r")
+    restart(scene, engine)
+    assert engine.load("old", 8) == 8
+    assert all(session.leases == 0 for session in scene.status().sessions)
+
+
+def test_daemon_killed_while_its_last_words_are_unread_serves_only_whole_blocks(
+    scene: Scene, engine: Probe
+) -> None:
+    # The mover has copied everything, but control, frozen, has not written it down.
+    engine.ask("store", prefix="unheard", count=16, hold=True, wait=False)
+    wait_until(lambda: scene.status().pool.slots_reserved == 16, "the reservation")
+    freeze(scene.daemon.pid)
+    engine.ask("ready")
+    wait_until(lambda: scene.copied_blocks("unheard", 16, BLOCK) == 16, "the copies")
+    kill(scene)
+    assert engine.ask("pump")["idle"]
+    restart(scene, engine)
+    assert engine.hits("unheard", 16) == (0, 0)
+
+
+def test_daemon_killed_at_random_under_load_serves_every_block_reported_as_stored(
+    scene: Scene,
+) -> None:
+    engines = scene.engines("one", "two", block_bytes=BLOCK, num_blocks=400)
+    stored: set[str] = set()  # the record of what must be there, kept outside the daemon
+    dice = random.Random(11)
+    for _ in range(5):
+        for engine in engines:
+            engine.order("churn", prefixes=PROMPTS, rounds=40, most=MOST)
+        time.sleep(dice.uniform(0.02, 0.25))
+        kill(scene)
+        for engine in engines:
+            assert engine.answer()["wrong"] == []
+            stored.update(engine.ask("take_stored"))
+        if dice.random() < 0.5:
+            kill_while_starting(scene, dice.uniform(0.1, 0.6))
+        restart(scene, *engines)
+        for engine in engines:
+            check_against(stored, engine)
+    assert stored
+
+
+def kill_while_starting(scene: Scene, after_s: float) -> None:
+    """Begin a start and kill it before or just after it is through."""
+
+    def strike() -> None:
+        time.sleep(after_s)
+        os.kill(scene.daemon.pid, signal.SIGKILL)
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    with contextlib.suppress(AssertionError):  # it ended while it was waited for
+        scene.daemon.start()
+    striking.join()
+    scene.daemon.kill()
+
+
+def check_against(stored: Iterable[str], engine: Probe) -> None:
+    """All that was reported as stored is found, and every byte that is found is right."""
+    found = engine.ask("verify", prefixes=PROMPTS, most=MOST)
+    for prompt, answer in found.items():
+        keys = [key.hex() for key in block_hashes(prompt, MOST)]
+        due = next((n for n, key in enumerate(keys) if key not in stored), MOST)
+        assert answer["wrong"] == []
+        assert answer["loaded"] == answer["found"] >= due, prompt
