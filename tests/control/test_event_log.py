@@ -59,7 +59,8 @@ async def test_watcher_that_fell_behind_the_kept_tail_gets_a_snapshot() -> None:
     for number in range(10):
         log.append(change(number))
     (delivery,) = await take(log.watch((INCARNATION, 2), lambda _: True), 1)
-    assert delivery.snapshot and delivery.sequence == 10
+    assert delivery.snapshot
+    assert delivery.sequence == 10
 
 
 async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
@@ -67,4 +68,5 @@ async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
     log.append(change(1, namespace=1))
     log.append(change(2, namespace=2))
     (delivery,) = await take(log.watch((INCARNATION, 0), lambda n: n == 2), 1)
-    assert first_words([delivery]) == [2] and delivery.sequence == 2
+    assert first_words([delivery]) == [2]
+    assert delivery.sequence == 2
