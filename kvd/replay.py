@@ -1,10 +1,9 @@
 """`kvd replay`: what a policy would have found on a trace, by the daemon's own core.
 
 One engine of one rank talks to the machine as a real one does, and copies take no time: a
-request looks its blocks up and leases the leading ones, loads them, stores the others as far
-as there is room, and ends. What it found stays leased until then, so that a request never
-pushes out its own head for its tail, and is touched once more after a store, so that the tail
-just stored leaves before the head. Each block is one slot of a pool of exactly the capacity.
+request looks its blocks up and leases the leading ones, loads them and acknowledges that,
+stores the others as far as there is room, and ends: the calls of kvd's own client. Each block
+is one slot of a pool of exactly the capacity.
 """
 
 from __future__ import annotations
@@ -138,14 +137,18 @@ class ReplayEngine:
         found, present = self._look_up(context, request.blocks)
         if found:
             self._load(context, request.blocks[:found])
+            self._acknowledge()
         if found < present.size:
-            self._store(context, request.blocks[found:], present[found:])
-            self._touch(context, request.blocks[:found])
-        self._drive(events.JobsCompleted(_SESSION, tuple(self._ended)))
-        self._ended.clear()
+            room = self._machine.room(self._namespace)[0] - found  # its own head stays
+            self._store(context, request.blocks[found:], present[found:], room)
+            self._acknowledge()
         self._drive(events.RequestsEnded(_SESSION, (name,)))
         self._drive(events.StepEnded(_SESSION))
         return found
+
+    def _acknowledge(self) -> None:
+        self._drive(events.JobsCompleted(_SESSION, tuple(self._ended)))
+        self._ended.clear()
 
     def _look_up(
         self, context: events.RequestContext, blocks: BlockIds
@@ -169,11 +172,11 @@ class ReplayEngine:
         context: events.RequestContext,
         blocks: BlockIds,
         present: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        room: int,
     ) -> None:
         """Touch what is there behind the hole; store the rest, head first, while it fits."""
         self._touch(context, blocks[present])
         missing = blocks[~present]
-        room = self._machine.room(self._namespace)[0]
         self.blocks_without_room += max(0, missing.size - room)
         missing = missing[:room]
         if missing.size == 0:

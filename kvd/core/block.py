@@ -53,8 +53,8 @@ class SlotTable:
     def __init__(self, slots: int) -> None:
         self.size = slots
         self.state: npt.NDArray[np.uint8] = sparse_zeros(slots, np.uint8)
-        self.pins: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # leases + transfers
-        self.leases: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # of those, leases
+        self.pins: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # claims + transfers
+        self.leases: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # of those, claims
         self.tags: U64 = sparse_zeros(slots, np.uint64)
         self.scopes: U32 = sparse_zeros(slots, np.uint32)
         self.stamps: U32 = sparse_zeros(slots, np.uint32)

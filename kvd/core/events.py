@@ -273,6 +273,21 @@ class JobsCompleted:
     jobs: tuple[JobId, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HandOffRequested:
+    """The request has ended here and goes on in another engine, which shall find these blocks:
+    they stay, whatever becomes of the session, until loaded there or until `lasting_ns` from now.
+
+    Another event of the same session and request adds to the same hand-off.
+    """
+
+    session: SessionId
+    context: RequestContext
+    group: int
+    keys: KeyBatch
+    lasting_ns: int
+
+
 @dataclass(frozen=True, slots=True)
 class LeasesReleased:
     session: SessionId
@@ -360,6 +375,7 @@ Event = (
     | StoreRequested
     | LoadRequested
     | Touched
+    | HandOffRequested
     | JobsCompleted
     | LeasesReleased
     | RequestsEnded

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvd.core.block import SlotState
 from kvd.core.events import JobKind
+from kvd.core.hand_off import MAX_CLAIMS_PER_TENANT, MAX_HAND_OFFS_PER_TENANT
 from kvd.core.index import NOWHERE
 from kvd.core.job import Piece
 from kvd.core.keys import ScopeId, Slots
@@ -34,6 +35,7 @@ def check(machine: Machine) -> None:
         _check_policy(state, owner)
     _check_absent(state)
     _check_pins(state)
+    _check_hand_offs(state)
     _check_index(state)
     _check_tenants(state)
     _check_jobs(state)
@@ -88,9 +90,7 @@ def _check_slots(state: State, owner: SizeClass) -> None:
     assert not pins[free].any(), "a free slot is pinned"
     assert bool((pins[quarantined] > 0).all()), "a quarantined slot waits for nobody"
     assert bool((pins[reserved] > 0).all()), "a reserved slot is copied by nobody"
-    assert not state.slots.leases[np.concatenate([free, reserved])].any(), (
-        "a lease on a block that is not readable"
-    )
+    assert not state.slots.leases[free].any(), "a claim on a free slot"
 
 
 def _check_absent(state: State) -> None:
@@ -114,19 +114,59 @@ def _check_policy(state: State, owner: SizeClass) -> None:
 
 
 def _check_pins(state: State) -> None:
-    """I5, I10: pins = leases + transfers, nothing else."""
-    leases = np.zeros(state.slots.size, dtype=np.int32)
+    """I5, I10: pins = leases + hand-offs + transfers, nothing else."""
+    handed_off = np.zeros(state.slots.size, dtype=np.int32)
+    for hand_off in state.hand_offs.values():
+        for held in hand_off.held.values():
+            handed_off[held] += 1
+    reserved = state.slots.state == SlotState.RESERVED
+    assert np.array_equal(state.slots.leases[reserved], handed_off[reserved]), (
+        "a lease on a block that is not readable"
+    )
+    leases = handed_off
     for session in state.sessions.values():
         for lease in session.leases.values():
             leases[lease.slots] += 1
-    assert np.array_equal(leases, state.slots.leases), "lease counts"
+    assert np.array_equal(leases, state.slots.leases), "counts of claims"
     pins = leases
     for transfer in state.transfers.values():
         for part in transfer.piece.parts:
             pins[part.pinned] += 1
     for row in state.rows.values():
         pins[row.withheld] += 1
-    assert np.array_equal(pins, state.slots.pins), "pins are not leases + transfers"
+    assert np.array_equal(pins, state.slots.pins), "pins are not claims + transfers"
+
+
+def _check_hand_offs(state: State) -> None:
+    """I5: each hand-off holds something that may be found, its deadline bounds it, and the table
+    by slot says the same.
+    """
+    by_slot: dict[int, list[int]] = defaultdict(list)
+    claims: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for (session, request), hand_off in state.hand_offs.items():
+        assert (hand_off.session, hand_off.request) == (session, request), "a hand-off's name"
+        assert hand_off.held, "a hand-off of nothing stays"
+        count[state.namespaces[hand_off.namespace].tenant.tenant] += 1
+        for group, held in hand_off.held.items():
+            owner = state.classes[hand_off.namespace, group]
+            states = state.slots.state[held]
+            assert len(held), "a hand-off of nothing in a group"
+            assert bool((np.diff(held) > 0).all()), "a hand-off's blocks are not in order"
+            assert bool(((states == SlotState.READY) | (states == SlotState.RESERVED)).all()), (
+                "a hand-off of a block that nobody can find"
+            )
+            scopes = {state.scopes[ScopeId(n)] for n in state.slots.scopes[held].tolist()}
+            of = {(scope.namespace, scope.group) for scope in scopes}
+            assert of == {(owner.namespace, owner.group)}, "a hand-off of another group's block"
+            claims[owner.tenant.tenant] += len(held)
+            for slot in held.tolist():
+                by_slot[slot].append(id(hand_off))
+    known = {slot: sorted(map(id, holders)) for slot, holders in state.handed_off.items()}
+    assert known == {slot: sorted(ids) for slot, ids in by_slot.items()}, "hand-offs by slot"
+    for tenant in state.tenants.values():
+        assert tenant.hand_offs == count[tenant.tenant] <= MAX_HAND_OFFS_PER_TENANT
+        assert tenant.hand_off_claims == claims[tenant.tenant] <= MAX_CLAIMS_PER_TENANT
 
 
 def _check_index(state: State) -> None:

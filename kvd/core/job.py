@@ -55,11 +55,19 @@ class Part:
 
 
 @dataclass(slots=True, eq=False)
+class Prefix:
+    """Slots that one request has used, in the order of its prompt, by scope."""
+
+    slots: dict[ScopeId, Slots] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
 class Job:
     session: SessionId
     job: JobId
     kind: JobKind
     request: RequestId
+    prefix: Prefix = field(default_factory=Prefix)
     open: bool = True  # further pieces may come
     status: JobStatus = JobStatus.DONE  # what it will end with, as far as is known
     reason: str = ""

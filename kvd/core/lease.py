@@ -19,12 +19,17 @@ MAX_LEASES_PER_SESSION = 16384
 
 
 def leasable(state: State, session: Session, owner: SizeClass, slots: Slots) -> int:
-    """How many of these slots, from the first on, the tenant's cap lets a lease take.
-
-    A block counts once however many leases hold it.
-    """
+    """How many of these slots, from the first on, a lease of this session may take."""
     if len(session.leases) >= MAX_LEASES_PER_SESSION:
         return 0
+    return within_cap(state, owner, slots)
+
+
+def within_cap(state: State, owner: SizeClass, slots: Slots) -> int:
+    """How many of these slots, from the first on, the tenant's cap lets anybody claim.
+
+    A block counts once however many leases and hand-offs claim it.
+    """
     room = owner.tenant.lease_room(state.pool_bytes, state.config.lease_share)
     fresh = state.slots.leases[slots] == 0
     _, first = np.unique(slots, return_index=True)
@@ -43,7 +48,7 @@ def take_lease(
     state.next_lease += 1
     session.leases[lease.lease] = lease
     session.by_request.setdefault(request, set()).add(lease.lease)
-    _claim(state, owner, slots)
+    claim(state, owner, slots)
     return lease.lease
 
 
@@ -55,17 +60,25 @@ def hold(
     if lease is None or lease.size_class is not owner:
         return take_lease(state, session, query.context.request, owner, held)
     fresh = np.setdiff1d(held[0], lease.slots)
-    _claim(state, owner, fresh)
+    claim(state, owner, fresh)
     lease.slots = np.union1d(lease.slots, fresh)
     return lease.lease
 
 
-def _claim(state: State, owner: SizeClass, slots: Slots) -> None:
-    """One more lease holds each of these distinct slots."""
+def claim(state: State, owner: SizeClass, slots: Slots) -> None:
+    """One more lease or hand-off holds each of these distinct slots."""
     residency.pin(state, owner, slots)
     holders = state.slots.leases[slots]
     owner.tenant.leased_bytes += int(np.count_nonzero(holders == 0)) * owner.block_bytes
     state.slots.leases[slots] = holders + 1
+
+
+def unclaim(state: State, owner: SizeClass, slots: Slots) -> None:
+    """Take one such claim away from each of these distinct slots."""
+    holders = state.slots.leases[slots] - 1
+    state.slots.leases[slots] = holders
+    owner.tenant.leased_bytes -= int(np.count_nonzero(holders == 0)) * owner.block_bytes
+    residency.unpin(state, owner, slots)
 
 
 def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> None:
@@ -78,11 +91,7 @@ def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> Non
         siblings.discard(number)
         if not siblings:
             del session.by_request[lease.request]
-        owner = lease.size_class
-        holders = state.slots.leases[lease.slots] - 1
-        state.slots.leases[lease.slots] = holders
-        owner.tenant.leased_bytes -= int(np.count_nonzero(holders == 0)) * owner.block_bytes
-        residency.unpin(state, owner, lease.slots)
+        unclaim(state, lease.size_class, lease.slots)
 
 
 def end_leases_of(state: State, session: Session, requests: Iterable[RequestId]) -> None:

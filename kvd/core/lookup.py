@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core import lease, residency, spaces
+from kvd.core import lease, prefix, residency, spaces
 from kvd.core.actions import Action, Answer, Reply
 from kvd.core.block import SlotState
 from kvd.core.errors import InvalidArgument
@@ -83,6 +83,7 @@ def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_
             claimed = slots[run[:leased]]
             held = lease.hold(state, session, query, owner, (claimed, now_ns))
             residency.touch(state, owner, claimed, now_ns)
+            prefix.note(state, prefix.of(session, query.context.request), claimed)
     counts = np.bincount(statuses & 3, minlength=4)
     counters.misses += int(counts[MISS])
     counters.hits += int(counts[HIT])
@@ -113,15 +114,16 @@ def read_keys(
 
 
 def touch(state: State, event: Touched, now_ns: int) -> list[Action]:
-    """Readable blocks among these were used; the others are ignored."""
+    """Readable blocks among these were used; the unknown were sighted, for the reuse filter."""
     session = state.require_session(event.session)
     check_key_count(len(event.keys))
     owner = check_keys(state, session, event.group, event.keys)
-    scope = spaces.find_scope(state, session, event.context.account, event.group)
-    if scope is not None:
-        tags = tags_of(event.keys.words, scope.seed)
-        slots = state.index.find(tags, event.keys.words, scope.scope)
-        slots = slots[slots != NOWHERE]
-        ready = state.slots.state[slots] == SlotState.READY
-        residency.touch(state, owner, slots[ready], now_ns)
+    words = event.keys.words
+    tags, slots = read_keys(state, session, event.context.account, event.group, words)
+    unknown = slots == NOWHERE
+    if unknown.any():
+        state.admission.offer(np.unique(tags[unknown]))
+    slots = slots[~unknown]
+    ready = state.slots.state[slots] == SlotState.READY
+    residency.touch(state, owner, slots[ready], now_ns)
     return []

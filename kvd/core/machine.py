@@ -14,10 +14,12 @@ import numpy as np
 from kvd.core import events as ev
 from kvd.core import (
     follow,
+    hand_off,
     lease,
     load,
     lookup,
     operate,
+    prefix,
     reclaim,
     recovery,
     room,
@@ -86,6 +88,7 @@ class Machine:
                 | ev.StoreRequested()
                 | ev.LoadRequested()
                 | ev.Touched()
+                | ev.HandOffRequested()
                 | ev.JobsCompleted()
                 | ev.LeasesReleased()
                 | ev.RequestsEnded()
@@ -115,6 +118,7 @@ class Machine:
         | ev.StoreRequested
         | ev.LoadRequested
         | ev.Touched
+        | ev.HandOffRequested
         | ev.JobsCompleted
         | ev.LeasesReleased
         | ev.RequestsEnded
@@ -131,6 +135,8 @@ class Machine:
                 return load.load(state, event, now_ns)
             case ev.Touched():
                 return lookup.touch(state, event, now_ns)
+            case ev.HandOffRequested():
+                return hand_off.hand_off(state, event, now_ns)
         found = state.require_session(event.session)
         match event:
             case ev.JobsCompleted():
@@ -139,6 +145,7 @@ class Machine:
                 lease.end_leases(state, found, event.leases)
             case ev.RequestsEnded():
                 lease.end_leases_of(state, found, event.requests)
+                prefix.forget(found, event.requests)
             case ev.StepEnded():
                 found.renewed_ns = now_ns
             case _:

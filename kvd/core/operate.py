@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core import lease, residency, room, session, transfer
+from kvd.core import hand_off, lease, residency, room, session, transfer
 from kvd.core.actions import Action, AnnounceCleared, Reply
 from kvd.core.block import SlotState
 from kvd.core.errors import EXPIRED, RESET, InvalidArgument
@@ -15,13 +15,15 @@ from kvd.core.state import State
 
 
 def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
-    """No block of the namespace is found any more; running stores into it come to nothing.
+    """No block of the namespace is found any more; running stores into it come to nothing, and
+    nothing of it is handed off.
 
     Pinned blocks keep their slots, unseen, until their pins end.
     """
     namespace = state.require_namespace(event.namespace)
     actions: list[Action] = [AnnounceCleared(event.namespace)]
     removed = 0
+    hand_off.end_of_namespace(state, event.namespace)
     for owner in namespace.classes:
         removed += _clear_class(state, owner, actions)
     for piece in list({id(t.piece): t.piece for t in state.transfers.values()}.values()):
@@ -74,6 +76,7 @@ def timer_ticked(state: State, now_ns: int) -> list[Action]:
     """Expire leases, revoke and kill what is late, and do what had to wait."""
     actions: list[Action] = []
     lease.expire_leases(state, now_ns)
+    hand_off.expire(state, now_ns)
     _enforce_deadlines(state, now_ns, actions)
     for tenant in state.tenants.values():
         if tenant.shrinking:

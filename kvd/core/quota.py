@@ -14,7 +14,9 @@ class Tenant:
     tenant: TenantId
     quota_bytes: int = 0  # 0 = no quota
     used_bytes: int = 0
-    leased_bytes: int = 0  # of distinct blocks
+    leased_bytes: int = 0  # of distinct blocks, under leases or handed off
+    hand_offs: int = 0
+    hand_off_claims: int = 0  # blocks of those, one counted again for each that holds it
     shrinking: bool = False  # a quota was set below what is pinned; nothing is admitted
 
     def excess(self, more_bytes: int) -> int:

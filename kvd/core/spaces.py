@@ -28,8 +28,15 @@ def check_spec(state: State, spec: NamespaceSpec) -> None:
         raise InvalidArgument(
             f"{len(spec.groups)} groups, must be 1..{MAX_GROUPS}", "groups", "GROUP_COUNT"
         )
+    shards = len(spec.groups[0].shard_bytes)
     for number, group in enumerate(spec.groups):
         _check_group(state, number, group)
+        if len(group.shard_bytes) != shards:
+            raise InvalidArgument(
+                f"group {number} has {len(group.shard_bytes)} shards, group 0 has {shards}: a rank "
+                "holds one shard of every group",
+                f"groups[{number}].shard_bytes",
+            )
 
 
 def _check_group(state: State, number: int, group: GroupSpec) -> None:

@@ -13,7 +13,7 @@ from kvd.core.block import SlotTable
 from kvd.core.errors import UnknownNamespace, UnknownSession
 from kvd.core.events import NamespaceSpec
 from kvd.core.index import Index
-from kvd.core.job import Follow, Job, Transfer
+from kvd.core.job import Follow, Job, Prefix, Transfer
 from kvd.core.keys import (
     JobId,
     LeaseId,
@@ -97,6 +97,17 @@ class Lease:
 
 
 @dataclass(slots=True, eq=False)
+class HandOff:
+    """Blocks that one request left for other sessions; outlives the session that left them."""
+
+    session: SessionId
+    request: RequestId
+    namespace: NamespaceId
+    until_ns: int = 0
+    held: dict[int, Slots] = field(default_factory=dict)  # by group: ascending, never empty
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     session: SessionId
     namespace: NamespaceId
@@ -106,6 +117,7 @@ class Session:
     jobs: dict[JobId, Job] = field(default_factory=dict)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     by_request: dict[RequestId, set[LeaseId]] = field(default_factory=dict)
+    prefixes: dict[RequestId, Prefix] = field(default_factory=dict)
     loaded: dict[JobId, RequestId] = field(default_factory=dict)  # ended, not acknowledged
     busy: dict[int, npt.NDArray[np.int16]] = field(default_factory=dict)  # by group, by block
     renewed_ns: int = 0
@@ -139,6 +151,10 @@ class Counters:
     rows_granted: int = 0  # rows
     rows_taken_back: int = 0  # rows
     leases_expired: int = 0  # leases
+    handed_off: int = 0  # claimed by a hand-off
+    hand_off_taken: int = 0  # of those, loaded by another session
+    hand_off_expired: int = 0  # of those, taken by nobody in time
+    hand_off_unheld: int = 0  # named by a hand-off, but not there or beyond a cap
     movers_killed: int = 0  # movers
     refused: dict[str, int] = field(default_factory=dict)  # jobs by reason
 
@@ -166,6 +182,8 @@ class State:
         self.sessions: dict[SessionId, Session] = {}
         self.movers: dict[MoverId, Mover] = {}
         self.transfers: dict[TransferId, Transfer] = {}
+        self.hand_offs: dict[tuple[SessionId, RequestId], HandOff] = {}
+        self.handed_off: dict[int, list[HandOff]] = {}  # by slot
         self.followers: dict[int, list[Follow]] = {}  # by the slot that they wait for
         self.orphans: list[list[Follow]] = []  # whose leader failed in this event
         self.recovered: dict[tuple[NamespaceId, int], list[tuple[Slots, npt.NDArray[np.uint64]]]]

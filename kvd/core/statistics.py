@@ -60,6 +60,8 @@ class Statistics:
     rows_retiring: int
     transfers: int
     leases: int
+    hand_offs: int
+    handed_off_blocks: int  # that hand-offs hold now; each counts once
     followed_keys: int
     draining: bool
     tenants: tuple[TenantFigures, ...]
@@ -83,6 +85,8 @@ def gather(state: State) -> Statistics:
         rows_retiring=len(state.retiring),
         transfers=len(state.transfers),
         leases=sum(s.leases for s in sessions),
+        hand_offs=len(state.hand_offs),
+        handed_off_blocks=len(state.handed_off),
         followed_keys=sum(len(follows) for follows in state.followers.values()),
         draining=state.draining,
         tenants=tuple(

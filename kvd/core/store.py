@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core import residency, spaces, transfer
+from kvd.core import prefix, residency, spaces, transfer
 from kvd.core.actions import Action, Reply, Verdict
 from kvd.core.block import SlotState
 from kvd.core.errors import (
@@ -53,6 +53,7 @@ def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
     spaces.check_scopes(state, len(state.namespace_of(session).classes))
     if job is None:
         job = Job(session.session, event.job, JobKind.STORE, event.context.request)
+        job.prefix = prefix.of(session, event.context.request)
         session.jobs[event.job] = job
     actions: list[Action] = []
     reason = job.reason or _refusal(state, session)
@@ -106,17 +107,29 @@ def _admit(
     offers = read_offers(state, session, account, event.runs)
     plans = [_divide(state, session, storable_rows(offer), event.request_level) for offer in offers]
     needs = [(p.offer.size_class, len(p.fresh.tags)) for p in plans if len(p.fresh.tags)]
-    # What was just offered is not evicted to make room for the rest of it.
-    for plan in plans:
-        residency.pin(state, plan.offer.size_class, plan.ready)
+    # Neither what was just offered nor what the request used before it makes room for the rest:
+    # a tail is worth nothing without its head.
+    kept = [_kept(state, session, job, account, plan) for plan in plans]
+    for plan, slots in zip(plans, kept, strict=True):
+        residency.pin(state, plan.offer.size_class, slots)
     reason = make_room(state, needs, now_ns, actions)
+    for plan, slots in zip(plans, kept, strict=True):
+        residency.unpin(state, plan.offer.size_class, slots)
     for plan in plans:
-        residency.unpin(state, plan.offer.size_class, plan.ready)
         residency.touch(state, plan.offer.size_class, plan.ready, now_ns)
+        prefix.note(state, job.prefix, plan.ready)
     if reason:
         return reason, 0
     parts = _start(state, session, job, plans, (account, now_ns, actions))
     return "", sum(len(part.slots) for part in parts)
+
+
+def _kept(state: State, session: Session, job: Job, account: str, plan: Plan) -> Slots:
+    """READY blocks of the plan's group that the store may not evict; distinct."""
+    scope = spaces.find_scope(state, session, account, plan.offer.size_class.group)
+    if scope is None:
+        return plan.ready
+    return np.union1d(plan.ready, prefix.readable(state, job.prefix, scope.scope))
 
 
 def _start(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvd.core import lease, residency
+from kvd.core import hand_off, lease, prefix, residency
 from kvd.core.actions import (
     Action,
     EndJob,
@@ -133,9 +133,12 @@ def end_transfer(
             state.counters.stored += blocks
             for part in piece.parts:
                 residency.make_ready(state, part.size_class, part.slots, now_ns, actions)
+                prefix.grow(state, part.size_class, job.prefix, part.slots, now_ns)
                 _content_followers(state, part, actions)
         else:
             state.counters.loaded += blocks
+            for part in piece.parts:
+                hand_off.loaded(state, job.session, part.size_class, part.pinned)
     end_job_when_done(state, job, actions)
 
 
@@ -152,6 +155,7 @@ def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -
         return
     for part in piece.parts:
         state.counters.failed += len(part.slots)
+        hand_off.store_failed(state, part.size_class, part.slots)
         residency.quarantine_reserved(state, part.size_class, part.slots)
         if state.followers:
             for slot in part.slots.tolist():

@@ -224,12 +224,13 @@ class Bench:
         last: bool = True,
     ) -> list[act.Action]:
         run = ev.Run(group, keys(*numbers), engine_blocks(numbers if blocks is None else blocks))
+        number = self._job(job)
         return self.feed(
             ev.StoreRequested(
                 self._token(),
                 SessionId(session),
-                self._job(job),
-                context(account),
+                number,
+                context(account, f"store-{number}"),
                 (run,),
                 whole,
                 last,

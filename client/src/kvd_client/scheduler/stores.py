@@ -158,14 +158,14 @@ class StoreDesk:
             return BlockRun(group, first, offer.block_hashes, offer.engine_blocks), count
         hashes: list[bytes] = []
         blocks: list[int] = []
-        ready: list[bytes] = []
+        sighted: list[bytes] = []  # known: there already, or kept out by the reuse filter
         done = 0
         for place, block_hash in enumerate(offer.block_hashes):
             if done >= key_room:
                 break
-            if offer.present[place] and not request.request_level:
-                ready.append(block_hash)
-            elif self._is_wanted(offer, place, session.store_threshold > 1):
+            if self._needs_no_copy(offer, place, session):
+                sighted.append(block_hash)
+            elif self._is_wanted(offer, place):
                 if len(hashes) >= room:
                     break
                 first = first if hashes else offer.first_block + place
@@ -173,9 +173,9 @@ class StoreDesk:
                 blocks += offer.engine_blocks[place * width : (place + 1) * width]
             done += 1
         self._room[group] -= len(hashes)
-        if ready:
-            # Seen again: the daemon's policy shall know, though no copy is needed.
-            step.touches.append((request.context, BlockRun(group, offer.first_block, ready)))
+        if sighted:
+            # No copy, but the daemon's policy and its reuse filter shall know of the sighting.
+            step.touches.append((request.context, BlockRun(group, offer.first_block, sighted)))
         return (BlockRun(group, first, hashes, blocks) if hashes else None), done
 
     def _needs_choice(self, offer: Offer, filtered: bool) -> bool:
@@ -187,13 +187,19 @@ class StoreDesk:
         run = BlockRun(offer.group, 0, offer.block_hashes, offer.engine_blocks)
         return self._jobs.touches(offer.request.account, run)
 
-    def _is_wanted(self, offer: Offer, place: int, filtered: bool) -> bool:
+    def _needs_no_copy(self, offer: Offer, place: int, session: SessionView) -> bool:
+        """Whether the daemon has the block, or has said that it would not store it yet."""
+        if offer.request.request_level:
+            return False
+        if offer.present[place] or session.store_threshold <= 1:
+            return offer.present[place]
+        return not self._desk.admitted(offer.request, offer.group, offer.first_block + place)
+
+    def _is_wanted(self, offer: Offer, place: int) -> bool:
         request, group = offer.request, offer.group
         if request.request_level:
             return True
         if self._jobs.is_storing(group, request.account, offer.block_hashes[place]):
-            return False
-        if filtered and not self._desk.admitted(request, group, offer.first_block + place):
             return False
         width = self._groups[group].blocks_per_block
         rows = offer.engine_blocks[place * width : (place + 1) * width]
