@@ -61,5 +61,6 @@ def readable(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
     if noted is None:
         return np.empty(0, dtype=np.int64)
     still = (state.slots.state[noted] == SlotState.READY) & (state.slots.scopes[noted] == scope)
-    prefix.slots[scope] = noted = noted[still]
-    return noted
+    kept: Slots = noted[still]
+    prefix.slots[scope] = kept
+    return kept
