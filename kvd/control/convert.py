@@ -15,6 +15,7 @@ from kvd.control.namespace import STRING_BYTES, check_string
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import InvalidArgument
+from kvd.core.hand_off import MAX_HAND_OFF_NS
 from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.event_log import Change, ChangeKind, Delivery
 from kvd_proto import layout
@@ -26,6 +27,8 @@ MAX_QUERIES = 1024
 MAX_RUNS = 64
 MAX_JOBS_PER_STEP = 1024
 MAX_TOUCHES_PER_STEP = 1024
+MAX_HAND_OFFS_PER_STEP = 1024
+DEFAULT_HAND_OFF_MS = 60_000
 MAX_IDS = 16384
 MAX_TIERS = 8
 EPOCH_BYTES = 64
@@ -187,6 +190,30 @@ def touch_events(
     return tuple(
         ev.Touched(
             session, context, group_number(run.group, spec), key_batch(run.hashes, spec, budget)
+        )
+        for run in message.runs
+    )
+
+
+def hand_off_events(
+    session: SessionId, message: pb.HandOff, spec: ev.NamespaceSpec, budget: KeyBudget
+) -> tuple[ev.HandOffRequested, ...]:
+    """One event a run; they make one hand-off."""
+    check_count(len(message.runs), MAX_RUNS, "hand_offs.runs", least=1)
+    context = request_context(message.context)
+    lasting_ns = (message.deadline_ms or DEFAULT_HAND_OFF_MS) * 1_000_000
+    if lasting_ns > MAX_HAND_OFF_NS:
+        raise InvalidArgument(
+            f"deadline_ms is {message.deadline_ms}, at most {MAX_HAND_OFF_NS // 1_000_000}",
+            "deadline_ms",
+        )
+    return tuple(
+        ev.HandOffRequested(
+            session,
+            context,
+            group_number(run.group, spec),
+            key_batch(run.hashes, spec, budget),
+            lasting_ns,
         )
         for run in message.runs
     )

@@ -11,7 +11,7 @@ import asyncio
 import copy
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvd.control import convert
 from kvd.control.peers import Peer
@@ -94,6 +94,7 @@ class StepParts:
     touches: tuple[ev.Touched, ...]
     loads: tuple[ev.LoadRequested, ...]
     stores: tuple[ev.StoreRequested, ...]
+    hand_offs: tuple[ev.HandOffRequested, ...]
     completed: tuple[JobId, ...]
     released: tuple[LeaseId, ...]
     ended: tuple[RequestId, ...]
@@ -105,12 +106,18 @@ def step_parts(live: LiveSession, step: pb.Step) -> StepParts:
     convert.check_count(len(step.touches), convert.MAX_TOUCHES_PER_STEP, "touches")
     convert.check_count(len(step.loads), convert.MAX_JOBS_PER_STEP, "loads")
     convert.check_count(len(step.stores), convert.MAX_JOBS_PER_STEP, "stores")
+    convert.check_count(len(step.hand_offs), convert.MAX_HAND_OFFS_PER_STEP, "hand_offs")
     budget = convert.KeyBudget()
     touches = [convert.touch_events(live.id, t, live.spec, budget) for t in step.touches]
     return StepParts(
         touches=tuple(touch for several in touches for touch in several),
         loads=tuple(convert.load_event(live.id, j, live.spec, budget) for j in step.loads),
         stores=tuple(convert.store_event(live.id, j, live.spec, budget) for j in step.stores),
+        hand_offs=tuple(
+            run
+            for hand_off in step.hand_offs
+            for run in convert.hand_off_events(live.id, hand_off, live.spec, budget)
+        ),
         completed=(
             *convert.job_ids(step.completed_loads, "completed_loads"),
             *convert.job_ids(step.completed_stores, "completed_stores"),
@@ -184,6 +191,8 @@ class Verbs:
             reply.verdicts.append(await self._load(load))
         for store in parts.stores:
             reply.verdicts.append(await self._store(store))
+        for hand_off in parts.hand_offs:
+            await self._hand_off(hand_off)
         if parts.completed:
             driver.call(ev.JobsCompleted(live.id, parts.completed))
         if parts.released:
@@ -198,6 +207,11 @@ class Verbs:
         for start in range(0, len(touch.keys), PIECE_KEYS):
             keys = touch.keys[start : start + PIECE_KEYS]
             self._driver.call(ev.Touched(touch.session, touch.context, touch.group, keys))
+            await asyncio.sleep(0)
+
+    async def _hand_off(self, hand_off: ev.HandOffRequested) -> None:
+        for start in range(0, len(hand_off.keys), PIECE_KEYS):
+            self._driver.call(replace(hand_off, keys=hand_off.keys[start : start + PIECE_KEYS]))
             await asyncio.sleep(0)
 
     async def _load(self, load: ev.LoadRequested) -> pb.JobVerdict:

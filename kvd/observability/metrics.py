@@ -47,6 +47,18 @@ _COUNTERS = (
     ("kvd_rows_granted", "Extent rows given to a size class.", "rows_granted"),
     ("kvd_rows_taken_back", "Extent rows taken from a size class for another.", "rows_taken_back"),
     ("kvd_leases_expired", "Leases that no step renewed in time.", "leases_expired"),
+    ("kvd_handed_off_blocks", "Blocks left for another engine and held for it.", "handed_off"),
+    (
+        "kvd_hand_off_taken_blocks",
+        "Handed-off blocks that another engine loaded.",
+        "hand_off_taken",
+    ),
+    ("kvd_hand_off_expired_blocks", "Handed-off blocks nobody took in time.", "hand_off_expired"),
+    (
+        "kvd_hand_off_unheld_blocks",
+        "Handed-off blocks not there, or over a cap.",
+        "hand_off_unheld",
+    ),
     ("kvd_movers_killed", "Movers ended because a copy passed its deadline.", "movers_killed"),
 )
 
@@ -84,6 +96,8 @@ class StateCollector(Collector):
             ("kvd_transfers_in_flight", "Copies given to movers and not ended.", now.transfers),
             ("kvd_jobs_in_flight", "Jobs that have not ended.", jobs),
             ("kvd_leases", "Leases that engines hold.", now.leases),
+            ("kvd_hand_offs", "Ended requests whose blocks are held.", now.hand_offs),
+            ("kvd_hand_off_blocks", "Blocks that hand-offs hold.", now.handed_off_blocks),
             ("kvd_followed_keys", "Keys whose store waits for another's.", now.followed_keys),
             ("kvd_sessions", "Open sessions.", len(now.sessions)),
             ("kvd_sessions_usable", "Open sessions whose ranks are all registered.", ready),

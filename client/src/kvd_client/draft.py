@@ -57,17 +57,41 @@ class QueryDraft:
 
 
 @dataclass(slots=True)
+class HandOffDraft:
+    context: common_pb2.ReqContext
+    runs: list[BlockRun]
+    deadline_ms: int
+
+    def to_proto(self) -> engine_pb2.HandOff:
+        return engine_pb2.HandOff(
+            context=self.context,
+            runs=[run.to_keys() for run in self.runs],
+            deadline_ms=self.deadline_ms,
+        )
+
+
+@dataclass(slots=True)
 class StepDraft:
     """One `Step` but for its number, which the session gives."""
 
     touches: list[tuple[common_pb2.ReqContext, BlockRun]] = field(default_factory=list)
     loads: list[JobDraft] = field(default_factory=list)
     stores: list[JobDraft] = field(default_factory=list)
+    hand_offs: list[HandOffDraft] = field(default_factory=list)
     completed_loads: list[int] = field(default_factory=list)
     completed_stores: list[int] = field(default_factory=list)
     released_leases: list[int] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
+
+    def count_keys(self) -> int:
+        """Keys of all parts: what the daemon's limit for one message counts."""
+        runs = [run for _, run in self.touches]
+        for job in (*self.loads, *self.stores):
+            runs += job.runs
+        for hand_off in self.hand_offs:
+            runs += hand_off.runs
+        return sum(len(run.block_hashes) for run in runs)
 
     def to_proto(self, sequence: int) -> engine_pb2.Step:
         return engine_pb2.Step(
@@ -93,6 +117,7 @@ class StepDraft:
                 )
                 for job in self.stores
             ],
+            hand_offs=[hand_off.to_proto() for hand_off in self.hand_offs],
             completed_loads=self.completed_loads,
             completed_stores=self.completed_stores,
             released_leases=self.released_leases,

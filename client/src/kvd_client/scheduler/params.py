@@ -10,6 +10,7 @@ from typing import Any
 from kvd_proto import layout
 
 NULL_BLOCK = layout.NULL_ENGINE_BLOCK
+MAX_HAND_OFF_MS = 600_000  # as the protocol says
 
 
 class StoreMode(enum.Enum):
@@ -36,6 +37,7 @@ class SchedulerOptions:
     ask_again_s: float = 0.002  # least time between two lookups of a deferred request
     request_level_attempts: int = 3
     null_block: int = NULL_BLOCK
+    hand_off_s: float = 60.0  # how long a decode engine may take to fetch a prefill's blocks
     collect_events: bool = True
 
 
@@ -44,7 +46,9 @@ class RequestParams:
     """What a request asks of the cache. Token counts are from the prompt's start.
 
     A request whose `kv_transfer_params` say `do_remote_decode` is request-level: its whole KV
-    is in the daemon when it ends, also the blocks that it loaded.
+    is in the daemon when it ends, also the blocks that it loaded, and is held there until a decode
+    engine has loaded it or `hand_off_ms` (of the same parameters; else `hand_off_s` of the
+    options) have passed.
     """
 
     account: str | None = None  # cache salt; None = the session's default account
@@ -58,3 +62,11 @@ class RequestParams:
     @property
     def request_level(self) -> bool:
         return bool(self.kv_transfer_params.get("do_remote_decode", False))
+
+    def hand_off_ms(self, options: SchedulerOptions) -> int:
+        """The hand-off's deadline, within what the protocol allows; nonsense means the option's."""
+        asked = self.kv_transfer_params.get("hand_off_ms")
+        wanted_ms = options.hand_off_s * 1000
+        if isinstance(asked, int | float) and 0 < asked < float("inf"):
+            wanted_ms = asked
+        return int(min(max(wanted_ms, 1), MAX_HAND_OFF_MS))

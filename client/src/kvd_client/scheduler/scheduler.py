@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvd_client.draft import JobDraft, StepDraft, request_context
 from kvd_client.scheduler.device import DeviceBlocks
+from kvd_client.scheduler.hand_offs import HandOffDesk
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
 from kvd_client.scheduler.loads import load_runs
 from kvd_client.scheduler.lookup import LookupDesk
@@ -62,6 +63,7 @@ class Scheduler:
         self._jobs = JobTable(connection.world_size)
         self._desk = LookupDesk(connection, self._namespace, self.options, clock)
         self._stores = StoreDesk(self._namespace, self.options, self._jobs, self._desk)
+        self._hand_offs = HandOffDesk(self._jobs, self.options)
         self._device = DeviceBlocks(self._groups)
         self._generation = 0
         # Collected for the next step.
@@ -185,6 +187,7 @@ class Scheduler:
         step.released_leases += self._desk.released_leases
         self._desk.released_leases = []
         new, computed = self._submit(step, offers, session)
+        self._hand_offs.put_into(step)
         # A finished request's blocks may have found their next owner in this very step.
         for group, blocks in self._given:
             self._flush |= self._jobs.readers(group, blocks).intersection(computed)
@@ -328,7 +331,8 @@ class Scheduler:
     def request_finished(self, request_id: str, block_ids: BlockTables) -> bool:
         """The request has ended or was aborted; call it before its blocks are freed.
 
-        Its last computed blocks are stored with the next step; the engine may free them now:
+        Its last computed blocks are stored with the next step (and handed off once that is done,
+        where `do_remote_decode` asks for it); the engine may free them now:
         who gets them next waits for their stores (the plan's flush). True: a load still
         writes them, so hold them until an outcome names the request.
         """
@@ -347,18 +351,21 @@ class Scheduler:
             self._finished_offers += offers
         else:
             self._device.note(offers)
+        if request.request_level:
+            self._hand_offs.add(request, self._stores.held_runs(request, tables))
         return False
 
     def has_pending_work(self) -> bool:
         """Whether the engine must take another step, if only an empty one.
 
         True while a job is unreported or something waits to be sent, so that the last
-        request's blocks are not lost.
+        request's blocks are not lost, and a prefill's not evicted before they are handed off.
         """
         step = self._step
         return bool(
             len(self._jobs)
             or self._finished_offers
+            or self._hand_offs
             or self._ends.has_loads
             or step.finished
             or step.completed_loads
@@ -375,6 +382,7 @@ class Scheduler:
         self._connection.reset_epoch()
         self._flush.update(self._jobs.invalidate())
         self._finished_offers.clear()
+        self._hand_offs.clear()
         self._device.clear()
         for request in self._requests.values():
             self._desk.forget(request)

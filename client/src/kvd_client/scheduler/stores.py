@@ -54,11 +54,7 @@ class StoreDesk:
         """
         if request.stores_end:
             return []
-        limit_tokens = computed_tokens
-        if self._options.prompt_only:
-            limit_tokens = min(limit_tokens, request.num_tokens)
-        if request.params.max_store_tokens is not None:
-            limit_tokens = min(limit_tokens, request.params.max_store_tokens)
+        limit_tokens = self._limit_tokens(request, computed_tokens)
         offers: list[Offer] = []
         thresholds = []
         for group, spec in enumerate(self._groups):
@@ -66,14 +62,44 @@ class StoreDesk:
             thresholds.append((first + 1) * spec.tokens_per_block)
             if limit_tokens < thresholds[-1]:
                 continue
-            end = min(
-                limit_tokens // spec.tokens_per_block,
-                len(request.hashes[group]),
-                len(tables[group]) // spec.blocks_per_block,
-            )
+            end = self._whole_count(request, group, tables[group], limit_tokens)
             offers += self._whole_blocks(request, group, range(first, end), tables[group])
         request.offer_at = min(thresholds)
         return offers
+
+    def held_runs(self, request: Request, tables: Sequence[Sequence[int]]) -> list[BlockRun]:
+        """All that an ended request leaves to be stored: its whole blocks, loaded or computed,
+        that the engine still holds (of a sliding window, the last); one run for each group.
+        """
+        if request.stores_end:
+            return []
+        limit_tokens = self._limit_tokens(request, request.computed_after)
+        runs = []
+        for group, table in enumerate(tables):
+            count = self._whole_count(request, group, table, limit_tokens)
+            offers = self._whole_blocks(request, group, range(count), table)
+            hashes = [block_hash for offer in offers for block_hash in offer.block_hashes]
+            if hashes:
+                runs.append(BlockRun(group, offers[0].first_block, hashes))
+        return runs
+
+    def _limit_tokens(self, request: Request, computed_tokens: int) -> int:
+        limit_tokens = computed_tokens
+        if self._options.prompt_only:
+            limit_tokens = min(limit_tokens, request.num_tokens)
+        if request.params.max_store_tokens is not None:
+            limit_tokens = min(limit_tokens, request.params.max_store_tokens)
+        return limit_tokens
+
+    def _whole_count(
+        self, request: Request, group: int, table: Sequence[int], limit_tokens: int
+    ) -> int:
+        spec = self._groups[group]
+        return min(
+            limit_tokens // spec.tokens_per_block,
+            len(request.hashes[group]),
+            len(table) // spec.blocks_per_block,
+        )
 
     def _whole_blocks(
         self, request: Request, group: int, blocks: range, table: Sequence[int]

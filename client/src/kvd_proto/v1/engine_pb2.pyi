@@ -278,12 +278,23 @@ class Touch(_message.Message):
     runs: _containers.RepeatedCompositeFieldContainer[_common_pb2.KeyRun]
     def __init__(self, context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.KeyRun, _Mapping]]] = ...) -> None: ...
 
+class HandOff(_message.Message):
+    __slots__ = ("context", "runs", "deadline_ms")
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    context: _common_pb2.ReqContext
+    runs: _containers.RepeatedCompositeFieldContainer[_common_pb2.KeyRun]
+    deadline_ms: int
+    def __init__(self, context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.KeyRun, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
+
 class Step(_message.Message):
-    __slots__ = ("sequence", "touches", "loads", "stores", "completed_loads", "completed_stores", "released_leases", "preempted_request_ids", "finished_request_ids", "end_step")
+    __slots__ = ("sequence", "touches", "loads", "stores", "hand_offs", "completed_loads", "completed_stores", "released_leases", "preempted_request_ids", "finished_request_ids", "end_step")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TOUCHES_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     STORES_FIELD_NUMBER: _ClassVar[int]
+    HAND_OFFS_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_LOADS_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_STORES_FIELD_NUMBER: _ClassVar[int]
     RELEASED_LEASES_FIELD_NUMBER: _ClassVar[int]
@@ -294,13 +305,14 @@ class Step(_message.Message):
     touches: _containers.RepeatedCompositeFieldContainer[Touch]
     loads: _containers.RepeatedCompositeFieldContainer[LoadJob]
     stores: _containers.RepeatedCompositeFieldContainer[StoreJob]
+    hand_offs: _containers.RepeatedCompositeFieldContainer[HandOff]
     completed_loads: _containers.RepeatedScalarFieldContainer[int]
     completed_stores: _containers.RepeatedScalarFieldContainer[int]
     released_leases: _containers.RepeatedScalarFieldContainer[int]
     preempted_request_ids: _containers.RepeatedScalarFieldContainer[str]
     finished_request_ids: _containers.RepeatedScalarFieldContainer[str]
     end_step: bool
-    def __init__(self, sequence: _Optional[int] = ..., touches: _Optional[_Iterable[_Union[Touch, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadJob, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreJob, _Mapping]]] = ..., completed_loads: _Optional[_Iterable[int]] = ..., completed_stores: _Optional[_Iterable[int]] = ..., released_leases: _Optional[_Iterable[int]] = ..., preempted_request_ids: _Optional[_Iterable[str]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., end_step: bool = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., touches: _Optional[_Iterable[_Union[Touch, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadJob, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreJob, _Mapping]]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., completed_loads: _Optional[_Iterable[int]] = ..., completed_stores: _Optional[_Iterable[int]] = ..., released_leases: _Optional[_Iterable[int]] = ..., preempted_request_ids: _Optional[_Iterable[str]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., end_step: bool = ...) -> None: ...
 
 class JobVerdict(_message.Message):
     __slots__ = ("job_id", "kind", "accepted", "reason", "blocks")
