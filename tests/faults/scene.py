@@ -86,6 +86,18 @@ class Scene:
         """Its movers' pids, by rank."""
         return [rank.mover_pid for rank in self.session_of(probe).ranks]
 
+    def wait_replaced(self, probe: Probe, mover: int) -> None:
+        """Wait until the engine of this dead mover is registered again and knows it."""
+        wait_until(lambda: mover not in self.daemon.movers(), "the mover's end")
+
+        def is_back() -> bool:
+            session, said = self.session_of(probe), probe.ask("status")
+            pids = [rank.mover_pid for rank in session.ranks]
+            back = session.usable and mover not in pids
+            return back and said["usable"] and not any(said["rank_problems"])
+
+        wait_until(is_back, "the rank's registration")
+
     def clear(self) -> None:
         self.caller.call(self.caller.operator.Clear, operator_pb2.ClearRequest())
 

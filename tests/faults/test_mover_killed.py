@@ -23,14 +23,8 @@ def engines(scene: Scene) -> tuple[Probe, Probe]:
     return victim, neighbour
 
 
-def kill_mover(scene: Scene, pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: pid not in scene.daemon.movers(), "the mover's end")
-
-
 def all_go_on(victim: Probe, neighbour: Probe) -> None:
-    """The victim is registered again, and both store and load."""
-    victim.wait_usable()
+    """Both engines store and load."""
     assert victim.load("old", 8) == 8
     assert victim.store("new", 8) == 8
     assert neighbour.load("new", 8) == 8
@@ -40,9 +34,9 @@ def all_go_on(victim: Probe, neighbour: Probe) -> None:
 def test_mover_killed_while_idle_is_replaced(scene: Scene, engines: tuple[Probe, Probe]) -> None:
     victim, neighbour = engines
     [mover] = scene.movers_of(victim)
-    kill_mover(scene, mover)
+    os.kill(mover, signal.SIGKILL)
+    scene.wait_replaced(victim, mover)
     all_go_on(victim, neighbour)
-    assert scene.movers_of(victim) != [mover]
 
 
 def test_mover_killed_half_way_through_a_store_fails_that_store_alone(
@@ -51,12 +45,13 @@ def test_mover_killed_half_way_through_a_store_fails_that_store_alone(
     victim, neighbour = engines
     [mover] = scene.movers_of(victim)
     prefix = scene.pin_mid_store(victim, mover, COUNT, BLOCK)
-    kill_mover(scene, mover)
+    os.kill(mover, signal.SIGKILL)
     status = victim.ask("pump")
     assert status["idle"]
     page, call = neighbour.hits(prefix, COUNT)
     assert page == call == neighbour.load(prefix, COUNT) < COUNT
     wait_until(lambda: no_slot_is_busy(scene), "the half-written slots")
+    scene.wait_replaced(victim, mover)
     all_go_on(victim, neighbour)
     assert victim.store(prefix, COUNT) == COUNT - call
     assert neighbour.load(prefix, COUNT) == COUNT
@@ -75,10 +70,10 @@ def test_mover_killed_half_way_through_a_load_fails_that_request_alone(
     [mover] = scene.movers_of(victim)
     request = pin_mid_load(victim, mover, "long", COUNT)
     assert request not in victim.ask("status")["failed"]
-    kill_mover(scene, mover)
+    os.kill(mover, signal.SIGKILL)
     status = victim.ask("pump")
     assert request in status["failed"]
-    victim.wait_usable()
+    scene.wait_replaced(victim, mover)
     # The engine shall compute it, not ask for it again and again.
     assert victim.ask("match_again", request=request)["found"] == 0
     victim.ask("finish", request=request)
@@ -93,9 +88,9 @@ def test_movers_killed_again_and_again_never_leave_a_wrong_byte(
     for _ in range(4):
         for engine in engines:
             engine.order("churn", prefixes=["a", "b", "c"], rounds=6, most=COUNT)
-        for mover in scene.movers_of(victim):
-            os.kill(mover, signal.SIGKILL)
+        [mover] = scene.movers_of(victim)
+        os.kill(mover, signal.SIGKILL)
         for engine in engines:
             assert engine.answer()["wrong"] == []
-        victim.wait_usable()
+        scene.wait_replaced(victim, mover)
     all_go_on(victim, neighbour)

@@ -34,7 +34,7 @@ def test_store_of_which_one_rank_dies_is_never_a_hit(
     assert engine.hits("half", COUNT) == (0, 0)
     os.kill(movers[failing], signal.SIGKILL)
     assert engine.ask("pump")["idle"]
-    engine.wait_usable()
+    scene.wait_replaced(engine, movers[failing])
     assert engine.hits("half", COUNT) == (0, 0)
     wait_until(lambda: scene.status().pool.slots_quarantined == 0, "the slots")
     assert scene.movers_of(engine)[1 - failing] == movers[1 - failing]
@@ -57,7 +57,7 @@ def test_load_of_which_one_rank_dies_fails_for_the_whole_request(
     status = engine.ask("pump")
     assert "r" in status["failed"]
     assert "r" not in status["finished"]
-    engine.wait_usable()
+    scene.wait_replaced(engine, movers[failing])
     assert engine.load("old", 8) == 8
 
 

@@ -1,0 +1,168 @@
+"""A full pool, a wholly pinned one, and a tenant at its quota."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd_proto.v1 import engine_pb2
+from tests.control.daemon_rig import RawEngine, block, hashes, identity, namespace, store_job
+from tests.faults.conftest import MakeScene
+from tests.faults.probe import Probe
+from tests.faults.scene import Scene, wait_until
+
+MIB = 1 << 20
+CAPACITY = 1024  # blocks of 4 KiB in 4 MiB
+PROMPTS = [f"prompt {number}" for number in range(8)]
+
+
+@pytest.fixture
+def small(own_scene: MakeScene) -> Scene:
+    """Room for 1024 blocks; leases may hold all of them, for a second."""
+    return own_scene(pool_bytes=4 * MIB, lease_share=1.0, lease_ttl_ms=1000)
+
+
+def fill(engine: Probe) -> list[str]:
+    """Four prompts of 256 blocks: the whole pool."""
+    prompts = [f"full {number}" for number in range(4)]
+    for prompt in prompts:
+        assert engine.store(prompt, 256) == 256
+    return prompts
+
+
+def test_full_pool_evicts_when_blocks_are_allocated_and_stays_right(small: Scene) -> None:
+    one, two = small.engines("one", "two")
+    fill(one)
+    assert small.status().pool.slots_ready == CAPACITY
+    assert one.store("one more", 100) == 100
+    assert small.status().pool.slots_ready == CAPACITY
+    assert two.load("one more", 100) == 100
+    for engine in (one, two):
+        engine.order("churn", prefixes=PROMPTS, rounds=25, most=256)
+    answers = [engine.answer() for engine in (one, two)]
+    assert [answer["wrong"] for answer in answers] == [[], []]
+    assert sum(answer["stored"] for answer in answers) > CAPACITY
+    assert sum(answer["loaded"] for answer in answers) > 0
+    pool = small.status().pool
+    assert pool.slots_ready + pool.slots_free == CAPACITY
+
+
+def test_wholly_pinned_pool_refuses_stores_and_goes_on_loading(small: Scene) -> None:
+    holder, other = small.engines("holder", "other")
+    prompts = fill(holder)
+    for prompt in prompts:
+        assert holder.ask("match", request=prompt, prefix=prompt, count=256)["found"] == 256
+    holder.ask("pump_for", seconds=0.05)
+    # Of another namespace, to which the page has no room to show: the daemon itself says no.
+    stranger = RawEngine(small.daemon.socket, identity=identity("stranger"))
+    (verdict,) = stranger.scheduler.step(stores=[store_job(1, [1], [0])]).verdicts
+    assert (verdict.accepted, verdict.reason) == (False, "NO_ROOM")
+    stranger.close()
+    assert other.ask("status")["room"] == 0
+    assert other.store("no room", 4) == 0
+    holder.ask("pump_for", seconds=0.3)
+    holder.ask("start_load", request=prompts[0], found=256, first_block=0)
+    status = holder.ask("pump")
+    assert prompts[0] in status["finished"]
+    assert holder.ask("check", prefix=prompts[0], count=256, first_block=0)["wrong"] == []
+    for prompt in prompts:
+        holder.ask("finish", request=prompt)
+    wait_until(lambda: other.ask("status")["room"] > 0, "room")
+    assert other.store("room again", 4) == 4
+
+
+def test_leases_that_nobody_renews_give_the_pool_back(small: Scene) -> None:
+    holder, other = small.engines("holder", "other")
+    for prompt in fill(holder):
+        holder.ask("match", request=prompt, prefix=prompt, count=256)
+    assert other.store("no room", 4) == 0
+    wait_until(lambda: other.ask("status")["room"] > 0, "the leases' end", 5.0)
+    assert other.store("room again", 4) == 4
+
+
+@pytest.fixture
+def tenants(own_scene: MakeScene, tmp_path: Path) -> Scene:
+    """Two tenants of one user; "small" may hold 256 blocks."""
+    config = tmp_path / "kvd.toml"
+    config.write_text(
+        f"[tenants.large]\nuids = [{os.getuid()}]\n"
+        f'[tenants.small]\nuids = [{os.getuid()}]\nquota = "1MiB"\n'
+    )
+    return own_scene(pool_bytes=8 * MIB, lease_share=1.0, config=config)
+
+
+@pytest.fixture
+def highest_use(tenants: Scene) -> Iterator[list[int]]:
+    """Watches what the small tenant uses, all the time."""
+    seen: list[int] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            seen.append(used(tenants, "small"))
+            time.sleep(0.002)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    yield seen
+    stop.set()
+    watching.join()
+
+
+def used(scene: Scene, tenant: str) -> int:
+    return next((t.bytes_used for t in scene.status().tenants if t.tenant == tenant), 0)
+
+
+def test_tenant_at_its_quota_evicts_its_own_blocks_and_never_another_tenants(
+    tenants: Scene, highest_use: list[int]
+) -> None:
+    small = tenants.engine("small", tenant="small")
+    large = tenants.engine("large", tenant="large")
+    assert large.store("shared name", 200) == 200
+    assert small.hits("shared name", 200) == (0, 0)
+    for number in range(6):
+        assert small.store(f"small {number}", 128) == 128
+    assert small.load("small 5", 128) == 128
+    assert 0 < max(highest_use) <= MIB
+    assert large.load("shared name", 200) == 200
+
+
+def test_tenant_whose_quota_is_pinned_is_refused_while_the_other_goes_on(
+    tenants: Scene, highest_use: list[int]
+) -> None:
+    kept = RawEngine(tenants.daemon.socket, namespace=namespace(tenant="small"))
+    keys = list(range(1, 257))
+    for start in range(0, 256, 64):
+        contents = {key: block(key) for key in keys[start : start + 64]}
+        assert kept.store(contents).status == 1
+    assert kept.scheduler.statuses(keys) == [1] * 256  # and leases them
+    (verdict,) = kept.scheduler.step(stores=[store_job(99, [1000], [0])]).verdicts
+    assert (verdict.accepted, verdict.reason) == (False, "QUOTA")
+    large = tenants.engine("large", tenant="large")
+    assert large.store("goes on", 200) == 200
+    assert kept.load(keys[:8]) == [block(key) for key in keys[:8]]
+    assert max(highest_use) <= MIB
+    kept.close()
+
+
+def test_tenant_can_not_see_another_tenants_blocks_by_naming_its_keys(tenants: Scene) -> None:
+    small = RawEngine(
+        tenants.daemon.socket, identity=identity("s"), namespace=namespace(tenant="small")
+    )
+    large = RawEngine(
+        tenants.daemon.socket, identity=identity("l"), namespace=namespace(tenant="large")
+    )
+    assert large.store({7: block(7)}).status == 1
+    assert small.scheduler.statuses([7]) == [0]
+    job = engine_pb2.LoadJob(job_id=5, context={"request_id": "r"})
+    run = job.runs.add(hashes=hashes(7), engine_blocks=bytes(4))
+    assert run.group == 0
+    (verdict,) = small.scheduler.step(loads=[job]).verdicts
+    assert (verdict.accepted, verdict.reason) == (False, "KEY_MISSING")
+    small.close()
+    large.close()

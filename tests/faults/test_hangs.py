@@ -1,0 +1,130 @@
+"""Workers, movers and daemons that hang: deadlines free what they hold, engines go on."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from tests.faults.conftest import MakeScene
+from tests.faults.probe import Probe
+from tests.faults.scene import Scene, freeze, thaw, wait_until
+
+BLOCK = 64 << 10
+COUNT = 384
+SUBMIT_SECONDS = 0.6
+COPY_SECONDS = 0.8
+TICKS = 1.0  # the daemon looks four times a second
+
+
+@pytest.fixture
+def impatient(own_scene: MakeScene) -> Scene:
+    return own_scene(
+        pool_bytes=256 << 20,
+        extent_bytes=4 << 20,
+        submit_deadline_seconds=SUBMIT_SECONDS,
+        copy_deadline_seconds=COPY_SECONDS,
+    )
+
+
+@pytest.fixture
+def engine(impatient: Scene) -> Probe:
+    made = impatient.engine("one", block_bytes=BLOCK, num_blocks=400)
+    assert made.store("old", 8) == 8
+    return made
+
+
+def busy(scene: Scene) -> int:
+    pool = scene.status().pool
+    return pool.slots_reserved + pool.slots_quarantined
+
+
+def test_worker_that_never_says_ready_loses_the_job_and_nobody_is_killed(
+    impatient: Scene, engine: Probe
+) -> None:
+    movers = impatient.movers_of(engine)
+    engine.ask("store", prefix="a", count=16, hold=True, wait=False)
+    wait_until(lambda: busy(impatient) == 16, "the reservation")
+    wait_until(lambda: busy(impatient) == 0, "the revocation", SUBMIT_SECONDS + TICKS)
+    assert impatient.movers_of(engine) == movers
+    engine.ask("ready")
+    assert engine.ask("pump")["idle"]
+    assert engine.ask("status")["refusals"] == {"EXPIRED": 1}
+    assert engine.hits("a", 16) == (0, 0)
+    assert engine.store("a", 16) == 16
+    assert engine.load("a", 16) == 16
+
+
+def test_frozen_engine_loses_the_job_and_finds_its_cache_when_it_wakes(
+    impatient: Scene, engine: Probe
+) -> None:
+    engine.ask("store", prefix="a", count=16, hold=True, wait=False)
+    wait_until(lambda: busy(impatient) == 16, "the reservation")
+    freeze(engine.pid)
+    wait_until(lambda: busy(impatient) == 0, "the revocation", SUBMIT_SECONDS + TICKS)
+    thaw(engine.pid)
+    engine.ask("ready")
+    assert engine.ask("pump")["idle"]
+    assert engine.load("old", 8) == 8
+
+
+def test_frozen_mover_is_killed_at_the_copys_deadline_and_its_slots_come_back(
+    impatient: Scene, engine: Probe
+) -> None:
+    [mover] = impatient.movers_of(engine)
+    freeze(mover)
+    engine.ask("store", prefix="a", count=16, wait=False)
+    wait_until(lambda: busy(impatient) == 16, "the reservation")
+    within = SUBMIT_SECONDS + COPY_SECONDS + TICKS
+    wait_until(lambda: mover not in impatient.daemon.movers(), "its end", within)
+    wait_until(lambda: busy(impatient) == 0, "the slots")
+    assert engine.ask("pump")["idle"]
+    impatient.wait_replaced(engine, mover)
+    assert engine.hits("a", 16) == (0, 0)
+    assert engine.store("a", 16) == 16
+    assert (engine.load("a", 16), engine.load("old", 8)) == (16, 8)
+
+
+def test_load_of_a_frozen_mover_fails_only_once_the_mover_is_dead(
+    impatient: Scene, engine: Probe
+) -> None:
+    [mover] = impatient.movers_of(engine)
+    assert engine.ask("match", request="r", prefix="old", count=8)["found"] == 8
+    freeze(mover)
+    engine.ask("start_load", request="r", found=8, first_block=100)
+    while True:
+        has_failed = "r" in engine.ask("pump_for", seconds=0.05)["failed"]
+        if mover not in impatient.daemon.movers():
+            break
+        assert not has_failed
+    assert "r" in engine.ask("pump")["failed"]
+    impatient.wait_replaced(engine, mover)
+    assert engine.load("old", 8) == 8
+
+
+def test_copy_that_is_slow_but_ends_before_its_deadline_counts(
+    impatient: Scene, engine: Probe
+) -> None:
+    [mover] = impatient.movers_of(engine)
+    prefix = impatient.pin_mid_store(engine, mover, COUNT, BLOCK)
+    time.sleep(SUBMIT_SECONDS + 0.3)  # revoked meanwhile, but it has begun
+    thaw(mover)
+    assert engine.ask("pump")["idle"]
+    assert impatient.movers_of(engine) == [mover]
+    page, call = engine.hits(prefix, COUNT)
+    assert page == call == engine.load(prefix, COUNT) > 0
+
+
+def test_frozen_daemon_never_holds_an_engines_step_up(impatient: Scene, engine: Probe) -> None:
+    idle = engine.ask("timed_steps", prefix="old", count=8, steps=30)
+    assert idle["found"] == 30
+    impatient.daemon.freeze()
+    try:
+        frozen = engine.ask("timed_steps", prefix="old", count=8, steps=60)
+    finally:
+        impatient.daemon.thaw()
+    assert frozen["found"] == 0
+    assert frozen["slowest"] < 0.25  # 20 ms are waited; the rest is the machine's
+    wait_until(lambda: bool(engine.ask("status")["usable"]), "the session")
+    time.sleep(1.2)  # a silent daemon is left alone for a second
+    assert engine.load("old", 8) == 8
