@@ -201,6 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; everything was stopped", file=sys.stderr)
         return 130
+    except (RuntimeError, OSError) as error:  # a process died or hung, the weights are missing
+        print(f"FAILED: {error}", file=sys.stderr)
+        return 1
     finally:
         signal.signal(signal.SIGTERM, previous)
     result["seconds"] = round(time.monotonic() - started, 1)

@@ -15,11 +15,11 @@ from examples.engine.process import Answer
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.parametrize("ranks", ["1", "2"])
+@pytest.mark.parametrize(("ranks", "turns"), [("1", "2"), ("2", "1")])
 def test_the_demo_loads_back_what_it_computed(
-    ranks: str, capsys: pytest.CaptureFixture[str]
+    ranks: str, turns: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main(["--model", "tiny", "--turns", "2", "--tp", ranks, "--json"]) == 0
+    assert demo.main(["--model", "tiny", "--turns", turns, "--tp", ranks, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["failures"] == []
     assert result["same_tokens"]
@@ -30,6 +30,16 @@ def test_the_demo_loads_back_what_it_computed(
         for name in ("warm", "after_kill"):
             assert 0 < row[name]["computed"] <= 16
             assert row[name]["computed"] + row[name]["loaded"] == row["prompt_tokens"]
+
+
+def test_the_demo_says_why_it_cannot_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "POOL_BYTES", 1 << 60)
+    assert demo.main(["--model", "tiny"]) == 1
+    told = capsys.readouterr().err
+    assert "FAILED: the daemon ended at its start" in told
+    assert "Traceback" not in told
 
 
 def run_of(loaded: int, output: list[int], digest: str) -> demo.Run:

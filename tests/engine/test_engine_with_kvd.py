@@ -113,6 +113,26 @@ def test_engines_killed_while_they_work_leave_only_whole_blocks(
     assert total(loaded, "loaded") > 0
 
 
+def test_an_engine_ends_with_its_killed_rank_and_its_successor_loads(
+    daemon: Daemon, expected: dict[str, list[int]]
+) -> None:
+    config = EngineConfig(socket=daemon.socket, ranks=2)
+    orders = shared_prefix_orders(8)
+    engine = EngineProcess(config)
+    try:
+        stored = engine.generate(orders)
+        engine.settle()
+        os.kill(engine.pids[-1], signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="the engine process died"):
+            engine.generate(orders)
+    finally:
+        engine.stop()
+    with EngineProcess(config) as successor:
+        loaded = successor.generate(orders)
+    assert outputs(loaded) == expected
+    assert_loaded_bytes_were_computed(stored, loaded)
+
+
 def test_two_engines_share_what_either_stored(
     daemon: Daemon, expected: dict[str, list[int]]
 ) -> None:
