@@ -10,8 +10,8 @@ from kvd.control.peers import Context, Peers, Role
 from kvd.control.session import SessionRooms
 from kvd.control.verbs import LiveSession
 from kvd.core.errors import InvalidArgument
-from kvd_proto.v1 import common_pb2, engine_pb2_grpc
 from kvd_proto.v1 import engine_pb2 as pb
+from kvd_proto.v1 import engine_pb2_grpc
 
 MAX_FLUSH_MS = 60_000
 
@@ -54,17 +54,17 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def CompleteLoad(
         self, request: pb.CompleteLoadRequest, context: Context
     ) -> pb.CompleteLoadResponse:
-        _check_context(request.context)
         step = pb.Step(sequence=request.sequence, completed_loads=request.job_ids)
-        await self._step(context, request.session_id, step)
+        live = self._live(context, request.session_id)
+        await self._rooms.verbs.step(live, step, request.context)
         return pb.CompleteLoadResponse()
 
     async def CompleteStore(
         self, request: pb.CompleteStoreRequest, context: Context
     ) -> pb.CompleteStoreResponse:
-        _check_context(request.context)
         step = pb.Step(sequence=request.sequence, completed_stores=request.job_ids)
-        await self._step(context, request.session_id, step)
+        live = self._live(context, request.session_id)
+        await self._rooms.verbs.step(live, step, request.context)
         return pb.CompleteStoreResponse()
 
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
@@ -106,12 +106,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     async def _step(self, context: Context, session: int, step: pb.Step) -> pb.StepReply:
         return await self._rooms.verbs.step(self._live(context, session), step)
-
-
-def _check_context(message: common_pb2.ReqContext) -> None:
-    # Acknowledging several jobs at once concerns no single request: it may go without one.
-    if message.ByteSize():
-        convert.request_context(message)
 
 
 def _some(numbers: Sequence[int], most: int = 32) -> str:

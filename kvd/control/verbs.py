@@ -21,6 +21,7 @@ from kvd.core.events import NamespaceSpec
 from kvd.core.keys import JobId, LeaseId, NamespaceId, RequestId, SessionId
 from kvd.driver import Driver
 from kvd.pieces import PIECE_KEYS
+from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 
 REMEMBERED_ANSWERS = 64  # of each session, for messages that are sent again
@@ -143,10 +144,17 @@ class Verbs:
         answers = await self._driver.lookup(live.id, queries)
         return [convert.answer_message(answer) for answer in answers]
 
-    async def step(self, live: LiveSession, step: pb.Step) -> pb.StepReply:
-        """Apply the step once; a repeated number gets the first one's answer."""
+    async def step(
+        self, live: LiveSession, step: pb.Step, about: common_pb2.ReqContext | None = None
+    ) -> pb.StepReply:
+        """Apply the step once; a repeated number gets the first one's answer.
+
+        `about` is the request of an acknowledgement, where it names one; it is only checked.
+        """
 
         async def apply() -> pb.StepReply:
+            if about is not None and about.ByteSize():
+                convert.request_context(about)
             return await self._apply(live, step.sequence, step_parts(live, step))
 
         answer = await self._once(live, step.sequence, apply)
