@@ -131,8 +131,18 @@ class SimEngine:
             self._start(driver, request, JobKind.LOAD, group, keys[:hits])
         if hits < length:
             self._start(driver, request, JobKind.STORE, group, keys[hits:])
+        if self.random.random() < 0.1:
+            self._hand_off(driver, request, group, batch)
         if self.random.random() < 0.3:
             driver.call(ev.RequestsEnded(self.session, (request.request,)))
+
+    def _hand_off(
+        self, driver: Driver, request: ev.RequestContext, group: int, keys: KeyBatch
+    ) -> None:
+        """Leave what there is of the request to the other engine of this namespace."""
+        assert self.session is not None
+        lasting_ns = self.random.randrange(1, 60_000) * 1_000_000
+        driver.call(ev.HandOffRequested(self.session, request, group, keys, lasting_ns))
 
     def _start(
         self,

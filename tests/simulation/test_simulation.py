@@ -272,6 +272,7 @@ def check_rest(world: World, found: set[bytes]) -> None:
     assert statistics.slots.quarantined == 0, "a quarantined slot was never freed"
     in_flight = (statistics.transfers, statistics.leases, statistics.followed_keys)
     assert in_flight == (0, 0, 0), "something never ended"
+    assert (statistics.hand_offs, statistics.handed_off_blocks) == (0, 0), "held for ever"
     assert statistics.rows_retiring == 0, "a row was never taken back"
     resident = set()
     for change in world.driver._resident_changes():
