@@ -11,8 +11,7 @@ from kvd.core.keys import LeaseId
 
 # Keys handled without yielding to other calls: about 0.2 ms of the event loop.
 PIECE_KEYS = 128
-_HIT = 1  # of kvd.v1 Answer, in its low two bits
-_STATUS_BITS = 3
+_HIT = b"\x01"  # of kvd.v1 Answer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,14 +49,15 @@ class PiecewiseAnswers:
         self._statuses = [bytearray() for _ in range(queries)]
         self._leases: list[LeaseId | None] = [None] * queries
         self._leased = [0] * queries
+        self._unbroken = [True] * queries  # hits only, so far
 
     def continue_in(self, pieces: list[QueryPiece]) -> list[QueryPiece]:
         """The pieces as they are to be asked now: a prefix lease goes on only behind hits."""
         return [QueryPiece(piece.number, self._continued(piece)) for piece in pieces]
 
     def _continued(self, piece: QueryPiece) -> Query:
-        query, before = piece.query, self._statuses[piece.number]
-        if query.lease is LeaseMode.PREFIX and any(s & _STATUS_BITS != _HIT for s in before):
+        query = piece.query
+        if query.lease is LeaseMode.PREFIX and not self._unbroken[piece.number]:
             return replace(query, lease=LeaseMode.NONE)
         return replace(query, extends=self._leases[piece.number])
 
@@ -65,6 +65,8 @@ class PiecewiseAnswers:
         """The machine's answers to these pieces."""
         for piece, answer in zip(pieces, answers, strict=True):
             self._statuses[piece.number] += answer.statuses
+            if answer.statuses != _HIT * len(answer.statuses):
+                self._unbroken[piece.number] = False
             if answer.lease is not None:
                 self._leases[piece.number] = answer.lease
             self._leased[piece.number] += answer.leased_blocks

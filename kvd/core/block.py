@@ -58,6 +58,7 @@ class SlotTable:
         self.tags: U64 = sparse_zeros(slots, np.uint64)
         self.scopes: U32 = sparse_zeros(slots, np.uint32)
         self.stamps: U32 = sparse_zeros(slots, np.uint32)
+        self._marks: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # scratch of a call
         self._keys: dict[int, U64] = {}
 
     def keys(self, width: int) -> U64:
@@ -66,6 +67,20 @@ class SlotTable:
         if keys is None:
             keys = self._keys[width] = sparse_zeros((self.size, width), np.uint64)
         return keys
+
+    def firsts(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Marks each slot's first place among these; the rest are repeats."""
+        numbers = np.arange(len(slots), dtype=np.int32)
+        # Written backwards, so that the first of equal slots is the last to be written.
+        self._marks[slots[::-1]] = numbers[::-1]
+        return np.asarray(self._marks[slots] == numbers)
+
+    def without(self, slots: Slots, others: Slots) -> Slots:
+        """Those of the slots that are not among the others, in their order."""
+        self._marks[others] = -1
+        fresh: Slots = slots[self._marks[slots] != -1]
+        self._marks[others] = 0
+        return fresh
 
     def move(self, slots: Slots, old: SlotState, new: SlotState) -> None:
         """Take a step of the table with all of these slots; anything else is our own fault."""

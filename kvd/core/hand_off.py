@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core import lease, residency
+from kvd.core import lease
 from kvd.core.actions import Action
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import HandOffRequested
@@ -39,7 +39,8 @@ def hand_off(state: State, event: HandOffRequested, now_ns: int) -> list[Action]
         )
     account = event.context.account
     _, slots = read_keys(state, session, account, event.group, event.keys.words)
-    there = residency.distinct(slots[slots != NOWHERE])
+    there = slots[slots != NOWHERE]
+    there = there[state.slots.firsts(there)]
     found = state.hand_offs.get((event.session, event.context.request))
     held = found.held.get(event.group) if found is not None else None
     fresh = there if held is None else there[~np.isin(there, held)]

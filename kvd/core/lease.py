@@ -32,10 +32,7 @@ def within_cap(state: State, owner: SizeClass, slots: Slots) -> int:
     """
     room = owner.tenant.lease_room(state.pool_bytes, state.config.lease_share)
     fresh = state.slots.leases[slots] == 0
-    _, first = np.unique(slots, return_index=True)
-    once = np.zeros(len(slots), dtype=np.bool_)
-    once[first] = True
-    cost = np.cumsum(fresh & once) * owner.block_bytes
+    cost = np.cumsum(fresh & state.slots.firsts(slots)) * owner.block_bytes
     return int(np.count_nonzero(cost <= max(room, 0)))
 
 
@@ -43,7 +40,7 @@ def take_lease(
     state: State, session: Session, request: RequestId, owner: SizeClass, held: tuple[Slots, int]
 ) -> LeaseId:
     """Hold these READY slots for the request from `held[1]` (now, ns) on."""
-    slots, now_ns = np.unique(held[0]), held[1]
+    slots, now_ns = held[0][state.slots.firsts(held[0])], held[1]
     lease = Lease(LeaseId(state.next_lease), session.session, request, owner, slots, now_ns)
     state.next_lease += 1
     session.leases[lease.lease] = lease
@@ -59,9 +56,9 @@ def hold(
     lease = session.leases.get(query.extends) if query.extends is not None else None
     if lease is None or lease.size_class is not owner:
         return take_lease(state, session, query.context.request, owner, held)
-    fresh = np.setdiff1d(held[0], lease.slots)
+    fresh = state.slots.without(held[0][state.slots.firsts(held[0])], lease.slots)
     claim(state, owner, fresh)
-    lease.slots = np.union1d(lease.slots, fresh)
+    lease.slots = np.concatenate([lease.slots, fresh])
     return lease.lease
 
 

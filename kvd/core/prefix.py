@@ -45,7 +45,10 @@ def note(state: State, prefix: Prefix, slots: Slots) -> None:
         return
     scope = ScopeId(int(state.slots.scopes[slots[0]]))
     before = prefix.slots.get(scope)
-    prefix.slots[scope] = slots if before is None else np.concatenate([before, slots])
+    slots = slots[state.slots.firsts(slots)]
+    if before is not None:
+        slots = np.concatenate([before, state.slots.without(slots, before)])
+    prefix.slots[scope] = slots
 
 
 def grow(state: State, owner: SizeClass, prefix: Prefix, slots: Slots, now_ns: int) -> None:

@@ -138,15 +138,9 @@ def touch(state: State, owner: SizeClass, slots: Slots, now_ns: int) -> None:
     """These READY blocks were used; repeats count once."""
     if not len(slots):
         return
-    slots = distinct(slots)
+    slots = slots[state.slots.firsts(slots)]
     owner.policy.touch(slots)
     state.slots.stamps[slots] = coarse_stamp(now_ns)
-
-
-def distinct(slots: Slots) -> Slots:
-    """Each slot once, in the order of its first place."""
-    unique, first = np.unique(slots, return_index=True)
-    return slots if len(unique) == len(slots) else slots[np.sort(first)]
 
 
 def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:

@@ -129,7 +129,8 @@ def _kept(state: State, session: Session, job: Job, account: str, plan: Plan) ->
     scope = spaces.find_scope(state, session, account, plan.offer.size_class.group)
     if scope is None:
         return plan.ready
-    return np.union1d(plan.ready, prefix.readable(state, job.prefix, scope.scope))
+    both = np.concatenate([plan.ready, prefix.readable(state, job.prefix, scope.scope)])
+    return both[state.slots.firsts(both)]
 
 
 def _start(
