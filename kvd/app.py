@@ -16,6 +16,7 @@ import uvloop
 
 import kvd
 from kvd.config import Config
+from kvd.control import descriptors
 from kvd.control.http import TEXT, HttpServer, Page
 from kvd.control.notify import feed_watchdog, notify
 from kvd.control.server import ControlServer, Place, refuse_taken
@@ -220,6 +221,7 @@ def serve(config: Config) -> int:
     """Run a daemon in this process until it is told to stop; the exit status."""
     sys.setswitchinterval(SWITCH_SECONDS)
     logs.start(config.log_level, config.log_format)
+    descriptors.raise_limit()
 
     async def run() -> int:
         return await Daemon(config).run()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from kvd.control import errors
+from kvd.control import descriptors, errors
 from kvd.control.peers import Peer, Peers, Role, credentials_of, has_ended
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd_proto.v1 import companion_pb2 as pb
@@ -77,8 +77,9 @@ class CompanionServer:
                 return
             connected.setblocking(False)
             connection = CompanionConnection(self, connected)
-            if len(self._connections) >= MAX_CONNECTIONS:
-                connection.refuse("LIMIT_EXCEEDED", f"more than {MAX_CONNECTIONS} connections")
+            full = len(self._connections) >= MAX_CONNECTIONS
+            if full or descriptors.are_scarce():
+                connection.refuse("LIMIT_EXCEEDED", "as many connections as there may be")
                 connection.close()
                 continue
             self._connections.add(connection)

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from kvd.control import descriptors
 from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
 from kvd_proto.v1 import companion_pb2 as pb
 
@@ -150,6 +151,7 @@ class Peer:
         try:
             if len(self.memories) >= MAX_MEMORIES and number not in self.memories:
                 raise LimitExceeded(f"more than {MAX_MEMORIES} memories offered", "memory_token")
+            descriptors.require_room("memory_token")
             memory = accept_memory(fd)
         except BaseException:
             os.close(fd)

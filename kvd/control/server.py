@@ -15,6 +15,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import kvd
+from kvd.control import descriptors
 from kvd.control.companion import CompanionServer
 from kvd.control.engine_service import EngineServicer
 from kvd.control.engines import Engines
@@ -108,7 +109,8 @@ class ControlServer:
         place.socket.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
         refuse_taken(place.companion)
         self.operator.place = PoolPlace(str(place.pool_directory), place.pool_bytes)
-        server = grpc.aio.server(interceptors=[self._interceptor], options=_OPTIONS)
+        most = ("grpc.max_allowed_incoming_connections", descriptors.most_connections())
+        server = grpc.aio.server(interceptors=[self._interceptor], options=(*_OPTIONS, most))
         engine_pb2_grpc.add_EngineServiceServicer_to_server(
             EngineServicer(self.rooms, self.peers), server
         )

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvd.control import convert
+from kvd.control import convert, descriptors
 from kvd.control.engines import Engines, EngineStart, check_identity
 from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT
 from kvd.control.namespace import namespace_spec
@@ -286,6 +286,7 @@ class SessionRooms:
             raise Draining("the daemon is about to stop")
         if len(self.sessions.by_id) >= MAX_SESSIONS:
             raise LimitExceeded(f"more than {MAX_SESSIONS} sessions")
+        descriptors.require_room()
         check_open(message)
         check_identity(message.identity)
         tenant = self.tenants.tenant_of(peer, message.namespace.tenant)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvd.control import convert, errors
+from kvd.control import convert, descriptors, errors
 from kvd.control.engines import (
     EngineStart,
     GroupFigures,
@@ -49,6 +49,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         peer = self._peers.behind(context, Role.WORKER)
         if self._rooms.draining:
             raise Draining("the daemon is about to stop")
+        descriptors.require_room()
         check_identity(request.identity)
         check_rank(request)
         start = await self._engines.claim(peer.uid, request.identity)

@@ -75,7 +75,7 @@ BEFORE_HELLO: list[tuple[str, bytes, str]] = [
     ("no kind", struct.pack("<I", 2) + b"\xf8\x7f"[:1] + b"\x01", "MALFORMED_MESSAGE"),
     (
         "an unknown role",
-        framed(pb.CompanionRequest(hello=pb.Hello(role=99))),
+        framed(pb.CompanionRequest.FromString(b"\x0a\x02\x08\x63")),  # hello { role: 99 }
         "INVALID_ARGUMENT",
     ),
     ("no role", framed(pb.CompanionRequest(hello=pb.Hello())), "INVALID_ARGUMENT"),

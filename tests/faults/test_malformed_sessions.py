@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -244,7 +245,7 @@ def test_thousands_of_bad_messages_leave_the_daemons_memory_as_it_was(stand: Sta
                 step = engine_pb2.Step(sequence=stand.next_sequence(), **parts)
                 assert refused(stand, step=step).reason == reason
         for opening, due in OPENINGS[::4] * rounds:
-            assert refusal(lambda o=opening: open_and_close(stand, **o))[:2] == due
+            assert refusal(partial(open_and_close, stand, **opening))[:2] == due
 
     throw_all(4)
     before = resident_kib(stand.scene.daemon.pid)

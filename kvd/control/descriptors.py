@@ -1,0 +1,51 @@
+"""File descriptors: clients make the daemon hold some, and must never take its last ones.
+
+Its own work (a mover's start, a new index page, a file that is replaced) needs a few at any
+moment, and an order half carried out ends the daemon. So what a client asks for is refused
+while as few as RESERVED are left.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from kvd.core.errors import LimitExceeded
+
+RESERVED = 256
+MAX_GRPC_CONNECTIONS = 4096
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+def raise_limit() -> int:
+    """Take as many descriptors as the system lets this process have; the new limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def most_connections() -> int:
+    """How many connections gRPC may take; it accepts them itself, so a number must bound them."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(8, min(MAX_GRPC_CONNECTIONS, limit // 4))
+
+
+def are_scarce() -> bool:
+    """True when clients may take no more."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _held() >= limit - min(RESERVED, limit // 4)
+
+
+def _held() -> int:
+    # The directory's size is the number of descriptors since Linux 6.2, and 0 before.
+    return _DESCRIPTORS.stat().st_size or sum(1 for _ in _DESCRIPTORS.iterdir())
+
+
+def require_room(field: str = "") -> None:
+    """Raise LimitExceeded while descriptors are scarce."""
+    if are_scarce():
+        raise LimitExceeded(
+            "the daemon is short of file descriptors: end some clients, or raise its limit"
+            " (LimitNOFILE)",
+            field,
+        )

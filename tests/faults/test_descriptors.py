@@ -1,0 +1,125 @@
+"""A client that takes all file descriptors it can get can't take the daemon's last ones."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from kvd_client.companion import CompanionRefused, CompanionSocket
+from kvd_proto.v1 import companion_pb2
+from tests.control.daemon_rig import RawScheduler, identity, namespace, refusal
+from tests.faults.conftest import MakeScene
+from tests.faults.probe import Probe
+from tests.faults.scene import Scene, links
+
+LIMIT = 400
+
+
+@pytest.fixture
+def stocked(own_scene: MakeScene) -> tuple[Scene, Probe]:
+    """A daemon that may hold 400 descriptors, and an engine that has stored something."""
+    ours, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # to be as greedy as can be
+    scene = own_scene()
+    resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+    engine = scene.engine("one")
+    assert engine.store("a", 8) == 8
+    assert scene.status().state == "ready"  # we have a connection from before the shortage
+    resource.setrlimit(resource.RLIMIT_NOFILE, (ours, most))
+    return scene, engine
+
+
+def goes_on(scene: Scene, engine: Probe) -> None:
+    """The engine works as before, with a new mover too."""
+    assert engine.load("a", 8) == 8
+    [mover] = scene.movers_of(engine)
+    os.kill(mover, signal.SIGKILL)
+    assert scene.status().state == "ready"
+
+
+def test_namespaces_without_end_are_refused_and_nobody_else_is_hurt(
+    stocked: tuple[Scene, Probe],
+) -> None:
+    scene, engine = stocked
+
+    def open_many() -> None:
+        for number in range(LIMIT):
+            fields = namespace(model=f"model {number}")
+            scheduler = RawScheduler(
+                scene.daemon.socket, identity=identity("greedy"), namespace=fields
+            )
+            try:
+                assert scheduler.opened.session_id
+            finally:
+                scheduler.close()
+
+    with contextlib.suppress(CompanionRefused):
+        assert refusal(open_many)[:2] == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")
+    assert len(links(scene.daemon.pid)) < LIMIT - 50
+    goes_on(scene, engine)
+
+
+def test_memories_and_connections_without_end_are_refused_and_come_back(
+    stocked: tuple[Scene, Probe],
+) -> None:
+    scene, engine = stocked
+    with greedy(scene) as held:
+        assert len(held) < LIMIT
+        assert len(links(scene.daemon.pid)) < LIMIT - 50
+        goes_on(scene, engine)
+    again = scene.engine("two")
+    assert again.load("a", 8) == 8
+    assert engine.wait_usable()
+    assert engine.load("a", 8) == 8
+
+
+@contextlib.contextmanager
+def greedy(scene: Scene) -> Iterator[list[CompanionSocket]]:
+    """Connections that each offer all the memory they may, until one is refused."""
+    held: list[CompanionSocket] = []
+    memory = os.memfd_create("probe-greedy")
+    os.ftruncate(memory, 4096)
+    try:
+        with pytest.raises(CompanionRefused, match="LIMIT_EXCEEDED"):
+            take_all(scene, held, memory)
+        yield held
+    finally:
+        for companion in held:
+            companion.close()
+        os.close(memory)
+
+
+def take_all(scene: Scene, held: list[CompanionSocket], memory: int) -> None:
+    while True:
+        companion = CompanionSocket(scene.daemon.socket, 5.0)
+        held.append(companion)
+        companion.hello(companion_pb2.PEER_ROLE_WORKER, "greedy")
+        for number in range(40):
+            companion.offer_memory(number, memory)
+
+
+def test_connections_to_the_api_without_end_leave_the_daemon_whole(
+    own_scene: MakeScene,
+) -> None:
+    scene = own_scene()
+    engine = scene.engine("one")
+    assert engine.store("a", 8) == 8
+    held = []
+    for _ in range(600):
+        connected = socket.socket(socket.AF_UNIX)
+        held.append(connected)
+        connected.connect(scene.daemon.socket)
+        connected.sendall(os.urandom(64))
+    for connected in held:
+        connected.close()
+    with contextlib.suppress(grpc.RpcError):
+        scene.status()
+    assert engine.load("a", 8) == 8
+    assert scene.status().state == "ready"
