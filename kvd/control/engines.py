@@ -263,14 +263,14 @@ class Engines:
             start.session = None
             for number in list(start.ranks):
                 self._drop(start, number)
-            self._spawn(self._outlive_movers(start))
+            self._spawn(self._outlive_movers(start, tuple(start.movers)))
         self.forget_if_empty(start)
 
-    async def _outlive_movers(self, start: EngineStart) -> None:
+    async def _outlive_movers(self, start: EngineStart, movers: Sequence[MoverId]) -> None:
         # The driver ends them, after its grace for copies under way; this is the backstop that
-        # also takes the record away.
+        # also takes the record away. Movers that register meanwhile belong to the next session.
         await asyncio.sleep(CLOSE_GRACE_SECONDS * 1.5)
-        for mover in list(start.movers):
+        for mover in movers:
             await self._driver.end_rank(mover, "its session has ended")
         self.refresh(start)
         self.forget_if_empty(start)

@@ -1,0 +1,54 @@
+"""A scheduler whose stream broke comes back, and its ranks after it: nothing old harms the new."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvd.driver import CLOSE_GRACE_SECONDS
+from tests.control.daemon_rig import (
+    RawEngine,
+    RawScheduler,
+    RunningDaemon,
+    block,
+    daemon,
+    identity,
+    wait_until,
+)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningDaemon]:
+    with daemon() as started:
+        yield started
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_ranks_that_register_again_at_once_outlive_the_old_sessions_end(
+    running: RunningDaemon,
+) -> None:
+    name = identity("comes-back")
+    engine = RawEngine(running.socket, identity=name)
+    engine.store({1: block(1)})
+    again = RawScheduler(running.socket, identity=name)
+    assert again.opened.session_id
+    old = engine.mover_pid
+    wait_until(lambda: not lives(old), "the old mover's end")
+    new = engine.worker.register(identity=name)
+    assert list(again.next("ranks_ready").registration_ids) == [engine.worker.registration]
+    time.sleep(2 * CLOSE_GRACE_SECONDS)  # by when the old session's movers are ended by force
+    assert lives(new)
+    (session,) = [s for s in again.status().sessions if s.engine_id == "comes-back"]
+    assert session.usable
+    again.close()
+    engine.close()
