@@ -71,7 +71,7 @@ class LookupDesk:
             self.forget(request)
             return computed_tokens
         if lookup.state is not LookupState.NEW and not self._is_fresh(lookup, session):
-            self.forget(request)
+            self._outdate(request)
         lookup = request.lookup
         if lookup.state is LookupState.NEW:
             self._begin(request, session, computed_tokens)
@@ -102,6 +102,12 @@ class LookupDesk:
         request.lookup = Lookup()
         if closed:
             request.lookup.state = LookupState.CLOSED
+
+    def _outdate(self, request: Request) -> None:
+        """Give up answers that are too old. For how long they deferred it still counts."""
+        retry_s, pending_s = request.lookup.retry_since_s, request.lookup.pending_since_s
+        self.forget(request)
+        request.lookup.retry_since_s, request.lookup.pending_since_s = retry_s, pending_s
 
     def release(self, request: Request) -> None:
         """Its leases are needed no more; what was learned about admission stays known."""
@@ -245,6 +251,7 @@ class LookupDesk:
             usable = [row != hits.MISS for row in statuses]
             found = hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
             if not self._uses(statuses, doubtful, computed_tokens, found):
+                setattr(lookup, field, None)
                 continue
             since: float | None = getattr(lookup, field)
             if since is None:

@@ -54,6 +54,7 @@ class Request:
     seen_blocks: list[int] = field(default_factory=list)
     loading_job: int = 0
     store_jobs: set[int] = field(default_factory=set)
+    storing_since_s: float | None = None  # since when they have deferred it
     failed_stores: int = 0
     request_level: bool = False
     stores_end: bool = False  # its KV is of before a reset: never store it
@@ -68,6 +69,15 @@ class Request:
         self.stores_end = False
         self.num_tokens = max(self.num_tokens, self.computed_after)
         self.computed_after = 0
+
+    def waits_for_stores(self, now: float, deadline_s: float) -> bool:
+        """Whether its own stores defer it: they will be the hit, unless they take too long."""
+        if not self.store_jobs:
+            self.storing_since_s = None
+            return False
+        if self.storing_since_s is None:
+            self.storing_since_s = now
+        return now - self.storing_since_s < deadline_s
 
     def store_from_start(self) -> None:
         self.next_store = [0] * len(self.next_store)

@@ -118,8 +118,9 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return 0
-        if request.store_jobs or request.loading_job:
-            return None  # preempted: what it stores will be the hit
+        deadline_s = self.options.pending_deadline_s
+        if request.loading_job or request.waits_for_stores(self._clock(), deadline_s):
+            return None
         self._enter_session()
         request.computed_tokens = num_computed_tokens
         found = self._desk.hit_tokens(request, num_computed_tokens)
