@@ -241,7 +241,7 @@ class Driver:
         try:
             await self.flush(session, [], CLOSE_GRACE_SECONDS)
         except TimeoutError:
-            log.warning("session %d: copies still run %.1f s after its end", session, 1.0)
+            log.warning("session %d: copies still run %.1f s on", session, CLOSE_GRACE_SECONDS)
         self.jobs.forget(session)
         ranks = self.fleet.of_session(session)
         await asyncio.gather(*(self.end_rank(m, "its session has ended") for m in ranks))

@@ -34,8 +34,11 @@ class JobBoard:
         self._changed.set()
 
     def ended(self, order: EndJob) -> None:
-        """The job has ended on every rank."""
-        self._live.get(order.session, set()).discard(order.job)
+        """The job has ended on every rank. Nothing is kept of a session that is forgotten."""
+        live = self._live.get(order.session)
+        if live is None:
+            return
+        live.discard(order.job)
         ends = self._ends.setdefault(order.session, OrderedDict())
         ends[order.job] = order
         if len(ends) > REMEMBERED_ENDS:

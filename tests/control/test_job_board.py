@@ -56,3 +56,11 @@ async def test_drain_counts_what_is_left() -> None:
     assert await board.wait_for_all(0.01) == 1
     board.ended(end(1))
     assert await board.wait_for_all(0.01) == 0
+
+
+async def test_end_of_a_forgotten_sessions_job_is_not_kept() -> None:
+    board = JobBoard()
+    board.started(SESSION, JobId(1))
+    board.forget(SESSION)
+    board.ended(end(1))
+    assert await board.wait(SESSION, [JobId(1)], 1) == []
