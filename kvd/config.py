@@ -214,7 +214,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("policy", "lru", _one_of(*POLICIES), "eviction policy: " + ", ".join(POLICIES)),
     Setting("store_threshold", 1, _whole(1, 255), "store a block on its n-th sighting"),
     Setting("lease_ttl_ms", 2000, _whole(100, 600_000), "life of a lease that no step renews"),
-    Setting("lease_share", 0.25, _number(0.01, 1.0), "most of a quota that leases may hold"),
+    Setting("lease_share", 0.25, _number(0.01, 1.0), "most of a quota for leases and hand-offs"),
     Setting("submit_deadline_seconds", 30.0, _number(0.1, 3600), "longest wait for a rank's ready"),
     Setting("copy_deadline_seconds", 30.0, _number(0.1, 3600), "after it, before a mover is ended"),
     Setting("http_address", "127.0.0.1", str, "address of /metrics, /healthz, /readyz"),

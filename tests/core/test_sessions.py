@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvd.core import actions as act
@@ -44,6 +46,17 @@ def test_block_larger_than_an_extent_is_refused_and_says_what_to_raise(bench: Be
     with pytest.raises(InvalidArgument, match="raise extent_bytes") as caught:
         bench.open(namespace=spec(block_bytes=2**20))
     assert caught.value.field == "groups[0]"
+    assert not bench.machine.namespaces()
+
+
+def test_groups_of_different_shard_counts_are_refused_and_the_group_is_named(
+    bench: Bench,
+) -> None:
+    one, two = spec(shards=1), spec(shards=2)
+    mixed = replace(one, groups=(*one.groups, *one.groups, *two.groups))
+    with pytest.raises(InvalidArgument, match="group 2 has 2 shards") as caught:
+        bench.open(namespace=mixed)
+    assert caught.value.field == "groups[2].shard_bytes"
     assert not bench.machine.namespaces()
 
 
