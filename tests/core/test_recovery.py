@@ -163,3 +163,36 @@ def test_record_of_an_unknown_scope_is_freed() -> None:
     (freed,) = only(bench.machine.handle(event, 0), act.WriteFree)
     assert freed.slots.tolist() == [2]
     assert bench.machine.statistics().slots.ready == 0
+
+
+class CountedExtent(int):
+    """An extent number that counts how often any was compared."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedExtent.comparisons += 1
+        return int(self) == other
+
+    def __lt__(self, other: int) -> bool:
+        CountedExtent.comparisons += 1
+        return int(self) < int(other)
+
+    __hash__ = int.__hash__
+
+
+def test_reading_a_row_back_does_not_search_every_extent() -> None:
+    left = small(extents=256)
+    left.open()
+    for first in range(0, 1024, 256):
+        left.stored(range(first, first + 256))
+    bench = Bench(left.config, now_ns=left.now_ns)
+    for scope in scopes_read_back(left):
+        bench.machine.handle(scope, bench.now_ns)
+    bench.machine.state.free_extents = [CountedExtent(e) for e in range(256)]
+    CountedExtent.comparisons = 0
+    rows = sorted(left.pool.rows.values(), key=lambda row: -row.row)
+    for row in rows:
+        bench.machine.handle(row_read_back(left, row, quarantined=False), bench.now_ns)
+    assert len(rows) >= 64
+    assert CountedExtent.comparisons <= len(rows) * 10  # log2 of the extents, and one to be sure
