@@ -16,6 +16,7 @@ from kvd.core.errors import (
     RANKS_MISSING,
     DuplicateJob,
     InvalidArgument,
+    KvdError,
     LimitExceeded,
 )
 from kvd.core.events import JobKind, JobStatus, LoadRequested, StoreRequested
@@ -41,22 +42,29 @@ class Plan:
 
 
 def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
-    """Start copying what is neither readable nor being stored; all of it or nothing."""
+    """Start copying what is neither readable nor being stored; all of it or nothing.
+
+    A later piece that breaks a rule is no error: its job's first pieces are under way, so the
+    job fails, and ends.
+    """
     session = state.require_session(event.session)
-    check_runs(state, session, event.runs)
-    spaces.check_name(event.context.account, "account")
     job = session.jobs.get(event.job)
+    if job is not None and (job.kind is not JobKind.STORE or not job.open):
+        raise DuplicateJob(f"job {event.job} is in flight", "job_id")
+    reason = ""
+    try:
+        _check(state, session, event)
+    except KvdError as error:
+        if job is None:
+            raise
+        reason = error.reason
     if job is None:
         check_new_job(session, event)
-    elif job.kind is not JobKind.STORE or not job.open:
-        raise DuplicateJob(f"job {event.job} is in flight", "job_id")
-    spaces.check_scopes(state, len(state.namespace_of(session).classes))
-    if job is None:
         job = Job(session.session, event.job, JobKind.STORE, event.context.request)
         job.prefix = prefix.of(session, event.context.request)
         session.jobs[event.job] = job
     actions: list[Action] = []
-    reason = job.reason or _refusal(state, session)
+    reason = job.reason or reason or _refusal(state, session)
     blocks = 0
     if not reason:
         reason, blocks = _admit(state, session, job, event, (now_ns, actions))
@@ -69,6 +77,12 @@ def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
     job.open = not event.last
     transfer.end_job_when_done(state, job, actions)
     return actions
+
+
+def _check(state: State, session: Session, event: StoreRequested) -> None:
+    check_runs(state, session, event.runs)
+    spaces.check_name(event.context.account, "account")
+    spaces.check_scopes(state, len(state.namespace_of(session).classes))
 
 
 def check_new_job(session: Session, event: StoreRequested | LoadRequested) -> None:

@@ -9,6 +9,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import DuplicateJob, InvalidArgument, LimitExceeded
 from kvd.core.keys import JobId, KeyBatch, MoverId, SessionId
+from kvd.core.state import MAX_ENGINE_BLOCKS
 from kvd_proto.layout import MAX_JOBS_IN_FLIGHT, NULL_ENGINE_BLOCK
 from tests.core.bench import Bench, context, engine_blocks, keys, only, small, spec, verdict
 
@@ -316,6 +317,20 @@ def test_request_level_store_of_readable_keys_is_done_at_once(bench: Bench) -> N
     bench.stored([1, 2])
     (end,) = only(bench.store([1, 2], whole=True), act.EndJob)
     assert end.status is ev.JobStatus.DONE
+
+
+def test_later_piece_that_breaks_a_rule_fails_the_job_and_ends_it(bench: Bench) -> None:
+    bench.open()
+    started = bench.store([1, 2], job=7, last=False)
+    actions = bench.store([3], job=7, blocks=[0], group=0, last=False)
+    assert verdict(actions).accepted
+    run = ev.Run(0, keys(4), np.full((1, 1), MAX_ENGINE_BLOCKS, dtype=np.uint32))
+    event = ev.StoreRequested(bench._token(), SessionId(1), JobId(7), context(), (run,))
+    refused = verdict(bench.feed(event))
+    assert (refused.accepted, refused.reason) == (False, "INVALID_ARGUMENT")
+    (end,) = only(bench.finish(started + actions), act.EndJob)
+    assert (end.job, end.status, end.reason) == (7, ev.JobStatus.FAILED, "INVALID_ARGUMENT")
+    assert bench.statuses([1, 2, 3, 4]) == "HHHM"
 
 
 # -- the reuse filter ----------------------------------------------------------------------------
