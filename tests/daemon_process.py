@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -24,6 +25,8 @@ class DaemonProcess:
         self.pool_bytes = 32 << 20
         self.extent_bytes = 1 << 20
         self.flags: dict[str, object] = {}
+        self.more_flags: tuple[str, ...] = ()
+        self.environment: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -44,7 +47,8 @@ class DaemonProcess:
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvd", "serve", *flags],
+                [sys.executable, "-m", "kvd", "serve", *flags, *self.more_flags],
+                env=os.environ | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 import grpc
 import numpy as np
@@ -33,84 +25,13 @@ from kvd_proto.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from tests.control.running_daemon import DEADLINE_S, RunningDaemon, daemon, wait_until
+
+__all__ = ["RunningDaemon", "daemon", "wait_until"]  # for those who need both
 
 BLOCK_BYTES = 4096  # of one engine block in one shard
 HASH_BYTES = 32
 NUM_BLOCKS = 64
-DEADLINE_S = 15.0
-
-
-class RunningDaemon:
-    """`kvd serve` on a socket and a pool of its own."""
-
-    def __init__(self, *flags: str, environment: dict[str, str] | None = None) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="kvd-test."))
-        self.pool = Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir="/dev/shm"))
-        self.socket = str(self.directory / "kvd.sock")
-        self.log = self.directory / "log"
-        self._flags = flags
-        self._environment = environment or {}
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> Self:
-        """Returns when it takes calls."""
-        own = ["--socket", self.socket, "--pool-directory", str(self.pool)]
-        usual = ["--pool-bytes", "32MiB", "--extent-bytes", "4MiB", "--http-port", "0"]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvd", "serve", *own, *usual, *self._flags],
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self._environment},
-            )
-        wait_until(lambda: self.answers or self.ended, "the daemon's socket")
-        assert not self.ended, self.log.read_text()
-        return self
-
-    @property
-    def answers(self) -> bool:
-        """A socket file alone proves nothing: kill -9 leaves it behind."""
-        with socket.socket(socket.AF_UNIX) as probe:
-            return probe.connect_ex(self.socket) == 0
-
-    @property
-    def ended(self) -> bool:
-        return self.process is None or self.process.poll() is not None
-
-    @property
-    def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        """Signal it and wait; its exit status."""
-        assert self.process is not None
-        self.process.send_signal(number)
-        return self.process.wait(DEADLINE_S)
-
-    def remove(self) -> None:
-        if not self.ended:
-            self.stop()
-        if os.environ.get("KVD_TEST_SHOW_LOGS"):
-            sys.stderr.write(self.log.read_text())
-        shutil.rmtree(self.directory, ignore_errors=True)
-        shutil.rmtree(self.pool, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def daemon(*flags: str, environment: dict[str, str] | None = None) -> Iterator[RunningDaemon]:
-    running = RunningDaemon(*flags, environment=environment)
-    try:
-        yield running.start()
-    finally:
-        running.remove()
-
-
-def wait_until(true: Callable[[], bool], what: str, seconds: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.01)
 
 
 def details_of(error: Any) -> Any:
