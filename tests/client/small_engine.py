@@ -32,6 +32,8 @@ from kvd_client import (
     StepPlan,
     Worker,
 )
+from kvd_client.connection import SILENT_AFTER_S
+from kvd_client.worker.worker import FLUSH_TIMEOUT_S
 
 TOKENS = 16
 LAYERS = 4
@@ -60,7 +62,9 @@ def block_bytes(content: bytes, layer: int, rank: int) -> npt.NDArray[np.uint8]:
 class Rank:
     """One rank's KV memory and its worker side."""
 
-    def __init__(self, socket: str, identity: EngineIdentity, rank: int, world_size: int) -> None:
+    def __init__(
+        self, socket: str, identity: EngineIdentity, rank: int, world_size: int, flush_s: float
+    ) -> None:
         self.rank = rank
         size = LAYERS * NUM_BLOCKS * FRAGMENT_BYTES
         self.fd = os.memfd_create("engine-kv", os.MFD_CLOEXEC)
@@ -69,7 +73,7 @@ class Rank:
         self.kv = np.frombuffer(self._map, dtype=np.uint8).reshape(
             LAYERS, NUM_BLOCKS, FRAGMENT_BYTES
         )
-        self.worker = Worker(socket, identity, rank, world_size)
+        self.worker = Worker(socket, identity, rank, world_size, flush_timeout_s=flush_s)
         fragments = [
             Fragment(0, layer * NUM_BLOCKS * FRAGMENT_BYTES, FRAGMENT_BYTES, FRAGMENT_BYTES)
             for layer in range(LAYERS)
@@ -93,8 +97,17 @@ class Rank:
         os.close(self.fd)
 
 
+# A loaded machine can keep a sound daemon from answering for longer than an engine should wait,
+# and then the engine goes on without it, rightly. A test of what is stored and loaded waits.
+PATIENCE_S = 20.0
+
+
 class SmallEngine:
-    """Runs requests whose blocks are numbered by the test."""
+    """Runs requests whose blocks are numbered by the test.
+
+    It waits for the daemon as long as it takes; one that is not `patient` has the client's own
+    limits, and may miss what is there.
+    """
 
     def __init__(
         self,
@@ -102,7 +115,7 @@ class SmallEngine:
         engine_id: str = "e0",
         world_size: int = 1,
         blocks_per_block: int = 1,
-        options: SchedulerOptions | None = None,
+        patient: bool = True,
     ) -> None:
         self.width = blocks_per_block
         group = Group(
@@ -119,14 +132,19 @@ class SmallEngine:
             parallel_shape=f"tp{world_size}",
             groups=(group,),
         )
-        self.connection = SchedulerConnection(socket, identity, namespace, world_size)
+        silent_s = PATIENCE_S if patient else SILENT_AFTER_S
+        flush_s = PATIENCE_S if patient else FLUSH_TIMEOUT_S
+        options = SchedulerOptions(lookup_give_up_s=PATIENCE_S) if patient else SchedulerOptions()
+        self.connection = SchedulerConnection(socket, identity, namespace, world_size, silent_s)
         self.scheduler = Scheduler(self.connection, options)
-        self.ranks = [Rank(socket, identity, rank, world_size) for rank in range(world_size)]
+        self.ranks = [
+            Rank(socket, identity, rank, world_size, flush_s) for rank in range(world_size)
+        ]
         self.finished_loads: set[str] = set()
         self.failed_loads: set[str] = set()
         self.stored_blocks = 0
 
-    def wait_usable(self, seconds: float = 10.0) -> None:
+    def wait_usable(self, seconds: float = 20.0) -> None:
         assert self.connection.wait_usable(seconds), (
             self.connection.problem,
             [rank.worker.problem for rank in self.ranks],
@@ -147,7 +165,7 @@ class SmallEngine:
         self.stored_blocks += sum(len(stored.block_hashes) for stored in outcome.stored)
         return plan, outcome
 
-    def step_until_idle(self, seconds: float = 10.0) -> None:
+    def step_until_idle(self, seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
         while self.scheduler.has_pending_work():
             assert time.monotonic() < deadline, "jobs stay unreported"
@@ -172,7 +190,7 @@ class SmallEngine:
             for block, content in zip(table, contents, strict=True):
                 rank.compute(block, content)
 
-    def match(self, request_id: str, seconds: float = 5.0, computed: int = 0) -> int:
+    def match(self, request_id: str, seconds: float = 20.0, computed: int = 0) -> int:
         """Tokens found, stepping while the answer is 'ask again'."""
         deadline = time.monotonic() + seconds
         ask = self.scheduler.get_num_new_matched_tokens
@@ -210,7 +228,7 @@ class SmallEngine:
             for block, content in zip(table, contents, strict=True):
                 assert rank.holds(block, content), f"wrong bytes in block {block}"
 
-    def step_until_loaded(self, request_id: str, seconds: float = 10.0) -> None:
+    def step_until_loaded(self, request_id: str, seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
         while request_id not in self.finished_loads | self.failed_loads:
             assert time.monotonic() < deadline, "the load does not end"
