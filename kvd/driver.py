@@ -161,6 +161,8 @@ class Driver:
                 self.pool.open_namespace(order, fields)
             case act.OpenScope():
                 self.pool.open_scope(order)
+            case act.ForgetScopes():
+                self.pool.forget_scopes(order)
             case act.GrantRow():
                 self.pool.grant_row(order)
                 self.fleet.map_row(order)

@@ -90,6 +90,13 @@ class OpenScope:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetScopes:
+    """Take these scopes out of the registry: no record names them, and none ever will."""
+
+    scopes: tuple[ScopeId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GrantRow:
     """Extents become a row: slot numbers first_slot .. first_slot + slots - 1."""
 
@@ -240,6 +247,7 @@ Action = (
     Reply
     | OpenNamespace
     | OpenScope
+    | ForgetScopes
     | GrantRow
     | UnmapRow
     | ZeroRow

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import hashlib
 
-from kvd.core.actions import Action, EpochOpened, OpenNamespace, OpenScope
+import numpy as np
+
+from kvd.core.actions import Action, EpochOpened, ForgetScopes, OpenNamespace, OpenScope
+from kvd.core.block import SlotState
 from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
 from kvd.core.events import GroupSpec, NamespaceSpec
 from kvd.core.keys import NamespaceId, ScopeId
 from kvd.core.rows import SizeClass, slots_per_row
-from kvd.core.state import MAX_NAMESPACES, MAX_SCOPES, Namespace, Scope, Session, State
+from kvd.core.state import (
+    MAX_NAMESPACES,
+    MAX_SCOPES,
+    SCOPES_FORGOTTEN_AT_LEAST,
+    Namespace,
+    Scope,
+    Session,
+    State,
+)
 from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_HASH_BYTES, MAX_RANKS
 from kvd_proto.tags import account_seed
 
@@ -137,9 +148,46 @@ def find_scope(state: State, session: Session, account: str, group: int) -> Scop
     return None if number is None else state.scopes[number]
 
 
-def check_scopes(state: State, more: int) -> None:
-    if len(state.scopes) + more > MAX_SCOPES:
-        raise LimitExceeded(f"{MAX_SCOPES} scopes are open", "account")
+def check_scopes(state: State, spec: NamespaceSpec, epoch: str, account: str) -> None:
+    """Raise LimitExceeded unless these names' scopes, in every group, are open or can be."""
+    known = state.by_fingerprint.get(spec.fingerprint)
+    groups = range(len(spec.groups))
+    new = [
+        known is None or (known.namespace, epoch, account, group) not in state.scope_ids
+        for group in groups
+    ]
+    if not any(new) or len(state.scopes) + sum(new) <= MAX_SCOPES:
+        return
+    counters = state.counters
+    gone = counters.evicted + counters.failed + counters.cleared
+    if gone - state.scopes_sought_at >= SCOPES_FORGOTTEN_AT_LEAST:  # else: as before
+        if len(_unused_scopes(state)) >= SCOPES_FORGOTTEN_AT_LEAST:
+            return
+        state.scopes_sought_at = gone
+    raise LimitExceeded(f"{MAX_SCOPES} scopes are open", "account")
+
+
+def _unused_scopes(state: State) -> list[ScopeId]:
+    """Scopes without a block that no session opened for itself. Reads every slot."""
+    used: set[int] = set()
+    for row in state.rows.values():
+        held = state.slots.state[row.span] != SlotState.FREE
+        used.update(np.unique(state.slots.scopes[row.span][held]).tolist())
+    epochs = {(session.namespace, session.epoch) for session in state.sessions.values()}
+    return [
+        number
+        for number, scope in state.scopes.items()
+        if number not in used and (scope.account or (scope.namespace, scope.epoch) not in epochs)
+    ]
+
+
+def _forget_unused_scopes(state: State, actions: list[Action]) -> None:
+    """Their numbers never come back in this incarnation; their tags are the same when they do."""
+    forgotten = _unused_scopes(state)
+    for number in forgotten:
+        scope = state.scopes.pop(number)
+        del state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group]
+    actions.append(ForgetScopes(tuple(forgotten)))
 
 
 def open_scope(
@@ -149,6 +197,8 @@ def open_scope(
     found = find_scope(state, session, account, group)
     if found is not None:
         return found
+    if len(state.scopes) >= MAX_SCOPES:
+        _forget_unused_scopes(state, actions)
     number = ScopeId(state.next_scope)
     scope = add_scope(state, number, session.namespace, (session.epoch, account), group)
     actions.append(OpenScope(number, scope.namespace, scope.epoch, scope.account, scope.group))

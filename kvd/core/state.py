@@ -33,6 +33,8 @@ from kvd.core.rows import MIN_SLOT_BYTES, Row, SizeClass
 
 MAX_NAMESPACES = 4096
 MAX_SCOPES = 65536
+# Fewer are not worth reading every slot and writing the registry anew.
+SCOPES_FORGOTTEN_AT_LEAST = MAX_SCOPES // 64
 MAX_SESSIONS = 1024
 MAX_ENGINE_BLOCKS = 1 << 22  # of one group; bounds the map of blocks whose copy is in flight
 
@@ -190,6 +192,7 @@ class State:
         self.recovered = {}
         self.counters = Counters()
         self.draining = False
+        self.scopes_sought_at = -SCOPES_FORGOTTEN_AT_LEAST  # blocks gone when last sought
         self.next_namespace = 1
         self.next_scope = 1
         self.next_transfer = 1

@@ -82,7 +82,8 @@ def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
 def _check(state: State, session: Session, event: StoreRequested) -> None:
     check_runs(state, session, event.runs)
     spaces.check_name(event.context.account, "account")
-    spaces.check_scopes(state, len(state.namespace_of(session).classes))
+    spec = state.namespace_of(session).spec
+    spaces.check_scopes(state, spec, session.epoch, event.context.account)
 
 
 def check_new_job(session: Session, event: StoreRequested | LoadRequested) -> None:

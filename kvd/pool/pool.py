@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from kvd.core.actions import (
+    ForgetScopes,
     GrantRow,
     OpenNamespace,
     OpenScope,
@@ -126,6 +127,9 @@ class Pool:
 
     def open_scope(self, order: OpenScope) -> None:
         self._registry.add_scope(order)
+
+    def forget_scopes(self, order: ForgetScopes) -> None:
+        self._registry.forget_scopes(order.scopes)
 
     def grant_row(self, order: GrantRow) -> None:
         """Give the row its slots and, unless it was recovered, its header."""

@@ -75,6 +75,12 @@ class Registry:
         self.scopes[scope.scope] = scope
         lines.write_all(self._fd, lines.seal(_scope_record(scope)))
 
+    def forget_scopes(self, scopes: Collection[ScopeId]) -> None:
+        """Forget these, in the file too, so that neither grows with the scopes of months."""
+        for scope in scopes:
+            self.scopes.pop(scope, None)
+        self._rewrite()
+
     def close(self) -> None:
         os.close(self._fd)
         self._fd = -1

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvd.core.actions import (
+    ForgetScopes,
     OpenNamespace,
     OpenScope,
     PublishTags,
@@ -202,6 +203,23 @@ def test_scopes_that_no_block_names_are_forgotten(shared_directory: Path) -> Non
     with opened(config) as pool:
         assert [s.scope for s in orders.scopes_of(list(pool.recovered()))] == [1, 40]
     assert len((config.directory / "registry.jsonl").read_bytes().splitlines()) == 3
+
+
+def test_forgotten_scope_is_out_of_the_registry_at_once_and_after_a_restart(
+    shared_directory: Path,
+) -> None:
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        orders.introduce(pool)
+        for number in range(2, 50):
+            pool.open_scope(OpenScope(ScopeId(number), orders.NAMESPACE, f"{number}", "", 0))
+        pool.forget_scopes(ForgetScopes(tuple(ScopeId(n) for n in range(2, 49))))
+        assert len((config.directory / "registry.jsonl").read_bytes().splitlines()) == 3
+        pool.open_scope(OpenScope(ScopeId(50), orders.NAMESPACE, "later", "", 0))
+        pool.grant_row(orders.row([0]))
+        pool.write_ready(orders.ready([0], orders.keys(1), scope=50))
+    with opened(config) as pool:
+        assert [s.scope for s in orders.scopes_of(list(pool.recovered()))] == [50]
 
 
 def test_clients_see_what_is_published_and_whether_there_is_room(shared_directory: Path) -> None:

@@ -83,6 +83,11 @@ class ToyPool:
         match action:
             case act.OpenScope():
                 self.scopes[action.scope] = action
+            case act.ForgetScopes():
+                for forgotten in action.scopes:
+                    del self.scopes[forgotten]
+                named = {scope for scope, _ in self.ready.values()}
+                assert not named & set(action.scopes), "a record names a forgotten scope"
             case act.GrantRow():
                 assert action.row not in self.rows
                 self.rows[action.row] = action

@@ -1,0 +1,80 @@
+"""Scopes come with accounts and epochs, for months: those that hold nothing make room."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core import spaces
+from kvd.core.errors import LimitExceeded
+from kvd.core.keys import SessionId
+from tests.core.bench import Bench, only, small
+from tests.core.replaying import replay
+
+MOST = 8
+
+
+@pytest.fixture(autouse=True)
+def few_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spaces, "MAX_SCOPES", MOST)
+    monkeypatch.setattr(spaces, "SCOPES_FORGOTTEN_AT_LEAST", 2)
+
+
+def store_for_accounts(bench: Bench, numbers: range) -> None:
+    for number in numbers:
+        bench.stored([number, number + 1, number + 2, number + 3], account=f"account {number}")
+
+
+def test_only_what_needs_a_new_scope_is_refused_when_all_hold_blocks() -> None:
+    bench = small()
+    bench.open()
+    store_for_accounts(bench, range(MOST - 1))
+    with pytest.raises(LimitExceeded):
+        bench.store([1], account="one too many")
+    with pytest.raises(LimitExceeded):
+        bench.feed(ev.EpochChanged(1, SessionId(1), "one too many"))
+    bench.stored([50])
+    bench.stored([51], account="account 3")
+    bench.open(session=2)
+
+
+def test_accounts_come_for_ever_as_others_lose_their_last_block() -> None:
+    bench = small(extents=1)
+    bench.open()
+    store_for_accounts(bench, range(100))
+    assert len(bench.machine.state.scopes) <= MOST
+    assert bench.pool.scopes.keys() == bench.machine.state.scopes.keys()
+    assert bench.statuses(range(99, 103), account="account 99") == "HHHH"
+    assert bench.statuses([0], account="account 0") == "M"
+    store_for_accounts(bench, range(1))
+    replay(bench)
+
+
+def test_scope_that_is_opened_again_has_the_same_tags_and_a_new_number() -> None:
+    bench = small(extents=1)
+    bench.open()
+    first = only(bench.store([0], account="again"), act.OpenScope)[0]
+    bench.finish()
+    tags = bench.machine.state.scopes[first.scope].seed
+    store_for_accounts(bench, range(100, 140))
+    second = only(bench.store([0], account="again"), act.OpenScope)[0]
+    assert second.scope != first.scope
+    assert bench.machine.state.scopes[second.scope].seed == tags
+
+
+def test_epoch_of_an_open_session_is_kept_though_it_holds_nothing() -> None:
+    bench = small(extents=1)
+    bench.open(session=1, epoch="empty")
+    bench.open(session=2)
+    for number in range(100):
+        bench.stored(range(4 * number, 4 * number + 4), session=2, account=f"account {number}")
+    assert any(scope.epoch == "empty" for scope in bench.machine.state.scopes.values())
+
+
+def test_epochs_that_no_session_is_in_any_more_make_room() -> None:
+    bench = small()
+    bench.open()
+    for number in range(10 * MOST):
+        bench.feed(ev.EpochChanged(number, SessionId(1), f"epoch {number}"))
+    bench.stored([1])
