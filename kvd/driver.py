@@ -38,6 +38,8 @@ TICK_SECONDS = 0.25
 # How long a closed session's submitted copies may still run before its movers are ended.
 CLOSE_GRACE_SECONDS = 1.0
 
+ZERO_AGAIN_SECONDS = 1.0  # after a row could not be zeroed
+
 
 @dataclass(frozen=True, slots=True)
 class OpenSessionRecord:
@@ -195,7 +197,13 @@ class Driver:
             record.sink.job_ended(order)
 
     async def _zero_row(self, order: act.ZeroRow) -> None:
-        await asyncio.to_thread(self.pool.zero_row, order)
+        while True:
+            try:
+                await asyncio.to_thread(self.pool.zero_row, order)
+                break
+            except OSError as error:  # of descriptors or memory there may be more later
+                log.warning("row %d can't be zeroed yet: %s", order.row, error)
+                await asyncio.sleep(ZERO_AGAIN_SECONDS)
         self.post(ev.RowZeroed(order.row))
 
     def _schedule_rooms(self) -> None:
@@ -332,11 +340,14 @@ class Driver:
         for row in self.machine.granted_rows(namespace):
             process.map_row(row.row, row.extents[placement.shard])
         self.fleet.attach(process, placement, session, namespace)
-        self.call(
-            ev.RankAttached(
-                session, process.mover, placement.rank, placement.shard, placement.writer
-            )
+        attached = ev.RankAttached(
+            session, process.mover, placement.rank, placement.shard, placement.writer
         )
+        try:
+            self.call(attached)
+        except KvdError:
+            self.fleet.detach(process.mover)
+            raise
 
     async def end_rank(self, mover: MoverId, reason: str) -> None:
         """End the rank's mover; returns when no copy can touch the rank's memory."""

@@ -96,6 +96,10 @@ class MoverFleet:
         """From now on the mover serves this rank of this session."""
         self.attached[process.mover] = AttachedMover(process, placement, session, namespace)
 
+    def detach(self, mover: MoverId) -> None:
+        """The core would not have it: the mover serves no rank."""
+        self.attached.pop(mover, None)
+
     def running(self) -> list[MoverId]:
         """Movers whose process has not ended."""
         return list(self._processes)
@@ -124,7 +128,7 @@ class MoverFleet:
         if process is not None:
             gone = self._gone[mover]
             process.kill()
-            await gone
+            await asyncio.shield(gone)  # which others wait for too
 
     # -- orders -----------------------------------------------------------------------------
 

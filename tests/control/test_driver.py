@@ -1,0 +1,147 @@
+"""The driver keeps its word when something beside it fails or gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core import reclaim, rows
+from kvd.core.errors import LayoutMismatch
+from kvd.core.keys import MoverId, RowId, SessionId
+from kvd.core.machine import Machine, MachineConfig
+from kvd.driver import Driver
+from kvd.fleet import RankPlacement
+from kvd.mover.process import MoverConfig, MoverProcess, MoverSink
+from kvd.pool.config import PoolConfig
+from kvd.pool.pool import Pool
+from tests.core.bench import spec
+
+EXTENT_BYTES = 65536
+MOVER = MoverId(1)
+PLACEMENT = RankPlacement(rank=0, shard=0, writer=True)
+
+
+class SlowlyDying:
+    """A mover process that ends when the test says so."""
+
+    pid = 4_194_304  # above the largest that Linux gives: never a real process
+    start_time = 1
+
+    def __init__(self, config: MoverConfig, sink: MoverSink) -> None:
+        self.mover = config.mover
+        self.sink = sink
+        self.kills = 0
+
+    def map_row(self, row: RowId, extent: int) -> None:
+        pass
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def die(self) -> None:
+        self.sink.mover_gone(self.mover, "killed")
+
+
+class NoSession:
+    def job_ended(self, order: act.EndJob) -> None:
+        pass
+
+    def rank_lost(self, rank: int, reason: str) -> None:
+        pass
+
+
+async def _launch(config: MoverConfig, sink: MoverSink) -> MoverProcess:
+    return cast("MoverProcess", SlowlyDying(config, sink))
+
+
+@pytest.fixture
+async def driver(shared_directory: Path) -> AsyncIterator[Driver]:
+    config = PoolConfig(
+        directory=shared_directory, pool_bytes=4 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES
+    )
+    pool = Pool.open(config, lambda _done, _all: None)
+    machine = Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0))
+    driver = Driver(machine, pool, launch=_launch)
+    for event in pool.recovered():
+        driver.call(event)
+    yield driver
+    await driver.close()
+
+
+def open_session(driver: Driver) -> SessionId:
+    session = driver.allocate_session_id()
+    opened = ev.SessionOpened(driver.next_token(), session, spec(), "", 1)
+    driver.open_session(opened, {}, NoSession())
+    return session
+
+
+async def start_mover(driver: Driver) -> Any:
+    return await driver.fleet.start(MoverConfig(MOVER, (), (), Path(), EXTENT_BYTES))
+
+
+async def test_one_who_gives_up_waiting_for_a_movers_end_takes_nobody_along(
+    driver: Driver,
+) -> None:
+    process = await start_mover(driver)
+    hasty = asyncio.create_task(driver.end_rank(MOVER, "a caller that gives up"))
+    patient = asyncio.create_task(driver.end_rank(MOVER, "one that waits"))
+    await asyncio.sleep(0)
+    hasty.cancel()
+    await asyncio.wait([hasty])
+    late = asyncio.create_task(driver.end_rank(MOVER, "one that comes later"))
+    await asyncio.sleep(0.01)
+    assert not patient.done()
+    assert not late.done()
+    process.die()
+    await asyncio.gather(patient, late)
+
+
+async def test_mover_that_the_core_refused_is_ended_like_any_other(driver: Driver) -> None:
+    session = open_session(driver)
+    process = await start_mover(driver)
+    with pytest.raises(LayoutMismatch):
+        driver.attach_rank(session, RankPlacement(0, shard=3, writer=True), process)
+    ending = asyncio.create_task(driver.end_rank(MOVER, "its rank was refused"))
+    await asyncio.sleep(0)
+    assert process.kills == 1
+    process.die()
+    await ending
+
+
+async def test_row_that_could_not_be_zeroed_is_zeroed_later(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.driver.ZERO_AGAIN_SECONDS", 0.01)
+    zero_row, failures = driver.pool.zero_row, [OSError(24, "Too many open files")]
+
+    def zero(order: act.ZeroRow) -> None:
+        if failures:
+            raise failures.pop()
+        zero_row(order)
+
+    release_row, released = driver.pool.release_row, asyncio.Event()
+
+    def release(order: act.ReleaseRow) -> None:
+        release_row(order)
+        released.set()
+
+    monkeypatch.setattr(driver.pool, "zero_row", zero)
+    monkeypatch.setattr(driver.pool, "release_row", release)
+    state = driver.machine.state
+    orders: list[act.Action] = []
+    open_session(driver)
+    owner = next(iter(state.classes.values()))
+    rows.grant_row(state, owner, orders)
+    reclaim.retire_row(state, next(iter(owner.rows.values())), None, orders)
+    for order in orders:
+        driver._carry_out(order)
+    await asyncio.wait_for(released.wait(), 10)
+    assert not failures
+    assert not state.retiring
+    assert len(state.free_extents) == 4
