@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.faults.probe import Probe
@@ -41,7 +43,7 @@ def kill_and_look(scene: Scene, victim: Probe, before: Clean, bystander: Probe) 
     spent = scene.wait_released(victim, victim.kill(), before)
     assert spent < RELEASE_SECONDS
     assert bystander.load("its own", 8) == 8
-    assert bystander.store("and goes on", 4) == 4
+    assert bystander.store(f"goes on after {victim.pid}", 4) == 4
 
 
 def whole_blocks(engine: Probe, prefix: str) -> int:
@@ -123,3 +125,13 @@ def test_engine_killed_before_all_its_ranks_have_come_leaves_nothing(
     wait_until(lambda: len(scene.daemon.movers()) == 2, "its only rank")
     assert not early.ask("status")["usable"]
     kill_and_look(scene, early, before, bystander)
+
+
+def test_engine_killed_while_its_mover_starts_leaves_nothing(
+    scene: Scene, bystander: Probe, before: Clean
+) -> None:
+    for delay in (0.0, 0.05, 0.15):
+        early = scene.start_engine("early", block_bytes=BLOCK)
+        wait_until(lambda: len(scene.daemon.movers()) == 2, "its mover's first sign of life")
+        time.sleep(delay)
+        kill_and_look(scene, early, before, bystander)
