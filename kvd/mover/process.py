@@ -231,7 +231,8 @@ class MoverProcess:
             case FrameKind.ROW_WARM:
                 row = RowId(frames.unpack_number(body))
                 self._cold[row] -= 1
-                self._cold = +self._cold
+                if self._cold[row] <= 0:
+                    del self._cold[row]
                 if not self._cold:
                     self._warm.set()
             case FrameKind.ROW_UNMAPPED:
