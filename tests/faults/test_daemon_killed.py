@@ -127,7 +127,7 @@ def test_daemon_killed_at_random_under_load_serves_every_block_reported_as_store
     engines = scene.engines("one", "two", block_bytes=BLOCK, num_blocks=400)
     stored: set[str] = set()  # the record of what must be there, kept outside the daemon
     dice = random.Random(11)
-    for _ in range(5):
+    for _ in range(4):
         for engine in engines:
             engine.order("churn", prefixes=PROMPTS, rounds=40, most=MOST)
         time.sleep(dice.uniform(0.02, 0.25))
@@ -151,7 +151,7 @@ def test_daemon_killed_while_rows_change_hands_never_serves_a_wrong_byte(
     scene = own_scene(pool_bytes=8 << 20)
     engines = [scene.engine("one"), scene.engine("two", model="other", block_bytes=16 << 10)]
     dice = random.Random(5)
-    for turn in range(4):
+    for turn in range(3):
         for engine in engines:
             engine.order("churn", prefixes=PROMPTS, rounds=12, most=200)
         time.sleep(dice.uniform(0.1, 0.6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -19,12 +20,21 @@ BLOCK = 64 << 10  # large enough for a copy to be caught in the middle
 COUNT = 384
 
 
-@pytest.fixture
-def bystander(scene: Scene) -> Probe:
+@pytest.fixture(scope="module")
+def bystander(shared_scene: Scene) -> Probe:
     """An engine that lives through it all; what it stored must stay."""
-    engine = scene.engine("bystander", block_bytes=BLOCK, num_blocks=400)
+    engine = shared_scene.engine("bystander", block_bytes=BLOCK, num_blocks=400)
     assert engine.store("its own", 8) == 8
     return engine
+
+
+@pytest.fixture
+def scene(shared_scene: Scene, bystander: Probe) -> Iterator[Scene]:
+    """The module's daemon with the bystander alone."""
+    yield shared_scene
+    for victim in shared_scene.probes[1:]:
+        victim.kill()
+    del shared_scene.probes[1:]
 
 
 @pytest.fixture
@@ -56,20 +66,20 @@ def whole_blocks(engine: Probe, prefix: str) -> int:
 def test_engine_killed_before_it_says_ready_leaves_no_block(
     scene: Scene, bystander: Probe, before: Clean, victim: Probe
 ) -> None:
-    victim.ask("store", prefix="a", count=16, hold=True, wait=False)
+    victim.ask("store", prefix="unsaid", count=16, hold=True, wait=False)
     wait_until(lambda: scene.status().pool.slots_reserved == 16, "the reservation")
     kill_and_look(scene, victim, before, bystander)
-    assert bystander.hits("a", 16) == (0, 0)
+    assert bystander.hits("unsaid", 16) == (0, 0)
 
 
 def test_engine_killed_with_a_copy_ready_but_not_started_leaves_no_block(
     scene: Scene, bystander: Probe, before: Clean, victim: Probe
 ) -> None:
     freeze(*scene.movers_of(victim))
-    victim.ask("store", prefix="a", count=16, wait=False)
+    victim.ask("store", prefix="unstarted", count=16, wait=False)
     wait_until(lambda: scene.status().pool.slots_reserved == 16, "the reservation")
     kill_and_look(scene, victim, before, bystander)
-    assert bystander.hits("a", 16) == (0, 0)
+    assert bystander.hits("unstarted", 16) == (0, 0)
 
 
 def test_engine_killed_in_the_middle_of_a_copy_leaves_no_half_written_block(
@@ -85,18 +95,18 @@ def test_engine_killed_after_its_copies_are_done_leaves_whole_blocks(
     scene: Scene, bystander: Probe, before: Clean, victim: Probe
 ) -> None:
     ready = scene.status().pool.slots_ready
-    victim.ask("store", prefix="a", count=16, wait=False)
+    victim.ask("store", prefix="done", count=16, wait=False)
     wait_until(lambda: scene.status().pool.slots_ready == ready + 16, "the copies' end")
     kill_and_look(scene, victim, before, bystander)
-    assert bystander.load("a", 16) == 16
+    assert bystander.load("done", 16) == 16
 
 
 def test_engine_killed_while_it_stores_leaves_whole_blocks_or_none(
     scene: Scene, bystander: Probe, before: Clean, victim: Probe
 ) -> None:
-    victim.ask("store", prefix="a", count=COUNT, wait=False)
+    victim.ask("store", prefix="storing", count=COUNT, wait=False)
     kill_and_look(scene, victim, before, bystander)
-    assert whole_blocks(bystander, "a") <= COUNT
+    assert whole_blocks(bystander, "storing") <= COUNT
 
 
 def test_engine_killed_while_it_loads_frees_what_was_pinned(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene, freeze, thaw, wait_until
 
@@ -17,14 +17,26 @@ COPY_SECONDS = 0.8
 TICKS = 1.0  # the daemon looks four times a second
 
 
-@pytest.fixture
-def impatient(own_scene: MakeScene) -> Scene:
-    return own_scene(
-        pool_bytes=256 << 20,
-        extent_bytes=4 << 20,
-        submit_deadline_seconds=SUBMIT_SECONDS,
-        copy_deadline_seconds=COPY_SECONDS,
+@pytest.fixture(scope="module")
+def shared_scene() -> Iterator[Scene]:
+    """A daemon with short deadlines, for all tests of this module."""
+    scene = Scene(
+        **{
+            "submit-deadline-seconds": SUBMIT_SECONDS,
+            "copy-deadline-seconds": COPY_SECONDS,
+        }
     )
+    scene.daemon.pool_bytes, scene.daemon.extent_bytes = 256 << 20, 4 << 20
+    try:
+        scene.daemon.start()
+        yield scene
+    finally:
+        scene.close()
+
+
+@pytest.fixture
+def impatient(scene: Scene) -> Scene:
+    return scene
 
 
 @pytest.fixture

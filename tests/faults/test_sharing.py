@@ -18,7 +18,7 @@ def test_many_engines_store_and_load_the_same_and_different_prompts(own_scene: M
     engines = scene.engines(*names)
     for engine in engines:
         own = [f"{engine.engine_id} {number}" for number in range(4)]
-        engine.order("churn", prefixes=SHARED + own, rounds=40, most=256)
+        engine.order("churn", prefixes=SHARED + own, rounds=24, most=256)
     answers = [engine.answer() for engine in engines]
     assert [answer["wrong"] for answer in answers] == [[]] * len(engines)
     assert all(answer["stored"] and answer["loaded"] for answer in answers)
