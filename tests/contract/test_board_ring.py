@@ -127,9 +127,22 @@ def test_no_job_is_abandoned_before_the_worker_says_so(ring_fds: tuple[int, int]
     jobs = (0, 1, layout.RING_ENTRIES - 1, layout.RING_ENTRIES, (1 << 64) - 1)
     assert not any(reader.abandoned(job) for job in jobs)
     writer.abandon(0)
-    writer.abandon(layout.RING_ENTRIES + 1)
     assert [job for job in jobs if reader.abandoned(job)] == [0]
-    assert reader.abandoned(layout.RING_ENTRIES + 1)
+    writer.abandon(1)
+    assert not reader.abandoned(layout.RING_ENTRIES + 1)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_abandoned_job_stays_abandoned_when_another_shares_its_word(
+    ring_fds: tuple[int, int], order: tuple[int, int]
+) -> None:
+    writer, reader = RingWriter(*ring_fds), RingReader(ring_fds[0])
+    old, new = 5, 5 + 3 * layout.RING_ENTRIES
+    for place in order:
+        writer.abandon((old, new)[place])
+    assert reader.abandoned(old)
+    assert reader.abandoned(new)
+    assert not reader.abandoned(new + layout.RING_ENTRIES)
 
 
 def test_the_ring_cannot_be_resized_under_the_mover(ring_fds: tuple[int, int]) -> None:

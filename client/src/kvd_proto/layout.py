@@ -33,10 +33,11 @@ PAGE_ROOM_GROUPS = 64
 # -- ready ring -------------------------------------------------------------------------------
 # header: u64 magic, u64 version, u64 entries; u64 tail at RING_TAIL_OFFSET (worker writes),
 # u64 head at RING_HEAD_OFFSET (mover writes). After the header: RING_ENTRIES job ids (u64),
-# then RING_ENTRIES abandon words (u64): word job_id % RING_ENTRIES == job_id means that the
-# worker gave that store up; the mover looks after the last byte. Word 0 begins as 2^64-1, or
-# job 0 would be born abandoned. Entry i of the stream lies at
-# i % RING_ENTRIES. The eventfd is written after the tail.
+# then RING_ENTRIES abandon words (u64): word job_id % RING_ENTRIES >= job_id means that the
+# worker gave that store up, or a younger one that shares the word (job ids rise: at worst the
+# elder fails in vain); the mover looks after the last byte. Word 0 begins as 2^64-1, or job 0
+# would be born abandoned. Entry i of the stream lies at i % RING_ENTRIES. The eventfd is written
+# after the tail.
 RING_MAGIC = int.from_bytes(b"KVDRING1", "little")
 RING_ENTRIES = 8192
 RING_TAIL_OFFSET = 64

@@ -69,7 +69,11 @@ class RingWriter:
 
     def abandon(self, job_id: int) -> None:
         """Give a store up: its engine blocks may change from now on, so it must not be READY."""
-        self._words[_ABANDONED + job_id % layout.RING_ENTRIES] = job_id
+        place = _ABANDONED + job_id % layout.RING_ENTRIES
+        with self._lock:
+            word = int(self._words[place])
+            if word == _NEVER_A_JOB_HERE or word < job_id:
+                self._words[place] = job_id
 
     def close(self) -> None:
         """Unmap. Nothing may be called afterwards."""
@@ -110,8 +114,12 @@ class RingReader:
         return job_ids
 
     def abandoned(self, job_id: int) -> bool:
-        """Whether the worker gave this store up. Ask after the last byte was read."""
-        return int(self._words[_ABANDONED + job_id % layout.RING_ENTRIES]) == job_id
+        """Whether the worker gave this store up. Ask after the last byte was read.
+
+        A younger job's number in its word says so too: it may have taken this one's place.
+        """
+        word = int(self._words[_ABANDONED + job_id % layout.RING_ENTRIES])
+        return word != _NEVER_A_JOB_HERE and word >= job_id
 
     def close(self) -> None:
         """Unmap. Nothing may be called afterwards."""
