@@ -147,6 +147,12 @@ def test_the_daemon_runs_without_root_and_without_capabilities(chart: helm.Chart
     }
 
 
+def test_kubernetes_sets_no_variables_that_the_daemon_takes_for_settings(
+    chart: helm.Chart,
+) -> None:
+    assert pod(chart)["enableServiceLinks"] is False
+
+
 def test_the_probes_ask_the_http_port(chart: helm.Chart) -> None:
     (container,) = pod(chart)["containers"]
     asked = {kind: container[kind]["httpGet"]["path"] for kind in container if "Probe" in kind}

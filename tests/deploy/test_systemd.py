@@ -106,3 +106,7 @@ def test_the_daemon_accepts_the_example_settings() -> None:
 def test_the_service_waits_longer_than_the_daemon_drains() -> None:
     read = config.load(argparse.Namespace(config=str(UNITS / "kvd.toml")), {})
     assert float(service()["TimeoutStopSec"]) > read.drain_seconds + 30
+
+
+def test_a_restart_keeps_the_sockets_directory_that_containers_have_mounted() -> None:
+    assert service()["RuntimeDirectoryPreserve"] == "yes"
