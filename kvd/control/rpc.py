@@ -30,6 +30,9 @@ class CallObserver(Protocol):
     def call_ended(self, method: str, code: str, seconds: float) -> None:
         """A call was answered; `method` is one of kvd.v1's."""
 
+    def message_answered(self, kind: str, seconds: float) -> None:
+        """A message of a session's stream was worked off; `kind` is one of SessionRequest's."""
+
     def refused(self, reason: str) -> None:
         """A call or a message broke a rule."""
 

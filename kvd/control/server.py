@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import socket
@@ -92,6 +91,7 @@ class ControlServer:
         self.engines = Engines(driver)
         self.rooms = SessionRooms(driver, self.engines, tenants, terms)
         self.rooms.count_refusal = observer.refused
+        self.rooms.time_message = observer.message_answered
         self.namespaces = Namespaces(driver, tenants)
         self.companion = CompanionServer(
             self.peers, self.namespaces.page_of, driver.incarnation, kvd.__version__
@@ -106,7 +106,7 @@ class ControlServer:
 
     async def listen(self, place: Place) -> None:
         """Take calls from now on. SocketTaken where another daemon does."""
-        place.socket.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        make_directory(place.socket)
         refuse_taken(place.companion)
         self.operator.place = PoolPlace(str(place.pool_directory), place.pool_bytes)
         most = ("grpc.max_allowed_incoming_connections", descriptors.most_connections())
@@ -125,9 +125,19 @@ class ControlServer:
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         await self._say_health(health_pb2.HealthCheckResponse.SERVING)
+        self._place = place
+        try:
+            self._bind(server, place)
+        except (OSError, RuntimeError) as error:  # gRPC's is a RuntimeError
+            raise OSError(
+                f"can't listen on {place.socket}: {error}; choose another --socket"
+            ) from error
+        await server.start()
+        self._server = server
+
+    def _bind(self, server: grpc.aio.Server, place: Place) -> None:
         # The companion first: whoever reaches the gRPC socket can say hello.
         self.companion.listen(str(place.companion), place.mode)
-        self._place = place
         old_mask = os.umask(0o777 & ~place.mode)
         try:
             server.add_insecure_port(f"unix:{place.socket}")
@@ -137,8 +147,6 @@ class ControlServer:
             path.chmod(place.mode)
             if place.group:
                 shutil.chown(path, group=place.group)
-        await server.start()
-        self._server = server
 
     async def drain(self, deadline_s: float) -> int:
         """No new session or store from now on; waits for the copies under way."""
@@ -154,12 +162,23 @@ class ControlServer:
             self._server = None
         if self._place is not None:
             for path in (self._place.socket, self._place.companion):
-                with contextlib.suppress(FileNotFoundError):
+                if path.is_socket():
                     path.unlink()
 
     async def _say_health(self, status: int) -> None:
         for name in ("", *SERVICES):
             await self._health.set(name, status)
+
+
+def make_directory(path: Path) -> None:
+    """Make a socket's directory; OSError, with the setting to change, where that can't be."""
+    try:
+        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"the socket's directory {path.parent} can't be made: {error.strerror}; choose another"
+            " --socket, or have it made"
+        ) from error
 
 
 def refuse_taken(companion: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -179,6 +180,7 @@ class SchedulerSession:
         return "its stream ended"
 
     async def _handle(self, kind: str | None, request: pb.SessionRequest) -> None:
+        began = time.perf_counter()
         match kind:
             case "step":
                 await self._step(request.step)
@@ -189,6 +191,8 @@ class SchedulerSession:
             case _:
                 error = InvalidArgument(f"{kind or 'an empty message'} can't come here", "kind")
                 self._refuse(0, error)
+                return
+        self._rooms.time_message(kind, time.perf_counter() - began)
 
     async def _step(self, step: pb.Step) -> None:
         self.outbox.hold_ended()
@@ -243,7 +247,8 @@ class SessionRooms:
         self.sessions = Sessions()
         self.verbs = Verbs(driver)
         self.draining = False
-        self.count_refusal: Callable[[str], None] = _count_nothing
+        self.count_refusal: Callable[[str], None] = lambda _reason: None
+        self.time_message: Callable[[str, float], None] = lambda _kind, _seconds: None
 
     def refused(self, reason: str) -> None:
         """Count a refusal that is answered inside a stream."""
@@ -375,7 +380,3 @@ def check_open(message: pb.OpenSession) -> None:
         )
     convert.check_count(len(message.capabilities), MAX_CAPABILITIES, "capabilities")
     convert.epoch_name(message.epoch)
-
-
-def _count_nothing(_reason: str) -> None:
-    pass

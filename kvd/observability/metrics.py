@@ -26,6 +26,7 @@ _RPC_BUCKETS = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 5, 30,
 )  # fmt: skip
 _COPY_BUCKETS = (2.5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 2.5, 10, 30)
+_MESSAGES = ("step", "lookup", "reset_cache")
 _SLOT_STATES = ("free", "reserved", "ready", "quarantined")
 
 # Name, help, and where in the core's Counters it stands.
@@ -177,6 +178,13 @@ class Metrics:
             buckets=_RPC_BUCKETS,
             registry=self.registry,
         )
+        self._message_seconds = Histogram(
+            "kvd_session_message_seconds",
+            "Time in which a message of a session's stream was worked off, by kind.",
+            ["kind"],
+            buckets=_RPC_BUCKETS,
+            registry=self.registry,
+        )
         self._refused = Counter(
             "kvd_requests_refused",
             "Calls and stream messages that broke a rule, by reason.",
@@ -215,6 +223,8 @@ class Metrics:
 
     def _touch_label_sets(self) -> None:
         """Let every series with a closed label set start at 0, so that rates see its first rise."""
+        for message in _MESSAGES:
+            self._message_seconds.labels(message)
         for kind in JobKind:
             self._copy_seconds.labels(kind.name.lower())
             self._copy_bytes.labels(kind.name.lower())
@@ -236,6 +246,10 @@ class Metrics:
     def call_ended(self, method: str, code: str, seconds: float) -> None:
         """A call was answered."""
         self._rpc_seconds.labels(method, code).observe(seconds)
+
+    def message_answered(self, kind: str, seconds: float) -> None:
+        """A message of a session's stream was worked off."""
+        self._message_seconds.labels(kind).observe(seconds)
 
     def refused(self, reason: str) -> None:
         """A call or a message broke a rule."""
