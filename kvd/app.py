@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -19,7 +20,7 @@ from kvd.config import Config
 from kvd.control import descriptors
 from kvd.control.http import TEXT, HttpServer, Page
 from kvd.control.notify import feed_watchdog, notify
-from kvd.control.server import ControlServer, Place, refuse_taken
+from kvd.control.server import ControlServer, Place, make_directory, refuse_taken
 from kvd.control.session import SessionTerms
 from kvd.control.tenants import TenantPolicy
 from kvd.core import events as ev
@@ -49,11 +50,13 @@ class Daemon:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._progress_at = 0.0
+        self._draining: Callable[[], bool] = lambda: False  # by an operator's word
 
     async def run(self) -> int:
         """Start, serve until told to stop, stop. The exit status."""
         self._handle_signals()
-        refuse_taken(self.config.companion_socket)  # before the pool takes its time
+        make_directory(self.config.socket)  # before the pool takes its time
+        refuse_taken(self.config.companion_socket)
         async with contextlib.AsyncExitStack() as stack:
             http = HttpServer(self._pages())
             if self.config.http_port:
@@ -63,6 +66,7 @@ class Daemon:
             driver = self._driver(pool)
             stack.push_async_callback(driver.close)
             control = self._control(driver)
+            self._draining = lambda: control.rooms.draining
             stack.push_async_callback(control.close)
             await control.listen(self._place())
             tasks: list[asyncio.Future[Any]] = [
@@ -214,7 +218,8 @@ class Daemon:
         return 200, TEXT, b"alive\n"
 
     def _ready_page(self) -> tuple[int, str, bytes]:
-        return (200 if self.state == "ready" else 503), TEXT, self.state.encode() + b"\n"
+        state = "draining" if self.state == "ready" and self._draining() else self.state
+        return (200 if state == "ready" else 503), TEXT, state.encode() + b"\n"
 
 
 def serve(config: Config) -> int:

@@ -7,7 +7,6 @@ follow from it. A wrong value is refused with its name, where it came from, and 
 from __future__ import annotations
 
 import argparse
-import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,20 +15,25 @@ from typing import Any
 
 from kvd.control.tenants import TenantRule
 from kvd.core.keys import TenantId
-from kvd.pool.space import memory_limit
+from kvd.setting_values import (
+    number,
+    one_of,
+    parse_size,
+    read_address,
+    read_group,
+    read_mode,
+    read_path,
+    read_size,
+    read_socket_path,
+    read_switch,
+    read_uids,
+    whole_number,
+)
 
 MIB = 1 << 20
 POLICIES = ("lru", "arc", "s3fifo")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-_UNITS = {
-    "": 1, "b": 1,
-    "k": 10**3, "kb": 10**3, "kib": 1 << 10,
-    "m": 10**6, "mb": 10**6, "mib": 1 << 20,
-    "g": 10**9, "gb": 10**9, "gib": 1 << 30,
-    "t": 10**12, "tb": 10**12, "tib": 1 << 40,
-}  # fmt: skip
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
 
 
 class ConfigError(Exception):
@@ -67,121 +71,9 @@ class Config:
         return self.socket.with_name(self.socket.name + ".companion")
 
 
-# -- how a value is read ------------------------------------------------------------------------
-
-
-def parse_size(value: Any, whole: Callable[[], int]) -> int:
-    """Bytes from a number, "4GiB" or "60%" of `whole()`."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _SIZE.fullmatch(str(value).strip())
-    if match is None:
-        raise ValueError('a size: bytes, "4GiB", or a share of memory such as "60%"')
-    number, unit = float(match[1]), match[2].lower()
-    if unit == "%":
-        if not 0 < number <= 100:
-            raise ValueError("a share over 0% and up to 100%")
-        return int(whole() * number / 100)
-    if unit not in _UNITS:
-        raise ValueError("a size in B, KiB, MiB, GiB, TiB (or kB, MB, GB, TB)")
-    return int(number * _UNITS[unit])
-
-
-def memory_bytes() -> int:
-    """What "100%" means: the machine's memory, or the cgroup's limit where that is less."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            total = int(line.split()[1]) * 1024
-            return min(total, memory_limit() or total)
-    raise ConfigError("/proc/meminfo has no MemTotal; give sizes in bytes")
-
-
-def _size(value: Any) -> int:
-    return parse_size(value, memory_bytes)
-
-
-def _number(least: float, most: float) -> Callable[[Any], float]:
-    def read(value: Any) -> float:
-        wanted = f"a number from {least:g} to {most:g}"
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            raise ValueError(wanted) from None
-        if not least <= number <= most:
-            raise ValueError(wanted)
-        return number
-
-    return read
-
-
-def _whole(least: int, most: int) -> Callable[[Any], int]:
-    def read(value: Any) -> int:
-        wanted = f"a whole number from {least} to {most}"
-        try:
-            number = int(str(value))
-        except ValueError:
-            raise ValueError(wanted) from None
-        if not least <= number <= most:
-            raise ValueError(wanted)
-        return number
-
-    return read
-
-
-def _one_of(*names: str) -> Callable[[Any], str]:
-    def read(value: Any) -> str:
-        if value not in names:
-            raise ValueError("one of " + ", ".join(names))
-        return str(value)
-
-    return read
-
-
-def _flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
-    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if str(value).lower() not in known:
-        raise ValueError("true or false")
-    return known[str(value).lower()]
-
-
-def _mode(value: Any) -> int:
-    try:
-        mode = int(str(value), 8)
-    except ValueError:
-        raise ValueError('an octal mode in quotes, such as "0660"') from None
-    if not 0o600 <= mode <= 0o777:
-        raise ValueError('an octal mode from "0600" to "0777"')
-    return mode
-
-
-def _path(value: Any) -> Path:
-    path = Path(str(value))
-    if not path.is_absolute():
-        raise ValueError("an absolute path")
-    return path
-
-
-def _socket_path(value: Any) -> Path:
-    path = _path(value)
-    if len(str(path)) + len(".companion") > 107:  # sun_path of unix(7), less its final zero
-        raise ValueError("a path of at most 97 bytes: the kernel's limit for Unix sockets")
-    return path
-
-
-def _uids(value: Any) -> tuple[int, ...]:
-    parts = value.replace(",", " ").split() if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        raise ValueError(  # noqa: TRY004 - one kind of error for every wrong value
-            "a list of numeric user ids"
-        )
-    return tuple(_whole(0, 2**32 - 2)(part) for part in parts)
-
+# -- the table ------------------------------------------------------------------------------------
 
 _POOL_DIRECTORY = "/dev/shm/kvd"  # noqa: S108 - the pool makes it with mode 0700
-
-# -- the table ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,28 +93,85 @@ class Setting:
     def variable(self) -> str:
         return "KVD_" + self.name.upper()
 
+    @property
+    def metavar(self) -> str:
+        """What kind of value it takes, in a word."""
+        if self.name.endswith("_seconds"):
+            return "SECONDS"
+        by_default = {int: "N", float: "SHARE"}.get(type(self.default), "NAME")
+        return _METAVARS.get(self.read, by_default)
+
+
+_METAVARS: dict[Callable[[Any], Any], str] = {
+    read_socket_path: "PATH",
+    read_path: "PATH",
+    read_mode: "MODE",
+    read_group: "GROUP",
+    read_size: "SIZE",
+    read_address: "ADDRESS",
+    read_uids: "UIDS",
+    read_switch: "true|false",
+}
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting("socket", "/run/kvd/kvd.sock", _socket_path, "Unix socket of the gRPC API"),
-    Setting("socket_mode", "0660", _mode, "mode of the socket files, octal"),
-    Setting("socket_group", "", str, "group that owns the socket files; empty: the daemon's"),
-    Setting("pool_directory", _POOL_DIRECTORY, _path, "directory on a tmpfs that holds the pool"),
-    Setting("pool_bytes", "1GiB", _size, 'size of the pool: bytes, "4GiB", "60%%" of memory'),
-    Setting("extent_bytes", "64MiB", _size, "size of one extent, the unit of a row"),
-    Setting("prefault_threads", 2, _whole(1, 64), "threads that touch a new pool's memory"),
-    Setting("any_filesystem", False, _flag, "take a pool directory that is not on a tmpfs"),
-    Setting("policy", "lru", _one_of(*POLICIES), "eviction policy: " + ", ".join(POLICIES)),
-    Setting("store_threshold", 1, _whole(1, 255), "store a block on its n-th sighting"),
-    Setting("lease_ttl_ms", 2000, _whole(100, 600_000), "life of a lease that no step renews"),
-    Setting("lease_share", 0.25, _number(0.01, 1.0), "most of a quota for leases and hand-offs"),
-    Setting("submit_deadline_seconds", 30.0, _number(0.1, 3600), "longest wait for a rank's ready"),
-    Setting("copy_deadline_seconds", 30.0, _number(0.1, 3600), "after it, before a mover is ended"),
-    Setting("http_address", "127.0.0.1", str, "address of /metrics, /healthz, /readyz"),
-    Setting("http_port", 9470, _whole(0, 65535), "port of the same; 0 turns it off"),
-    Setting("log_level", "info", _one_of(*LOG_LEVELS), "one of " + ", ".join(LOG_LEVELS)),
-    Setting("log_format", "text", _one_of(*LOG_FORMATS), "text for people, json for collectors"),
-    Setting("drain_seconds", 10.0, _number(0, 600), "longest wait for copies when stopping"),
-    Setting("operators", [], _uids, "user ids that may operate, beside root and the daemon's"),
+    Setting("socket", "/run/kvd/kvd.sock", read_socket_path, "Unix socket of the gRPC API"),
+    Setting("socket_mode", "0660", read_mode, "mode of the socket files, octal"),
+    Setting(
+        "socket_group", "", read_group, "group that owns the socket files; empty: the daemon's"
+    ),
+    Setting(
+        "pool_directory", _POOL_DIRECTORY, read_path, "directory on a tmpfs that holds the pool"
+    ),
+    Setting("pool_bytes", "1GiB", read_size, 'size of the pool: bytes, "4GiB", "60%%" of memory'),
+    Setting("extent_bytes", "64MiB", read_size, "size of one extent, the unit of a row"),
+    Setting("prefault_threads", 2, whole_number(1, 64), "threads that touch a new pool's memory"),
+    Setting("any_filesystem", False, read_switch, "take a pool directory that is not on a tmpfs"),
+    Setting("policy", "lru", one_of(*POLICIES), "eviction policy: " + ", ".join(POLICIES)),
+    Setting(
+        "store_threshold",
+        1,
+        whole_number(1, 255),
+        "store a block when it is offered for the n-th time; 1: at once",
+    ),
+    Setting(
+        "lease_ttl_ms",
+        2000,
+        whole_number(100, 600_000),
+        "life of a lease that no engine's step renews, in milliseconds",
+    ),
+    Setting(
+        "lease_share",
+        0.25,
+        number(0.01, 1.0),
+        "most of a tenant's quota (without one: of the pool) for leases and hand-offs",
+    ),
+    Setting(
+        "submit_deadline_seconds",
+        30.0,
+        number(0.1, 3600),
+        "longest wait until every rank is ready for a job; then the job is taken back",
+    ),
+    Setting(
+        "copy_deadline_seconds",
+        30.0,
+        number(0.1, 3600),
+        "longest wait for a copy after that; then its mover is ended",
+    ),
+    Setting("http_address", "127.0.0.1", read_address, "address of /metrics, /healthz and /readyz"),
+    Setting(
+        "http_port", 9470, whole_number(0, 65535), "port of /metrics, /healthz and /readyz; 0: none"
+    ),
+    Setting("log_level", "info", one_of(*LOG_LEVELS), "one of " + ", ".join(LOG_LEVELS)),
+    Setting("log_format", "text", one_of(*LOG_FORMATS), "text for people, json for collectors"),
+    Setting(
+        "drain_seconds", 10.0, number(0, 600), "longest wait for copies under way when stopping"
+    ),
+    Setting(
+        "operators",
+        [],
+        read_uids,
+        "numeric user ids that may operate, beside root and the daemon's",
+    ),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 _DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
@@ -230,17 +179,30 @@ _DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser a flag for each setting."""
-    parser.add_argument("--config", metavar="FILE", help="TOML file of settings and tenants")
+    parser.description = (
+        "Run the daemon until SIGTERM. A setting is taken from its flag, else from the variable"
+        " KVD_ and its name (KVD_POOL_BYTES), else from the configuration file (pool_bytes = ...),"
+        " else it has its default."
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help=f"TOML file of settings and tenants (default: KVD_CONFIG, else {_DEFAULT_FILE})",
+    )
     parser.add_argument(
         "--print-config", action="store_true", help="print the settings in force and exit"
     )
     for setting in SETTINGS:
-        shown = str(setting.default).replace("%", "%%")
+        shown = _toml(setting.default).strip('"').replace("%", "%%")
+        switch: dict[str, Any] = (
+            {"nargs": "?", "const": "true"} if setting.read is read_switch else {}
+        )
         parser.add_argument(
             setting.flag,
             dest=setting.name,
-            metavar="VALUE",
+            metavar=setting.metavar,
             help=f"{setting.meaning} (default {shown or 'empty'})",
+            **switch,
         )
 
 
@@ -308,11 +270,18 @@ def _tenant(name: str, rule: Any, pool_bytes: int) -> TenantRule:
         raise ConfigError(f"{where} may have uids, gids and quota, nothing else")
     if not name or len(name.encode()) > 256:
         raise ConfigError(f"{where}: a tenant's name has 1 to 256 bytes")
-    try:
-        uids, gids = _uids(rule.get("uids", [])), _uids(rule.get("gids", []))
-        quota = parse_size(rule.get("quota", 0), lambda: pool_bytes)
-    except ValueError as error:
-        raise ConfigError(f"{where} has a value that can't be; it must be {error}") from None
+    readers: dict[str, Callable[[Any], Any]] = {
+        "uids": read_uids,
+        "gids": read_uids,
+        "quota": lambda v: parse_size(v, lambda: pool_bytes),
+    }
+    values: dict[str, Any] = {"uids": (), "gids": (), "quota": 0}
+    for field, given in rule.items():
+        try:
+            values[field] = readers[field](given)
+        except ValueError as error:
+            raise ConfigError(f"{where}.{field} is {given!r}; it must be {error}") from None
+    uids, gids, quota = values["uids"], values["gids"], values["quota"]
     if not uids and not gids:
         raise ConfigError(f"{where} covers nobody; give uids or gids")
     if quota < 0:

@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from kvd_client.companion import CompanionRefused, CompanionSocket
+from kvd_client.connection import describe
 from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"
@@ -20,9 +21,19 @@ EXIT_NO_ANSWER = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the command's flags."""
     parser.description = "Show what a running daemon does; exits 1 where none answers."
-    parser.add_argument("--socket", help=f"default: KVD_SOCKET, else {DEFAULT_SOCKET}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS")
+    parser.add_argument(
+        "--socket",
+        metavar="PATH",
+        help=f"the daemon's socket (default: KVD_SOCKET, else {DEFAULT_SOCKET})",
+    )
+    parser.add_argument("--json", action="store_true", help="print all of it as one JSON object")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="how long to wait for the daemon's answer (default 5)",
+    )
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -30,11 +41,19 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = arguments.socket or environment.get("KVD_SOCKET") or DEFAULT_SOCKET
     try:
         status = ask(path, arguments.timeout)
+    except PermissionError:
+        print(
+            f"kvd: this user may not open {path}.companion: be in the group that owns it, or root",
+            file=sys.stderr,
+        )
+        return EXIT_NO_ANSWER
     except (OSError, CompanionRefused) as error:
         print(f"kvd: no daemon answers on {path}: {error}", file=sys.stderr)
         return EXIT_NO_ANSWER
     except grpc.RpcError as error:
-        print(f"kvd: the daemon on {path} did not say its status: {error}", file=sys.stderr)
+        print(
+            f"kvd: the daemon on {path} did not say its status: {describe(error)}", file=sys.stderr
+        )
         return EXIT_NO_ANSWER
     if arguments.json:
         print(json.dumps(as_json(status), indent=2))
@@ -174,9 +193,21 @@ def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str
         ],
         "no namespaces yet",
     )
-    for n in status.namespaces:
-        for other, fields in sorted(n.differs.items()):
-            yield f"  namespace {n.namespace_id} differs from {other} in {fields}"
+    yield from _differences(status)
+
+
+def _differences(status: operator_pb2.StatusResponse) -> Iterator[str]:
+    """Why namespaces of one tenant and model don't share; each pair once."""
+    fields = {n.namespace_id: n.fields for n in status.namespaces}
+    for one in status.namespaces:
+        for two in sorted(int(other) for other in one.differs):
+            if one.namespace_id < two and two in fields:
+                pairs = {
+                    name: (one.fields.get(name, ""), fields[two].get(name, ""))
+                    for name in sorted({*one.fields, *fields[two]})
+                }
+                shown = [f"{name}: {a!r}, {b!r}" for name, (a, b) in pairs.items() if a != b]
+                yield f"  namespaces {one.namespace_id} and {two} differ in {'; '.join(shown)}"
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]], otherwise: str) -> Iterator[str]:

@@ -28,10 +28,16 @@ class HttpServer:
         self.port = 0
 
     async def listen(self, address: str, port: int) -> None:
-        """Listen; OSError where the address is taken."""
-        self._server = await asyncio.start_server(
-            self._serve, address, port, limit=MAX_REQUEST_BYTES
-        )
+        """Listen; OSError, with the settings to change, where that can't be."""
+        try:
+            self._server = await asyncio.start_server(
+                self._serve, address, port, limit=MAX_REQUEST_BYTES
+            )
+        except OSError as error:
+            raise OSError(
+                f"can't serve HTTP on http_address {address!r}, http_port {port}: {error}; choose"
+                " another --http-port (0: none) or --http-address"
+            ) from error
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from itertools import islice
 
 from kvd.control.namespace import differs
 from kvd.control.peers import Peer
@@ -65,16 +67,26 @@ class Namespaces:
                 f"namespace {namespace} has no index page yet; open a session", "namespace_id"
             ) from None
 
-    def differences(self, peer: Peer, namespace: NamespaceId) -> dict[str, str]:
-        """For each other namespace of the same tenant and model: the fields that differ."""
+    def families(self, peer: Peer) -> dict[tuple[str, str], list[NamespaceId]]:
+        """The namespaces that the caller may see, by tenant and model."""
+        found: dict[tuple[str, str], list[NamespaceId]] = defaultdict(list)
+        for namespace in self.visible(peer):
+            found[self.family_of(namespace)].append(namespace)
+        return found
+
+    def family_of(self, namespace: NamespaceId) -> tuple[str, str]:
+        """Tenant and model: who agrees in these might have been meant to share."""
+        fields = self.fields(namespace)
+        return fields.get("tenant", ""), fields.get("model", "")
+
+    def differences(self, namespace: NamespaceId, family: Iterable[NamespaceId]) -> dict[str, str]:
+        """For other namespaces of the family, a few at most: the fields that differ."""
         mine = self.fields(namespace)
         found: dict[str, str] = {}
-        for other in self.visible(peer):
+        for other in islice((n for n in family if n != namespace), _MOST_DIFFERENCES):
             theirs = self.fields(other)
-            same = all(mine.get(n) == theirs.get(n) for n in ("tenant", "model"))
-            if other != namespace and same and len(found) < _MOST_DIFFERENCES:
-                found[str(other)] = ", ".join(
-                    f"{n} ({mine.get(n, '')!r}, there {theirs.get(n, '')!r})"
-                    for n in differs(mine, theirs)
-                )
+            found[str(other)] = ", ".join(
+                f"{n} ({mine.get(n, '')!r}, there {theirs.get(n, '')!r})"
+                for n in differs(mine, theirs)
+            )
         return found

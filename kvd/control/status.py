@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import kvd
@@ -13,7 +14,7 @@ from kvd.control.peers import Peer
 from kvd.control.tenants import TenantPolicy
 from kvd.control.verbs import Sessions
 from kvd.core.events import JobKind
-from kvd.core.keys import SessionId
+from kvd.core.keys import NamespaceId, SessionId
 from kvd.core.statistics import NamespaceFigures, SessionFigures, Statistics
 from kvd.driver import Driver
 from kvd.fleet import AttachedMover
@@ -63,7 +64,7 @@ class StatusReport:
                 for t in now.tenants
                 if tenants.may_see(peer, t.tenant)
             ],
-            namespaces=[self._namespace(peer, n) for n in now.namespaces if n.namespace in visible],
+            namespaces=self._namespace_statuses(peer, now),
             policy=self._driver.machine.config.policy,
             recovered_blocks=now.counters.recovered,
             process_id=os.getpid(),
@@ -71,11 +72,20 @@ class StatusReport:
 
     def namespaces(self, peer: Peer) -> list[pb.NamespaceStatus]:
         """Every namespace that the caller may see."""
-        visible = set(self._namespaces.visible(peer))
-        known = self._driver.machine.statistics().namespaces
-        return [self._namespace(peer, n) for n in known if n.namespace in visible]
+        return self._namespace_statuses(peer, self._driver.machine.statistics())
 
-    def _namespace(self, peer: Peer, figures: NamespaceFigures) -> pb.NamespaceStatus:
+    def _namespace_statuses(self, peer: Peer, now: Statistics) -> list[pb.NamespaceStatus]:
+        families = self._namespaces.families(peer)
+        visible = {namespace for family in families.values() for namespace in family}
+        return [
+            self._namespace(n, families[self._namespaces.family_of(n.namespace)])
+            for n in now.namespaces
+            if n.namespace in visible
+        ]
+
+    def _namespace(
+        self, figures: NamespaceFigures, family: Sequence[NamespaceId]
+    ) -> pb.NamespaceStatus:
         return pb.NamespaceStatus(
             namespace_id=figures.namespace,
             fingerprint=figures.fingerprint,
@@ -84,7 +94,7 @@ class StatusReport:
             blocks=figures.blocks,
             bytes=figures.bytes,
             sessions=figures.sessions,
-            differs=self._namespaces.differences(peer, figures.namespace),
+            differs=self._namespaces.differences(figures.namespace, family),
         )
 
     def _session(self, figures: SessionFigures) -> pb.SessionStatus:

@@ -11,6 +11,7 @@ from kvd import config
 from kvd.config import Config, ConfigError
 from kvd.control.tenants import TenantRule
 from kvd.core.keys import TenantId
+from kvd.setting_values import memory_bytes, parse_size
 
 
 def load(*flags: str, environment: dict[str, str] | None = None, file: str = "") -> Config:
@@ -50,17 +51,17 @@ def test_flags_win_over_variables_over_the_file_over_defaults(write) -> None:  #
     ],
 )
 def test_sizes_are_read(text: str, expected: int) -> None:
-    assert config.parse_size(text, lambda: 1000) == expected
+    assert parse_size(text, lambda: 1000) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4 bananas", "0%", "101%", "GiB", "1e9"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"size|share"):
-        config.parse_size(text, lambda: 1000)
+        parse_size(text, lambda: 1000)
 
 
 def test_a_share_of_memory_is_a_share_of_what_there_is() -> None:
-    whole = config.memory_bytes()
+    whole = memory_bytes()
     assert load("--pool-bytes", "60%").pool_bytes == int(whole * 60.0 / 100)
 
 

@@ -1,0 +1,146 @@
+"""How the value of a setting is read, whether it came as text or from TOML.
+
+Each reader returns the value or raises ValueError, which says what would do: "it must be ...".
+"""
+
+from __future__ import annotations
+
+import grp
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvd.pool.space import memory_limit
+
+_UNITS = {
+    "": 1, "b": 1,
+    "k": 10**3, "kb": 10**3, "kib": 1 << 10,
+    "m": 10**6, "mb": 10**6, "mib": 1 << 20,
+    "g": 10**9, "gb": 10**9, "gib": 1 << 30,
+    "t": 10**12, "tb": 10**12, "tib": 1 << 40,
+}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
+
+
+def parse_size(value: Any, whole: Callable[[], int]) -> int:
+    """Bytes from a number, "4GiB" or "60%" of `whole()`."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(str(value).strip())
+    if match is None:
+        raise ValueError('a size: bytes, "4GiB", or a share of memory such as "60%"')
+    number, unit = float(match[1]), match[2].lower()
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise ValueError("a share over 0% and up to 100%")
+        return int(whole() * number / 100)
+    if unit not in _UNITS:
+        raise ValueError("a size in B, KiB, MiB, GiB, TiB (or kB, MB, GB, TB)")
+    return int(number * _UNITS[unit])
+
+
+def memory_bytes() -> int:
+    """What "100%" means: the machine's memory, or the cgroup's limit where that is less."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal:"):
+            total = int(line.split()[1]) * 1024
+            return min(total, memory_limit() or total)
+    raise ValueError("in bytes: /proc/meminfo has no MemTotal")
+
+
+def read_size(value: Any) -> int:
+    return parse_size(value, memory_bytes)
+
+
+def number(least: float, most: float) -> Callable[[Any], float]:
+    def read(value: Any) -> float:
+        wanted = f"a number from {least:g} to {most:g}"
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise ValueError(wanted) from None
+        if not least <= number <= most:
+            raise ValueError(wanted)
+        return number
+
+    return read
+
+
+def whole_number(least: int, most: int) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        wanted = f"a whole number from {least} to {most}"
+        try:
+            number = int(str(value))
+        except ValueError:
+            raise ValueError(wanted) from None
+        if not least <= number <= most:
+            raise ValueError(wanted)
+        return number
+
+    return read
+
+
+def one_of(*names: str) -> Callable[[Any], str]:
+    def read(value: Any) -> str:
+        if value not in names:
+            raise ValueError("one of " + ", ".join(names))
+        return str(value)
+
+    return read
+
+
+def read_switch(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if str(value).lower() not in known:
+        raise ValueError("true or false")
+    return known[str(value).lower()]
+
+
+def read_mode(value: Any) -> int:
+    try:
+        mode = int(str(value), 8)
+    except ValueError:
+        raise ValueError('an octal mode in quotes, such as "0660"') from None
+    if not 0o600 <= mode <= 0o777:
+        raise ValueError('an octal mode from "0600" to "0777"')
+    return mode
+
+
+def read_path(value: Any) -> Path:
+    path = Path(str(value))
+    if not path.is_absolute():
+        raise ValueError("an absolute path")
+    return path
+
+
+def read_socket_path(value: Any) -> Path:
+    path = read_path(value)
+    if len(str(path)) + len(".companion") > 107:  # sun_path of unix(7), less its final zero
+        raise ValueError("a path of at most 97 bytes: the kernel's limit for Unix sockets")
+    return path
+
+
+def read_uids(value: Any) -> tuple[int, ...]:
+    parts = value.replace(",", " ").split() if isinstance(value, str) else value
+    if not isinstance(parts, list):
+        raise ValueError(  # noqa: TRY004 - one kind of error for every wrong value
+            "a list of numeric user ids"
+        )
+    return tuple(whole_number(0, 2**32 - 2)(part) for part in parts)
+
+
+def read_group(value: Any) -> str:
+    name = str(value)
+    try:
+        return grp.getgrnam(name).gr_name if name else ""
+    except KeyError:
+        raise ValueError("a group of this system (getent group), or empty") from None
+
+
+def read_address(value: Any) -> str:
+    if not str(value):
+        raise ValueError("an address or host name; 0.0.0.0 means every one of this machine")
+    return str(value)
