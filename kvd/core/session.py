@@ -41,7 +41,7 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
         )
     spaces.check_name(event.epoch, "epoch")
     spaces.check_spec(state, event.spec)
-    spaces.check_scopes(state, event.spec, event.epoch, "")
+    spaces.check_scopes(state, event.spec, event.epoch)
     actions: list[Action] = []
     namespace = spaces.open_namespace(state, event.spec, actions)
     session = Session(event.session, namespace.namespace, event.epoch, event.world_size)
@@ -153,7 +153,7 @@ def epoch_changed(state: State, event: EpochChanged) -> list[Action]:
     """The session's keys meet those of another epoch from now on; its leases end."""
     session = state.require_session(event.session)
     spaces.check_name(event.epoch, "epoch")
-    spaces.check_scopes(state, state.namespace_of(session).spec, event.epoch, "")
+    spaces.check_scopes(state, state.namespace_of(session).spec, event.epoch)
     actions: list[Action] = []
     lease.end_leases(state, session, list(session.leases))
     session.epoch = event.epoch

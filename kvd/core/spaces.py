@@ -148,8 +148,14 @@ def find_scope(state: State, session: Session, account: str, group: int) -> Scop
     return None if number is None else state.scopes[number]
 
 
-def check_scopes(state: State, spec: NamespaceSpec, epoch: str, account: str) -> None:
-    """Raise LimitExceeded unless these names' scopes, in every group, are open or can be."""
+def check_scopes(state: State, spec: NamespaceSpec, epoch: str) -> None:
+    """Raise LimitExceeded unless a session may go to this epoch."""
+    if not scopes_fit(state, spec, epoch, ""):
+        raise LimitExceeded(f"{MAX_SCOPES} scopes are open", "epoch")
+
+
+def scopes_fit(state: State, spec: NamespaceSpec, epoch: str, account: str) -> bool:
+    """Whether these names' scopes, in every group, are open or can be opened."""
     known = state.by_fingerprint.get(spec.fingerprint)
     groups = range(len(spec.groups))
     new = [
@@ -157,14 +163,15 @@ def check_scopes(state: State, spec: NamespaceSpec, epoch: str, account: str) ->
         for group in groups
     ]
     if not any(new) or len(state.scopes) + sum(new) <= MAX_SCOPES:
-        return
+        return True
     counters = state.counters
     gone = counters.evicted + counters.failed + counters.cleared
-    if gone - state.scopes_sought_at >= SCOPES_FORGOTTEN_AT_LEAST:  # else: as before
-        if len(_unused_scopes(state)) >= SCOPES_FORGOTTEN_AT_LEAST:
-            return
+    if gone - state.scopes_sought_at < SCOPES_FORGOTTEN_AT_LEAST:
+        return False  # as when last sought
+    found = len(_unused_scopes(state)) >= SCOPES_FORGOTTEN_AT_LEAST
+    if not found:
         state.scopes_sought_at = gone
-    raise LimitExceeded(f"{MAX_SCOPES} scopes are open", "account")
+    return found
 
 
 def _unused_scopes(state: State) -> list[ScopeId]:

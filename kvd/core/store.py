@@ -64,7 +64,7 @@ def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
         job.prefix = prefix.of(session, event.context.request)
         session.jobs[event.job] = job
     actions: list[Action] = []
-    reason = job.reason or reason or _refusal(state, session)
+    reason = job.reason or reason or _refusal(state, session, event)
     blocks = 0
     if not reason:
         reason, blocks = _admit(state, session, job, event, (now_ns, actions))
@@ -82,8 +82,6 @@ def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
 def _check(state: State, session: Session, event: StoreRequested) -> None:
     check_runs(state, session, event.runs)
     spaces.check_name(event.context.account, "account")
-    spec = state.namespace_of(session).spec
-    spaces.check_scopes(state, spec, session.epoch, event.context.account)
 
 
 def check_new_job(session: Session, event: StoreRequested | LoadRequested) -> None:
@@ -96,10 +94,15 @@ def check_new_job(session: Session, event: StoreRequested | LoadRequested) -> No
         raise LimitExceeded(f"{MAX_JOBS_IN_FLIGHT} jobs are in flight", "job_id")
 
 
-def _refusal(state: State, session: Session) -> str:
+def _refusal(state: State, session: Session, event: StoreRequested) -> str:
     if state.draining:
         return DRAINING
-    return "" if can_store(state, session) else RANKS_MISSING
+    if not can_store(state, session):
+        return RANKS_MISSING
+    spec = state.namespace_of(session).spec
+    if not spaces.scopes_fit(state, spec, session.epoch, event.context.account):
+        return LimitExceeded.reason
+    return ""
 
 
 def can_store(state: State, session: Session) -> bool:

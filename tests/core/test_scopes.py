@@ -9,7 +9,7 @@ from kvd.core import events as ev
 from kvd.core import spaces
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import SessionId
-from tests.core.bench import Bench, only, small
+from tests.core.bench import Bench, only, small, verdict
 from tests.core.replaying import replay
 
 MOST = 8
@@ -30,8 +30,10 @@ def test_only_what_needs_a_new_scope_is_refused_when_all_hold_blocks() -> None:
     bench = small()
     bench.open()
     store_for_accounts(bench, range(MOST - 1))
-    with pytest.raises(LimitExceeded):
-        bench.store([1], account="one too many")
+    refused = bench.store([1], account="one too many")
+    assert verdict(refused).reason == "LIMIT_EXCEEDED"
+    (post,) = only(refused, act.PostBoard)
+    assert post.status is ev.JobStatus.REFUSED
     with pytest.raises(LimitExceeded):
         bench.feed(ev.EpochChanged(1, SessionId(1), "one too many"))
     bench.stored([50])
