@@ -25,6 +25,7 @@ from kvd.core.state import HandOff, Session, State
 
 MAX_HAND_OFF_NS = 600_000_000_000
 MAX_HAND_OFFS_PER_TENANT = 4096
+MAX_EXPIRED_AT_ONCE = 8192  # blocks, so that a tick doesn't hold others up
 MAX_CLAIMS_PER_TENANT = 1 << 18  # blocks, one counted again for each hand-off that holds it
 
 
@@ -86,13 +87,21 @@ def loaded(state: State, session: SessionId, owner: SizeClass, slots: Slots) -> 
         return
     served: dict[int, tuple[HandOff, list[int]]] = {}
     for slot in slots.tolist():
-        holders = [h for h in state.handed_off.get(slot, ()) if h.session != session]
-        if holders:
-            first = min(holders, key=lambda holder: holder.until_ns)
+        holders = state.handed_off.get(slot)
+        first = None if holders is None else _nearest(holders, session)
+        if first is not None:
             served.setdefault(id(first), (first, []))[1].append(slot)
     for found, places in served.values():
         state.counters.hand_off_taken += len(places)
         _let_go(state, found, owner, np.array(places, dtype=np.int64))
+
+
+def _nearest(holders: list[HandOff], session: SessionId) -> HandOff | None:
+    """The holder of the nearest deadline that is not the session's own."""
+    if len(holders) == 1:
+        return None if holders[0].session == session else holders[0]
+    others = [holder for holder in holders if holder.session != session]
+    return min(others, key=lambda holder: holder.until_ns, default=None)
 
 
 def store_failed(state: State, owner: SizeClass, slots: Slots) -> None:
@@ -109,11 +118,16 @@ def store_failed(state: State, owner: SizeClass, slots: Slots) -> None:
 
 
 def expire(state: State, now_ns: int) -> None:
-    """End every hand-off whose deadline has passed."""
-    for found in list(state.hand_offs.values()):
-        if found.until_ns <= now_ns:
-            state.counters.hand_off_expired += sum(map(len, found.held.values()))
-            _end(state, found)
+    """Let go of hand-offs whose deadline has passed; what is beyond the bound, next time."""
+    left = MAX_EXPIRED_AT_ONCE
+    for found in [h for h in state.hand_offs.values() if h.until_ns <= now_ns]:
+        for group, slots in list(found.held.items()):
+            late = slots[:left]
+            if not len(late):
+                return
+            left -= len(late)
+            state.counters.hand_off_expired += len(late)
+            _let_go(state, found, state.classes[found.namespace, group], late)
 
 
 def end_of_namespace(state: State, namespace: NamespaceId) -> None:
@@ -132,10 +146,12 @@ def _let_go(state: State, found: HandOff, owner: SizeClass, slots: Slots) -> Non
     """Give up the claim on these of its blocks; with the last one the hand-off is over."""
     for slot in slots.tolist():
         holders = state.handed_off[slot]
-        holders.remove(found)
-        if not holders:
+        if len(holders) == 1:
             del state.handed_off[slot]
-    left = np.setdiff1d(found.held[owner.group], slots)
+        else:
+            holders.remove(found)
+    held = found.held[owner.group]
+    left = held[~np.isin(held, slots)] if len(slots) < len(held) else held[:0]
     if len(left):
         found.held[owner.group] = left
     else:

@@ -117,6 +117,22 @@ def test_what_nobody_takes_goes_at_the_deadline(bench: Bench) -> None:
     assert flood(bench) == "M" * 16
 
 
+def test_what_expires_together_is_let_go_in_bounded_portions(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hand_offs, "MAX_EXPIRED_AT_ONCE", 3)
+    bench.stored(range(8))
+    hand_off(bench, range(4), request="a", seconds=1)
+    hand_off(bench, range(4, 8), request="b", seconds=1)
+    bench.tick(1 * SECOND)
+    assert figures(bench).handed_off_blocks == 5
+    bench.tick()
+    assert figures(bench).handed_off_blocks == 2
+    bench.tick()
+    assert figures(bench).hand_offs == 0
+    assert figures(bench).counters.hand_off_expired == 8
+
+
 def test_a_prefix_handed_off_twice_stays_until_it_was_loaded_twice(bench: Bench) -> None:
     bench.stored(range(16))
     hand_off(bench, [0, 1, 2], request="a")
