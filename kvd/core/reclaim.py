@@ -20,6 +20,8 @@ from kvd.core.rows import RECLAIM_INTERVAL_NS, Row, SizeClass, grant_row
 if TYPE_CHECKING:
     from kvd.core.state import State
 
+COLDEST_LOOKED_AT = 1024  # blocks of a class whose rows are weighed against each other
+
 
 def seek_row(
     state: State, storing: list[SizeClass], owner: SizeClass, at: tuple[int, list[Action]]
@@ -60,30 +62,36 @@ def _may_retire(state: State, row: Row) -> bool:
 def _empty_rows(state: State, owner: SizeClass) -> list[Row]:
     if len(owner.free) < owner.slots_per_row:
         return []
-    states = state.slots.state
-    return [
-        row
-        for row in owner.rows.values()
-        if not row.undead and bool((states[row.span] == SlotState.FREE).all())
-    ]
+    extents = owner.free.all() // state.slots_per_extent
+    free = np.bincount(extents, minlength=state.config.extents)
+    whole = np.flatnonzero(free == owner.slots_per_row).tolist()
+    return [owner.rows[RowId(number)] for number in whole if not owner.rows[RowId(number)].undead]
 
 
 def _coldest_row(state: State, owners: list[SizeClass], limit: np.uint32 | None) -> Row | None:
-    """The unpinned row with the oldest blocks on average, older than `limit` where given."""
+    """The unpinned row with the oldest blocks on average, older than `limit` where given.
+
+    Of each class those rows are looked at that hold its coldest blocks; all only where none of
+    those can be taken.
+    """
     best: Row | None = None
     best_stamp = float("inf") if limit is None else float(limit)
     for owner in owners:
         coldest = coldest_stamp(state, owner)
         if coldest is None or float(coldest) >= best_stamp:
             continue
-        for row in owner.rows.values():
-            if not _may_retire(state, row):
-                continue
+        rows = [row for row in _rows_of_coldest(state, owner) if _may_retire(state, row)]
+        for row in rows or [row for row in owner.rows.values() if _may_retire(state, row)]:
             ready = state.slots.state[row.span] == SlotState.READY
             stamp = float(state.slots.stamps[row.span][ready].mean()) if ready.any() else 0.0
             if stamp < best_stamp:
                 best, best_stamp = row, stamp
     return best
+
+
+def _rows_of_coldest(state: State, owner: SizeClass) -> list[Row]:
+    extents = np.unique(owner.policy.coldest(COLDEST_LOOKED_AT) // state.slots_per_extent)
+    return [owner.rows[RowId(number)] for number in extents.tolist()]
 
 
 def retire_row(state: State, row: Row, wanted_by: SizeClass | None, actions: list[Action]) -> None:

@@ -161,11 +161,12 @@ def add_row(state: State, row: Row) -> None:
 
 def grant_spare(state: State, owner: SizeClass, actions: list[Action]) -> None:
     """Grant rows ahead of need, so that movers have mapped them before a store wants them."""
-    if any(c.waits_for_extents for c in state.classes.values() if c is not owner):
+    live = {s.namespace for s in state.sessions.values()}
+    others = (c for namespace in live for c in state.namespaces[namespace].classes)
+    if any(c.waits_for_extents for c in others if c is not owner):
         return
-    live = len({s.namespace for s in state.sessions.values()})
     groups = len(state.namespaces[owner.namespace].classes)
-    share = state.pool_bytes // SPARE_SHARE // max(1, live * groups)
+    share = state.pool_bytes // SPARE_SHARE // max(1, len(live) * groups)
     spare_slots = min(state.config.spare_bytes, share) // owner.block_bytes
     for _ in range(MAX_SPARE_ROWS_AT_ONCE):
         if len(owner.free) + owner.slots_per_row > spare_slots:

@@ -6,6 +6,7 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core import reclaim
 from kvd.core.errors import InvalidArgument, UnknownNamespace
 from kvd.core.keys import JobId, MoverId, NamespaceId, RequestId, SessionId
 from tests.core.bench import (
@@ -318,3 +319,42 @@ def test_row_unmapped_without_being_asked_changes_nothing() -> None:
     (row,) = only(bench.store([1]), act.GrantRow)
     assert not bench.feed(ev.RowUnmapped(MoverId(100), row.row))
     assert not bench.feed(ev.RowZeroed(row.row))
+
+
+def test_class_that_waits_for_extents_holds_nobody_up_once_its_engine_is_gone() -> None:
+    bench = small(extents=32)
+    bench.open(1, spec("a"))
+    bench.stored(range(32 * 16), 1)
+    bench.open(2, spec("b", shards=2), ranks=2)
+    bench.now_ns += SECOND
+    bench.unmap(bench.store([1], 2))
+    assert len(bench.machine.state.free_extents) == 1, "one of the two that it needs"
+    opened = ev.SessionOpened(bench._token(), SessionId(3), spec("c"), "", 1)
+    assert not only(bench.feed(opened), act.GrantRow), "the next extent is for the one who waits"
+    bench.close(2)
+    bench.gone(200)
+    bench.gone(201)
+    assert only(bench.tick(), act.GrantRow)
+
+
+def test_row_is_found_though_the_coldest_blocks_are_all_pinned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reclaim, "COLDEST_LOOKED_AT", 8)
+    bench = small(extents=2)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(32), 1)
+    coldest = next(iter(bench.machine.state.classes.values())).policy.coldest(8)
+    row = int(coldest[0]) // bench.machine.state.slots_per_extent
+    pinned = [k for k in range(32) if _row_of(bench, k) == row]
+    assert len(pinned) == 16
+    bench.load(pinned, 1)
+    bench.now_ns += SECOND
+    (order,) = only(bench.store([1], 2), act.UnmapRow)
+    assert order.row != row
+
+
+def _row_of(bench: Bench, key: int) -> int:
+    (slot,) = [slot for slot, (_, number) in bench.pool.ready.items() if number == key]
+    return slot // bench.machine.state.slots_per_extent
