@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Iterator
 
 import pytest
 
+from kvd_proto.v1 import common_pb2
+from tests.control.daemon_rig import (
+    BLOCK_BYTES,
+    RawScheduler,
+    RawWorker,
+    group,
+    namespace,
+    store_job,
+)
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, freeze, thaw, wait_until
+from tests.faults.scene import RELEASE_SECONDS, Scene, freeze, thaw, wait_until
 
 COUNT = 32
 
@@ -70,3 +81,58 @@ def test_store_is_a_hit_only_once_both_ranks_have_written(scene: Scene, engine: 
     thaw(movers[1])
     assert engine.ask("pump")["idle"]
     assert engine.load("slow", COUNT) == COUNT
+
+
+@pytest.fixture
+def apart(shared_scene: Scene) -> Iterator[tuple[RawScheduler, list[RawWorker]]]:
+    """A scheduler and two workers, each with a connection of its own, as processes have."""
+    socket = shared_scene.daemon.socket
+    spec = namespace(groups=[group(shard_bytes=[BLOCK_BYTES, BLOCK_BYTES])])
+    scheduler = RawScheduler(socket, namespace=spec, world_size=2)
+    workers = [RawWorker(socket), RawWorker(socket)]
+    for rank, worker in enumerate(workers):
+        worker.register(rank=rank, shard=rank, world_size=2)
+    assert scheduler.opened.session_id
+    scheduler.next("ranks_ready")
+    yield scheduler, workers
+    scheduler.close()
+    for worker in workers:
+        worker.close()
+    wait_until(lambda: not shared_scene.daemon.movers(), "their movers' end")
+
+
+def test_worker_that_dies_takes_its_mover_and_its_stores_along_and_nothing_else(
+    shared_scene: Scene, apart: tuple[RawScheduler, list[RawWorker]]
+) -> None:
+    scheduler, workers = apart
+    movers = shared_scene.daemon.movers()
+    (verdict,) = scheduler.step(stores=[store_job(1, [1, 2], [0, 1])]).verdicts
+    assert verdict.accepted
+    workers[0].ready(1)
+    workers[1].companion.close()  # what the kernel does when its process is killed
+    ended = time.monotonic()
+    assert scheduler.next("rank_lost").rank == 1
+    [job] = scheduler.next("jobs_ended").jobs
+    assert (job.status, job.reason) == (common_pb2.JOB_STATUS_FAILED, "MOVER_GONE")
+    wait_until(lambda: shared_scene.daemon.movers() == movers[:1], "the mover's end")
+    assert time.monotonic() - ended < RELEASE_SECONDS
+    assert [status & 3 for status in scheduler.statuses([1, 2])] == [0, 0]
+    (verdict,) = scheduler.step(stores=[store_job(2, [3], [0])]).verdicts
+    assert (verdict.accepted, verdict.reason) == (False, "RANKS_MISSING")
+    pool = shared_scene.status().pool
+    assert pool.slots_reserved + pool.slots_quarantined == 0
+
+
+def test_scheduler_that_dies_takes_its_session_and_its_ranks_movers_along(
+    shared_scene: Scene, apart: tuple[RawScheduler, list[RawWorker]]
+) -> None:
+    scheduler, _workers = apart
+    (verdict,) = scheduler.step(stores=[store_job(1, [1, 2], [0, 1])]).verdicts
+    assert verdict.accepted
+    scheduler.companion.close()
+    ended = time.monotonic()
+    wait_until(lambda: not shared_scene.daemon.movers(), "its movers' end")
+    wait_until(lambda: not shared_scene.status().sessions, "its session's end")
+    assert time.monotonic() - ended < RELEASE_SECONDS
+    pool = shared_scene.status().pool
+    assert pool.slots_reserved + pool.slots_quarantined == 0
