@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from kvd.core.keys import KeyBatch, NamespaceId
 
 KEPT_CHANGES = 16384  # batches, not blocks
+KEPT_BLOCKS = 1 << 19  # of all kept batches: 16 MiB of hashes of 32 bytes
 DELIVERY_CHANGES = 64  # most changes in one delivery
 
 
@@ -58,13 +59,18 @@ class EventLog:
         self.incarnation = incarnation
         self.sequence = 0  # of the newest change
         self._snapshot = snapshot
-        self._kept: deque[Change] = deque(maxlen=kept)
+        self._kept: deque[Change] = deque()
+        self._most_kept = kept
+        self._blocks = 0  # in the kept changes
         self._news = asyncio.Event()
 
     def append(self, change: Change) -> None:
         """Number the change and wake the watchers."""
         self.sequence += 1
         self._kept.append(change)
+        self._blocks += _blocks_of(change)
+        while len(self._kept) > self._most_kept or self._blocks > KEPT_BLOCKS:
+            self._blocks -= _blocks_of(self._kept.popleft())
         self._news.set()
 
     async def watch(
@@ -118,3 +124,7 @@ class EventLog:
             Delivery(self.sequence, snapshot=True, snapshot_end=i == last, changes=piece)
             for i, piece in enumerate(pieces)
         ]
+
+
+def _blocks_of(change: Change) -> int:
+    return 0 if change.keys is None else len(change.keys)

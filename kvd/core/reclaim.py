@@ -101,6 +101,7 @@ def retire_row(state: State, row: Row, wanted_by: SizeClass | None, actions: lis
     ready = row.first_slot + np.flatnonzero(states == SlotState.READY)
     if len(ready):
         owner.policy.remove(ready)
+        state.counters.evicted += len(ready)
         forget_ready(state, owner, ready, actions)
     slots = owner.free.drop(row.first_slot, row.slots)
     assert len(slots) == row.slots, "a row is taken back with a slot in use"

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import numpy as np
+import pytest
 
+from kvd import event_log
 from kvd.core.keys import KeyBatch, NamespaceId
 from kvd.event_log import Change, ChangeKind, Delivery, EventLog
 
@@ -70,3 +72,16 @@ async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
     (delivery,) = await take(log.watch((INCARNATION, 0), lambda n: n == 2), 1)
     assert first_words([delivery]) == [2]
     assert delivery.sequence == 2
+
+
+async def test_kept_tail_is_bounded_by_its_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "KEPT_BLOCKS", 8)
+    log = EventLog(INCARNATION, lambda: iter([change(0)]))
+    for number in range(5):
+        words = np.full((3, 4), number, dtype=np.uint64)
+        keys = KeyBatch(words, 32)
+        log.append(Change(ChangeKind.STORED, NamespaceId(1), "", "", 0, keys))
+    (tail,) = await take(log.watch((INCARNATION, 3), lambda _: True), 1)
+    assert first_words([tail]) == [3, 4]
+    (behind,) = await take(log.watch((INCARNATION, 2), lambda _: True), 1)
+    assert behind.snapshot

@@ -201,6 +201,7 @@ def test_class_that_owns_nothing_takes_the_coldest_row() -> None:
     assert verdict(refused).reason == "NO_ROOM"
     (removed,) = only(refused, act.AnnounceRemoved)
     assert not used & set(numbers_of(removed.keys))
+    assert bench.machine.statistics().counters.evicted == len(removed.keys)
     made = bench.unmap(refused)
     taken = [a for a in made if isinstance(a, act.ZeroRow | act.ReleaseRow | act.GrantRow)]
     assert [type(a) for a in taken] == [act.ZeroRow, act.ReleaseRow, act.GrantRow]
