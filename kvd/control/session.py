@@ -60,12 +60,12 @@ class Outbox:
         self._unsent: deque[pb.SessionResponse] = deque()
         self._held: list[pb.JobEnded] | None = None  # None: none is held back
         self._news = asyncio.Event()
-        self.overflowed = False
+        self.overflowed = asyncio.Event()
 
     def put(self, message: pb.SessionResponse) -> None:
         """Queue a message; past MAX_UNSENT_MESSAGES the client is taken for dead."""
         if len(self._unsent) >= MAX_UNSENT_MESSAGES:
-            self.overflowed = True
+            self.overflowed.set()
         else:
             self._unsent.append(message)
         self._news.set()
@@ -96,8 +96,8 @@ class Outbox:
             self.put_ended(ended)
 
     async def write_all(self, context: Context) -> None:
-        """Write until cancelled; returns when the client reads too slowly."""
-        while not self.overflowed:
+        """Write until cancelled. Waits as long as the client doesn't read."""
+        while True:
             await self._news.wait()
             self._news.clear()
             while self._unsent:
@@ -271,12 +271,13 @@ class SessionRooms:
             asyncio.ensure_future(session.handle_all(requests)),
             asyncio.ensure_future(session.outbox.write_all(context)),
             asyncio.ensure_future(session.on_end.wait()),
+            asyncio.ensure_future(session.outbox.overflowed.wait()),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
                 why = str(tasks[0].result())
-            elif tasks[1].done():
+            elif tasks[3].done():
                 why = "its client reads too slowly"
         finally:
             peer.forget(gone)

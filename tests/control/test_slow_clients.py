@@ -1,0 +1,51 @@
+"""A client that takes no answers is dropped, and costs the others nothing."""
+
+from __future__ import annotations
+
+import queue
+
+import grpc
+
+from kvd.control.session import MAX_UNSENT_MESSAGES
+from kvd_proto.v1 import engine_pb2, engine_pb2_grpc
+from tests.control.daemon_rig import (
+    Caller,
+    RawEngine,
+    block,
+    daemon,
+    identity,
+    namespace,
+    wait_until,
+)
+
+# What HTTP/2 holds for a client that doesn't read: as little as may be, and no more later.
+SMALL_WINDOW = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 16384),
+)
+
+
+def test_a_session_whose_client_reads_no_answers_is_ended() -> None:
+    with daemon() as running:
+        deaf = Caller(running.socket, "SCHEDULER")
+        watching = Caller(running.socket)
+        requests: queue.SimpleQueue[engine_pb2.SessionRequest | None] = queue.SimpleQueue()
+        opening = engine_pb2.OpenSession(
+            identity=identity("deaf"), namespace=namespace(), world_size=1
+        )
+        requests.put(engine_pb2.SessionRequest(open=opening))
+        with grpc.insecure_channel(f"unix:{running.socket}", SMALL_WINDOW) as channel:
+            stub = engine_pb2_grpc.EngineServiceStub(channel)
+            stream = stub.Session(iter(requests.get, None), metadata=deaf.metadata)
+            wait_until(lambda: len(watching.status().sessions) == 1, "the session")
+            unread = engine_pb2.SessionRequest(lookup=engine_pb2.LookupCall(call_id=1))
+            for _ in range(MAX_UNSENT_MESSAGES + 1024):
+                requests.put(unread)
+            wait_until(lambda: not watching.status().sessions, "the deaf session's end")
+            requests.put(None)
+            stream.cancel()
+        engine = RawEngine(running.socket)
+        engine.store({1: block(1)})
+        for caller in (engine, watching, deaf):
+            caller.close()
