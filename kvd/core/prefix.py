@@ -21,6 +21,7 @@ from kvd.core.rows import SizeClass
 from kvd.core.state import Session, State
 
 MAX_PREFIXES = 4096  # requests of one session; the oldest is forgotten
+MAX_PREFIX_BLOCKS = 65536  # of one request and scope; what is behind them is not remembered
 
 
 def of(session: Session, request: RequestId) -> Prefix:
@@ -48,7 +49,7 @@ def note(state: State, prefix: Prefix, slots: Slots) -> None:
     slots = slots[state.slots.firsts(slots)]
     if before is not None:
         slots = np.concatenate([before, state.slots.without(slots, before)])
-    prefix.slots[scope] = slots
+    prefix.slots[scope] = slots[:MAX_PREFIX_BLOCKS]
 
 
 def grow(state: State, owner: SizeClass, prefix: Prefix, slots: Slots, now_ns: int) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvd.core import events as ev
+from kvd.core import prefix
 from kvd.core.events import LeaseMode
 from kvd.core.keys import RequestId, SessionId
 from tests.core.bench import Bench, context, engine_blocks, keys, small
@@ -67,3 +70,17 @@ def test_touch_of_an_unknown_block_counts_as_a_sighting() -> None:
     assert bench.statuses([5]) == "m"
     bench.feed(ev.Touched(SessionId(1), context(), 0, keys(5)))
     assert bench.statuses([5]) == "M"
+
+
+def test_request_that_never_ends_is_remembered_up_to_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix, "MAX_PREFIX_BLOCKS", 8)
+    bench = small(extents=1)
+    bench.open()
+    for first in range(0, 64, 4):
+        store_for(bench, "a", list(range(first, first + 4)))
+    (remembered,) = bench.machine.state.sessions[SessionId(1)].prefixes.values()
+    assert [len(slots) for slots in remembered.slots.values()] == [8]
+    assert bench.statuses(range(8)) == "H" * 8
+    assert bench.statuses(range(60, 64)) == "HHHH"
