@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 
 from kvd.core.keys import KeyBatch, NamespaceId
@@ -18,6 +18,8 @@ from kvd.core.keys import KeyBatch, NamespaceId
 KEPT_CHANGES = 16384  # batches, not blocks
 KEPT_BLOCKS = 1 << 19  # of all kept batches: 16 MiB of hashes of 32 bytes
 DELIVERY_CHANGES = 64  # most changes in one delivery
+# A snapshot names every block, so few may be in memory: those who want one take turns.
+SNAPSHOTS_AT_ONCE = 4
 
 
 class ChangeKind(enum.Enum):
@@ -63,6 +65,7 @@ class EventLog:
         self._most_kept = kept
         self._blocks = 0  # in the kept changes
         self._news = asyncio.Event()
+        self._turns = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
 
     def append(self, change: Change) -> None:
         """Number the change and wake the watchers."""
@@ -75,26 +78,28 @@ class EventLog:
 
     async def watch(
         self, after: tuple[bytes, int] | None, wanted: Wanted
-    ) -> AsyncIterator[Delivery]:
+    ) -> AsyncGenerator[Delivery, None]:
         """Changes after a place in the log, else a snapshot and then its tail. Never ends.
 
-        A watcher that falls further behind than the kept tail gets a new snapshot.
+        A watcher that falls further behind than the kept tail gets a new snapshot. It must
+        take a snapshot swiftly, because others wait for their turn, and close what it leaves.
         """
         cursor = -1
         if after is not None and after[0] == self.incarnation and after[1] <= self.sequence:
             cursor = after[1]
         while True:
             if cursor < self.sequence - len(self._kept):
-                cursor = self.sequence
-                for delivery in self._snapshot_deliveries(wanted):
-                    yield delivery
+                async with self._turns:
+                    cursor = self.sequence
+                    deliveries = self._snapshot_deliveries(wanted)
+                    while deliveries:
+                        yield deliveries.popleft()  # and keep nothing of it while it is written
                 continue
             if cursor == self.sequence:
                 await self._wait_for_news()
                 continue
-            delivery = self._tail_delivery(cursor, wanted)
-            cursor = delivery.sequence
-            yield delivery
+            start, cursor = cursor, min(cursor + DELIVERY_CHANGES, self.sequence)
+            yield self._tail_delivery(start, wanted)
 
     async def _wait_for_news(self) -> None:
         self._news.clear()
@@ -112,7 +117,7 @@ class EventLog:
             changes=tuple(c for c in changes if wanted(c.namespace)),
         )
 
-    def _snapshot_deliveries(self, wanted: Wanted) -> list[Delivery]:
+    def _snapshot_deliveries(self, wanted: Wanted) -> deque[Delivery]:
         """The blocks resident now, taken at once so that the tail fits on without a gap."""
         changes = [c for c in self._snapshot() if wanted(c.namespace)]
         pieces = [
@@ -120,10 +125,10 @@ class EventLog:
             for i in range(0, len(changes), DELIVERY_CHANGES)
         ] or [()]
         last = len(pieces) - 1
-        return [
+        return deque(
             Delivery(self.sequence, snapshot=True, snapshot_end=i == last, changes=piece)
             for i, piece in enumerate(pieces)
-        ]
+        )
 
 
 def _blocks_of(change: Change) -> int:

@@ -32,6 +32,7 @@ DEFAULT_HAND_OFF_MS = 60_000
 MAX_IDS = 16384
 MAX_TIERS = 8
 EPOCH_BYTES = 64
+EVENT_KEYS = 2048  # in one message to a watcher; one that reads nothing costs us two of them
 
 _LEASES: dict[int, ev.LeaseMode] = {
     pb.LEASE_MODE_UNSPECIFIED: ev.LeaseMode.NONE,
@@ -290,7 +291,7 @@ def epoch_message(opened: act.EpochOpened) -> pb.EpochOpened:
 def delivery_messages(
     delivery: Delivery, incarnation: bytes, previous: int
 ) -> Iterator[events_pb2.WatchEventsResponse]:
-    """The delivery as messages of at most MAX_KEYS_PER_MESSAGE keys each.
+    """The delivery as messages of at most EVENT_KEYS keys each.
 
     A tail that takes several messages names `previous`, the sequence before this delivery, on
     all but the last: who resumes from there may hear a change twice but misses none. A snapshot
@@ -301,7 +302,7 @@ def delivery_messages(
     keys = 0
     for event in _cache_events(delivery.changes):
         count = len(event.hashes) // max(1, event.hash_bytes)
-        if events and keys + count > layout.MAX_KEYS_PER_MESSAGE:
+        if events and keys + count > EVENT_KEYS:
             yield events_pb2.WatchEventsResponse(
                 incarnation=incarnation,
                 sequence=unfinished,
@@ -327,8 +328,8 @@ def _cache_events(changes: Iterable[Change]) -> Iterator[events_pb2.CacheEvent]:
                 kind=events_pb2.CacheEvent.KIND_CLEARED, namespace_id=change.namespace
             )
             continue
-        for start in range(0, len(change.keys), layout.MAX_KEYS_PER_MESSAGE):
-            keys = change.keys[start : start + layout.MAX_KEYS_PER_MESSAGE]
+        for start in range(0, len(change.keys), EVENT_KEYS):
+            keys = change.keys[start : start + EVENT_KEYS]
             yield events_pb2.CacheEvent(
                 kind=_CHANGE_KINDS[change.kind],
                 namespace_id=change.namespace,

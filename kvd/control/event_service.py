@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from kvd.control import convert
+from kvd.control.errors import DeadlinePassed
 from kvd.control.namespaces import Namespaces
 from kvd.control.peers import Context, Peers
 from kvd.core.errors import InvalidArgument, LimitExceeded
 from kvd.core.keys import NamespaceId
 from kvd.driver import Driver
+from kvd.event_log import Delivery
 from kvd_proto.v1 import events_pb2, events_pb2_grpc
 
 MAX_WATCHERS = 256
 INCARNATION_BYTES = 16
+SNAPSHOT_WRITE_SECONDS = 10.0  # a snapshot is large, and others wait for theirs
 
 
 class EventServicer(events_pb2_grpc.EventServiceServicer):
@@ -46,7 +50,7 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
             return self._namespaces.may_see(peer, namespace)
 
         after = (request.incarnation, request.after_sequence) if request.incarnation else None
-        incarnation = self._driver.incarnation
+        log = self._driver.event_log
         previous = request.after_sequence
         watching = asyncio.current_task()
         assert watching is not None, "a call runs in a task"
@@ -57,11 +61,26 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
         self._watchers += 1
         peer.on_end(gone)
         try:
-            async for delivery in self._driver.event_log.watch(after, wanted):
-                if delivery.changes or delivery.snapshot:
-                    for message in convert.delivery_messages(delivery, incarnation, previous):
-                        await context.write(message)
-                previous = delivery.sequence
+            async with contextlib.aclosing(log.watch(after, wanted)) as deliveries:
+                async for delivery in deliveries:
+                    reached = delivery.sequence
+                    await _deliver(context, delivery, log.incarnation, previous)
+                    previous = reached
+                    del delivery  # the next may be long in coming, and a snapshot is large
         finally:
             peer.forget(gone)
             self._watchers -= 1
+
+
+async def _deliver(context: Context, delivery: Delivery, incarnation: bytes, previous: int) -> None:
+    if not delivery.changes and not delivery.snapshot:
+        return
+    patience_s = SNAPSHOT_WRITE_SECONDS if delivery.snapshot else None
+    for message in convert.delivery_messages(delivery, incarnation, previous):
+        try:
+            async with asyncio.timeout(patience_s):
+                await context.write(message)
+        except TimeoutError:
+            raise DeadlinePassed(
+                f"the watcher took no part of its snapshot for {patience_s} s"
+            ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.control.daemon_rig import Caller
 from tests.faults.conftest import MakeScene
 from tests.faults.content import HASH_BYTES, block_hashes
 from tests.faults.scene import Scene, wait_until
+from tests.faults.stand import resident_kib
 
 Place = tuple[int, str, str, int, bytes]  # namespace, epoch, account, group, hash
 
@@ -188,3 +190,22 @@ def test_watcher_of_one_namespace_hears_of_no_other(small: Scene) -> None:
     assert {event.namespace_id for event in heard} == {watched}
     stream.cancel()
     caller.close()
+
+
+def test_watchers_that_never_read_cost_the_daemon_little_each(own_scene: MakeScene) -> None:
+    scene = own_scene()
+    engine = scene.engine("one", num_blocks=4096)
+    for number in range(2):
+        assert engine.store(f"prompt {number}", 4000) == 4000
+    pid = scene.daemon.pid
+    before = resident_kib(pid)
+    deaf = [Caller(scene.daemon.socket) for _ in range(40)]
+    request = events_pb2.WatchEventsRequest()
+    streams = [c.events.WatchEvents(request, metadata=c.metadata) for c in deaf]
+    assert next(streams[-1]).snapshot
+    time.sleep(0.5)
+    grown = resident_kib(pid) - before
+    assert engine.store("meanwhile", 100) == 100
+    for caller in deaf:
+        caller.close()
+    assert grown < 40 * 256, f"{grown} KiB"  # 8000 hashes alone are 250 KiB
