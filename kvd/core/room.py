@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvd.core import residency
 from kvd.core.actions import Action
 from kvd.core.errors import NO_ROOM, QUOTA
@@ -78,9 +80,8 @@ def _for_quota(state: State, needs: Needs, evictions: dict[int, int]) -> list[Si
         return []
     if tenant.shrinking:
         return None
-    storing = [owner for owner, _ in needs]
     chosen = []
-    for owner in storing + _coldest_first(state, tenant, storing):
+    for owner in _victims_in_order(state, tenant, [owner for owner, _ in needs]):
         count = min(owner.evictable, -(-excess // owner.block_bytes))
         if count <= 0:
             continue
@@ -90,6 +91,14 @@ def _for_quota(state: State, needs: Needs, evictions: dict[int, int]) -> list[Si
         if excess <= 0:
             return chosen
     return None
+
+
+def _victims_in_order(
+    state: State, tenant: Tenant, storing: list[SizeClass]
+) -> Iterator[SizeClass]:
+    """The storing classes; the tenant's others, of which there may be many, only when asked for."""
+    yield from storing
+    yield from _coldest_first(state, tenant, storing)
 
 
 def _coldest_first(state: State, tenant: Tenant, but: list[SizeClass]) -> list[SizeClass]:
@@ -119,21 +128,22 @@ def shrink_to_quota(state: State, tenant: Tenant, actions: list[Action]) -> int:
 
 def storable(state: State, namespace: NamespaceId) -> tuple[int, ...]:
     """Blocks that a store could get now, by group: free, to be granted, or by eviction."""
-    if state.draining:
-        return tuple(0 for _ in state.namespaces[namespace].classes)
-    return tuple(_storable(state, owner) for owner in state.namespaces[namespace].classes)
+    found = state.namespaces[namespace]
+    if state.draining or found.tenant.shrinking:
+        return tuple(0 for _ in found.classes)
+    reachable = 0  # bytes of the tenant that eviction could free
+    if found.tenant.quota_bytes:
+        reachable = sum(c.evictable * c.block_bytes for c in state.classes_of(found.tenant))
+    return tuple(_storable(state, owner, reachable) for owner in found.classes)
 
 
-def _storable(state: State, owner: SizeClass) -> int:
+def _storable(state: State, owner: SizeClass, reachable: int) -> int:
     rows = len(state.free_extents) // owner.shards
     blocks = len(owner.free) + rows * owner.slots_per_row + owner.evictable
     if not blocks and any(c.evictable or len(c.free) for c in state.classes.values()):
         blocks = 1  # an offer is what makes the core take a row from another class
     tenant = owner.tenant
-    if tenant.shrinking:
-        return 0
     if tenant.quota_bytes:
         left = max(0, tenant.quota_bytes - tenant.used_bytes)
-        reachable = sum(c.evictable * c.block_bytes for c in state.classes_of(tenant))
         blocks = min(blocks, (left + reachable) // owner.block_bytes)
     return blocks
