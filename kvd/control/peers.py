@@ -24,6 +24,7 @@ from kvd_proto.v1 import companion_pb2 as pb
 Context = grpc.aio.ServicerContext[Any, Any]
 TOKEN_KEY = "kvd-token"  # noqa: S105 - the name of the entry, no secret
 MAX_MEMORIES = 256
+MAX_REGISTRATIONS = 4096  # of one connection, one after the other
 SO_PEERPIDFD = 77  # Linux 6.5; Python 3.11 has no name for it
 
 # f_type of the file systems whose files are memory (statfs(2)).
@@ -145,6 +146,14 @@ class Peer:
         """Take back what `on_end` noted, if it still stands."""
         if then in self._on_end:
             self._on_end.remove(then)
+
+    def require_registration(self) -> None:
+        """LimitExceeded where the connection has registered as often as it may."""
+        if len(self.registrations) >= MAX_REGISTRATIONS:
+            raise LimitExceeded(
+                f"{MAX_REGISTRATIONS} registrations on one companion connection; open another",
+                "registration_id",
+            )
 
     def offer(self, number: int, fd: int) -> Memory:
         """Keep an offered memory under the client's number; owns the descriptor either way."""

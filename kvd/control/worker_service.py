@@ -50,6 +50,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._rooms.draining:
             raise Draining("the daemon is about to stop")
         descriptors.require_room()
+        peer.require_registration()
         check_identity(request.identity)
         check_rank(request)
         start = await self._engines.claim(peer.uid, request.identity)
