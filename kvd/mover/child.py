@@ -111,10 +111,7 @@ class Mover:
                 ready = poll.poll()
                 self._desk.mark_ready(self._ring.take())
                 if any(fd == end.fileno() for fd, _ in ready):
-                    received = end.recv(_RECEIVE_BYTES)
-                    if not received:
-                        os._exit(0)
-                    for kind, body in reader.feed(received):
+                    for kind, body in reader.feed(_receive(end)):
                         self._obey(kind, body)
         self._desk.close()
         for copier in self._copiers:
@@ -258,12 +255,22 @@ def _bind_life_to(parent: int) -> None:
 
 def _receive_config(end: socket.socket) -> tuple[MoverConfig, tuple[int, int, int]]:
     reader = frames.FrameReader()
-    while received := end.recv(_RECEIVE_BYTES):
-        for kind, body in reader.feed(received):
+    while True:
+        for kind, body in reader.feed(_receive(end)):
             if kind is not FrameKind.CONFIGURE:
                 raise frames.BadFrame(f"{kind.name} before the configuration")
             return frames.unpack_config(body)
-    os._exit(0)
+
+
+def _receive(end: socket.socket) -> bytes:
+    """What control has written; the process ends with control."""
+    try:
+        received = end.recv(_RECEIVE_BYTES)
+    except ConnectionResetError:  # it died with words of ours unread
+        received = b""
+    if not received:
+        os._exit(0)
+    return received
 
 
 def _name_process(name: str) -> None:
