@@ -36,7 +36,7 @@ type: ## mypy, strict
 	@.ci/venv dev demo
 	$(BIN)/mypy
 
-sim: ## Simulation over many seeds (SEEDS=how many, 1000)
+sim: ## Simulation over many seeds (SEEDS=how many, 200)
 	@.ci/venv dev
 	KVD_SIM_COUNT=$${SEEDS:-200} $(PYTEST) -q tests/simulation
 
