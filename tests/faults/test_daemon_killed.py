@@ -121,6 +121,7 @@ def test_daemon_killed_while_its_last_words_are_unread_serves_only_whole_blocks(
     assert engine.hits("unheard", 16) == (0, 0)
 
 
+@pytest.mark.slow
 def test_daemon_killed_at_random_under_load_serves_every_block_reported_as_stored(
     scene: Scene,
 ) -> None:
@@ -143,6 +144,7 @@ def test_daemon_killed_at_random_under_load_serves_every_block_reported_as_store
     assert stored
 
 
+@pytest.mark.slow
 def test_daemon_killed_while_rows_change_hands_never_serves_a_wrong_byte(
     own_scene: MakeScene,
 ) -> None:

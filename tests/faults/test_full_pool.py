@@ -6,13 +6,12 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 
 from kvd_proto.v1 import engine_pb2
 from tests.control.daemon_rig import RawEngine, block, hashes, identity, namespace, store_job
-from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene, wait_until
 
@@ -21,10 +20,29 @@ CAPACITY = 1024  # blocks of 4 KiB in 4 MiB
 PROMPTS = [f"prompt {number}" for number in range(8)]
 
 
+@contextmanager
+def running(pool_bytes: int, **flags: object) -> Iterator[Scene]:
+    scene = Scene(**{"lease-share": 1.0, "lease-ttl-ms": 1000, **flags})
+    scene.daemon.pool_bytes = pool_bytes
+    try:
+        scene.daemon.start()
+        yield scene
+    finally:
+        scene.close()
+
+
+@pytest.fixture(scope="module")
+def small_scene() -> Iterator[Scene]:
+    with running(4 * MIB) as scene:
+        yield scene
+
+
 @pytest.fixture
-def small(own_scene: MakeScene) -> Scene:
+def small(small_scene: Scene) -> Iterator[Scene]:
     """Room for 1024 blocks; leases may hold all of them, for a second."""
-    return own_scene(pool_bytes=4 * MIB, lease_share=1.0, lease_ttl_ms=1000)
+    small_scene.clear()
+    yield small_scene
+    small_scene.end_engines()
 
 
 def fill(engine: Probe) -> list[str]:
@@ -85,15 +103,23 @@ def test_leases_that_nobody_renews_give_the_pool_back(small: Scene) -> None:
     assert other.store("room again", 4) == 4
 
 
-@pytest.fixture
-def tenants(own_scene: MakeScene, tmp_path: Path) -> Scene:
-    """Two tenants of one user; "small" may hold 256 blocks."""
-    config = tmp_path / "kvd.toml"
+@pytest.fixture(scope="module")
+def tenants_scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    config = tmp_path_factory.mktemp("tenants") / "kvd.toml"
     config.write_text(
         f"[tenants.large]\nuids = [{os.getuid()}]\n"
         f'[tenants.small]\nuids = [{os.getuid()}]\nquota = "1MiB"\n'
     )
-    return own_scene(pool_bytes=8 * MIB, lease_share=1.0, config=config)
+    with running(8 * MIB, config=config) as scene:
+        yield scene
+
+
+@pytest.fixture
+def tenants(tenants_scene: Scene) -> Iterator[Scene]:
+    """Two tenants of one user; "small" may hold 256 blocks."""
+    tenants_scene.clear()
+    yield tenants_scene
+    tenants_scene.end_engines()
 
 
 @pytest.fixture

@@ -33,32 +33,25 @@ def test_pool_is_warm_after_an_orderly_stop_and_after_a_crash(
         assert (engine.load("a", 60), engine.load("b", 40)) == (60, 40)
 
 
-def test_pool_of_an_unknown_layout_starts_cold_and_says_so(stocked: tuple[Scene, Probe]) -> None:
+def test_pool_that_can_not_be_used_starts_cold_and_says_why(stocked: tuple[Scene, Probe]) -> None:
     scene, engine = stocked
-    scene.forget_caller()
-    scene.daemon.end()
     header = scene.daemon.pool / "pool.header"
+    stop(scene)
     written = lines.unseal(header.read_bytes())
     assert written is not None
     header.write_bytes(lines.seal({**written, "layout_version": 99}))
     starts_cold(scene, engine, "layout version 99")
-
-
-def test_pool_of_another_size_starts_cold_and_says_so(stocked: tuple[Scene, Probe]) -> None:
-    scene, engine = stocked
-    scene.forget_caller()
-    scene.daemon.end()
+    stop(scene)
+    header.write_bytes(header.read_bytes()[:-9] + b"nonsense\n")
+    starts_cold(scene, engine, "header is damaged")
+    stop(scene)
     scene.daemon.pool_bytes *= 2
     starts_cold(scene, engine, "extents = 32, configured is 64")
 
 
-def test_pool_with_a_damaged_header_starts_cold_and_says_so(stocked: tuple[Scene, Probe]) -> None:
-    scene, engine = stocked
+def stop(scene: Scene) -> None:
     scene.forget_caller()
-    scene.daemon.kill()
-    header = scene.daemon.pool / "pool.header"
-    header.write_bytes(header.read_bytes()[:-9] + b"nonsense\n")
-    starts_cold(scene, engine, "header is damaged")
+    scene.daemon.end()
 
 
 def starts_cold(scene: Scene, engine: Probe, because: str) -> None:
