@@ -21,7 +21,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
 from kvd.core.errors import KvdError
-from kvd.core.events import Event, JobKind, Query
+from kvd.core.events import Event, JobKind, JobStatus, Query
 from kvd.core.keys import JobId, MoverId, NamespaceId, SessionId
 from kvd.core.machine import Machine
 from kvd.event_log import Change, ChangeKind, EventLog
@@ -279,7 +279,6 @@ class Driver:
             for number, runs in enumerate(pieces):
                 if number:
                     await asyncio.sleep(0)
-                last = number == len(pieces) - 1
                 verdicts.append(
                     self.call(
                         ev.StoreRequested(
@@ -289,13 +288,13 @@ class Driver:
                             event.context,
                             runs,
                             event.request_level,
-                            last,
+                            last=number == len(pieces) - 1,
                         )
                     )
                 )
-        except Exception:
+        except KvdError as error:
             if fresh and not verdicts:
-                self.jobs.dropped(event.session, event.job)
+                self._refuse(event.session, event.job, JobKind.STORE, error)
             raise
         refused = next((v for v in verdicts if not v.accepted), None)
         return Verdict(
@@ -311,11 +310,17 @@ class Driver:
         fresh = self.jobs.started(event.session, event.job)
         try:
             verdict: Verdict = self.call(event)
-        except Exception:
+        except KvdError as error:
             if fresh:
-                self.jobs.dropped(event.session, event.job)
+                self._refuse(event.session, event.job, JobKind.LOAD, error)
             raise
         return verdict
+
+    def _refuse(self, session: SessionId, job: JobId, kind: JobKind, error: KvdError) -> None:
+        """A job that broke a rule: its ranks were told of it by their engine, and wait."""
+        for mover in self.fleet.of_session(session):
+            self.fleet.carry_out(act.PostBoard(mover, job, kind, JobStatus.REFUSED, 0, 0))
+        self._end_job(EndJob(session, job, kind, JobStatus.REFUSED, error.reason, 0, 0))
 
     async def flush(
         self, session: SessionId, jobs: Sequence[JobId], deadline_s: float

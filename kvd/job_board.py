@@ -28,11 +28,6 @@ class JobBoard:
         live.add(job)
         return True
 
-    def dropped(self, session: SessionId, job: JobId) -> None:
-        """The job never came to be: its message broke a rule."""
-        self._live.get(session, set()).discard(job)
-        self._changed.set()
-
     def ended(self, order: EndJob) -> None:
         """The job has ended on every rank. Nothing is kept of a session that is forgotten."""
         live = self._live.get(order.session)

@@ -240,6 +240,10 @@ class RawWorker(Caller):
         self._descriptors += self.companion.rank_channel(self.registration)
         return int(answer.mover_pid)
 
+    @property
+    def board_fd(self) -> int:
+        return self._descriptors[-3]  # of ring, board, eventfd, pidfd
+
     def unregister(self) -> None:
         request = worker_pb2.UnregisterRankRequest(registration_id=self.registration)
         self.call(self.worker.UnregisterRank, request)

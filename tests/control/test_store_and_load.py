@@ -7,8 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvd.core.events import JobStatus
+from kvd_proto.board import BoardReader
 from kvd_proto.v1 import common_pb2
-from tests.control.daemon_rig import RawEngine, RunningDaemon, block, daemon, identity
+from tests.control.daemon_rig import (
+    RawEngine,
+    RunningDaemon,
+    block,
+    daemon,
+    identity,
+    store_job,
+)
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +77,15 @@ def test_a_restarted_daemon_is_warm(number: int) -> None:
             assert engine.load([300, 301]) == [block(300), block(301)]
         finally:
             engine.close()
+
+
+def test_job_that_breaks_a_rule_ends_on_the_board_and_in_the_session(engine: RawEngine) -> None:
+    impossible = store_job(9, [1], [1 << 23])
+    (verdict,) = engine.scheduler.step(stores=[impossible]).verdicts
+    assert (verdict.accepted, verdict.reason) == (False, "INVALID_ARGUMENT")
+    assert engine.ended(9).status == common_pb2.JOB_STATUS_REFUSED
+    board = BoardReader(engine.worker.board_fd)
+    try:
+        assert [(r.job_id, int(r.status)) for r in board.poll()] == [(9, JobStatus.REFUSED)]
+    finally:
+        board.close()
