@@ -70,13 +70,15 @@ class Filled:
         self.stored += count
         blocks = np.arange(count, dtype=np.uint32).reshape(-1, 1)
         run = events.Run(0, batch, blocks)
-        request = events.StoreRequested(1, SESSION, keys.JobId(self.job), CONTEXT, (run,))
+        context = events.RequestContext(keys.RequestId(f"request-{self.job}"))
+        request = events.StoreRequested(1, SESSION, keys.JobId(self.job), context, (run,))
         ordered = self.timed("store", request)
         (start,) = (o for o in ordered if isinstance(o, actions.StartTransfer))
         end = events.TransferFinished(
             MOVER, start.transfer, events.TransferOutcome.DONE, count * BLOCK_BYTES, 1
         )
         self.timed("ready", end)
+        self.machine.handle(events.RequestsEnded(SESSION, (context.request,)), self.job)
 
     def lookup(self, count: int, *, hit: bool, lease: bool = False) -> None:
         """Look up the last keys stored, or as many that never were."""

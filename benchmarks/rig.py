@@ -35,6 +35,7 @@ from tests.daemon_process import DaemonProcess
 MIB = 1 << 20
 BLOCK_BYTES = 2 * MIB  # a Llama-8B-like block: 32 layers x 8 KV heads x 128 x K and V x 16 x bf16
 JOB_BLOCKS = 64
+POLL_SECONDS = 0.0005  # engines look at their board once a step, every few ms
 HASH_BYTES = 32
 
 
@@ -116,7 +117,7 @@ class BenchEngine:
             for report in self.worker.get_finished().ended:
                 left.discard(report.job_id)
                 failed += [] if report.done else [report.job_id]
-            time.sleep(0.0001)
+            time.sleep(POLL_SECONDS)
         seconds = time.perf_counter() - began
         assert not (check and failed), f"{len(failed)} of {len(jobs)} jobs failed"
         return seconds

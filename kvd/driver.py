@@ -29,7 +29,7 @@ from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
 from kvd.job_board import JobBoard
 from kvd.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.mover.process import MoverProcess
-from kvd.pieces import PiecewiseAnswers, query_pieces, run_pieces
+from kvd.pieces import PiecewiseAnswers, let_others_in, query_pieces, run_pieces
 from kvd.pool.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -261,13 +261,14 @@ class Driver:
     async def lookup(self, session: SessionId, queries: Sequence[Query]) -> tuple[Answer, ...]:
         """Answers in the order of the queries; yields to other calls between pieces."""
         answers = PiecewiseAnswers(len(queries))
-        for piece in query_pieces(queries):
+        for number, piece in enumerate(query_pieces(queries)):
+            if number:
+                await let_others_in()
             cut = answers.continue_in(piece)
             found = self.call(
                 ev.LookupRequested(self.next_token(), session, tuple(c.query for c in cut))
             )
             answers.take(cut, found)
-            await asyncio.sleep(0)
         return answers.whole()
 
     async def store(self, event: ev.StoreRequested) -> Verdict:
@@ -278,7 +279,7 @@ class Driver:
         try:
             for number, runs in enumerate(pieces):
                 if number:
-                    await asyncio.sleep(0)
+                    await let_others_in()
                 verdicts.append(
                     self.call(
                         ev.StoreRequested(
@@ -369,8 +370,7 @@ class Driver:
 
     async def run(self) -> None:
         """Tick the machine until cancelled."""
-        while True:
-            await asyncio.sleep(TICK_SECONDS)
+        while await asyncio.sleep(TICK_SECONDS, result=True):
             self.call(ev.TimerTicked())
 
     async def drain(self, deadline_s: float) -> int:

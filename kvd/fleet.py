@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +18,7 @@ from kvd.core.errors import UnknownRegistration
 from kvd.core.events import Event, JobKind, TransferOutcome
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, TransferId
 from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess, MoverSink
+from kvd.pieces import TURNS_BETWEEN_PIECES
 from kvd.pool.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class MoverFleet:
         self._launch = launch
         self._processes: dict[MoverId, MoverProcess] = {}
         self._gone: dict[MoverId, asyncio.Future[None]] = {}
+        self._reports: deque[Event] = deque()
+        self._turns_left: int | None = None  # until the next report is posted; None: all are
 
     async def start(self, config: MoverConfig) -> MoverProcess:
         """Start a rank's mover process and record it for the next owner of the pool."""
@@ -186,17 +189,38 @@ class MoverFleet:
             attached.bytes_by_kind[kind] += bytes_copied
             attached.busy_ns_by_kind[kind] += duration_ns
             self._observer.transfer_finished(kind, outcome, bytes_copied, duration_ns)
-        self._post(ev.TransferFinished(mover, transfer, outcome, bytes_copied, duration_ns))
+        self._report(ev.TransferFinished(mover, transfer, outcome, bytes_copied, duration_ns))
 
     def row_unmapped(self, mover: MoverId, row: RowId) -> None:
         """The mover no longer maps the row."""
-        self._post(ev.RowUnmapped(mover, row))
+        self._report(ev.RowUnmapped(mover, row))
+
+    def _report(self, event: Event) -> None:
+        """Post events one by one, with turns of the loop between them: movers say much at once,
+        and small calls must not wait for all of it."""
+        self._reports.append(event)
+        if self._turns_left is None:
+            self._turns_left = 0
+            asyncio.get_running_loop().call_soon(self._post_next)
+
+    def _post_next(self) -> None:
+        assert self._turns_left is not None, "nobody scheduled this turn"
+        if self._turns_left == 0 and self._reports:
+            self._post(self._reports.popleft())
+            self._turns_left = TURNS_BETWEEN_PIECES
+        if self._turns_left == 0:
+            self._turns_left = None
+            return
+        self._turns_left -= 1
+        asyncio.get_running_loop().call_soon(self._post_next)
 
     def mover_gone(self, mover: MoverId, reason: str) -> None:
         """The mover process has ended, and with it every copy of its."""
         process = self._processes.pop(mover, None)
         if process is None:
             return
+        while self._reports:  # what it said before comes before its end
+            self._post(self._reports.popleft())
         self._pool.forget_mover(process.pid)
         attached = self.attached.pop(mover, None)
         if attached is not None:

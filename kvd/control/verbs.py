@@ -20,7 +20,7 @@ from kvd.core.errors import KvdError, SequenceGap, UnknownSession
 from kvd.core.events import NamespaceSpec
 from kvd.core.keys import JobId, LeaseId, NamespaceId, RequestId, SessionId
 from kvd.driver import Driver
-from kvd.pieces import PIECE_KEYS
+from kvd.pieces import PIECE_KEYS, let_others_in
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 
@@ -215,12 +215,12 @@ class Verbs:
         for start in range(0, len(touch.keys), PIECE_KEYS):
             keys = touch.keys[start : start + PIECE_KEYS]
             self._driver.call(ev.Touched(touch.session, touch.context, touch.group, keys))
-            await asyncio.sleep(0)
+            await let_others_in()
 
     async def _hand_off(self, hand_off: ev.HandOffRequested) -> None:
         for start in range(0, len(hand_off.keys), PIECE_KEYS):
             self._driver.call(replace(hand_off, keys=hand_off.keys[start : start + PIECE_KEYS]))
-            await asyncio.sleep(0)
+            await let_others_in()
 
     async def _load(self, load: ev.LoadRequested) -> pb.JobVerdict:
         event = ev.LoadRequested(
@@ -232,7 +232,7 @@ class Verbs:
             raise
         except KvdError as error:
             verdict = convert.refusal_message(load.job, ev.JobKind.LOAD, error.reason)
-        await asyncio.sleep(0)
+        await let_others_in()
         return verdict
 
     async def _store(self, store: ev.StoreRequested) -> pb.JobVerdict:
@@ -244,7 +244,7 @@ class Verbs:
             raise
         except KvdError as error:
             verdict = convert.refusal_message(store.job, ev.JobKind.STORE, error.reason)
-        await asyncio.sleep(0)
+        await let_others_in()
         return verdict
 
 
