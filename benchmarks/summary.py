@@ -1,12 +1,13 @@
-"""The measured figures beside their bars, as Markdown: `python -m benchmarks.summary`.
+"""The measured figures beside their bars, as Markdown: `python -m benchmarks.summary [FOLDER]`.
 
-Reads the JSON that the benchmarks wrote to benchmarks/results/ and prints the table of
-docs/benchmarks.md. Measures nothing; a figure that was not measured is said to be missing.
+Reads the JSON that the benchmarks wrote to benchmarks/results/, or to FOLDER, and prints the
+tables of docs/benchmarks.md. Measures nothing; what was not measured is said to be missing.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,19 +89,51 @@ def footprint(results: dict[str, Any]) -> Iterator[Line]:
             yield Line(what, spread(row["cold_s"]), "", None)
 
 
+def restart(results: dict[str, Any]) -> Iterator[Line]:
+    for slots, phases in results.items():
+        bar = 2.0 if slots == "1000000" else None
+        met = None if bar is None else phases["total"]["median"] <= bar
+        what = f"rebuild of {int(slots):,} slots, s"
+        yield Line(what, spread(phases["total"]), f"≤ {bar:g}" if bar else "", met)
+        what = f"exec to first hit with {int(slots):,} slots, s (imports are part of it)"
+        yield Line(what, spread(phases["exec to first hit"]), "", None)
+
+
+def copies(results: dict[str, Any]) -> Iterator[Line]:
+    for row in results["steady"]:
+        movers = "one mover" if row["movers"] == 1 else "two movers"
+        what = f"{row['direction']}, {row['layout']}, {movers}, × memcpy"
+        yield at_least(what, row["ratio"], row["bar"])
+
+
+def core_store(results: dict[str, Any]) -> Iterator[Line]:
+    lru = results["lru"]
+    for resident in ("10000", "1000000"):
+        value = lru[resident]["store"]
+        what = f"2048 keys stored with 2048 evicted, {int(resident):,} resident, ms"
+        yield Line(what, spread(value), "≤ 3", value["median"] <= 3)
+    ratio = lru["store, large over small"]
+    yield Line("the same, 10^6 over 10^4", spread(ratio), "≤ 1.5", ratio["median"] <= 1.5)
+    used = lru["bytes a block"]
+    yield Line("core state, bytes a block", f"{used:.0f}", "≤ 128", used <= 128)
+
+
 READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "throughput": throughput,
     "capacity": capacity,
     "calls": calls,
     "neighbour": neighbour,
     "footprint": footprint,
+    "core_store": core_store,
+    "restart": restart,
+    "copies": copies,
 }
 
 
-def print_summary() -> None:
+def print_summary(folder: Path) -> None:
     """One table for each benchmark, with where and of what commit its figures are."""
     for name, read in READERS.items():
-        path = RESULTS / f"{name}.json"
+        path = folder / f"{name}.json"
         print(f"\n`python -m benchmarks.{name}`", end="")
         if not path.exists():
             print(": not measured\n")
@@ -115,4 +148,4 @@ def print_summary() -> None:
 
 
 if __name__ == "__main__":
-    print_summary()
+    print_summary(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
