@@ -34,7 +34,7 @@ from tests.daemon_process import DaemonProcess
 
 MIB = 1 << 20
 BLOCK_BYTES = 2 * MIB  # a Llama-8B-like block: 32 layers x 8 KV heads x 128 x K and V x 16 x bf16
-JOB_BLOCKS = 64
+JOB_BLOCKS = 256  # one prompt of 4096 tokens
 POLL_SECONDS = 0.0005  # engines look at their board once a step, every few ms
 HASH_BYTES = 32
 
