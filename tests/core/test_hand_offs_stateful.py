@@ -8,7 +8,7 @@ from hypothesis.stateful import invariant, rule
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.keys import NamespaceId, SessionId
+from kvd.core.keys import NamespaceId, ScopeId, SessionId
 from tests.core.bench import SECOND, context, keys, numbers_of, only
 from tests.core.test_machine_stateful import (
     SPECS,
@@ -100,8 +100,10 @@ class HandOffRules(MachineRules):
         if 0 in found.held:
             owner = state.classes[NamespaceId(found.namespace), 0]
             words = state.slots.keys(owner.width)[found.held[0]]
-            held = {int(word) for word in words[:, 0]}
-        mine = {block for block in mine if block[3] in held}
+            scopes = state.slots.scopes[found.held[0]].tolist()
+            accounts = [state.scopes[ScopeId(scope)].account for scope in scopes]
+            held = {(a, int(word)) for a, word in zip(accounts, words[:, 0], strict=True)}
+        mine = {block for block in mine if block[2:] in held}
         self.promised[session, request] = (
             max(until_ns, self.bench.now_ns + lasting_ns),
             before | mine,
