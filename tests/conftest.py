@@ -15,7 +15,6 @@ from hypothesis import settings
 from tests import leaks
 from tests.daemon_process import DaemonProcess
 
-
 # No example is judged by how long it took: these machines stall. CI draws the same examples each
 # time, so that a change is judged by itself; elsewhere every run looks further.
 settings.register_profile("kvd", deadline=None)
