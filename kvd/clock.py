@@ -18,18 +18,3 @@ class MonotonicClock:
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
-
-
-class ManualClock:
-    """A clock that moves when told to; for tests and simulation."""
-
-    def __init__(self, now_ns: int = 0) -> None:
-        self._now_ns = now_ns
-
-    def now_ns(self) -> int:
-        return self._now_ns
-
-    def advance(self, nanoseconds: int) -> None:
-        """Move forward; a negative step is refused."""
-        assert nanoseconds >= 0, "time does not go back"
-        self._now_ns += nanoseconds

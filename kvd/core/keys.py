@@ -17,7 +17,6 @@ MoverId = NewType("MoverId", int)  # one registered rank; = registration_id of t
 LeaseId = NewType("LeaseId", int)
 NamespaceId = NewType("NamespaceId", int)  # small, persistent, from 1
 ScopeId = NewType("ScopeId", int)  # (namespace, epoch, account, group); small, persistent, from 1
-ClassId = NewType("ClassId", int)  # (namespace, group): a size class; not persistent
 RowId = NewType("RowId", int)  # = index of the row's leading extent (its shard 0)
 TenantId = NewType("TenantId", str)
 RequestId = NewType("RequestId", str)

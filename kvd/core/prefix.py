@@ -44,7 +44,7 @@ def note(state: State, prefix: Prefix, slots: Slots) -> None:
     """The request has used these blocks of one scope, behind those noted before."""
     if not len(slots):
         return
-    scope = ScopeId(int(state.slots.scopes[slots[0]]))
+    scope = state.scope_of(int(slots[0]))
     before = prefix.slots.get(scope)
     slots = slots[state.slots.firsts(slots)]
     if before is not None:
@@ -54,7 +54,7 @@ def note(state: State, prefix: Prefix, slots: Slots) -> None:
 
 def grow(state: State, owner: SizeClass, prefix: Prefix, slots: Slots, now_ns: int) -> None:
     """These blocks became readable behind the prefix: renew what is before them, then note them."""
-    scope = ScopeId(int(state.slots.scopes[slots[0]]))
+    scope = state.scope_of(int(slots[0]))
     residency.touch(state, owner, readable(state, prefix, scope), now_ns)
     note(state, prefix, slots)
 

@@ -225,5 +225,9 @@ class State:
             if self.sessions[mover.session].namespace == namespace:
                 yield mover.mover
 
+    def scope_of(self, slot: int) -> ScopeId:
+        """The scope of the key that the slot holds."""
+        return ScopeId(int(self.slots.scopes[slot]))
+
     def classes_of(self, tenant: Tenant) -> list[SizeClass]:
         return [c for c in self.classes.values() if c.tenant is tenant]

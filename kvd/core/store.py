@@ -221,11 +221,7 @@ def _follow(state: State, session: Session, job: Job, offer: Offer) -> None:
     """Wait for the stores of these keys; the engine blocks stay in use meanwhile."""
     group = offer.size_class.group
     for row, slot in enumerate(offer.slots.tolist()):
-        follow = Follow(job, offer.rows(np.array([row])), scope_of(state, slot))
+        follow = Follow(job, offer.rows(np.array([row])), state.scope_of(slot))
         state.followers.setdefault(slot, []).append(follow)
     job.followed += len(offer.slots)
     transfer.mark_busy(session, group, offer.engine_blocks, +1)
-
-
-def scope_of(state: State, slot: int) -> ScopeId:
-    return ScopeId(int(state.slots.scopes[slot]))

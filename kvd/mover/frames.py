@@ -22,7 +22,6 @@ from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, R
 
 # Largest frame: one transfer of 16384 blocks with 64 engine blocks each is 4.2 MiB.
 MAX_FRAME_BYTES = 16 << 20
-MAX_PARTS = 64
 
 
 class FrameKind(enum.IntEnum):

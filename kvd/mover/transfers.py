@@ -127,11 +127,6 @@ class TransferDesk:
         for waiting in self._queues.values():
             waiting.put(None)
 
-    @property
-    def ready_jobs(self) -> int:
-        """Readies kept."""
-        return len(self._ready)
-
     def _enqueue(self, transfer: Transfer) -> None:
         self._step(transfer, TransferState.QUEUED)
         self._queues[transfer.order.kind].put(transfer)
