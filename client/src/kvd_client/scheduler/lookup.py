@@ -7,6 +7,7 @@ once, for milliseconds; whoever is still without an answer is asked again in the
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 
 import numpy as np
@@ -22,6 +23,14 @@ from kvd_proto import layout
 KEYS_PER_CALL = layout.MAX_KEYS_PER_MESSAGE // 2
 MAX_LOAD_BLOCKS = layout.MAX_KEYS_PER_MESSAGE // 2
 LEASE_MARGIN = 0.7  # of the daemon's time: both clocks start at different moments
+
+
+class Knowledge(enum.Enum):
+    """What `LookupDesk.resolve` found out."""
+
+    STATUSES = "statuses"  # of every known block, hits leased
+    UNANSWERED = "unanswered"  # ask again in the next step
+    NOTHING = "nothing"  # no daemon, or the request is to look up no more: a miss
 
 
 class LookupDesk:
@@ -63,13 +72,23 @@ class LookupDesk:
         cap = self._cap_tokens(request, computed_tokens)
         if cap <= computed_tokens or request.params.skip_lookup:
             return computed_tokens
+        match self.resolve(request, computed_tokens):
+            case Knowledge.NOTHING:
+                return computed_tokens
+            case Knowledge.UNANSWERED:
+                return None
+            case Knowledge.STATUSES:
+                return self._decide(request, computed_tokens, cap)
+
+    def resolve(self, request: Request, computed_tokens: int) -> Knowledge:
+        """Bring `request.lookup.statuses` up to date. May wait, once in a step."""
         session = self._connection.session
         lookup = request.lookup
         if lookup.state is LookupState.CLOSED:
-            return computed_tokens
+            return Knowledge.NOTHING
         if session is None:
             self.forget(request)
-            return computed_tokens
+            return Knowledge.NOTHING
         if lookup.state is not LookupState.NEW and not self._is_fresh(lookup, session):
             self._outdate(request)
         lookup = request.lookup
@@ -80,8 +99,9 @@ class LookupDesk:
         elif lookup.state is LookupState.KNOWN and lookup.calls:
             self._take(request)
         if lookup.state is LookupState.ASKED and not self._collect(request):
-            return computed_tokens if request.lookup.state is LookupState.CLOSED else None
-        return self._decide(request, computed_tokens, cap)
+            closed = request.lookup.state is LookupState.CLOSED
+            return Knowledge.NOTHING if closed else Knowledge.UNANSWERED
+        return Knowledge.STATUSES
 
     def step_ended(self, was_sent: bool) -> None:
         """The step's message was sent: the daemon renews this session's leases."""
