@@ -16,7 +16,7 @@ from kvd_proto.page import PageReader
 from kvd_proto.v1 import engine_pb2
 
 # Up to here one probe after the other is cheaper than an array of them.
-FEW_HASHES = 8
+FEW_HASHES = 6
 
 
 class Answer(NamedTuple):

