@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
-import pytest
-
 from kvd_client import SchedulerOptions
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from tests.client.engine_rig import FULL, RECURRENT, SLIDING, TOKENS, WIDE, Rig, blocks
@@ -20,30 +14,6 @@ def test_a_page_miss_costs_no_call() -> None:
     assert rig.ask("r") == 0
     assert rig.daemon.lookups == []
     assert rig.daemon.blocking_calls == 0
-
-
-def test_a_miss_probes_no_more_than_its_next_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    rig.daemon.holds(rig.keys("p", 10 * TOKENS)[0][3:8])
-    probed: list[int] = []
-    present = rig.daemon.present
-
-    def count(group: int, account: str, hashes: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        probed.append(len(hashes))
-        return present(group, account, hashes)
-
-    monkeypatch.setattr(rig.daemon, "present", count)
-    rig.arrive("r", 10 * TOKENS)
-    assert rig.ask("r", computed=TOKENS) == 0
-    assert probed == [1, 1]
-    assert rig.daemon.lookups == []
-
-
-def test_what_lies_behind_the_devices_prefix_is_found() -> None:
-    rig = Rig()
-    rig.daemon.holds(rig.keys("p", 10 * TOKENS)[0][3:8])
-    rig.arrive("r", 10 * TOKENS)
-    assert rig.ask("r", computed=3 * TOKENS) == 5 * TOKENS
 
 
 def test_full_attention_finds_the_longest_prefix() -> None:
