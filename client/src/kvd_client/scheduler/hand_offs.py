@@ -7,10 +7,10 @@ more. Without a daemon there is nothing to hand off: it is dropped, as the store
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass
 
 from kvd_client.draft import BlockRun, HandOffDraft, StepDraft
-from kvd_client.scheduler.jobs import JobTable
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Request
 from kvd_proto import layout
@@ -29,7 +29,7 @@ class _Waiting:
 class HandOffDesk:
     """Ended requests whose hand-off has not left, oldest first."""
 
-    def __init__(self, jobs: JobTable, options: SchedulerOptions) -> None:
+    def __init__(self, jobs: Container[int], options: SchedulerOptions) -> None:
         self._jobs = jobs
         self._options = options
         self._waiting: deque[_Waiting] = deque(maxlen=MAX_WAITING)

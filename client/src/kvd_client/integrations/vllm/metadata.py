@@ -24,12 +24,12 @@ KvdJobId = NewType("KvdJobId", int)
 
 
 def kvd_job_id(job_id: int) -> KvdJobId:
-    """kvd's id of a vLLM job."""
+    """Kvd's id of a vLLM job."""
     return KvdJobId(job_id + 1)
 
 
 def vllm_job_id(job_id: int) -> int:
-    """vLLM's id of a kvd job."""
+    """VLLM's id of a kvd job."""
     return job_id - 1
 
 

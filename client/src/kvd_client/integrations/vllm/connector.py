@@ -1,0 +1,167 @@
+"""`KvdConnector`: vLLM's offloading connector over the kvd daemon.
+
+A thin subclass: vLLM's scheduler logic stays vLLM's; kvd brings its own manager, its own worker
+side, failure reports, sleep hooks and the handshake. See docs/adr/0010.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+    build_offloading_config,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvd_client.connection import SchedulerConnection
+from kvd_client.integrations.vllm.metadata import RankHandshake
+from kvd_client.integrations.vllm.namespace import (
+    build_namespace,
+    check_config,
+    engine_identity,
+)
+from kvd_client.integrations.vllm.plugin import register_spec
+from kvd_client.integrations.vllm.scheduler import KvdConnectorScheduler
+from kvd_client.integrations.vllm.spec import SPEC_NAME, KvdOffloadingSpec
+from kvd_client.integrations.vllm.worker import KvdConnectorWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+log = logging.getLogger(__name__)
+
+
+class KvdConnector(OffloadingConnector):
+    """Offloads the KV cache into the node's kvd daemon.
+
+    With `spec_name` set to another spec it is exactly vLLM's OffloadingConnector.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        is_ours = choose_spec(vllm_config)
+        if is_ours:
+            check_config(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._kvd_scheduler: KvdConnectorScheduler | None = None
+        self._kvd_worker: KvdConnectorWorker | None = None
+        if not is_ours:
+            return
+        spec = KvdOffloadingSpec(build_offloading_config(vllm_config, kv_cache_config))
+        if role == KVConnectorRole.SCHEDULER:
+            self._kvd_scheduler = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)
+            self.connector_scheduler = self._kvd_scheduler
+        else:
+            self._kvd_worker = KvdConnectorWorker(spec, vllm_config, kv_cache_config)
+            self.connector_worker = self._kvd_worker
+
+    # -- scheduler side ---------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Every rank has told what its memory is: now the session can be opened."""
+        if self._kvd_scheduler is None:
+            return
+        ranks = [rank for rank in metadata.values() if isinstance(rank, RankHandshake)]
+        ranks.sort(key=lambda rank: rank.rank)
+        for rank in ranks:
+            if not rank.registered:
+                log.warning("kvd: rank %d is not registered yet: %s", rank.rank, rank.problem)
+        self._open(ranks)
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, tp): rank for tp, rank in metadata.items()})
+
+    def _open(self, ranks: list[RankHandshake]) -> None:
+        """Begin to connect; the daemon may come at any time."""
+        assert self._kvd_scheduler is not None
+        manager = self._kvd_scheduler.manager
+        if manager.is_open:
+            return
+        config, options = manager.offloading_config, manager.connect_options
+        namespace = build_namespace(
+            self._vllm_config, self._kv_cache_config, config, options, ranks
+        )
+        manager.open(
+            SchedulerConnection(
+                options.socket_path,
+                engine_identity(self._vllm_config),
+                namespace,
+                world_size=config.parallel.world_size,
+                silent_after_s=options.silent_after_s,
+            )
+        )
+
+    def on_new_request(self, request: Request) -> None:
+        if self._kvd_scheduler is not None and not self._kvd_scheduler.manager.is_open:
+            self._open([])  # an executor without a handshake
+        super().on_new_request(request)
+
+    # -- worker side ------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        if self._kvd_worker is None:
+            return None
+        context: AbstractContextManager[Any] | None = self._kvd_worker.get_mem_pool_context()
+        return context
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that ended, those among them that failed: their requests are computed."""
+        if self._kvd_worker is None:
+            results: KVConnectorTransferResults = super().get_transfer_results(finished_req_ids)
+            return results
+        return self._kvd_worker.get_transfer_results(finished_req_ids)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return None if self._kvd_worker is None else self._kvd_worker.get_handshake_metadata()
+
+    def unregister_kv_caches(self) -> None:
+        """Before the KV memory goes (sleep): no copy can touch it once this returns."""
+        if self._kvd_worker is not None:
+            self._kvd_worker.unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        if self._kvd_worker is not None:
+            self._kvd_worker.restore_kv_caches()
+
+    # -- metrics (in the API server's process) ----------------------------------------------
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any) -> Any:
+        choose_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, *args)
+
+
+def choose_spec(vllm_config: VllmConfig) -> bool:
+    """Name kvd's spec in the connector's options where the user named none. Whether it is kvd's.
+
+    A load within the step can't fail safely with several cache groups, so there is none.
+    """
+    register_spec()
+    assert vllm_config.kv_transfer_config is not None
+    extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
+    if extra_config.setdefault("spec_name", SPEC_NAME) != SPEC_NAME:
+        return False
+    if extra_config.get("sync_load_budget_bytes"):
+        log.warning("kvd: sync_load_budget_bytes is set to 0: a load in the step can't fail safely")
+    extra_config["sync_load_budget_bytes"] = 0
+    return True

@@ -1,0 +1,100 @@
+"""Joins vLLM's transfer jobs with their engine blocks: the runs that the daemon copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey
+
+from kvd_client.draft import BlockRun
+from kvd_client.integrations.vllm.requests import OffloadGroup, stretches
+from kvd_client.integrations.vllm.stores import BlocksSpec
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+
+VLLM_NULL_BLOCK = 0
+
+EngineBlocks = npt.NDArray[np.uint32]
+
+
+class GroupBlocks(Protocol):
+    """A request's block table in one group, as vLLM's scheduler side keeps it."""
+
+    block_ids: list[int]
+
+
+def load_runs(
+    groups: Sequence[OffloadGroup], source: BlocksSpec, target: GPULoadStoreSpec
+) -> list[BlockRun]:
+    """One run for each group: its blocks follow each other, its engine blocks may begin and end
+    within one.
+    """
+    index_of = {group.vllm_index: index for index, group in enumerate(groups)}
+    starts = np.cumsum([0, *target.group_sizes])
+    runs = []
+    for vllm_index, hashes in source.parts:
+        index = index_of[vllm_index]
+        width = groups[index].blocks_per_block
+        ids = target.block_ids[starts[index] : starts[index + 1]]
+        first_block, offset = divmod(int(target.block_indices[index]), width)
+        row = np.full(len(hashes) * width, NULL_ENGINE_BLOCK, dtype=np.uint32)
+        row[offset : offset + len(ids)] = _nulled(ids)
+        runs.append(BlockRun(index, first_block, hashes, _sequence(row)))
+    return runs
+
+
+def store_runs(
+    groups: Sequence[OffloadGroup],
+    source: GPULoadStoreSpec,
+    target: BlocksSpec,
+    block_of: Callable[[OffloadKey], int],
+    tables: Sequence[GroupBlocks],
+) -> list[BlockRun]:
+    """Runs of consecutive blocks. Where a block has several engine blocks, some may be null, and
+    vLLM's list leaves those out: they are taken from the request's block tables.
+    """
+    index_of = {group.vllm_index: index for index, group in enumerate(groups)}
+    starts = np.cumsum([0, *source.group_sizes])
+    runs: list[BlockRun] = []
+    first_key = 0
+    for vllm_index, hashes in target.parts:
+        index = index_of[vllm_index]
+        width = groups[index].blocks_per_block
+        keys = target.keys[first_key : first_key + len(hashes)]
+        first_key += len(hashes)
+        blocks = _block_numbers(keys, block_of)
+        if width == 1:
+            ids = _nulled(source.block_ids[starts[index] : starts[index + 1]])
+        else:
+            ids = _rows(tables[index].block_ids, blocks, width)
+        for start, end in stretches(blocks):
+            row = _sequence(ids[start * width : end * width])
+            runs.append(BlockRun(index, blocks[start], hashes[start:end], row))
+    return runs
+
+
+def _block_numbers(
+    keys: Sequence[OffloadKey], block_of: Callable[[OffloadKey], int]
+) -> Sequence[int]:
+    first, last = block_of(keys[0]), block_of(keys[-1])
+    if last - first == len(keys) - 1:
+        return range(first, last + 1)
+    return [block_of(key) for key in keys]
+
+
+def _rows(table: Sequence[int], blocks: Sequence[int], width: int) -> EngineBlocks:
+    ids = [table[block * width : (block + 1) * width] for block in blocks]
+    return _nulled(np.asarray(ids, dtype=np.int64).reshape(-1))
+
+
+def _nulled(ids: npt.NDArray[np.int64]) -> EngineBlocks:
+    row: EngineBlocks = ids.astype(np.uint32)
+    row[ids == VLLM_NULL_BLOCK] = NULL_ENGINE_BLOCK
+    return row
+
+
+def _sequence(row: EngineBlocks) -> Sequence[int]:
+    blocks: Sequence[int] = row  # type: ignore[assignment]  # an array is all that it is used as
+    return blocks

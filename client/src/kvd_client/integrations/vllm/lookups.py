@@ -1,0 +1,147 @@
+"""Lookups of vLLM's requests: all blocks of a request at once, then answered from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+
+from kvd_client.draft import BlockRun
+from kvd_client.integrations.vllm.requests import (
+    LOOKUP_RESULTS,
+    OffloadGroup,
+    TrackedRequest,
+    verdicts_of,
+)
+from kvd_client.scheduler import hits
+from kvd_client.scheduler.lookup import MAX_LOAD_BLOCKS, Knowledge, LookupDesk
+from kvd_client.scheduler.params import SchedulerOptions
+from kvd_client.scheduler.request import LookupState
+from kvd_client.session import SessionView
+
+
+class Prompt(NamedTuple):
+    """What a lookup is about: a hash for each whole block, by group, and token counts."""
+
+    hashes: Sequence[Sequence[bytes]]
+    num_tokens: int
+    computed_tokens: int = 0  # on the device already
+
+
+class RequestLookups:
+    """Answers what can be loaded, by key or by stretch, from one answer for a whole request."""
+
+    def __init__(
+        self,
+        groups: Sequence[OffloadGroup],
+        index_of: dict[int, int],
+        options: SchedulerOptions,
+        clock: Callable[[], float],
+    ) -> None:
+        self._groups = groups
+        self._index_of = index_of
+        self._options = options
+        self._clock = clock
+
+    def begin(self, tracked: TrackedRequest, prompt: Prompt, desk: LookupDesk) -> Knowledge:
+        """Bring what is known of the request's blocks up to date. May wait, once in a step."""
+        request = tracked.request
+        known = [len(row) for row in request.lookup.statuses]
+        request.hashes, request.num_tokens, request.computed_tokens = prompt
+        counts = [
+            request.known_blocks(index, group.tokens_per_block)
+            for index, group in enumerate(self._groups)
+        ]
+        if known and known != counts:
+            desk.forget(request)
+        knowledge = desk.resolve(request, prompt.computed_tokens)
+        tracked.verdicts = {}
+        if knowledge is Knowledge.STATUSES:
+            self._cut(tracked, prompt.computed_tokens)
+        return knowledge
+
+    def _cut(self, tracked: TrackedRequest, computed_tokens: int) -> None:
+        """Take as a miss what was doubtful for too long, and what one load can't hold."""
+        lookup, now = tracked.request.lookup, self._clock()
+        most = MAX_LOAD_BLOCKS // len(self._groups)
+        for group, row in zip(self._groups, lookup.statuses, strict=True):
+            row[computed_tokens // group.tokens_per_block + most :] = hits.MISS
+        for doubtful, since, deadline_s in (
+            (hits.RETRY, lookup.retry_since_s, self._options.retry_deadline_s),
+            (hits.PENDING, lookup.pending_since_s, self._options.pending_deadline_s),
+        ):
+            if since is not None and now - since >= deadline_s:
+                for row in lookup.statuses:
+                    row[(row & hits.STATUS_BITS) == doubtful] = hits.MISS
+
+    def defer(self, tracked: TrackedRequest, desk: LookupDesk) -> None:
+        """VLLM put the request off: what was doubtful is asked again, and its time runs."""
+        lookup, now = tracked.request.lookup, self._clock()
+        kinds = {int(kind) for row in lookup.statuses for kind in np.unique(row & hits.STATUS_BITS)}
+        if hits.RETRY in kinds and lookup.retry_since_s is None:
+            lookup.retry_since_s = now
+        if hits.PENDING in kinds and lookup.pending_since_s is None:
+            lookup.pending_since_s = now
+        if kinds & {hits.RETRY, hits.PENDING}:
+            desk.ask_again(tracked.request, now)
+
+    def settle(self, tracked: TrackedRequest, hit_tokens: int) -> int:
+        """VLLM takes so many tokens beyond the device's. How many blocks that will load."""
+        request = tracked.request
+        request.lookup.retry_since_s = request.lookup.pending_since_s = None
+        request.hit_tokens = request.computed_tokens + hit_tokens
+        return sum(-(-hit_tokens // group.tokens_per_block) for group in self._groups)
+
+    def hit_run(self, tracked: TrackedRequest, group: int, stretch: range) -> int | None:
+        """Leading blocks of the stretch that can be loaded; None: doubtful, ask again.
+
+        What one `lookup` after the other would say: doubt beyond the first miss doesn't count.
+        `group` is vLLM's number.
+        """
+        statuses = tracked.request.lookup.statuses
+        if not statuses:
+            return 0
+        row = statuses[self._index_of[group]][stretch.start : stretch.stop] & hits.STATUS_BITS
+        gaps = np.flatnonzero(row == hits.MISS)
+        run = row[: gaps[0]] if len(gaps) else row
+        return None if (run != hits.HIT).any() else len(run)
+
+    def one(
+        self, tracked: TrackedRequest, key: OffloadKey, session: SessionView, desk: LookupDesk
+    ) -> LookupResult:
+        """One key of a request whose statuses are known."""
+        request = tracked.request
+        if request.lookup.state is not LookupState.KNOWN:
+            return LookupResult.MISS
+        if not tracked.verdicts:
+            tracked.verdicts = verdicts_of(request, self._groups)
+        verdict = tracked.verdicts.get(key)
+        return self._alone(tracked, key, session, desk) if verdict is None else verdict
+
+    def _alone(
+        self, tracked: TrackedRequest, key: OffloadKey, session: SessionView, desk: LookupDesk
+    ) -> LookupResult:
+        """A key off the blocks' grid: the end of a partial tail. Mostly the page says miss."""
+        group, block_hash = self._index_of[get_offload_group_idx(key)], get_offload_block_hash(key)
+        request = tracked.request
+        if not session.present(group, request.account, [block_hash])[0]:
+            return LookupResult.MISS
+        status = desk.ask_alone(request, BlockRun(group, 0, [block_hash]))
+        tracked.verdicts[key] = verdict = LOOKUP_RESULTS[status & hits.STATUS_BITS]
+        return verdict
+
+    def prompt_of(self, req_context: ReqContext) -> Prompt:
+        """The prompt as vLLM's own scheduler side has noted it: every key with its end."""
+        positions = req_context._offload_key_positions
+        hashes: list[list[bytes]] = [[] for _ in self._groups]
+        for key in positions:
+            hashes[self._index_of[get_offload_group_idx(key)]].append(get_offload_block_hash(key))
+        return Prompt(hashes, max(positions.values(), default=0) + 1)

@@ -1,0 +1,301 @@
+"""The scheduler side's offloading manager: vLLM's verbs, answered without a call for each.
+
+A request's lookup leaves when it arrives and is answered for all its blocks at once; verbs are
+then answered on the spot from that answer, the leases it took, the index page and its header.
+What they decide goes to the daemon in one message at the step's end. Nothing here raises for an
+absent, slow or broken daemon: that is a miss.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    Medium,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvd_client.draft import BlockRun
+from kvd_client.integrations.vllm.lookups import Prompt, RequestLookups
+from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, by_group, track
+from kvd_client.integrations.vllm.stats import KvdStats
+from kvd_client.integrations.vllm.steps import StepDesk, StepJobs
+from kvd_client.integrations.vllm.stores import BlocksSpec, StepBudget, StorePlanner, nothing
+from kvd_client.scheduler.lookup import Knowledge, LookupDesk
+from kvd_client.scheduler.request import LookupState
+from kvd_client.session import Connection, SessionView
+
+
+class KvdManager(OffloadingManager):
+    """Answers vLLM's scheduler; until `open`, and without a daemon, every answer is a miss."""
+
+    def __init__(
+        self,
+        config: OffloadingConfig,
+        options: KvdOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        per_block, per_hash = config.cache.blocks_per_chunk, config.cache.tokens_per_hash
+        self.groups = tuple(
+            OffloadGroup(
+                group.group_id,
+                group.tokens_per_block * per_block,
+                group.tokens_per_block * per_block // per_hash,
+                per_block,
+            )
+            for group in config.groups
+        )
+        self.index_of = {group.vllm_index: index for index, group in enumerate(self.groups)}
+        self.stats = KvdStats()
+        self.steps: StepDesk | None = None
+        self.removals: Callable[[], Iterable[OffloadingEvent]] = tuple
+        self.offloading_config = config
+        self.connect_options = options
+        self._account = options.account
+        self._clock = clock
+        self._options = options.scheduler_options()
+        self._connection: Connection | None = None
+        self._desk: LookupDesk | None = None
+        self._lookups = RequestLookups(self.groups, self.index_of, self._options, clock)
+        self._stores = StorePlanner(self.groups, self.index_of, self.stats)
+        self._live: dict[str, TrackedRequest] = {}
+        self._failed: set[OffloadKey] = set()
+        self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
+
+    # -- connection -------------------------------------------------------------------------
+
+    def open(self, connection: Connection) -> None:
+        """Use this connection from now on; once, before any request is tracked."""
+        self._connection = connection
+        self._desk = LookupDesk(connection, connection.namespace, self._options, self._clock)
+        self.steps = StepDesk(connection, self._options, self._clock)
+
+    @property
+    def is_open(self) -> bool:
+        return self._connection is not None
+
+    @property
+    def connection(self) -> Connection | None:
+        return self._connection
+
+    def enter_session(self) -> SessionView | None:
+        """The usable session. What belonged to an earlier one is given up."""
+        if self._connection is None or self.steps is None or self._desk is None:
+            return None
+        session = self._connection.session
+        if session is not None and self.steps.enter(session.generation):
+            self._desk.session_lost()
+        return session
+
+    # -- requests and lookups ---------------------------------------------------------------
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        tracked = track(req_context, len(self.groups), self._account)
+        req_context.set_state(tracked)
+        self._live[req_context.req_id] = tracked
+        return RequestOffloadingContext(policy=tracked.policy)
+
+    def arrive(self, req_context: ReqContext, prompt: Prompt) -> None:
+        """Ask for the request's blocks; nobody waits for the answer."""
+        request = self.tracked(req_context).request
+        request.hashes, request.num_tokens, _ = prompt
+        if self.enter_session() is not None and self._desk is not None:
+            self._desk.arrive(request)
+
+    def begin_lookup(self, req_context: ReqContext, prompt: Prompt) -> Knowledge:
+        """Bring what is known of the request's blocks up to date. May wait, once in a step."""
+        tracked = self.tracked(req_context)
+        tracked.request.stores_end = False  # it begins anew: what it computes will be of now
+        if self.enter_session() is None or self._desk is None:
+            return Knowledge.NOTHING
+        return self._lookups.begin(tracked, prompt, self._desk)
+
+    def end_lookup(self, req_context: ReqContext, hit_tokens: int | None) -> bool:
+        """VLLM has decided; None: it puts the request off. False: it must be put off after all."""
+        tracked = self.tracked(req_context)
+        if hit_tokens is None:
+            if self._desk is not None:
+                self._lookups.defer(tracked, self._desk)
+            return True
+        return self._stores.budget.holds_load(self._lookups.settle(tracked, hit_tokens))
+
+    def hit_run(self, req_context: ReqContext, group: int, stretch: range) -> int | None:
+        """Leading blocks of a stretch that can be loaded; None: doubtful, ask again."""
+        return self._lookups.hit_run(self.tracked(req_context), group, stretch)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        tracked = self.tracked(req_context)
+        request = tracked.request
+        if not request.num_tokens:
+            prompt = self._lookups.prompt_of(req_context)
+            request.hashes, request.num_tokens, _ = prompt
+        if request.lookup.state in (LookupState.NEW, LookupState.ASKED):
+            prompt = Prompt(request.hashes, request.num_tokens, request.computed_tokens)
+            if self.begin_lookup(req_context, prompt) is Knowledge.UNANSWERED:
+                return LookupResult.RETRY
+        session = self.enter_session()
+        if session is None or self._desk is None:
+            return LookupResult.MISS
+        return self._lookups.one(tracked, key, session, self._desk)
+
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        return CacheHitSource.HOST
+
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        tracked = self.tracked(req_context)
+        if self._live.get(req_context.req_id) is tracked:
+            del self._live[req_context.req_id]
+        if tracked.has_ended or self._desk is None or self.steps is None:
+            return
+        tracked.has_ended = True
+        self._desk.forget(tracked.request)
+        self.steps.draft.finished.append(req_context.req_id)
+        if tracked.policy is OffloadPolicy.REQUEST_LEVEL:
+            self.steps.hand_off(tracked)
+
+    # -- loads and stores -------------------------------------------------------------------
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        """The blocks stay pinned by the lookup's lease until the step's message pins the load."""
+        keys = list(keys)
+        self._stores.budget.take_load(len(keys))
+        if self._desk is not None:
+            self._desk.release(self.tracked(req_context).request)
+        return BlocksSpec(keys, list(by_group(keys)))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Nothing to do: pins end when every rank's copy is known to have ended."""
+
+    def fail_load(self, tracked: TrackedRequest) -> None:
+        """A load of the request has failed: it misses from now on, or it would fail for ever."""
+        if self._desk is not None:
+            self._desk.forget(tracked.request)
+        tracked.request.lookup.state = LookupState.CLOSED
+        self.stats.failed_loads += 1
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        if self.steps is None:
+            return
+        context = self.tracked(req_context).request.context
+        for group, hashes in by_group(list(keys)):
+            run = BlockRun(self.index_of[group], 0, hashes)
+            self.steps.draft.touches.append((context, run))
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext
+    ) -> PrepareStoreOutput | None:
+        """What of these to store. None: no room now.
+
+        Without a daemon nothing is stored, which is final: offered again, it would cost time.
+        """
+        tracked = self.tracked(req_context)
+        session = self.enter_session()
+        if session is None or self.steps is None or tracked.request.stores_end:
+            return nothing()
+        if self.steps.is_full:
+            self.stats.no_room += 1
+            return None
+        return self._stores.plan(tracked, list(keys), req_context, session, self._is_admitted)
+
+    def _is_admitted(self, tracked: TrackedRequest, group: int, block: int) -> bool:
+        return self._desk is None or self._desk.admitted(tracked.request, group, block)
+
+    def block_of(self, key: OffloadKey, req_context: ReqContext) -> int:
+        """Which block of its request in its group the key names."""
+        return self._stores.block_of(key, req_context)
+
+    def complete_store(
+        self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
+    ) -> None:
+        self._stores.ended(keys)
+        if not success or self._events is None:
+            return
+        stored = [key for key in keys if key not in self._failed]
+        if stored:
+            self._events.append(OffloadingEvent(stored, Medium.CPU, removed=False))
+
+    def fail_stores(self, keys: Collection[OffloadKey]) -> None:
+        """VLLM will complete these as if they were stored; they were not."""
+        self._failed.update(keys)
+
+    def forget_failures(self) -> None:
+        """VLLM has completed them."""
+        self._failed.clear()
+
+    # -- the step and the life --------------------------------------------------------------
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        preempted = context.preempted_req_ids
+        if not preempted or self._desk is None or self.steps is None:
+            return
+        self.steps.draft.preempted += preempted
+        for request_id in preempted:
+            tracked = self._live.get(request_id)
+            if tracked is not None:
+                self._desk.forget(tracked.request)
+
+    def send_step(self, jobs: StepJobs) -> tuple[bool, list[int]]:
+        """Send the step's message: whether its jobs will run, and which earlier ones are lost."""
+        self._stores.budget = StepBudget()
+        if self._desk is None or self.steps is None:
+            return False, []
+        session = self.enter_session()
+        released, self._desk.released_leases = self._desk.released_leases, []
+        lost, before = self.steps.lost_jobs(), self.steps.sent_s
+        was_sent = session is not None and self.steps.send(jobs, released, session.lease_ttl_s)
+        self._desk.step_ended(self.steps.sent_s != before)
+        return was_sent, lost
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        if self._events is None:
+            return ()
+        events, self._events = self._events, []
+        return [*events, *self.removals()]
+
+    def has_pending_work(self) -> bool:
+        return self.steps is not None and self.steps.has_pending_work
+
+    def reset_cache(self) -> None:
+        """Go on in a new epoch of this engine's own; other engines keep theirs.
+
+        A live request stores nothing more until it begins anew: its KV is of before.
+        """
+        self._stores.clear()
+        self._failed.clear()
+        for tracked in self._live.values():
+            tracked.request.stores_end = True
+            if self._desk is not None:
+                self._desk.forget(tracked.request)
+        if self._connection is not None and self.steps is not None:
+            self._connection.reset_epoch()
+            self.steps.clear()
+
+    def config_info(self) -> Sequence[Mapping[str, str | int | float | bool]]:
+        return [{}]
+
+    def shutdown(self) -> None:
+        close = getattr(self._connection, "close", None)
+        if close is not None:
+            close()
+
+    def tracked(self, req_context: ReqContext) -> TrackedRequest:
+        """The request's record; begun now where vLLM never announced it."""
+        tracked = req_context.get_state(TrackedRequest)
+        if tracked is None:
+            self.on_new_request(req_context)
+            tracked = req_context.get_state(TrackedRequest)
+        assert tracked is not None
+        return tracked

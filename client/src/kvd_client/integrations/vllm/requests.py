@@ -1,0 +1,149 @@
+"""vLLM's requests and keys in kvd's terms.
+
+A vLLM offload key is a block hash with four bytes of group number behind it. vLLM numbers all
+its cache groups; kvd numbers those that are offloaded, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+import msgspec
+import numpy as np
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    get_offload_group_idx,
+)
+
+from kvd_client.draft import BlockRun, request_context
+from kvd_client.scheduler import RequestParams
+from kvd_client.scheduler.hits import HIT, MISS, PENDING, RETRY, STATUS_BITS
+from kvd_client.scheduler.request import Request
+
+GROUP_BYTES = 4
+MAX_RUNS = 64
+
+LOOKUP_RESULTS = {
+    MISS: LookupResult.MISS,
+    HIT: LookupResult.HIT,
+    PENDING: LookupResult.HIT_PENDING,
+    RETRY: LookupResult.RETRY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadGroup:
+    """One offloaded cache group: vLLM's number, and the tokens of one kvd block of it."""
+
+    vllm_index: int
+    tokens_per_block: int
+    hashes_per_block: int
+    blocks_per_block: int
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """A live request: kvd's record of it, and what vLLM's calls need beside it."""
+
+    request: Request
+    policy: OffloadPolicy
+    verdicts: dict[OffloadKey, LookupResult] = field(default_factory=dict)  # made on demand
+    offered: list[dict[int, bytes]] = field(default_factory=list)  # by group: block -> hash
+    has_ended: bool = False
+
+    def store_attempt_failed(self, attempts: int) -> bool:
+        """Note a failed store of a request that must be whole. True: offer its blocks again."""
+        self.request.failed_stores += 1
+        return self.request.failed_stores < attempts
+
+
+def track(context: ReqContext, groups: int, account: str) -> TrackedRequest:
+    """Begin to track a request; its hashes come with its first lookup."""
+    params = dict(context.kv_transfer_params or {})
+    hints: dict[str, Any] = {}
+    if context.kv_hints is not None:
+        hints = msgspec.to_builtins(context.kv_hints)
+    policy = policy_of(params)
+    extras = [("kv_transfer_params", params), ("hints", hints)]
+    try:
+        message = request_context(context.req_id, account, 0, extras)
+    except ValueError:  # no JSON: it means nothing to the daemon either
+        message = request_context(context.req_id, account, 0, ())
+    wants_all = policy is OffloadPolicy.REQUEST_LEVEL
+    params["do_remote_decode"] = wants_all
+    request = Request(
+        context.req_id,
+        0,
+        [()] * groups,
+        RequestParams(account=account, kv_transfer_params=params, hints=hints),
+        account,
+        message,
+    )
+    request.request_level = wants_all
+    request.next_store = [0] * groups
+    request.seen_blocks = [0] * groups
+    return TrackedRequest(request, policy, offered=[{} for _ in range(groups)])
+
+
+def policy_of(params: Mapping[str, Any]) -> OffloadPolicy:
+    """REQUEST_LEVEL for a prefill that feeds a remote decode, however it says so."""
+    remote = params.get("remote_decoder")
+    names_decoder = isinstance(remote, Mapping) and bool(remote.get("kv_request_id"))
+    if params.get("do_remote_decode") or names_decoder:
+        return OffloadPolicy.REQUEST_LEVEL
+    return OffloadPolicy.CHUNK_LEVEL
+
+
+def by_group(keys: Sequence[OffloadKey]) -> Iterator[tuple[int, list[bytes]]]:
+    """Keys in runs of one vLLM group number each: (number, block hashes)."""
+    if keys and keys[0][-GROUP_BYTES:] == keys[-1][-GROUP_BYTES:]:
+        suffix = keys[0][-GROUP_BYTES:]
+        if all(key.endswith(suffix) for key in keys):
+            yield get_offload_group_idx(keys[0]), [key[:-GROUP_BYTES] for key in keys]
+            return
+    for suffix, run in groupby(keys, key=itemgetter(slice(-GROUP_BYTES, None))):
+        yield int.from_bytes(suffix, "big"), [key[:-GROUP_BYTES] for key in run]
+
+
+def verdicts_of(request: Request, groups: Sequence[OffloadGroup]) -> dict[OffloadKey, LookupResult]:
+    """What the lookup found out, by vLLM's keys."""
+    found: dict[OffloadKey, LookupResult] = {}
+    for group, row, hashes in zip(groups, request.lookup.statuses, request.hashes, strict=True):
+        suffix = group.vllm_index.to_bytes(GROUP_BYTES, "big")
+        results = [LOOKUP_RESULTS[status] for status in (row & np.uint8(STATUS_BITS)).tolist()]
+        keys = (OffloadKey(block_hash + suffix) for block_hash in hashes)
+        found.update(zip(keys, results, strict=False))
+    return found
+
+
+def stretches(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of consecutive block numbers as (start, end) places in the list, 64 at most.
+
+    Beyond that the last run holds all that is left, though it has gaps: block numbers order
+    blocks within their request, and their order stays.
+    """
+    if not blocks:
+        return []
+    if blocks[-1] - blocks[0] == len(blocks) - 1:
+        return [(0, len(blocks))]
+    cuts = [0, *(i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1)]
+    cuts = cuts[:MAX_RUNS]
+    return list(zip(cuts, [*cuts[1:], len(blocks)], strict=True))
+
+
+def offered_runs(tracked: TrackedRequest) -> list[BlockRun]:
+    """All blocks that the request has offered for storing, for its hand-off."""
+    runs = []
+    for group, offered in enumerate(tracked.offered):
+        blocks = sorted(offered)
+        for start, end in stretches(blocks):
+            hashes = [offered[block] for block in blocks[start:end]]
+            runs.append(BlockRun(group, blocks[start], hashes))
+    return runs[:MAX_RUNS]

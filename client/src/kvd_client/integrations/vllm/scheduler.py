@@ -1,0 +1,220 @@
+"""The scheduler side: vLLM's own logic over kvd's manager, with one message a step.
+
+vLLM's class keeps all that it knows: groups, windows, drafters, fences, preemption, reset. This
+one sends the lookups at arrival, joins each job with its engine blocks when the step is
+made, and carries failures, which vLLM's own side does not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    OffloadKey,
+    ReqContext,
+    get_offload_group_idx,
+)
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from kvd_client.integrations.vllm.jobs import load_runs, store_runs
+from kvd_client.integrations.vllm.lookups import Prompt
+from kvd_client.integrations.vllm.manager import KvdManager
+from kvd_client.integrations.vllm.metadata import (
+    KvdConnectorMetadata,
+    KvdWorkerMetadata,
+    kvd_job_id,
+)
+from kvd_client.integrations.vllm.requests import TrackedRequest
+from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
+from kvd_client.integrations.vllm.steps import StepJobs
+from kvd_client.integrations.vllm.stores import BlocksSpec
+from kvd_client.scheduler import StepPlan
+from kvd_client.scheduler.lookup import Knowledge
+
+REQUEST_LEVEL_ATTEMPTS = 3
+
+
+class KvdConnectorScheduler(OffloadingConnectorScheduler):
+    """One engine's scheduler side, over a `KvdManager`."""
+
+    manager: KvdManager
+
+    def __init__(
+        self, spec: KvdOffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._self_describing = self._events_tracker.self_describing_enabled
+        self._kvd_groups = self.manager.groups
+
+    # -- arrival and lookup -----------------------------------------------------------------
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        if not request.skip_reading_prefix_cache:
+            context = self._req_status[request.request_id].req_context
+            self.manager.arrive(context, self._prompt(request))
+
+    def _prompt(self, request: Request, computed_tokens: int = 0) -> Prompt:
+        hashes = [
+            request.block_hashes[group.hashes_per_block - 1 :: group.hashes_per_block]
+            for group in self._kvd_groups
+        ]
+        return Prompt(hashes, request.num_tokens, computed_tokens)
+
+    def _lookup(self, req_status: RequestOffloadState, *limits: Any) -> int | None:
+        context = req_status.req_context
+        prompt = self._prompt(req_status.req, req_status.num_locally_computed_tokens)
+        match self.manager.begin_lookup(context, prompt):
+            case Knowledge.NOTHING:
+                req_status.partial_tail_boundary = None
+                return 0
+            case Knowledge.UNANSWERED:
+                return None
+        hit_tokens: int | None = super()._lookup(req_status, *limits)
+        return hit_tokens if self.manager.end_lookup(context, hit_tokens) else None
+
+    def _maximal_prefix_lookup(
+        self,
+        keys: Iterable[OffloadKey],
+        req_context: ReqContext,
+        req: Request,
+        group_config: GroupOffloadConfig,
+        start_chunk_idx: int,
+    ) -> int | None:
+        """VLLM's scan, key by key, done in one go over the request's statuses."""
+        keys = keys if isinstance(keys, Sequence) else list(keys)
+        stretch = range(start_chunk_idx, start_chunk_idx + len(keys))
+        hits = self.manager.hit_run(req_context, group_config.group_idx, stretch)
+        if self._self_describing:
+            for place, key in enumerate(islice(keys, hits or 0)):
+                self._events_tracker.record_lookup(req, group_config, start_chunk_idx + place, key)
+        return hits
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvdConnectorMetadata:
+        made = super().build_connector_meta(scheduler_output)
+        jobs = self._join(made)
+        was_sent, lost = self.manager.send_step(jobs)
+        return self._orders(made, jobs, lost, was_sent=was_sent)
+
+    def _orders(
+        self,
+        made: OffloadingConnectorMetadata,
+        jobs: StepJobs,
+        lost: list[int],
+        *,
+        was_sent: bool,
+    ) -> KvdConnectorMetadata:
+        """What every worker is to do: job ids only."""
+        flush: set[int] = {kvd_job_id(job_id) for job_id in made.jobs_to_flush or ()}
+        loads = tuple(draft.job_id for draft in jobs.loads)
+        stores = tuple(draft.job_id for draft in jobs.stores)
+        orders = KvdConnectorMetadata(load_jobs={}, store_jobs={}, lost=tuple(lost))
+        orders.load_requests = {kvd_job_id(i): job.req_id for i, job in made.load_jobs.items()}
+        if not was_sent:
+            orders.refused = loads + stores
+            flush = flush.difference(orders.refused)
+            loads = stores = ()
+        # What must be flushed now is of blocks that earlier steps have computed.
+        orders.plan = StepPlan(
+            flush=tuple(flush),
+            loads=loads,
+            stores=tuple(job_id for job_id in stores if job_id not in flush),
+            computed_stores=tuple(job_id for job_id in stores if job_id in flush),
+        )
+        return orders
+
+    def _join(self, made: OffloadingConnectorMetadata) -> StepJobs:
+        """The step's jobs with their engine blocks."""
+        jobs = StepJobs()
+        groups, manager = self._kvd_groups, self.manager
+        for job_id, job in made.load_jobs.items():
+            runs = load_runs(groups, blocks_of(job.src_spec), job.dst_spec)
+            tracked = manager.tracked(self._req_status[job.req_id].req_context)
+            jobs.add(kvd_job_id(job_id), tracked, runs, is_load=True)
+        for job_id, job in made.store_jobs.items():
+            status = self._req_status.get(job.req_id)
+            assert status is not None, "a request with a job in flight is known"
+            context = status.req_context
+
+            def block_of(key: OffloadKey, context: ReqContext = context) -> int:
+                return manager.block_of(key, context)
+
+            target = blocks_of(job.dst_spec)
+            runs = store_runs(groups, job.src_spec, target, block_of, status.group_states)
+            jobs.add(kvd_job_id(job_id), manager.tracked(context), runs, is_load=False)
+        return jobs
+
+    # -- ends -------------------------------------------------------------------------------
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KvdWorkerMetadata):
+            self._end_jobs(meta)
+        super().update_connector_output(connector_output)
+        self.manager.forget_failures()
+
+    def _end_jobs(self, meta: KvdWorkerMetadata) -> None:
+        """What the ranks say, before vLLM counts it: it takes every end for a success."""
+        steps = self.manager.steps
+        if steps is None:
+            return
+        for job_id, ranks in meta.completed_jobs.items():
+            has_failed = job_id in meta.failed_jobs
+            sent = steps.report(kvd_job_id(job_id), ranks, failed=has_failed)
+            if sent is not None and sent.has_failed:
+                self._fail(job_id)
+
+    def _fail(self, job_id: int) -> None:
+        """All ranks have spoken, and one of them had no success."""
+        job = self._jobs.get(job_id)
+        if job is None:  # of before a reset: vLLM has forgotten it
+            return
+        status = self._req_status[job.req_id]
+        tracked = self.manager.tracked(status.req_context)
+        if not job.is_store:
+            self.manager.fail_load(tracked)
+            return
+        self.manager.fail_stores(job.keys)
+        if tracked.request.request_level and not tracked.has_ended:
+            self._offer_again(status, tracked, job.keys)
+
+    def _offer_again(
+        self, status: RequestOffloadState, tracked: TrackedRequest, keys: set[OffloadKey]
+    ) -> None:
+        """A request-level store must be whole."""
+        if not tracked.store_attempt_failed(REQUEST_LEVEL_ATTEMPTS):
+            return
+        for key in keys:
+            state = status.group_states[self.manager.index_of[get_offload_group_idx(key)]]
+            block = self.manager.block_of(key, status.req_context)
+            state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, block)
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        stats: OffloadingConnectorStats | None = super().get_stats()
+        return stats
+
+
+def blocks_of(spec: LoadStoreSpec) -> BlocksSpec:
+    """The daemon's side of a job, as the manager made it."""
+    assert isinstance(spec, BlocksSpec)
+    return spec

@@ -1,0 +1,49 @@
+"""vLLM's offloading spec for kvd: makes the manager, and says what the metrics are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvd_client.integrations.vllm.manager import KvdManager
+from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.vllm.stats import build_metric_definitions
+
+SPEC_NAME = "KvdOffloadingSpec"
+
+
+class KvdOffloadingSpec(OffloadingSpec):
+    """Offloads into the daemon. Its worker side is the connector's, which can report failures."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.replicated_layout = config.replicated_layout
+        self.options = KvdOptions.from_extra_config(config.extra_config)
+        self._manager: KvdManager | None = None
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: Mapping[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        return build_metric_definitions(extra_config)
+
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler side's manager, not yet connected; see `KvdManager.open`."""
+        if self._manager is None:
+            self._manager = KvdManager(self.config, self.options)
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> NoReturn:
+        """Always raises: vLLM's own worker side asserts that no transfer fails."""
+        raise RuntimeError(
+            "KvdOffloadingSpec needs the connector KvdConnector"
+            ' (kv_connector_module_path="kvd_client.integrations.vllm"), not OffloadingConnector'
+        )

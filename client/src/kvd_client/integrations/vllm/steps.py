@@ -1,0 +1,162 @@
+"""The scheduler side's one message of a step, and the jobs that it has sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvd_client.draft import BlockRun, JobDraft, StepDraft
+from kvd_client.integrations.vllm.requests import TrackedRequest, offered_runs
+from kvd_client.scheduler.hand_offs import HandOffDesk
+from kvd_client.scheduler.params import SchedulerOptions
+from kvd_client.session import Connection
+from kvd_proto import layout
+
+MAX_JOBS_PER_STEP = 1024  # of each kind, as the protocol says
+REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to report it
+RENEWED_EACH = 0.25  # of a lease's time
+NEVER_SENT = -1  # in place of a session's generation
+EMPTY = StepDraft()
+
+
+@dataclass(slots=True)
+class SentJob:
+    """A job on its way. `reports_left` counts the ranks that have not acknowledged it."""
+
+    tracked: TrackedRequest
+    is_load: bool
+    generation: int
+    reports_left: int
+    has_failed: bool = False
+
+
+@dataclass(slots=True)
+class StepJobs:
+    """What vLLM scheduled in one step, joined with its engine blocks; by kvd's job ids."""
+
+    loads: list[JobDraft] = field(default_factory=list)
+    stores: list[JobDraft] = field(default_factory=list)
+    owners: dict[int, TrackedRequest] = field(default_factory=dict)
+
+    def add(
+        self, job_id: int, tracked: TrackedRequest, runs: list[BlockRun], *, is_load: bool
+    ) -> None:
+        request = tracked.request
+        draft = JobDraft(job_id, request.context, runs, request.request_level and not is_load)
+        self.owners[job_id] = tracked
+        (self.loads if is_load else self.stores).append(draft)
+
+
+class StepDesk:
+    """Collects what goes with the next step, sends it, and follows its jobs to their end."""
+
+    def __init__(
+        self, connection: Connection, options: SchedulerOptions, clock: Callable[[], float]
+    ) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._jobs: dict[int, SentJob] = {}
+        self._told: dict[int, float] = {}  # the daemon says ended, ranks don't yet: since when
+        self._hand_offs = HandOffDesk(self._jobs, options)
+        self._generation = 0
+        self.sent_s = float("-inf")  # when the last message left
+        self.draft = StepDraft()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether something waits for the next step to be sent."""
+        draft = self.draft
+        return bool(
+            self._hand_offs or draft.finished or draft.completed_loads or draft.completed_stores
+        )
+
+    def hand_off(self, tracked: TrackedRequest) -> None:
+        """The request has ended here and goes on elsewhere: hold what it stored."""
+        self._hand_offs.add(tracked.request, offered_runs(tracked))
+
+    def send(self, jobs: StepJobs, released_leases: list[int], lease_ttl_s: float) -> bool:
+        """Send the step. False: no session, none of its jobs will ever run.
+
+        A step that says nothing is sent only now and then, to renew the leases.
+        """
+        step, self.draft = self.draft, StepDraft()
+        step.loads, step.stores = jobs.loads, jobs.stores
+        step.released_leases += released_leases
+        self._hand_offs.put_into(step)
+        now = self._clock()
+        is_quiet = step == EMPTY and now - self.sent_s < lease_ttl_s * RENEWED_EACH
+        was_sent = is_quiet or self._connection.send_step(step)
+        if was_sent and not is_quiet:
+            self.sent_s = now
+        generation = self._generation if was_sent else NEVER_SENT
+        for draft in jobs.loads:
+            self._note(draft, jobs, generation, is_load=True)
+        for draft in jobs.stores:
+            self._note(draft, jobs, generation, is_load=False)
+        return was_sent
+
+    def _note(self, draft: JobDraft, jobs: StepJobs, generation: int, *, is_load: bool) -> None:
+        tracked = jobs.owners[draft.job_id]
+        ranks = self._connection.world_size
+        self._jobs[draft.job_id] = SentJob(tracked, is_load, generation, ranks)
+        if not is_load:
+            tracked.request.store_jobs.add(draft.job_id)
+
+    def report(self, job_id: int, ranks: int, *, failed: bool) -> SentJob | None:
+        """So many more ranks acknowledge the job. The job once all have; None before."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return None
+        job.reports_left -= ranks
+        job.has_failed |= failed
+        if job.reports_left > 0:
+            return None
+        del self._jobs[job_id]
+        self._told.pop(job_id, None)
+        job.tracked.request.store_jobs.discard(job_id)
+        if job.generation == self._generation:
+            step = self.draft
+            (step.completed_loads if job.is_load else step.completed_stores).append(job_id)
+        return job
+
+    def enter(self, generation: int) -> bool:
+        """A session is there. True: a new one, to which nothing collected before means a thing."""
+        if generation == self._generation:
+            return False
+        self._generation = generation
+        self._told.clear()
+        draft = self.draft
+        draft.completed_loads.clear()
+        draft.completed_stores.clear()
+        draft.released_leases.clear()
+        return True
+
+    def lost_jobs(self) -> list[int]:
+        """Jobs that no rank's mover will ever end: of an earlier session, or long told ended.
+
+        Sound: a session is usable when all ranks are registered in it, and a worker registers
+        again only when its old mover is dead.
+        """
+        if not self._jobs:
+            return []
+        now = self._clock()
+        for job_id, _ in self._connection.take_ended():
+            if job_id in self._jobs:
+                self._told[job_id] = now
+        overdue = [job_id for job_id, told in self._told.items() if now - told > REPORT_GRACE_S]
+        for job_id in overdue:
+            self._told[job_id] = now  # said again, should this be lost too
+        current = (self._generation, NEVER_SENT)
+        return overdue + [i for i, job in self._jobs.items() if job.generation not in current]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more jobs may be in flight."""
+        return len(self._jobs) + MAX_JOBS_PER_STEP >= layout.MAX_JOBS_IN_FLIGHT
+
+    def clear(self) -> None:
+        """The cache was reset: nothing is handed off any more."""
+        self._hand_offs.clear()

@@ -1,0 +1,162 @@
+"""Which offered blocks to store, decided on the spot: from the page, its header, what is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
+)
+
+from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, by_group
+from kvd_client.integrations.vllm.stats import KvdStats
+from kvd_client.integrations.vllm.steps import MAX_JOBS_PER_STEP
+from kvd_client.scheduler.lookup import MAX_LOAD_BLOCKS
+from kvd_client.session import SessionView
+from kvd_proto import layout
+
+KEYS_PER_STEP = layout.MAX_KEYS_PER_MESSAGE
+
+Admitted = Callable[[TrackedRequest, int, int], bool]  # (request, group, block)
+
+
+@dataclass(slots=True)
+class BlocksSpec(LoadStoreSpec):
+    """The blocks of a job that is being made: hashes by vLLM's group number, in key order.
+
+    It stays in the scheduler; workers learn of jobs by their ids.
+    """
+
+    keys: Sequence[OffloadKey]
+    parts: list[tuple[int, list[bytes]]]
+
+
+@dataclass(slots=True)
+class StepBudget:
+    """What one step has taken of the limits and of the room that the page's header showed."""
+
+    load_keys: int = 0
+    keys: int = 0
+    stores: int = 0
+    room: dict[int, int] = field(default_factory=dict)
+
+    def take_load(self, keys: int) -> None:
+        self.load_keys += keys
+        self.keys += keys
+
+    def holds_load(self, keys: int) -> bool:
+        """Whether another load of so many blocks still goes with this step; one always does."""
+        return not self.load_keys or self.load_keys + keys <= MAX_LOAD_BLOCKS
+
+
+def nothing() -> PrepareStoreOutput:
+    """None of the offered blocks needs a copy."""
+    return PrepareStoreOutput([], BlocksSpec([], []), [])
+
+
+class StorePlanner:
+    """Answers prepare_store, and knows which blocks this engine is storing."""
+
+    def __init__(
+        self, groups: Sequence[OffloadGroup], index_of: dict[int, int], stats: KvdStats
+    ) -> None:
+        self._groups = groups
+        self._index_of = index_of
+        self._stats = stats
+        self._storing: dict[OffloadKey, None] = {}
+        self.budget = StepBudget()
+
+    def plan(
+        self,
+        tracked: TrackedRequest,
+        keys: list[OffloadKey],
+        req_context: ReqContext,
+        session: SessionView,
+        admitted: Admitted,
+    ) -> PrepareStoreOutput | None:
+        """What of these to store. None: no room now, offer them again."""
+        if tracked.policy is OffloadPolicy.REQUEST_LEVEL:
+            self._note_offered(tracked, keys, req_context)
+            wanted = keys
+        else:
+            wanted = self._absent(tracked, keys, session)
+            if session.store_threshold > 1:
+                offered = len(wanted)
+                wanted = [
+                    key for key in wanted if admitted(tracked, *self._place(key, req_context))
+                ]
+                self._stats.stores_skipped += offered - len(wanted)
+        if not wanted:
+            return nothing()
+        parts = list(by_group(wanted))
+        if not self._take_room(parts, len(wanted), session):
+            self._stats.no_room += 1
+            return None
+        self._stats.note_allocation(len(wanted))
+        self._storing.update(dict.fromkeys(wanted))
+        return PrepareStoreOutput(wanted, BlocksSpec(wanted, parts), [])
+
+    def ended(self, keys: Collection[OffloadKey]) -> None:
+        """These are not on their way any more."""
+        for key in keys:
+            self._storing.pop(key, None)
+
+    def clear(self) -> None:
+        """The cache was reset: what is on its way counts for nothing."""
+        self._storing.clear()
+
+    def block_of(self, key: OffloadKey, req_context: ReqContext) -> int:
+        """Which block of its request in its group the key names."""
+        return self._place(key, req_context)[1]
+
+    def _place(self, key: OffloadKey, req_context: ReqContext) -> tuple[int, int]:
+        group = self._index_of[get_offload_group_idx(key)]
+        end = req_context.get_offload_key_position(key) or 1
+        return group, (end - 1) // self._groups[group].tokens_per_block
+
+    def _absent(
+        self, tracked: TrackedRequest, keys: list[OffloadKey], session: SessionView
+    ) -> list[OffloadKey]:
+        """Keys that are neither in the daemon nor on their way there, in the order given."""
+        account = tracked.request.account
+        present: list[bool] = []
+        for group, hashes in by_group(keys):
+            present += session.present(self._index_of[group], account, hashes).tolist()
+        wanted = keys
+        if any(present):
+            wanted = [key for key, there in zip(keys, present, strict=True) if not there]
+        if self._storing.keys().isdisjoint(wanted):
+            return wanted
+        return [key for key in wanted if key not in self._storing]
+
+    def _take_room(
+        self, parts: list[tuple[int, list[bytes]]], keys: int, session: SessionView
+    ) -> bool:
+        budget = self.budget
+        if budget.keys + keys > KEYS_PER_STEP or budget.stores >= MAX_JOBS_PER_STEP:
+            return False
+        for group, hashes in parts:
+            index = self._index_of[group]
+            room = budget.room.get(index)
+            if room is None:
+                room = session.room(index)
+            budget.room[index] = room - len(hashes)
+            if room <= 0:
+                return False
+        budget.keys += keys
+        budget.stores += 1
+        return True
+
+    def _note_offered(
+        self, tracked: TrackedRequest, keys: list[OffloadKey], req_context: ReqContext
+    ) -> None:
+        for key in keys:
+            group, block = self._place(key, req_context)
+            tracked.offered[group][block] = get_offload_block_hash(key)
