@@ -57,6 +57,13 @@ class FixedRegistrar:
         self.lost.append(self.current)
         self.current = None
 
+    def end_mover(self, timeout_s: float) -> bool:
+        """As the real one, whose thread moves the registration to the lost ones."""
+        registration = self.current
+        assert registration is not None
+        self.lose()
+        return registration.end(0.0)  # a daemon that hangs: by force
+
     def mark_ready_by_call(self, registration: Registration, job_ids: Sequence[int]) -> None:
         self.by_call += job_ids
 
@@ -65,10 +72,19 @@ class Bench:
     """A worker with its stand-ins."""
 
     def __init__(
-        self, mover: MoverStandIn | None, writer: bool = True, flush_timeout_s: float = 1.0
+        self,
+        mover: MoverStandIn | None,
+        writer: bool = True,
+        flush_timeout_s: float = 1.0,
+        load_flush_timeout_s: float = 5.0,
     ) -> None:
-        identity = EngineIdentity("e", bytes(16))
-        self.worker = Worker("/nowhere", identity, writer=writer, flush_timeout_s=flush_timeout_s)
+        self.worker = Worker(
+            "/nowhere",
+            EngineIdentity("e", bytes(16)),
+            writer=writer,
+            flush_timeout_s=flush_timeout_s,
+            load_flush_timeout_s=load_flush_timeout_s,
+        )
         self.registrar = FixedRegistrar(None if mover is None else mover.registration)
         self.worker._registrar = self.registrar  # type: ignore[assignment]
 
@@ -158,6 +174,56 @@ def test_a_flush_covers_a_store_of_the_same_plan(mover: MoverStandIn) -> None:
     assert bench.ended() == [(5, True)]
 
 
+def test_a_store_that_was_given_up_is_not_reported_again_by_the_board(mover: MoverStandIn) -> None:
+    bench = Bench(mover, flush_timeout_s=0.0)
+    bench.worker.finish_step(StepPlan(stores=(5,)))
+    bench.worker.start_step(StepPlan(flush=(5,)))
+    assert bench.ended() == [(5, False)]
+    mover.post(5, STORE, FAILED, lane=1)
+    assert bench.ended() == []
+
+
+def test_a_flushed_load_is_waited_for_beyond_the_stores_timeout(mover: MoverStandIn) -> None:
+    bench = Bench(mover, flush_timeout_s=0.0)
+    bench.worker.start_step(StepPlan(loads=(1,)))
+    threading.Timer(0.05, lambda: mover.post(1, LOAD)).start()
+    bench.worker.flush_step(StepPlan(flush=(1,)))
+    assert bench.ended() == [(1, True)]
+
+
+def test_a_flushed_load_that_never_ends_is_ended_with_its_mover(mover: MoverStandIn) -> None:
+    bench = Bench(mover, flush_timeout_s=0.0, load_flush_timeout_s=0.05)
+    bench.worker.start_step(StepPlan(loads=(1,)))
+    bench.worker.flush_step(StepPlan(flush=(1,)))
+    assert mover.registration.is_dead
+    assert bench.ended() == [(1, False)]
+
+
+def test_jobs_that_nobody_will_end_are_written_off_once(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    bench.worker.start_step(StepPlan(loads=(1,)))
+    bench.worker.finish_step(StepPlan(stores=(2, 3)))
+    mover.post(3, STORE, lane=1)
+    bench.worker.write_off([1, 2, 3, 9])
+    assert sorted(bench.ended()) == [(1, False), (2, False), (3, True)]
+    bench.worker.write_off([1, 2, 3, 9])
+    assert bench.ended() == []
+    assert mover.ring.abandoned(2)
+
+
+def test_a_load_is_not_written_off_while_its_old_mover_may_still_write(
+    mover: MoverStandIn,
+) -> None:
+    bench = Bench(mover)
+    bench.worker.start_step(StepPlan(loads=(1,)))
+    bench.registrar.lose()
+    bench.worker.write_off([1])
+    assert bench.ended() == []
+    mover.die()
+    assert mover.registration.wait_dead(2.0)
+    assert bench.ended() == [(1, False)]
+
+
 def test_a_submitted_load_fails_only_with_its_movers_death(mover: MoverStandIn) -> None:
     bench = Bench(mover)
     bench.worker.start_step(StepPlan(loads=(1,)))
@@ -179,12 +245,13 @@ def test_what_a_dying_mover_said_last_counts(mover: MoverStandIn) -> None:
     assert bench.ended() == [(1, True), (2, False)]
 
 
-def test_a_refusal_that_comes_before_its_plan_is_reported_once(mover: MoverStandIn) -> None:
+def test_a_refusal_that_comes_before_its_plan_is_reported_with_it(mover: MoverStandIn) -> None:
     bench = Bench(mover)
     mover.post(5, STORE, REFUSED, lane=1)
-    assert bench.ended() == [(5, False)]
+    assert bench.ended() == []
     bench.worker.finish_step(StepPlan(stores=(5,)))
     assert mover.ring.take() == []
+    assert bench.ended() == [(5, False)]
     assert bench.ended() == []
 
 

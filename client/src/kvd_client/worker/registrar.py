@@ -11,6 +11,7 @@ import os
 import random
 import select
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -101,22 +102,42 @@ class Registrar:
         except grpc.RpcError as error:
             log.warning("kvd: %d jobs could not be marked ready: %s", len(job_ids), error)
 
-    def stop(self, timeout_s: float) -> bool:
-        """Unregister and end the thread. True: no copy can touch the rank's memory any more."""
+    def end_mover(self, timeout_s: float) -> bool:
+        """End this registration and its mover; the thread then registers again.
+
+        True: no copy of it can touch the rank's memory any more.
+        """
+        deadline = time.monotonic() + timeout_s
         with self._changed:
-            registration, stub = self._current, self._stub
+            ending = list(self.lost)
+            if self._current is not None and self._stub is not None:
+                ending.append(self._current)
+                self._unregister(self._stub, self._current, timeout_s)
+                self._current.is_unwanted = True
+        return _have_ended(ending, deadline)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Unregister and end the thread. True: no copy can touch the rank's memory any more.
+
+        After False it may be called again.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
             self._stopping = True
-            if registration is not None and stub is not None:
-                self._unregister(stub, registration, timeout_s)
+            if self._current is not None and self._stub is not None:
+                self._unregister(self._stub, self._current, timeout_s)
         if self._registering is not None:
             # A mover that is only just starting copies nothing: we never say ready.
             self._registering.cancel()
-        os.eventfd_write(self._wake_fd, 1)
-        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            os.eventfd_write(self._wake_fd, 1)
+            self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
-        os.close(self._wake_fd)
-        return all(lost.wait_dead(timeout_s) for lost in self.lost)
+        if self._wake_fd >= 0:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+        return _have_ended(self.lost, deadline)
 
     def _unregister(
         self,
@@ -164,6 +185,8 @@ class Registrar:
                 self._registering = stub.RegisterRank.future(
                     self._request(), timeout=REGISTER_TIMEOUT_S, metadata=metadata
                 )
+                if self._stopping:  # `stop` may have come too early to see it
+                    return
                 answer = self._registering.result()
                 channel_fds = companion.rank_channel(answer.registration_id)
                 registration = Registration(answer.registration_id, channel_fds)
@@ -205,7 +228,7 @@ class Registrar:
         poller = select.poll()
         for fd in (registration.pidfd, companion_fd, self._wake_fd):
             poller.register(fd, select.POLLIN)
-        while not self._stopping and not registration.is_broken:
+        while not (self._stopping or registration.is_broken or registration.is_unwanted):
             ready = {fd for fd, _ in poller.poll(1000)}
             if registration.pidfd in ready:
                 registration.is_dead = True
@@ -224,3 +247,9 @@ class Registrar:
         if problem != self.problem and not self._stopping:
             log.warning("kvd rank %d: %s", self._place.rank, problem)
             self.problem = problem
+
+
+def _have_ended(registrations: Sequence[Registration], deadline: float) -> bool:
+    """Whether their movers have; those that hang past the deadline are ended by force."""
+    ended = [each.end(max(0.0, deadline - time.monotonic())) for each in registrations]
+    return all(ended)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 from collections.abc import Sequence
 
 from kvd_proto.board import BoardOverrun, BoardReader, BoardRecord
 from kvd_proto.ring import RingWriter
+
+FORCED_END_S = 1.0
 
 
 class Registration:
@@ -20,6 +23,7 @@ class Registration:
         self.is_dead = False  # no copy of it can touch the rank's memory any more
         self.is_closed = False
         self.is_broken = False  # records were lost: nothing that it reports is complete
+        self.is_unwanted = False  # to be given up, dead or not
         try:
             self._ring = RingWriter(ring_fd, self._event_fd)
             self._board = BoardReader(board_fd)
@@ -56,6 +60,14 @@ class Registration:
             poller.register(self.pidfd, select.POLLIN)
             self.is_dead = bool(poller.poll(timeout_s * 1000))
         return self.is_dead
+
+    def end(self, timeout_s: float) -> bool:
+        """Whether the mover has ended: by itself within `timeout_s`, or by force where we may."""
+        if self.wait_dead(timeout_s):
+            return True
+        with contextlib.suppress(OSError):  # it is another user's
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        return self.wait_dead(FORCED_END_S)
 
     def close(self) -> None:
         """Unmap and close. Nothing may be called afterwards."""

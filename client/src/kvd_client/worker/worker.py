@@ -11,41 +11,32 @@ given up at any time.
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import TypedDict, Unpack
 
 from kvd_client.identity import EngineIdentity
-from kvd_client.scheduler.plan import JobReport, StepPlan, WorkerReport
+from kvd_client.scheduler.plan import StepPlan, WorkerReport
+from kvd_client.worker.jobs import Half, JobLedger
 from kvd_client.worker.memory import GroupLayout, SharedMemory
 from kvd_client.worker.registrar import RankMemory, RankPlace, Registrar
 from kvd_client.worker.registration import Registration
 from kvd_proto import layout
-from kvd_proto.board import BoardRecord
-from kvd_proto.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 1.0
+LOAD_FLUSH_TIMEOUT_S = 5.0
+END_MOVER_TIMEOUT_S = 5.0
 POLL_S = 0.0002
-MAX_EARLY = layout.BOARD_RECORDS
+POLL_TO_BURY_S = 1.0  # for the registrar's thread to see that a mover has ended
 
 WaitForCompute = Callable[[], None]
-
-
-class Half(enum.Enum):
-    """What a job may do to this rank's memory."""
-
-    STORE = "store"  # read it, once computed
-    LOAD = "load"  # write it
-    NONE = "none"  # a store that another rank makes: only its end is heard
 
 
 class WorkerOptions(TypedDict, total=False):
@@ -54,12 +45,7 @@ class WorkerOptions(TypedDict, total=False):
     shard: int  # which shard's bytes this rank holds; its own number
     writer: bool  # False where another rank writes that shard (a replicated layout)
     flush_timeout_s: float  # then flushed stores are given up
-
-
-@dataclass(slots=True)
-class OpenJob:
-    half: Half
-    registration: Registration
+    load_flush_timeout_s: float  # then the mover that still loads is ended
 
 
 class Worker:
@@ -80,12 +66,11 @@ class Worker:
         shard, writer = options.get("shard", rank), options.get("writer", True)
         self._place = RankPlace(rank, world_size, shard, writer)
         self._flush_timeout_s = options.get("flush_timeout_s", FLUSH_TIMEOUT_S)
+        self._load_flush_timeout_s = options.get("load_flush_timeout_s", LOAD_FLUSH_TIMEOUT_S)
         self._registrar: Registrar | None = None
         self._memory: RankMemory | None = None
         self._lock = threading.Lock()  # guards what the helper thread sees too
-        self._open: dict[int, OpenJob] = {}
-        self._ended: list[JobReport] = []
-        self._early: dict[int, None] = {}  # ended on the board before their plan came
+        self._jobs = JobLedger()
         self._computing: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._aside: threading.Thread | None = None
 
@@ -141,19 +126,44 @@ class Worker:
     # -- the step ---------------------------------------------------------------------------
 
     def start_step(self, plan: StepPlan) -> None:
-        """Before the model runs: flush what must end, then let loads begin.
+        """Before the model runs: flush what must end, then let loads begin."""
+        self.flush_step(plan)
+        self.start_loads(plan)
+
+    def flush_step(self, plan: StepPlan) -> None:
+        """Before any block of the step is overwritten: end what the plan says must end.
 
         Waits for flushed stores, at most `flush_timeout_s`; what has not ended then is given up.
+        A flushed load may be writing its blocks: one that has not ended `load_flush_timeout_s`
+        later is ended with its mover, and the rank registers again.
         """
         with self._lock:
-            for job_id in plan.forget:
-                self._open.pop(job_id, None)
+            self._jobs.forget(plan.forget)
         if plan.computed_stores:
             self._mark_ready(self._begin(plan.computed_stores, self._store_half))
-        if plan.flush:
-            self._abandon(self.wait(plan.flush, self._flush_timeout_s))
+        if not plan.flush:
+            return
+        left = self.wait(plan.flush, self._flush_timeout_s)
+        with self._lock:
+            self._jobs.give_up(left)
+        loads = self.wait(left, self._load_flush_timeout_s)
+        if loads:
+            self._end_mover_of(loads)
+
+    def start_loads(self, plan: StepPlan) -> None:
+        """Let the plan's loads begin; their blocks are the movers' until they are reported."""
         if plan.loads:
             self._mark_ready(self._begin(plan.loads, Half.LOAD))
+
+    def write_off(self, job_ids: Iterable[int]) -> None:
+        """Report as failed what is open of jobs that nobody will end: their session is gone.
+
+        A load whose mover may still run stays open until that is dead.
+        """
+        registrar = self._registrar
+        self._poll()
+        with self._lock:
+            self._jobs.write_off(job_ids, None if registrar is None else registrar.current)
 
     def finish_step(self, plan: StepPlan, wait_for_compute: WaitForCompute | None = None) -> None:
         """After the model was launched: let the step's stores begin once it has computed.
@@ -173,18 +183,29 @@ class Worker:
         """What ended since the last call. Never waits."""
         self._poll()
         with self._lock:
-            ended, self._ended = self._ended, []
-        return WorkerReport(self._place.rank, tuple(ended))
+            return WorkerReport(self._place.rank, self._jobs.take_ended())
 
     def wait(self, job_ids: Iterable[int], timeout_s: float) -> set[int]:
         """Wait until this rank's half of the jobs has ended; those that have not at the timeout."""
         deadline = time.monotonic() + timeout_s
+        left = set(job_ids)
         while True:
             self._poll()
-            left = {job_id for job_id in job_ids if self._touches_memory(job_id)}
+            left = {job_id for job_id in left if self._jobs.touches_memory(job_id)}
             if not left or time.monotonic() >= deadline:
                 return left
             time.sleep(POLL_S)
+
+    def _end_mover_of(self, loads: set[int]) -> None:
+        """Returns when no load of these can write any more, however long that takes."""
+        registrar = self._registrar
+        log.warning("kvd: %d loads have not ended in time; ending their mover", len(loads))
+        while registrar is not None:
+            registrar.end_mover(END_MOVER_TIMEOUT_S)
+            loads = self.wait(loads, POLL_TO_BURY_S)
+            if not loads:
+                return
+            log.error("kvd: the mover of %d loads does not end; waiting for it", len(loads))
 
     # -- halves -----------------------------------------------------------------------------
 
@@ -193,29 +214,16 @@ class Worker:
         return Half.STORE if self._place.writer else Half.NONE
 
     def _begin(self, job_ids: Iterable[int], half: Half) -> list[int]:
-        """Take note of jobs; those whose half this rank has to make.
-
-        Without a registration they fail here and now: no mover knows of them.
-        """
         registration = None if self._registrar is None else self._registrar.current
-        begun = []
         with self._lock:
-            for job_id in job_ids:
-                if job_id in self._early:
-                    del self._early[job_id]
-                elif registration is None:
-                    self._ended.append(JobReport(job_id, done=False))
-                else:
-                    self._open[job_id] = OpenJob(half, registration)
-                    begun.append(job_id)
-        return begun
+            return self._jobs.begin(job_ids, half, registration)
 
     def _mark_ready(self, job_ids: Sequence[int]) -> None:
         """Tell the mover. Jobs that were given up meanwhile, or go to a dead one, are left out."""
         by_registration: dict[int, tuple[Registration, list[int]]] = {}
         with self._lock:
             for job_id in job_ids:
-                job = self._open.get(job_id)
+                job = self._jobs.open_job(job_id)
                 if job is not None and job.half is not Half.NONE:
                     registration = job.registration
                     by_registration.setdefault(id(registration), (registration, []))[1].append(
@@ -246,20 +254,10 @@ class Worker:
             wait_for_compute()
         except Exception:
             log.exception("the step's compute failed; its stores are given up")
-            self._abandon(job_ids)
+            with self._lock:
+                self._jobs.give_up(job_ids)
             return
         self._mark_ready(job_ids)
-
-    def _abandon(self, job_ids: Iterable[int]) -> None:
-        """Give stores up: from now on their blocks may be overwritten."""
-        with self._lock:
-            for job_id in job_ids:
-                job = self._open.get(job_id)
-                if job is not None and job.half is not Half.LOAD:
-                    if not job.registration.is_dead:
-                        job.registration.abandon(job_id)
-                    del self._open[job_id]
-                    self._ended.append(JobReport(job_id, done=False))
 
     def _do_tasks(self) -> None:
         while (task := self._computing.get()) is not None:
@@ -274,32 +272,11 @@ class Worker:
         with self._lock:
             current = registrar.current
             if current is not None:
-                self._take(current.poll())
+                self._jobs.take(current.poll())
             for lost in list(registrar.lost):
                 is_dead = lost.is_dead  # asked before the board: then nothing comes after
-                self._take(lost.poll())
+                self._jobs.take(lost.poll())
                 if is_dead:
                     registrar.lost.remove(lost)
-                    self._bury(lost)
-
-    def _take(self, records: Iterable[BoardRecord]) -> None:
-        for record in records:
-            if self._open.pop(record.job_id, None) is None:
-                self._early[record.job_id] = None
-                if len(self._early) > MAX_EARLY:
-                    del self._early[next(iter(self._early))]
-            done = record.status == common_pb2.JOB_STATUS_DONE
-            self._ended.append(
-                JobReport(record.job_id, done, record.bytes_copied, record.duration_ns)
-            )
-
-    def _bury(self, registration: Registration) -> None:
-        """The mover is dead and its last words are read: its open jobs have failed."""
-        for job_id in [i for i, job in self._open.items() if job.registration is registration]:
-            del self._open[job_id]
-            self._ended.append(JobReport(job_id, done=False))
-        registration.close()
-
-    def _touches_memory(self, job_id: int) -> bool:
-        job = self._open.get(job_id)
-        return job is not None and job.half is not Half.NONE
+                    self._jobs.bury(lost)
+                    lost.close()

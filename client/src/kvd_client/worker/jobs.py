@@ -1,0 +1,121 @@
+"""A rank's jobs, from the plan that names them to their one report."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvd_client.scheduler.plan import JobReport
+from kvd_client.worker.registration import Registration
+from kvd_proto import layout
+from kvd_proto.board import BoardRecord
+from kvd_proto.v1 import common_pb2
+
+MAX_UNASKED = layout.BOARD_RECORDS
+
+
+class Half(enum.Enum):
+    """What a job may do to this rank's memory."""
+
+    STORE = "store"  # read it, once computed
+    LOAD = "load"  # write it
+    NONE = "none"  # a store that another rank makes: only its end is heard
+
+
+@dataclass(slots=True)
+class OpenJob:
+    half: Half
+    registration: Registration
+
+
+class JobLedger:
+    """Reports each job once, and none before its plan came, whatever the boards say.
+
+    A board may tell of a job before its plan does (a refusal), and again after it was given up
+    or buried (the daemon's own word, on the next registration's board). Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, OpenJob] = {}
+        self._ended: list[JobReport] = []
+        self._unasked: dict[int, JobReport] = {}  # of jobs that no plan has named, or no longer
+
+    def begin(
+        self, job_ids: Iterable[int], half: Half, registration: Registration | None
+    ) -> list[int]:
+        """Take note of a plan's jobs; those whose half this rank has to make.
+
+        Without a registration they fail here and now: no mover knows of them.
+        """
+        begun = []
+        for job_id in job_ids:
+            early = self._unasked.pop(job_id, None)
+            if early is not None:
+                self._ended.append(early)
+            elif registration is None:
+                self._ended.append(JobReport(job_id, done=False))
+            else:
+                self._open[job_id] = OpenJob(half, registration)
+                begun.append(job_id)
+        return begun
+
+    def open_job(self, job_id: int) -> OpenJob | None:
+        return self._open.get(job_id)
+
+    def touches_memory(self, job_id: int) -> bool:
+        job = self._open.get(job_id)
+        return job is not None and job.half is not Half.NONE
+
+    def forget(self, job_ids: Iterable[int]) -> None:
+        """Nobody wants to hear of these any more."""
+        for job_id in job_ids:
+            self._open.pop(job_id, None)
+            self._unasked.pop(job_id, None)
+
+    def give_up(self, job_ids: Iterable[int]) -> None:
+        """Report stores as failed: from now on their blocks may be overwritten."""
+        for job_id in job_ids:
+            job = self._open.get(job_id)
+            if job is not None and job.half is not Half.LOAD:
+                if not job.registration.is_dead:
+                    job.registration.abandon(job_id)
+                self._fail(job_id)
+
+    def write_off(self, job_ids: Iterable[int], current: Registration | None) -> None:
+        """Report as failed what is open of jobs that nobody will end.
+
+        A load of an earlier registration stays open until its mover is dead.
+        """
+        job_ids = list(job_ids)
+        self.give_up(job_ids)
+        for job_id in job_ids:
+            job = self._open.get(job_id)
+            if job is not None and job.registration is current:
+                self._fail(job_id)
+
+    def bury(self, registration: Registration) -> None:
+        """Its mover is dead and its last words are taken: its open jobs have failed."""
+        for job_id in [i for i, job in self._open.items() if job.registration is registration]:
+            self._fail(job_id)
+
+    def take(self, records: Iterable[BoardRecord]) -> None:
+        """What a board says."""
+        for record in records:
+            done = record.status == common_pb2.JOB_STATUS_DONE
+            report = JobReport(record.job_id, done, record.bytes_copied, record.duration_ns)
+            if self._open.pop(record.job_id, None) is not None:
+                self._ended.append(report)
+                continue
+            self._unasked[record.job_id] = report
+            if len(self._unasked) > MAX_UNASKED:
+                del self._unasked[next(iter(self._unasked))]
+
+    def take_ended(self) -> tuple[JobReport, ...]:
+        """Reports since the last call."""
+        ended, self._ended = self._ended, []
+        return tuple(ended)
+
+    def _fail(self, job_id: int) -> None:
+        del self._open[job_id]
+        self._ended.append(JobReport(job_id, done=False))
