@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint type sim bench proto gpu-check clean
+.PHONY: help venv demo test test-vllm lint type sim bench proto gpu-check clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -18,10 +18,15 @@ demo: ## Run a real model with its KV cache in kvd, restart it, and load the cac
 	@.ci/venv demo
 	@$(BIN)/kvd demo
 
-test: ## Lint, types, and every test that needs no GPU
+test: ## Lint, types, and every test that needs no GPU and no vLLM
 	@.ci/venv dev demo
 	@$(MAKE) --no-print-directory lint type
 	@$(PYTEST) $(ARGS)
+
+test-vllm: ## Tests with real vLLM engines on the CPU (in .venv-vllm, 1.9 GB)
+	@.ci/venv
+	@.ci/venv vllm; made=$$?; [ $$made = 3 ] && exit 0; [ $$made = 0 ] && \
+	  .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
 lint: ## Format, lint, import directions, protocol
 	@.ci/venv dev
@@ -53,7 +58,7 @@ gpu-check: ## Tests on a machine with a GPU
 	@echo 'nothing to check on a GPU. This target will run tests/gpu once there is.'
 	@exit 1
 
-clean: ## Remove what builds and tests made (.venv stays)
+clean: ## Remove what builds and tests made (.venv and .venv-vllm stay)
 	rm -rf build dist client/dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 	  .import_linter_cache
-	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

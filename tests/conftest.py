@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -20,6 +21,15 @@ from tests.daemon_process import DaemonProcess
 settings.register_profile("kvd", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "kvd")
+
+
+# tests/vllm runs in another environment: `make test-vllm`.
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+collect_ignore = [] if HAS_VLLM else ["vllm"]
+
+
+def pytest_report_header() -> list[str]:
+    return [] if HAS_VLLM else ["tests/vllm: not here but in .venv-vllm, by `make test-vllm`"]
 
 
 @pytest.fixture(scope="module", autouse=True)

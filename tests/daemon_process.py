@@ -27,6 +27,7 @@ class DaemonProcess:
         self.flags: dict[str, object] = {}
         self.more_flags: tuple[str, ...] = ()
         self.environment: dict[str, str] = {}
+        self.python = sys.executable
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -47,7 +48,7 @@ class DaemonProcess:
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvd", "serve", *flags, *self.more_flags],
+                [self.python, "-m", "kvd", "serve", *flags, *self.more_flags],
                 env=os.environ | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

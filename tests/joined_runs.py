@@ -1,0 +1,101 @@
+"""One summary over two runs of pytest, each in an environment of its own.
+
+The first run is given `--reports-to FILE`, the second `--reports-from FILE`: it counts what the
+first reported among its own, failures with their text, so that its last line speaks for both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+ENDED = "ended"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reports-to", type=Path, help="write this run's reports to a file")
+    parser.addoption("--reports-from", type=Path, help="count another run's reports among ours")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    written, read = config.getoption("reports_to"), config.getoption("reports_from")
+    if written is not None:
+        config.pluginmanager.register(Writer(config, written))
+    if read is not None:
+        config.pluginmanager.register(Reader(read))
+
+
+class Writer:
+    """Writes each report as a line of JSON as it comes, and in the end that it was the end."""
+
+    def __init__(self, config: pytest.Config, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._config = config
+        self._file = path.open("w")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._write(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if not report.passed:
+            self._write(report)
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._file.write(json.dumps({ENDED: int(exitstatus)}))
+        self._file.close()
+
+    def _write(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        plain = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._file.write(json.dumps(plain, default=str) + "\n")
+        self._file.flush()
+
+
+class Reader:
+    """Reports what the other run did after our own tests have run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
+        result = yield
+        reports = list(self._reports(session.config))
+        session.testscollected += len({report.nodeid for report in reports})
+        for report in reports:
+            if isinstance(report, pytest.CollectReport):
+                session.config.hook.pytest_collectreport(report=report)
+            else:
+                session.config.hook.pytest_runtest_logreport(report=report)
+        return result
+
+    def _reports(self, config: pytest.Config) -> Iterator[pytest.TestReport | pytest.CollectReport]:
+        if not self._path.exists():
+            yield _of_the_whole_run("skipped", "the other environment can't be made here")
+            return
+        ended = False
+        for line in self._path.read_text().splitlines():
+            try:
+                plain = json.loads(line)
+            except ValueError:  # torn: killed while it wrote
+                break
+            ended = ENDED in plain
+            if not ended:
+                yield config.hook.pytest_report_from_serializable(config=config, data=plain)
+        if not ended:
+            yield _of_the_whole_run("failed", f"{self._path}: the other run ended without a word")
+
+
+def _of_the_whole_run(outcome: str, why: str) -> pytest.TestReport:
+    """A report in the place of those that never came."""
+    place = ("tests/vllm", 0, why)
+    return pytest.TestReport(
+        nodeid="tests/vllm",
+        location=("tests/vllm", 0, "the whole run"),
+        keywords={},
+        outcome=outcome,  # type: ignore[arg-type]
+        longrepr=place if outcome == "skipped" else why,
+        when="call",
+    )

@@ -1,0 +1,59 @@
+"""The second of two runs of pytest ends with a summary that counts the first, too."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.tidy.source import ROOT
+
+FIRST = "import pytest\ndef test_good(): pass\ndef test_bad(): assert 6 * 9 == 42\n"
+SECOND = "def test_fine(): pass\n"
+
+
+def run(tmp_path: Path, source: str, *flags: object) -> subprocess.CompletedProcess[str]:
+    """A run of pytest over one file, far from our own configuration."""
+    (tmp_path / "test_it.py").write_text(source)
+    words = ["-p", "tests.joined_runs", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *words, tmp_path, *map(str, flags), tmp_path],
+        cwd=ROOT,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_summary_counts_both_runs_and_shows_what_failed_in_the_first(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    run(tmp_path, FIRST, "--reports-to", reports)
+    second = run(tmp_path, SECOND, "--reports-from", reports)
+    assert "1 failed, 2 passed" in second.stdout.splitlines()[-1]
+    assert "assert (6 * 9) == 42" in second.stdout
+    assert second.returncode == 1
+
+
+def test_a_first_run_that_all_passed_leaves_the_second_passed(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    run(tmp_path, SECOND, "--reports-to", reports)
+    second = run(tmp_path, SECOND, "--reports-from", reports)
+    assert "2 passed" in second.stdout.splitlines()[-1]
+    assert second.returncode == 0
+
+
+def test_a_first_run_that_was_killed_is_a_failure(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    run(tmp_path, SECOND, "--reports-to", reports)
+    written = reports.read_text()
+    reports.write_text(written[: len(written) - 3])
+    second = run(tmp_path, SECOND, "--reports-from", reports)
+    assert "1 failed, 2 passed" in second.stdout.splitlines()[-1]
+    assert second.returncode == 1
+
+
+def test_a_first_run_that_never_was_is_skipped_with_a_reason(tmp_path: Path) -> None:
+    second = run(tmp_path, SECOND, "--reports-from", tmp_path / "nothing", "-rs")
+    assert "1 passed, 1 skipped" in second.stdout.splitlines()[-1]
+    assert "the other environment can't be made here" in second.stdout
+    assert second.returncode == 0

@@ -1,0 +1,145 @@
+"""Real engines, a real daemon, and what the same engine says without any connector."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import leaks
+from tests.daemon_process import DaemonProcess
+from tests.vllm import tiny_model
+from tests.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, FORKS, Answer, Engine, Prompt
+
+ROOT = Path(__file__).resolve().parents[2]
+DAEMON_PYTHON = os.environ.get("KVD_DAEMON_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
+KV_BYTES = 64 << 20
+
+os.environ.update(ENVIRONMENT)  # before anything imports torch or vLLM, here or in a fork
+FORKS.set_forkserver_preload(  # what an engine imports on its way
+    [
+        "tests.vllm.engine_process",
+        "vllm.model_executor.models.gemma3",
+        "vllm.model_executor.models.llama",
+        "vllm.v1.executor.uniproc_executor",
+        "vllm.v1.worker.cpu_worker",
+    ]
+)
+
+StartEngine = Callable[..., Engine]
+
+
+def settings_of(model: Path, **more: Any) -> dict[str, Any]:
+    """The settings of every engine here. Float32: in bfloat16 a preemption changes tokens."""
+    return {
+        "model": str(model),
+        "dtype": "float32",
+        "block_size": BLOCK_TOKENS,
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": KV_BYTES,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+        **more,
+    }
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama."""
+    return _made(tiny_model.make_llama, tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Gemma: sliding-window and full attention in one."""
+    return _made(tiny_model.make_gemma, tmp_path_factory.mktemp("gemma"))
+
+
+def _made(make: Callable[[Path], None], directory: Path) -> Path:
+    maker = FORKS.Process(target=make, args=(directory,))
+    maker.start()
+    maker.join()
+    assert maker.exitcode == 0, "the model could not be made"
+    maker.close()
+    return directory
+
+
+class Plain:
+    """What an engine without any connector answers: the truth that all others are held to."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+
+    def tokens(self, *prompts: Prompt, max_tokens: int = 12) -> list[tuple[int, ...]]:
+        """The right tokens for some prompts."""
+        new = [each for each in prompts if (tuple(each), max_tokens) not in self._known]
+        answers = self.engine.generate(*new, max_tokens=max_tokens)
+        for each, answer in zip(new, answers, strict=True):
+            self._known[tuple(each), max_tokens] = answer.tokens
+        return [self._known[tuple(each), max_tokens] for each in prompts]
+
+
+@pytest.fixture(scope="session")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    """An engine without a connector and without a prefix cache."""
+    log = tmp_path_factory.mktemp("plain") / "engine.log"
+    engine = Engine(settings_of(model, enable_prefix_caching=False), log)
+    yield Plain(engine)
+    engine.end()
+
+
+@pytest.fixture(scope="module")
+def start_engine(
+    plain: Plain, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[StartEngine]:
+    """Starts engines, which end with the module at the latest."""
+    running: list[Engine] = []
+    directory = tmp_path_factory.mktemp("engines")
+
+    def start(environment: dict[str, str] | None = None, **settings: Any) -> Engine:
+        log = directory / f"engine-{len(running)}.log"
+        running.append(Engine(settings_of(model) | settings, log, environment))
+        return running[-1]
+
+    yield start
+    for engine in running:
+        engine.end()
+
+
+def tokens(answers: list[Answer]) -> list[tuple[int, ...]]:
+    """The tokens alone, to be compared with what is right."""
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], DaemonProcess]]:
+    """Makes daemons, not yet started, each with a pool of its own on shared memory."""
+    made: list[DaemonProcess] = []
+    pools: list[Path] = []
+
+    def make() -> DaemonProcess:
+        name = f"kvd-test-{os.getpid()}-"
+        pools.append(Path(tempfile.mkdtemp(prefix=name, dir=leaks.SHARED_MEMORY)))
+        made.append(DaemonProcess(tmp_path_factory.mktemp("kvd"), pools[-1]))
+        made[-1].python = DAEMON_PYTHON
+        return made[-1]
+
+    yield make
+    for daemon in made:
+        daemon.end()
+    for pool in pools:
+        shutil.rmtree(pool)
+
+
+@pytest.fixture(scope="module")
+def kvd(make_daemon: Callable[[], DaemonProcess]) -> DaemonProcess:
+    """A running daemon for all of a module's tests."""
+    daemon = make_daemon()
+    daemon.start()
+    return daemon

@@ -1,0 +1,209 @@
+"""The tests' side of an engine process: prompts go in, tokens come out, and it can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.tiny_model import VOCABULARY
+
+PATIENCE_SECONDS = 120.0  # for whatever an engine was told to do
+BLOCK_TOKENS = 32
+HITS = "vllm:external_prefix_cache_hits"
+QUERIES = "vllm:external_prefix_cache_queries"
+PREEMPTIONS = "vllm:num_preemptions"
+
+# One server that has imported vLLM, from which every engine of this run is forked.
+FORKS = multiprocessing.get_context("forkserver")
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+Prompt = list[int]
+Happening = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request came to: its tokens, and how many of its prompt's were in some cache."""
+
+    tokens: tuple[int, ...]
+    cached: int
+
+
+def prompt(name: str, length: int, after: Sequence[int] = ()) -> Prompt:
+    """Tokens that are the same for the same name, behind those of another prompt."""
+    draw = random.Random(name)
+    return [*after, *(draw.randrange(3, VOCABULARY) for _ in range(length))]
+
+
+def with_kvd(socket: str, **options: Any) -> dict[str, Any]:
+    """The settings of an engine that keeps its KV in the daemon behind a socket."""
+    extra = {"socket_path": socket, **options}
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "KvdConnector",
+            "kv_connector_module_path": "kvd_client.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }
+    }
+
+
+class Engine:
+    """A vLLM engine in a process of its own, ready for prompts once this is made."""
+
+    def __init__(
+        self, settings: dict[str, Any], log: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        self.log = log
+        self._numbers = itertools.count()
+        self._tokens: dict[str, tuple[int, ...]] = {}
+        self._answers: dict[str, Answer] = {}
+        self._connection, theirs = FORKS.Pipe()
+        variables = ENVIRONMENT | (environment or {})
+        self._process = FORKS.Process(target=_serve, args=(theirs, settings, variables, log))
+        self._process.start()
+        theirs.close()
+        self._wait_for("ready")
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def generate(self, *prompts: Prompt, max_tokens: int = 12) -> list[Answer]:
+        """Answers to some prompts, all given at once."""
+        return self.finish(*(self.submit(each, max_tokens) for each in prompts))
+
+    def submit(
+        self, prompt: Prompt, max_tokens: int = 12, transfer: dict[str, Any] | None = None
+    ) -> str:
+        """Give the engine a request and go on; returns its id."""
+        request = f"request-{next(self._numbers)}"
+        self._tokens[request] = ()
+        self._tell(
+            "submit", request=request, prompt=prompt, max_tokens=max_tokens, transfer=transfer
+        )
+        return request
+
+    def abort(self, request: str) -> None:
+        self._tell("abort", request=request)
+
+    def finish(self, *requests: str) -> list[Answer]:
+        """The answers to what was submitted, once all of them are there."""
+        self.wait(lambda: all(request in self._answers for request in requests))
+        return [self._answers[request] for request in requests]
+
+    def has_finished(self, request: str) -> bool:
+        """Whether an answer is there, as far as the engine has told."""
+        return request in self._answers
+
+    def tokens_of(self, request: str) -> tuple[int, ...]:
+        """What a request has produced so far, as far as the engine has told."""
+        return self._tokens[request]
+
+    def wait(self, until: Callable[[], bool]) -> None:
+        """Take in what the engine tells until a condition holds."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not until():
+            self._take(deadline)
+
+    def listen(self, seconds: float) -> None:
+        """Take in whatever the engine tells in the next seconds."""
+        deadline = time.monotonic() + seconds
+        while self._connection.poll(max(0.0, deadline - time.monotonic())):
+            self._note(self._connection.recv())
+
+    def settle(self) -> None:
+        """Returns once the engine has nothing to do any more: its stores have ended, too."""
+        self._tell("settle")
+        self._wait_for("settled")
+
+    def reset(self, connector: bool = False) -> bool:
+        """Forget the prefix cache, on request also the connector's; whether vLLM did so."""
+        self._tell("reset", connector=connector)
+        return bool(self._wait_for("reset")["done"])
+
+    def count(self, name: str) -> float:
+        """A metric's value, summed over its labels."""
+        return self.counts().get(name, 0.0)
+
+    def counts(self) -> dict[str, float]:
+        """All counters and gauges that vLLM keeps."""
+        self._tell("count")
+        values: dict[str, float] = self._wait_for("counted")["values"]
+        return values
+
+    def kill(self) -> None:
+        """Kill -9, workers too; returns once the process is gone."""
+        if self._process.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+        self._close()
+
+    def end(self) -> None:
+        """Let it shut down in order; by force when that takes too long."""
+        if self._connection.closed:
+            return
+        with contextlib.suppress(OSError):
+            self._tell("end")
+        self._process.join(PATIENCE_SECONDS)
+        code = self._process.exitcode
+        self.kill()
+        assert code == 0, f"the engine ended with {code}:\n{self._last_words()}"
+
+    def _close(self) -> None:
+        self._process.join()
+        self._process.close()
+        self._connection.close()
+
+    def _tell(self, do: str, **order: Any) -> None:
+        self._connection.send({"do": do, **order})
+
+    def _wait_for(self, event: str) -> Happening:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            told = self._take(deadline)
+            if told["event"] == event:
+                return told
+
+    def _take(self, deadline: float) -> Happening:
+        """The engine's next word; an assertion if it has died or is silent."""
+        if not self._connection.poll(max(0.0, deadline - time.monotonic())):
+            raise AssertionError(f"the engine says nothing any more:\n{self._last_words()}")
+        try:
+            told: Happening = self._connection.recv()
+        except (EOFError, OSError):
+            raise AssertionError(f"the engine is gone:\n{self._last_words()}") from None
+        assert told["event"] != "died", f"{told['why']}\n{self._last_words()}"
+        self._note(told)
+        return told
+
+    def _note(self, told: Happening) -> None:
+        if told["event"] == "tokens":
+            self._tokens[told["request"]] = tuple(told["tokens"])
+        elif told["event"] == "finished":
+            self._tokens[told["request"]] = tuple(told["tokens"])
+            self._answers[told["request"]] = Answer(tuple(told["tokens"]), told["cached"])
+
+    def _last_words(self) -> str:
+        return "\n".join(self.log.read_text().splitlines()[-60:])
+
+
+def _serve(*given: Any) -> None:
+    from tests.vllm.engine_process import serve  # imports vLLM: in the forked process only
+
+    serve(*given)
