@@ -73,7 +73,7 @@ class SlotTable:
         numbers = np.arange(len(slots), dtype=np.int32)
         # Written backwards, so that the first of equal slots is the last to be written.
         self._marks[slots[::-1]] = numbers[::-1]
-        return np.asarray(self._marks[slots] == numbers)
+        return np.asarray(self._marks.take(slots) == numbers)
 
     def without(self, slots: Slots, others: Slots) -> Slots:
         """Those of the slots that are not among the others, in their order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.core import lease, prefix, residency, spaces
 from kvd.core.actions import Action, Answer, Reply
@@ -63,24 +64,21 @@ def lookup(state: State, event: LookupRequested, now_ns: int) -> list[Action]:
 
 def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_ns: int) -> Answer:
     counters = state.counters
-    count = len(query.keys)
     tags, slots = read_keys(state, session, query.context.account, query.group, query.keys.words)
     known = slots != NOWHERE
-    statuses = np.zeros(count, dtype=np.uint8)
-    statuses[known] = _STATUS_OF_STATE[state.slots.state[slots[known]]]
-    missed = ~known
-    if missed.any():
-        owner.policy.missed(tags[missed])
-        if not state.draining:
-            statuses[missed] = np.where(state.admission.would_admit(tags[missed]), ADMIT, MISS)
+    if known.all():
+        statuses = _STATUS_OF_STATE.take(state.slots.state.take(slots))
+    else:
+        statuses = _statuses(state, owner, tags, slots, known)
     held, leased = None, 0
     if query.lease is not LeaseMode.NONE:
         run = _claimed(statuses, query.lease)
-        fitting = lease.leasable(state, session, owner, slots[run])
-        statuses[run[fitting:]] = RETRY
-        leased = fitting
+        claimed = slots.take(run)
+        leased = lease.leasable(state, session, owner, claimed)
+        if leased < len(run):
+            statuses[run[leased:]] = RETRY
+            claimed = claimed[:leased]
         if leased:
-            claimed = slots[run[:leased]]
             held = lease.hold(state, session, query, owner, (claimed, now_ns))
             residency.touch(state, owner, claimed, now_ns)
             prefix.note(state, prefix.of(session, query.context.request), claimed)
@@ -92,7 +90,20 @@ def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_
     return Answer(statuses.tobytes(), held, leased)
 
 
-def _claimed(statuses: np.ndarray[tuple[int], np.dtype[np.uint8]], mode: LeaseMode) -> Slots:
+def _statuses(
+    state: State, owner: SizeClass, tags: U64, slots: Slots, known: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.uint8]:
+    """Statuses of keys of which some are not in the index; the policy hears which."""
+    statuses = np.zeros(len(slots), dtype=np.uint8)
+    statuses[known] = _STATUS_OF_STATE.take(state.slots.state.take(slots[known]))
+    missed = ~known
+    owner.policy.missed(tags[missed])
+    if not state.draining:
+        statuses[missed] = np.where(state.admission.would_admit(tags[missed]), ADMIT, MISS)
+    return statuses
+
+
+def _claimed(statuses: npt.NDArray[np.uint8], mode: LeaseMode) -> Slots:
     """Places of the keys that a lease of this mode would hold."""
     hit = statuses == HIT
     if mode is LeaseMode.ALL or hit.all():

@@ -75,8 +75,9 @@ class SlotQueue:
 
     def holds(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of these slots stand in this queue."""
-        places = self._places[slots]
-        held: npt.NDArray[np.bool_] = (places != 0) & (places & MARK_MASK == self._mark)
+        places = self._places.take(slots)
+        held: npt.NDArray[np.bool_] = places & MARK_MASK == self._mark
+        held &= places != 0
         return held
 
     def append(self, slots: Slots) -> None:
@@ -185,8 +186,12 @@ class SlotQueue:
     def _live_mentions(self, start: int, size: int) -> tuple[Places, Slots]:
         positions = np.arange(start, start + size)
         slots = self._read(start, size)
-        live = self._places[slots] == ((positions << MARK_BITS) | self._mark)
+        live = self._places.take(slots) == ((positions << MARK_BITS) | self._mark)
         return positions[live], slots[live].astype(np.int64)
+
+    def _is_live(self, position: int) -> bool:
+        slot = self._ring[position % self._ring.size]
+        return bool(self._places[slot] == (position << MARK_BITS) | self._mark)
 
     def _read(self, start: int, size: int) -> npt.NDArray[np.int32]:
         ring = self._ring
@@ -237,6 +242,8 @@ class SlotQueue:
     def _trim(self, size: int) -> None:
         """Drop stale mentions at the old end, looking at up to `size`."""
         size = min(size, self._next - self._first)
+        if size and self._is_live(self._first):
+            return
         positions, _ = self._live_mentions(self._first, size)
         self._first = int(positions[0]) if positions.size else self._first + size
 
