@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-vllm lint type sim bench proto gpu-check clean
+.PHONY: help venv demo test test-vllm lint type sim bench bench-vllm proto gpu-check clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -48,6 +48,11 @@ sim: ## Simulation over many seeds (SEEDS=how many, 200)
 bench: ## Benchmarks: tables, and JSON with machine and commit (ARGS=names)
 	@.ci/venv dev bench
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+bench-vllm: ## Benchmarks of the connector under vLLM, in the same form (ARGS=names)
+	@.ci/venv bench demo
+	@.ci/venv vllm
+	@$(BIN)/python -m benchmarks.vllm $(ARGS)
 
 proto: ## Make the stubs from proto/
 	@.ci/venv dev

@@ -16,10 +16,10 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 
 
-def benchmarks() -> dict[str, str]:
-    """Name → first line of its docstring, of every module here that can be run."""
+def benchmarks(folder: Path) -> dict[str, str]:
+    """Name → first line of its docstring, of every module there that can be run."""
     found = {}
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(folder.glob("*.py")):
         tree = ast.parse(path.read_text())
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         if path.stem != "__main__" and "main" in functions:
@@ -27,12 +27,12 @@ def benchmarks() -> dict[str, str]:
     return found
 
 
-def main() -> int:
-    """Run the named benchmarks; 1 if one of them failed."""
-    there_are = benchmarks()
-    listed = "\n".join(f"  {name:12} {title}" for name, title in there_are.items())
+def run_named(folder: Path, package: str) -> int:
+    """Run the benchmarks of a folder that the command line names; 1 if one of them failed."""
+    there_are = benchmarks(folder)
+    listed = "\n".join(f"  {name:14} {title}" for name, title in there_are.items())
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks",
+        prog=f"python -m {package}",
         epilog=listed,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -44,7 +44,7 @@ def main() -> int:
     for name in names:
         print(f"\n== {name}: {there_are[name]}", flush=True)
         began = time.monotonic()
-        command = [sys.executable, "-m", f"benchmarks.{name}"]
+        command = [sys.executable, "-m", f"{package}.{name}"]
         if subprocess.run(command, check=False, cwd=FOLDER.parent).returncode != 0:
             failed.append(name)
         print(f"== {name}: {time.monotonic() - began:.0f} s", flush=True)
@@ -54,4 +54,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_named(FOLDER, "benchmarks"))
