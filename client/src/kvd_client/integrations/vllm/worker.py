@@ -1,0 +1,250 @@
+"""The rank side of the connector: vLLM's hooks in each worker process.
+
+The daemon has the jobs and their blocks; a rank says when its half of each is ready and tells
+vLLM how it ended. Each job of a plan is acknowledged once, failed or not. Nothing here raises
+for an absent, killed, hung or slow daemon.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections import deque
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
+from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
+
+from kvd_client.integrations.vllm.memory import (
+    RankKv,
+    SharedAllocation,
+    SharedBuffer,
+    compute_end,
+    rank_kv,
+)
+from kvd_client.integrations.vllm.metadata import (
+    KvdConnectorMetadata,
+    KvdWorkerMetadata,
+    RankHandshake,
+    vllm_job_id,
+)
+from kvd_client.integrations.vllm.namespace import engine_identity
+from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.vllm.rank_layout import describe_rank
+from kvd_client.scheduler import JobReport
+from kvd_client.worker import Worker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+log = logging.getLogger(__name__)
+
+STEPS_REMEMBERED = 4  # vLLM may finalize a step after the next one's first hook
+UNREGISTER_TIMEOUT_S = 5.0
+
+NO_GPU_YET = (
+    "this version of kvd serves engines whose KV lies in host memory, and this engine's lies on"
+    " {device}: start vLLM without the kvd connector (take --kv-transfer-config away), or with"
+    ' "kv_connector": "OffloadingConnector", which is vLLM\'s own'
+)
+
+
+class Part(enum.Enum):
+    """What of a step's plan is carried out in which hook."""
+
+    FLUSH = "flush"
+    LOADS = "loads"
+    STORES = "stores"
+
+
+class StepParts:
+    """Which parts of the last steps' plans have run, so that none runs twice."""
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[KvdConnectorMetadata, set[Part]]] = deque(maxlen=STEPS_REMEMBERED)
+
+    def begin(self, step: KvdConnectorMetadata, part: Part) -> bool:
+        """Whether this part of the step is still to do; from now on it is not."""
+        done = next((done for known, done in self._steps if known is step), None)
+        if done is None:
+            done = set()
+            self._steps.append((step, done))
+        if part in done:
+            return False
+        done.add(part)
+        return True
+
+
+class KvdConnectorWorker(OffloadingConnectorWorker):
+    """One rank: vLLM's account of its KV, given to the daemon instead of an OffloadingWorker."""
+
+    def __init__(
+        self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        parallel = spec.config.parallel
+        self._options = KvdOptions.from_extra_config(spec.config.extra_config)
+        self._rank, self._shard = parallel.rank, parallel.rank
+        if spec.replicated_layout:
+            self._shard = 0
+        self._worker = Worker(
+            self._options.socket_path,
+            engine_identity(vllm_config),
+            self._rank,
+            parallel.world_size,
+            shard=self._shard,
+            writer=self._rank == self._shard,
+            flush_timeout_s=self._options.flush_timeout_s,
+            load_flush_timeout_s=self._options.load_flush_timeout_s,
+        )
+        self._allocation: SharedAllocation | None = None
+        self._caches: CanonicalKVCaches | None = None
+        self._device = torch.device("cpu")
+        self._kv = RankKv((), ())
+        self._is_registered = False
+        self._steps = StepParts()
+        self._requests: dict[int, str | None] = {}  # open jobs; a load's request
+        self._refused: list[JobReport] = []
+        self._acknowledged = KvdWorkerMetadata()
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        """On a CPU: where vLLM's KV tensor is made in shared memory. Else vLLM's own place."""
+        from vllm.platforms import current_platform  # noqa: PLC0415 - finds out the platform
+
+        tensors = self.kv_cache_config.kv_cache_tensors
+        if not tensors or not current_platform.is_cpu():
+            return None
+        self._allocation = SharedAllocation(least_bytes=max(tensor.size for tensor in tensors))
+        return self._allocation
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Offer this rank's KV to the daemon, now and whenever it comes back.
+
+        Raises for KV that this version can't serve, naming the way out.
+        """
+        for tensor in kv_caches.values():
+            if tensor.device.type != "cpu":
+                raise RuntimeError(NO_GPU_YET.format(device=tensor.device))
+            self._device = tensor.device
+        self.unregister_kv_caches()
+        super().register_kv_caches(kv_caches)
+
+    def _init_worker(self, kv_caches: CanonicalKVCaches) -> None:
+        self._caches = kv_caches
+        self.restore_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """Offer the KV again; it may lie elsewhere than before."""
+        if self._is_registered or self._caches is None:
+            return
+        buffers: list[SharedBuffer] = self._allocation.buffers() if self._allocation else []
+        self._kv = rank_kv(self._caches, buffers, self.spec.blocks_per_chunk)
+        self._worker.register(self._kv.regions, self._kv.groups)
+        self._is_registered = True
+
+    def unregister_kv_caches(self) -> None:
+        """Take the KV back: returns when no copy can touch it any more. Open jobs have failed."""
+        while self._is_registered:
+            if self._worker.unregister(UNREGISTER_TIMEOUT_S):
+                self._is_registered = False
+                return
+            log.error("kvd: the daemon does not let go of the KV cache; waiting for it")
+
+    def get_handshake_metadata(self) -> RankHandshake:
+        """What this rank's memory is, and whether the daemon has it by now."""
+        registered = self._worker.wait_registered(self._options.register_wait_s)
+        problem = "" if registered else self._worker.problem
+        layout = str(describe_rank(self.vllm_config, self.kv_cache_config))
+        return RankHandshake(
+            self._rank, self._shard, self._kv.shard_bytes, layout, registered, problem
+        )
+
+    # -- the step ---------------------------------------------------------------------------
+
+    def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
+        """Before the step overwrites any block: end what reads or writes one of them."""
+        step = kv_connector_metadata
+        if not isinstance(step, KvdConnectorMetadata) or not self._steps.begin(step, Part.FLUSH):
+            return
+        plan = step.plan
+        for job_id in (*plan.computed_stores, *plan.stores):
+            self._requests[job_id] = None
+        for job_id in plan.loads:
+            self._requests[job_id] = step.load_requests.get(job_id)
+        for job_id in step.refused:
+            self._requests[job_id] = step.load_requests.get(job_id)
+            self._refused.append(JobReport(job_id, done=False))
+        if step.lost:
+            self._worker.write_off(step.lost)
+        self._worker.flush_step(plan)
+
+    def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Let the step's loads begin; vLLM has zeroed and forgotten their blocks by now."""
+        self.handle_preemptions(metadata)
+        if isinstance(metadata, KvdConnectorMetadata) and self._steps.begin(metadata, Part.LOADS):
+            self._worker.start_loads(metadata.plan)
+
+    def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Let the step's stores begin, once its KV is computed."""
+        self.handle_preemptions(metadata)
+        if not isinstance(metadata, KvdConnectorMetadata) or not metadata.plan.stores:
+            return
+        if self._steps.begin(metadata, Part.STORES):
+            self._worker.finish_step(metadata.plan, compute_end(self._device))
+
+    # -- ends -------------------------------------------------------------------------------
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests whose loads have ended, and those among them that must be computed."""
+        results = KVConnectorTransferResults()
+        refused, self._refused = self._refused, []
+        for report in (*refused, *self._worker.get_finished().ended):
+            if report.job_id not in self._requests:
+                continue  # it was acknowledged already
+            request_id = self._requests.pop(report.job_id)
+            self._acknowledge(report, is_load=request_id is not None)
+            if request_id is not None:
+                results.finished_recving.add(request_id)
+                if not report.done:
+                    results.failed_recving.add(request_id)
+        return results
+
+    def _acknowledge(self, report: JobReport, *, is_load: bool) -> None:
+        job_id, told = vllm_job_id(report.job_id), self._acknowledged
+        told.mark_completed(job_id)
+        if not report.done:
+            told.failed_jobs.add(job_id)
+        elif report.bytes_copied:
+            stats = told.transfer_stats.load if is_load else told.transfer_stats.store
+            stats.record(report.bytes_copied, report.duration_ns / 1e9)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def build_connector_worker_meta(self) -> KvdWorkerMetadata | None:
+        """Acknowledgements since the last call."""
+        if not self._acknowledged.completed_jobs:
+            return None
+        told, self._acknowledged = self._acknowledged, KvdWorkerMetadata()
+        return told
+
+    def shutdown(self) -> None:
+        """Take the KV back if the daemon lets go of it in time; nothing is acknowledged after."""
+        self._worker.close()
+        self._is_registered = False
+        self._caches = None
+        self._requests.clear()
+        self._refused.clear()
+        self._acknowledged = KvdWorkerMetadata()
