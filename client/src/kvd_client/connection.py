@@ -55,7 +55,8 @@ class SchedulerConnection:
     """Holds this engine's session with the daemon at `socket_path`, whenever there is one.
 
     Never raises for a daemon that is absent, hung or refuses: `problem` then says why. Calls
-    come from one thread, the engine's scheduler; `blocking_calls` counts how often it waited.
+    come from one thread, the engine's scheduler; `blocking_calls` counts how often it waited,
+    `waited_s` how long.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class SchedulerConnection:
         self.namespace = namespace
         self.world_size = world_size
         self.blocking_calls = 0
+        self.waited_s = 0.0  # in them
         self.problem = "not connected yet"
         self.refusals: collections.Counter[str] = collections.Counter()  # by reason
         self._silent_after_s = silent_after_s
@@ -105,6 +107,11 @@ class SchedulerConnection:
             return None
         return session
 
+    @property
+    def sessions(self) -> int:
+        """Sessions opened so far."""
+        return self._generation
+
     def wait_usable(self, timeout_s: float) -> bool:
         """Wait until the session is open and every rank registered; for start-up and tests."""
         with self._changed:
@@ -131,9 +138,12 @@ class SchedulerConnection:
             if not self._waits_for(call_ids):
                 return
             self.blocking_calls += 1
-            if self._changed.wait_for(lambda: not self._waits_for(call_ids), deadline_s):
-                return
+            began = time.monotonic()
+            answered = self._changed.wait_for(lambda: not self._waits_for(call_ids), deadline_s)
             now = time.monotonic()
+            self.waited_s += now - began
+            if answered:
+                return
             if any(now - self._unanswered.get(c, now) > self._silent_after_s for c in call_ids):
                 self._silent_until = now + SILENCE_S
 

@@ -75,6 +75,10 @@ class KvdOptions:
     weights_id: str = _text(
         meaning="name of these exact weights; empty: found out from revision or local files"
     )
+    lora_id: str = _text(
+        meaning="name of the adapters' contents, for engines with LoRA that shall share;"
+        " change it whenever an adapter is replaced under its old name"
+    )
     engine_name: str = _text(
         meaning="the engine's name over its restarts; empty: vLLM's engine id, new at each start"
     )

@@ -1,0 +1,342 @@
+"""Who this engine is to kvd, and all that must agree before it may share bytes.
+
+vLLM's block hash covers the tokens and what requests bring along. All else that decides what
+lies in a block is gathered here. What can't be known makes the namespace this start's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvd_client.identity import EngineIdentity, Group, GroupKind, Namespace
+from kvd_client.integrations.vllm.metadata import RankHandshake
+from kvd_client.integrations.vllm.model_identity import config_digest, digest_of
+from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.vllm.rank_layout import RankLayout, describe_rank
+from kvd_client.integrations.vllm.weights import name_weights, short_model_name
+from kvd_proto import layout
+
+log = logging.getLogger(__name__)
+
+MAX_FIELD_BYTES = 256  # as the protocol says
+SECRET_SEED_ALGORITHMS = frozenset({"xxhash", "xxhash_cbor"})  # vLLM draws one at each start
+HASH_SEED_VARIABLE = "PYTHONHASHSEED"
+DEFAULT_HASH_SEED = "vllm-none-hash"
+PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
+
+
+def build_namespace(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    offloading_config: Any,
+    options: KvdOptions,
+    handshakes: Sequence[RankHandshake],
+) -> Namespace:
+    """The namespace of this engine's blocks; the same for every engine that may share them.
+
+    Replicas of a data-parallel engine come to the same one. `handshakes` has one of each rank;
+    without any, the layout is what this process knows of it.
+    """
+    doubts = [*_doubts(vllm_config, options)]
+    weights, doubt = _weights(vllm_config, options)
+    doubts += [doubt] if doubt else []
+    if doubts and not options.unshared:
+        log.warning("kvd: this engine shares no blocks, nor with its next start: %s", doubts)
+    cache = vllm_config.cache_config
+    parts = _rank_layout(vllm_config, kv_cache_config, handshakes)
+    specs = digest_of([[g.layer_names, g.kv_cache_spec] for g in _groups(kv_cache_config)])
+    return Namespace(
+        tenant=options.tenant,
+        account=options.account,
+        model=_fit(short_model_name(vllm_config.model_config.model)),
+        model_config_digest=config_digest(vllm_config),
+        weights_id=_fit(weights),
+        quantization=_fit(str(vllm_config.model_config.quantization or "")),
+        kv_dtype=_fit(_kv_dtype(vllm_config, offloading_config)),
+        kv_scale_source=_kv_scale_source(cache),
+        attention_backend=_fit(f"{parts.backends} vllm-{_vllm_release()}"),
+        kv_layout=_fit(f"{parts.layout};{parts.processor};{specs}"),
+        parallel_shape=_fit(_parallel_shape(vllm_config.parallel_config, offloading_config)),
+        lora_digest=_fit(_lora(vllm_config, options)),
+        hash_algorithm=_hash_algorithm(cache, offloading_config),
+        hash_bytes=_hash_bytes(cache.prefix_caching_hash_algo),
+        groups=tuple(_describe_groups(kv_cache_config, offloading_config, handshakes)),
+        unshared=bool(doubts) or options.unshared,
+    )
+
+
+def check_config(vllm_config: Any) -> None:
+    """Raise ValueError for a configuration that can't work with kvd; it says what to change."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    KvdOptions.from_extra_config(transfer.kv_connector_extra_config)
+    if transfer.kv_load_failure_policy != "recompute":
+        raise ValueError(
+            f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a request would fail'
+            ' whenever the daemon is away. Set "kv_load_failure_policy":"recompute" in'
+            " --kv-transfer-config (under MultiConnector there and in this connector's own part)"
+        )
+    if not transfer.is_kv_consumer:
+        raise ValueError(
+            'kv_role is "kv_producer": vLLM would not keep blocks from being used again under a'
+            ' load. Set "kv_role":"kv_both" in --kv-transfer-config'
+        )
+    if parallel.nnodes > 1 and parallel.nnodes_within_dp > 1:
+        raise ValueError(
+            f"one engine's ranks lie on {parallel.nnodes_within_dp} nodes, and kvd serves one."
+            " Keep tensor and pipeline parallelism within a node (data parallelism may cross)"
+        )
+    if parallel.world_size > layout.MAX_RANKS:
+        raise ValueError(f"{parallel.world_size} ranks, kvd allows {layout.MAX_RANKS} an engine")
+    _check_machine()
+
+
+def _check_machine() -> None:
+    from vllm.platforms import current_platform  # noqa: PLC0415 - finds out the platform
+
+    try:
+        layout.require_ordered_stores()
+    except RuntimeError as error:
+        raise ValueError(f"kvd can't run here: {error}") from error
+    name = current_platform.device_type
+    if current_platform.is_cuda_alike() or current_platform.is_xpu() or current_platform.is_tpu():
+        raise ValueError(
+            f"KV lies in {name} memory, and this version of kvd copies host memory only."
+            " Use vLLM's CPU build, or another connector"
+        )
+
+
+def engine_identity(vllm_config: Any) -> EngineIdentity:
+    """The same in all processes of one start of one engine, and in no other.
+
+    Found from the configuration that vLLM hands to each process. Data-parallel replicas are
+    engines of their own.
+    """
+    transfer = vllm_config.kv_transfer_config
+    options = KvdOptions.from_extra_config(transfer.kv_connector_extra_config)
+    replica = _replica(vllm_config.parallel_config)
+    engine_id = options.engine_name or str(transfer.engine_id)
+    if vllm_config.parallel_config.data_parallel_size > 1 or replica:
+        engine_id += f"-dp{replica}"
+    start = (transfer.engine_id, vllm_config.instance_id, replica)
+    nonce = hashlib.blake2b(repr(start).encode(), digest_size=16).digest()
+    return EngineIdentity(_fit(engine_id), nonce)
+
+
+def shard_bytes_of(kv_cache_config: Any, offloading_config: Any) -> tuple[tuple[int, ...], ...]:
+    """Bytes of one engine block in each shard, for each offloaded group, by vLLM's figures.
+
+    All ranks are taken to hold as much as this one: under pipeline parallelism only their
+    handshakes tell.
+    """
+    shards = 1 if offloading_config.replicated_layout else offloading_config.parallel.world_size
+    sizes = []
+    for group in offloading_config.groups:
+        spec = kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec
+        by_layer = getattr(spec, "kv_cache_specs", {})
+        layers = [by_layer.get(name, spec) for name in group.layer_names]
+        sizes.append((sum(_block_bytes(layer) for layer in layers),) * shards)
+    return tuple(sizes)
+
+
+def _block_bytes(spec: Any) -> int:
+    """Bytes of one layer's part of a block, without what pads it."""
+    unpadded = getattr(spec, "unpadded_page_size_bytes", None)
+    if unpadded is None:
+        unpadded = getattr(spec, "real_page_size_bytes", spec.page_size_bytes)
+    return int(unpadded)
+
+
+# -- fields -----------------------------------------------------------------------------------
+
+
+def _doubts(vllm_config: Any, options: KvdOptions) -> Iterator[str]:
+    """What can't be known of this engine, apart from its weights."""
+    cache = vllm_config.cache_config
+    algorithm = cache.prefix_caching_hash_algo
+    if algorithm in SECRET_SEED_ALGORITHMS and os.environ.get(HASH_SEED_VARIABLE) is None:
+        yield f"{algorithm} hashes with a random seed; set {HASH_SEED_VARIABLE}, or use sha256"
+    if getattr(cache, "calculate_kv_scales", False):
+        yield "KV scales are calculated from the first batch; give a checkpoint that has them"
+    if vllm_config.lora_config is not None and not options.lora_id:
+        yield "vLLM's hash has an adapter's name, not what is in it; set lora_id"
+
+
+def _weights(vllm_config: Any, options: KvdOptions) -> tuple[str, str]:
+    """What model and drafter are called, and why that can't be known."""
+    if options.weights_id:
+        return f"named:{options.weights_id}", ""
+    target = vllm_config.model_config
+    models = [(target, vllm_config.load_config)]
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None and getattr(draft, "model", target.model) != target.model:
+        own = getattr(speculative, "draft_load_config", None)
+        models.append((draft, own or vllm_config.load_config))
+    found = [name_weights(model, load) for model, load in models]
+    problem = next((weights.problem for weights in found if weights.problem), "")
+    return " ".join(weights.name for weights in found), problem and f"{problem}; set weights_id"
+
+
+def _kv_dtype(vllm_config: Any, offloading_config: Any) -> str:
+    """What is stored, what it was computed in, and which layers are left out of that."""
+    cache = vllm_config.cache_config
+    stored = str(offloading_config.model.dtype)
+    computed = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    parts = [stored] if stored == computed else [f"{stored} of {computed}"]
+    skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
+    parts += [f"without {','.join(sorted(skipped))}"] if skipped else []
+    state = (cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype)
+    parts += ["state {}/{}".format(*state)] if set(state) != {"auto"} else []
+    return " ".join(parts)
+
+
+def _kv_scale_source(cache_config: Any) -> str:
+    """Where the scales of quantised KV come from."""
+    if getattr(cache_config, "calculate_kv_scales", False):
+        return "calculated"
+    if "per_token_head" in str(cache_config.cache_dtype):
+        return "block"  # stored beside the values
+    quantised = str(cache_config.cache_dtype) not in ("auto", "float16", "bfloat16")
+    return "checkpoint" if quantised else ""
+
+
+def _rank_layout(
+    vllm_config: Any, kv_cache_config: Any, handshakes: Sequence[RankHandshake]
+) -> RankLayout:
+    """The ranks' layout; where they differ, every rank's."""
+    if not handshakes:
+        return describe_rank(vllm_config, kv_cache_config)
+    ranks = sorted(handshakes, key=lambda rank: rank.rank)
+    columns = zip(*(RankLayout.parse(rank.kv_layout) for rank in ranks), strict=True)
+    return RankLayout(*(_joined(column) for column in columns))
+
+
+def _joined(column: Sequence[str]) -> str:
+    return column[0] if len(set(column)) == 1 else "|".join(column)
+
+
+def _parallel_shape(parallel: Any, offloading_config: Any) -> str:
+    """Which rank has which heads, layers and tokens. Replicas (dp) all have the same."""
+    sizes = offloading_config.parallel
+    shape = f"tp{sizes.tp_size}-pp{sizes.pp_size}-pcp{sizes.pcp_size}-dcp{sizes.dcp_size}"
+    if sizes.pcp_size * sizes.dcp_size > 1:
+        shape += f"-interleave{parallel.cp_kv_cache_interleave_size}"
+    partition = os.environ.get(PARTITION_VARIABLE)
+    if sizes.pp_size > 1 and partition:
+        shape += f"-layers{partition}"
+    return shape + ("-replicated" if offloading_config.replicated_layout else "")
+
+
+def _lora(vllm_config: Any, options: KvdOptions) -> str:
+    lora = vllm_config.lora_config
+    if lora is None:
+        return ""
+    dtype = str(lora.lora_dtype).removeprefix("torch.")
+    return f"{options.lora_id or 'contents not known'} {dtype}"
+
+
+def _hash_algorithm(cache_config: Any, offloading_config: Any) -> str:
+    """With the seed, which is not told in clear, and the tokens of one hash."""
+    seed = os.environ.get(HASH_SEED_VARIABLE, DEFAULT_HASH_SEED)
+    digest = hashlib.blake2b(seed.encode(), digest_size=8).hexdigest()
+    tokens = offloading_config.cache.tokens_per_hash
+    return f"{cache_config.prefix_caching_hash_algo} seed {digest} tokens {tokens}"
+
+
+def _hash_bytes(algorithm: str) -> int:
+    from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415 - vllm is imported late
+
+    return len(get_hash_fn_by_name(algorithm)("any"))
+
+
+def _vllm_release() -> str:
+    """Releases may lay blocks out in another way, or compute another thing; patches don't."""
+    from vllm import __version__  # noqa: PLC0415 - importing vllm takes its time
+
+    release = str(__version__)
+    numbers = release.split("+", maxsplit=1)[0].split(".")
+    return ".".join(numbers[:2]) if all(n.isdigit() for n in numbers) else release
+
+
+# -- groups -----------------------------------------------------------------------------------
+
+
+def _groups(kv_cache_config: Any) -> Sequence[Any]:
+    groups: Sequence[Any] = kv_cache_config.kv_cache_groups
+    return groups
+
+
+def _describe_groups(
+    kv_cache_config: Any, offloading_config: Any, handshakes: Sequence[RankHandshake]
+) -> Iterator[Group]:
+    blocks_per_block = offloading_config.cache.blocks_per_chunk
+    if blocks_per_block > layout.MAX_BLOCKS_PER_BLOCK:
+        raise ValueError(
+            f"blocks_per_chunk is {blocks_per_block}, kvd allows {layout.MAX_BLOCKS_PER_BLOCK};"
+            " set blocks_per_chunk in kv_connector_extra_config"
+        )
+    shard_bytes = _shard_bytes(handshakes) or shard_bytes_of(kv_cache_config, offloading_config)
+    for group, sizes in zip(offloading_config.groups, shard_bytes, strict=True):
+        vllm_group = kv_cache_config.kv_cache_groups[group.group_id]
+        kind, window = _kind(vllm_group.kv_cache_spec)
+        yield Group(
+            tokens_per_block=group.tokens_per_block * blocks_per_block,
+            shard_bytes=sizes,
+            kind=kind,
+            blocks_per_block=blocks_per_block,
+            sliding_window_tokens=window,
+            drafter=bool(vllm_group.is_eagle_group),
+        )
+
+
+def _shard_bytes(handshakes: Sequence[RankHandshake]) -> tuple[tuple[int, ...], ...]:
+    """Bytes of one engine block by group and shard, as the ranks have registered them.
+
+    Raises ValueError where ranks of one shard don't agree, or a shard has no rank.
+    """
+    by_shard: dict[int, tuple[int, ...]] = {}
+    for rank in handshakes:
+        known = by_shard.setdefault(rank.shard, rank.shard_bytes)
+        if known != rank.shard_bytes:
+            raise ValueError(f"rank {rank.rank}: blocks of shard {rank.shard} have other sizes")
+    if sorted(by_shard) != list(range(len(by_shard))):
+        raise ValueError(f"ranks hold shards {sorted(by_shard)}: some shard has no rank")
+    return tuple(zip(*(by_shard[shard] for shard in sorted(by_shard)), strict=True))
+
+
+def _kind(spec: Any) -> tuple[GroupKind, int]:
+    """The group's kind, and how many tokens a hit needs at its end (0: all of them).
+
+    Attention within fixed stretches of tokens reads at most one stretch back, so a window of
+    that size has all that it may need.
+    """
+    from vllm.v1 import kv_cache_interface as kinds  # noqa: PLC0415 - vllm is imported late
+
+    one = next(iter(getattr(spec, "kv_cache_specs", {0: spec}).values()))
+    if isinstance(one, kinds.MambaSpec):
+        return GroupKind.RECURRENT_STATE, 0
+    if isinstance(one, kinds.SlidingWindowSpec):
+        retained = getattr(one, "extra_retained_tokens", 0)
+        return GroupKind.SLIDING_WINDOW, one.sliding_window + max(retained - 1, 0)
+    if isinstance(one, kinds.ChunkedLocalAttentionSpec):
+        return GroupKind.SLIDING_WINDOW, one.attention_chunk_size
+    if isinstance(one, kinds.FullAttentionSpec):
+        return GroupKind.FULL_ATTENTION, 0
+    raise ValueError(f"kvd does not know how {type(one).__name__} is cached")
+
+
+def _replica(parallel: Any) -> int:
+    return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
+
+
+def _fit(text: str) -> str:
+    """The text, or where it is too long for a field its beginning and a digest of all of it."""
+    written = text.encode()
+    if len(written) <= MAX_FIELD_BYTES:
+        return text
+    digest = hashlib.blake2b(written, digest_size=16).hexdigest()
+    return written[: MAX_FIELD_BYTES - 40].decode(errors="ignore") + "~" + digest

@@ -1,0 +1,90 @@
+"""How one rank lays keys and values out in its memory, as text for the fingerprint."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+SEPARATOR = ";"
+
+
+class RankLayout(NamedTuple):
+    """What shapes the bytes of a block beside the model: `str()` and `parse` are inverse."""
+
+    layout: str  # vLLM's name of the order of layers, blocks, heads, tokens
+    backends: str  # attention backends of the cached layers
+    processor: str  # instruction set that shapes the bytes; empty on a GPU
+
+    def __str__(self) -> str:
+        return SEPARATOR.join(self)
+
+    @classmethod
+    def parse(cls, text: str) -> RankLayout:
+        """The parts of `str()`; of other text the whole is the layout."""
+        parts = text.split(SEPARATOR)
+        return cls(*parts) if len(parts) == 3 else cls(text, "", "")
+
+
+def describe_rank(vllm_config: Any, kv_cache_config: Any) -> RankLayout:
+    """This process's layout. A worker knows its attention backends once the model is loaded."""
+    name = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
+        vllm_config.cache_config, "kv_cache_layout", None
+    )
+    backends = _backends(vllm_config, kv_cache_config)
+    return RankLayout(str(name or ""), ",".join(backends), _processor(vllm_config, kv_cache_config))
+
+
+def _backends(vllm_config: Any, kv_cache_config: Any) -> list[str]:
+    """Names of the backends of all cached layers, each once; without layers what was asked for."""
+    layers = vllm_config.compilation_config.static_forward_context
+    names = {
+        _backend_name(layers[layer])
+        for group in kv_cache_config.kv_cache_groups
+        for layer in group.layer_names
+        if layer in layers
+    }
+    if names:
+        return sorted(names)
+    asked = getattr(vllm_config.attention_config, "backend", None)
+    return [str(getattr(asked, "name", asked or ""))]
+
+
+def _backend_name(layer: Any) -> str:
+    try:
+        return str(layer.get_attn_backend().get_name())
+    except (AttributeError, NotImplementedError):
+        return type(layer).__name__
+
+
+def _processor(vllm_config: Any, kv_cache_config: Any) -> str:
+    """The CPU's instruction set, and the form vLLM chose by it for each group."""
+    from vllm.platforms import current_platform  # noqa: PLC0415 - finds out the platform
+
+    if not current_platform.is_cpu():
+        return ""
+    import torch  # noqa: PLC0415 - only where vLLM has it anyway
+
+    if torch.cpu._is_avx512_supported():
+        widest = "avx512"
+    else:
+        widest = "avx2"
+    forms = {
+        _attention_form(vllm_config, group.kv_cache_spec)
+        for group in kv_cache_config.kv_cache_groups
+    }
+    return "/".join([widest, *sorted(form for form in forms if form)])
+
+
+def _attention_form(vllm_config: Any, spec: Any) -> str:
+    """Which of its CPU kernels vLLM chooses: each has its own order of bytes in a block."""
+    head_size = getattr(spec, "head_size", None)
+    if head_size is None:
+        return ""
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa  # noqa: PLC0415 - CPU only
+
+        dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+        return str(_get_attn_isa(dtype, spec.block_size, head_size, cache_dtype))
+    except (ImportError, TypeError, NotImplementedError):
+        import torch  # noqa: PLC0415 - as above
+
+        return "amx" if torch.cpu._is_amx_tile_supported() else "vec"

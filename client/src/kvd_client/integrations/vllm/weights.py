@@ -1,0 +1,174 @@
+"""A name for an engine's weights, which two engines share only when their weights are the same.
+
+Weights are named by their repository and commit where the files are untouched downloads of the
+Hugging Face hub, else by a digest of the local files' names, sizes, times and samples of what is
+in them. A whole file is not read: that would take as long as loading it. Where neither can be
+had, the answer is why not, and the engine must not share.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Loaders that read the model's own files, and of their settings those that only say how.
+FILE_LOADERS = frozenset(
+    {
+        "auto",
+        "bitsandbytes",
+        "fastsafetensors",
+        "gguf",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "runai_streamer",
+        "safetensors",
+        "sharded_state",
+    }
+)
+HARMLESS_SETTINGS = frozenset(
+    {
+        "concurrency",
+        "distributed",
+        "enable_multithread_load",
+        "enable_weights_track",
+        "memory_limit",
+        "num_threads",
+    }
+)
+WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz"})
+MAX_FILES = 4096
+SAMPLES = 64  # of a file; a fine-tuned model differs in nearly every one
+SAMPLE_BYTES = 4096
+SNAPSHOT = re.compile(r"/models--(?P<repository>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
+
+
+class WeightsName(NamedTuple):
+    """`name` of the weights; where it can't be known it is empty and `problem` says why."""
+
+    name: str
+    problem: str = ""
+
+
+def name_weights(model_config: Any, load_config: Any) -> WeightsName:
+    """What one model's weights are called, from vLLM's configuration and the local files.
+
+    Call it once the weights are loaded: then the files are there, and mostly in memory.
+    """
+    loader = str(load_config.load_format)
+    settings = load_config.model_loader_extra_config or {}
+    if loader not in FILE_LOADERS:
+        return WeightsName("", f"load_format {loader} does not say which weights it loads")
+    if not isinstance(settings, dict):
+        return WeightsName("", "model_loader_extra_config may name other weights")
+    telling = {k: v for k, v in settings.items() if k not in HARMLESS_SETTINGS}
+    if telling.keys() - {"pattern"}:
+        return WeightsName("", "model_loader_extra_config may name other weights")
+    elsewhere = str(getattr(model_config, "model_weights", "") or "")
+    if "://" in elsewhere or "://" in model_config.model:
+        return WeightsName("", f"weights come from {elsewhere or model_config.model}")
+    try:
+        path = _local_path(elsewhere or model_config.model, model_config, load_config)
+        name = _name_path(path, with_code=bool(model_config.trust_remote_code))
+    except (OSError, ValueError) as error:
+        return WeightsName("", f"the weights' files could not be read: {error}")
+    how = [] if loader in ("auto", "hf", "safetensors") else [loader]
+    how += [json.dumps(telling, sort_keys=True, default=str)] if telling else []
+    return WeightsName(" ".join([name, *how]))
+
+
+def short_model_name(model: str) -> str:
+    """The repository's name for a hub model, wherever it lies; else the last part of the path."""
+    snapshot = SNAPSHOT.search(model)
+    if snapshot is not None:
+        return snapshot["repository"].replace("--", "/", 1)
+    return Path(model).name if model.startswith(("/", ".", "~")) else model
+
+
+def _local_path(model: str, model_config: Any, load_config: Any) -> Path:
+    """Where the model lies on this machine. Asks no network; ValueError when nowhere."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return path
+    try:
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM has it, not everyone
+
+        cached = snapshot_download(
+            model,
+            revision=model_config.revision,
+            cache_dir=load_config.download_dir,
+            local_files_only=True,
+        )
+    except Exception as error:  # whatever it is, the place is not known
+        raise ValueError(f"{model} is not in the local cache: {error}") from error
+    return Path(cached)
+
+
+def _name_path(path: Path, *, with_code: bool) -> str:
+    """Repository and commit, or the files' digest. ValueError where there are no weights."""
+    root = path if path.is_dir() else path.parent
+    files = sorted(_weight_files(path, with_code=with_code))
+    if not any(file.suffix != ".py" for file in files):
+        raise ValueError(f"no weights in {path}")
+    snapshot = SNAPSHOT.search(str(root.absolute()))
+    if snapshot is not None and all(_blob_of(file) for file in files):
+        repository = snapshot["repository"].replace("--", "/", 1)
+        return f"{repository}@{snapshot['commit']}"
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        digest.update(f"{file.relative_to(root)}\0{_describe_file(file)}\0".encode())
+    return f"files:{digest.hexdigest()}"
+
+
+def _weight_files(path: Path, *, with_code: bool) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    count = 0
+    for directory, folders, names in os.walk(path, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            file = Path(directory, name)
+            is_code = with_code and file.suffix == ".py"
+            if file.suffix in WEIGHT_SUFFIXES or is_code or name.endswith(".index.json"):
+                count += 1
+                if count > MAX_FILES:
+                    raise ValueError(f"more than {MAX_FILES} files in {path}")
+                yield file
+
+
+def _blob_of(file: Path) -> str:
+    """Name of the hub's content-addressed file that this links to; empty when it is none."""
+    if not file.is_symlink():
+        return ""
+    target = file.resolve()
+    return target.name if target.parent.name == "blobs" else ""
+
+
+def _describe_file(file: Path) -> str:
+    status = file.stat()
+    blob = _blob_of(file)
+    if blob:
+        return f"{status.st_size} blob {blob}"
+    digest = hashlib.blake2b(digest_size=16)
+    with file.open("rb", buffering=0) as opened:
+        for offset in _sample_offsets(status.st_size):
+            digest.update(os.pread(opened.fileno(), SAMPLE_BYTES, offset))
+    # The time catches a small change between the samples; the samples catch archives and image
+    # layers, whose files all have one time.
+    return f"{status.st_size} {status.st_mtime_ns} {digest.hexdigest()}"
+
+
+def _sample_offsets(size: int) -> Iterator[int]:
+    if size <= SAMPLES * SAMPLE_BYTES:
+        yield from range(0, size, SAMPLE_BYTES)
+        return
+    last = size - SAMPLE_BYTES
+    yield from (last * number // (SAMPLES - 1) for number in range(SAMPLES))
