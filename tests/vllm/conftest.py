@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests import leaks
-from tests.daemon_process import DaemonProcess
 from tests.vllm import tiny_model
-from tests.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, FORKS, Answer, Engine, Prompt
+from tests.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, FORKS, Engine, Prompt
+from tests.vllm.node_daemon import NodeDaemon, with_kvd
 
 ROOT = Path(__file__).resolve().parents[2]
 DAEMON_PYTHON = os.environ.get("KVD_DAEMON_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
@@ -112,21 +112,16 @@ def start_engine(
         engine.end()
 
 
-def tokens(answers: list[Answer]) -> list[tuple[int, ...]]:
-    """The tokens alone, to be compared with what is right."""
-    return [answer.tokens for answer in answers]
-
-
 @pytest.fixture(scope="module")
-def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], DaemonProcess]]:
+def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], NodeDaemon]]:
     """Makes daemons, not yet started, each with a pool of its own on shared memory."""
-    made: list[DaemonProcess] = []
+    made: list[NodeDaemon] = []
     pools: list[Path] = []
 
-    def make() -> DaemonProcess:
+    def make() -> NodeDaemon:
         name = f"kvd-test-{os.getpid()}-"
         pools.append(Path(tempfile.mkdtemp(prefix=name, dir=leaks.SHARED_MEMORY)))
-        made.append(DaemonProcess(tmp_path_factory.mktemp("kvd"), pools[-1]))
+        made.append(NodeDaemon(tmp_path_factory.mktemp("kvd"), pools[-1]))
         made[-1].python = DAEMON_PYTHON
         return made[-1]
 
@@ -138,8 +133,24 @@ def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 
 
 @pytest.fixture(scope="module")
-def kvd(make_daemon: Callable[[], DaemonProcess]) -> DaemonProcess:
+def kvd(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
     """A running daemon for all of a module's tests."""
     daemon = make_daemon()
     daemon.start()
     return daemon
+
+
+@pytest.fixture(scope="module")
+def start_with_kvd(start_engine: StartEngine, kvd: NodeDaemon) -> StartEngine:
+    """Starts engines that keep their KV in the module's daemon; each is connected when it is here.
+
+    `options` are the connector's.
+    """
+
+    def start(options: dict[str, Any] | None = None, **settings: Any) -> Engine:
+        others = kvd.usable_sessions()
+        engine = start_engine(**settings, **with_kvd(kvd.socket, **(options or {})))
+        kvd.wait_for_another_session(others)
+        return engine
+
+    return start

@@ -49,18 +49,9 @@ def prompt(name: str, length: int, after: Sequence[int] = ()) -> Prompt:
     return [*after, *(draw.randrange(3, VOCABULARY) for _ in range(length))]
 
 
-def with_kvd(socket: str, **options: Any) -> dict[str, Any]:
-    """The settings of an engine that keeps its KV in the daemon behind a socket."""
-    extra = {"socket_path": socket, **options}
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "KvdConnector",
-            "kv_connector_module_path": "kvd_client.integrations.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        }
-    }
+def tokens(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
+    """The tokens alone, to be compared with what is right."""
+    return [answer.tokens for answer in answers]
 
 
 class Engine:

@@ -1,0 +1,62 @@
+"""The daemon as the engines' tests see it: what it holds, who is connected, which movers run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from kvd.status import ask
+from kvd_proto.v1 import operator_pb2
+from tests.daemon_process import DaemonProcess
+
+PATIENCE_SECONDS = 60.0
+# A busy machine answers late; where that is not what a test is about, it must not turn a hit
+# into a miss.
+PATIENT = {
+    "lookup_give_up_s": 30.0,
+    "silent_after_s": 30.0,
+    "retry_deadline_s": 30.0,
+    "pending_deadline_s": 30.0,
+    "flush_timeout_s": 30.0,
+}
+
+
+def with_kvd(socket: str, **options: Any) -> dict[str, Any]:
+    """The settings of an engine that keeps its KV in the daemon behind a socket."""
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "KvdConnector",
+            "kv_connector_module_path": "kvd_client.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"socket_path": socket, **PATIENT, **options},
+        }
+    }
+
+
+class NodeDaemon(DaemonProcess):
+    """A daemon process that can be asked."""
+
+    def status(self) -> operator_pb2.StatusResponse:
+        return ask(self.socket, PATIENCE_SECONDS)
+
+    def ready_blocks(self) -> int:
+        """Blocks that any engine could load."""
+        return int(self.status().pool.slots_ready)
+
+    def usable_sessions(self) -> set[int]:
+        """Ids of the engines' sessions whose every rank has a mover."""
+        return {session.session_id for session in self.status().sessions if session.usable}
+
+    def wait_for_another_session(self, than: set[int]) -> None:
+        """Returns once an engine is connected that was not before."""
+        wait_until(lambda: bool(self.usable_sessions() - than))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Returns once a condition holds; an assertion if it never does."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)

@@ -1,0 +1,55 @@
+"""A reset that takes the connector along makes this engine cold, and no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.conftest import Plain, StartEngine
+from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+
+LENGTH = 6 * BLOCK_TOKENS + 8
+WHOLE = 6 * BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def engines(start_with_kvd: StartEngine) -> tuple[Engine, Engine]:
+    return start_with_kvd(), start_with_kvd()
+
+
+def hits_of(engine: Engine, *prompts: list[int]) -> int:
+    """How many tokens of these prompts the engine loads."""
+    before = engine.count(HITS)
+    engine.generate(*prompts)
+    engine.settle()
+    return int(engine.count(HITS) - before)
+
+
+def test_a_reset_of_the_connector_is_cold_here_and_warm_there(
+    engines: tuple[Engine, Engine], plain: Plain
+) -> None:
+    one, other = engines
+    prompts = [prompt(f"reset {n}", LENGTH) for n in range(4)]
+    assert tokens(one.generate(*prompts)) == plain.tokens(*prompts)
+    one.settle()
+    assert one.reset()
+    assert hits_of(one, *prompts) == 4 * WHOLE, "a reset of the device's cache alone stays warm"
+    assert one.reset(connector=True)
+    assert hits_of(one, *prompts) == 0
+    assert hits_of(other, *prompts) == 4 * WHOLE
+    assert one.reset()
+    assert hits_of(one, *prompts) == 4 * WHOLE, "it stored them again, for its new epoch"
+    assert one.reset()
+    assert tokens(one.generate(*prompts)) == plain.tokens(*prompts)
+
+
+def test_a_reset_amid_stores_still_gives_the_right_tokens(
+    engines: tuple[Engine, Engine], plain: Plain
+) -> None:
+    one, _ = engines
+    prompts = [prompt(f"reset amid {n}", LENGTH) for n in range(4)]
+    for _ in range(3):
+        assert tokens(one.generate(*prompts)) == plain.tokens(*prompts)
+        one.reset(connector=True)  # its stores may be under way
+    one.settle()
+    assert one.reset()
+    assert tokens(one.generate(*prompts)) == plain.tokens(*prompts)

@@ -1,0 +1,75 @@
+"""Bytes that changed in the pool are caught where checksums are on, and would be seen if not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.vllm.conftest import Plain, StartEngine
+from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.node_daemon import NodeDaemon, with_kvd
+
+LENGTH = 6 * BLOCK_TOKENS + 8
+WHOLE = 6 * BLOCK_TOKENS
+
+
+@pytest.fixture(scope="module")
+def start_with_pool(
+    make_daemon: Callable[[], NodeDaemon], start_engine: StartEngine
+) -> Callable[..., tuple[NodeDaemon, Engine]]:
+    def start(*more_flags: str) -> tuple[NodeDaemon, Engine]:
+        daemon = make_daemon()
+        daemon.more_flags = more_flags
+        daemon.start()
+        engine = start_engine(**with_kvd(daemon.socket))
+        daemon.wait_for_another_session(set())
+        return daemon, engine
+
+    return start
+
+
+def spoil(daemon: NodeDaemon) -> None:
+    """Turn over every bit of every block's bytes, in the files of the pool itself."""
+    extents = sorted((daemon.pool / "extents").glob("*.kv"))
+    assert extents
+    for path in extents:
+        with path.open("r+b") as extent:
+            content = bytearray(extent.read())
+            extent.seek(0)
+            extent.write(bytes(content).translate(bytes(255 - byte for byte in range(256))))
+
+
+def test_without_checksums_spoilt_bytes_change_the_tokens(
+    start_with_pool: Callable[..., tuple[NodeDaemon, Engine]], plain: Plain
+) -> None:
+    daemon, engine = start_with_pool()
+    prompts = [prompt(f"spoilt {n}", LENGTH) for n in range(4)]
+    engine.generate(*prompts)
+    engine.settle()
+    assert engine.reset()
+    spoil(daemon)
+    answers = engine.generate(*prompts)
+    assert engine.count(HITS) == 4 * WHOLE
+    for answer, right in zip(tokens(answers), plain.tokens(*prompts), strict=True):
+        assert answer != right, "these tests can tell wrong bytes from right ones"
+
+
+def test_with_checksums_spoilt_blocks_are_computed_anew(
+    start_with_pool: Callable[..., tuple[NodeDaemon, Engine]], plain: Plain
+) -> None:
+    daemon, engine = start_with_pool("--payload-checksums")
+    prompts = [prompt(f"caught {n}", LENGTH) for n in range(4)]
+    engine.generate(*prompts)
+    engine.settle()
+    assert engine.reset()
+    whole = engine.generate(*prompts)
+    assert tokens(whole) == plain.tokens(*prompts)
+    assert engine.count(HITS) == 4 * WHOLE, "whole blocks are loaded"
+    engine.settle()
+    assert engine.reset()
+    spoil(daemon)
+    assert tokens(engine.generate(*prompts)) == plain.tokens(*prompts)
+    engine.settle()
+    assert engine.reset()
+    assert tokens(engine.generate(*prompts)) == plain.tokens(*prompts)

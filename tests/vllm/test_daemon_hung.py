@@ -1,0 +1,90 @@
+"""A daemon or a mover that hangs holds no engine up for good, and changes no token."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+
+from tests.vllm.conftest import Plain, StartEngine
+from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.node_daemon import NodeDaemon, wait_until, with_kvd
+
+LENGTH = 6 * BLOCK_TOKENS + 8
+WHOLE = 6 * BLOCK_TOKENS
+COPY_SECONDS = 2  # how long a mover may take, here, until the daemon ends it
+
+
+@pytest.fixture(scope="module")
+def daemon(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
+    made = make_daemon()
+    made.flags["copy-deadline-seconds"] = COPY_SECONDS
+    made.start()
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: StartEngine, daemon: NodeDaemon) -> Engine:
+    """With the product's own deadlines, not the patient ones of the other tests."""
+    own = {"lookup_give_up_s": 0.1, "silent_after_s": 0.1, "flush_timeout_s": 1.0}
+    engine = start_engine(**with_kvd(daemon.socket, **own))
+    daemon.wait_for_another_session(set())
+    return engine
+
+
+def warm(engine: Engine, name: str) -> list[list[int]]:
+    """Prompts that the daemon has, and the engine has not."""
+    prompts = [prompt(f"{name} {n}", LENGTH) for n in range(4)]
+    engine.generate(*prompts)
+    engine.settle()
+    assert engine.reset()
+    return prompts
+
+
+def test_while_the_daemon_hangs_the_engine_computes(
+    engine: Engine, daemon: NodeDaemon, plain: Plain
+) -> None:
+    known = warm(engine, "hung")
+    new = [prompt(f"hung and new {n}", LENGTH) for n in range(4)]
+    daemon.freeze()
+    try:
+        assert tokens(engine.generate(*known, *new)) == plain.tokens(*known, *new)
+    finally:
+        daemon.thaw()
+    wait_until(lambda: bool(daemon.usable_sessions()))
+    engine.settle()
+    assert engine.reset()
+    hit = engine.count(HITS)
+    again = warm(engine, "hung no more")
+    assert tokens(engine.generate(*again)) == plain.tokens(*again)
+    assert engine.count(HITS) > hit, "the daemon is used again"
+
+
+def test_a_daemon_that_hangs_amid_a_run_changes_nothing(
+    engine: Engine, daemon: NodeDaemon, plain: Plain
+) -> None:
+    prompts = [prompt(f"hung amid {n}", LENGTH) for n in range(4)]
+    requests = [engine.submit(each, max_tokens=40) for each in prompts]
+    engine.wait(lambda: any(engine.tokens_of(request) for request in requests))
+    daemon.freeze()
+    try:
+        assert tokens(engine.finish(*requests)) == plain.tokens(*prompts, max_tokens=40)
+    finally:
+        daemon.thaw()
+    engine.settle()
+
+
+def test_a_load_whose_mover_hangs_is_computed_once_the_mover_is_dead(
+    engine: Engine, daemon: NodeDaemon, plain: Plain
+) -> None:
+    wait_until(lambda: bool(daemon.usable_sessions()))
+    prompts = warm(engine, "mover")
+    movers = daemon.movers()
+    assert movers
+    for mover in movers:
+        os.kill(mover, signal.SIGSTOP)
+    assert tokens(engine.generate(*prompts)) == plain.tokens(*prompts)
+    wait_until(lambda: not set(movers) & set(daemon.movers()))
+    engine.settle()

@@ -1,0 +1,75 @@
+"""The daemon is killed -9 while an engine works: the tokens stay the same, and the cache warm."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.conftest import Plain, StartEngine
+from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.node_daemon import NodeDaemon
+
+LENGTH = 6 * BLOCK_TOKENS + 8
+WHOLE = 6 * BLOCK_TOKENS
+LONG = 48  # tokens to produce: enough to be in the middle of
+
+
+@pytest.fixture(scope="module")
+def engine(start_with_kvd: StartEngine) -> Engine:
+    return start_with_kvd()
+
+
+def restart(daemon: NodeDaemon) -> None:
+    """Start it again and wait for the engine."""
+    daemon.start()
+    daemon.wait_for_another_session(set())
+
+
+def test_it_is_killed_amid_loads_and_stores_and_is_warm_when_it_is_back(
+    engine: Engine, kvd: NodeDaemon, plain: Plain
+) -> None:
+    known = [prompt(f"known {n}", LENGTH) for n in range(4)]
+    new = [prompt(f"new {n}", LENGTH) for n in range(8)]
+    engine.generate(*known)
+    engine.settle()
+    assert engine.reset()
+    requests = [engine.submit(each, max_tokens=LONG) for each in known + new]
+    engine.wait(lambda: any(engine.tokens_of(request) for request in requests))
+    kvd.kill()
+    assert tokens(engine.finish(*requests)) == plain.tokens(*known, *new, max_tokens=LONG)
+    without_daemon = [prompt(f"without daemon {n}", LENGTH) for n in range(2)]
+    assert tokens(engine.generate(*without_daemon)) == plain.tokens(*without_daemon)
+    engine.settle()
+    restart(kvd)
+    assert kvd.status().recovered_blocks >= len(known) * WHOLE // BLOCK_TOKENS
+    hit = engine.count(HITS)
+    assert engine.reset()
+    assert tokens(engine.generate(*known)) == plain.tokens(*known)
+    assert engine.count(HITS) - hit == len(known) * WHOLE
+
+
+def test_what_comes_after_its_return_is_stored_again(
+    engine: Engine, kvd: NodeDaemon, plain: Plain
+) -> None:
+    kvd.kill()
+    restart(kvd)
+    later = prompt("later", LENGTH)
+    assert tokens(engine.generate(later)) == plain.tokens(later)
+    engine.settle()
+    assert engine.reset()
+    hit = engine.count(HITS)
+    assert tokens(engine.generate(later)) == plain.tokens(later)
+    assert engine.count(HITS) - hit == WHOLE
+
+
+def test_killed_again_and_again_it_never_changes_a_token(
+    engine: Engine, kvd: NodeDaemon, plain: Plain
+) -> None:
+    prompts = [prompt(f"again {n}", LENGTH) for n in range(6)]
+    for _ in range(3):
+        assert engine.reset()
+        requests = [engine.submit(each) for each in prompts]
+        engine.wait(lambda: any(engine.tokens_of(each) for each in requests))  # noqa: B023
+        kvd.kill()
+        restart(kvd)
+        assert tokens(engine.finish(*requests)) == plain.tokens(*prompts)
+        engine.settle()
