@@ -34,6 +34,7 @@ from kvd_client.integrations.vllm.namespace import (
 from kvd_client.integrations.vllm.plugin import register_spec
 from kvd_client.integrations.vllm.scheduler import KvdConnectorScheduler
 from kvd_client.integrations.vllm.spec import SPEC_NAME, KvdOffloadingSpec
+from kvd_client.integrations.vllm.stats import keep_deprecated_totals
 from kvd_client.integrations.vllm.worker import KvdConnectorWorker
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class KvdConnector(OffloadingConnector):
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any) -> Any:
         choose_spec(vllm_config)
-        return super().build_prom_metrics(vllm_config, *args)
+        return keep_deprecated_totals(super().build_prom_metrics(vllm_config, *args))
 
 
 def choose_spec(vllm_config: VllmConfig) -> bool:

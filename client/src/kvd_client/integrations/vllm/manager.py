@@ -11,6 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
     LookupResult,
@@ -230,6 +233,7 @@ class KvdManager(OffloadingManager):
     def fail_stores(self, keys: Collection[OffloadKey]) -> None:
         """VLLM will complete these as if they were stored; they were not."""
         self._failed.update(keys)
+        self.stats.failed_stores += len(keys)
 
     def forget_failures(self) -> None:
         """VLLM has completed them."""
@@ -282,6 +286,9 @@ class KvdManager(OffloadingManager):
         if self._connection is not None and self.steps is not None:
             self._connection.reset_epoch()
             self.steps.clear()
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self.stats.take()
 
     def config_info(self) -> Sequence[Mapping[str, str | int | float | bool]]:
         return [{}]

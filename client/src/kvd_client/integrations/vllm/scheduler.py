@@ -15,9 +15,6 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
     OffloadingConnectorScheduler,
@@ -208,10 +205,6 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             state = status.group_states[self.manager.index_of[get_offload_group_idx(key)]]
             block = self.manager.block_of(key, status.req_context)
             state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, block)
-
-    def get_stats(self) -> OffloadingConnectorStats | None:
-        stats: OffloadingConnectorStats | None = super().get_stats()
-        return stats
 
 
 def blocks_of(spec: LoadStoreSpec) -> BlocksSpec:
