@@ -349,8 +349,8 @@ def test_the_lease_is_released_with_the_load() -> None:
     assert rig.daemon.last_step.released_leases == [101]
 
 
-def test_two_requests_may_load_the_same_prefix_at_once() -> None:
-    rig = Rig()
+def test_an_engine_without_a_prefix_cache_loads_the_same_prefix_for_each_request() -> None:
+    rig = Rig(options=SchedulerOptions(share_loads=False))
     rig.holds("p", 3 * TOKENS)
     for name, first in (("r", 0), ("s", 50)):
         rig.arrive(name, 5 * TOKENS)

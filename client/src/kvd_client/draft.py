@@ -11,6 +11,9 @@ from google.protobuf import struct_pb2
 
 from kvd_proto.v1 import common_pb2, engine_pb2
 
+MAX_RUNS = 64  # of a job; this and the next as the protocol says
+MAX_PARTS = 1024  # loads, stores, touches, hand-offs of one step: of each so many
+
 
 class BlockRun(NamedTuple):
     """Blocks of one group; `engine_blocks` has blocks_per_block ids for each hash, or none."""
@@ -32,6 +35,25 @@ class BlockRun(NamedTuple):
             engine_blocks=np.asarray(self.engine_blocks, dtype="<u4").tobytes(),
             first_block=self.first_block,
         )
+
+
+def within_limit(runs: list[BlockRun], most: int = MAX_RUNS) -> list[BlockRun]:
+    """The same blocks, in one run for each group where `most` runs are not enough.
+
+    Such a run has gaps; block numbers order blocks within their request, and their order stays.
+    """
+    if len(runs) <= most:
+        return runs
+    joined: dict[int, BlockRun] = {}
+    for run in runs:
+        before = joined.get(run.group, BlockRun(run.group, run.first_block, ()))
+        joined[run.group] = BlockRun(
+            run.group,
+            before.first_block,
+            [*before.block_hashes, *run.block_hashes],
+            [*before.engine_blocks, *run.engine_blocks],
+        )
+    return list(joined.values())
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from kvd_client.scheduler.plan import (
     WorkerReport,
 )
 from kvd_client.scheduler.scheduler import Scheduler
+from kvd_client.scheduler.stats import SchedulerStats
 
 __all__ = [
     "NULL_BLOCK",
@@ -18,6 +19,7 @@ __all__ = [
     "ScheduledRequest",
     "Scheduler",
     "SchedulerOptions",
+    "SchedulerStats",
     "StepOutcome",
     "StepPlan",
     "StoreMode",

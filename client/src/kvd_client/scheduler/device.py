@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvd_client.identity import Group
+from kvd_client.scheduler.offers import Offer
 from kvd_client.scheduler.request import Request
-from kvd_client.scheduler.stores import Offer
 
 MAX_OFFERS_PER_STEP = 64
 

@@ -7,6 +7,9 @@ engines do it, would converge, found in one pass.
 full attention     every block from the device's own prefix on, up to the boundary
 sliding window     every block that the window before the boundary touches
 recurrent state    the one block whose end is the boundary: the last state
+any of a drafter   also the block that holds the token at the boundary: a drafter's KV of a token
+                   is made with the token after it, so that one must be known to agree. It is
+                   asked for and not loaded.
 """
 
 from __future__ import annotations
@@ -31,6 +34,15 @@ ADMITTED_BIT = 4
 
 
 def used_blocks(group: Group, computed_tokens: int, hit_tokens: int) -> range:
+    """Blocks of the group that must be there for a hit of `hit_tokens`."""
+    loaded = loaded_blocks(group, computed_tokens, hit_tokens)
+    if not group.drafter:
+        return loaded
+    proof = hit_tokens // group.tokens_per_block
+    return range(loaded.start if loaded else proof, proof + 1)
+
+
+def loaded_blocks(group: Group, computed_tokens: int, hit_tokens: int) -> range:
     """Blocks of the group that a hit of `hit_tokens` loads: those not already on the device."""
     width = group.tokens_per_block
     end = -(-hit_tokens // width)
@@ -67,10 +79,11 @@ def boundaries_between(computed_tokens: int, cap_tokens: int, step: int) -> Boun
 def _suits(group: Group, usable: Flags, computed_tokens: int, boundaries: Boundaries) -> Flags:
     width = group.tokens_per_block
     last = -(-boundaries // width) - 1
-    known = last < len(usable)
+    end = boundaries // width if group.drafter else last
+    known = end < len(usable)
     if not known.any():
         return known
-    last = np.minimum(last, len(usable) - 1)
+    end = np.minimum(end, len(usable) - 1)
     match group.kind:
         case GroupKind.FULL_ATTENTION:
             first = np.full_like(last, computed_tokens // width)
@@ -80,6 +93,8 @@ def _suits(group: Group, usable: Flags, computed_tokens: int, boundaries: Bounda
         case GroupKind.RECURRENT_STATE:
             known &= boundaries % width == 0
             first = last
+    if group.drafter:
+        first = np.minimum(first, end)
     places = np.arange(len(usable), dtype=np.int64)
     last_gap = np.maximum.accumulate(np.where(usable, -1, places))
-    return np.asarray(known & (last_gap[last] < first))
+    return np.asarray(known & (last_gap[end] < first))

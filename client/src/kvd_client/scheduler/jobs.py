@@ -41,6 +41,7 @@ class JobTable:
         self._last_job_id = 0
         self._storing: dict[Key, int] = {}
         self._reading: dict[int, tuple[int, ...]] = {}  # engine block -> store jobs that read it
+        self._loading: dict[tuple[int, str], dict[bytes, int]] = {}  # by group and account
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -58,6 +59,9 @@ class JobTable:
         job_id = job.draft.job_id
         self._jobs[job_id] = job
         if job.kind is Kind.LOAD:
+            for run in job.draft.runs:
+                loading = self._loading.setdefault((run.group, job.account), {})
+                loading.update(dict.fromkeys(run.block_hashes, job_id))
             return
         for run in job.draft.runs:
             self._storing.update(dict.fromkeys(_keys(run, job.account), job_id))
@@ -70,6 +74,8 @@ class JobTable:
         """Forget a job: it has ended, or never left."""
         job = self._jobs.pop(job_id)
         if job.kind is Kind.LOAD:
+            for run in job.draft.runs:
+                self._forget_loading(run, job)
             return job
         for run in job.draft.runs:
             for key in _keys(run, job.account):
@@ -83,6 +89,14 @@ class JobTable:
                     del self._reading[place]
         return job
 
+    def _forget_loading(self, run: BlockRun, job: Job) -> None:
+        loading = self._loading.get((run.group, job.account), {})
+        for block_hash in run.block_hashes:
+            if loading.get(block_hash) == job.draft.job_id:
+                del loading[block_hash]
+        if not loading:
+            self._loading.pop((run.group, job.account), None)
+
     def report(self, rank: int, report: JobReport) -> Job | None:
         """One rank's word. The job once all ranks have spoken; None before, or if unknown."""
         job = self._jobs.get(report.job_id)
@@ -94,6 +108,13 @@ class JobTable:
 
     def is_storing(self, group: int, account: str, block_hash: bytes) -> bool:
         return (group, account, block_hash) in self._storing
+
+    def loader(self, group: int, account: str, block_hashes: Sequence[bytes]) -> int:
+        """A load in flight of any of these blocks; 0 where there is none."""
+        loading = self._loading.get((group, account))
+        if not loading or loading.keys().isdisjoint(block_hashes):
+            return 0
+        return next(loading[each] for each in block_hashes if each in loading)
 
     def touches(self, account: str, run: BlockRun) -> bool:
         """Whether any of these keys or engine blocks belongs to a store in flight."""
@@ -115,7 +136,7 @@ class JobTable:
         """Jobs that were sent in another session than this."""
         return [i for i, job in self._jobs.items() if job.generation != generation]
 
-    def __contains__(self, job_id: int) -> bool:
+    def __contains__(self, job_id: object) -> bool:
         return job_id in self._jobs
 
     def invalidate(self) -> list[int]:
@@ -123,6 +144,7 @@ class JobTable:
         for job in self._jobs.values():
             job.stale = True
         self._storing.clear()
+        self._loading.clear()
         return [job_id for job_id, job in self._jobs.items() if job.kind is Kind.STORE]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvd_client.draft import BlockRun
 from kvd_client.identity import Group
-from kvd_client.scheduler.hits import used_blocks
+from kvd_client.scheduler.hits import loaded_blocks
 from kvd_client.scheduler.request import Request
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
@@ -25,7 +25,7 @@ def load_runs(
     """
     runs = []
     for group, spec in enumerate(groups):
-        used = used_blocks(spec, request.computed_tokens, hit_tokens)
+        used = loaded_blocks(spec, request.computed_tokens, hit_tokens)
         tokens, width = spec.engine_block_tokens, spec.blocks_per_block
         wanted = range(request.computed_tokens // tokens, -(-hit_tokens // tokens))
         hashes: list[bytes] = []

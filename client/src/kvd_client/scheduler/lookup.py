@@ -76,6 +76,8 @@ class LookupDesk:
         None: ask again in the next step. May wait, once in a step.
         """
         cap = self._cap_tokens(request, computed_tokens)
+        if request.max_hit_tokens is not None:
+            cap = min(cap, request.max_hit_tokens)
         if cap <= computed_tokens or request.params.skip_lookup:
             return computed_tokens
         match self.resolve(request, computed_tokens):

@@ -1,29 +1,57 @@
-"""What a job's end means for its request and for the engine."""
+"""How jobs end, and what an end means for the request and for the engine."""
 
 from __future__ import annotations
 
-from kvd_client.scheduler.jobs import Job, Kind
+from collections.abc import Iterable, Mapping
+
+from kvd_client.draft import JobDraft, StepDraft
+from kvd_client.scheduler.fences import Fences
+from kvd_client.scheduler.jobs import Job, JobTable, Kind
 from kvd_client.scheduler.lookup import LookupDesk
 from kvd_client.scheduler.params import SchedulerOptions
-from kvd_client.scheduler.plan import StepOutcome, StoredKeys
+from kvd_client.scheduler.plan import StepOutcome, StoredKeys, WorkerReport
 from kvd_client.scheduler.request import LookupState, Request
+
+REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to report it
 
 
 class JobEnds:
-    """Collects ends until the engine takes the outcome."""
+    """Collects ends until the engine takes the outcome and a step acknowledges them."""
 
-    def __init__(self, desk: LookupDesk, options: SchedulerOptions) -> None:
+    def __init__(
+        self,
+        jobs: JobTable,
+        desk: LookupDesk,
+        fences: Fences,
+        options: SchedulerOptions,
+        requests: Mapping[str, Request],
+    ) -> None:
+        self._jobs = jobs
         self._desk = desk
+        self._fences = fences
         self._options = options
+        self._requests = requests
+        self._generation = 0
+        self._told: dict[int, tuple[bool, float]] = {}  # by the daemon, not yet by all ranks
+        self._forget: list[int] = []
+        self._completed = StepDraft()  # ended jobs for the daemon to hear of
         self._finished_loads: list[str] = []
         self._failed_loads: list[str] = []
         self._stored: list[StoredKeys] = []
         self._events: list[StoredKeys] = []
 
     @property
-    def has_loads(self) -> bool:
-        """Whether a request waits to hear of its load."""
-        return bool(self._finished_loads or self._failed_loads)
+    def has_news(self) -> bool:
+        """Whether a request waits to hear of its load, or the daemon of a job's end."""
+        completed = self._completed
+        return bool(
+            self._finished_loads
+            or self._failed_loads
+            or completed.completed_loads
+            or completed.completed_stores
+        )
+
+    # -- for the step -----------------------------------------------------------------------
 
     def take_outcome(self) -> StepOutcome:
         outcome = StepOutcome(
@@ -36,11 +64,79 @@ class JobEnds:
         events, self._events = self._events, []
         return events
 
-    def end(self, job: Job, request: Request | None) -> None:
-        """Every rank has spoken. `request` is None once it has finished."""
-        if job.kind is Kind.LOAD:
+    def take_forget(self) -> tuple[int, ...]:
+        """Jobs that ended in another way than by the ranks' reports."""
+        forget, self._forget = self._forget, []
+        return tuple(forget)
+
+    def acknowledge(self, step: StepDraft) -> None:
+        """Let the step tell the daemon what has ended."""
+        completed, self._completed = self._completed, StepDraft()
+        step.completed_loads += completed.completed_loads
+        step.completed_stores += completed.completed_stores
+
+    # -- ends -------------------------------------------------------------------------------
+
+    def enter_session(self, generation: int) -> None:
+        """End the jobs of earlier sessions.
+
+        That is sound: all ranks are registered in this one, and a worker registers again only
+        when its old mover is dead.
+        """
+        self._generation = generation
+        self._completed = StepDraft()
+        self._told.clear()
+        for job_id in self._jobs.of_earlier_sessions(generation):
+            self._end_unreported(job_id, is_done=False)
+
+    def told(self, ended: Iterable[tuple[int, bool]], now: float) -> None:
+        """The daemon's word on ended jobs; those that some rank does not report end by it."""
+        for job_id, done in ended:
+            if job_id in self._jobs:
+                self._told[job_id] = (done, now)
+        for job_id, (done, told_s) in list(self._told.items()):
+            if now - told_s > REPORT_GRACE_S:
+                self._end_unreported(job_id, is_done=done)
+
+    def report(self, reports: Iterable[WorkerReport]) -> None:
+        """The workers' word. A job ends once every rank has spoken."""
+        for report in reports:
+            for ended in report.ended:
+                job = self._jobs.report(report.rank, ended)
+                if job is not None:
+                    self._end(job)
+
+    def take_back(self, drafts: Iterable[JobDraft]) -> None:
+        """These jobs will never run: nobody was told of them."""
+        for draft in drafts:
+            job = self._jobs.drop(draft.job_id)
+            job.failed = True
+            job.generation = -1  # nobody to acknowledge it to
+            self._end(job)
+
+    def _end_unreported(self, job_id: int, *, is_done: bool) -> None:
+        """A job has ended but a rank's report of it was lost with its board."""
+        job = self._jobs.drop(job_id)
+        job.failed |= not is_done
+        self._forget.append(job_id)
+        self._end(job)
+
+    def _end(self, job: Job) -> None:
+        job_id = job.draft.job_id
+        self._told.pop(job_id, None)
+        self._fences.ended(job_id)
+        is_load = job.kind is Kind.LOAD
+        if job.generation == self._generation:
+            step = self._completed
+            (step.completed_loads if is_load else step.completed_stores).append(job_id)
+        request = self._requests.get(job.request_id)
+        if is_load:
             self._end_load(job, request)
-            return
+        else:
+            self._end_store(job, request)
+
+    def _end_store(self, job: Job, request: Request | None) -> None:
+        """`request` is None once it has finished."""
         if request is not None:
             request.store_jobs.discard(job.draft.job_id)
         if job.stale:

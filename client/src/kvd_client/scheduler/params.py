@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvd_proto import layout
+
+log = logging.getLogger(__name__)
 
 NULL_BLOCK = layout.NULL_ENGINE_BLOCK
 MAX_HAND_OFF_MS = 600_000  # as the protocol says
@@ -25,6 +28,17 @@ class SchedulerOptions:
     """All times in seconds.
 
     `null_block` is the engine's own id for 'no block here', besides NULL_BLOCK.
+
+    `share_loads` is for engines with a prefix cache of their own: a request whose hit another
+    request is loading waits for that load and then finds the blocks on the device.
+
+    A recurrent group's block is stored by the step that ends at the block's end, because
+    later the state has moved on. With `keeps_every_state` the engine promises that entry i of
+    such a group's table always holds the state at block i's end, or is null.
+
+    `retention_tokens` thins out what is stored of sliding-window and recurrent groups: what a hit
+    at each multiple of it needs, and at the ends of a prompt and of a request. 0 = only at
+    these ends. None = at every boundary.
     """
 
     store_mode: StoreMode = StoreMode.EAGER
@@ -33,17 +47,23 @@ class SchedulerOptions:
     lookup_give_up_s: float = 0.1  # a lookup unanswered for so long is a miss
     miss_ttl_s: float = 0.05  # a miss as old as this is probed for again when asked again
     retry_deadline_s: float = 0.1  # how long RETRY may defer a request
-    pending_deadline_s: float = 2.0  # how long PENDING, or its own store, may defer it
+    # How long PENDING, its own stores, or another request's load of the same may defer it.
+    pending_deadline_s: float = 2.0
     ask_again_s: float = 0.002  # least time between two lookups of a deferred request
     request_level_attempts: int = 3
     null_block: int = NULL_BLOCK
     hand_off_s: float = 60.0  # how long a decode engine may take to fetch a prefill's blocks
     collect_events: bool = True
+    share_loads: bool = True
+    keeps_every_state: bool = False
+    retention_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestParams:
     """What a request asks of the cache. Token counts are from the prompt's start.
+
+    A count that is no whole number of tokens is ignored: whoever sent the request made it up.
 
     A request whose `kv_transfer_params` say `do_remote_decode` is request-level: its whole KV
     is in the daemon when it ends, also the blocks that it loaded, and is held there until a decode
@@ -58,6 +78,13 @@ class RequestParams:
     skip_lookup: bool = False
     max_load_tokens: int | None = None  # beyond what the device has; 0 = load nothing
     max_store_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_load_tokens", "max_store_tokens"):
+            count = getattr(self, name)
+            if count is not None and (type(count) is not int or count < 0):
+                log.warning("%s must be a whole number of tokens, not %r: ignored", name, count)
+                object.__setattr__(self, name, None)
 
     @property
     def request_level(self) -> bool:

@@ -14,8 +14,11 @@ class ScheduledRequest(NamedTuple):
     """One request of a step, as it will be after the step. Nothing is copied or kept long.
 
     `block_ids` is the request's whole block table, by group: entry i of a group's list is the
-    engine block that holds tokens i * engine_block_tokens and on, or the null block.
-    `num_computed_tokens_after` counts the tokens whose KV exists once the step has run.
+    engine block that holds tokens i * engine_block_tokens and on (of a recurrent group, the
+    state after them), or the null block: also where the engine has let go of a block that
+    slid out of the window. Tables grow at their end; else an entry only ever becomes null.
+    `num_computed_tokens_after` counts the tokens whose KV exists once the step has run; drafts
+    that may be rejected don't count.
     `block_hashes`, by group, one for each kvd block that is known so far; None = as before.
     """
 

@@ -50,6 +50,7 @@ class Request:
     lookup: Lookup = field(default_factory=Lookup)
     computed_tokens: int = 0  # the device's own prefix, as last asked with
     hit_tokens: int = 0  # of the last lookup, from the prompt's start
+    max_hit_tokens: int | None = None  # the engine's own bound on it
     next_store: list[int] = field(default_factory=list)
     offer_at: int = 0  # with fewer computed tokens than this there is nothing new to store
     seen_blocks: list[int] = field(default_factory=list)
@@ -60,16 +61,31 @@ class Request:
     request_level: bool = False
     stores_end: bool = False  # its KV is of before a reset: never store it
     computed_after: int = 0  # tokens whose KV exists after the last step it was in
+    known_hashes: Sequence[int] = ()  # by group, so many were known to that step
+    awaited_load: int = 0  # another request's, that brings what this one would load
+    sharing_since_s: float | None = None  # since when such loads have deferred it
+    deferred_since_s: float | None = None  # since when it has had no answer, for whatever reason
 
-    def begin_again(self) -> None:
+    def begin_again(self, widths: Sequence[int]) -> None:
         """Nothing of it is on the device: look up and store from the first block on."""
         self.computed_tokens = 0
         self.hit_tokens = 0
         self.store_from_start()
         self.seen_blocks = [0] * len(self.seen_blocks)
         self.stores_end = False
-        self.num_tokens = max(self.num_tokens, self.computed_after)
+        self.num_tokens = max(self.num_tokens, self._sure_tokens(widths))
         self.computed_after = 0
+        self.known_hashes = ()
+        self.awaited_load = 0
+        self.sharing_since_s = None
+
+    def _sure_tokens(self, widths: Sequence[int]) -> int:
+        """Tokens that the last step had, without drafts that may have been counted as computed:
+        a whole block of them would have had a hash.
+        """
+        counts = zip(self.known_hashes, widths, strict=False)
+        known_tokens = max(((count + 1) * width - 1 for count, width in counts), default=0)
+        return min(self.computed_after, known_tokens)
 
     def waits_for_stores(self, now: float, deadline_s: float) -> bool:
         """Whether its own stores defer it: they will be the hit, unless they take too long."""

@@ -8,8 +8,9 @@ at a request's end          request_finished
 One thread. Nothing raises for an absent, slow or broken daemon: that is a miss. ValueError
 means that the engine broke a rule named in a docstring.
 
-Two requests that load the same prefix at the same time are not held up for each other: both
-load (the engine's own prefix cache serves the second where it came after the first's end).
+A request that would load what another one is loading waits for that load and then finds the
+blocks on the device (`share_loads` of the options). docs/engine-behaviours.md lists what an
+engine may rely on, with the test that proves it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvd_client.draft import JobDraft, StepDraft, request_context
+from kvd_client.draft import MAX_PARTS, JobDraft, StepDraft, request_context
 from kvd_client.scheduler.device import DeviceBlocks
+from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.hand_offs import HandOffDesk
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
 from kvd_client.scheduler.loads import load_runs
 from kvd_client.scheduler.lookup import LookupDesk
+from kvd_client.scheduler.matching import Matcher
+from kvd_client.scheduler.offers import BlockTables, Offer, OfferDesk
 from kvd_client.scheduler.outcomes import JobEnds
 from kvd_client.scheduler.params import RequestParams, SchedulerOptions, StoreMode
 from kvd_client.scheduler.plan import (
@@ -34,19 +38,16 @@ from kvd_client.scheduler.plan import (
     WorkerReport,
 )
 from kvd_client.scheduler.request import Request
-from kvd_client.scheduler.stores import Offer, StoreDesk
+from kvd_client.scheduler.stats import SchedulerStats
+from kvd_client.scheduler.stores import StoreDesk
 from kvd_client.session import Connection, SessionView
 from kvd_proto import layout
 
 log = logging.getLogger(__name__)
 
-REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to report it
-
-BlockTables = Sequence[Sequence[int]]
-
 
 class Scheduler:
-    """One engine's scheduler side."""
+    """One engine's scheduler side. ValueError for options that don't suit the namespace."""
 
     def __init__(
         self,
@@ -62,18 +63,17 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._jobs = JobTable(connection.world_size)
         self._desk = LookupDesk(connection, self._namespace, self.options, clock)
-        self._stores = StoreDesk(self._namespace, self.options, self._jobs, self._desk)
+        self._matcher = Matcher(connection, self.options, self._jobs, self._desk, clock)
+        self._offers = OfferDesk(self._namespace, self.options)
+        self._stores = StoreDesk(self._namespace, self._jobs, self._desk, self._matcher.tally)
         self._hand_offs = HandOffDesk(self._jobs, self.options)
         self._device = DeviceBlocks(self._groups)
+        self._fences = Fences(self._groups, self._jobs, self._device)
+        self._ends = JobEnds(self._jobs, self._desk, self._fences, self.options, self._requests)
         self._generation = 0
         # Collected for the next step.
         self._step = StepDraft()
-        self._flush: set[int] = set()
-        self._given: list[tuple[int, Sequence[int]]] = []  # (group, blocks) of new owners
         self._finished_offers: list[Offer] = []
-        self._forget: list[int] = []
-        self._told_ended: dict[int, tuple[bool, float]] = {}  # by the daemon, not yet by ranks
-        self._ends = JobEnds(self._desk, self.options)
 
     # -- arrival and lookup -----------------------------------------------------------------
 
@@ -109,21 +109,24 @@ class Scheduler:
         self._enter_session()
         self._desk.arrive(request)
 
-    def get_num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> int | None:
+    def get_num_new_matched_tokens(
+        self, request_id: str, num_computed_tokens: int, max_new_tokens: int | None = None
+    ) -> int | None:
         """Tokens that can be loaded beyond the `num_computed_tokens` on the device.
 
         None: not known yet, ask again in the next step. At least one token of the request is
         left to compute. Waits at most once in a step, for milliseconds, for all requests.
+        `max_new_tokens` bounds the answer where the engine must, as by what layers that it
+        keeps to itself still have.
         """
         request = self._requests.get(request_id)
         if request is None:
             return 0
-        deadline_s = self.options.pending_deadline_s
-        if request.loading_job or request.waits_for_stores(self._clock(), deadline_s):
-            return None
         self._enter_session()
-        request.computed_tokens = num_computed_tokens
-        found = self._desk.hit_tokens(request, num_computed_tokens)
+        request.max_hit_tokens = None
+        if max_new_tokens is not None:
+            request.max_hit_tokens = num_computed_tokens + max(0, max_new_tokens)
+        found = self._matcher.match(request, num_computed_tokens)
         if found is None:
             return None
         request.hit_tokens = found
@@ -140,7 +143,9 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return
-        self._fence(request, block_ids)
+        if request.loading_job:
+            raise ValueError(f"request {request_id} is loading already")
+        self._fences.cover(request, block_ids)
         if num_external_tokens <= 0:
             self._desk.release(request)
             return
@@ -175,7 +180,7 @@ class Scheduler:
         `near_eviction` lists (group, engine block) for lazy mode.
         """
         session = self._enter_session()
-        self._end_overdue()
+        self._ends.told(self._connection.take_ended(), self._clock())
         for request_id in preempted:
             self._preempt(request_id)
         offers = self._finished_offers
@@ -185,59 +190,31 @@ class Scheduler:
         if self.options.store_mode is StoreMode.LAZY:
             offers += self._device.near_eviction(near_eviction)
         step, self._step = self._step, StepDraft()
+        step.loads = [draft for draft in step.loads if draft.job_id in self._jobs]
         step.released_leases += self._desk.released_leases
         self._desk.released_leases = []
+        self._ends.acknowledge(step)
         new, computed = self._submit(step, offers, session)
         self._hand_offs.put_into(step)
-        # A finished request's blocks may have found their next owner in this very step.
-        for group, blocks in self._given:
-            self._flush |= self._jobs.readers(group, blocks).intersection(computed)
-        self._given.clear()
         was_sent = self._connection.send_step(step)
         if not was_sent:
             self._take_back(step)
             new, computed = [], []
         self._desk.step_ended(was_sent)
-        flush, self._flush = self._flush, set()
-        forget, self._forget = self._forget, []
+        flush = self._fences.take(computed)
         loads = tuple(job.job_id for job in step.loads) if was_sent else ()
-        return StepPlan(tuple(flush), loads, tuple(new), tuple(computed), tuple(forget))
+        forget = self._ends.take_forget()
+        return StepPlan(flush, loads, tuple(new), tuple(computed), forget)
 
     def _enter_session(self) -> SessionView | None:
-        """The usable session; what belonged to an earlier one is given up.
-
-        That is sound: all ranks are registered in this one, and a worker registers again only
-        when its old mover is dead.
-        """
+        """The usable session; what belonged to an earlier one is given up."""
         session = self._connection.session
         if session is not None and session.generation != self._generation:
             self._generation = session.generation
             self._desk.session_lost()
-            self._step.completed_loads.clear()
-            self._step.completed_stores.clear()
             self._step.released_leases.clear()
-            self._told_ended.clear()
-            for job_id in self._jobs.of_earlier_sessions(session.generation):
-                self._end_unreported(job_id, is_done=False)
+            self._ends.enter_session(session.generation)
         return session
-
-    def _end_overdue(self) -> None:
-        """End what the daemon says has ended but some rank does not report."""
-        now = self._clock()
-        for job_id, done in self._connection.take_ended():
-            if job_id in self._jobs:
-                self._told_ended[job_id] = (done, now)
-        for job_id, (done, told_s) in list(self._told_ended.items()):
-            if now - told_s > REPORT_GRACE_S:
-                self._end_unreported(job_id, is_done=done)
-
-    def _end_unreported(self, job_id: int, *, is_done: bool) -> None:
-        """A job has ended but a rank's report of it was lost with its board."""
-        job = self._jobs.drop(job_id)
-        job.failed |= not is_done
-        self._forget.append(job_id)
-        self._step.loads = [draft for draft in self._step.loads if draft.job_id != job_id]
-        self._end(job)
 
     def _submit(
         self, step: StepDraft, offers: list[Offer], session: SessionView | None
@@ -246,19 +223,14 @@ class Scheduler:
             self._take_back(step)
             return [], []
         keys = sum(len(run.block_hashes) for load in step.loads for run in load.runs)
-        while keys > layout.MAX_KEYS_PER_MESSAGE:
+        while keys > layout.MAX_KEYS_PER_MESSAGE or len(step.loads) > MAX_PARTS:
             late = step.loads.pop()
             self._step.loads.insert(0, late)
             keys -= sum(len(run.block_hashes) for run in late.runs)
         return self._stores.submit(offers, session, step, layout.MAX_KEYS_PER_MESSAGE - keys)
 
     def _take_back(self, step: StepDraft) -> None:
-        """The step's jobs will never run: nobody was told of them."""
-        for draft in [*step.loads, *step.stores]:
-            job = self._jobs.drop(draft.job_id)
-            job.failed = True
-            job.generation = -1  # nobody to acknowledge it to
-            self._end(job)
+        self._ends.take_back([*step.loads, *step.stores])
         step.loads, step.stores = [], []
 
     def _advance(self, entry: ScheduledRequest) -> list[Offer]:
@@ -270,30 +242,18 @@ class Scheduler:
         if block_hashes is not None:
             request.hashes = block_hashes
         request.computed_after = computed_tokens
+        request.known_hashes = tuple(map(len, request.hashes))
         if request.seen_blocks != [len(table) for table in tables]:
-            self._fence(request, tables)
+            self._fences.cover(request, tables)
         if computed_tokens < request.offer_at:
             return []
-        offers = self._stores.computed_offers(request, tables, computed_tokens)
+        offers = self._offers.computed(request, tables, computed_tokens)
         if offers and self.options.store_mode is StoreMode.LAZY and not request.request_level:
             self._device.note(offers)
             for offer in offers:
-                request.next_store[offer.group] = offer.first_block + len(offer.block_hashes)
+                offer.dealt_with(len(offer.block_hashes))
             return []
         return offers
-
-    def _fence(self, request: Request, tables: BlockTables) -> None:
-        """Blocks new to the request will be overwritten: stores that read them end first."""
-        for group, table in enumerate(tables):
-            seen = request.seen_blocks[group]
-            if len(table) == seen:
-                continue
-            request.seen_blocks[group] = len(table)
-            tokens = self._groups[group].engine_block_tokens
-            new = table[max(seen, request.computed_tokens // tokens) :]
-            self._flush |= self._jobs.readers(group, new)
-            self._given.append((group, new))
-            self._device.overwritten(group, new)
 
     def _preempt(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -301,10 +261,10 @@ class Scheduler:
             return
         if request.loading_job:
             raise ValueError(f"request {request_id} is loading and can't be preempted")
-        self._flush |= request.store_jobs
+        self._fences.flush(request.store_jobs)
         self._step.preempted.append(request_id)
         self._desk.forget(request)
-        request.begin_again()
+        request.begin_again([group.tokens_per_block for group in self._groups])
 
     # -- ends -------------------------------------------------------------------------------
 
@@ -313,29 +273,21 @@ class Scheduler:
 
         Reports of jobs from before a reset, or said twice, are ignored.
         """
-        for report in reports:
-            for ended in report.ended:
-                job = self._jobs.report(report.rank, ended)
-                if job is not None:
-                    self._end(job)
+        self._ends.report(reports)
         return self._ends.take_outcome()
 
-    def _end(self, job: Job) -> None:
-        job_id = job.draft.job_id
-        self._told_ended.pop(job_id, None)
-        self._flush.discard(job_id)
-        if job.generation == self._generation:
-            step, is_load = self._step, job.kind is Kind.LOAD
-            (step.completed_loads if is_load else step.completed_stores).append(job_id)
-        self._ends.end(job, self._requests.get(job.request_id))
-
-    def request_finished(self, request_id: str, block_ids: BlockTables) -> bool:
+    def request_finished(
+        self, request_id: str, block_ids: BlockTables, num_computed_tokens: int | None = None
+    ) -> bool:
         """The request has ended or was aborted; call it before its blocks are freed.
 
         Its last computed blocks are stored with the next step (and handed off once that is done,
         where `do_remote_decode` asks for it); the engine may free them now:
         who gets them next waits for their stores (the plan's flush). True: a load still
         writes them, so hold them until an outcome names the request.
+
+        `num_computed_tokens` counts the tokens whose KV is right, which is never that of the
+        last token sampled. Without it the last block may go unstored that accepted drafts filled.
         """
         request = self._requests.pop(request_id, None)
         if request is None:
@@ -345,15 +297,13 @@ class Scheduler:
         if request.loading_job:
             return True
         tables = [list(table) for table in block_ids]
-        offers = self._stores.computed_offers(request, tables, request.computed_after)
-        for offer in offers:
-            offer.computed, offer.advances = True, False
+        offers, held = self._offers.final(request, tables, num_computed_tokens)
         if self.options.store_mode is StoreMode.EAGER or request.request_level:
             self._finished_offers += offers
         else:
             self._device.note(offers)
         if request.request_level:
-            self._hand_offs.add(request, self._stores.held_runs(request, tables))
+            self._hand_offs.add(request, held)
         return False
 
     def has_pending_work(self) -> bool:
@@ -362,15 +312,12 @@ class Scheduler:
         True while a job is unreported or something waits to be sent, so that the last
         request's blocks are not lost, and a prefill's not evicted before they are handed off.
         """
-        step = self._step
         return bool(
             len(self._jobs)
             or self._finished_offers
             or self._hand_offs
-            or self._ends.has_loads
-            or step.finished
-            or step.completed_loads
-            or step.completed_stores
+            or self._ends.has_news
+            or self._step.finished
         )
 
     def reset_cache(self) -> None:
@@ -381,14 +328,19 @@ class Scheduler:
         of before the reset.
         """
         self._connection.reset_epoch()
-        self._flush.update(self._jobs.invalidate())
+        self._fences.flush(self._jobs.invalidate())
         self._finished_offers.clear()
         self._hand_offs.clear()
         self._device.clear()
         for request in self._requests.values():
             self._desk.forget(request)
+            request.awaited_load = 0
             request.stores_end = any(request.seen_blocks)
 
     def take_events(self) -> list[StoredKeys]:
         """Blocks stored since the last call. Only drains."""
         return self._ends.take_events()
+
+    def take_stats(self) -> SchedulerStats:
+        """Delays and counts since the last call, for the engine's metrics."""
+        return self._matcher.tally.take()

@@ -6,121 +6,53 @@ jobs in flight. All blocks of a step are probed in one go for each group and acc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvd_client.draft import BlockRun, JobDraft, StepDraft
+from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, StepDraft, within_limit
 from kvd_client.identity import Namespace
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
 from kvd_client.scheduler.lookup import LookupDesk
-from kvd_client.scheduler.params import SchedulerOptions
+from kvd_client.scheduler.offers import Offer
 from kvd_client.scheduler.request import Request
+from kvd_client.scheduler.stats import Tally
 from kvd_client.session import SessionView
 from kvd_proto import layout
 
 
 @dataclass(slots=True)
-class Offer:
-    """Computed blocks of one request in one group, next to each other, none of them null."""
+class _Choice:
+    """What one step stores and touches, as it is being chosen."""
 
-    request: Request
-    group: int
-    first_block: int
-    block_hashes: Sequence[bytes]
-    engine_blocks: Sequence[int]
-    computed: bool = False  # by an earlier step
-    present: Sequence[bool] = field(default_factory=list)
-    advances: bool = True  # next_store follows what becomes of it
+    session: SessionView
+    key_room: int
+    room: dict[int, int]  # by group
+    requests: dict[str, Request] = field(default_factory=dict)
+    runs: dict[tuple[str, bool], list[BlockRun]] = field(default_factory=dict)
+    sighted: dict[tuple[str, int], list[BlockRun]] = field(default_factory=dict)
+
+    def add(self, offer: Offer, run: BlockRun) -> None:
+        self.requests[offer.request.request_id] = offer.request
+        self.runs.setdefault((offer.request.request_id, offer.computed), []).append(run)
+        self.room[offer.group] -= len(run.block_hashes)
+
+    def sight(self, offer: Offer, block_hashes: list[bytes]) -> None:
+        """No copy, but the daemon's policy and its reuse filter shall know of the sighting."""
+        self.requests[offer.request.request_id] = offer.request
+        run = BlockRun(offer.group, offer.first_block, block_hashes)
+        self.sighted.setdefault((offer.request.request_id, offer.group), []).append(run)
 
 
 class StoreDesk:
     """Turns offers into store jobs."""
 
     def __init__(
-        self, namespace: Namespace, options: SchedulerOptions, jobs: JobTable, desk: LookupDesk
+        self, namespace: Namespace, jobs: JobTable, desk: LookupDesk, tally: Tally
     ) -> None:
         self._groups = namespace.groups
-        self._options = options
         self._jobs = jobs
         self._desk = desk
-        self._room: dict[int, int] = {}
-
-    def computed_offers(
-        self, request: Request, tables: Sequence[Sequence[int]], computed_tokens: int
-    ) -> list[Offer]:
-        """Blocks that are wholly computed and were not offered yet.
-
-        Blocks with a null engine block are passed over for good.
-        """
-        if request.stores_end:
-            return []
-        limit_tokens = self._limit_tokens(request, computed_tokens)
-        offers: list[Offer] = []
-        thresholds = []
-        for group, spec in enumerate(self._groups):
-            first = request.next_store[group]
-            thresholds.append((first + 1) * spec.tokens_per_block)
-            if limit_tokens < thresholds[-1]:
-                continue
-            end = self._whole_count(request, group, tables[group], limit_tokens)
-            offers += self._whole_blocks(request, group, range(first, end), tables[group])
-        request.offer_at = min(thresholds)
-        return offers
-
-    def held_runs(self, request: Request, tables: Sequence[Sequence[int]]) -> list[BlockRun]:
-        """All that an ended request leaves to be stored: its whole blocks, loaded or computed,
-        that the engine still holds (of a sliding window, the last); one run for each group.
-        """
-        if request.stores_end:
-            return []
-        limit_tokens = self._limit_tokens(request, request.computed_after)
-        runs = []
-        for group, table in enumerate(tables):
-            count = self._whole_count(request, group, table, limit_tokens)
-            offers = self._whole_blocks(request, group, range(count), table)
-            hashes = [block_hash for offer in offers for block_hash in offer.block_hashes]
-            if hashes:
-                runs.append(BlockRun(group, offers[0].first_block, hashes))
-        return runs
-
-    def _limit_tokens(self, request: Request, computed_tokens: int) -> int:
-        limit_tokens = computed_tokens
-        if self._options.prompt_only:
-            limit_tokens = min(limit_tokens, request.num_tokens)
-        if request.params.max_store_tokens is not None:
-            limit_tokens = min(limit_tokens, request.params.max_store_tokens)
-        return limit_tokens
-
-    def _whole_count(
-        self, request: Request, group: int, table: Sequence[int], limit_tokens: int
-    ) -> int:
-        spec = self._groups[group]
-        return min(
-            limit_tokens // spec.tokens_per_block,
-            len(request.hashes[group]),
-            len(table) // spec.blocks_per_block,
-        )
-
-    def _whole_blocks(
-        self, request: Request, group: int, blocks: range, table: Sequence[int]
-    ) -> list[Offer]:
-        width = self._groups[group].blocks_per_block
-        rows = list(table[blocks.start * width : blocks.stop * width])
-        nulls = {self._options.null_block, layout.NULL_ENGINE_BLOCK}
-        if blocks and nulls.isdisjoint(rows):
-            hashes = request.hashes[group][blocks.start : blocks.stop]
-            return [Offer(request, group, blocks.start, hashes, rows)]
-        offers = []
-        for place, block in enumerate(blocks):
-            row = rows[place * width : (place + 1) * width]
-            if nulls.isdisjoint(row):
-                hashes = request.hashes[group][block : block + 1]
-                offers.append(Offer(request, group, block, hashes, row))
-        if not offers and blocks:
-            request.next_store[group] = blocks.stop
-        return offers
-
-    # -- from offers to jobs ----------------------------------------------------------------
+        self._tally = tally
 
     def submit(
         self, offers: Iterable[Offer], session: SessionView, step: StepDraft, key_room: int
@@ -132,28 +64,25 @@ class StoreDesk:
         """
         offers = list(offers)
         self._probe(offers, session)
-        self._room = {group: session.room(group) for group in {offer.group for offer in offers}}
-        runs: dict[tuple[str, bool], list[BlockRun]] = {}
-        requests: dict[str, Request] = {}
+        room = {group: session.room(group) for group in {offer.group for offer in offers}}
+        choice = _Choice(session, key_room, room)
         blocked: set[tuple[str, int]] = set()
         for offer in offers:
-            request = offer.request
-            if (request.request_id, offer.group) in blocked:
-                continue
-            run, done = self._choose(offer, session, key_room, step)
-            if offer.advances:
-                request.next_store[offer.group] = offer.first_block + done
+            owner = offer.request.request_id, offer.group
+            done = 0 if owner in blocked else self._choose(offer, choice)
+            choice.key_room -= done  # blocks passed over count too: simpler, and still a bound
+            if owner not in blocked:
+                offer.dealt_with(done)
             if done < len(offer.block_hashes):
-                blocked.add((request.request_id, offer.group))
-            key_room -= done  # blocks passed over count too: simpler, and a bound all the same
-            if run is not None:
-                runs.setdefault((request.request_id, offer.computed), []).append(run)
-                requests[request.request_id] = request
+                blocked.add(owner)
+                self._tally.without_room(len(offer.block_hashes) - done)
+        for (request_id, _), runs in list(choice.sighted.items())[: MAX_PARTS - len(step.touches)]:
+            [joined] = within_limit(runs, most=1)
+            step.touches.append((choice.requests[request_id].context, joined))
         new: tuple[list[int], list[int]] = ([], [])
-        for (request_id, computed), job_runs in runs.items():
-            new[computed].append(
-                self._add_job(requests[request_id], job_runs, step, session.generation)
-            )
+        for (request_id, computed), runs in choice.runs.items():
+            request = choice.requests[request_id]
+            new[computed].append(self._add_job(request, runs, step, session.generation))
         return new
 
     def _probe(self, offers: list[Offer], session: SessionView) -> None:
@@ -168,28 +97,33 @@ class StoreDesk:
                 offer.present = present[start : start + len(offer.block_hashes)]
                 start += len(offer.block_hashes)
 
-    def _choose(
-        self, offer: Offer, session: SessionView, key_room: int, step: StepDraft
-    ) -> tuple[BlockRun | None, int]:
-        """(what to store, how many blocks of the offer are dealt with)."""
-        request, group = offer.request, offer.group
-        width = self._groups[group].blocks_per_block
+    def _room(self, offer: Offer, choice: _Choice) -> int:
+        """Blocks of the offer that may become part of a job."""
+        if (offer.request.request_id, offer.computed) not in choice.runs:
+            new = len(choice.runs)
+            if new >= MAX_PARTS or len(self._jobs) + new >= layout.MAX_JOBS_IN_FLIGHT:
+                return 0
         # A request-level store must be whole: there the daemon decides about room, and says so.
-        room = key_room if request.request_level else self._room[group]
-        room = 0 if self._jobs.is_full else min(room, key_room)
+        room = choice.key_room if offer.request.request_level else choice.room[offer.group]
+        return min(room, choice.key_room)
+
+    def _choose(self, offer: Offer, choice: _Choice) -> int:
+        """Add to the choice what to store of the offer; how many of its blocks are dealt with."""
+        width = self._groups[offer.group].blocks_per_block
+        room = self._room(offer, choice)
         first = offer.first_block
         count = len(offer.block_hashes)
-        if count <= room and not self._needs_choice(offer, session.store_threshold > 1):
-            self._room[group] -= count
-            return BlockRun(group, first, offer.block_hashes, offer.engine_blocks), count
+        if count <= room and not self._needs_choice(offer, choice.session.store_threshold > 1):
+            choice.add(offer, BlockRun(offer.group, first, offer.block_hashes, offer.engine_blocks))
+            return count
         hashes: list[bytes] = []
         blocks: list[int] = []
         sighted: list[bytes] = []  # known: there already, or kept out by the reuse filter
         done = 0
         for place, block_hash in enumerate(offer.block_hashes):
-            if done >= key_room:
+            if done >= choice.key_room:
                 break
-            if self._needs_no_copy(offer, place, session):
+            if self._needs_no_copy(offer, place, choice.session):
                 sighted.append(block_hash)
             elif self._is_wanted(offer, place):
                 if len(hashes) >= room:
@@ -198,11 +132,11 @@ class StoreDesk:
                 hashes.append(block_hash)
                 blocks += offer.engine_blocks[place * width : (place + 1) * width]
             done += 1
-        self._room[group] -= len(hashes)
         if sighted:
-            # No copy, but the daemon's policy and its reuse filter shall know of the sighting.
-            step.touches.append((request.context, BlockRun(group, offer.first_block, sighted)))
-        return (BlockRun(group, first, hashes, blocks) if hashes else None), done
+            choice.sight(offer, sighted)
+        if hashes:
+            choice.add(offer, BlockRun(offer.group, first, hashes, blocks))
+        return done
 
     def _needs_choice(self, offer: Offer, filtered: bool) -> bool:
         """Whether some of the offer's blocks may not be wanted; mostly all are."""
@@ -234,6 +168,7 @@ class StoreDesk:
     def _add_job(
         self, request: Request, runs: list[BlockRun], step: StepDraft, generation: int
     ) -> int:
+        runs = within_limit(runs)
         draft = JobDraft(self._jobs.next_id(), request.context, runs, request.request_level)
         self._jobs.add(Job(draft, Kind.STORE, request.request_id, request.account, generation))
         request.store_jobs.add(draft.job_id)

@@ -1,0 +1,57 @@
+"""Fences: stores that must end before the step overwrites what they read.
+
+A store is fenced from its creation to its end, whatever becomes of its request: a finished or
+preempted request's blocks, and those that slid out of a window, may have another owner in the
+very next step. Loads are never fenced: the engine holds their blocks until they have ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from kvd_client.identity import Group
+from kvd_client.scheduler.device import DeviceBlocks
+from kvd_client.scheduler.jobs import JobTable
+from kvd_client.scheduler.request import Request
+
+
+class Fences:
+    """Collects the next plan's flush."""
+
+    def __init__(self, groups: Sequence[Group], jobs: JobTable, device: DeviceBlocks) -> None:
+        self._groups = groups
+        self._jobs = jobs
+        self._device = device
+        self._flush: set[int] = set()
+        self._given: list[tuple[int, Sequence[int]]] = []  # (group, blocks) of new owners
+
+    def cover(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
+        """Blocks new to the request will be overwritten: stores that read them end first."""
+        for group, table in enumerate(tables):
+            seen = request.seen_blocks[group]
+            if len(table) == seen:
+                continue
+            request.seen_blocks[group] = len(table)
+            tokens = self._groups[group].engine_block_tokens
+            new = table[max(seen, request.computed_tokens // tokens) :]
+            self._flush |= self._jobs.readers(group, new)
+            self._given.append((group, new))
+            self._device.overwritten(group, new)
+
+    def flush(self, job_ids: Iterable[int]) -> None:
+        """These must end before the next step."""
+        self._flush.update(job_ids)
+
+    def ended(self, job_id: int) -> None:
+        self._flush.discard(job_id)
+
+    def take(self, computed_stores: Sequence[int]) -> tuple[int, ...]:
+        """The step's flush; `computed_stores` are its jobs for blocks of earlier steps.
+
+        A finished request's blocks may have found their next owner in this very step.
+        """
+        for group, blocks in self._given:
+            self._flush |= self._jobs.readers(group, blocks).intersection(computed_stores)
+        self._given.clear()
+        flush, self._flush = self._flush, set()
+        return tuple(flush)
