@@ -30,6 +30,7 @@ from benchmarks.vllm.stand import VOCABULARY, Stand, StandOptions, Taken, write_
 
 PROMPT_TOKENS = 10_000
 DECODE_PROMPT_TOKENS = 32
+ASKED_AT_ONCE = 16
 SETTLE_SECONDS = 0.02  # for what other threads do after the last step
 CPU_BYTES = 1 << 30  # as vLLM counts them: nothing is allocated
 
@@ -115,9 +116,11 @@ class Side:
         self.stand.drain()
         self.stand.forget_device()
         self.stand.take()
-        for number, request in enumerate(running):
-            self.stand.add(self.stand.request(f"again-{number}", request.all_token_ids, 1))
-        self.stand.drain()
+        for first in range(0, requests, ASKED_AT_ONCE):
+            for request in running[first : first + ASKED_AT_ONCE]:
+                name = f"again-{request.request_id}"
+                self.stand.add(self.stand.request(name, request.all_token_ids, max_tokens=1))
+            self.stand.drain()
         taken = self.stand.take()
         self.stand.forget_device()
         # The last token was sampled, and never computed.
