@@ -91,22 +91,10 @@ def check_config(vllm_config: Any) -> None:
         )
     if parallel.world_size > layout.MAX_RANKS:
         raise ValueError(f"{parallel.world_size} ranks, kvd allows {layout.MAX_RANKS} an engine")
-    _check_machine()
-
-
-def _check_machine() -> None:
-    from vllm.platforms import current_platform  # noqa: PLC0415 - finds out the platform
-
     try:
         layout.require_ordered_stores()
     except RuntimeError as error:
-        raise ValueError(f"kvd can't run here: {error}") from error
-    name = current_platform.device_type
-    if current_platform.is_cuda_alike() or current_platform.is_xpu() or current_platform.is_tpu():
-        raise ValueError(
-            f"KV lies in {name} memory, and this version of kvd copies host memory only."
-            " Use vLLM's CPU build, or another connector"
-        )
+        raise ValueError(f"{error}: run the engine on such a machine, or without kvd") from error
 
 
 def engine_identity(vllm_config: Any) -> EngineIdentity:
@@ -189,8 +177,6 @@ def _kv_dtype(vllm_config: Any, offloading_config: Any) -> str:
     parts = [stored] if stored == computed else [f"{stored} of {computed}"]
     skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
     parts += [f"without {','.join(sorted(skipped))}"] if skipped else []
-    state = (cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype)
-    parts += ["state {}/{}".format(*state)] if set(state) != {"auto"} else []
     return " ".join(parts)
 
 

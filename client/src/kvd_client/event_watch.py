@@ -1,0 +1,252 @@
+"""Which of the blocks that an engine announced to others are gone from the daemon.
+
+An engine that publishes what is cached says "stored" by itself, once its own copies have ended.
+"Removed" only the daemon knows. A thread follows the daemon's event stream for the session's
+namespace, and the engine takes from here what it has to say, without ever waiting for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import grpc
+
+from kvd_client.companion import CompanionRefused, CompanionSocket
+from kvd_client.connection import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, describe
+from kvd_proto.v1 import companion_pb2, events_pb2, events_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+MAX_TRACKED = 1 << 18  # announced blocks; beyond it the oldest are said to be removed
+MAX_GONE = 1 << 16  # removals of blocks that this engine has not announced, or not yet
+DOUBT_S = 1.0  # how long the stream may be behind the engine's own reports
+KEYS_AT_ONCE = 256  # looked through under the lock
+BACKOFF_S = (0.2, 1.0)
+GROUP_BYTES = 4
+NOWHERE = (b"", 0)
+
+Key = bytes  # the block's hash and its group's number, four bytes, big-endian
+
+
+def key_of(group: int, block_hash: bytes) -> Key:
+    """A block's name within one namespace and epoch."""
+    return block_hash + group.to_bytes(GROUP_BYTES, "big")
+
+
+class Reading(NamedTuple):
+    """One call of the stream: for which namespace and epoch, and what was announced by then."""
+
+    turn: int
+    epoch: str
+    announced: set[Key]
+
+
+class RemovalWatch:
+    """Holds the announced blocks, and says which of them were removed since.
+
+    `follow`, `announce`, `forget` and `take` come from one thread, the engine's; none of them
+    waits for the daemon. A block may be said to be removed though it is there, when the stream
+    was behind for longer than DOUBT_S or too many are announced; it is never the other way round
+    for longer than the stream is away.
+    """
+
+    def __init__(
+        self, socket_path: str, program: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._socket_path = socket_path
+        self._program = program
+        self._clock = clock
+        self._lock = threading.Lock()  # held for microseconds
+        self._tracked: dict[Key, None] = {}
+        self._gone: dict[Key, None] = {}
+        self._doubtful: dict[Key, float] = {}  # announced after a removal: of then or of now?
+        self._removed: list[Key] = []
+        self._namespace_id = 0
+        self._epoch = ""
+        self._turn = 0  # another one = another namespace or epoch: a call of before is void
+        self._call: grpc.Call | None = None
+        self._place: tuple[bytes, int] = NOWHERE  # where to go on in the stream
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    # -- the engine's side ------------------------------------------------------------------
+
+    def follow(self, namespace_id: int, epoch: str) -> None:
+        """Where the engine's session is now. Cheap to repeat."""
+        if namespace_id == self._namespace_id and epoch == self._epoch:
+            return
+        with self._lock:
+            if epoch != self._epoch:
+                self._removed += self._tracked
+                self._clear()
+            self._namespace_id, self._epoch = namespace_id, epoch
+            self._place = NOWHERE
+            self._turn += 1
+        self._cancel()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvd-events", daemon=True)
+            self._thread.start()
+
+    def announce(self, keys: Iterable[Key]) -> None:
+        """The engine says that these are stored."""
+        with self._lock:
+            for key in keys:
+                if key in self._gone:
+                    self._doubtful[key] = self._clock() + DOUBT_S
+                else:
+                    self._tracked[key] = None
+            while len(self._tracked) > MAX_TRACKED:
+                oldest = next(iter(self._tracked))
+                del self._tracked[oldest]
+                self._removed.append(oldest)
+
+    def forget(self) -> None:
+        """The engine has said of all that it is gone (it reset its cache)."""
+        with self._lock:
+            self._removed.clear()
+            self._clear()
+
+    def take(self) -> list[Key]:
+        """What was removed since the last call."""
+        if not self._removed and not self._doubtful:
+            return []
+        with self._lock:
+            now = self._clock()
+            overdue = [key for key, deadline in self._doubtful.items() if now >= deadline]
+            for key in overdue:
+                del self._doubtful[key]
+            removed, self._removed = self._removed, []
+        return removed + overdue
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        self._cancel()
+        if self._thread is not None:
+            self._thread.join(timeout=2.0)
+
+    def _clear(self) -> None:
+        self._tracked.clear()
+        self._gone.clear()
+        self._doubtful.clear()
+
+    # -- the stream's thread ----------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._watch()
+            except (grpc.RpcError, CompanionRefused, OSError) as error:
+                # The session's own thread warns of an absent daemon; here it is nothing new.
+                reason = describe(error) if isinstance(error, grpc.RpcError) else str(error)
+                log.debug("kvd events: %s", reason)
+            except Exception:
+                log.exception("the event stream's thread failed; it goes on")
+            self._closing.wait(random.uniform(*BACKOFF_S))
+
+    def _watch(self) -> None:
+        with contextlib.ExitStack() as stack:
+            companion = stack.enter_context(CompanionSocket(self._socket_path, CONNECT_TIMEOUT_S))
+            token = companion.hello(companion_pb2.PEER_ROLE_TOOL, self._program).token
+            channel = stack.enter_context(
+                grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS)
+            )
+            with self._lock:
+                # Announced before the call, so stored before a snapshot that the call begins with.
+                reading = Reading(self._turn, self._epoch, set(self._tracked))
+                incarnation, sequence = self._place
+                request = events_pb2.WatchEventsRequest(
+                    incarnation=incarnation,
+                    after_sequence=sequence,
+                    namespace_id=self._namespace_id,
+                )
+            call = events_pb2_grpc.EventServiceStub(channel).WatchEvents(
+                request, metadata=(("kvd-token", token),)
+            )
+            self._call = call
+            try:
+                if reading.turn == self._turn and not self._closing.is_set():
+                    self._read(call, reading)
+            finally:
+                call.cancel()
+                self._call = None
+
+    def _read(self, call: Iterable[events_pb2.WatchEventsResponse], reading: Reading) -> None:
+        """Take messages in. Returns to begin anew, where the stream has lost us."""
+        may_begin = True  # with a snapshot
+        for response in call:
+            if response.snapshot and not may_begin:
+                # What was announced before THIS snapshot isn't known: ask for another.
+                self._go_on_at(NOWHERE, reading)
+                return
+            may_begin = response.snapshot and not response.snapshot_end
+            for event in response.events:
+                self._take_in(event, reading)
+            if response.snapshot_end:
+                self._note_removed(list(reading.announced), reading)
+            if not may_begin:
+                self._go_on_at((response.incarnation, response.sequence), reading)
+
+    def _go_on_at(self, place: tuple[bytes, int], reading: Reading) -> None:
+        with self._lock:
+            if reading.turn == self._turn:
+                self._place = place
+
+    def _take_in(self, event: events_pb2.CacheEvent, reading: Reading) -> None:
+        kind = event.kind
+        if kind == events_pb2.CacheEvent.KIND_CLEARED:
+            with self._lock:
+                if reading.turn == self._turn:
+                    self._removed += self._tracked
+                    self._clear()
+        elif event.epoch != reading.epoch:
+            return
+        elif kind == events_pb2.CacheEvent.KIND_REMOVED:
+            self._note_removed(_keys_of(event), reading)
+        elif kind == events_pb2.CacheEvent.KIND_STORED:
+            self._note_stored(_keys_of(event), reading)
+
+    def _note_removed(self, keys: list[Key], reading: Reading) -> None:
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            with self._lock:
+                if reading.turn != self._turn:
+                    return
+                for key in keys[start : start + KEYS_AT_ONCE]:
+                    if key in self._tracked:
+                        del self._tracked[key]
+                        self._removed.append(key)
+                    elif self._doubtful.pop(key, None) is not None:
+                        self._removed.append(key)
+                    else:
+                        self._gone[key] = None
+                while len(self._gone) > MAX_GONE:
+                    del self._gone[next(iter(self._gone))]
+
+    def _note_stored(self, keys: list[Key], reading: Reading) -> None:
+        reading.announced.difference_update(keys)
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            with self._lock:
+                if reading.turn != self._turn:
+                    return
+                for key in keys[start : start + KEYS_AT_ONCE]:
+                    self._gone.pop(key, None)
+                    if self._doubtful.pop(key, None) is not None:
+                        self._tracked[key] = None
+
+    def _cancel(self) -> None:
+        call = self._call
+        if call is not None:
+            with contextlib.suppress(Exception):
+                call.cancel()
+
+
+def _keys_of(event: events_pb2.CacheEvent) -> list[Key]:
+    suffix = event.group.to_bytes(GROUP_BYTES, "big")
+    hashes, length = event.hashes, event.hash_bytes or 1
+    return [hashes[at : at + length] + suffix for at in range(0, len(hashes), length)]

@@ -1,0 +1,240 @@
+"""Removals as an engine passes them on: of its own blocks, each once, and none that is untrue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvd_client import event_watch
+from kvd_client.event_watch import Key, RemovalWatch, key_of
+from kvd_client.session import Session
+from kvd_proto.v1 import events_pb2, operator_pb2
+from tests.client.small_engine import SmallEngine, block_hashes
+from tests.control.daemon_rig import Caller
+from tests.daemon_process import DaemonProcess
+
+PATIENCE_S = 20.0
+BLOCKS = 200  # of a prompt; the pool holds 1024
+PROMPTS = [f"prompt {number}" for number in range(8)]
+
+
+def keys_of(prompt: str, blocks: int = BLOCKS) -> list[Key]:
+    return [key_of(0, each) for each in block_hashes(prompt, blocks)]
+
+
+@pytest.fixture
+def watched(daemon: DaemonProcess) -> Iterator[Watched]:
+    daemon.end()
+    daemon.pool_bytes = 4 << 20
+    daemon.start()
+    made = Watched(daemon)
+    yield made
+    made.close()
+
+
+class Watched:
+    """An engine that announces what it stores, and gathers what it hears of removals."""
+
+    def __init__(self, daemon: DaemonProcess) -> None:
+        self.daemon = daemon
+        self.engine = SmallEngine(daemon.socket)
+        self.engine.wait_usable()
+        self.watch = RemovalWatch(daemon.socket, "test")
+        self.removed: list[Key] = []
+        self.follow()
+
+    @property
+    def session(self) -> Session:
+        session = self.engine.connection.session
+        assert isinstance(session, Session)
+        return session
+
+    def follow(self) -> None:
+        self.watch.follow(self.session.namespace_id, self.session.epoch)
+
+    def store(self, prompt: str, announced: bool = True) -> None:
+        self.engine.store(prompt, prompt, BLOCKS)
+        if announced:
+            self.watch.announce(keys_of(prompt))
+
+    def resident(self) -> set[Key]:
+        """The daemon's own word, in a snapshot."""
+        caller = Caller(self.daemon.socket)
+        request = events_pb2.WatchEventsRequest(namespace_id=self.session.namespace_id)
+        stream = caller.events.WatchEvents(request, metadata=caller.metadata)
+        found: set[Key] = set()
+        for message in stream:
+            for event in message.events:
+                cut = range(0, len(event.hashes), event.hash_bytes)
+                found |= {key_of(0, event.hashes[at : at + event.hash_bytes]) for at in cut}
+            if message.snapshot_end:
+                break
+        stream.cancel()
+        caller.close()
+        return found
+
+    def hear(self, until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not until():
+            assert time.monotonic() < deadline, f"heard of {len(self.removed)} removals only"
+            self.removed += self.watch.take()
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.watch.close()
+        self.engine.close()
+
+
+def test_evicted_blocks_are_told_once_and_resident_ones_never(watched: Watched) -> None:
+    for prompt in PROMPTS:
+        watched.store(prompt)
+    announced = {key for prompt in PROMPTS for key in keys_of(prompt)}
+    gone = announced - watched.resident()
+    assert gone, "the pool is too large for this test"
+    watched.hear(lambda: len(watched.removed) >= len(gone))
+    assert sorted(watched.removed) == sorted(gone)
+
+
+def test_removals_of_what_was_never_announced_are_not_told(watched: Watched) -> None:
+    watched.store(PROMPTS[0], announced=False)
+    for prompt in PROMPTS[1:]:
+        watched.store(prompt)
+    announced = {key for prompt in PROMPTS[1:] for key in keys_of(prompt)}
+    gone = announced - watched.resident()
+    watched.hear(lambda: len(watched.removed) >= len(gone))
+    assert not set(watched.removed) & set(keys_of(PROMPTS[0]))
+
+
+def test_what_went_while_the_daemon_was_away_is_told_when_it_is_back(watched: Watched) -> None:
+    watched.store(PROMPTS[0])
+    watched.store(PROMPTS[1])
+    watched.daemon.kill()
+    for file in watched.daemon.pool.iterdir():
+        if file.is_file():
+            file.unlink()  # a cold start
+    watched.daemon.start()
+    watched.engine.wait_usable()
+    watched.follow()
+    gone = {*keys_of(PROMPTS[0]), *keys_of(PROMPTS[1])}
+    watched.hear(lambda: len(watched.removed) >= len(gone))
+    assert sorted(watched.removed) == sorted(gone)
+
+
+def test_what_a_restarted_daemon_still_has_is_not_told(watched: Watched) -> None:
+    watched.store(PROMPTS[0])
+    watched.daemon.kill()
+    watched.daemon.start()
+    watched.engine.wait_usable()
+    watched.follow()
+    for prompt in PROMPTS[1:]:
+        watched.store(prompt)
+    announced = {key for prompt in PROMPTS for key in keys_of(prompt)}
+    gone = announced - watched.resident()
+    assert gone
+    watched.hear(lambda: len(watched.removed) >= len(gone))
+    assert sorted(watched.removed) == sorted(gone)
+
+
+def test_a_cleared_namespace_is_told_block_by_block(watched: Watched) -> None:
+    watched.store(PROMPTS[0])
+    caller = Caller(watched.daemon.socket)
+    request = operator_pb2.ClearRequest(namespace_id=watched.session.namespace_id)
+    caller.call(caller.operator.Clear, request)
+    caller.close()
+    watched.hear(lambda: len(watched.removed) >= BLOCKS)
+    assert sorted(watched.removed) == sorted(keys_of(PROMPTS[0]))
+
+
+def test_what_the_engine_has_forgotten_is_not_told(watched: Watched) -> None:
+    watched.store(PROMPTS[0])
+    watched.watch.forget()
+    for prompt in PROMPTS[1:]:
+        watched.store(prompt)
+    announced = {key for prompt in PROMPTS[1:] for key in keys_of(prompt)}
+    gone = announced - watched.resident()
+    watched.hear(lambda: len(watched.removed) >= len(gone))
+    assert not set(watched.removed) & set(keys_of(PROMPTS[0]))
+
+
+def test_another_epoch_leaves_nothing_of_the_one_before(watched: Watched) -> None:
+    watched.store(PROMPTS[0])
+    watched.watch.follow(watched.session.namespace_id, "another")
+    assert sorted(watched.watch.take()) == sorted(keys_of(PROMPTS[0]))
+
+
+# -- the stream may be ahead of the engine's own reports, or behind them --------------------------
+
+
+class Stream:
+    """A watch that is fed by hand."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.watch = RemovalWatch("/nowhere", "test", clock=lambda: self.now)
+        monkeypatch.setattr(self.watch, "_run", lambda: None)
+        self.watch.follow(1, "e")
+        self.reading = event_watch.Reading(self.watch._turn, "e", set())
+
+    def tell(self, kind: str, *keys: Key, epoch: str = "e") -> None:
+        hashes = b"".join(key[: -event_watch.GROUP_BYTES] for key in keys)
+        event = events_pb2.CacheEvent(
+            kind=f"KIND_{kind}",
+            epoch=epoch,
+            hashes=hashes,
+            hash_bytes=32,
+        )
+        self.watch._take_in(event, self.reading)
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    return Stream(monkeypatch)
+
+
+KEY, OTHER = keys_of("hand-fed", 2)
+
+
+def test_block_that_went_before_it_was_announced_is_told(stream: Stream) -> None:
+    stream.tell("STORED", KEY)
+    stream.tell("REMOVED", KEY)
+    stream.watch.announce([KEY])
+    assert stream.watch.take() == []  # it may be of before
+    stream.now = event_watch.DOUBT_S
+    assert stream.watch.take() == [KEY]
+    assert stream.watch.take() == []
+
+
+def test_block_that_is_announced_before_the_stream_says_so_is_not_told(stream: Stream) -> None:
+    stream.tell("REMOVED", KEY)
+    stream.watch.announce([KEY])
+    stream.tell("STORED", KEY)
+    stream.now = event_watch.DOUBT_S
+    assert stream.watch.take() == []
+    stream.tell("REMOVED", KEY)
+    assert stream.watch.take() == [KEY]
+
+
+def test_removals_in_other_epochs_are_not_told(stream: Stream) -> None:
+    stream.watch.announce([KEY])
+    stream.tell("REMOVED", KEY, epoch="other")
+    assert stream.watch.take() == []
+
+
+def test_a_call_of_an_earlier_session_is_not_listened_to(stream: Stream) -> None:
+    stream.watch.announce([KEY])
+    stream.watch.follow(2, "e")
+    stream.tell("REMOVED", KEY)
+    assert stream.watch.take() == []
+
+
+def test_too_many_blocks_are_forgotten_as_removed(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_watch, "MAX_TRACKED", 1)
+    stream.watch.announce([KEY, OTHER])
+    assert stream.watch.take() == [KEY]
+    monkeypatch.setattr(event_watch, "MAX_GONE", 1)
+    stream.tell("REMOVED", *keys_of("unknown", 5))
+    assert len(stream.watch._gone) == 1
