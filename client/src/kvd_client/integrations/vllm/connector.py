@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.connection import SchedulerConnection
+from kvd_client.integrations.vllm.events import RemovalWatcher
 from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.namespace import (
     build_namespace,
@@ -102,15 +103,20 @@ class KvdConnector(OffloadingConnector):
         namespace = build_namespace(
             self._vllm_config, self._kv_cache_config, config, options, ranks
         )
-        manager.open(
-            SchedulerConnection(
-                options.socket_path,
-                engine_identity(self._vllm_config),
-                namespace,
-                world_size=config.parallel.world_size,
-                silent_after_s=options.silent_after_s,
-            )
+        connection = SchedulerConnection(
+            options.socket_path,
+            engine_identity(self._vllm_config),
+            namespace,
+            world_size=config.parallel.world_size,
+            silent_after_s=options.silent_after_s,
         )
+        manager.stats.watch(connection)
+        if config.enable_kv_cache_events and options.watch_removals:
+            groups = [group.group_id for group in config.groups]
+            manager.removals = RemovalWatcher(
+                options.socket_path, lambda: connection.session, groups
+            )
+        manager.open(connection)
 
     def on_new_request(self, request: Request) -> None:
         if self._kvd_scheduler is not None and not self._kvd_scheduler.manager.is_open:

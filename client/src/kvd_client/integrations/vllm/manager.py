@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.draft import BlockRun
+from kvd_client.integrations.vllm.events import RemovalWatcher
 from kvd_client.integrations.vllm.lookups import Prompt, RequestLookups
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, by_group, track
@@ -64,7 +65,7 @@ class KvdManager(OffloadingManager):
         self.index_of = {group.vllm_index: index for index, group in enumerate(self.groups)}
         self.stats = KvdStats()
         self.steps: StepDesk | None = None
-        self.removals: Callable[[], Iterable[OffloadingEvent]] = tuple
+        self.removals: RemovalWatcher | None = None
         self.offloading_config = config
         self.connect_options = options
         self._account = options.account
@@ -267,7 +268,11 @@ class KvdManager(OffloadingManager):
         if self._events is None:
             return ()
         events, self._events = self._events, []
-        return [*events, *self.removals()]
+        if self.removals is not None:
+            removed = self.removals.pass_on(events)
+            self.stats.removals += sum(len(event.keys) for event in removed)
+            events += removed
+        return events
 
     def has_pending_work(self) -> bool:
         return self.steps is not None and self.steps.has_pending_work
@@ -286,6 +291,8 @@ class KvdManager(OffloadingManager):
         if self._connection is not None and self.steps is not None:
             self._connection.reset_epoch()
             self.steps.clear()
+        if self.removals is not None:
+            self.removals.forget()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self.stats.take()
@@ -294,6 +301,8 @@ class KvdManager(OffloadingManager):
         return [{}]
 
     def shutdown(self) -> None:
+        if self.removals is not None:
+            self.removals.close()
         close = getattr(self._connection, "close", None)
         if close is not None:
             close()

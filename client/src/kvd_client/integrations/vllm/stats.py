@@ -54,7 +54,9 @@ class ConnectionFigures(Protocol):
     refusals: collections.Counter[str]
     blocking_calls: int
     waited_s: float
-    sessions: int
+
+    @property
+    def sessions(self) -> int: ...
 
     @property
     def session(self) -> object | None: ...
