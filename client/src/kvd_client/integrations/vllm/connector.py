@@ -1,7 +1,7 @@
 """`KvdConnector`: vLLM's offloading connector over the kvd daemon.
 
 A thin subclass: vLLM's scheduler logic stays vLLM's; kvd brings its own manager, its own worker
-side, failure reports, sleep hooks and the handshake. See docs/adr/0010.
+side, failure reports, sleep hooks and the handshake. See docs/adr/0011.
 """
 
 from __future__ import annotations
