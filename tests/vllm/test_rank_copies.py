@@ -1,0 +1,168 @@
+"""What the rank side moves, byte for byte: every byte of the KV that no load named stays."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.daemon_process import DaemonProcess
+from tests.vllm.rank_rig import NUM_BLOCKS, RankRig, cache_config
+
+MakeRig = Callable[..., RankRig]
+
+
+@pytest.fixture
+def make_rig(kvd: DaemonProcess) -> Iterator[MakeRig]:
+    """Ranks of an engine of its own; all that a test makes share what they store."""
+    made: list[RankRig] = []
+
+    def make(world_size: int = 1, **more: Any) -> RankRig:
+        instance = f"rig-{os.getpid()}-{len(made)}"
+        made.append(RankRig(kvd.socket, world_size, instance=instance, **more))
+        made[-1].wait_usable()
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
+
+
+def check_loaded(
+    rig: RankRig, name: str, blocks: list[int], contents: list[list[torch.Tensor]], group: int = 0
+) -> None:
+    """Load into these blocks; they hold the contents then, by rank, and nothing else changed."""
+    expected = []
+    for rank, of_rank in zip(rig.ranks, contents, strict=True):
+        before = rank.memory.clone()
+        for block, content in zip(blocks, of_rank, strict=True):
+            rank.put(group, block, content)
+        expected.append(rank.memory.clone())
+        rank.memory.copy_(before)
+    job = rig.load(name, blocks, group)
+    assert rig.was_done(job) == [True] * rig.world_size
+    for rank, wanted in zip(rig.ranks, expected, strict=True):
+        assert torch.equal(rank.memory, wanted), "a byte is wrong"
+    assert [names[-1] for names in rig.received] == [name] * rig.world_size
+    assert not any(rig.failed)
+
+
+def contents_of(rig: RankRig, blocks: list[int], group: int = 0) -> list[list[torch.Tensor]]:
+    return [[rank.block(group, block) for block in blocks] for rank in rig.ranks]
+
+
+def test_what_was_stored_comes_back_in_other_blocks_and_nothing_else_changes(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    blocks = [3, 4, 9, NUM_BLOCKS - 1]
+    contents = contents_of(rig, blocks)
+    assert rig.was_done(rig.store("plain", blocks)) == [True]
+    check_loaded(rig, "plain", [20, 11, 12, 0], contents)
+
+
+def test_groups_that_overlay_each_other_keep_their_own_blocks(make_rig: MakeRig) -> None:
+    rig = make_rig(caches=cache_config(groups=2))
+    first, second = contents_of(rig, [1, 2]), contents_of(rig, [5, 6], group=1)
+    rig.store("full", [1, 2])
+    rig.store("sliding", [5, 6], group=1)
+    check_loaded(rig, "full", [7, 8], first)
+    check_loaded(rig, "sliding", [9, 10], second, group=1)
+
+
+def test_a_kvd_block_may_be_several_of_vllms(make_rig: MakeRig) -> None:
+    rig = make_rig(blocks_per_chunk=2)
+    blocks = [1, 2, 8, 5]
+    contents = contents_of(rig, blocks)
+    rig.store("wide", blocks)
+    check_loaded(rig, "wide", [30, 31, 10, 20], contents)
+
+
+def test_each_rank_of_two_gets_its_own_bytes_back(make_rig: MakeRig) -> None:
+    rig = make_rig(world_size=2)
+    contents = contents_of(rig, [4, 5])
+    assert not torch.equal(contents[0][0], contents[1][0])
+    rig.store("two ranks", [4, 5])
+    check_loaded(rig, "two ranks", [14, 15], contents)
+
+
+def test_a_replicated_layout_is_stored_once_and_loaded_by_every_rank(make_rig: MakeRig) -> None:
+    rig = make_rig(world_size=2, replicated=True)
+    contents = contents_of(rig, [4, 5])
+    assert [shake.shard for shake in rig.handshakes] == [0, 0]
+    job = rig.store("replicated", [4, 5])
+    assert rig.was_done(job) == [True, True]
+    check_loaded(rig, "replicated", [14, 15], [contents[0], contents[0]])
+
+
+def test_an_engine_loads_what_another_one_stored(make_rig: MakeRig) -> None:
+    writer, reader = make_rig(), make_rig()
+    contents = contents_of(writer, [1, 2, 3])
+    writer.store("shared", [1, 2, 3])
+    check_loaded(reader, "shared", [21, 22, 23], contents)
+
+
+def test_flushed_stores_are_copied_before_their_blocks_may_be_overwritten(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    contents = contents_of(rig, [6, 7])
+    earlier, now = rig.draft("flushed", [6]), rig.draft("flushed at once", [7])
+    rig.send(stores=[earlier])
+    rig.run(rig.metadata(stores=[earlier]))
+    rig.send(stores=[now])
+    step = rig.metadata(stores=[now], flush=[earlier.job_id, now.job_id])
+    (rank,) = rig.ranks
+    rank.worker.handle_preemptions(step)
+    rank.memory.zero_()
+    rank.worker.start_kv_transfers(step)
+    rank.worker.prepare_store_kv(step)
+    rig.run_until_ended(earlier, now)
+    assert rig.was_done(earlier) == rig.was_done(now) == [True]
+    check_loaded(rig, "flushed", [1], [[contents[0][0]]])
+    check_loaded(rig, "flushed at once", [2], [[contents[0][1]]])
+
+
+def test_a_flushed_load_has_ended_before_its_blocks_may_be_overwritten(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    rig.store("reset", list(range(16)))
+    job = rig.draft("reset", list(range(16, 32)))
+    rig.send(loads=[job])
+    rig.run(rig.metadata(loads=[job]))
+    (rank,) = rig.ranks
+    rank.worker.handle_preemptions(rig.metadata(flush=[job.job_id]))
+    rank.memory.zero_()
+    rig.run_until_ended(job)
+    assert not rank.memory.any(), "the load wrote after its flush"
+
+
+def test_after_sleep_the_kv_is_served_again_and_no_copy_touched_it_meanwhile(
+    make_rig: MakeRig,
+) -> None:
+    rig = make_rig()
+    (rank,) = rig.ranks
+    contents = contents_of(rig, [2, 3])
+    rig.store("sleeper", [2, 3])
+    job = rig.draft("sleeper", [12, 13])
+    rig.send(loads=[job])
+    rank.worker.handle_preemptions(rig.metadata(loads=[job]))
+    rank.worker.unregister_kv_caches()
+    rank.worker.unregister_kv_caches()
+    rank.memory.zero_()
+    late = rig.draft("sleeper", [14, 15])
+    rig.run(rig.metadata(loads=[late]))
+    assert not rank.memory.any()
+    assert rig.failed == [["sleeper"]]
+    generation = rig.connection.session.generation if rig.connection.session else 0
+    rank.worker.restore_kv_caches()
+    rank.worker.restore_kv_caches()
+    assert rank.worker.get_handshake_metadata().registered
+    rig.wait_usable()
+    assert generation == 0, "a session was usable without its rank"
+    check_again = rig.load("sleeper", [22, 23])
+    assert rig.was_done(check_again) == [True]
+    assert torch.equal(rank.block(0, 22), contents[0][0])
+    assert torch.equal(rank.block(0, 23), contents[0][1])

@@ -1,0 +1,166 @@
+"""vLLM's hooks on the rank side without any mover: what is told to vLLM, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvd_client.integrations.vllm.memory import compute_end
+from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata, RankHandshake
+from kvd_client.integrations.vllm.worker import KvdConnectorWorker
+from kvd_client.scheduler import StepPlan
+from tests.vllm.rank_rig import LAYER_BYTES, Rank, cache_config
+
+
+def make_rank(directory: Path, **more: Any) -> Rank:
+    settings = {"socket_path": str(directory / "nobody.sock"), "register_wait_s": 0.05}
+    return Rank(0, 1, "alone", caches=cache_config(), **settings | more)
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Rank]:
+    """A rank whose daemon is absent."""
+    made = make_rank(tmp_path)
+    yield made
+    made.worker.shutdown()
+
+
+def orders(plan: StepPlan, **more: Any) -> KvdConnectorMetadata:
+    return KvdConnectorMetadata(load_jobs={}, store_jobs={}, plan=plan, **more)
+
+
+def told(worker: KvdConnectorWorker) -> tuple[dict[int, int], set[int]]:
+    """Acknowledged and failed jobs since the last call, by vLLM's ids."""
+    meta = worker.build_connector_worker_meta()
+    return ({}, set()) if meta is None else (meta.completed_jobs, meta.failed_jobs)
+
+
+def test_without_a_daemon_every_job_fails_at_once_and_is_acknowledged_once(rank: Rank) -> None:
+    worker = rank.worker
+    step = orders(StepPlan(loads=(1,), stores=(2,), computed_stores=(3,)), load_requests={1: "r"})
+    worker.handle_preemptions(step)
+    worker.start_kv_transfers(step)
+    worker.prepare_store_kv(step)
+    results = worker.get_transfer_results(set())
+    assert results.finished_recving == results.failed_recving == {"r"}
+    assert not results.finished_sending
+    assert told(worker) == ({0: 1, 1: 1, 2: 1}, {0, 1, 2})
+    worker.handle_preemptions(orders(StepPlan(flush=(1, 2, 3)), lost=(1, 2, 3)))
+    assert not worker.get_transfer_results(set()).finished_recving
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_jobs_that_never_left_are_told_as_failed_in_the_same_step(rank: Rank) -> None:
+    worker = rank.worker
+    step = orders(StepPlan(), refused=(7, 8), load_requests={7: "r"})
+    worker.handle_preemptions(step)
+    worker.start_kv_transfers(step)
+    worker.prepare_store_kv(step)
+    results = worker.get_transfer_results(set())
+    assert results.failed_recving == results.finished_recving == {"r"}
+    assert told(worker) == ({6: 1, 7: 1}, {6, 7})
+
+
+def test_a_step_whose_hooks_come_twice_is_carried_out_once(rank: Rank) -> None:
+    worker = rank.worker
+    step = orders(StepPlan(loads=(1,), stores=(2,)), refused=(3,), load_requests={1: "r"})
+    for _ in range(2):
+        worker.handle_preemptions(step)
+        worker.start_kv_transfers(step)
+        worker.prepare_store_kv(step)
+        worker.get_transfer_results(set())
+    assert told(worker) == ({0: 1, 1: 1, 2: 1}, {0, 1, 2})
+    assert worker.build_connector_worker_meta() is None
+
+
+def test_a_step_may_be_finalized_after_the_next_one_has_begun(rank: Rank) -> None:
+    worker = rank.worker
+    first = orders(StepPlan(loads=(1,), stores=(2,)), load_requests={1: "r"})
+    second = orders(StepPlan(loads=(3,), stores=(4,)), load_requests={3: "s"})
+    for step in (first, second):
+        worker.handle_preemptions(step)
+        worker.start_kv_transfers(step)
+    assert worker.get_transfer_results(set()).failed_recving == {"r", "s"}
+    assert told(worker) == ({0: 1, 2: 1}, {0, 2})
+    for step in (first, second):
+        worker.prepare_store_kv(step)
+    assert not worker.get_transfer_results(set()).finished_recving
+    assert told(worker) == ({1: 1, 3: 1}, {1, 3})
+
+
+def test_the_flush_runs_with_whichever_hook_comes_first(rank: Rank) -> None:
+    worker = rank.worker
+    worker.start_kv_transfers(orders(StepPlan(computed_stores=(1,), flush=(1,))))
+    worker.prepare_store_kv(orders(StepPlan(computed_stores=(2,), stores=(3,))))
+    worker.get_transfer_results(set())
+    assert told(worker) == ({0: 1, 1: 1, 2: 1}, {0, 1, 2})
+
+
+def test_equal_steps_are_not_taken_for_the_same(rank: Rank) -> None:
+    worker = rank.worker
+    for job_id in range(1, 9):
+        worker.handle_preemptions(orders(StepPlan()))
+        worker.handle_preemptions(orders(StepPlan(), refused=(job_id,)))
+    worker.get_transfer_results(set())
+    assert told(worker)[1] == set(range(8))
+
+
+def test_get_finished_says_the_same_in_two_sets(rank: Rank) -> None:
+    rank.worker.handle_preemptions(orders(StepPlan(), refused=(1,), load_requests={1: "r"}))
+    assert rank.worker.get_finished(set()) == (set(), {"r"})
+
+
+def test_the_handshake_of_a_rank_without_a_daemon_says_so_and_what_its_memory_is(
+    rank: Rank,
+) -> None:
+    shake = rank.worker.get_handshake_metadata()
+    assert isinstance(shake, RankHandshake)
+    assert not shake.registered
+    assert "nobody.sock" in shake.problem
+    assert shake.shard_bytes == (3 * LAYER_BYTES,)
+    assert (shake.rank, shake.shard) == (0, 0)
+    assert shake.kv_layout.startswith("LBHNC")
+
+
+def test_sleep_without_a_daemon_neither_waits_nor_raises(rank: Rank) -> None:
+    for _ in range(2):
+        rank.worker.unregister_kv_caches()
+    for _ in range(2):
+        rank.worker.restore_kv_caches()
+    rank.worker.unregister_kv_caches()
+
+
+def test_registering_again_takes_the_new_tensors(rank: Rank) -> None:
+    before = rank.worker.get_handshake_metadata()
+    rank.worker.register_kv_caches(rank.kv)
+    assert rank.worker.get_handshake_metadata() == before
+
+
+def test_shutdown_leaves_nothing_to_tell(rank: Rank) -> None:
+    rank.worker.handle_preemptions(orders(StepPlan(), refused=(1,), load_requests={1: "r"}))
+    rank.worker.shutdown()
+    rank.worker.shutdown()
+    assert not rank.worker.get_transfer_results(set()).finished_recving
+    assert rank.worker.build_connector_worker_meta() is None
+
+
+def test_kv_on_another_device_is_refused_with_the_way_out(rank: Rank) -> None:
+    elsewhere = {name: tensor.to("meta") for name, tensor in rank.kv.items()}
+    with pytest.raises(RuntimeError, match=r"host memory.*on meta.*--kv-transfer-config"):
+        rank.worker.register_kv_caches(elsewhere)
+
+
+def test_kv_that_vllm_allocated_outside_of_our_context_is_refused(tmp_path: Path) -> None:
+    made = make_rank(tmp_path)
+    foreign = {name: tensor.clone() for name, tensor in made.kv.items()}
+    with pytest.raises(ValueError, match="can't map this engine's KV cache"):
+        made.worker.register_kv_caches(foreign)
+    made.worker.shutdown()
+
+
+def test_on_a_cpu_the_hooks_come_when_the_kv_is_written() -> None:
+    assert compute_end(torch.device("cpu")) is None
