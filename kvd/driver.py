@@ -29,7 +29,7 @@ from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
 from kvd.job_board import JobBoard
 from kvd.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.mover.process import MoverProcess
-from kvd.pieces import PiecewiseAnswers, let_others_in, query_pieces, run_pieces
+from kvd.pieces import answer_in_pieces, let_others_in, run_pieces
 from kvd.pool.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -260,16 +260,14 @@ class Driver:
 
     async def lookup(self, session: SessionId, queries: Sequence[Query]) -> tuple[Answer, ...]:
         """Answers in the order of the queries; yields to other calls between pieces."""
-        answers = PiecewiseAnswers(len(queries))
-        for number, piece in enumerate(query_pieces(queries)):
-            if number:
-                await let_others_in()
-            cut = answers.continue_in(piece)
-            found = self.call(
-                ev.LookupRequested(self.next_token(), session, tuple(c.query for c in cut))
+
+        def ask(some: tuple[Query, ...]) -> tuple[Answer, ...]:
+            found: tuple[Answer, ...] = self.call(
+                ev.LookupRequested(self.next_token(), session, some)
             )
-            answers.take(cut, found)
-        return answers.whole()
+            return found
+
+        return await answer_in_pieces(queries, ask)
 
     async def store(self, event: ev.StoreRequested) -> Verdict:
         """Store in pieces of at most PIECE_KEYS keys; the verdict covers them all."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,14 @@ from hypothesis import strategies as st
 from kvd.core.actions import Answer
 from kvd.core.events import LeaseMode, Query, RequestContext, Run
 from kvd.core.keys import KeyBatch, LeaseId, RequestId
-from kvd.pieces import PIECE_KEYS, PiecewiseAnswers, query_pieces, run_pieces
+from kvd.pieces import (
+    LOOKUP_PIECE_KEYS,
+    PIECE_KEYS,
+    PiecewiseAnswers,
+    answer_in_pieces,
+    query_pieces,
+    run_pieces,
+)
 
 HIT, MISS = b"\x01", b"\x00"
 
@@ -19,11 +28,11 @@ def query(count: int, mode: LeaseMode = LeaseMode.PREFIX) -> Query:
     return Query(RequestContext(RequestId("r")), 0, KeyBatch(words, 32), mode)
 
 
-@given(st.lists(st.integers(0, 3 * PIECE_KEYS), min_size=1, max_size=6))
+@given(st.lists(st.integers(0, 3 * LOOKUP_PIECE_KEYS), min_size=1, max_size=6))
 def test_pieces_hold_every_key_once_in_order(counts: list[int]) -> None:
     queries = [query(count) for count in counts]
     pieces = list(query_pieces(queries))
-    assert all(sum(len(p.query.keys) for p in piece) <= PIECE_KEYS for piece in pieces)
+    assert all(sum(len(p.query.keys) for p in piece) <= LOOKUP_PIECE_KEYS for piece in pieces)
     for number, whole in enumerate(queries):
         parts = [p.query.keys.words for piece in pieces for p in piece if p.number == number]
         assert parts, "an empty query still has an answer"
@@ -49,15 +58,30 @@ def test_runs_keep_their_keys_blocks_and_places(counts: list[int]) -> None:
 
 
 def test_a_prefix_lease_goes_on_through_pieces_and_stops_at_the_first_miss() -> None:
-    (first, second, third) = query_pieces([query(3 * PIECE_KEYS)])
+    (first, second, third) = query_pieces([query(3 * LOOKUP_PIECE_KEYS)])
     answers = PiecewiseAnswers(1)
     assert answers.continue_in(first)[0].query.extends is None
-    answers.take(first, [Answer(HIT * PIECE_KEYS, LeaseId(5), PIECE_KEYS)])
+    answers.take(first, [Answer(HIT * LOOKUP_PIECE_KEYS, LeaseId(5), LOOKUP_PIECE_KEYS)])
     again = answers.continue_in(second)[0].query
     assert (again.lease, again.extends) == (LeaseMode.PREFIX, 5)
-    answers.take(second, [Answer(HIT + MISS * (PIECE_KEYS - 1), LeaseId(5), 1)])
+    answers.take(second, [Answer(HIT + MISS * (LOOKUP_PIECE_KEYS - 1), LeaseId(5), 1)])
     assert answers.continue_in(third)[0].query.lease is LeaseMode.NONE
-    answers.take(third, [Answer(HIT * PIECE_KEYS, None, 0)])
+    answers.take(third, [Answer(HIT * LOOKUP_PIECE_KEYS, None, 0)])
     (whole,) = answers.whole()
-    assert len(whole.statuses) == 3 * PIECE_KEYS
-    assert (whole.lease, whole.leased_blocks) == (5, PIECE_KEYS + 1)
+    assert len(whole.statuses) == 3 * LOOKUP_PIECE_KEYS
+    assert (whole.lease, whole.leased_blocks) == (5, LOOKUP_PIECE_KEYS + 1)
+
+
+@given(st.lists(st.integers(0, 2 * LOOKUP_PIECE_KEYS), min_size=1, max_size=4))
+def test_a_call_that_fits_into_a_piece_is_asked_in_one_go(counts: list[int]) -> None:
+    asked: list[int] = []
+
+    def ask(queries: tuple[Query, ...]) -> tuple[Answer, ...]:
+        asked.append(sum(len(query.keys) for query in queries))
+        return tuple(Answer(HIT * len(query.keys), None, 0) for query in queries)
+
+    queries = [query(count) for count in counts]
+    answers = asyncio.run(answer_in_pieces(queries, ask))
+    assert [len(answer.statuses) for answer in answers] == counts
+    assert max(asked) <= LOOKUP_PIECE_KEYS
+    assert len(asked) == max(1, -(-sum(counts) // LOOKUP_PIECE_KEYS))
