@@ -34,6 +34,7 @@ from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.mover.launch import GLIBC_TUNABLES
 from kvd.mover.layout import extent_path
 from kvd.mover.process import (
+    Finished,
     FragmentSpec,
     GroupMap,
     LocatedPart,
@@ -71,10 +72,8 @@ class Finishing:
         self.left = transfers
         self.all_ended.clear()
 
-    def transfer_finished(
-        self, mover: MoverId, transfer: TransferId, outcome: TransferOutcome, *_: int
-    ) -> None:
-        assert outcome is TransferOutcome.DONE, f"transfer {transfer} of mover {mover}: {outcome}"
+    def transfer_finished(self, mover: MoverId, finished: Finished) -> None:
+        assert finished.outcome is TransferOutcome.DONE, f"{finished} of mover {mover}"
         self.left -= 1
         if self.left == 0:
             self.all_ended.set()

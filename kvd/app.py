@@ -96,6 +96,7 @@ class Daemon:
             extent_bytes=config.extent_bytes,
             threads=config.prefault_threads,
             any_filesystem=config.any_filesystem,
+            payload_checksums=config.payload_checksums,
         )
 
     def _driver(self, pool: Pool) -> Driver:
@@ -123,6 +124,12 @@ class Daemon:
         recovered = machine.statistics().counters.recovered
         if pool.cold_reason:
             log.warning("the pool is cold: %s", pool.cold_reason)
+        if pool.unchecked_records:
+            log.warning(
+                "%d blocks were left out: they have no checksums of their bytes,"
+                " or others than were written",
+                pool.unchecked_records,
+            )
         log.info("%d blocks recovered in %.3f s", recovered, time.perf_counter() - began)
         return driver
 

@@ -52,6 +52,7 @@ class Config:
     extent_bytes: int
     prefault_threads: int
     any_filesystem: bool
+    payload_checksums: bool
     policy: str
     store_threshold: int
     lease_ttl_ms: int
@@ -126,6 +127,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("extent_bytes", "64MiB", read_size, "size of one extent, the unit of a row"),
     Setting("prefault_threads", 2, whole_number(1, 64), "threads that touch a new pool's memory"),
     Setting("any_filesystem", False, read_switch, "take a pool directory that is not on a tmpfs"),
+    Setting(
+        "payload_checksums",
+        False,
+        read_switch,
+        "keep a checksum of every block's bytes and compare it at each load",
+    ),
     Setting("policy", "lru", one_of(*POLICIES), "eviction policy: " + ", ".join(POLICIES)),
     Setting(
         "store_threshold",

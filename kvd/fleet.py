@@ -12,12 +12,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import UnknownRegistration
 from kvd.core.events import Event, JobKind, TransferOutcome
-from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, TransferId
-from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess, MoverSink
+from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, Slots, TransferId
+from kvd.mover.process import Finished, LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.pieces import TURNS_BETWEEN_PIECES
 from kvd.pool.pool import Pool
 
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 # Starts a mover process and returns when it has said hello.
 MoverLauncher = Callable[[MoverConfig, MoverSink], Awaitable[MoverProcess]]
+MOST_PLACES_LOGGED = 16  # of blocks that one transfer found damaged
 MoverOrder = act.RevokeTransfer | act.KillMover | act.PostBoard | act.UnmapRow
 
 
@@ -46,6 +49,14 @@ class RankPlacement:
     writer: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Submitted:
+    """A transfer that a mover was given."""
+
+    kind: JobKind
+    slots: Slots  # of all its parts, in their order
+
+
 @dataclass(slots=True)
 class AttachedMover:
     """A mover whose rank belongs to a session, and what it has done."""
@@ -54,7 +65,7 @@ class AttachedMover:
     placement: RankPlacement
     session: SessionId
     namespace: NamespaceId
-    kinds: dict[TransferId, JobKind] = field(default_factory=dict)  # of transfers under way
+    submitted: dict[TransferId, Submitted] = field(default_factory=dict)  # and not ended
     bytes_by_kind: Counter[JobKind] = field(default_factory=Counter)
     busy_ns_by_kind: Counter[JobKind] = field(default_factory=Counter)
 
@@ -144,13 +155,19 @@ class MoverFleet:
     def start_transfer(self, order: act.StartTransfer) -> None:
         """Give the mover its half of a job; a full queue comes back as a revoked transfer."""
         attached = self.attached[order.mover]
+        shard = attached.placement.shard
         parts = []
         for part in order.parts:
-            extents, offsets = self._pool.locate(part.slots, attached.placement.shard)
-            parts.append(LocatedPart(part.group, extents, offsets, part.engine_blocks))
-        attached.kinds[order.transfer] = order.kind
+            extents, offsets = self._pool.locate(part.slots, shard)
+            checksums = None
+            if order.kind is JobKind.LOAD:
+                checksums = self._pool.checksums(part.slots, shard)
+            parts.append(LocatedPart(part.group, extents, offsets, part.engine_blocks, checksums))
+        slots = np.concatenate([part.slots for part in order.parts])
+        attached.submitted[order.transfer] = Submitted(order.kind, slots)
         if not attached.process.start_transfer(order.transfer, order.job, order.kind, parts):
-            self.transfer_finished(order.mover, order.transfer, TransferOutcome.REVOKED, 0, 0)
+            refused = Finished(order.transfer, TransferOutcome.REVOKED)
+            self.transfer_finished(order.mover, refused)
 
     def carry_out(self, order: MoverOrder) -> None:
         """Pass an order on. A mover that has ended needs none: MoverGone says the rest."""
@@ -174,22 +191,45 @@ class MoverFleet:
 
     # -- what movers report (MoverSink) -------------------------------------------------------
 
-    def transfer_finished(
-        self,
-        mover: MoverId,
-        transfer: TransferId,
-        outcome: TransferOutcome,
-        bytes_copied: int,
-        duration_ns: int,
-    ) -> None:
+    def transfer_finished(self, mover: MoverId, finished: Finished) -> None:
         """A mover's word on one transfer."""
         attached = self.attached.get(mover)
-        kind = attached.kinds.pop(transfer, None) if attached else None
-        if attached is not None and kind is not None:
-            attached.bytes_by_kind[kind] += bytes_copied
-            attached.busy_ns_by_kind[kind] += duration_ns
-            self._observer.transfer_finished(kind, outcome, bytes_copied, duration_ns)
-        self._report(ev.TransferFinished(mover, transfer, outcome, bytes_copied, duration_ns))
+        submitted = attached.submitted.pop(finished.transfer, None) if attached else None
+        damaged: tuple[int, ...] = ()
+        if attached is not None and submitted is not None:
+            kind, copied, spent = submitted.kind, finished.bytes_copied, finished.duration_ns
+            attached.bytes_by_kind[kind] += copied
+            attached.busy_ns_by_kind[kind] += spent
+            self._observer.transfer_finished(kind, finished.outcome, copied, spent)
+            shard = attached.placement.shard
+            if len(finished.checksums):
+                self._pool.note_checksums(submitted.slots, shard, finished.checksums)
+            if len(finished.damaged):
+                damaged = tuple(submitted.slots[finished.damaged.astype(np.int64)].tolist())
+                self._log_damage(damaged, attached)
+        self._report(
+            ev.TransferFinished(
+                mover,
+                finished.transfer,
+                finished.outcome,
+                finished.bytes_copied,
+                finished.duration_ns,
+                damaged,
+            )
+        )
+
+    def _log_damage(self, slots: tuple[int, ...], attached: AttachedMover) -> None:
+        """Say where, so that bad memory or a stray writer can be found."""
+        extents, offsets = self._pool.locate(np.array(slots), attached.placement.shard)
+        places = [f"{e}+{o}" for e, o in zip(extents.tolist(), offsets.tolist(), strict=True)]
+        shown = ", ".join(places[:MOST_PLACES_LOGGED])
+        log.error(
+            "%d blocks of namespace %d failed their checksums and are removed; extent+offset: %s%s",
+            len(slots),
+            attached.namespace,
+            shown,
+            ", ..." if len(places) > MOST_PLACES_LOGGED else "",
+        )
 
     def row_unmapped(self, mover: MoverId, row: RowId) -> None:
         """The mover no longer maps the row."""

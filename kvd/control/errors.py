@@ -77,6 +77,7 @@ VERDICT_REASONS: tuple[str, ...] = (
     errors.EXPIRED,
     errors.MOVER_GONE,
     errors.COPY_FAILED,
+    errors.CHECKSUM_MISMATCH,
     errors.SESSION_CLOSED,
     errors.RESET,
 )

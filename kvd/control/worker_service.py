@@ -106,6 +106,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             groups=groups,
             pool_directory=self._pool_directory,
             extent_bytes=self._driver.pool.extent_bytes,
+            checksums=self._driver.pool.payload_checksums,
         )
 
     async def _start(self, config: MoverConfig) -> MoverProcess:

@@ -32,7 +32,7 @@ STEPS: frozenset[tuple[SlotState, SlotState]] = frozenset(
         (SlotState.RESERVED, SlotState.READY),  # every writing shard is done
         (SlotState.RESERVED, SlotState.QUARANTINED),  # the store failed
         (SlotState.READY, SlotState.FREE),  # evicted or cleared
-        (SlotState.READY, SlotState.QUARANTINED),  # cleared while pinned
+        (SlotState.READY, SlotState.QUARANTINED),  # cleared while pinned, or found damaged
         (SlotState.QUARANTINED, SlotState.FREE),  # the last pin ended
         (SlotState.FREE, SlotState.READY),  # read back from the slot table
         (SlotState.FREE, SlotState.QUARANTINED),  # read back; an undead mover may write it

@@ -98,5 +98,6 @@ DRAINING = "DRAINING"
 EXPIRED = "EXPIRED"  # a half of the job never came
 MOVER_GONE = "MOVER_GONE"
 COPY_FAILED = "COPY_FAILED"
+CHECKSUM_MISMATCH = "CHECKSUM_MISMATCH"  # a block's bytes are not those that were stored
 SESSION_CLOSED = "SESSION_CLOSED"
 RESET = "RESET"  # the cache was reset or cleared meanwhile

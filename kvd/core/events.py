@@ -320,13 +320,17 @@ class TransferOutcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TransferFinished:
-    """A mover's word that a copy has ended, or never will start."""
+    """A mover's word that a copy has ended, or never will start.
+
+    `damaged`: slots of a failed load whose bytes are not those that were stored there.
+    """
 
     mover: MoverId
     transfer: TransferId
     outcome: TransferOutcome
     bytes_copied: int
     duration_ns: int
+    damaged: tuple[int, ...] = ()
 
 
 # -- operator and time ------------------------------------------------------------------------

@@ -104,8 +104,8 @@ def _nearest(holders: list[HandOff], session: SessionId) -> HandOff | None:
     return min(others, key=lambda holder: holder.until_ns, default=None)
 
 
-def store_failed(state: State, owner: SizeClass, slots: Slots) -> None:
-    """These blocks will not be readable: no hand-off waits for them."""
+def blocks_lost(state: State, owner: SizeClass, slots: Slots) -> None:
+    """These blocks will not be readable, or no longer: no hand-off waits for them."""
     if not state.handed_off:
         return
     lost: dict[int, tuple[HandOff, list[int]]] = {}

@@ -47,7 +47,7 @@ def _clear_class(state: State, owner: SizeClass, actions: list[Action]) -> int:
     if not pinned.all():
         residency.forget_ready(state, owner, ready[~pinned], actions, announce=False)
     if pinned.any():
-        residency.quarantine_ready(state, owner, ready[pinned], actions)
+        residency.quarantine_ready(state, owner, ready[pinned], actions, announce=False)
     return len(ready)
 
 

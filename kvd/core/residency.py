@@ -94,10 +94,17 @@ def forget_ready(
     owner.free.put(slots)
 
 
-def quarantine_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
-    """READY -> QUARANTINED for pinned blocks of a namespace that was announced as cleared."""
+def quarantine_ready(
+    state: State, owner: SizeClass, slots: Slots, actions: list[Action], *, announce: bool = True
+) -> None:
+    """READY -> QUARANTINED for pinned blocks that the policy has already let go.
+
+    Without `announce` the caller has told everybody that the whole namespace is cleared.
+    """
     assert bool((state.slots.pins[slots] > 0).all()), "an unpinned block needs no quarantine"
     _leave_index(state, owner, slots, actions)
+    if announce:
+        _announce_removed(state, owner, slots, actions)
     actions.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.QUARANTINED)
     owner.ready -= len(slots)

@@ -148,6 +148,7 @@ class Counters:
     deduplicated: int = 0
     filtered: int = 0
     failed: int = 0
+    damaged: int = 0  # found so by their checksums
     recovered: int = 0
     cleared: int = 0
     rows_granted: int = 0  # rows

@@ -15,10 +15,11 @@ from kvd.core.actions import (
     StartTransfer,
     TransferPart,
 )
-from kvd.core.errors import COPY_FAILED, MOVER_GONE, QUEUE_FULL
+from kvd.core.block import SlotState
+from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FULL
 from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
 from kvd.core.job import Follow, Job, Part, Piece, Transfer
-from kvd.core.keys import U32, JobId, TransferId
+from kvd.core.keys import U32, JobId, Slots, TransferId
 from kvd.core.state import Mover, Session, State
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
@@ -82,6 +83,10 @@ def transfer_finished(
     job = transfer.piece.job
     done = event.outcome is TransferOutcome.DONE
     reason = transfer.revoked_because or COPY_FAILED
+    if event.damaged:
+        reason = CHECKSUM_MISMATCH
+        damaged = np.array(event.damaged, dtype=np.int64)
+        _remove_damaged(state, transfer.piece, damaged, actions)
     if event.outcome is TransferOutcome.REVOKED and not transfer.revoked_because:
         reason = QUEUE_FULL  # the mover never took it
         if job.kind is JobKind.LOAD:
@@ -92,6 +97,21 @@ def transfer_finished(
         spent = job.duration_ns.get(transfer.mover, 0) + event.duration_ns
         job.duration_ns[transfer.mover] = spent
     end_transfer(state, transfer, "" if done else reason, now_ns, actions)
+
+
+def _remove_damaged(state: State, piece: Piece, damaged: Slots, actions: list[Action]) -> None:
+    """Nobody finds these blocks any more; their slots are free once no copy uses them.
+
+    The transfer that found them still pins them, so each holds what it held when it was read.
+    """
+    for part in piece.parts:
+        found = part.pinned[np.isin(part.pinned, damaged)]
+        found = found[state.slots.state[found] == SlotState.READY]
+        if len(found):
+            state.counters.damaged += len(found)
+            part.size_class.policy.remove(found)
+            hand_off.blocks_lost(state, part.size_class, found)
+            residency.quarantine_ready(state, part.size_class, found, actions)
 
 
 def mover_gone(state: State, mover: Mover, now_ns: int, actions: list[Action]) -> None:
@@ -155,7 +175,7 @@ def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -
         return
     for part in piece.parts:
         state.counters.failed += len(part.slots)
-        hand_off.store_failed(state, part.size_class, part.slots)
+        hand_off.blocks_lost(state, part.size_class, part.slots)
         residency.quarantine_reserved(state, part.size_class, part.slots)
         if state.followers:
             for slot in part.slots.tolist():

@@ -19,15 +19,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvd.core.errors import KvdError
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
-from kvd.core.keys import RowId
+from kvd.core.keys import U64, RowId
 from kvd.mover import frames
+from kvd.mover.checksums import part_checksums, pieces_of
 from kvd.mover.copy_engine import CopyEngine, CopyStopped
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.host_shm import HostSharedMemory
-from kvd.mover.layout import MoverConfig, flaw_of_part
+from kvd.mover.layout import LocatedPart, MoverConfig, flaw_of_part
 from kvd.mover.rows import MappedRows
 from kvd.mover.transfers import Transfer, TransferDesk
 from kvd_proto.board import BoardRecord, BoardWriter
@@ -60,6 +64,30 @@ class ChannelToControl:
                 self.socket.sendall(frames.frame(kind, body))
         except OSError:
             os._exit(0)  # nobody is left to copy for
+
+
+@dataclass(slots=True)
+class Copy:
+    """What came of a transfer so far. Slots are counted over all its parts."""
+
+    bytes: int = 0
+    duration_ns: int = 0
+    slots: int = 0  # of the parts that are through
+    checksums: list[U64] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
+
+    def finished(self, order: TransferOrder, outcome: TransferOutcome) -> Finished:
+        """The word to control."""
+        done = outcome is TransferOutcome.DONE
+        none = np.empty(0, dtype=np.uint64)
+        return Finished(
+            order.transfer,
+            outcome,
+            self.bytes,
+            self.duration_ns,
+            np.concatenate([none, *self.checksums]) if done else none,
+            np.array(self.damaged, dtype=np.uint64),
+        )
 
 
 class Mover:
@@ -126,7 +154,7 @@ class Mover:
             case FrameKind.REVOKE:
                 revoked = self._desk.revoke(frames.unpack_number(body))
                 if revoked is not None:
-                    self._report(revoked.order, TransferOutcome.REVOKED, 0, 0)
+                    self._report(revoked.order, TransferOutcome.REVOKED)
                     self._rows.release(revoked.extents)
             case FrameKind.MAP_ROW:
                 self._map_row(*frames.unpack_row(body))
@@ -154,7 +182,7 @@ class Mover:
             flaw = "a row that is not mapped"
         if flaw:
             _complain(f"transfer {order.transfer} of job {order.job} is refused: {flaw}")
-            self._report(order, TransferOutcome.FAILED, 0, 0)
+            self._report(order, TransferOutcome.FAILED)
             return
         self._desk.submit(Transfer(order, extents))
 
@@ -162,37 +190,63 @@ class Mover:
 
     def _copy_all(self, kind: JobKind) -> None:
         while (transfer := self._desk.take(kind)) is not None:
+            copy = Copy()
             started = time.monotonic_ns()
-            outcome, copied = self._copy(transfer.order)
-            duration = time.monotonic_ns() - started
+            outcome = self._copy(transfer.order, copy)
+            copy.duration_ns = time.monotonic_ns() - started
             self._desk.end(transfer)
-            self._report(transfer.order, outcome, copied, duration)
+            self._report(transfer.order, outcome, copy)
             self._rows.release(transfer.extents)
 
-    def _copy(self, order: TransferOrder) -> tuple[TransferOutcome, int]:
-        copied = 0
+    def _copy(self, order: TransferOrder, copy: Copy) -> TransferOutcome:
         try:
             for part in order.parts:
-                copied += self._engine.copy(order.kind, part, self._keep_going)
+                if self._config.checksums:
+                    self._copy_checked(order.kind, part, copy)
+                else:
+                    copy.bytes += self._engine.copy(order.kind, part, self._keep_going)
         except CopyStopped:
-            return TransferOutcome.FAILED, copied
+            return TransferOutcome.FAILED
         except Exception as error:  # noqa: BLE001 - whatever broke, control must hear of it
             _complain(f"transfer {order.transfer} of job {order.job} failed: {error!r}")
-            return TransferOutcome.FAILED, copied
-        if order.kind is JobKind.STORE and self._ring.abandoned(order.job):
-            return TransferOutcome.FAILED, copied
-        return TransferOutcome.DONE, copied
+            return TransferOutcome.FAILED
+        if copy.damaged or (order.kind is JobKind.STORE and self._ring.abandoned(order.job)):
+            return TransferOutcome.FAILED
+        return TransferOutcome.DONE
+
+    def _copy_checked(self, kind: JobKind, part: LocatedPart, copy: Copy) -> None:
+        """Copy the part piece by piece, with the checksums of what lies in the slots.
+
+        A load compares first; from the first damaged slot on it only compares.
+        """
+        part_bytes = self._config.groups[part.group].part_bytes
+        for start, piece in pieces_of(part, part_bytes):
+            if kind is JobKind.LOAD and piece.checksums is not None:
+                found = self._checksums(piece, part_bytes)
+                wrong = np.flatnonzero(found != piece.checksums)
+                copy.damaged += (copy.slots + start + wrong).tolist()
+            if not copy.damaged:
+                copy.bytes += self._engine.copy(kind, piece, self._keep_going)
+            if kind is JobKind.STORE:
+                copy.checksums.append(self._checksums(piece, part_bytes))
+        copy.slots += len(part.extents)
+
+    def _checksums(self, part: LocatedPart, part_bytes: int) -> U64:
+        return part_checksums(part, part_bytes, self._rows.bytes_of, self._keep_going)
 
     def _keep_going(self) -> bool:
         return not self._stopping
 
     def _report(
-        self, order: TransferOrder, outcome: TransferOutcome, copied: int, duration_ns: int
+        self, order: TransferOrder, outcome: TransferOutcome, copy: Copy | None = None
     ) -> None:
+        copy = copy or Copy()
         if order.kind is JobKind.LOAD:
             status = JobStatus.DONE if outcome is TransferOutcome.DONE else JobStatus.FAILED
-            self._board.post(BoardRecord(order.job, order.kind, status, copied, duration_ns))
-        finished = Finished(order.transfer, outcome, copied, duration_ns)
+            self._board.post(
+                BoardRecord(order.job, order.kind, status, copy.bytes, copy.duration_ns)
+            )
+        finished = copy.finished(order, outcome)
         self._control.send(FrameKind.FINISHED, frames.pack_finished(finished))
 
     def _report_unmapped(self, row: RowId) -> None:

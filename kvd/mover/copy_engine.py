@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.core.events import JobKind
 from kvd.mover.layout import LocatedPart
 
@@ -22,11 +25,14 @@ class CopyEngine(Protocol):
     own; opening and closing in the main thread. An extent is closed only when no call uses it.
     """
 
-    def open_extent(self, extent: int) -> None:
-        """Make an extent's slots reachable, at once. OSError when its file can't be had."""
+    def open_extent(self, extent: int) -> npt.NDArray[np.uint8]:
+        """Make an extent's slots reachable, at once: the bytes that copies read and write.
+
+        OSError when its file can't be had.
+        """
 
     def close_extent(self, extent: int) -> None:
-        """Let go of an open extent: nothing of it stays mapped."""
+        """Let go of an open extent: nothing of it stays mapped. Its bytes were let go of."""
 
     def warm_extent(self, extent: int, keep_going: KeepGoing) -> None:
         """Do ahead of time what would slow the first copies into the extent."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.core.events import JobKind
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.layout import GroupMap, LocatedPart, MoverConfig, check_config
@@ -22,9 +25,10 @@ class FakeCopyEngine:
         self.opened: set[int] = set()
         self.broken: set[int] = set()
 
-    def open_extent(self, extent: int) -> None:
-        self.extents.setdefault(extent, bytearray(self._config.extent_bytes))
+    def open_extent(self, extent: int) -> npt.NDArray[np.uint8]:
+        found = self.extents.setdefault(extent, bytearray(self._config.extent_bytes))
         self.opened.add(extent)
+        return np.frombuffer(found, dtype=np.uint8)
 
     def close_extent(self, extent: int) -> None:
         self.opened.remove(extent)

@@ -10,14 +10,14 @@ import enum
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvd.core.events import JobKind, TransferOutcome
-from kvd.core.keys import JobId, MoverId, RowId, TransferId
+from kvd.core.keys import U64, JobId, MoverId, RowId, TransferId
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
 
 # Largest frame: one transfer of 16384 blocks with 64 engine blocks each is 4.2 MiB.
@@ -46,14 +46,24 @@ class BadFrame(Exception):
     """The other end wrote what no frame looks like."""
 
 
-@dataclass(frozen=True, slots=True)
+def _none() -> U64:
+    return np.empty(0, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """A transfer has ended, or never will start."""
+    """A transfer has ended, or never will start.
+
+    checksums: of a store's slots, in the order of its parts, where they are wanted; else empty.
+    damaged: numbers, in that order, of a load's slots that did not hold what was stored.
+    """
 
     transfer: TransferId
     outcome: TransferOutcome
-    bytes_copied: int
-    duration_ns: int
+    bytes_copied: int = 0
+    duration_ns: int = 0
+    checksums: U64 = field(default_factory=_none)
+    damaged: U64 = field(default_factory=_none)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +89,8 @@ _HEADER = struct.Struct("<II")
 _WORD = struct.Struct("<Q")
 _ROW = struct.Struct("<QQ")
 _TRANSFER = struct.Struct("<QQII")
-_PART = struct.Struct("<IIII")  # group, blocks, engine blocks per block, 0
-_FINISHED = struct.Struct("<QIIQQ")
+_PART = struct.Struct("<IIII")  # group, blocks, engine blocks per block, 1 with checksums
+_FINISHED = struct.Struct("<QIIQQQ")  # ..., how many checksums, ..., how many damaged
 _OUTCOMES = tuple(TransferOutcome)
 
 
@@ -146,6 +156,7 @@ def unpack_config(body: bytes) -> tuple[MoverConfig, tuple[int, int, int]]:
         groups,
         Path(fields["pool_directory"]),
         fields["extent_bytes"],
+        fields["checksums"],
     )
     return config, (ring_fd, board_fd, event_fd)
 
@@ -154,9 +165,11 @@ def pack_transfer(order: TransferOrder) -> bytes:
     blocks = [_TRANSFER.pack(order.transfer, order.job, order.kind, len(order.parts))]
     for part in order.parts:
         count, per_block = part.engine_blocks.shape
-        blocks.append(_PART.pack(part.group, count, per_block, 0))
-        # 64-bit offsets first, so that every array is aligned where it is read.
+        blocks.append(_PART.pack(part.group, count, per_block, part.checksums is not None))
+        # 64-bit arrays first, so that every array is aligned where it is read.
         blocks.append(np.ascontiguousarray(part.offsets, dtype="<u8").tobytes())
+        if part.checksums is not None:
+            blocks.append(np.ascontiguousarray(part.checksums, dtype="<u8").tobytes())
         blocks.append(np.ascontiguousarray(part.extents, dtype="<u4").tobytes())
         blocks.append(np.ascontiguousarray(part.engine_blocks, dtype="<u4").tobytes())
         blocks.append(b"\0" * (-(4 * count * (1 + per_block)) % 8))
@@ -168,16 +181,19 @@ def unpack_transfer(body: bytes) -> TransferOrder:
     at = _TRANSFER.size
     parts = []
     for _ in range(count):
-        group, blocks, per_block, _zero = _PART.unpack_from(body, at)
+        group, blocks, per_block, checked = _PART.unpack_from(body, at)
         at += _PART.size
         offsets = np.frombuffer(body, dtype="<u8", count=blocks, offset=at)
         at += offsets.nbytes
+        checksums = np.frombuffer(body, dtype="<u8", count=blocks, offset=at) if checked else None
+        at += blocks * 8 if checked else 0
         extents = np.frombuffer(body, dtype="<u4", count=blocks, offset=at)
         at += extents.nbytes
         engine = np.frombuffer(body, dtype="<u4", count=blocks * per_block, offset=at)
         at += engine.nbytes
         at += -at % 8
-        parts.append(LocatedPart(group, extents, offsets, engine.reshape(blocks, per_block)))
+        engine_blocks = engine.reshape(blocks, per_block)
+        parts.append(LocatedPart(group, extents, offsets, engine_blocks, checksums))
     return TransferOrder(TransferId(transfer), JobId(job), JobKind(kind), tuple(parts))
 
 
@@ -207,17 +223,31 @@ def unpack_jobs(body: bytes) -> list[int]:
 
 
 def pack_finished(finished: Finished) -> bytes:
-    outcome = _OUTCOMES.index(finished.outcome)
-    return _FINISHED.pack(
-        finished.transfer, outcome, 0, finished.bytes_copied, finished.duration_ns
+    head = _FINISHED.pack(
+        finished.transfer,
+        _OUTCOMES.index(finished.outcome),
+        len(finished.checksums),
+        finished.bytes_copied,
+        finished.duration_ns,
+        len(finished.damaged),
     )
+    arrays = (finished.checksums, finished.damaged)
+    return head + b"".join(array.astype("<u8").tobytes() for array in arrays)
 
 
 def unpack_finished(body: bytes) -> Finished:
-    transfer, outcome, _zero, bytes_copied, duration_ns = _FINISHED.unpack_from(body)
-    if outcome >= len(_OUTCOMES):
-        raise BadFrame(f"a transfer with outcome {outcome}")
-    return Finished(TransferId(transfer), _OUTCOMES[outcome], bytes_copied, duration_ns)
+    transfer, outcome, sums, bytes_copied, duration_ns, damaged = _FINISHED.unpack_from(body)
+    if outcome >= len(_OUTCOMES) or len(body) != _FINISHED.size + 8 * (sums + damaged):
+        raise BadFrame(f"a transfer's end with outcome {outcome} in {len(body)} bytes")
+    words = np.frombuffer(body, dtype="<u8")[_FINISHED.size // 8 :]
+    return Finished(
+        TransferId(transfer),
+        _OUTCOMES[outcome],
+        bytes_copied,
+        duration_ns,
+        words[:sums],
+        words[sums:],
+    )
 
 
 def pack_refusal(refusal: Refusal) -> bytes:

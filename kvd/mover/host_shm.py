@@ -115,7 +115,7 @@ class HostSharedMemory:
 
     # -- extents ----------------------------------------------------------------------------
 
-    def open_extent(self, extent: int) -> None:
+    def open_extent(self, extent: int) -> Bytes:
         path = extent_path(self._config.pool_directory, extent)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -125,6 +125,7 @@ class HostSharedMemory:
             self._extents[extent] = _Mapping.of(fd, self._config.extent_bytes)
         finally:
             os.close(fd)
+        return self._extents[extent].view
 
     def close_extent(self, extent: int) -> None:
         self._extents.pop(extent).close()

@@ -57,6 +57,7 @@ class MoverConfig:
     groups: tuple[GroupMap, ...]
     pool_directory: Path
     extent_bytes: int
+    checksums: bool = False  # of every slot's part: made by stores, compared by loads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,17 +66,27 @@ class LocatedPart:
 
     extents: extent number of each, shape [n]. offsets: bytes in the extent, [n].
     engine_blocks: [n, blocks_per_block], NULL_ENGINE_BLOCK allowed.
+    checksums: what a load's parts must have, [n]; None where nothing is compared.
     """
 
     group: int
     extents: U32
     offsets: U64
     engine_blocks: U32
+    checksums: U64 | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return self.extents.nbytes + self.offsets.nbytes + self.engine_blocks.nbytes
+        checksums = 0 if self.checksums is None else self.checksums.nbytes
+        return self.extents.nbytes + self.offsets.nbytes + self.engine_blocks.nbytes + checksums
+
+    def rows(self, rows: slice) -> LocatedPart:
+        """Some of its blocks."""
+        checksums = None if self.checksums is None else self.checksums[rows]
+        return LocatedPart(
+            self.group, self.extents[rows], self.offsets[rows], self.engine_blocks[rows], checksums
+        )
 
 
 def extent_path(pool_directory: Path, extent: int) -> Path:
@@ -174,9 +185,14 @@ def flaw_of_part(part: LocatedPart, config: MoverConfig) -> str:
         return f"there is no group {part.group}"
     group = config.groups[part.group]
     blocks = len(part.extents)
-    if part.offsets.shape != (blocks,) or part.engine_blocks.shape != (
-        blocks,
-        group.blocks_per_block,
+    if (
+        part.offsets.shape != (blocks,)
+        or part.engine_blocks.shape
+        != (
+            blocks,
+            group.blocks_per_block,
+        )
+        or (part.checksums is not None and part.checksums.shape != (blocks,))
     ):
         return f"arrays of group {part.group} don't run along"
     if blocks == 0:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvd.core import errors
-from kvd.core.events import JobKind, JobStatus, TransferOutcome
+from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.mover import frames
-from kvd.mover.frames import FrameKind, TransferOrder
+from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.launch import Launched, how_it_ended, launch
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
 from kvd_proto.board import BoardRecord, BoardWriter, create_board, seal_board
@@ -21,6 +21,7 @@ from kvd_proto.layout import LANE_CONTROL
 from kvd_proto.ring import create_ring
 
 __all__ = [
+    "Finished",
     "FragmentSpec",
     "GroupMap",
     "LocatedPart",
@@ -47,14 +48,7 @@ class MoverStartFailed(Exception):
 class MoverSink(Protocol):
     """Hears what movers say. Called on the event loop, never from within a call to the mover."""
 
-    def transfer_finished(
-        self,
-        mover: MoverId,
-        transfer: TransferId,
-        outcome: TransferOutcome,
-        bytes_copied: int,
-        duration_ns: int,
-    ) -> None:
+    def transfer_finished(self, mover: MoverId, finished: Finished) -> None:
         """A copy has ended, or never will start."""
 
     def row_unmapped(self, mover: MoverId, row: RowId) -> None:
@@ -221,13 +215,7 @@ class MoverProcess:
             case FrameKind.FINISHED:
                 finished = frames.unpack_finished(body)
                 self._queued_bytes -= self._queued.pop(finished.transfer, 0)
-                self._sink.transfer_finished(
-                    self.mover,
-                    finished.transfer,
-                    finished.outcome,
-                    finished.bytes_copied,
-                    finished.duration_ns,
-                )
+                self._sink.transfer_finished(self.mover, finished)
             case FrameKind.ROW_WARM:
                 row = RowId(frames.unpack_number(body))
                 self._cold[row] -= 1

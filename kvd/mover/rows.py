@@ -6,6 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.core.keys import RowId
 from kvd.mover.copy_engine import CopyEngine
 
@@ -21,6 +24,7 @@ class MappedRows:
         self._unmapped = unmapped
         self._extents: dict[RowId, int] = {}
         self._rows: dict[int, RowId] = {}
+        self._bytes: dict[int, npt.NDArray[np.uint8]] = {}
         self._retired: set[int] = set()
         self._uses: Counter[int] = Counter()
         self._lock = threading.Lock()
@@ -30,7 +34,7 @@ class MappedRows:
         with self._lock:
             if extent in self._rows or row in self._extents:
                 return
-            self._engine.open_extent(extent)
+            self._bytes[extent] = self._engine.open_extent(extent)
             self._extents[row] = extent
             self._rows[extent] = row
 
@@ -67,11 +71,16 @@ class MappedRows:
         for row in done:
             self._unmapped(row)
 
+    def bytes_of(self, extent: int) -> npt.NDArray[np.uint8]:
+        """The bytes of an extent that the caller uses; to be let go of before its `release`."""
+        return self._bytes[extent]
+
     def retiring(self, extent: int) -> bool:
         """Whether somebody waits for the extent to be unmapped."""
         return extent in self._retired
 
     def _unmap(self, extent: int) -> None:
+        del self._bytes[extent]
         self._engine.close_extent(extent)
         del self._extents[self._rows.pop(extent)]
         self._retired.discard(extent)

@@ -43,6 +43,11 @@ _COUNTERS = (
     ("kvd_deduplicated_blocks", "Stores of blocks already readable or in flight.", "deduplicated"),
     ("kvd_filtered_blocks", "Stores kept out by the reuse filter.", "filtered"),
     ("kvd_failed_blocks", "Blocks whose copy failed.", "failed"),
+    (
+        "kvd_checksum_failures",
+        "Blocks removed because their bytes were not those that were stored.",
+        "damaged",
+    ),
     ("kvd_recovered_blocks", "Blocks found readable in the pool at start.", "recovered"),
     ("kvd_cleared_blocks", "Blocks removed by an operator.", "cleared"),
     ("kvd_rows_granted", "Extent rows given to a size class.", "rows_granted"),

@@ -9,6 +9,7 @@ MIB = 1 << 20
 SMALLEST_BLOCK_BYTES = 4096  # smaller parts leave their extent partly unused
 RECORD_BYTES = 128
 ROW_HEADER_BYTES = 64
+CHECKSUM_BYTES = 8
 MAX_EXTENTS = 1 << 20
 MAX_THREADS = 64
 
@@ -27,6 +28,7 @@ class PoolConfig:
     threads: int = 2
     any_filesystem: bool = False
     mover_kill_deadline_s: float = 5.0
+    payload_checksums: bool = False
 
     def __post_init__(self) -> None:
         if self.extent_bytes < SMALLEST_BLOCK_BYTES or self.extent_bytes % SMALLEST_BLOCK_BYTES:
@@ -61,5 +63,6 @@ class PoolConfig:
 
     @property
     def table_bytes(self) -> int:
-        """Slot table and row headers at their largest."""
-        return self.extents * (self.slots_per_extent * RECORD_BYTES + ROW_HEADER_BYTES)
+        """Slot table, row headers and checksums at their largest."""
+        slot_bytes = RECORD_BYTES + (CHECKSUM_BYTES if self.payload_checksums else 0)
+        return self.extents * (self.slots_per_extent * slot_bytes + ROW_HEADER_BYTES)

@@ -23,6 +23,7 @@ class Placement:
         self._row_after = np.zeros(slots, dtype=np.uint32)
         self._first_slot = np.full(config.extents, _NO_ROW, dtype=np.int64)
         self._slots = np.zeros(config.extents, dtype=np.int64)
+        self._shards = np.zeros(config.extents, dtype=np.int64)
         self._extents = np.zeros((1, config.extents), dtype=np.uint32)
         self._part_bytes = np.zeros((1, config.extents), dtype=np.uint64)
 
@@ -34,6 +35,7 @@ class Placement:
         self._row_after[order.first_slot : order.first_slot + order.slots] = order.row + 1
         self._first_slot[order.row] = order.first_slot
         self._slots[order.row] = order.slots
+        self._shards[order.row] = shards
         self._extents[:shards, order.row] = order.extents
         self._part_bytes[:shards, order.row] = order.part_bytes
 
@@ -51,6 +53,15 @@ class Placement:
     def records_of_row(self, row: Row) -> Records:
         first = row.row * self._per_extent
         return np.arange(first, first + row.slots)
+
+    def shards_of(self, slot: int) -> int:
+        """How many parts a granted slot has."""
+        return int(self._shards[self._rows(np.array([slot]))[0]])
+
+    def parts(self, slots: Slots, shard: int) -> tuple[Slots, Slots]:
+        """Extents and ordinals of one shard's parts of granted slots."""
+        rows = self._rows(slots)
+        return self._extents[shard, rows].astype(np.int64), slots - self._first_slot[rows]
 
     def locate(self, slots: Slots, shard: int) -> tuple[U32, U64]:
         """Extents and byte offsets of one shard's parts of granted slots."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+import numpy as np
+
 from kvd.core.actions import (
     ForgetScopes,
     GrantRow,
@@ -24,6 +26,7 @@ from kvd.core.actions import (
 from kvd.core.events import Event
 from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots
 from kvd.pool import space
+from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.config import PoolConfig
 from kvd.pool.extents import Extents
 from kvd.pool.header import PoolHeader, read_header
@@ -62,6 +65,7 @@ class Pool:
         """For `open` only. Owns the directory from here until `close`."""
         self.extents = config.extents
         self.extent_bytes = config.extent_bytes
+        self.payload_checksums = config.payload_checksums
         self.incarnation = os.urandom(INCARNATION_BYTES)
         self.cold_reason = ""
         self.tag_secret = b""
@@ -107,6 +111,11 @@ class Pool:
         return self._recovery.dropped_records
 
     @property
+    def unchecked_records(self) -> int:
+        """Of those, whole ones without checksums of their bytes, in a pool that wants them."""
+        return self._recovery.unchecked_records
+
+    @property
     def dropped_extents(self) -> int:
         """Extents set free at start because no whole row owned them."""
         return self._recovery.dropped_rows
@@ -138,6 +147,8 @@ class Pool:
         )
         recovered = self._rows.get(order.row)
         assert recovered is None or recovered == row, f"{recovered} was granted as {row}"
+        if self._checksums is not None:
+            self._checksums.prepare(order.extents, order.slots)
         if recovered is None:
             self._slot_table.prepare(order.row, order.slots)
             self._rows[order.row] = row
@@ -157,8 +168,18 @@ class Pool:
         del self._rows[order.row]
 
     def write_ready(self, order: WriteReady) -> None:
+        """Write the records, with the digest of the checksums that were noted for the slots."""
         records = self._placement.records(order.slots)
-        self._slot_table.write_ready(records, order.scopes, order.keys, order.stamps)
+        self._slot_table.write_ready(
+            records, order.scopes, order.keys, order.stamps, self._digests(order.slots)
+        )
+
+    def _digests(self, slots: Slots) -> U64:
+        if self._checksums is None or not len(slots):
+            return np.full(len(slots), NO_DIGEST)
+        shards = self._placement.shards_of(int(slots[0]))
+        places = [self._placement.parts(slots, shard) for shard in range(shards)]
+        return self._checksums.digests(np.stack([extents for extents, _ in places]), places[0][1])
 
     def write_free(self, order: WriteFree) -> None:
         self._slot_table.write_free(self._placement.records(order.slots))
@@ -187,6 +208,17 @@ class Pool:
         """Where one shard's parts lie: extent numbers, byte offsets in the extent."""
         return self._placement.locate(slots, shard)
 
+    def note_checksums(self, slots: Slots, shard: int, sums: U64) -> None:
+        """Keep the checksums of one shard's parts until, and while, the slots are READY."""
+        assert self._checksums is not None, "checksums came where none are kept"
+        self._checksums.write(*self._placement.parts(slots, shard), sums)
+
+    def checksums(self, slots: Slots, shard: int) -> U64 | None:
+        """What one shard's parts of READY slots must have; None where none are kept."""
+        if self._checksums is None:
+            return None
+        return self._checksums.read(*self._placement.parts(slots, shard))
+
     def extent_path(self, extent: int) -> Path:
         return self._files.path(extent)
 
@@ -203,7 +235,7 @@ class Pool:
     def memory(self) -> PoolMemory:
         """Bytes taken by extents, tables and index pages."""
         directory = self._config.directory
-        tables = sum(_taken(directory / name) for name in ("slots.table", "rows.table"))
+        tables = sum(_taken(path) for path in directory.glob("*.table"))
         pages = sum(os.fstat(p.read_only_fd).st_blocks * 512 for p in self._pages.values())
         return PoolMemory(self.extents * self.extent_bytes, tables, pages)
 
@@ -240,7 +272,7 @@ class Pool:
             header = wanted
             # The header goes first and comes last: whatever is interrupted starts cold again.
             path.unlink(missing_ok=True)
-            for name in ("slots.table", "rows.table", "registry.jsonl"):
+            for name in ("slots.table", "rows.table", "checksums.table", "registry.jsonl"):
                 (self._config.directory / name).unlink(missing_ok=True)
             self._files.remove_all()
             self._files.create_all(progress)
@@ -253,6 +285,10 @@ class Pool:
         self._resources.callback(self._slot_table.close)
         self._row_table = RowTable(self._config, directory / "rows.table")
         self._resources.callback(self._row_table.close)
+        self._checksums = None
+        if self._config.payload_checksums:
+            self._checksums = ChecksumTable(self._config, directory / "checksums.table")
+            self._resources.callback(self._checksums.close)
         self._registry = Registry.open(directory / "registry.jsonl")
         self._resources.callback(self._registry.close)
         books = Books(
@@ -261,6 +297,7 @@ class Pool:
             self._slot_table,
             self._row_table,
             self._registry,
+            self._checksums,
         )
         # On a cold start an undead mover maps files that are gone; the new ones are nobody's.
         self._recovery = Recovery(books, frozenset() if self.cold_reason else undead_extents)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvd.core.events import Event, PoolRecovered, RowRecovered, ScopeRecovered
 from kvd.core.keys import KeyBatch, NamespaceId, RowId, ScopeId
+from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.extents import Extents
 from kvd.pool.registry import Registry
 from kvd.pool.row_table import Row, RowTable
@@ -32,6 +33,7 @@ class Books:
     slot_table: SlotTable
     row_table: RowTable
     registry: Registry
+    checksums: ChecksumTable | None = None  # None: none are wanted
 
 
 @dataclass(slots=True)
@@ -43,6 +45,7 @@ class Recovery:
     rows: dict[RowId, Row] = field(default_factory=dict)
     dropped_rows: int = 0  # extents that said granted, but not credibly
     dropped_records: int = 0  # READY records that were not whole or named nothing known
+    unchecked_records: int = 0  # of those, whole ones without checksums where they are wanted
 
     def __post_init__(self) -> None:
         for row in self.books.row_table.rows():
@@ -135,6 +138,9 @@ class Recovery:
         group_of_row[[row.row for row in rows]] = [row.group for row in rows]
         scopes = np.minimum(table.scopes(records), len(groups) - 1)
         good = table.whole(records, hash_bytes) & (groups[scopes] == group_of_row[leading])
+        checked = self._checked(rows, records)
+        self.unchecked_records += int((good & ~checked).sum())
+        good &= checked
         table.write_free(records[~good])
         self.dropped_records += int((~good).sum())
         records, leading, scopes = records[good], leading[good], scopes[good]
@@ -154,6 +160,23 @@ class Recovery:
                 generations=generations[start:end],
                 quarantined=not self.undead_extents.isdisjoint(row.extents),
             )
+
+    def _checked(self, rows: list[Row], records: Records) -> npt.NDArray[np.bool_]:
+        """Which records may be served as far as checksums of their bytes are concerned.
+
+        Where they are wanted: those that have the digest of what the table says. The bytes
+        themselves are compared when they are loaded.
+        """
+        if self.books.checksums is None:
+            return np.ones(len(records), dtype=np.bool_)
+        extents = np.zeros((len(rows[0].extents), self.books.extents.count), dtype=np.int64)
+        for row in rows:
+            extents[:, row.row] = row.extents
+        leading, ordinals = np.divmod(records, self.books.slots_per_extent)
+        said = self.books.slot_table.digests(records)
+        found = self.books.checksums.digests(extents[:, leading], ordinals)
+        mask: npt.NDArray[np.bool_] = (said != NO_DIGEST) & (said == found)
+        return mask
 
     def _group_by_scope(self, namespace: NamespaceId) -> npt.NDArray[np.int64]:
         """Group of each scope number of this namespace, -1 for all others; the last is unused."""

@@ -1,8 +1,8 @@
 """slots.table: one record for each slot, the truth about what host memory holds.
 
 A record is 16 words of 64 bits: state and generation in the first, then scope and key length,
-stamp, checksum of the record, checksum of the bytes (0: none), three spare words, and 64 bytes
-of key. The body is stored before the first word: on x86-64 whoever sees READY, a later daemon
+stamp, checksum of the record, digest of the bytes' checksums (0: none), three spare words, and 64
+bytes of key. The body is stored before the first word: on x86-64 whoever sees READY, a later daemon
 after a kill -9 included, sees the body too. Record i of extent e is e * slots_per_extent + i.
 """
 
@@ -73,7 +73,9 @@ class SlotTable:
         with contextlib.suppress(OSError):
             populate(self._map, first, slots * RECORD_BYTES, MADV_POPULATE_READ)
 
-    def write_ready(self, records: Records, scopes: U32, keys: KeyBatch, stamps: U64) -> None:
+    def write_ready(
+        self, records: Records, scopes: U32, keys: KeyBatch, stamps: U64, digests: U64
+    ) -> None:
         """Make FREE records READY, one generation later. Arrays run along."""
         old = self._words[records, _STATE]
         assert not (old & _STATE_MASK == READY).any(), "a READY record was to be written again"
@@ -82,6 +84,7 @@ class SlotTable:
         body[:, _STATE] = generations << _GENERATION_SHIFT | FREE
         body[:, _SCOPE_LENGTH] = scopes | np.uint64(keys.hash_bytes) << _LENGTH_SHIFT
         body[:, _STAMP] = stamps
+        body[:, _PAYLOAD] = digests
         width = keys.words.shape[1]
         body[:, _KEY : _KEY + width] = keys.words
         body[:, _CHECKSUM] = _checksums(records, generations, body, width)
@@ -114,6 +117,11 @@ class SlotTable:
     def stamps(self, records: Records) -> U64:
         stamps: U64 = self._words[records, _STAMP]
         return stamps
+
+    def digests(self, records: Records) -> U64:
+        """Digests of the bytes' checksums; 0 where there are none."""
+        digests: U64 = self._words[records, _PAYLOAD]
+        return digests
 
     def generations(self, records: Records) -> U64:
         generations: U64 = self._words[records, _STATE] >> _GENERATION_SHIFT

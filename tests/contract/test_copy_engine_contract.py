@@ -326,6 +326,22 @@ def test_an_extent_keeps_its_bytes_over_closing_and_opening(workshop: Workshop) 
     bench.engine.close()
 
 
+def test_an_open_extents_bytes_are_those_that_copies_read_and_write(workshop: Workshop) -> None:
+    config = workshop.config([64], (spread_group(fragments=1, words=2, blocks=4),))
+    bench: Bench = workshop.bench(config)
+    shown = bench.engine.open_extent(2)
+    assert len(shown) == EXTENT_BYTES
+    bench.memory(0)[:] = np.arange(64, dtype=np.uint8)
+    bench.engine.copy(JobKind.STORE, part(0, [(2, 32)], [[3]]), lambda: True)
+    assert shown[32:48].tolist() == list(range(48, 64))
+    shown[32:48] = 7
+    bench.engine.copy(JobKind.LOAD, part(0, [(2, 32)], [[0]]), lambda: True)
+    assert bench.memory(0)[:16].tolist() == [7] * 16
+    del shown
+    bench.engine.close_extent(2)
+    bench.engine.close()
+
+
 def test_warming_changes_no_byte_and_stops_when_told_to(workshop: Workshop) -> None:
     config = workshop.config([4096], (spread_group(fragments=1, words=512, blocks=1),))
     bench: Bench = workshop.bench(config)

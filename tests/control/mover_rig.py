@@ -21,6 +21,7 @@ from kvd.core.events import JobKind, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.mover.layout import extent_path
 from kvd.mover.process import (
+    Finished,
     FragmentSpec,
     GroupMap,
     LocatedPart,
@@ -62,23 +63,19 @@ class HeardBySink:
         self.outcomes: dict[int, TransferOutcome] = {}
         self.order: list[int] = []
         self.bytes: dict[int, int] = {}
+        self.finished: dict[int, Finished] = {}
         self.unmapped: list[int] = []
         self.gone: list[tuple[int, str]] = []
         self._changed = asyncio.Event()
 
-    def transfer_finished(
-        self,
-        mover: MoverId,
-        transfer: TransferId,
-        outcome: TransferOutcome,
-        bytes_copied: int,
-        duration_ns: int,
-    ) -> None:
+    def transfer_finished(self, mover: MoverId, finished: Finished) -> None:
+        transfer = finished.transfer
         assert transfer not in self.outcomes, "a transfer ended twice"
         assert not self.gone, "a word after the mover was gone"
-        self.outcomes[transfer] = outcome
+        self.outcomes[transfer] = finished.outcome
         self.order.append(transfer)
-        self.bytes[transfer] = bytes_copied
+        self.bytes[transfer] = finished.bytes_copied
+        self.finished[transfer] = finished
         self._changed.set()
 
     def row_unmapped(self, mover: MoverId, row: RowId) -> None:

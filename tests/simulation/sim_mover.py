@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
-from kvd.mover.process import LocatedPart, MoverSink
+from kvd.mover.checksums import part_checksums
+from kvd.mover.process import Finished, LocatedPart, MoverSink
 from kvd.pool.pool import Pool
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
@@ -48,6 +49,7 @@ class SimMover:
     memory: list[Bytes]  # [num_blocks, engine block bytes]
     random: Random
     faults: Faults
+    checksums: bool = False
     pid: int = 4_194_304  # above the largest that Linux gives: never a real process
     start_time: int = 1
     board: deque[tuple[JobId, JobKind, JobStatus]] = field(default_factory=deque)
@@ -85,7 +87,8 @@ class SimMover:
         waiting = self.waiting.get(transfer)
         if waiting is not None and not waiting.started:
             del self.waiting[transfer]
-            self._later(lambda: self._report(waiting, TransferOutcome.REVOKED, 0))
+            revoked = Finished(transfer, TransferOutcome.REVOKED)
+            self._later(lambda: self._report(waiting, revoked))
 
     def mark_ready(self, job: JobId) -> None:
         self.ready.add(job)
@@ -120,9 +123,10 @@ class SimMover:
             return
         if self.random.random() < self.faults.hang:
             return  # until somebody kills this mover
-        fails = self.random.random() < self.faults.fail
+        damaged = self._damaged(waiting)
+        fails = bool(len(damaged)) or self.random.random() < self.faults.fail
         copied = 0
-        for part in waiting.parts:
+        for part in waiting.parts if not len(damaged) else ():
             for row in range(len(part.extents)):
                 if fails and self.random.random() < 0.5:
                     break
@@ -132,7 +136,24 @@ class SimMover:
         if waiting.kind is JobKind.LOAD:
             status = JobStatus.FAILED if fails else JobStatus.DONE
             self.board.append((waiting.job, JobKind.LOAD, status))
-        self._report(waiting, outcome, copied)
+        sums = np.empty(0, dtype=np.uint64)
+        if self.checksums and waiting.kind is JobKind.STORE and not fails:
+            sums = np.concatenate([self._sums(part) for part in waiting.parts])
+        self._report(waiting, Finished(waiting.transfer, outcome, copied, 1000, sums, damaged))
+
+    def _damaged(self, waiting: SimTransfer) -> npt.NDArray[np.uint64]:
+        """Numbers of a load's slots whose bytes are not those that were stored."""
+        if not self.checksums or waiting.kind is JobKind.STORE:
+            return np.empty(0, dtype=np.uint64)
+        wrong = []
+        for part in waiting.parts:
+            assert part.checksums is not None, "a load without what its slots must have"
+            wrong.append(self._sums(part) != part.checksums)
+        return np.flatnonzero(np.concatenate(wrong)).astype(np.uint64)
+
+    def _sums(self, part: LocatedPart) -> npt.NDArray[np.uint64]:
+        part_bytes = self.memory[part.group].shape[1] * part.engine_blocks.shape[1]
+        return part_checksums(part, part_bytes, self.extents.__getitem__, lambda: True)
 
     def _copy_block(self, kind: JobKind, part: LocatedPart, row: int) -> int:
         extent = self.extents[int(part.extents[row])]
@@ -150,8 +171,8 @@ class SimMover:
                 memory[block] = slot
         return int(width) * int(part.engine_blocks.shape[1])
 
-    def _report(self, waiting: SimTransfer, outcome: TransferOutcome, copied: int) -> None:
+    def _report(self, waiting: SimTransfer, finished: Finished) -> None:
         if self.alive:
-            if waiting.kind is JobKind.LOAD and outcome is TransferOutcome.REVOKED:
+            if waiting.kind is JobKind.LOAD and finished.outcome is TransferOutcome.REVOKED:
                 self.board.append((waiting.job, JobKind.LOAD, JobStatus.FAILED))
-            self.sink.transfer_finished(self.mover, waiting.transfer, outcome, copied, 1000)
+            self.sink.transfer_finished(self.mover, finished)

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvd.core import events as ev
@@ -60,6 +61,7 @@ class World:
         self.faults = Faults(fail=0.05, hang=0.01, slow=0.05)
         self.policy = self.random.choice(["lru", "arc", "s3fifo"])
         self.threshold = self.random.choice([1, 1, 2])
+        self.checksums = self.random.choice([False, True])
         self.engines: list[SimEngine] = []
         self.movers: list[SimMover] = []
         self._memories: dict[MoverId, list[Any]] = {}
@@ -71,7 +73,10 @@ class World:
     def start_daemon(self) -> Driver:
         """Open the pool, rebuild the machine from it, and start ticking."""
         config = PoolConfig(
-            directory=self.directory, pool_bytes=EXTENT_BYTES * EXTENTS, extent_bytes=EXTENT_BYTES
+            directory=self.directory,
+            pool_bytes=EXTENT_BYTES * EXTENTS,
+            extent_bytes=EXTENT_BYTES,
+            payload_checksums=self.checksums,
         )
         pool = Pool.open(config, lambda _done, _all: None)
         machine = CheckedMachine(
@@ -99,6 +104,7 @@ class World:
             memory=self._memories[config.mover],
             random=self.random,
             faults=self.faults,
+            checksums=self.checksums,
         )
         self.movers.append(mover)
         return mover
@@ -211,8 +217,17 @@ class World:
             self.driver.call(ev.QuotaSet(self.driver.next_token(), tenant, quota))
         elif dice < 0.05:
             await asyncio.sleep(3)  # past every lease
+        elif dice > 0.98 and self.checksums:
+            self.flip_a_byte()
         elif dice < 0.052:
             await asyncio.sleep(90)  # past every deadline
+
+    def flip_a_byte(self) -> None:
+        """Somewhere in the pool; where a block lies, its loads find out."""
+        extent = self.random.randrange(EXTENTS)
+        memory = np.memmap(self.driver.pool.extent_path(extent), dtype=np.uint8, mode="r+")
+        for _ in range(8):
+            memory[self.random.randrange(EXTENT_BYTES)] ^= 1 << self.random.randrange(8)
 
     async def settle(self) -> None:
         """Faults stop and everybody leaves: whatever was in flight must come to an end."""

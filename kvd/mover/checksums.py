@@ -1,0 +1,102 @@
+"""Checksums of the bytes that a slot's part holds, to tell whether they are still the stored ones.
+
+A part is a sequence of 64-bit words, cut into lines of LINE_WORDS. A line's sum is that of its
+words, each times an odd key of its place in the line; the checksum is the sum of the lines' sums,
+each times an odd key of the line, with the part's length, everything modulo 2**64: multilinear
+hashing, as in Lemire and Kaser, "Strongly universal string hashing is fast" (The Computer Journal,
+2014). A change within one word is always seen, since odd numbers can be divided by; of any other
+change one in 2**64 is missed, on average over the keys. The keys are fixed, so this is no proof
+against somebody who may write to the pool and wants to deceive.
+
+numpy multiplies and adds words at the memory's speed with the interpreter's lock released; see
+docs/adr/0010 for what else was measured.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.keys import U64
+from kvd.mover.copy_engine import CopyStopped, KeepGoing
+from kvd.mover.layout import WORD, LocatedPart
+from kvd_proto.tags import mix
+
+Bytes = npt.NDArray[np.uint8]
+
+LINE_WORDS = 1024
+# Copied and read again for its checksum while it is still in the cache.
+PIECE_BYTES = 1 << 20
+_FIRST_LINES = 8192
+_U64 = np.dtype("<u8")
+
+
+def _odd_keys(seed: int, count: int) -> U64:
+    numbers = np.arange(count, dtype=np.uint64) + np.uint64(seed)
+    return mix(mix(numbers)) | np.uint64(1)
+
+
+_WORD_KEYS = _odd_keys(1, LINE_WORDS)
+_LINE_SEED = 1 << 32
+_LINE_KEYS = [_odd_keys(_LINE_SEED, _FIRST_LINES)]  # grown for parts above 64 MiB
+
+
+def _line_keys(count: int) -> U64:
+    if count > len(_LINE_KEYS[0]):
+        _LINE_KEYS[0] = _odd_keys(_LINE_SEED, 2 * count)
+    return _LINE_KEYS[0][:count]
+
+
+def checksums(parts: U64) -> U64:
+    """The checksum of each row. Shape [n, words of a part]; rows may lie anywhere in memory."""
+    count, width = parts.shape
+    lines, rest = divmod(width, LINE_WORDS)
+    keys = _line_keys(lines + 1)
+    sums = np.full(count, mix(np.array([width], dtype=np.uint64))[0], dtype=np.uint64)
+    if lines:
+        whole = parts[:, : lines * LINE_WORDS].reshape(count, lines, LINE_WORDS)
+        sums += (whole @ _WORD_KEYS) @ keys[:lines]
+    if rest:
+        sums += (parts[:, lines * LINE_WORDS :] @ _WORD_KEYS[:rest]) * keys[lines]
+    return sums
+
+
+def part_checksums(
+    part: LocatedPart, part_bytes: int, bytes_of: Callable[[int], Bytes], keep_going: KeepGoing
+) -> U64:
+    """The checksum of each slot of the part, [n]. `bytes_of` gives an open extent's bytes.
+
+    Looks at keep_going between runs of slots and raises CopyStopped.
+    """
+    sums = np.empty(len(part.extents), dtype=np.uint64)
+    for start, stop in _neighbours(part, part_bytes):
+        if not keep_going():
+            raise CopyStopped
+        shape = (stop - start, part_bytes // WORD)
+        extent, offset = int(part.extents[start]), int(part.offsets[start])
+        words = np.ndarray(shape, _U64, bytes_of(extent), offset)
+        sums[start:stop] = checksums(words)
+    return sums
+
+
+def pieces_of(part: LocatedPart, part_bytes: int) -> Iterator[tuple[int, LocatedPart]]:
+    """The part cut into pieces of about PIECE_BYTES, each with the number of its first slot."""
+    step = max(1, PIECE_BYTES // part_bytes)
+    for start in range(0, len(part.extents), step):
+        yield start, part.rows(slice(start, start + step))
+
+
+def _neighbours(part: LocatedPart, part_bytes: int) -> Iterator[tuple[int, int]]:
+    """Runs of slots, as [start, stop), that lie one after the other in one extent."""
+    if not len(part.extents):
+        return
+    extents, offsets = part.extents, part.offsets
+    apart = (extents[1:] != extents[:-1]) | (offsets[1:] != offsets[:-1] + np.uint64(part_bytes))
+    bounds = [0, *(np.flatnonzero(apart) + 1).tolist(), len(extents)]
+    most = max(1, PIECE_BYTES // part_bytes)
+    for first, end in itertools.pairwise(bounds):
+        for start in range(first, end, most):
+            yield start, min(end, start + most)

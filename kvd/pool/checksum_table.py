@@ -1,0 +1,71 @@
+"""checksums.table: the checksum of each slot's bytes in each shard, where they are asked for.
+
+One word for each ordinal of each extent; word i of extent e is e * slots_per_extent + i. The
+words of a slot are written before its record says READY, and the record has their digest: they
+are as much a part of it as if they lay in it, and a digest of 0 says that the slot has none. A
+pool without the file, or with words of another daemon's making, is therefore not misread.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.keys import U64
+from kvd.pool.config import CHECKSUM_BYTES, PoolConfig, PoolError
+from kvd_proto.tags import mix
+
+NO_DIGEST = np.uint64(0)
+# Names the way in which movers sum up bytes: another way is another seed, and so no digest fits.
+_DIGEST_SEED = np.uint64(int.from_bytes(b"kvd-sum1", "little"))
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+class ChecksumTable:
+    """All checksums, mapped. Places run along: extent and ordinal of each part."""
+
+    def __init__(self, config: PoolConfig, path: Path) -> None:
+        """Open or make the table."""
+        self._per_extent = config.slots_per_extent
+        count = config.extents * self._per_extent
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(self._fd, count * CHECKSUM_BYTES)
+        self._map = mmap.mmap(self._fd, count * CHECKSUM_BYTES)
+        self._words: U64 = np.frombuffer(self._map, dtype=np.uint64)
+
+    def close(self) -> None:
+        del self._words
+        self._map.close()
+        os.close(self._fd)
+
+    def prepare(self, extents: tuple[int, ...], slots: int) -> None:
+        """Have the memory for the first words of these extents; PoolError where there is none."""
+        for extent in extents:
+            first = extent * self._per_extent * CHECKSUM_BYTES
+            try:
+                os.posix_fallocate(self._fd, first, slots * CHECKSUM_BYTES)
+            except OSError as error:
+                raise PoolError(
+                    f"no memory for the checksums of extent {extent} ({error.strerror}): the file"
+                    " system of the pool is full; enlarge it or keep others' files out of it"
+                ) from error
+
+    def write(
+        self, extents: npt.NDArray[np.int64], ordinals: npt.NDArray[np.int64], sums: U64
+    ) -> None:
+        self._words[extents * self._per_extent + ordinals] = sums
+
+    def read(self, extents: npt.NDArray[np.int64], ordinals: npt.NDArray[np.int64]) -> U64:
+        sums: U64 = self._words[extents * self._per_extent + ordinals]
+        return sums
+
+    def digests(self, extents: npt.NDArray[np.int64], ordinals: npt.NDArray[np.int64]) -> U64:
+        """What the record of each slot must have. `extents`: [shards, n]. Never NO_DIGEST."""
+        digests = np.full(len(ordinals), _DIGEST_SEED, dtype=np.uint64)
+        for shard in extents:
+            digests = mix((digests + _STEP) ^ self.read(shard, ordinals))
+        return np.maximum(digests, np.uint64(1))

@@ -1,0 +1,148 @@
+"""Checksums of the blocks' bytes in the pool's books: kept over restarts, never misread."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd.core.actions import ReleaseRow
+from kvd.core.keys import U64, RowId
+from kvd.pool import Pool, PoolConfig, lines
+from tests.contract import pool_orders as orders
+from tests.contract.pool_orders import SLOTS_PER_EXTENT, opened
+from tests.contract.test_pool_damage import bytes_of
+
+PARTS = (8192, 4096, 4096)
+ROW = [3, 0, 5]
+FIRST = 3 * SLOTS_PER_EXTENT
+SLOTS = [FIRST + ordinal for ordinal in (0, 4, 2, 9)]
+
+
+@pytest.fixture
+def checked(shared_directory: Path) -> PoolConfig:
+    return replace(orders.config(shared_directory), payload_checksums=True)
+
+
+def sums(shard: int, count: int = 4) -> U64:
+    return np.random.default_rng(shard).integers(0, 1 << 63, count, dtype=np.uint64)
+
+
+def note(pool: Pool, slots: list[int] = SLOTS) -> None:
+    for shard in range(len(PARTS)):
+        pool.note_checksums(np.array(slots), shard, sums(shard, len(slots)))
+
+
+def fill(config: PoolConfig) -> None:
+    """Four blocks of three shards; with checksums where the pool wants them."""
+    with opened(config) as pool:
+        list(pool.recovered())
+        orders.introduce(pool, orders.spec(PARTS))
+        pool.grant_row(orders.row(ROW, PARTS))
+        if config.payload_checksums:
+            note(pool)
+        pool.write_ready(orders.ready(SLOTS, orders.keys(4)))
+
+
+def recovered(config: PoolConfig) -> tuple[list[int], int, int]:
+    """Ordinals found, records dropped, and how many of those for want of checksums."""
+    with opened(config) as pool:
+        assert pool.cold_reason == ""
+        found = orders.rows_of(list(pool.recovered()))[3].ordinals.tolist()
+        return found, pool.dropped_records, pool.unchecked_records
+
+
+def test_checksums_of_every_shard_come_back_with_the_blocks(checked: PoolConfig) -> None:
+    fill(checked)
+    with opened(checked) as pool:
+        found = orders.rows_of(list(pool.recovered()))[3]
+        assert found.ordinals.tolist() == [0, 2, 4, 9]
+        pool.grant_row(orders.row(ROW, PARTS))
+        for shard in range(3):
+            said = pool.checksums(np.array(SLOTS), shard)
+            assert said is not None
+            assert said.tolist() == sums(shard).tolist()
+
+
+def test_a_pool_that_wants_none_keeps_none_and_serves_what_has_them(checked: PoolConfig) -> None:
+    fill(checked)
+    unchecked = replace(checked, payload_checksums=False)
+    assert recovered(unchecked) == ([0, 2, 4, 9], 0, 0)
+    with opened(unchecked) as pool:
+        list(pool.recovered())
+        pool.grant_row(orders.row(ROW, PARTS))
+        assert pool.checksums(np.array(SLOTS), 0) is None
+
+
+def test_blocks_stored_without_checksums_are_not_served_with_them(checked: PoolConfig) -> None:
+    unchecked = replace(checked, payload_checksums=False)
+    fill(unchecked)
+    assert not (checked.directory / "checksums.table").exists()
+    assert recovered(checked) == ([], 4, 4)
+    assert recovered(checked) == ([], 0, 0), "a dropped record was not made FREE"
+
+
+def test_slot_that_was_stored_anew_without_checksums_is_told_from_its_neighbours(
+    checked: PoolConfig,
+) -> None:
+    fill(checked)
+    with opened(replace(checked, payload_checksums=False)) as pool:
+        list(pool.recovered())
+        pool.grant_row(orders.row(ROW, PARTS))
+        pool.write_free(orders.free([FIRST + 2]))
+        pool.write_ready(orders.ready([FIRST + 2], orders.keys(1, 7)))
+    assert recovered(checked) == ([0, 4, 9], 1, 1)
+
+
+@pytest.mark.parametrize("extent", ROW)
+def test_an_altered_checksum_of_any_shard_drops_its_block_alone(
+    checked: PoolConfig, extent: int
+) -> None:
+    fill(checked)
+    with bytes_of(checked.directory / "checksums.table") as table:
+        table[(extent * SLOTS_PER_EXTENT + 4) * 8 + 3] ^= 1
+    assert recovered(checked) == ([0, 2, 9], 1, 1)
+
+
+def test_a_lost_table_of_checksums_serves_nothing_of_before(checked: PoolConfig) -> None:
+    fill(checked)
+    (checked.directory / "checksums.table").unlink()
+    assert recovered(checked) == ([], 4, 4)
+
+
+def test_a_cold_start_forgets_the_checksums_of_the_old_pool(checked: PoolConfig) -> None:
+    fill(checked)
+    header = checked.directory / "pool.header"
+    written = lines.unseal(header.read_bytes())
+    assert written is not None
+    header.write_bytes(lines.seal({**written, "layout_version": 99}))
+    with opened(checked) as pool:
+        assert "layout version 99" in pool.cold_reason
+    assert not any((checked.directory / "checksums.table").read_bytes())
+
+
+def test_slots_of_a_row_that_was_given_anew_have_the_new_checksums(checked: PoolConfig) -> None:
+    fill(checked)
+    with opened(checked) as pool:
+        list(pool.recovered())
+        pool.grant_row(orders.row(ROW, PARTS))
+        pool.write_free(orders.free(SLOTS))
+        pool.release_row(ReleaseRow(RowId(3)))
+        orders.introduce(pool, orders.spec((4096,)), namespace=2)
+        pool.grant_row(orders.row([3], (4096,), namespace=2))
+        pool.note_checksums(np.array(SLOTS[:2]), 0, np.array([11, 12], dtype=np.uint64))
+        pool.write_ready(orders.ready(SLOTS[:2], orders.keys(2), scope=2))
+    with opened(checked) as pool:
+        found = orders.rows_of(list(pool.recovered()))[3]
+        assert (found.ordinals.tolist(), pool.dropped_records) == ([0, 4], 0)
+        pool.grant_row(orders.row([3], (4096,), namespace=2))
+        said = pool.checksums(np.array(SLOTS[:2]), 0)
+        assert said is not None
+        assert said.tolist() == [11, 12]
+
+
+def test_the_books_grow_by_eight_bytes_a_slot(checked: PoolConfig) -> None:
+    unchecked = replace(checked, payload_checksums=False)
+    assert checked.table_bytes - unchecked.table_bytes == 8 * checked.extents * SLOTS_PER_EXTENT

@@ -1,0 +1,139 @@
+"""Bytes of the pool flipped behind the daemon's back: found at the load, never served."""
+
+from __future__ import annotations
+
+import socket
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+
+from tests.faults.conftest import MakeScene
+from tests.faults.content import block_hashes, last_word
+from tests.faults.probe import Probe
+from tests.faults.scene import Scene
+
+BLOCK_BYTES = 4096
+COUNT = 40
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture
+def checked(own_scene: MakeScene) -> Scene:
+    return own_scene(payload_checksums="true", http_port=free_port())
+
+
+def damage(scene: Scene, prefix: str, *numbers: int, rank: int = 0) -> None:
+    """Flip a bit in the middle of these blocks, wherever in the pool's files they lie."""
+    keys = block_hashes(prefix, COUNT)
+    wanted = {last_word(keys[number], rank, BLOCK_BYTES) for number in numbers}
+    found = 0
+    for path in (scene.daemon.pool / "extents").iterdir():
+        words = np.memmap(path, dtype=np.uint64, mode="r+")
+        blocks = words.reshape(-1, BLOCK_BYTES // 8)
+        for row in np.flatnonzero(np.isin(blocks[:, -1], list(wanted))):
+            blocks[row, BLOCK_BYTES // 16] ^= np.uint64(1 << 17)
+            found += 1
+    assert found == len(numbers), "the blocks are not in the pool"
+
+
+def metric(scene: Scene, name: str) -> float:
+    with urlopen(f"http://127.0.0.1:{scene.daemon.flags['http-port']}/metrics") as page:
+        lines = page.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+def settle(probe: Probe, prefix: str) -> None:
+    """Compute and store what of the prompt is not there any more; then all of it is served."""
+    probe.store(prefix, COUNT)
+    assert probe.load(prefix, COUNT) == COUNT
+
+
+def test_flipped_bit_fails_the_load_and_removes_the_block(checked: Scene) -> None:
+    one, two = checked.engines("one", "two")
+    assert one.store("prompt", COUNT) == COUNT
+    damage(checked, "prompt", 7, 20)
+    answer = two.ask("load", prefix="prompt", count=COUNT)
+    assert answer == {"found": COUNT, "loaded": 0, "wrong": []}
+    assert metric(checked, "kvd_checksum_failures_total") == 2
+    assert "failed their checksums" in checked.daemon.log.read_text()
+    for probe in (one, two):  # what is before the first damaged block is served as before
+        assert probe.hits("prompt", COUNT) == (7, 7)
+        assert probe.load("prompt", COUNT) == 7
+    settle(one, "prompt")
+    assert two.load("prompt", COUNT) == COUNT
+    pool = checked.status().pool
+    assert (pool.slots_reserved, pool.slots_quarantined) == (0, 0)
+
+
+def test_bit_that_was_flipped_while_the_daemon_was_down_is_found_at_the_load(
+    checked: Scene,
+) -> None:
+    engine = checked.engine("one")
+    assert engine.store("a", COUNT) == COUNT
+    assert engine.store("b", COUNT) == COUNT
+    checked.forget_caller()
+    checked.daemon.kill()
+    damage(checked, "a", 0)
+    checked.daemon.start()
+    engine.wait_usable()
+    assert checked.status().recovered_blocks == 2 * COUNT
+    assert engine.load("b", COUNT) == COUNT
+    assert engine.ask("load", prefix="a", count=COUNT)["loaded"] == 0
+    assert engine.hits("a", COUNT) == (0, 0)
+    settle(engine, "a")
+    checked.forget_caller()
+    checked.daemon.kill()
+    checked.daemon.start()
+    engine.wait_usable()
+    assert checked.status().recovered_blocks == 2 * COUNT
+    assert engine.load("a", COUNT) == COUNT
+
+
+def test_damage_in_one_ranks_shard_fails_the_load_on_both(checked: Scene) -> None:
+    engine = checked.engine("two ranks", world_size=2)
+    assert engine.store("prompt", COUNT) == COUNT
+    assert engine.load("prompt", COUNT) == COUNT
+    damage(checked, "prompt", 3, rank=1)
+    assert engine.ask("load", prefix="prompt", count=COUNT)["loaded"] == 0
+    assert engine.hits("prompt", COUNT) == (3, 3)
+    settle(engine, "prompt")
+
+
+def test_checksums_may_come_and_go_and_only_what_was_summed_up_is_served_with_them(
+    own_scene: MakeScene,
+) -> None:
+    scene = own_scene()
+    engine = scene.engine("one")
+    assert engine.store("without", COUNT) == COUNT
+
+    def restart(checksums: str) -> None:
+        scene.forget_caller()
+        scene.daemon.end()
+        scene.daemon.flags["payload-checksums"] = checksums
+        scene.daemon.start()
+        engine.wait_usable()
+
+    restart("true")
+    assert "40 blocks were left out" in scene.daemon.log.read_text()
+    assert engine.hits("without", COUNT) == (0, 0)
+    assert engine.store("with", COUNT) == COUNT
+    restart("false")
+    assert engine.load("with", COUNT) == COUNT
+    restart("true")
+    assert engine.load("with", COUNT) == COUNT
+
+
+def test_without_checksums_nobody_notices(own_scene: MakeScene) -> None:
+    """What the setting is for: the same bit, and the wrong bytes go to the engine."""
+    scene = own_scene()
+    engine = scene.engine("one")
+    assert engine.store("prompt", COUNT) == COUNT
+    damage(scene, "prompt", 7)
+    assert engine.ask("load", prefix="prompt", count=COUNT)["wrong"] == [7]
