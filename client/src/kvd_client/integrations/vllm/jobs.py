@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -49,39 +49,44 @@ def store_runs(
     groups: Sequence[OffloadGroup],
     source: GPULoadStoreSpec,
     target: BlocksSpec,
-    block_of: Callable[[OffloadKey], int],
+    positions: Mapping[OffloadKey, int],
     tables: Sequence[GroupBlocks],
 ) -> list[BlockRun]:
-    """Runs of consecutive blocks. Where a block has several engine blocks, some may be null, and
-    vLLM's list leaves those out: they are taken from the request's block tables.
+    """Runs of consecutive blocks. `positions` has the end of each key's tokens in its request.
+
+    Where a block has several engine blocks, some may be null, and vLLM's list leaves those out:
+    they are taken from the request's block tables.
     """
+    if len(groups) == 1 and len(target.keys) == 1 and groups[0].blocks_per_block == 1:
+        block = (positions[target.keys[0]] - 1) // groups[0].tokens_per_block
+        return [BlockRun(0, block, target.parts[0][1], _sequence(source.block_ids))]
     index_of = {group.vllm_index: index for index, group in enumerate(groups)}
     starts = np.cumsum([0, *source.group_sizes])
     runs: list[BlockRun] = []
     first_key = 0
     for vllm_index, hashes in target.parts:
         index = index_of[vllm_index]
-        width = groups[index].blocks_per_block
+        group = groups[index]
         keys = target.keys[first_key : first_key + len(hashes)]
         first_key += len(hashes)
-        blocks = _block_numbers(keys, block_of)
-        if width == 1:
-            ids = _nulled(source.block_ids[starts[index] : starts[index + 1]])
-        else:
-            ids = _rows(tables[index].block_ids, blocks, width)
+        blocks = _block_numbers(keys, positions, group.tokens_per_block)
+        ids = source.block_ids[starts[index] : starts[index + 1]]  # none of them null
+        if group.blocks_per_block > 1:
+            ids = _rows(tables[index].block_ids, blocks, group.blocks_per_block)
         for start, end in stretches(blocks):
-            row = _sequence(ids[start * width : end * width])
-            runs.append(BlockRun(index, blocks[start], hashes[start:end], row))
+            row = ids[start * group.blocks_per_block : end * group.blocks_per_block]
+            runs.append(BlockRun(index, blocks[start], hashes[start:end], _sequence(row)))
     return runs
 
 
 def _block_numbers(
-    keys: Sequence[OffloadKey], block_of: Callable[[OffloadKey], int]
+    keys: Sequence[OffloadKey], positions: Mapping[OffloadKey, int], width_tokens: int
 ) -> Sequence[int]:
-    first, last = block_of(keys[0]), block_of(keys[-1])
+    first = (positions[keys[0]] - 1) // width_tokens
+    last = (positions[keys[-1]] - 1) // width_tokens
     if last - first == len(keys) - 1:
         return range(first, last + 1)
-    return [block_of(key) for key in keys]
+    return [(positions[key] - 1) // width_tokens for key in keys]
 
 
 def _rows(table: Sequence[int], blocks: Sequence[int], width: int) -> EngineBlocks:
@@ -95,6 +100,6 @@ def _nulled(ids: npt.NDArray[np.int64]) -> EngineBlocks:
     return row
 
 
-def _sequence(row: EngineBlocks) -> Sequence[int]:
+def _sequence(row: EngineBlocks | npt.NDArray[np.int32]) -> Sequence[int]:
     blocks: Sequence[int] = row  # type: ignore[assignment]  # an array is all that it is used as
     return blocks

@@ -260,7 +260,7 @@ class KvdManager(OffloadingManager):
         session = self.enter_session()
         released, self._desk.released_leases = self._desk.released_leases, []
         lost, before = self.steps.lost_jobs(), self.steps.sent_s
-        was_sent = session is not None and self.steps.send(jobs, released, session.lease_ttl_s)
+        was_sent = self.steps.send(jobs, released, session)
         self._desk.step_ended(self.steps.sent_s != before)
         return was_sent, lost
 
@@ -275,7 +275,10 @@ class KvdManager(OffloadingManager):
         return events
 
     def has_pending_work(self) -> bool:
-        return self.steps is not None and self.steps.has_pending_work
+        """Whether a step would tell the daemon something: without a daemon the engine may rest."""
+        if self.steps is None or self._connection is None or self._connection.session is None:
+            return False
+        return self.steps.has_pending_work
 
     def reset_cache(self) -> None:
         """Go on in a new epoch of this engine's own; other engines keep theirs.

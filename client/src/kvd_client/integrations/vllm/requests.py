@@ -103,6 +103,9 @@ def policy_of(params: Mapping[str, Any]) -> OffloadPolicy:
 
 def by_group(keys: Sequence[OffloadKey]) -> Iterator[tuple[int, list[bytes]]]:
     """Keys in runs of one vLLM group number each: (number, block hashes)."""
+    if len(keys) == 1:
+        yield get_offload_group_idx(keys[0]), [keys[0][:-GROUP_BYTES]]
+        return
     if keys and keys[0][-GROUP_BYTES:] == keys[-1][-GROUP_BYTES:]:
         suffix = keys[0][-GROUP_BYTES:]
         if all(key.endswith(suffix) for key in keys):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     get_offload_group_idx,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -47,6 +48,13 @@ from kvd_client.scheduler import StepPlan
 from kvd_client.scheduler.lookup import Knowledge
 
 REQUEST_LEVEL_ATTEMPTS = 3
+
+
+class DueRequests(NamedTuple):
+    """What vLLM's store scheduling reads of a step."""
+
+    num_scheduled_tokens: dict[str, int]
+    finished_req_ids: set[str]
 
 
 class KvdConnectorScheduler(OffloadingConnectorScheduler):
@@ -105,6 +113,17 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
                 self._events_tracker.record_lookup(req, group_config, start_chunk_idx + place, key)
         return hits
 
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Host memory. Where every group loads all of its range there is nothing to split."""
+        if self._sliding_window_groups or not num_external_tokens:
+            sources: dict[CacheHitSource, int] = super().get_external_cache_hit_sources(
+                request, num_external_tokens
+            )
+            return sources
+        return {CacheHitSource.HOST: num_external_tokens}
+
     # -- the step ---------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvdConnectorMetadata:
@@ -140,6 +159,31 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         )
         return orders
 
+    def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, Any]:
+        """vLLM's, over those requests only that may have a whole new block; it looks at all.
+
+        For the others it would do nothing, and it would take its time for that in every step.
+        """
+        due = {
+            req_id: tokens
+            for req_id, tokens in scheduler_output.num_scheduled_tokens.items()
+            if self._may_store(req_id, tokens)
+        }
+        return super()._build_store_jobs(DueRequests(due, scheduler_output.finished_req_ids))
+
+    def _may_store(self, req_id: str, scheduled_tokens: int) -> bool:
+        status = self._req_status.get(req_id)
+        if status is None:
+            return False
+        request = status.req
+        tokens = request.num_computed_tokens + scheduled_tokens
+        if self.config.offload_prompt_only:
+            tokens = min(tokens, request.num_prompt_tokens)
+        return any(
+            tokens // group.tokens_per_block > state.next_stored_chunk_idx
+            for group, state in zip(self._kvd_groups, status.group_states, strict=True)
+        )
+
     def _join(self, made: OffloadingConnectorMetadata) -> StepJobs:
         """The step's jobs with their engine blocks."""
         jobs = StepJobs()
@@ -152,12 +196,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             status = self._req_status.get(job.req_id)
             assert status is not None, "a request with a job in flight is known"
             context = status.req_context
-
-            def block_of(key: OffloadKey, context: ReqContext = context) -> int:
-                return manager.block_of(key, context)
-
-            target = blocks_of(job.dst_spec)
-            runs = store_runs(groups, job.src_spec, target, block_of, status.group_states)
+            positions, target = context._offload_key_positions, blocks_of(job.dst_spec)
+            runs = store_runs(groups, job.src_spec, target, positions, status.group_states)
             jobs.add(kvd_job_id(job_id), manager.tracked(context), runs, is_load=False)
         return jobs
 

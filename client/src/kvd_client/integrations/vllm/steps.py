@@ -9,12 +9,13 @@ from kvd_client.draft import BlockRun, JobDraft, StepDraft
 from kvd_client.integrations.vllm.requests import TrackedRequest, offered_runs
 from kvd_client.scheduler.hand_offs import HandOffDesk
 from kvd_client.scheduler.params import SchedulerOptions
-from kvd_client.session import Connection
+from kvd_client.session import Connection, SessionView
 from kvd_proto import layout
 
 MAX_JOBS_PER_STEP = 1024  # of each kind, as the protocol says
 REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to report it
 RENEWED_EACH = 0.25  # of a lease's time
+MAX_FINISHED = 4096  # requests that ended while no session was usable; of older ones nobody hears
 NEVER_SENT = -1  # in place of a session's generation
 EMPTY = StepDraft()
 
@@ -77,26 +78,41 @@ class StepDesk:
         """The request has ended here and goes on elsewhere: hold what it stored."""
         self._hand_offs.add(tracked.request, offered_runs(tracked))
 
-    def send(self, jobs: StepJobs, released_leases: list[int], lease_ttl_s: float) -> bool:
+    def send(self, jobs: StepJobs, released_leases: list[int], session: SessionView | None) -> bool:
         """Send the step. False: no session, none of its jobs will ever run.
 
         A step that says nothing is sent only now and then, to renew the leases.
         """
-        step, self.draft = self.draft, StepDraft()
-        step.loads, step.stores = jobs.loads, jobs.stores
-        step.released_leases += released_leases
-        self._hand_offs.put_into(step)
-        now = self._clock()
-        is_quiet = step == EMPTY and now - self.sent_s < lease_ttl_s * RENEWED_EACH
-        was_sent = is_quiet or self._connection.send_step(step)
-        if was_sent and not is_quiet:
-            self.sent_s = now
+        self.draft.released_leases += released_leases
+        was_sent = session is not None and self._send(jobs, session)
+        if session is None:
+            self._postpone()
         generation = self._generation if was_sent else NEVER_SENT
         for draft in jobs.loads:
             self._note(draft, jobs, generation, is_load=True)
         for draft in jobs.stores:
             self._note(draft, jobs, generation, is_load=False)
         return was_sent
+
+    def _send(self, jobs: StepJobs, session: SessionView) -> bool:
+        step, self.draft = self.draft, StepDraft()
+        step.loads, step.stores = jobs.loads, jobs.stores
+        self._hand_offs.put_into(step)
+        now = self._clock()
+        if step == EMPTY and now - self.sent_s < session.lease_ttl_s * RENEWED_EACH:
+            return True
+        was_sent = self._connection.send_step(step)
+        if was_sent:
+            self.sent_s = now
+        return was_sent
+
+    def _postpone(self) -> None:
+        """Keep what the session must still hear should it be usable again; no more than that."""
+        draft = self.draft
+        draft.touches.clear()
+        draft.preempted.clear()
+        del draft.finished[:-MAX_FINISHED]
+        self._hand_offs.clear()
 
     def _note(self, draft: JobDraft, jobs: StepJobs, generation: int, *, is_load: bool) -> None:
         tracked = jobs.owners[draft.job_id]
@@ -131,6 +147,7 @@ class StepDesk:
         draft = self.draft
         draft.completed_loads.clear()
         draft.completed_stores.clear()
+        draft.finished.clear()
         draft.released_leases.clear()
         return True
 

@@ -96,9 +96,13 @@ class StorePlanner:
         if not wanted:
             return nothing()
         parts = list(by_group(wanted))
-        if not self._take_room(parts, len(wanted), session):
+        room = self._take_room(parts, len(wanted), session)
+        if room is None:
             self._stats.no_room += 1
             return None
+        if room < len(wanted) and tracked.policy is OffloadPolicy.CHUNK_LEVEL:
+            wanted = _heads(wanted, parts, self.budget, self._index_of)
+            parts = list(by_group(wanted))
         self._stats.note_allocation(len(wanted))
         self._storing.update(dict.fromkeys(wanted))
         return PrepareStoreOutput(wanted, BlocksSpec(wanted, parts), [])
@@ -138,21 +142,24 @@ class StorePlanner:
 
     def _take_room(
         self, parts: list[tuple[int, list[bytes]]], keys: int, session: SessionView
-    ) -> bool:
+    ) -> int | None:
+        """How many of the keys find room, the first ones of each group; None: wait for room."""
         budget = self.budget
         if budget.keys + keys > KEYS_PER_STEP or budget.stores >= MAX_JOBS_PER_STEP:
-            return False
+            return None
+        lacking = 0
         for group, hashes in parts:
             index = self._index_of[group]
             room = budget.room.get(index)
             if room is None:
                 room = session.room(index)
-            budget.room[index] = room - len(hashes)
             if room <= 0:
-                return False
+                return None
+            budget.room[index] = room - len(hashes)
+            lacking += max(0, len(hashes) - room)
         budget.keys += keys
         budget.stores += 1
-        return True
+        return keys - lacking
 
     def _note_offered(
         self, tracked: TrackedRequest, keys: list[OffloadKey], req_context: ReqContext
@@ -160,3 +167,19 @@ class StorePlanner:
         for key in keys:
             group, block = self._place(key, req_context)
             tracked.offered[group][block] = get_offload_block_hash(key)
+
+
+def _heads(
+    wanted: list[OffloadKey],
+    parts: list[tuple[int, list[bytes]]],
+    budget: StepBudget,
+    index_of: dict[int, int],
+) -> list[OffloadKey]:
+    """The first keys of each group, as many as there was room for: a prefix is worth most."""
+    kept: list[OffloadKey] = []
+    first = 0
+    for group, hashes in parts:
+        short = max(0, -budget.room[index_of[group]])
+        kept += wanted[first : first + len(hashes) - short]
+        first += len(hashes)
+    return kept
