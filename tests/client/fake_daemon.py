@@ -60,6 +60,9 @@ class FakeDaemon:
             known = {each for each, status in self.statuses.items() if status == HIT}
         return np.array([each in known for each in block_hashes], dtype=np.bool_)
 
+    def shows(self, group: int, account: str, block_hash: bytes) -> bool:
+        return bool(self.present(group, account, [block_hash])[0])
+
     def room(self, group: int) -> int:
         return self.rooms.get(group, 1_000_000)
 

@@ -38,6 +38,9 @@ class SessionView(Protocol):
     ) -> npt.NDArray[np.bool_]:
         """Which blocks the index page shows. A hint; raises ValueError for a wrong hash length."""
 
+    def shows(self, group: int, account: str, block_hash: bytes) -> bool:
+        """`present` for a single block: nearly all misses are known by one."""
+
     def room(self, group: int) -> int:
         """Blocks that a store could get now."""
 
@@ -133,6 +136,13 @@ class Session:
             return np.array([probe(each, seed) for each in block_hashes], dtype=np.bool_)
         words = tags.hash_words(joined, self._hash_bytes)
         return self._page.probe(tags.tags_of(words, seed))
+
+    def shows(self, group: int, account: str, block_hash: bytes) -> bool:
+        if len(block_hash) != self._hash_bytes:
+            raise ValueError(f"every block hash must have {self._hash_bytes} bytes")
+        if self._page is None or not self._seeds:
+            return False
+        return self._page.probe_first(block_hash, self._seed(group, account))
 
     def room(self, group: int) -> int:
         return 0 if self._page is None else self._page.room(group)

@@ -187,8 +187,7 @@ class LookupDesk:
             at = computed_tokens // width
             if at >= request.known_blocks(group, width):
                 return True
-            next_block = request.hashes[group][at : at + 1]
-            if not session.present(group, request.account, next_block)[0]:
+            if not session.shows(group, request.account, request.hashes[group][at]):
                 return True
         return False
 
