@@ -159,13 +159,17 @@ class LookupDesk:
         lookup = request.lookup
         lookup.generation = session.generation
         lookup.asked_s = lookup.first_asked_s = self._clock()
+        cap = self._cap_tokens(request, computed_tokens)
+        next_boundary = (computed_tokens // self._boundary_tokens + 1) * self._boundary_tokens
         nothing_there = False
-        if not self._lacks_next_block(request, session, computed_tokens):
+        if self._reaches(request, session, computed_tokens, min(cap, next_boundary)):
+            if next_boundary <= cap and len(self._unbroken) == len(self._groups):
+                self._ask(request)
+                return
             present = [
                 session.present(group, request.account, request.hashes[group][:count])
                 for group, count in enumerate(self._known_counts(request))
             ]
-            cap = self._cap_tokens(request, computed_tokens)
             boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
             found = hits.longest_hit(self._groups, present, computed_tokens, boundaries)
             if found > computed_tokens:
@@ -179,17 +183,21 @@ class LookupDesk:
             self._know_miss(request)
         # Else the device's own prefix may make a hit of what lies beyond it: ask when known.
 
-    def _lacks_next_block(
-        self, request: Request, session: SessionView, computed_tokens: int
+    def _reaches(
+        self, request: Request, session: SessionView, computed_tokens: int, tokens: int
     ) -> bool:
-        """Whether a hit can't even begin: what most requests find, at the cost of one probe."""
+        """Whether the groups of which a hit takes every block have them, up to `tokens`.
+
+        Most requests learn that they miss from the first of these probes.
+        """
         for group, width in self._unbroken:
-            at = computed_tokens // width
-            if at >= request.known_blocks(group, width):
-                return True
-            if not session.shows(group, request.account, request.hashes[group][at]):
-                return True
-        return False
+            last = (tokens - 1) // width
+            if last >= request.known_blocks(group, width):
+                return False
+            for block in range(computed_tokens // width, last + 1):
+                if not session.shows(group, request.account, request.hashes[group][block]):
+                    return False
+        return True
 
     def _ask(self, request: Request) -> None:
         lookup = request.lookup
@@ -289,6 +297,10 @@ class LookupDesk:
         lookup = request.lookup
         statuses = [row & np.uint8(hits.STATUS_BITS) for row in lookup.statuses]
         boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
+        if not any((row & np.uint8(hits.DOUBT_BIT)).any() for row in statuses):
+            lookup.retry_since_s = lookup.pending_since_s = None
+            usable = [row == hits.HIT for row in statuses]
+            return hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
         now = self._clock()
         for doubtful, deadline_s, field in (
             (hits.RETRY, self._options.retry_deadline_s, "retry_since_s"),
