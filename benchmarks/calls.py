@@ -1,9 +1,11 @@
 """Round trips, lookups, and what a `Step` costs the caller: `python -m benchmarks.calls`.
 
 Three parts. Round trip of each RPC, one small call at a time, by a synchronous client. Lookups of
-16, 256 and 2048 keys, hit and miss: by the index page (no call) as the client does it from a list
-of bytes, by a call on the session's stream that takes a lease, and beside them the floor, an
-in-process dict probe. And the time that `send_step` takes on the calling thread.
+16, 256 and 2048 keys, hit and miss: as an engine sees them through the scheduler side (a miss ends
+with a probe, a hit takes a lease by a call); and what they consist of: the index page from a list
+of bytes, the call on the session's stream, and beside them the floor, an in-process dict probe.
+Calls come every 2 ms, so that none waits for the lease that the one before gave back. And the
+time that `send_step` takes on the calling thread.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks import report
-from benchmarks.rig import MIB, BenchEngine, daemon, keys
-from kvd_client.draft import BlockRun, QueryDraft, StepDraft
+from benchmarks.neighbour import ask
+from benchmarks.rig import MIB, TOKENS_PER_BLOCK, BenchEngine, daemon, keys
+from kvd_client import Scheduler
 from kvd_proto.v1 import common_pb2, engine_pb2, operator_pb2
 from tests.control import daemon_rig as raw
 
 SIZES = (16, 256, 2048)
 STORED = 2048
 SMALL_BLOCK = 4096
+PAUSE_SECONDS = 0.002  # a step of an engine that decodes
 
 
 def timed(call: Callable[[], Any], rounds: int) -> dict[str, float]:
@@ -36,6 +40,17 @@ def timed(call: Callable[[], Any], rounds: int) -> dict[str, float]:
         call()
         if number >= rounds // 10:
             millis.append((time.perf_counter() - began) * 1e3)
+    return {"p50_ms": report.percentile(millis, 50), "p99_ms": report.percentile(millis, 99)}
+
+
+def told(call: Callable[[], float], rounds: int, pause_s: float) -> dict[str, float]:
+    """p50 and p99 of the milliseconds that `call` says, after a tenth as warm-up."""
+    millis = []
+    for number in range(rounds + rounds // 10):
+        taken = call()
+        if number >= rounds // 10:
+            millis.append(taken)
+        time.sleep(pause_s)
     return {"p50_ms": report.percentile(millis, 50), "p99_ms": report.percentile(millis, 99)}
 
 
@@ -91,7 +106,7 @@ def round_trips(socket: str, rounds: int) -> list[dict[str, Any]]:
 
 
 def lookups(engine: BenchEngine, rounds: int) -> list[dict[str, Any]]:
-    """By page, by a call with a lease, and by a dict in this process."""
+    """Through the scheduler side, by page, by a call with a lease, and by a dict."""
     there, absent = keys(1, STORED), keys(2, STORED)
     ids = [number % engine.blocks for number in range(STORED)]
     for at in range(0, STORED, engine.blocks):
@@ -101,16 +116,21 @@ def lookups(engine: BenchEngine, rounds: int) -> list[dict[str, Any]]:
     assert session is not None
     assert session.present(0, "", there).all()
     assert not session.present(0, "", absent).any()
+    scheduler = Scheduler(engine.connection)
     rows = []
     for size in SIZES:
         for outcome, asked in (("hit", there[:size]), ("miss", absent[:size])):
+            pause = PAUSE_SECONDS if outcome == "hit" else 0.0
+            by_engine = told(partial(_through, scheduler, asked, outcome), rounds, pause)
             by_page = timed(partial(session.present, 0, "", asked), rounds)
-            by_call = timed(partial(_lease, engine, asked, outcome), rounds)
+            by_call = told(partial(ask, engine, asked), rounds, PAUSE_SECONDS)
             by_dict = timed(partial(_probe, resident, asked), rounds)
             rows.append(
                 {
                     "keys": size,
                     "outcome": outcome,
+                    "engine_p50_ms": by_engine["p50_ms"],
+                    "engine_p99_ms": by_engine["p99_ms"],
                     "page_p50_ms": by_page["p50_ms"],
                     "page_p99_ms": by_page["p99_ms"],
                     "call_p50_ms": by_call["p50_ms"],
@@ -129,18 +149,22 @@ def _probe(resident: dict[bytes, None], asked: list[bytes]) -> list[bool]:
     return [key in resident for key in asked]
 
 
-def _lease(engine: BenchEngine, asked: list[bytes], outcome: str) -> None:
-    connection = engine.connection
-    context = common_pb2.ReqContext(request_id="lookup")
-    call = connection.start_lookup([QueryDraft(context, BlockRun(0, 0, asked), lease_all=False)])
-    connection.gather([call], 5.0)
-    answers = connection.take_answers(call)
-    assert answers, "the lookup was lost"
-    statuses, lease = answers[0]
-    assert len(statuses) == len(asked)
-    assert all(status & 3 == (outcome == "hit") for status in statuses)
-    if lease:
-        connection.send_step(StepDraft(released_leases=[lease]))
+def _through(scheduler: Scheduler, asked: list[bytes], outcome: str) -> float:
+    """Milliseconds from a request's arrival to how many tokens can be loaded, leases taken."""
+    tokens = TOKENS_PER_BLOCK * len(asked)
+    began = time.perf_counter()
+    scheduler.on_new_request("lookup", tokens + 1, [asked])
+    found = scheduler.get_num_new_matched_tokens("lookup", 0)
+    millis = (time.perf_counter() - began) * 1e3
+    while found is None:  # it came too late for this step: the engine would ask in the next
+        scheduler.build_step([])
+        found = scheduler.get_num_new_matched_tokens("lookup", 0)
+        millis = (time.perf_counter() - began) * 1e3
+    assert found == (tokens if outcome == "hit" else 0)
+    scheduler.request_finished("lookup", [()])
+    if outcome == "hit":
+        scheduler.build_step([])  # gives the leases back
+    return millis
 
 
 def step_cost(engine: BenchEngine, rounds: int) -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ from kvd_proto.v1 import common_pb2
 from tests.daemon_process import DaemonProcess
 
 MIB = 1 << 20
+TOKENS_PER_BLOCK = 16
 BLOCK_BYTES = 2 * MIB  # a Llama-8B-like block: 32 layers x 8 KV heads x 128 x K and V x 16 x bf16
 JOB_BLOCKS = 256  # one prompt of 4096 tokens
 POLL_SECONDS = 0.0005  # engines look at their board once a step, every few ms
@@ -83,7 +84,7 @@ class BenchEngine:
         )
         self.memory[:] = 1
         identity = EngineIdentity(name, os.urandom(16))
-        group = Group(tokens_per_block=16, shard_bytes=(block_bytes,))
+        group = Group(tokens_per_block=TOKENS_PER_BLOCK, shard_bytes=(block_bytes,))
         namespace = Namespace(
             model=f"bench-{block_bytes}-{fragments}",
             kv_dtype="bfloat16",
