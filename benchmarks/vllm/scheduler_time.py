@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,37 +51,43 @@ def check_bytes(kvd: OrderedProcess) -> Answer:
     return answer
 
 
-def take_turns(
-    kvd: OrderedProcess,
-    vllm: OrderedProcess,
-    pairs: int,
-    turn: Callable[[OrderedProcess, int], Any],
-) -> list[Pair]:
-    """(kvd's answer, vLLM's) of each pair, who goes first alternating; warm-up left out."""
-    taken = []
-    for number in range(pairs + WARM_UP):
-        if number % 2:
-            theirs = turn(vllm, number)
-            ours = turn(kvd, number)
-        else:
-            ours = turn(kvd, number)
-            theirs = turn(vllm, number)
-        taken.append((ours, theirs))
-    return taken[WARM_UP:]
+@dataclass(frozen=True)
+class Sides:
+    """Both engine processes, and how many pairs of turns they take."""
+
+    kvd: OrderedProcess
+    vllm: OrderedProcess
+    pairs: int
+    profiles: Path | None  # a folder: figures taken with it are none
+
+    def take_turns(self, case: str, turn: Callable[[OrderedProcess, int], Answer]) -> list[Pair]:
+        """(kvd's answer, vLLM's) of each pair, who goes first alternating; warm-up left out."""
+        taken = []
+        for number in range(self.pairs + WARM_UP):
+            if number == WARM_UP and self.profiles is not None:
+                self.kvd.do("profile", path=str(self.profiles / f"kvd-{case}.prof"))
+                self.vllm.do("profile", path=str(self.profiles / f"vllm-{case}.prof"))
+            if number % 2:
+                theirs = turn(self.vllm, number)
+                ours = turn(self.kvd, number)
+            else:
+                ours = turn(self.kvd, number)
+                theirs = turn(self.vllm, number)
+            taken.append((ours, theirs))
+        for side in (self.kvd, self.vllm):
+            side.do("profile", path="")
+        return taken[WARM_UP:]
 
 
-def prompts(kvd: OrderedProcess, vllm: OrderedProcess, pairs: int) -> dict[str, list[Pair]]:
-    """Every prompt cold on both sides, then warm on both."""
+def prompts(sides: Sides, case: str) -> list[Pair]:
+    """A prompt of its own for each pair; warm, the same ones as cold."""
 
-    def run(case: str) -> list[Pair]:
-        def turn(side: OrderedProcess, number: int) -> Answer:
-            answer = side.do("prompt", case=case, number=number)
-            check_prompt(case, answer)
-            return answer
+    def turn(side: OrderedProcess, number: int) -> Answer:
+        answer = side.do("prompt", case=case, number=number)
+        check_prompt(case, answer)
+        return answer
 
-        return take_turns(kvd, vllm, pairs, turn)
-
-    return {"cold": run("cold"), "warm": run("warm")}
+    return sides.take_turns(case, turn)
 
 
 def check_prompt(case: str, answer: Answer) -> None:
@@ -95,10 +102,10 @@ def check_prompt(case: str, answer: Answer) -> None:
         assert answer["store_jobs"] == 0, answer
 
 
-def decode(kvd: OrderedProcess, vllm: OrderedProcess, pairs: int) -> list[Pair]:
+def decode(sides: Sides) -> list[Pair]:
     """Rounds of 16 steps; what was generated must all be there at the end."""
-    for side in (kvd, vllm):
-        side.do("decode_start", requests=DECODERS, rounds=pairs + WARM_UP)
+    for side in (sides.kvd, sides.vllm):
+        side.do("decode_start", requests=DECODERS, rounds=sides.pairs + WARM_UP)
 
     def turn(side: OrderedProcess, number: int) -> Answer:
         del number
@@ -107,8 +114,8 @@ def decode(kvd: OrderedProcess, vllm: OrderedProcess, pairs: int) -> list[Pair]:
         assert len(answer["storing_steps"]) == 1, answer
         return answer
 
-    taken = take_turns(kvd, vllm, pairs, turn)
-    for side in (kvd, vllm):
+    taken = sides.take_turns("decode", turn)
+    for side in (sides.kvd, sides.vllm):
         answer = side.do("decode_end", requests=DECODERS)
         assert answer["loaded_blocks"] == answer["whole_blocks"], answer
     return taken
@@ -183,6 +190,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=21)
     parser.add_argument("--quick", action="store_true", help="three pairs: a smoke test")
     parser.add_argument("--synchronous", action="store_true", help="vLLM's synchronous scheduler")
+    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write cProfile files")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
     pairs = 3 if options.quick else options.pairs
@@ -195,8 +203,9 @@ def main() -> None:
     ):
         results: dict[str, Any] = {"vllm": kvd.ready["vllm"], **settings}
         results["bytes"] = check_bytes(kvd)
-        cases = prompts(kvd, vllm, pairs)
-        cases["decode"] = decode(kvd, vllm, pairs)
+        sides = Sides(kvd, vllm, pairs, options.profile)
+        cases = {case: prompts(sides, case) for case in ("cold", "warm")}
+        cases["decode"] = decode(sides)
     results |= rows_of(cases)
     show(results)
     name = "vllm_scheduler_time" + ("_synchronous" if options.synchronous else "")

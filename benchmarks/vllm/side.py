@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import cProfile
 import gc
-import io
 import json
 import os
-import pstats
 import random
 import sys
 import tempfile
@@ -68,7 +66,7 @@ class Side:
         self.manager = self.stand.connector.connector_scheduler.manager
         if side == "kvd":
             assert self.manager.connection.wait_usable(30), self.manager.connection.problem
-        self.profiler: cProfile.Profile | None = None
+        self.profile_path = ""
         # As vLLM's core does once it is up: later collections leave these objects alone.
         gc.collect()
         gc.freeze()
@@ -159,18 +157,16 @@ class Side:
         self.stand.take()
         return blocks[: PROMPT_TOKENS // self.stand.options.block_tokens]
 
-    def profile(self, on: bool) -> Answer:
-        """Profile the scheduler thread's three calls until told to stop; then the report."""
-        if on:
-            self.profiler = self.stand.profiler = cProfile.Profile()
-            return {}
-        assert self.profiler is not None
-        text = io.StringIO()
-        stats = pstats.Stats(self.profiler, stream=text)
-        stats.sort_stats("tottime").print_stats(45)
-        stats.sort_stats("cumulative").print_stats(70)
-        self.profiler = self.stand.profiler = None
-        return {"report": text.getvalue()}
+    def profile(self, path: str) -> Answer:
+        """Profile the timed calls from now on; "": no more.
+
+        What was profiled before goes to the file that was named then.
+        """
+        if self.stand.profiler is not None:
+            self.stand.profiler.dump_stats(self.profile_path)
+        self.profile_path = path
+        self.stand.profiler = cProfile.Profile() if path else None
+        return {}
 
     def _measured(self, run: Callable[[], None]) -> Answer:
         connection = getattr(self.manager, "connection", None)
