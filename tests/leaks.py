@@ -59,7 +59,7 @@ def wait_until_clean(
 
 
 def child_processes() -> set[str]:
-    """Every process below this one, zombies too, as `pid name state`."""
+    """Every process below this one, zombies too, as `pid name`, and `zombie` where it is one."""
     parents: dict[int, int] = {}
     titles: dict[int, str] = {}
     for folder in PROC.iterdir():
@@ -72,7 +72,8 @@ def child_processes() -> set[str]:
         name, _, rest = status.partition("(")[2].rpartition(")")
         state, parent = rest.split()[:2]
         parents[int(folder.name)] = int(parent)
-        titles[int(folder.name)] = f"{folder.name} {name} {state}"
+        # One that was there before may run at one look and sleep at the next.
+        titles[int(folder.name)] = f"{folder.name} {name}" + (" zombie" if state == "Z" else "")
     below: set[int] = set()
     level = {os.getpid()}
     while level:
