@@ -1,0 +1,154 @@
+"""Names of weights: the same only for the same weights, none where that can't be known."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvd_client.integrations.vllm.weights import (
+    SAMPLES,
+    WeightsName,
+    name_weights,
+    short_model_name,
+)
+
+MEBIBYTE = 1 << 20
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def named(model: Path | str, trust_remote_code: bool = False, **load: Any) -> WeightsName:
+    config = SimpleNamespace(
+        model=str(model), model_weights="", revision=None, trust_remote_code=trust_remote_code
+    )
+    settings: dict[str, Any] = {
+        "load_format": "auto",
+        "model_loader_extra_config": {},
+        "download_dir": None,
+    }
+    return name_weights(config, SimpleNamespace(**settings | load))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(bytes(range(256)) * (4 * MEBIBYTE // 256))
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def rewrite(file: Path, at: int) -> None:
+    """Change one byte and nothing else: not the size, not the time."""
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        opened.write(b"\xff\xfe")
+    os.utime(file, ns=times)
+
+
+def test_local_files_have_the_same_name_when_asked_twice(model: Path) -> None:
+    first = named(model)
+    assert first == named(model)
+    assert first.name.startswith("files:")
+    assert not first.problem
+
+
+def test_touched_renamed_longer_or_other_files_have_another_name(model: Path) -> None:
+    file = model / "model.safetensors"
+    names = {named(model)}
+    os.utime(file, ns=(1, 1))
+    names.add(named(model))
+    rewrite(file, at=0)
+    names.add(named(model))
+    rewrite(file, at=file.stat().st_size // (SAMPLES - 1) * 3 + 5)
+    names.add(named(model))
+    file.rename(model / "other.safetensors")
+    names.add(named(model))
+    (model / "more.bin").write_bytes(b"")
+    names.add(named(model))
+    assert len(names) == 6
+    assert not any(name.problem for name in names)
+
+
+def test_what_is_no_weights_does_not_count(model: Path) -> None:
+    before = named(model)
+    (model / "README.md").write_text("changed")
+    (model / ".git").mkdir()
+    (model / ".git" / "pack.bin").write_bytes(b"x")
+    assert named(model) == before
+
+
+def test_the_models_own_code_counts_where_it_is_run(model: Path) -> None:
+    (model / "modeling.py").write_text("a = 1")
+    plain, trusted = named(model), named(model, trust_remote_code=True)
+    (model / "modeling.py").write_text("a = 2")
+    assert named(model) == plain
+    assert named(model, trust_remote_code=True) != trusted
+
+
+def snapshot(hub: Path) -> Path:
+    """A download as the hub's cache keeps it: links into files named by what is in them."""
+    blobs = hub / "models--org--name" / "blobs"
+    place = hub / "models--org--name" / "snapshots" / COMMIT
+    blobs.mkdir(parents=True)
+    place.mkdir(parents=True)
+    (blobs / "feed").write_bytes(b"weights")
+    (place / "model.safetensors").symlink_to("../../blobs/feed")
+    return place
+
+
+def test_a_download_is_named_by_repository_and_commit_wherever_it_lies(tmp_path: Path) -> None:
+    one, two = snapshot(tmp_path / "one"), snapshot(tmp_path / "two")
+    assert named(one) == named(two) == WeightsName(f"org/name@{COMMIT}")
+    assert short_model_name(str(one)) == "org/name"
+
+
+def test_a_download_that_was_changed_is_not_named_by_its_commit(tmp_path: Path) -> None:
+    place = snapshot(tmp_path)
+    file = place / "model.safetensors"
+    file.unlink()
+    file.write_bytes(b"others!")
+    assert named(place).name.startswith("files:")
+
+
+def test_a_repository_is_found_in_the_local_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = snapshot(tmp_path)
+    (place.parents[1] / "refs").mkdir()
+    (place.parents[1] / "refs" / "main").write_text(COMMIT)
+    assert named("org/name", download_dir=str(tmp_path)).name == f"org/name@{COMMIT}"
+    assert "not in the local cache" in named("org/other", download_dir=str(tmp_path)).problem
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        {"load_format": "dummy"},
+        {"load_format": "tensorizer"},
+        {"load_format": "a loader of somebody's own"},
+        {"model_loader_extra_config": {"qlora_adapter_name_or_path": "/x"}},
+    ],
+)
+def test_a_loader_that_may_read_other_weights_leaves_them_without_a_name(
+    model: Path, load: dict[str, Any]
+) -> None:
+    name, problem = named(model, **load)
+    assert not name
+    assert problem
+
+
+def test_settings_that_only_say_how_to_load_don_t_count(model: Path) -> None:
+    assert named(model, model_loader_extra_config={"num_threads": 4}) == named(model)
+    sharded = named(model, load_format="sharded_state")
+    assert sharded.name
+    assert sharded != named(model)
+
+
+def test_a_place_without_weights_and_an_object_store_have_no_name(tmp_path: Path) -> None:
+    assert "no weights" in named(tmp_path).problem
+    assert "s3://" in named("s3://bucket/model").problem
