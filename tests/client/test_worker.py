@@ -7,10 +7,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 
 import pytest
 
 from kvd_client import EngineIdentity, StepPlan, Worker
+from kvd_client.worker.registrar import Registrar
 from kvd_client.worker.registration import Registration
 from kvd_proto import layout
 from kvd_proto.board import BoardRecord, BoardWriter, create_board
@@ -51,6 +53,9 @@ class FixedRegistrar:
         self.current = registration
         self.lost: list[Registration] = []
         self.by_call: list[int] = []
+
+    def awaited(self, timeout_s: float) -> Registration | None:
+        return self.current
 
     def lose(self) -> None:
         assert self.current is not None
@@ -129,6 +134,17 @@ def test_stores_of_earlier_steps_are_ready_at_once(mover: MoverStandIn) -> None:
     bench = Bench(mover)
     bench.worker.start_step(StepPlan(computed_stores=(5,)))
     assert mover.ring.take() == [5]
+
+
+def test_a_task_that_fails_aside_does_not_end_the_tasks_to_come(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    full = tuple(range(1, layout.RING_ENTRIES + 1))
+    bench.worker.start_step(StepPlan(loads=full))
+    bench.registrar.by_call = None  # type: ignore[assignment] # the fallback's call raises
+    bench.worker.start_step(StepPlan(loads=(90_000,)))
+    mover.ring.take()
+    bench.worker.finish_step(StepPlan(stores=(90_001,)), lambda: None)
+    assert taken(mover) == [90_001]
 
 
 def test_a_failed_compute_gives_its_stores_up(mover: MoverStandIn) -> None:
@@ -290,6 +306,24 @@ def test_a_forgotten_job_is_not_waited_for(mover: MoverStandIn) -> None:
     bench.worker.start_step(StepPlan(forget=(5,)))
     assert bench.worker.wait([5], 1.0) == set()
     assert bench.ended() == []
+
+
+def test_jobs_wait_a_moment_for_a_registration_that_is_being_made(mover: MoverStandIn) -> None:
+    registrar = object.__new__(Registrar)
+    registrar._changed = threading.Condition()
+    registrar._current = None
+    registrar._registering = None
+    assert registrar.awaited(60.0) is None
+    registrar._registering = Future()  # type: ignore[assignment]
+    assert registrar.awaited(0.01) is None
+
+    def answer() -> None:
+        with registrar._changed:
+            registrar._current = mover.registration
+            registrar._changed.notify_all()
+
+    threading.Timer(0.05, answer).start()
+    assert registrar.awaited(60.0) is mover.registration
 
 
 def assert_set(event: threading.Event) -> None:

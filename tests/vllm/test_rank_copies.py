@@ -126,6 +126,23 @@ def test_flushed_stores_are_copied_before_their_blocks_may_be_overwritten(
     check_loaded(rig, "flushed at once", [2], [[contents[0][1]]])
 
 
+def test_stores_of_a_step_that_vllm_did_not_finalize_are_flushed_too(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    (rank,) = rig.ranks
+    contents = contents_of(rig, [6])
+    job = rig.draft("not finalized", [6])
+    rig.send(stores=[job])
+    step = rig.metadata(stores=[job])
+    rank.worker.handle_preemptions(step)
+    rank.worker.start_kv_transfers(step)
+    rig.collect()
+    rank.worker.handle_preemptions(rig.metadata(flush=[job.job_id]))
+    rank.memory.zero_()
+    rig.run_until_ended(job)
+    assert rig.was_done(job) == [True]
+    check_loaded(rig, "not finalized", [1], contents)
+
+
 def test_a_flushed_load_has_ended_before_its_blocks_may_be_overwritten(make_rig: MakeRig) -> None:
     rig = make_rig()
     rig.store("reset", list(range(16)))

@@ -85,6 +85,15 @@ class Registrar:
         """Where new jobs go; None while there is no daemon."""
         return self._current
 
+    def awaited(self, timeout_s: float) -> Registration | None:
+        """Where new jobs go, after a short wait when the daemon is about to say it.
+
+        The scheduler may hear a moment before the rank that the rank is registered.
+        """
+        if self._current is None and self._registering is not None:
+            self.wait_registered(timeout_s)
+        return self._current
+
     def wait_registered(self, timeout_s: float) -> bool:
         with self._changed:
             return self._changed.wait_for(lambda: self._current is not None, timeout_s)
@@ -126,9 +135,10 @@ class Registrar:
             self._stopping = True
             if self._current is not None and self._stub is not None:
                 self._unregister(self._stub, self._current, timeout_s)
-        if self._registering is not None:
+        registering = self._registering
+        if registering is not None:
             # A mover that is only just starting copies nothing: we never say ready.
-            self._registering.cancel()
+            registering.cancel()
         if self._thread.is_alive():
             os.eventfd_write(self._wake_fd, 1)
             self._thread.join(timeout_s)
@@ -182,18 +192,8 @@ class Registrar:
             metadata = (("kvd-token", welcome.token),)
             with grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                self._registering = stub.RegisterRank.future(
-                    self._request(), timeout=REGISTER_TIMEOUT_S, metadata=metadata
-                )
-                if self._stopping:  # `stop` may have come too early to see it
-                    return
-                answer = self._registering.result()
-                channel_fds = companion.rank_channel(answer.registration_id)
-                registration = Registration(answer.registration_id, channel_fds)
-                with self._changed:
-                    self._current, self._stub, self._metadata = registration, stub, metadata
-                    self.problem = ""
-                    self._changed.notify_all()
+                self._metadata = metadata
+                registration = self._register(stub, companion)
                 try:
                     self._watch(registration, companion.fileno())
                 finally:
@@ -203,6 +203,25 @@ class Registrar:
         # The companion is closed: a daemon that lives ends the mover, one that died took it along.
         while not registration.wait_dead(0.05) and not self._stopping:
             pass
+
+    def _register(
+        self, stub: worker_pb2_grpc.WorkerServiceStub, companion: CompanionSocket
+    ) -> Registration:
+        self._registering = stub.RegisterRank.future(
+            self._request(), timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
+        )
+        try:
+            if self._stopping:  # `stop` may have looked for it too early
+                self._registering.cancel()
+            answer = self._registering.result()
+            channel_fds = companion.rank_channel(answer.registration_id)
+            registration = Registration(answer.registration_id, channel_fds)
+            with self._changed:
+                self._current, self._stub, self.problem = registration, stub, ""
+                self._changed.notify_all()
+        finally:
+            self._registering = None
+        return registration
 
     def _request(self) -> worker_pb2.RegisterRankRequest:
         place = self._place

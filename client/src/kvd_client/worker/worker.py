@@ -34,6 +34,7 @@ FLUSH_TIMEOUT_S = 1.0
 LOAD_FLUSH_TIMEOUT_S = 5.0
 END_MOVER_TIMEOUT_S = 5.0
 POLL_S = 0.0002
+ARRIVAL_WAIT_S = 0.05  # of a registration that the scheduler knows of already
 POLL_TO_BURY_S = 1.0  # for the registrar's thread to see that a mover has ended
 
 WaitForCompute = Callable[[], None]
@@ -214,7 +215,8 @@ class Worker:
         return Half.STORE if self._place.writer else Half.NONE
 
     def _begin(self, job_ids: Iterable[int], half: Half) -> list[int]:
-        registration = None if self._registrar is None else self._registrar.current
+        registrar = self._registrar
+        registration = None if registrar is None else registrar.awaited(ARRIVAL_WAIT_S)
         with self._lock:
             return self._jobs.begin(job_ids, half, registration)
 
@@ -261,7 +263,11 @@ class Worker:
 
     def _do_tasks(self) -> None:
         while (task := self._computing.get()) is not None:
-            task()
+            try:
+                task()
+            except Exception:
+                # Whatever it was for expires; a dead thread would end every store to come.
+                log.exception("the helper thread's task failed; it goes on")
 
     # -- ends -------------------------------------------------------------------------------
 

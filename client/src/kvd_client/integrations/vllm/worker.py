@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STEPS_REMEMBERED = 4  # vLLM may finalize a step after the next one's first hook
+STEPS_REMEMBERED = 4  # vLLM has at most two at once
 UNREGISTER_TIMEOUT_S = 5.0
 
 NO_GPU_YET = (
@@ -112,6 +112,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._kv = RankKv((), ())
         self._is_registered = False
         self._steps = StepParts()
+        self._unfinalized: KvdConnectorMetadata | None = None  # its stores have not begun
         self._requests: dict[int, str | None] = {}  # open jobs; a load's request
         self._refused: list[JobReport] = []
         self._acknowledged = KvdWorkerMetadata()
@@ -178,6 +179,11 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         if not isinstance(step, KvdConnectorMetadata) or not self._steps.begin(step, Part.FLUSH):
             return
         plan = step.plan
+        if self._unfinalized is not None:
+            # With a drafter, vLLM 0.33 finalizes no step on any but the last pipeline stage. The
+            # step's KV is computed by now, and this one's flush may name its stores.
+            self._finalize(self._unfinalized)
+        self._unfinalized = step
         for job_id in (*plan.computed_stores, *plan.stores):
             self._requests[job_id] = None
         for job_id in plan.loads:
@@ -198,10 +204,14 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let the step's stores begin, once its KV is computed."""
         self.handle_preemptions(metadata)
-        if not isinstance(metadata, KvdConnectorMetadata) or not metadata.plan.stores:
-            return
-        if self._steps.begin(metadata, Part.STORES):
-            self._worker.finish_step(metadata.plan, compute_end(self._device))
+        if isinstance(metadata, KvdConnectorMetadata):
+            self._finalize(metadata)
+
+    def _finalize(self, step: KvdConnectorMetadata) -> None:
+        if self._unfinalized is step:
+            self._unfinalized = None
+        if step.plan.stores and self._steps.begin(step, Part.STORES):
+            self._worker.finish_step(step.plan, compute_end(self._device))
 
     # -- ends -------------------------------------------------------------------------------
 
@@ -245,6 +255,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._worker.close()
         self._is_registered = False
         self._caches = None
+        self._unfinalized = None
         self._requests.clear()
         self._refused.clear()
         self._acknowledged = KvdWorkerMetadata()
