@@ -27,8 +27,9 @@ class Left:
 
     def since(self, before: Left) -> dict[str, list[str]]:
         """Whatever is here and was not before, by kind; empty when nothing is."""
+        known = {title.split()[0] for title in before.processes}  # in whatever state by now
         new = {
-            "processes": self.processes - before.processes,
+            "processes": {title for title in self.processes if title.split()[0] not in known},
             "descriptors": self.descriptors - before.descriptors,
             "mappings": self.mappings - before.mappings,
             "shared-memory files": self.files - before.files,

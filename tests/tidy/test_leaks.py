@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 from tests import leaks
@@ -20,6 +22,22 @@ def test_a_process_left_running_is_seen() -> None:
         sleeper.kill()
         sleeper.wait()
     assert leaks.wait_until_clean(before, seconds=5.0) == {}
+
+
+def test_a_process_that_was_there_before_may_be_in_another_state() -> None:
+    with subprocess.Popen(["sleep", "60"]) as sleeper:
+        wait_for_state(sleeper.pid, "S")
+        before = leaks.look()
+        sleeper.send_signal(signal.SIGSTOP)
+        wait_for_state(sleeper.pid, "T")
+        assert leaks.look().since(before) == {}
+        sleeper.kill()
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    """Returns once the process is in a state, by the kernel's letter for it."""
+    while (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != state:
+        time.sleep(0.01)
 
 
 def test_an_open_memfd_and_its_mapping_are_seen() -> None:

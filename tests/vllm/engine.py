@@ -21,6 +21,7 @@ BLOCK_TOKENS = 32
 HITS = "vllm:external_prefix_cache_hits"
 QUERIES = "vllm:external_prefix_cache_queries"
 PREEMPTIONS = "vllm:num_preemptions"
+FAILED_LOADS = "vllm:kvd_failed_loads"
 
 # One server that has imported vLLM, from which every engine of this run is forked.
 FORKS = multiprocessing.get_context("forkserver")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.engine import BLOCK_TOKENS, FAILED_LOADS, HITS, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon, with_kvd
 
 LENGTH = 6 * BLOCK_TOKENS + 8
@@ -68,8 +68,10 @@ def test_with_checksums_spoilt_blocks_are_computed_anew(
     assert engine.count(HITS) == 4 * WHOLE, "whole blocks are loaded"
     engine.settle()
     assert engine.reset()
+    assert engine.count(FAILED_LOADS) == 0
     spoil(daemon)
     assert tokens(engine.generate(*prompts)) == plain.tokens(*prompts)
     engine.settle()
+    assert engine.count(FAILED_LOADS) == 4, "each load found it"
     assert engine.reset()
     assert tokens(engine.generate(*prompts)) == plain.tokens(*prompts)

@@ -9,18 +9,21 @@ from collections.abc import Callable
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.engine import BLOCK_TOKENS, FAILED_LOADS, HITS, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon, wait_until, with_kvd
 
 LENGTH = 6 * BLOCK_TOKENS + 8
 WHOLE = 6 * BLOCK_TOKENS
-COPY_SECONDS = 2  # how long a mover may take, here, until the daemon ends it
+MOVER_SECONDS = 3  # how long a mover may take, here, until the daemon ends it
 
 
 @pytest.fixture(scope="module")
 def daemon(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
     made = make_daemon()
-    made.flags["copy-deadline-seconds"] = COPY_SECONDS
+    made.flags |= {
+        "submit-deadline-seconds": MOVER_SECONDS,
+        "copy-deadline-seconds": MOVER_SECONDS,
+    }
     made.start()
     return made
 
@@ -86,5 +89,6 @@ def test_a_load_whose_mover_hangs_is_computed_once_the_mover_is_dead(
     for mover in movers:
         os.kill(mover, signal.SIGSTOP)
     assert tokens(engine.generate(*prompts)) == plain.tokens(*prompts)
-    wait_until(lambda: not set(movers) & set(daemon.movers()))
     engine.settle()
+    assert engine.count(FAILED_LOADS) == len(prompts)
+    assert not set(movers) & set(daemon.movers())

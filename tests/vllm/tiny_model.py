@@ -37,7 +37,7 @@ def make_llama(directory: Path) -> None:
 
 
 def make_gemma(directory: Path) -> None:
-    """Three layers of sliding-window attention to one of full attention: two KV cache groups."""
+    """Layers of sliding-window and of full attention in turn: two KV cache groups."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
     config = Gemma3TextConfig(
@@ -52,7 +52,7 @@ def make_gemma(directory: Path) -> None:
         max_position_embeddings=4096,
         initializer_range=SPREAD,
         sliding_window=SLIDING_WINDOW,
-        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        layer_types=["sliding_attention", "full_attention"] * 2,
         bos_token_id=0,
         eos_token_id=1,
         pad_token_id=2,
