@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from kvd.control import convert, descriptors
 from kvd.control.engines import Engines, EngineStart, check_identity
 from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT
 from kvd.control.namespace import namespace_spec
+from kvd.control.outbox import Outbox
 from kvd.control.peers import Context, Peer
 from kvd.control.tenants import TenantPolicy
 from kvd.control.verbs import LiveSession, Sessions, Verbs
@@ -39,8 +39,6 @@ PROTOCOL_MINOR = 0
 CAPABILITIES = ("request-level-store", "epochs", "events")
 MAX_CAPABILITIES = 64
 MAX_SESSIONS = 1024
-MAX_UNSENT_MESSAGES = 4096  # a client that doesn't read is dropped
-JOBS_PER_MESSAGE = 512
 CLOSE_FLUSH_SECONDS = 2.0
 WARM_SECONDS = 1.0  # longest wait for rows to be made fast before a session is called ready
 
@@ -51,57 +49,6 @@ class SessionTerms:
 
     lease_ttl_ms: int
     store_threshold: int
-
-
-class Outbox:
-    """Messages on their way to one client; news of jobs that ended together go together."""
-
-    def __init__(self) -> None:
-        self._unsent: deque[pb.SessionResponse] = deque()
-        self._held: list[pb.JobEnded] | None = None  # None: none is held back
-        self._news = asyncio.Event()
-        self.overflowed = asyncio.Event()
-
-    def put(self, message: pb.SessionResponse) -> None:
-        """Queue a message; past MAX_UNSENT_MESSAGES the client is taken for dead."""
-        if len(self._unsent) >= MAX_UNSENT_MESSAGES:
-            self.overflowed.set()
-        else:
-            self._unsent.append(message)
-        self._news.set()
-
-    def put_ended(self, ended: pb.JobEnded) -> None:
-        """Queue the end of a job, with those that wait already."""
-        if self._held is not None:
-            self._held.append(ended)
-            return
-        last = self._unsent[-1] if self._unsent else None
-        if (
-            last is not None
-            and last.WhichOneof("kind") == "jobs_ended"
-            and len(last.jobs_ended.jobs) < JOBS_PER_MESSAGE
-        ):
-            last.jobs_ended.jobs.append(ended)
-        else:
-            self.put(pb.SessionResponse(jobs_ended=pb.JobsEnded(jobs=[ended])))
-
-    def hold_ended(self) -> None:
-        """Keep ends of jobs back, so that none comes before the verdict on its job."""
-        self._held = []
-
-    def release_ended(self) -> None:
-        """Queue the ends that were kept back."""
-        held, self._held = self._held or [], None
-        for ended in held:
-            self.put_ended(ended)
-
-    async def write_all(self, context: Context) -> None:
-        """Write until cancelled. Waits as long as the client doesn't read."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            while self._unsent:
-                await context.write(self._unsent.popleft())
 
 
 class SchedulerSession:
