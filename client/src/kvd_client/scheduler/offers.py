@@ -183,13 +183,14 @@ class OfferDesk:
             if self._nulls.isdisjoint(rows[place * width : (place + 1) * width])
             and self._reach.holds(group, block, ends)
         ]
-        offers = []
-        runs = _runs(wanted)
-        for run, following in zip(runs, [*runs[1:], range(blocks.stop, 0)], strict=True):
+        offers: list[Offer] = []
+        following = blocks.stop
+        for run in reversed(_runs(wanted)):
             row = list(table[run.start * width : run.stop * width])
             offer = Offer(request, group, run.start, hashes[run.start : run.stop], row)
-            offer.passed_over = following.start - run.stop
-            offers.append(offer)
+            offer.passed_over = following - run.stop
+            following = run.start
+            offers.insert(0, offer)
         return offers
 
 
