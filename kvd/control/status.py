@@ -60,6 +60,8 @@ class StatusReport:
                     bytes_used=t.used_bytes,
                     quota_bytes=t.quota_bytes,
                     bytes_leased=t.leased_bytes,
+                    bytes_reserved=t.reserved_bytes,
+                    bytes_evictable=t.evictable_bytes,
                 )
                 for t in now.tenants
                 if tenants.may_see(peer, t.tenant)
@@ -68,6 +70,7 @@ class StatusReport:
             policy=self._driver.machine.config.policy,
             recovered_blocks=now.counters.recovered,
             process_id=os.getpid(),
+            event_sequence=self._driver.event_log.sequence,
         )
 
     def namespaces(self, peer: Peer) -> list[pb.NamespaceStatus]:

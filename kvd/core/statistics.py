@@ -29,6 +29,8 @@ class TenantFigures:
     used_bytes: int
     quota_bytes: int  # 0 = no quota
     leased_bytes: int
+    reserved_bytes: int
+    evictable_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,29 @@ def gather(state: State) -> Statistics:
         handed_off_blocks=len(state.handed_off),
         followed_keys=sum(len(follows) for follows in state.followers.values()),
         draining=state.draining,
-        tenants=tuple(
-            TenantFigures(t.tenant, t.used_bytes, t.quota_bytes, t.leased_bytes)
-            for t in state.tenants.values()
-        ),
+        tenants=_tenants(state),
         namespaces=_namespaces(state),
         sessions=sessions,
         counters=replace(state.counters, refused=dict(state.counters.refused)),
+    )
+
+
+def _tenants(state: State) -> tuple[TenantFigures, ...]:
+    reserved = dict.fromkeys(state.tenants, 0)
+    evictable = dict.fromkeys(state.tenants, 0)
+    for owner in state.classes.values():
+        reserved[owner.tenant.tenant] += owner.reserved * owner.block_bytes
+        evictable[owner.tenant.tenant] += owner.evictable * owner.block_bytes
+    return tuple(
+        TenantFigures(
+            t.tenant,
+            t.used_bytes,
+            t.quota_bytes,
+            t.leased_bytes,
+            reserved[t.tenant],
+            evictable[t.tenant],
+        )
+        for t in state.tenants.values()
     )
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from kvd.core.events import JobStatus
 from kvd_proto.board import BoardReader
 from kvd_proto.v1 import common_pb2
 from tests.control.daemon_rig import (
+    BLOCK_BYTES,
     RawEngine,
     RunningDaemon,
     block,
@@ -50,6 +52,29 @@ def test_a_store_is_visible_to_another_engine_once_it_has_ended(
         assert other.load([100]) == [block(100)]
     finally:
         other.close()
+
+
+def test_status_says_what_is_under_way_what_may_go_and_how_far_events_tell_of_it(
+    running: RunningDaemon, engine: RawEngine
+) -> None:
+    before, events_before = figures(engine)
+    (verdict,) = engine.scheduler.step(stores=[store_job(1, [900, 901], [0, 1])]).verdicts
+    assert verdict.accepted
+    under_way, events_then = figures(engine)
+    assert np.subtract(under_way, before).tolist() == [2 * BLOCK_BYTES, 2 * BLOCK_BYTES, 0]
+    engine.worker.ready(1)
+    engine.ended(1)
+    stored, events_after = figures(engine)
+    assert np.subtract(stored, before).tolist() == [2 * BLOCK_BYTES, 0, 2 * BLOCK_BYTES]
+    assert (events_then - events_before, events_after - events_then) == (0, 1)
+
+
+def figures(engine: RawEngine) -> tuple[tuple[int, int, int], int]:
+    """The tenant's bytes used, reserved and evictable, and the newest change's number."""
+    status = engine.scheduler.status()
+    (tenant,) = status.tenants
+    bytes_of = (tenant.bytes_used, tenant.bytes_reserved, tenant.bytes_evictable)
+    return bytes_of, status.event_sequence
 
 
 def test_a_restarted_engine_finds_its_blocks(running: RunningDaemon) -> None:

@@ -11,7 +11,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id")
+    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id", "event_sequence")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class StatusResponse(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     RECOVERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     version: str
     incarnation: bytes
     uptime_seconds: float
@@ -34,7 +35,8 @@ class StatusResponse(_message.Message):
     policy: str
     recovered_blocks: int
     process_id: int
-    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ...) -> None: ...
+    event_sequence: int
+    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ..., event_sequence: _Optional[int] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("directory", "bytes", "extent_bytes", "extents", "extents_free", "slots_free", "slots_reserved", "slots_ready", "slots_quarantined", "bytes_ready")
@@ -103,16 +105,20 @@ class RankStatus(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., mover_pid: _Optional[int] = ..., worker_pid: _Optional[int] = ..., transport: _Optional[str] = ..., bytes_stored: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., store_bytes_per_second: _Optional[float] = ..., load_bytes_per_second: _Optional[float] = ...) -> None: ...
 
 class TenantStatus(_message.Message):
-    __slots__ = ("tenant", "bytes_used", "quota_bytes", "bytes_leased")
+    __slots__ = ("tenant", "bytes_used", "quota_bytes", "bytes_leased", "bytes_reserved", "bytes_evictable")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_LEASED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_EVICTABLE_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     bytes_used: int
     quota_bytes: int
     bytes_leased: int
-    def __init__(self, tenant: _Optional[str] = ..., bytes_used: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., bytes_leased: _Optional[int] = ...) -> None: ...
+    bytes_reserved: int
+    bytes_evictable: int
+    def __init__(self, tenant: _Optional[str] = ..., bytes_used: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., bytes_leased: _Optional[int] = ..., bytes_reserved: _Optional[int] = ..., bytes_evictable: _Optional[int] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
     __slots__ = ("namespace_id", "fingerprint", "tenant", "fields", "blocks", "bytes", "sessions", "differs")
