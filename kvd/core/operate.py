@@ -30,6 +30,9 @@ def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
         storing = piece.job.kind is JobKind.STORE
         if storing and piece.parts[0].size_class.namespace == event.namespace:
             transfer.fail_piece(state, piece, RESET, actions)
+    for owner in namespace.classes:
+        assert not owner.policy.coldest(1).size, "the policy of a cleared class knows a block"
+        owner.policy = owner.new_policy()  # without what it learned of blocks that are gone
     for follows in state.orphans:
         for waiting in follows:
             transfer.fail_job(waiting.job, RESET)

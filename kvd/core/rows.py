@@ -7,6 +7,7 @@ the same ordinal in each.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -105,6 +106,7 @@ class SizeClass:
     spec: GroupSpec
     width: int  # words of a key
     tenant: Tenant
+    new_policy: Callable[[], EvictionPolicy]
     policy: EvictionPolicy
     slots_per_row: int
     free: FreeSlots = field(default_factory=FreeSlots)
@@ -124,6 +126,13 @@ class SizeClass:
     @property
     def shards(self) -> int:
         return len(self.spec.shard_bytes)
+
+    @property
+    def reach(self) -> int:
+        """Slots that the class may have in use: those it owns, or fewer by the tenant's quota."""
+        if not self.tenant.quota_bytes:
+            return self.capacity
+        return min(self.capacity, self.tenant.quota_bytes // self.block_bytes)
 
 
 def slots_per_row(spec: GroupSpec, extent_bytes: int) -> int:

@@ -11,6 +11,7 @@ from kvd.core.block import SlotState
 from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
 from kvd.core.events import GroupSpec, NamespaceSpec
 from kvd.core.keys import NamespaceId, ScopeId
+from kvd.core.policy.base import EvictionPolicy
 from kvd.core.rows import SizeClass, slots_per_row
 from kvd.core.state import (
     MAX_NAMESPACES,
@@ -109,9 +110,11 @@ def _make_class(state: State, number: NamespaceId, group: int, spec: NamespaceSp
     found: list[SizeClass] = []
 
     def capacity() -> int:
-        return found[0].capacity if found else 0
+        return found[0].reach if found else 0
 
-    policy = state.make_policy(state.config.policy, capacity, state.slots.size)
+    def new_policy() -> EvictionPolicy:
+        return state.make_policy(state.config.policy, capacity, state.slots.size)
+
     groups = spec.groups
     owner = SizeClass(
         namespace=number,
@@ -119,7 +122,8 @@ def _make_class(state: State, number: NamespaceId, group: int, spec: NamespaceSp
         spec=groups[group],
         width=-(-spec.hash_bytes // 8),
         tenant=state.tenant(spec.tenant),
-        policy=policy,
+        new_policy=new_policy,
+        policy=new_policy(),
         slots_per_row=slots_per_row(groups[group], state.config.extent_bytes),
     )
     found.append(owner)

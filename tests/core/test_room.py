@@ -8,7 +8,9 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import reclaim
 from kvd.core.errors import InvalidArgument, UnknownNamespace
+from kvd.core.events import LeaseMode
 from kvd.core.keys import JobId, MoverId, NamespaceId, RequestId, SessionId
+from kvd.core.policy import ArcPolicy
 from tests.core.bench import (
     BLOCK,
     EXTENT,
@@ -307,6 +309,41 @@ def test_store_running_into_a_cleared_namespace_comes_to_nothing() -> None:
     (end,) = only(bench.finish(started), act.EndJob)
     assert (end.status, end.reason) == (ev.JobStatus.FAILED, "RESET")
     assert bench.statuses([1]) == "M"
+
+
+def test_cleared_namespace_forgets_what_its_policy_had_learned() -> None:
+    bench = small(extents=1, policy="arc", lease_share=1.0)
+    bench.open()
+    use_half_again(bench, blocks=16)
+    bench.stored([16, 17])
+    bench.statuses(range(16))  # two of them were pushed out too early
+    assert arc_of(bench).target == 2
+    bench.clear()
+    assert arc_of(bench).target == 0
+
+
+def test_quota_bounds_what_a_policy_takes_for_the_capacity() -> None:
+    bench = small(policy="arc", lease_share=1.0)
+    bench.open()
+    bench.quota(4 * BLOCK)
+    use_half_again(bench, blocks=4)
+    for first in range(4, 16, 2):
+        bench.stored([first, first + 1])
+    bench.statuses(range(4, 8))  # left long ago, for a policy of 4 blocks
+    assert arc_of(bench).target == 0
+
+
+def use_half_again(bench: Bench, blocks: int) -> None:
+    bench.stored(range(blocks))
+    lease = bench.lookup(range(blocks // 2), lease=LeaseMode.PREFIX).lease
+    assert lease is not None
+    bench.release(lease)
+
+
+def arc_of(bench: Bench) -> ArcPolicy:
+    policy = bench.machine.state.namespaces[NamespaceId(1)].classes[0].policy
+    assert isinstance(policy, ArcPolicy)
+    return policy
 
 
 def test_unknown_namespace_can_not_be_cleared() -> None:

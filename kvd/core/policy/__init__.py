@@ -14,8 +14,9 @@ POLICY_NAMES = ("lru", "arc", "s3fifo")
 def make_policy(name: str, capacity: Capacity, max_slots: int) -> EvictionPolicy:
     """A policy for one size class.
 
-    `capacity` answers with the slots that the class owns now; `max_slots` bounds the slot
-    numbers. A name outside POLICY_NAMES is a broken invariant: the configuration checks it.
+    `capacity` answers with the slots that the class may have in use now; `max_slots` bounds
+    the slot numbers. A name outside POLICY_NAMES is a broken invariant: the configuration
+    checks it.
     """
     match name:
         case "lru":

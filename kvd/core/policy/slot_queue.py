@@ -23,7 +23,7 @@ from kvd.core.policy.base import Evictable
 from kvd.core.sparse import sparse_zeros
 
 Places = npt.NDArray[np.int64]
-Capacity = Callable[[], int]  # slots that the size class owns now
+Capacity = Callable[[], int]  # slots that the size class may have in use now
 
 PIECE = 65536  # most positions that are looked at in one go
 FIRST_RING = 1024  # positions of a new queue's ring
