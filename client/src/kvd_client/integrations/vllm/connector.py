@@ -154,8 +154,9 @@ class KvdConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any) -> Any:
-        choose_spec(vllm_config)
-        return keep_deprecated_totals(super().build_prom_metrics(vllm_config, *args))
+        is_ours = choose_spec(vllm_config)
+        metrics = super().build_prom_metrics(vllm_config, *args)
+        return keep_deprecated_totals(metrics) if is_ours else metrics
 
 
 def choose_spec(vllm_config: VllmConfig) -> bool:

@@ -1,0 +1,159 @@
+"""The connector's metrics, through vLLM's own classes up to what Prometheus is told."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from kvd_client.integrations.vllm.connector import KvdConnector
+from kvd_client.integrations.vllm.stats import MAX_ALLOCATIONS, KvdStats, build_metric_definitions
+from tests.vllm.configurations import configure
+
+
+class Figures:
+    """A connection that counts what a test says."""
+
+    def __init__(self) -> None:
+        self.refusals: collections.Counter[str] = collections.Counter()
+        self.blocking_calls = 0
+        self.waited_s = 0.0
+        self.sessions = 0
+        self.session: object | None = None
+
+
+class Frontend:
+    """The API server's side: takes a step's figures in, and answers as a scrape would."""
+
+    def __init__(self, model: Path) -> None:
+        known = set(REGISTRY._names_to_collectors.values())
+        types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+        vllm_config = configure(model).vllm
+        labels = ["model_name", "engine"]
+        self._metrics = KvdConnector.build_prom_metrics(
+            vllm_config, types, labels, {0: ["tiny", "0"]}
+        )
+        self._made = set(REGISTRY._names_to_collectors.values()) - known
+
+    def observe(self, stats: KvdStats) -> bool:
+        """Whether there was anything to send."""
+        taken = stats.take()
+        if taken is not None:
+            self._metrics.observe(taken.data, 0)
+        return taken is not None
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return REGISTRY.get_sample_value(name, {"model_name": "tiny", "engine": "0", **labels})
+
+    def transferred(self, name: str, value: float) -> None:
+        data = {"types": {name: "counter"}, "data": {name: {(): value}}}
+        self._metrics.observe(data, 0)
+
+    def close(self) -> None:
+        for collector in self._made:
+            REGISTRY.unregister(collector)
+
+
+@pytest.fixture
+def frontend(model: Path) -> Iterator[Frontend]:
+    made = Frontend(model)
+    yield made
+    made.close()
+
+
+def test_nothing_counted_is_nothing_sent(frontend: Frontend) -> None:
+    assert not frontend.observe(KvdStats())
+
+
+def test_counters_arrive_under_their_names_and_once(frontend: Frontend) -> None:
+    stats = KvdStats()
+    for name in ("failed_loads", "failed_stores", "no_room", "removals", "stores_skipped"):
+        setattr(stats, name, 3)
+    stats.note_allocation(5)
+    assert frontend.observe(stats)
+    assert not frontend.observe(stats)
+    assert frontend.value("vllm:kvd_failed_loads_total") == 3
+    assert frontend.value("vllm:kvd_failed_stores_total") == 3
+    assert frontend.value("vllm:kvd_no_room_total") == 3
+    assert frontend.value("vllm:kvd_removals_total") == 3
+    assert frontend.value("vllm:kv_offload_stores_skipped_total") == 3
+    assert frontend.value("vllm:kv_offload_cpu_allocation_size_count") == 1
+    assert frontend.value("vllm:kv_offload_cpu_allocation_size_sum") == 5
+
+
+def test_the_connections_own_figures_are_counted_from_its_beginning(frontend: Frontend) -> None:
+    stats, figures = KvdStats(), Figures()
+    stats.watch(figures)
+    assert frontend.observe(stats)
+    assert frontend.value("vllm:kvd_connected") == 0
+    assert not frontend.observe(stats)
+    figures.session, figures.sessions = object(), 1
+    figures.blocking_calls, figures.waited_s = 2, 0.25
+    figures.refusals.update(["NO_ROOM", "NO_ROOM", "QUOTA"])
+    assert frontend.observe(stats)
+    assert not frontend.observe(stats)
+    figures.blocking_calls, figures.waited_s = 3, 0.5
+    figures.refusals.update(["QUOTA"])
+    assert frontend.observe(stats)
+    assert frontend.value("vllm:kvd_connected") == 1
+    assert frontend.value("vllm:kvd_sessions_total") == 1
+    assert frontend.value("vllm:kvd_blocking_calls_total") == 3
+    assert frontend.value("vllm:kvd_lookup_wait_seconds_total") == 0.5
+    assert frontend.value("vllm:kvd_refusals_total", reason="NO_ROOM") == 2
+    assert frontend.value("vllm:kvd_refusals_total", reason="QUOTA") == 2
+    figures.session = None
+    assert frontend.observe(stats)
+    assert frontend.value("vllm:kvd_connected") == 0
+
+
+def test_steps_figures_add_up_where_vllm_joins_them() -> None:
+    one, two = KvdStats(), KvdStats()
+    one.no_room, two.no_room = 1, 2
+    for stats, figures in ((one, Figures()), (two, Figures())):
+        figures.refusals["QUOTA"] = 2
+        figures.session = object()
+        stats.watch(figures)
+    first, second = one.take(), two.take()
+    assert first is not None
+    assert second is not None
+    reduced = first.aggregate(second).reduce()
+    assert reduced["vllm:kvd_no_room"] == 3
+    assert reduced["vllm:kvd_connected"] == 1
+    assert reduced["vllm:kvd_refusals:('QUOTA',)"] == 4
+
+
+def test_a_flood_of_stores_between_two_steps_is_bounded() -> None:
+    stats = KvdStats()
+    for _ in range(MAX_ALLOCATIONS + 10):
+        stats.note_allocation(1)
+    taken = stats.take()
+    assert taken is not None
+    assert taken.reduce()["vllm:kv_offload_cpu_allocation_size_count"] == MAX_ALLOCATIONS
+
+
+def test_everything_that_is_reported_is_defined() -> None:
+    stats, figures = KvdStats(), Figures()
+    figures.sessions = figures.blocking_calls = 1
+    figures.waited_s = 1.0
+    figures.refusals["QUOTA"] = 1
+    stats.watch(figures)
+    stats.failed_loads = stats.failed_stores = stats.no_room = 1
+    stats.removals = stats.stores_skipped = 1
+    stats.note_allocation(1)
+    taken = stats.take()
+    assert taken is not None
+    definitions: dict[str, Any] = build_metric_definitions({})
+    assert set(taken.data["data"]) == set(definitions)
+
+
+def test_vllms_older_totals_count_for_kvd_too(frontend: Frontend) -> None:
+    frontend.transferred("vllm:kv_offload_load_bytes", 4096)
+    frontend.transferred("vllm:kv_offload_store_bytes", 512)
+    assert frontend.value("vllm:kv_offload_load_bytes_total") == 4096
+    total = "vllm:kv_offload_total_bytes_total"
+    assert frontend.value(total, transfer_type="CPU_to_GPU") == 4096
+    assert frontend.value(total, transfer_type="GPU_to_CPU") == 512
