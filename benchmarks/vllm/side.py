@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.vllm.stand import VOCABULARY, Stand, StandOptions, Taken, write_model
+from tests.vllm.scheduler_stand import VOCABULARY, Stand, StandOptions, Taken, write_model
 
 PROMPT_TOKENS = 10_000
 DECODE_PROMPT_TOKENS = 32

@@ -162,7 +162,7 @@ class Stand:
         ensure_kv_transfer_initialized(self.config, layout)
         worker = get_kv_transfer_group()
         with worker.get_mem_pool_context() or contextlib.nullcontext():
-            caches = allocate_kv_cache(
+            caches: dict[str, torch.Tensor] = allocate_kv_cache(
                 layout,
                 torch.device("cpu"),
                 self.config.cache_config.get_resolved_kv_cache_layout(),
@@ -311,7 +311,8 @@ def _jobs_of(orders: Any) -> tuple[int, int]:
 def _sampled(request: Request) -> int:
     """A token that depends on the request and on how far it is, the same on every run."""
     prompt = request.prompt_token_ids or [0]
-    return (sum(prompt[:16]) + 7919 * request.num_output_tokens) % VOCABULARY
+    token: int = (sum(prompt[:16]) + 7919 * request.num_output_tokens) % VOCABULARY
+    return token
 
 
 def _vllm_config(model: str, transfer: dict[str, Any], options: StandOptions) -> VllmConfig:

@@ -1,0 +1,89 @@
+"""How often vLLM's scheduler thread waits for a real daemon, with 64 requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from tests.vllm.engine import FORKS
+from tests.vllm.node_daemon import PATIENCE_SECONDS, NodeDaemon, wait_until
+
+REQUESTS = 64
+BLOCKS = 10  # of 16 tokens, in each prompt
+LOADED = BLOCKS * 16 - 1  # the last token is computed anew, for what follows it
+
+Ask = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Runs from here on, so that no module is thought to have left it behind."""
+    started = FORKS.Process()
+    started.start()
+    started.join()
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def ask(fork_server: None, kvd: NodeDaemon) -> Iterator[Ask]:
+    """Runs a case on a stand: vLLM's scheduler, connector and worker hooks without a model."""
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=_serve, args=(theirs, kvd.socket, kvd.pid))
+    process.start()
+    theirs.close()
+
+    def answer(case: str) -> dict[str, Any]:
+        ours.send(case)
+        assert ours.poll(PATIENCE_SECONDS), "the stand says nothing any more"
+        told: dict[str, Any] = ours.recv()
+        return told
+
+    yield answer
+    ours.send(None)
+    process.join(PATIENCE_SECONDS)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    process.close()
+    ours.close()
+    assert code == 0
+
+
+def _serve(orders: Connection, socket: str, daemon_pid: int) -> None:
+    from tests.vllm.waiting_stand import serve  # imports vLLM: in the forked process only
+
+    serve(orders, socket, daemon_pid)
+
+
+@pytest.fixture(scope="module")
+def cold(ask: Ask, kvd: NodeDaemon) -> dict[str, Any]:
+    """64 requests that nobody has seen, all stored when this is here."""
+    told = ask("run")
+    wait_until(lambda: kvd.ready_blocks() == REQUESTS * BLOCKS)
+    return told
+
+
+def test_steps_without_a_hit_wait_for_nothing(cold: dict[str, Any]) -> None:
+    assert cold["cached"] == [0] * REQUESTS
+    assert cold["stores"] == REQUESTS
+    assert set(cold["waits"]) == {0}
+    assert cold["counted_by_kvd"] == 0
+
+
+def test_a_step_with_64_hits_waits_once_at_most(cold: dict[str, Any], ask: Ask) -> None:
+    told = ask("run")
+    assert told["cached"] == [LOADED] * REQUESTS
+    assert (told["loads"], told["stores"]) == (REQUESTS, 0)
+    assert max(told["waits"]) <= 1
+    assert sum(told["waits"]) == told["counted_by_kvd"]
+
+
+def test_64_lookups_that_nobody_answers_are_one_wait(cold: dict[str, Any], ask: Ask) -> None:
+    told = ask("unanswered")
+    assert told["first_step"] == [1]
+    assert told["first_by_kvd"] == 1
+    assert max(told["waits"]) <= 1
+    assert told["cached"] == [LOADED] * REQUESTS, "put off, they were answered all the same"
