@@ -75,8 +75,8 @@ class Rig:
             request_id, num_tokens, self.keys(prefix, num_tokens), context
         )
 
-    def ask(self, request_id: str, computed: int = 0) -> int | None:
-        return self.scheduler.get_num_new_matched_tokens(request_id, computed)
+    def ask(self, request_id: str, computed: int = 0, most: int | None = None) -> int | None:
+        return self.scheduler.get_num_new_matched_tokens(request_id, computed, most)
 
     def allocate(self, request_id: str, tables: Sequence[Sequence[int]], external: int = 0) -> None:
         self.scheduler.update_state_after_alloc(request_id, tables, external)
