@@ -1,0 +1,127 @@
+"""What kvd stores and evicts, as a router behind vLLM's own publisher of KV events hears it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+from msgspec.msgpack import Decoder
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+
+from tests.vllm.conftest import StartEngine
+from tests.vllm.engine import Engine, prompt
+from tests.vllm.node_daemon import NodeDaemon, with_kvd
+
+PATIENCE_SECONDS = 60.0
+MEDIUM = "CPU"
+PROMPT_TOKENS = 640  # twenty blocks
+SMALL_POOL = 16 << 20
+SMALL_EXTENT = 4 << 20
+
+
+class Router:
+    """Knows by the events alone what lies in kvd; counts what it could not have known."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.connect(endpoint)
+        self._socket.setsockopt_string(zmq.SUBSCRIBE, "")
+        self._decoder = Decoder(type=KVEventBatch)
+        self.blocks: set[object] = set()
+        self.stored = 0
+        self.removed = 0
+        self.unfounded = 0
+
+    def listen(self) -> None:
+        """Take in what has come."""
+        while self._socket.poll(50):
+            _, _, payload = self._socket.recv_multipart()
+            for event in self._decoder.decode(payload).events:
+                self._take(event)
+
+    def _take(self, event: object) -> None:
+        if not isinstance(event, BlockStored | BlockRemoved) or event.medium != MEDIUM:
+            return
+        hashes = set(event.block_hashes)
+        if isinstance(event, BlockStored):
+            self.stored += len(hashes)
+            self.blocks |= hashes
+        else:
+            self.removed += len(hashes)
+            self.unfounded += len(hashes - self.blocks)
+            self.blocks -= hashes
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture(scope="module")
+def small_kvd(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
+    """A daemon whose pool holds a few prompts only."""
+    daemon = make_daemon()
+    daemon.pool_bytes = SMALL_POOL
+    daemon.extent_bytes = SMALL_EXTENT
+    daemon.start()
+    return daemon
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"ipc://{tmp_path_factory.mktemp('events')}/socket"
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: StartEngine, small_kvd: NodeDaemon, endpoint: str) -> Engine:
+    others = small_kvd.usable_sessions()
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    started = start_engine(
+        kv_events_config=events,
+        **with_kvd(small_kvd.socket, self_describing_kv_events=True),
+    )
+    small_kvd.wait_for_another_session(others)
+    return started
+
+
+@pytest.fixture
+def router(engine: Engine, endpoint: str) -> Iterator[Router]:
+    made = Router(endpoint)
+    time.sleep(0.5)  # a subscription has no answer that could be waited for
+    yield made
+    made.close()
+
+
+def serve(engine: Engine, name: str) -> None:
+    engine.generate(prompt(name, PROMPT_TOKENS), max_tokens=1)
+    engine.settle()
+
+
+def test_a_router_knows_what_was_stored_and_what_the_daemon_evicted(
+    engine: Engine, router: Router, small_kvd: NodeDaemon
+) -> None:
+    number = 0
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not router.removed:
+        assert time.monotonic() < deadline, f"stored {router.stored}, removed none"
+        serve(engine, f"prompt {number}")
+        number += 1
+        router.listen()
+    # Removals come with the next step after they were heard of.
+    while len(router.blocks) != small_kvd.ready_blocks():
+        assert time.monotonic() < deadline, (len(router.blocks), small_kvd.ready_blocks())
+        serve(engine, "prompt 0, again")
+        router.listen()
+    assert router.unfounded == 0
+    assert engine.count("vllm:kvd_removals") == router.removed
+
+
+def test_a_reset_is_not_told_block_by_block(engine: Engine, router: Router) -> None:
+    serve(engine, "before the reset")
+    router.listen()
+    before = router.removed
+    assert engine.reset(connector=True)
+    serve(engine, "after the reset")
+    router.listen()
+    assert router.stored > 0
+    assert router.removed == before
