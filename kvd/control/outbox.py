@@ -1,4 +1,4 @@
-"""What waits to be written to one client, so that nobody else waits for it."""
+"""Messages on their way to one session's client."""
 
 from __future__ import annotations
 
@@ -10,14 +10,23 @@ from kvd_proto.v1 import engine_pb2 as pb
 
 MAX_UNSENT_MESSAGES = 4096  # a client that doesn't read is dropped
 JOBS_PER_MESSAGE = 512
+QUIET = "quiet"  # the capability of a client that reads its boards and needs no prompt answers
+QUIET_DELAY_S = 0.1
 
 
 class Outbox:
-    """Messages on their way to one client; news of jobs that ended together go together."""
+    """Messages on their way to one client; news of jobs that ended together go together.
 
-    def __init__(self) -> None:
+    A quiet client gets no replies to its steps, and ends of jobs up to QUIET_DELAY_S late: each
+    message costs the engine's process more than the daemon's.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
         self._unsent: deque[pb.SessionResponse] = deque()
         self._held: list[pb.JobEnded] | None = None  # None: none is held back
+        self._late: pb.JobsEnded | None = None  # to be queued at the delay's end
+        self._timer: asyncio.TimerHandle | None = None
         self._news = asyncio.Event()
         self.overflowed = asyncio.Event()
 
@@ -29,11 +38,35 @@ class Outbox:
             self._unsent.append(message)
         self._news.set()
 
+    def put_reply(self, reply: pb.StepReply) -> None:
+        """Queue the verdicts on a step's jobs; a job that is refused is told as ended, too."""
+        if not self._quiet:
+            self.put(pb.SessionResponse(step=reply))
+
     def put_ended(self, ended: pb.JobEnded) -> None:
         """Queue the end of a job, with those that wait already."""
         if self._held is not None:
             self._held.append(ended)
-            return
+        elif self._quiet:
+            self._put_late(ended)
+        else:
+            self._put_with_others(ended)
+
+    def _put_late(self, ended: pb.JobEnded) -> None:
+        if self._late is None:
+            self._late = pb.JobsEnded()
+            self._timer = asyncio.get_running_loop().call_later(QUIET_DELAY_S, self._end_delay)
+        self._late.jobs.append(ended)
+        if len(self._late.jobs) >= JOBS_PER_MESSAGE:
+            self._end_delay()
+
+    def _end_delay(self) -> None:
+        self.close()
+        if self._late is not None:
+            late, self._late = self._late, None
+            self.put(pb.SessionResponse(jobs_ended=late))
+
+    def _put_with_others(self, ended: pb.JobEnded) -> None:
         last = self._unsent[-1] if self._unsent else None
         if (
             last is not None
@@ -53,6 +86,12 @@ class Outbox:
         held, self._held = self._held or [], None
         for ended in held:
             self.put_ended(ended)
+
+    def close(self) -> None:
+        """Let no timer go off any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     async def write_all(self, context: Context) -> None:
         """Write until cancelled. Waits as long as the client doesn't read."""
