@@ -25,7 +25,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import OffloadingSpec
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -40,6 +39,7 @@ from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
 from kvd_client.identity import Group, GroupKind, Namespace
 from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata, vllm_job_id
 from kvd_client.integrations.vllm.namespace import engine_identity
+from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
 from kvd_client.integrations.vllm.worker import KvdConnectorWorker
 from kvd_client.scheduler import StepPlan
 
@@ -51,20 +51,6 @@ NUM_BLOCKS = 32
 PATIENCE_S = 20.0
 
 Jobs = dict[int, bool]  # by kvd's job id: whether it was done
-
-
-class RankSpec(OffloadingSpec):  # type: ignore[misc] # Any where vLLM is not installed
-    """What the rank side reads of a spec."""
-
-    def __init__(self, config: OffloadingConfig) -> None:
-        super().__init__(config)
-        self.replicated_layout = config.replicated_layout
-
-    def get_manager(self) -> Any:
-        raise NotImplementedError
-
-    def get_worker(self, kv_caches: Any) -> Any:
-        raise NotImplementedError
 
 
 def attention(sliding_window: int = 0) -> FullAttentionSpec | SlidingWindowSpec:
@@ -179,7 +165,7 @@ class Rank:
         config = offloading_config(rank, world_size, **more)
         settings = vllm_config(rank, world_size, instance, dict(config.extra_config))
         self.identity = engine_identity(settings)
-        self.worker = KvdConnectorWorker(RankSpec(config), settings, self.caches)
+        self.worker = KvdConnectorWorker(KvdOffloadingSpec(config), settings, self.caches)
         context = self.worker.get_mem_pool_context()
         assert context is not None
         with context:
