@@ -42,7 +42,8 @@ def query_pieces(queries: Sequence[Query]) -> Iterator[list[QueryPiece]]:
         start = 0
         while start < len(query.keys) or start == 0:
             stop = min(len(query.keys), start + room)
-            piece.append(QueryPiece(number, replace(query, keys=query.keys[start:stop])))
+            keys, first = query.keys[start:stop], query.first_block + start
+            piece.append(QueryPiece(number, replace(query, keys=keys, first_block=first)))
             room -= stop - start
             if room == 0:
                 yield piece

@@ -140,7 +140,7 @@ class ReplayEngine:
             self._acknowledge()
         if found < present.size:
             room = self._machine.room(self._namespace)[0] - found  # its own head stays
-            self._store(context, request.blocks[found:], present[found:], room)
+            self._store(context, request.blocks, present, room)
             self._acknowledge()
         self._drive(events.RequestsEnded(_SESSION, (name,)))
         self._drive(events.StepEnded(_SESSION))
@@ -175,7 +175,8 @@ class ReplayEngine:
         room: int,
     ) -> None:
         """Touch what is there behind the hole; store the rest, head first, while it fits."""
-        self._touch(context, blocks[present])
+        found = int(present.argmin())
+        self._touch(context, blocks[found:][present[found:]])
         missing = blocks[~present]
         self.blocks_without_room += max(0, missing.size - room)
         missing = missing[:room]
@@ -183,7 +184,7 @@ class ReplayEngine:
             return
         verdict = self._ask(
             events.StoreRequested(
-                self._next_token(), _SESSION, self._next_job(), context, (_run(missing),)
+                self._next_token(), _SESSION, self._next_job(), context, (_run(missing, found),)
             )
         )
         assert verdict.accepted, f"a store within the room was refused: {verdict.reason}"
@@ -236,9 +237,9 @@ def _keys(blocks: BlockIds) -> KeyBatch:
     return KeyBatch(blocks.astype(np.uint64).reshape(-1, 1), HASH_BYTES)
 
 
-def _run(blocks: BlockIds) -> events.Run:
+def _run(blocks: BlockIds, first_block: int = 0) -> events.Run:
     engine_blocks = np.arange(blocks.size, dtype=np.uint32).reshape(-1, 1)
-    return events.Run(0, _keys(blocks), engine_blocks)
+    return events.Run(0, _keys(blocks), engine_blocks, first_block)
 
 
 # -- the command ------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ def _query(message: pb.Query, spec: ev.NamespaceSpec, budget: KeyBudget) -> ev.Q
         group_number(message.run.group, spec),
         key_batch(message.run.hashes, spec, budget),
         lease,
+        first_block=message.run.first_block,
     )
 
 

@@ -75,11 +75,16 @@ class SlotTable:
         self._marks[slots[::-1]] = numbers[::-1]
         return np.asarray(self._marks.take(slots) == numbers)
 
+    def among(self, slots: Slots, others: Slots) -> npt.NDArray[np.bool_]:
+        """Marks those of the slots that are among the others."""
+        self._marks[others] = -1
+        found = np.asarray(self._marks[slots] == -1)
+        self._marks[others] = 0
+        return found
+
     def without(self, slots: Slots, others: Slots) -> Slots:
         """Those of the slots that are not among the others, in their order."""
-        self._marks[others] = -1
-        fresh: Slots = slots[self._marks[slots] != -1]
-        self._marks[others] = 0
+        fresh: Slots = slots[~self.among(slots, others)]
         return fresh
 
     def move(self, slots: Slots, old: SlotState, new: SlotState) -> None:

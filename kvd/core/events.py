@@ -204,13 +204,15 @@ class RequestContext:
 @dataclass(frozen=True, slots=True, eq=False)
 class Query:
     """`extends` names a lease of the same session and group that the hits are to join: how the
-    later pieces of a large query share one lease."""
+    later pieces of a large query share one lease. `first_block` is the place of the first key in
+    the request's prompt, in blocks."""
 
     context: RequestContext
     group: int
     keys: KeyBatch
     lease: LeaseMode
     extends: LeaseId | None = None
+    first_block: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

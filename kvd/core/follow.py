@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core import transfer
+from kvd.core import prefix, transfer
 from kvd.core.actions import Action
 from kvd.core.block import SlotState
 from kvd.core.errors import RANKS_MISSING, SESSION_CLOSED
@@ -87,7 +87,8 @@ def _lead(state: State, batch: _Batch, now_ns: int, actions: list[Action]) -> No
             if waiting[1:]:
                 state.orphans.append(waiting[1:])
         return
-    part = reserve_part(state, offer, leaders[0].scope)
+    part = reserve_part(state, offer, leaders[0].scope, now_ns)
+    prefix.grow(state, job.prefix, part.slots, offer.blocks, now_ns)
     transfer.start_piece(state, job, (part,), now_ns, actions)
     for waiting, slot in zip(batch, part.slots.tolist(), strict=True):
         transfer.unfollow(state, waiting[0])
@@ -102,6 +103,7 @@ def _joined(leaders: list[Follow]) -> Offer:
         np.concatenate([offer.words for offer in offers]),
         np.concatenate([offer.tags for offer in offers]),
         np.concatenate([offer.engine_blocks for offer in offers]),
+        np.concatenate([offer.blocks for offer in offers]),
         np.concatenate([offer.slots for offer in offers]),
     )
 

@@ -104,12 +104,13 @@ def _check_absent(state: State) -> None:
 
 
 def _check_policy(state: State, owner: SizeClass) -> None:
-    """I3: what the policy may give up is what is READY."""
+    """I3: the policy orders what is READY, and what will be."""
     if state.recovered:
         return
     known = np.sort(owner.policy.coldest(owner.capacity + 1))
-    assert np.array_equal(known, _slots_in(state, owner, SlotState.READY)), (
-        "the policy knows other blocks than the ready ones"
+    held = [_slots_in(state, owner, s) for s in (SlotState.READY, SlotState.RESERVED)]
+    assert np.array_equal(known, np.sort(np.concatenate(held))), (
+        "the policy knows other blocks than those ready and reserved"
     )
 
 

@@ -7,6 +7,7 @@ copies. A piece's blocks become readable together; the job ends with its last pi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import (
@@ -25,12 +26,16 @@ from kvd.core.rows import SizeClass
 
 @dataclass(slots=True, eq=False)
 class Offer:
-    """Blocks of one group, in the caller's order. `slots` says NOWHERE for the unknown."""
+    """Blocks of one group, in the caller's order. `slots` says NOWHERE for the unknown.
+
+    `blocks` are their places in the request's prompt.
+    """
 
     size_class: SizeClass
     words: U64  # [n, width]
     tags: U64
     engine_blocks: U32  # [n, blocks_per_block]
+    blocks: Slots
     slots: Slots
 
     def rows(self, rows: Slots) -> Offer:
@@ -39,6 +44,7 @@ class Offer:
             self.words[rows],
             self.tags[rows],
             self.engine_blocks[rows],
+            self.blocks[rows],
             self.slots[rows],
         )
 
@@ -54,11 +60,18 @@ class Part:
     engine_blocks: U32
 
 
+class Used(NamedTuple):
+    """Slots that one request has used in one scope, and the places of their blocks, ascending."""
+
+    slots: Slots
+    blocks: Slots
+
+
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """Slots that one request has used, in the order of its prompt, by scope."""
+    """What one request has used, by scope."""
 
-    slots: dict[ScopeId, Slots] = field(default_factory=dict)
+    used: dict[ScopeId, Used] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

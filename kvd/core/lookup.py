@@ -81,7 +81,8 @@ def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_
         if leased:
             held = lease.hold(state, session, query, owner, (claimed, now_ns))
             residency.touch(state, owner, claimed, now_ns)
-            prefix.note(state, prefix.of(session, query.context.request), claimed)
+            places = query.first_block + run[:leased]
+            prefix.note(state, prefix.of(session, query.context.request), claimed, places)
     counts = np.bincount(statuses & 3, minlength=4)
     counters.misses += int(counts[MISS])
     counters.hits += int(counts[HIT])
@@ -125,7 +126,10 @@ def read_keys(
 
 
 def touch(state: State, event: Touched, now_ns: int) -> list[Action]:
-    """Readable blocks among these were used; the unknown were sighted, for the reuse filter."""
+    """Readable blocks among these were used; the unknown were sighted, for the reuse filter.
+
+    What is still being stored is no hit, but it becomes as young as the others.
+    """
     session = state.require_session(event.session)
     check_key_count(len(event.keys))
     owner = check_keys(state, session, event.group, event.keys)
@@ -137,4 +141,6 @@ def touch(state: State, event: Touched, now_ns: int) -> list[Action]:
     slots = slots[~unknown]
     ready = state.slots.state[slots] == SlotState.READY
     residency.touch(state, owner, slots[ready], now_ns)
+    if not ready.all():
+        residency.touch(state, owner, slots, now_ns, as_use=False)
     return []

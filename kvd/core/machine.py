@@ -147,7 +147,7 @@ class Machine:
                 lease.end_leases(state, found, event.leases)
             case ev.RequestsEnded():
                 lease.end_leases_of(state, found, event.requests)
-                prefix.forget(found, event.requests)
+                prefix.end(state, found, event.requests, now_ns)
             case ev.StepEnded():
                 found.renewed_ns = now_ns
             case _:

@@ -45,13 +45,14 @@ def read_offers(state: State, session: Session, account: str, runs: Sequence[Run
 def _read_group(state: State, session: Session, account: str, runs: list[Run]) -> Offer:
     group = runs[0].group
     namespace = state.namespace_of(session)
+    blocks = np.concatenate([run.first_block + np.arange(len(run.keys)) for run in runs])
     if len(runs) == 1:
         words, engine_blocks = runs[0].keys.words, runs[0].engine_blocks
     else:
         words = np.concatenate([run.keys.words for run in runs])
         engine_blocks = np.concatenate([run.engine_blocks for run in runs])
     tags, slots = read_keys(state, session, account, group, words)
-    return Offer(namespace.classes[group], words, tags, engine_blocks, slots)
+    return Offer(namespace.classes[group], words, tags, engine_blocks, blocks, slots)
 
 
 def storable_rows(offer: Offer) -> Offer:

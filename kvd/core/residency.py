@@ -20,22 +20,29 @@ from kvd.core.actions import (
     WriteReady,
 )
 from kvd.core.block import SlotState, coarse_stamp
-from kvd.core.keys import U64, KeyBatch, ScopeId, Slots
+from kvd.core.keys import KeyBatch, ScopeId, Slots
 
 if TYPE_CHECKING:
+    from kvd.core.job import Offer
     from kvd.core.rows import SizeClass
     from kvd.core.state import Scope, State
 
 
-def reserve(state: State, owner: SizeClass, scope: ScopeId, tags: U64, words: U64) -> Slots:
-    """FREE -> RESERVED for one new key each; the class has that many free slots."""
-    slots = owner.free.take(len(tags))
+def reserve(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Slots:
+    """FREE -> RESERVED for one new key each; the class has that many free slots.
+
+    From here on the policy knows them: they are as young as their store's admission is late.
+    """
+    owner = fresh.size_class
+    slots = owner.free.take(len(fresh.tags))
     table = state.slots
     table.move(slots, SlotState.FREE, SlotState.RESERVED)
-    table.tags[slots] = tags
+    table.tags[slots] = fresh.tags
     table.scopes[slots] = scope
-    table.keys(owner.width)[slots] = words
+    table.stamps[slots] = coarse_stamp(now_ns)
+    table.keys(owner.width)[slots] = fresh.words
     state.index.insert(slots)
+    owner.policy.insert(slots, fresh.tags)
     owner.reserved += len(slots)
     owner.tenant.used_bytes += len(slots) * owner.block_bytes
     return slots
@@ -47,12 +54,10 @@ def make_ready(
     """RESERVED -> READY: the records, then the tags, then the news."""
     table = state.slots
     table.move(slots, SlotState.RESERVED, SlotState.READY)
-    table.stamps[slots] = coarse_stamp(now_ns)
     owner.reserved -= len(slots)
     owner.ready += len(slots)
     owner.evictable += int(np.count_nonzero(table.pins[slots] == 0))
     tags = table.tags[slots]
-    owner.policy.insert(slots, tags)
     words = table.keys(owner.width)[slots]
     hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
     stamps = np.full(len(slots), now_ns, dtype=np.uint64)
@@ -114,6 +119,7 @@ def quarantine_ready(
 def quarantine_reserved(state: State, owner: SizeClass, slots: Slots) -> None:
     """RESERVED -> QUARANTINED, and on to FREE where no copy is left."""
     state.index.remove(slots)
+    owner.policy.remove(slots)
     state.slots.move(slots, SlotState.RESERVED, SlotState.QUARANTINED)
     owner.reserved -= len(slots)
     owner.quarantined += len(slots)
@@ -141,12 +147,14 @@ def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
         _free_unpinned(state, owner, slots[states == SlotState.QUARANTINED])
 
 
-def touch(state: State, owner: SizeClass, slots: Slots, now_ns: int) -> None:
-    """These READY blocks were used; repeats count once."""
+def touch(
+    state: State, owner: SizeClass, slots: Slots, now_ns: int, *, as_use: bool = True
+) -> None:
+    """These blocks were used, or (not `as_use`) shall only be young; repeats count once."""
     if not len(slots):
         return
     slots = slots[state.slots.firsts(slots)]
-    owner.policy.touch(slots)
+    owner.policy.touch(slots, as_use=as_use)
     state.slots.stamps[slots] = coarse_stamp(now_ns)
 
 

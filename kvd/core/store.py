@@ -37,6 +37,7 @@ class Plan:
     offer: Offer
     fresh: Offer
     ready: Slots
+    ready_blocks: Slots  # their places in the prompt
     followed: Offer
     blocked: bool  # some must be stored, but their engine block is being copied already
 
@@ -135,7 +136,7 @@ def _admit(
         residency.unpin(state, plan.offer.size_class, slots)
     for plan in plans:
         residency.touch(state, plan.offer.size_class, plan.ready, now_ns)
-        prefix.note(state, job.prefix, plan.ready)
+        prefix.note(state, job.prefix, plan.ready, plan.ready_blocks)
     if reason:
         return reason, 0
     parts = _start(state, session, job, plans, (account, now_ns, actions))
@@ -143,11 +144,11 @@ def _admit(
 
 
 def _kept(state: State, session: Session, job: Job, account: str, plan: Plan) -> Slots:
-    """READY blocks of the plan's group that the store may not evict; distinct."""
+    """Blocks of the plan's group that the store may not evict; distinct."""
     scope = spaces.find_scope(state, session, account, plan.offer.size_class.group)
     if scope is None:
         return plan.ready
-    both = np.concatenate([plan.ready, prefix.readable(state, job.prefix, scope.scope)])
+    both = np.concatenate([plan.ready, prefix.held(state, job.prefix, scope.scope)])
     return both[state.slots.firsts(both)]
 
 
@@ -164,7 +165,8 @@ def _start(
         owner = plan.offer.size_class
         if len(plan.fresh.tags):
             scope = spaces.open_scope(state, session, account, owner.group, actions).scope
-            parts.append(reserve_part(state, plan.fresh, scope))
+            parts.append(reserve_part(state, plan.fresh, scope, now_ns))
+            prefix.grow(state, job.prefix, parts[-1].slots, plan.fresh.blocks, now_ns)
         if len(plan.followed.tags):
             _follow(state, session, job, plan.followed)
         if plan.blocked:
@@ -176,9 +178,9 @@ def _start(
     return parts
 
 
-def reserve_part(state: State, fresh: Offer, scope: ScopeId) -> Part:
+def reserve_part(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Part:
     """Slots for these blocks; there is room for them."""
-    slots = residency.reserve(state, fresh.size_class, scope, fresh.tags, fresh.words)
+    slots = residency.reserve(state, fresh, scope, now_ns)
     return Part(fresh.size_class, scope, slots, slots, fresh.engine_blocks)
 
 
@@ -195,12 +197,14 @@ def _divide(state: State, session: Session, offer: Offer, whole: bool) -> Plan:
         if not whole and not admitted.all():
             state.counters.filtered += int(np.count_nonzero(~admitted))
             fresh = fresh[admitted]
-    ready = offer.slots[states == SlotState.READY]
+    is_ready = states == SlotState.READY
+    ready = offer.slots[is_ready]
     state.counters.deduplicated += len(ready) + len(pending)
     return Plan(
         offer=offer,
         fresh=offer if len(fresh) == len(offer.tags) else offer.rows(fresh),
         ready=ready,
+        ready_blocks=offer.blocks[is_ready],
         followed=offer.rows(pending if whole else pending[:0]),
         blocked=whole and bool(blocked.any()),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvd.core import hand_off, lease, prefix, residency
+from kvd.core import hand_off, lease, residency
 from kvd.core.actions import (
     Action,
     EndJob,
@@ -153,7 +153,6 @@ def end_transfer(
             state.counters.stored += blocks
             for part in piece.parts:
                 residency.make_ready(state, part.size_class, part.slots, now_ns, actions)
-                prefix.grow(state, part.size_class, job.prefix, part.slots, now_ns)
                 _content_followers(state, part, actions)
         else:
             state.counters.loaded += blocks

@@ -15,7 +15,7 @@ MayGo = Callable[[int], bool]
 
 class Reference(Protocol):
     def insert(self, blocks: list[tuple[int, int]]) -> None: ...
-    def touch(self, slots: list[int]) -> None: ...
+    def touch(self, slots: list[int], *, as_use: bool = True) -> None: ...
     def remove(self, slots: list[int]) -> None: ...
     def evict(self, count: int, may_go: MayGo) -> list[int] | None: ...
     def missed(self, tags: list[int]) -> None: ...
@@ -49,7 +49,7 @@ class ReferenceLru:
         for slot, tag in reversed(blocks):
             self.queue[slot] = tag
 
-    def touch(self, slots: list[int]) -> None:
+    def touch(self, slots: list[int], *, as_use: bool = True) -> None:
         for slot in reversed(slots):
             self.queue.move_to_end(slot)
 
@@ -89,10 +89,12 @@ class ReferenceArc:
             self.ghosts_of_frequent.pop(tag, None)
         self.trim()
 
-    def touch(self, slots: list[int]) -> None:
+    def touch(self, slots: list[int], *, as_use: bool = True) -> None:
         for slot in reversed(slots):
-            if slot in self.recent:
+            if slot in self.recent and as_use:
                 self.frequent[slot] = self.recent.pop(slot)
+            elif slot in self.recent:
+                self.recent.move_to_end(slot)
             else:
                 self.frequent.move_to_end(slot)
 
@@ -169,9 +171,11 @@ class ReferenceS3Fifo:
         for _, tag in blocks:
             self.ghosts.pop(tag, None)
 
-    def touch(self, slots: list[int]) -> None:
-        for slot in set(slots):
+    def touch(self, slots: list[int], *, as_use: bool = True) -> None:
+        for slot in set(slots) if as_use else ():
             self.uses[slot] = min(3, self.uses[slot] + 1)
+        for slot in () if as_use else reversed(slots):
+            (self.small if slot in self.small else self.main).move_to_end(slot)
 
     def remove(self, slots: list[int]) -> None:
         for slot in slots:

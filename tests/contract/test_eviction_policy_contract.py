@@ -113,6 +113,24 @@ def test_tail_of_a_touched_batch_leaves_before_its_head(policy: EvictionPolicy) 
     assert order == [1, 9, 3, 5]
 
 
+def test_batch_made_young_leaves_tail_first_behind_the_others(policy: EvictionPolicy) -> None:
+    insert(policy, batch(5, 3))
+    insert(policy, batch(9, 1))
+    policy.touch(batch(5, 3), as_use=False)
+    assert evicted(policy, 4) == [1, 9, 3, 5]
+
+
+@pytest.mark.parametrize("name", ["arc", "s3fifo"])
+def test_block_made_young_is_not_taken_for_one_used_again(name: str) -> None:
+    policy = make_policy(name, lambda: 100, MAX_SLOTS)
+    insert(policy, span(0, 50))
+    policy.touch(span(0, 10))
+    policy.touch(span(0, 10))
+    for _ in range(3):
+        policy.touch(span(10, 40), as_use=False)
+    assert set(evicted(policy, 40)) == set(range(10, 50))
+
+
 def test_a_scan_of_new_blocks_evicts_the_older_scan_first(policy: EvictionPolicy) -> None:
     insert(policy, span(0, 50))
     insert(policy, span(50, 50))
@@ -155,6 +173,7 @@ ILLEGAL_CALLS: dict[str, Callable[[EvictionPolicy], None]] = {
     "insert twice": lambda policy: insert(policy, batch(9, 10)),
     "insert a batch that names a slot twice": lambda policy: insert(policy, batch(11, 11)),
     "touch unknown": lambda policy: policy.touch(batch(3, 11)),
+    "make unknown young": lambda policy: policy.touch(batch(3, 11), as_use=False),
     "remove unknown": lambda policy: policy.remove(batch(11)),
 }
 
@@ -236,11 +255,11 @@ class AgainstReference(RuleBasedStateMachine):
         self.free = [slot for slot in self.free if slot not in self.tag_of]
 
     @precondition(lambda self: self.tag_of)
-    @rule(data=st.data())
-    def touch(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), as_use=st.booleans())
+    def touch(self, data: st.DataObject, as_use: bool) -> None:
         slots = self.pick(data, list(self.tag_of), unique=False)
-        self.policy.touch(batch(*slots))
-        self.reference.touch(slots)
+        self.policy.touch(batch(*slots), as_use=as_use)
+        self.reference.touch(slots, as_use=as_use)
 
     @precondition(lambda self: self.tag_of)
     @rule(data=st.data())

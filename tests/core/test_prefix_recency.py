@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import prefix
 from kvd.core.events import LeaseMode
@@ -11,12 +14,21 @@ from kvd.core.keys import RequestId, SessionId
 from tests.core.bench import Bench, context, engine_blocks, keys, small
 
 
-def store_for(bench: Bench, request: str, numbers: list[int]) -> None:
-    run = ev.Run(0, keys(*numbers), engine_blocks(numbers))
+def admit_for(bench: Bench, request: str, numbers: Sequence[int]) -> list[act.Action]:
+    """Offer blocks that stand in the prompt where their numbers say; their copy begins."""
+    run = ev.Run(0, keys(*numbers), engine_blocks(numbers), first_block=numbers[0])
     event = ev.StoreRequested(
         bench._token(), SessionId(1), bench._job(0), context("", request), (run,)
     )
-    bench.finish(bench.feed(event))
+    return bench.feed(event)
+
+
+def store_for(bench: Bench, request: str, numbers: Sequence[int]) -> None:
+    bench.finish(admit_for(bench, request, numbers))
+
+
+def end(bench: Bench, request: str) -> None:
+    bench.feed(ev.RequestsEnded(SessionId(1), (RequestId(request),)))
 
 
 def test_tail_stored_behind_a_found_head_leaves_before_the_head() -> None:
@@ -27,7 +39,7 @@ def test_tail_stored_behind_a_found_head_leaves_before_the_head() -> None:
     store_for(bench, "b", list(range(8, 16)))
     assert answer.lease is not None
     bench.release(answer.lease)
-    bench.feed(ev.RequestsEnded(SessionId(1), (RequestId("b"),)))
+    end(bench, "b")
     bench.stored(range(100, 108))
     assert bench.statuses(range(16)) == "H" * 8 + "M" * 8
 
@@ -45,14 +57,81 @@ def test_store_that_ends_after_its_request_still_renews_the_head() -> None:
     bench = small(extents=1)
     bench.open()
     store_for(bench, "a", list(range(8)))
-    run = ev.Run(0, keys(*range(8, 16)), engine_blocks(range(8, 16)))
-    started = bench.feed(
-        ev.StoreRequested(bench._token(), SessionId(1), bench._job(0), context("", "a"), (run,))
-    )
-    bench.feed(ev.RequestsEnded(SessionId(1), (RequestId("a"),)))
+    started = admit_for(bench, "a", range(8, 16))
+    end(bench, "a")
     bench.finish(started)
     bench.stored(range(100, 108))
     assert bench.statuses(range(16)) == "H" * 8 + "M" * 8
+
+
+def test_late_copy_makes_nothing_young() -> None:
+    bench = small(extents=1)
+    bench.open()
+    late = admit_for(bench, "old", range(8))
+    end(bench, "old")
+    store_for(bench, "new", range(8, 16))
+    bench.finish(late)
+    bench.stored(range(100, 104))
+    assert bench.statuses(range(16)) == "H" * 4 + "M" * 4 + "H" * 8
+
+
+def test_end_of_a_request_is_the_last_use_of_its_blocks() -> None:
+    bench = small(extents=1)
+    bench.open()
+    store_for(bench, "long", range(8))
+    store_for(bench, "short", range(8, 16))
+    end(bench, "short")
+    end(bench, "long")
+    bench.stored(range(100, 104))
+    assert bench.statuses(range(16)) == "H" * 12 + "M" * 4
+
+
+def test_blocks_offered_out_of_order_leave_in_the_order_of_the_prompt() -> None:
+    bench = small(extents=1)
+    bench.open()
+    for first in (0, 8, 4, 12):
+        store_for(bench, "a", range(first, first + 4))
+    for first in range(8, 0, -4):
+        bench.stored(range(100 * first, 100 * first + 4))
+        assert bench.statuses(range(16)) == "H" * (4 + first) + "M" * (12 - first)
+
+
+def test_failed_store_that_is_tried_again_keeps_the_prompts_order() -> None:
+    bench = small(extents=1)
+    bench.open()
+    bench.finish(admit_for(bench, "a", range(8)), ev.TransferOutcome.FAILED)
+    store_for(bench, "a", range(8))
+    store_for(bench, "a", range(8, 16))
+    bench.stored(range(100, 108))
+    assert bench.statuses(range(16)) == "H" * 8 + "M" * 8
+
+
+def test_touch_of_a_block_that_is_being_stored_makes_it_young() -> None:
+    bench = small(extents=1)
+    bench.open()
+    started = admit_for(bench, "a", range(8))
+    store_for(bench, "b", range(8, 16))
+    bench.feed(ev.Touched(SessionId(1), context(), 0, keys(*range(8))))
+    bench.finish(started)
+    bench.stored(range(100, 108))
+    assert bench.statuses(range(16)) == "H" * 8 + "M" * 8
+
+
+@pytest.mark.parametrize("policy", ["arc", "s3fifo"])
+def test_storing_in_pieces_is_no_second_use(policy: str) -> None:
+    """What two requests used stays; what one stored bit by bit goes, though it is younger."""
+    bench = small(extents=1, policy=policy, lease_share=1.0)
+    bench.open()
+    store_for(bench, "a", range(8))
+    for reader in ("b", "c"):
+        answer = bench.lookup(range(8), lease=LeaseMode.PREFIX, request=reader)
+        assert answer.lease is not None
+        bench.release(answer.lease)
+    for first in range(8, 16, 2):
+        store_for(bench, "d", range(first, first + 2))
+    end(bench, "d")
+    bench.stored(range(100, 107))
+    assert bench.statuses(range(8)) == "H" * 8
 
 
 def test_slot_that_went_to_another_scope_is_not_renewed_with_the_old_prefix() -> None:
@@ -81,6 +160,6 @@ def test_request_that_never_ends_is_remembered_up_to_a_bound(
     for first in range(0, 64, 4):
         store_for(bench, "a", list(range(first, first + 4)))
     (remembered,) = bench.machine.state.sessions[SessionId(1)].prefixes.values()
-    assert [len(slots) for slots in remembered.slots.values()] == [8]
+    assert [len(used.slots) for used in remembered.used.values()] == [8]
     assert bench.statuses(range(8)) == "H" * 8
     assert bench.statuses(range(60, 64)) == "HHHH"

@@ -66,8 +66,14 @@ class ArcPolicy:
         self._frequent.append(slots[was_ghost])
         self._trim_ghosts()
 
-    def touch(self, slots: Slots) -> None:
-        self._frequent.receive(slots[::-1], self._recent)
+    def touch(self, slots: Slots, *, as_use: bool = True) -> None:
+        slots = slots[::-1]
+        if as_use:
+            self._frequent.receive(slots, self._recent)
+            return
+        in_recent = self._recent.holds(slots)
+        self._recent.renew(slots[in_recent])
+        self._frequent.renew(slots[~in_recent])
 
     def remove(self, slots: Slots) -> None:
         in_recent = self._recent.holds(slots)

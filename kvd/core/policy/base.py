@@ -23,10 +23,13 @@ class EvictionPolicy(Protocol):
     """
 
     def insert(self, slots: Slots, tags: U64) -> None:
-        """These blocks became resident; none of the slots is known."""
+        """These blocks are coming in, readable soon; none of the slots is known."""
 
-    def touch(self, slots: Slots) -> None:
-        """These resident blocks were used. Unknown slots are a broken invariant."""
+    def touch(self, slots: Slots, *, as_use: bool = True) -> None:
+        """These resident blocks were used. Unknown slots are a broken invariant.
+
+        Where it is no use (a prefix is kept together, say) they become young, and no more.
+        """
 
     def remove(self, slots: Slots) -> None:
         """These blocks left without the policy's doing: forget them, ghosts too."""

@@ -30,7 +30,8 @@ class LruPolicy:
         assert tags.size == slots.size
         self._queue.append(slots[::-1])
 
-    def touch(self, slots: Slots) -> None:
+    def touch(self, slots: Slots, *, as_use: bool = True) -> None:
+        del as_use  # to be young is all that a use does here
         self._queue.renew(slots[::-1])
 
     def remove(self, slots: Slots) -> None:

@@ -59,10 +59,15 @@ class S3FifoPolicy:
         self._small.append(slots[~was_ghost])
         self._main.append(slots[was_ghost])
 
-    def touch(self, slots: Slots) -> None:
-        assert (self._small.holds(slots) | self._main.holds(slots)).all()
-        # a slot named twice in a batch counts once: it is one use
-        self._uses[slots] = np.minimum(self._uses[slots] + 1, MOST_USES)
+    def touch(self, slots: Slots, *, as_use: bool = True) -> None:
+        in_small = self._small.holds(slots)
+        assert (in_small | self._main.holds(slots)).all()
+        if as_use:
+            # a slot named twice in a batch counts once: it is one use
+            self._uses[slots] = np.minimum(self._uses[slots] + 1, MOST_USES)
+            return
+        self._small.renew(slots[in_small][::-1])
+        self._main.renew(slots[~in_small][::-1])
 
     def remove(self, slots: Slots) -> None:
         in_small = self._small.holds(slots)
