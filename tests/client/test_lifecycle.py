@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.client.engine_rig import TOKENS, Rig, blocks
+from tests.client.engine_rig import FULL, TOKENS, WIDE, Rig, blocks
 
 
 def storing_rig() -> tuple[Rig, int]:
@@ -59,6 +59,32 @@ def test_reallocated_blocks_wait_for_the_stores_that_read_them() -> None:
     rig.ask("s")
     rig.allocate("s", [[9, 2]])
     assert rig.step(("s", [[9, 2]], TOKENS)).flush == (job,)
+
+
+def test_every_store_that_reads_a_reallocated_block_is_flushed() -> None:
+    rig = Rig(FULL, WIDE)
+    rig.arrive("r", 8 * TOKENS)
+    tables = [blocks(0, 8), blocks(20, 8)]
+    first = rig.step(("r", tables, 4 * TOKENS)).stores
+    second = rig.step(("r", tables, 8 * TOKENS)).stores
+    rig.scheduler.request_finished("r", tables)
+    rig.arrive("s", 4 * TOKENS, prefix="q")
+    # One group's new block belongs to the first job, the other's to the second.
+    rig.allocate("s", [[1], [26]])
+    assert sorted(rig.step().flush) == sorted(first + second)
+
+
+def test_an_allocation_that_loads_nothing_is_fenced_and_loads_nothing() -> None:
+    rig, job = storing_rig()
+    rig.holds("q", 2 * TOKENS)
+    rig.arrive("s", 4 * TOKENS, prefix="q")
+    assert rig.ask("s") == 2 * TOKENS
+    rig.scheduler.request_finished("r", [blocks(0, 4)])
+    # The engine takes the tokens from elsewhere.
+    rig.allocate("s", [[2, 8, 9]], 0)
+    plan = rig.step()
+    assert (plan.flush, plan.loads) == ((job,), ())
+    assert rig.daemon.last_step.released_leases == [101]
 
 
 def test_blocks_that_grow_into_a_running_request_are_fenced() -> None:
@@ -139,6 +165,43 @@ def test_the_engine_keeps_stepping_until_the_last_job_is_reported() -> None:
     assert rig.daemon.last_step.completed_stores == [job]
 
 
+def test_a_requests_end_is_told_once_in_the_step_of_its_last_stores() -> None:
+    rig = Rig()
+    rig.arrive("r", 3 * TOKENS)
+    rig.daemon.rooms[0] = 0
+    rig.step(("r", [blocks(0, 3)], 3 * TOKENS))
+    assert rig.daemon.last_step.finished == []
+    rig.daemon.rooms[0] = 10
+    rig.scheduler.request_finished("r", [blocks(0, 3)])
+    [job] = rig.step().computed_stores
+    assert (rig.daemon.last_step.finished, len(rig.daemon.last_step.stores)) == (["r"], 1)
+    rig.report(job)
+    rig.step()
+    assert rig.daemon.last_step.finished == []
+
+
+def test_an_idle_engine_takes_empty_steps_until_a_stores_end_is_acknowledged() -> None:
+    rig, job = storing_rig()
+    rig.scheduler.request_finished("r", [blocks(0, 4)])
+    for _ in range(5):
+        assert rig.scheduler.has_pending_work()
+        plan = rig.step()
+        assert (plan.flush, plan.stores) == ((), ())  # nobody is held up for it
+    rig.report(job)
+    rig.step()
+    assert not rig.scheduler.has_pending_work()
+
+
+def test_taking_events_only_drains() -> None:
+    rig, job = storing_rig()
+    rig.report(job)
+    sent, asked = len(rig.daemon.steps), len(rig.daemon.lookups)
+    assert len(rig.scheduler.take_events()) == 1
+    assert rig.scheduler.take_events() == []
+    assert (len(rig.daemon.steps), len(rig.daemon.lookups)) == (sent, asked)
+    assert rig.daemon.blocking_calls == 0
+
+
 def test_an_absent_daemon_leaves_no_pending_work() -> None:
     rig = Rig()
     rig.daemon.is_there = False
@@ -182,6 +245,27 @@ def test_reset_flushes_what_is_in_flight_and_ignores_its_end() -> None:
     assert rig.step().flush == (job,)
     assert rig.report(job).stored == ()
     assert rig.scheduler.take_events() == []
+
+
+def test_after_a_reset_the_engine_steps_until_the_flushed_jobs_are_reported() -> None:
+    rig, job = storing_rig()
+    rig.scheduler.request_finished("r", [blocks(0, 4)])
+    rig.scheduler.reset_cache()
+    rig.step()
+    assert rig.scheduler.has_pending_work()
+    rig.report(job)
+    rig.step()
+    assert not rig.scheduler.has_pending_work()
+
+
+def test_after_a_reset_a_new_request_stores_the_same_blocks_anew() -> None:
+    rig, _ = storing_rig()
+    rig.scheduler.request_finished("r", [blocks(0, 4)])
+    rig.scheduler.reset_cache()
+    rig.arrive("s", 3 * TOKENS)
+    rig.allocate("s", [blocks(50, 3)])
+    rig.step(("s", [blocks(50, 3)], 3 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("p", 3 * TOKENS)[0]
 
 
 def test_after_a_reset_a_live_request_stores_nothing_until_computed_anew() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvd_client import NULL_BLOCK, ScheduledRequest, SchedulerOptions, StepOutcome, StoreMode
 from tests.client.engine_rig import FULL, SLIDING, TOKENS, WIDE, Rig, blocks
 from tests.client.fake_daemon import ADMITTED
@@ -224,6 +226,65 @@ def test_lazy_does_not_store_what_was_overwritten() -> None:
     assert rig.stored_hashes() == rig.keys("a", 2 * TOKENS)[0][:1]
 
 
+def test_lazy_stores_a_near_block_once_and_goes_on_to_the_next() -> None:
+    rig = Rig(options=LAZY)
+    rig.arrive("r", 100 * TOKENS)
+    rig.step(("r", [blocks(0, 100)], 100 * TOKENS))
+    rig.scheduler.request_finished("r", [blocks(0, 100)])
+    keys = rig.keys("p", 100 * TOKENS)[0]
+    near = [(0, block) for block in range(100)]
+    rig.step(near_eviction=near)
+    assert rig.stored_hashes() == keys[:64]
+    rig.daemon.holds(keys[:64])
+    rig.step(near_eviction=near)
+    assert rig.stored_hashes() == keys[64:]
+    assert rig.daemon.last_step.touches == []
+
+
+def test_lazy_stores_a_block_again_that_was_used_and_is_near_once_more() -> None:
+    rig = Rig(options=LAZY)
+    rig.arrive("r", 2 * TOKENS)
+    rig.step(("r", [blocks(0, 2)], 2 * TOKENS))
+    rig.report(*rig.step(near_eviction=[(0, 0)]).computed_stores)
+    rig.step(near_eviction=[(0, 0)])
+    assert rig.stored_hashes() == []
+    rig.step()
+    rig.step(near_eviction=[(0, 0)])  # and the daemon has it no more
+    assert rig.stored_hashes() == rig.keys("p", 2 * TOKENS)[0][:1]
+
+
+def test_lazy_keeps_a_block_without_room_for_later() -> None:
+    rig = Rig(options=LAZY)
+    rig.arrive("r", 2 * TOKENS)
+    rig.step(("r", [blocks(0, 2)], 2 * TOKENS))
+    rig.daemon.rooms[0] = 0
+    rig.step(near_eviction=[(0, 0)])
+    assert rig.stored_hashes() == []
+    rig.daemon.rooms[0] = 10
+    rig.step(near_eviction=[(0, 0)])
+    assert rig.stored_hashes() == rig.keys("p", 2 * TOKENS)[0][:1]
+
+
+def test_lazy_keeps_no_engine_stepping_for_blocks_that_lie_on_the_device() -> None:
+    rig = Rig(options=LAZY)
+    rig.arrive("r", 2 * TOKENS)
+    rig.step(("r", [blocks(0, 2)], 2 * TOKENS))
+    rig.scheduler.request_finished("r", [blocks(0, 2)])
+    rig.step()
+    assert not rig.scheduler.has_pending_work()
+
+
+def test_lazy_flushes_what_it_stores_of_a_block_that_is_given_away_next() -> None:
+    rig = Rig(options=LAZY)
+    rig.arrive("r", 2 * TOKENS)
+    rig.step(("r", [blocks(0, 2)], 2 * TOKENS))
+    rig.scheduler.request_finished("r", [blocks(0, 2)])
+    [job] = rig.step(near_eviction=[(0, 0)]).computed_stores
+    rig.arrive("s", 2 * TOKENS, prefix="b")
+    rig.allocate("s", [[0]])
+    assert rig.step().flush == (job,)
+
+
 def test_lazy_forgets_a_wide_block_when_one_of_its_parts_is_overwritten() -> None:
     rig = Rig(WIDE, options=LAZY)
     rig.arrive("r", 4 * TOKENS, prefix="a")
@@ -240,6 +301,72 @@ def test_a_request_level_request_stores_at_once_in_lazy_mode() -> None:
     rig.arrive("r", 2 * TOKENS, kv_transfer_params=REMOTE)
     rig.step(("r", [blocks(0, 2)], 2 * TOKENS))
     assert len(rig.stored_hashes()) == 2
+
+
+def test_eager_stores_in_the_step_that_computes_a_block_and_not_before() -> None:
+    rig = Rig()
+    rig.arrive("r", 3 * TOKENS)
+    table = [blocks(0, 3)]
+    rig.allocate("r", table)
+    assert rig.step().stores == ()
+    plan = rig.step(("r", table, 2 * TOKENS - 1))
+    assert (len(plan.stores), rig.stored_hashes()) == (1, rig.keys("p", TOKENS)[0])
+    assert plan.computed_stores == ()
+
+
+def test_a_device_block_is_offered_again_once_its_copy_has_ended() -> None:
+    rig = Rig()
+    for name, prefix in (("r", "a"), ("s", "b")):
+        rig.arrive(name, 2 * TOKENS, prefix=prefix)
+    [job] = rig.step(("r", [blocks(0, 2)], 2 * TOKENS)).stores
+    rig.report(job)
+    rig.step(("s", [blocks(0, 2)], 2 * TOKENS))
+    assert rig.stored_hashes() == rig.keys("b", 2 * TOKENS)[0]
+
+
+def test_what_is_ready_is_offered_once() -> None:
+    rig = Rig()
+    rig.holds("p", 2 * TOKENS)
+    rig.arrive("r", 2 * TOKENS)
+    rig.step(("r", [blocks(0, 3)], 2 * TOKENS))
+    assert len(rig.daemon.last_step.touches) == 1
+    rig.step(("r", [blocks(0, 3)], 2 * TOKENS + 5))
+    assert rig.daemon.last_step.touches == []
+
+
+def test_a_jobs_end_names_its_own_keys_and_no_others() -> None:
+    rig = Rig()
+    rig.arrive("r", 4 * TOKENS)
+    table = [blocks(0, 4)]
+    [first] = rig.step(("r", table, 2 * TOKENS)).stores
+    [second] = rig.step(("r", table, 4 * TOKENS)).stores
+    keys = rig.keys("p", 4 * TOKENS)[0]
+    [stored] = rig.report(second).stored
+    assert list(stored.block_hashes) == keys[2:]
+    [stored] = rig.report(first).stored
+    assert list(stored.block_hashes) == keys[:2]
+
+
+def test_a_step_holds_no_more_jobs_than_the_protocol_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd_client.scheduler.stores.MAX_PARTS", 3)
+    monkeypatch.setattr("kvd_client.scheduler.scheduler.MAX_PARTS", 2)
+    rig = Rig()
+    names = "abcde"
+    for name in names:
+        rig.arrive(name, TOKENS, prefix=name)
+    everyone = [(name, [[number]], TOKENS) for number, name in enumerate(names)]
+    rig.step(*everyone)
+    assert len(rig.daemon.last_step.stores) == 3
+    rig.step(*everyone)
+    assert rig.stored_hashes() == [rig.keys(name, TOKENS)[0][0] for name in "de"]
+    for number, name in enumerate("vwxyz"):
+        rig.holds(name, TOKENS)
+        rig.arrive(name, 2 * TOKENS, prefix=name)
+        assert rig.ask(name) == TOKENS
+        rig.allocate(name, [[10 + number, 20 + number]], TOKENS)
+    assert [len(rig.step().loads) for _ in range(4)] == [2, 2, 1, 0]
 
 
 def test_groups_are_stored_in_one_job() -> None:

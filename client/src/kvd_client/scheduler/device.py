@@ -17,6 +17,7 @@ class DeviceBlocks:
     def __init__(self, groups: Sequence[Group]) -> None:
         self._widths = [group.blocks_per_block for group in groups]
         self._offers: dict[tuple[int, int], Offer] = {}
+        self._near: dict[int, Offer] = {}  # listed by the last step, by id
 
     def note(self, offers: Iterable[Offer]) -> None:
         """These blocks are computed. They are the device's until `overwritten` says otherwise."""
@@ -39,18 +40,30 @@ class DeviceBlocks:
                     self._offers.pop((group, sibling), None)
 
     def near_eviction(self, blocks: Iterable[tuple[int, int]]) -> list[Offer]:
-        """What to store now, of the (group, engine block) that the device will evict soon."""
+        """What to store now, of the (group, engine block) that the device will evict soon.
+
+        A block that was dealt with comes again only after it has not been listed for a step:
+        then it was in use once more, and the daemon may have let go of it meanwhile.
+        """
         chosen: dict[int, Offer] = {}
+        listed: dict[int, Offer] = {}
         for place in blocks:
             offer = self._offers.get(place)
-            if offer is not None:
+            if offer is None:
+                continue
+            listed[id(offer)] = offer
+            if id(offer) not in self._near:
+                offer.is_dealt_with = False
+            if not offer.is_dealt_with:
                 chosen[id(offer)] = offer
                 if len(chosen) >= MAX_OFFERS_PER_STEP:
                     break
+        self._near = listed
         return list(chosen.values())
 
     def clear(self) -> None:
         self._offers.clear()
+        self._near.clear()
 
 
 def _single(

@@ -28,9 +28,11 @@ class Offer:
     present: Sequence[bool] = field(default_factory=list)
     advances: bool = True  # next_store follows what becomes of it
     passed_over: int = 0  # blocks behind it that are not offered, now or later
+    is_dealt_with: bool = False
 
     def dealt_with(self, blocks: int) -> None:
         """So many of its blocks need no other offer."""
+        self.is_dealt_with = blocks == len(self.block_hashes)
         if not self.advances:
             return
         if blocks == len(self.block_hashes):
