@@ -5,8 +5,8 @@ thread finds the daemon, holds the session, and finds it again after 50 to 200 m
 lost. Serialising happens on gRPC's own writer thread.
 
 A daemon that is absent, hung or slow looks the same to the engine: no session, so no hits and
-no stores. A daemon that left a lookup unanswered for `silent_after_s` is left alone for SILENCE_S
-and then tried once more.
+no stores. A daemon that said nothing for `silent_after_s` while a lookup waited is left alone for
+SILENCE_S and then tried once more.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import grpc
 from kvd_client.companion import CompanionRefused, CompanionSocket
 from kvd_client.draft import QueryDraft, StepDraft
 from kvd_client.identity import EngineIdentity, Namespace
+from kvd_client.lookup_calls import LookupCalls
 from kvd_client.session import Answer, Session
 from kvd_proto import layout
 from kvd_proto.v1 import common_pb2, companion_pb2, engine_pb2, engine_pb2_grpc
@@ -86,10 +87,8 @@ class SchedulerConnection:
         self._call: grpc.Call | None = None
         self._sequence = 0
         self._generation = 0
-        self._last_call_id = 0
-        self._unanswered: dict[int, float] = {}  # call id -> when it was sent
-        self._answers: dict[int, tuple[Answer, ...]] = {}
-        self._stray_leases: list[int] = []
+        self._lookups = LookupCalls()
+        self._heard_s = 0.0  # when the daemon last said something
         self._ended: list[tuple[int, bool]] = []
         self._silent_until = 0.0
         self._closing = threading.Event()
@@ -121,50 +120,48 @@ class SchedulerConnection:
         with self._changed:
             if self._outgoing is None:
                 return 0
-            self._last_call_id += 1
-            call_id = self._last_call_id
-            self._unanswered[call_id] = time.monotonic()
+            call_id, shared = self._lookups.start(queries, time.monotonic())
+        if shared is None:
+            return call_id
 
         def message() -> engine_pb2.SessionRequest:
-            call = engine_pb2.LookupCall(
-                call_id=call_id, queries=[query.to_proto() for query in queries]
-            )
-            return engine_pb2.SessionRequest(lookup=call)
+            with self._changed:
+                self._lookups.close_open()
+            return engine_pb2.SessionRequest(lookup=shared.to_proto())
 
         return call_id if self._put(message) else 0
 
     def gather(self, call_ids: Sequence[int], deadline_s: float) -> None:
         with self._changed:
-            if not self._waits_for(call_ids):
+            lookups = self._lookups
+            if not lookups.waits_for(call_ids):
                 return
             self.blocking_calls += 1
             began = time.monotonic()
-            answered = self._changed.wait_for(lambda: not self._waits_for(call_ids), deadline_s)
+            answered = self._changed.wait_for(lambda: not lookups.waits_for(call_ids), deadline_s)
             now = time.monotonic()
             self.waited_s += now - began
             if answered:
                 return
-            if any(now - self._unanswered.get(c, now) > self._silent_after_s for c in call_ids):
+            # Busy is not silent: whoever answers others will come to us.
+            if now - max(lookups.oldest_s(call_ids), self._heard_s) > self._silent_after_s:
                 self._silent_until = now + SILENCE_S
 
     def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
         with self._changed:
-            if call_id in self._unanswered:
-                return None
-            return self._answers.pop(call_id, ())
+            return self._lookups.take_answers(call_id)
 
     def give_up(self, call_id: int) -> None:
         with self._changed:
-            self._unanswered.pop(call_id, None)
-            for answer in self._answers.pop(call_id, ()):
-                self._stray_leases += [answer.lease_id] if answer.lease_id else []
+            self._lookups.give_up(call_id)
 
     def send_step(self, step: StepDraft) -> bool:
         with self._changed:
             if self._outgoing is None:
                 return False
-            step.released_leases += self._stray_leases
-            self._stray_leases = []
+            step.released_leases += self._lookups.stray_leases
+            self._lookups.stray_leases = []
+            self._lookups.close_open()
             self._sequence += 1
             sequence = self._sequence
         return self._put(lambda: engine_pb2.SessionRequest(step=step.to_proto(sequence)))
@@ -188,6 +185,7 @@ class SchedulerConnection:
             if session is None or outgoing is None:
                 return
             session.enter_epoch(epoch, ())
+            self._lookups.close_open()
             self._sequence += 1
             reset = engine_pb2.ResetCache(sequence=self._sequence, epoch=epoch)
         self._put(lambda: engine_pb2.SessionRequest(reset_cache=reset))
@@ -258,6 +256,7 @@ class SchedulerConnection:
             world_size=self.world_size,
             capabilities=CAPABILITIES,
             epoch=self._epoch,
+            own_epoch=bool(self._epoch),
             protocol_minor=PROTOCOL_MINOR,
         )
 
@@ -273,9 +272,11 @@ class SchedulerConnection:
             return
         with self._changed:
             self._silent_until = 0.0
+            self._heard_s = time.monotonic()
             session = self._session
             if kind == "lookup":
-                self._take_reply(response.lookup)
+                self.refusals.update([response.lookup.reason] if response.lookup.reason else [])
+                self._lookups.take_reply(response.lookup)
             elif kind == "ranks_ready" and session is not None:
                 session.ranks_ready = True
                 self.problem = ""
@@ -318,26 +319,12 @@ class SchedulerConnection:
                 outgoing.put(lambda: engine_pb2.SessionRequest(reset_cache=reset))
             self._changed.notify_all()
 
-    def _take_reply(self, reply: engine_pb2.LookupReply) -> None:
-        if reply.reason:
-            self.refusals[reply.reason] += 1
-        answers = tuple(Answer(answer.statuses, answer.lease_id) for answer in reply.answers)
-        if self._unanswered.pop(reply.call_id, None) is not None:
-            self._answers[reply.call_id] = answers
-        else:
-            self._stray_leases += [answer.lease_id for answer in answers if answer.lease_id]
-
     def _lose_session(self) -> None:
         with self._changed:
             self._session = self._outgoing = None
-            self._unanswered.clear()
-            self._answers.clear()
+            self._lookups.clear()
             self._ended.clear()
-            self._stray_leases.clear()
             self._changed.notify_all()
-
-    def _waits_for(self, call_ids: Sequence[int]) -> bool:
-        return any(call_id in self._unanswered for call_id in call_ids)
 
     def _put(self, message: Message) -> bool:
         outgoing = self._outgoing

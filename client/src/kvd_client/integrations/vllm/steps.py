@@ -17,7 +17,7 @@ REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to rep
 RENEWED_EACH = 0.25  # of a lease's time
 MAX_FINISHED = 4096  # requests that ended while no session was usable; of older ones nobody hears
 NEVER_SENT = -1  # in place of a session's generation
-EMPTY = StepDraft()
+MAX_WAITING_ENDS = 256
 
 
 @dataclass(slots=True)
@@ -68,11 +68,8 @@ class StepDesk:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether something waits for the next step to be sent."""
-        draft = self.draft
-        return bool(
-            self._hand_offs or draft.finished or draft.completed_loads or draft.completed_stores
-        )
+        """Whether a step must be taken for what waits to be sent."""
+        return bool(self._hand_offs)
 
     def hand_off(self, tracked: TrackedRequest) -> None:
         """The request has ended here and goes on elsewhere: hold what it stored."""
@@ -81,7 +78,8 @@ class StepDesk:
     def send(self, jobs: StepJobs, released_leases: list[int], session: SessionView | None) -> bool:
         """Send the step. False: no session, none of its jobs will ever run.
 
-        A step that says nothing is sent only now and then, to renew the leases.
+        A step that gives no orders is sent only now and then, to renew the leases and to say
+        what has ended: that can wait, and a message costs more than all that it says.
         """
         self.draft.released_leases += released_leases
         was_sent = session is not None and self._send(jobs, session)
@@ -99,7 +97,8 @@ class StepDesk:
         step.loads, step.stores = jobs.loads, jobs.stores
         self._hand_offs.put_into(step)
         now = self._clock()
-        if step == EMPTY and now - self.sent_s < session.lease_ttl_s * RENEWED_EACH:
+        if _can_wait(step) and now - self.sent_s < session.lease_ttl_s * RENEWED_EACH:
+            self.draft = step
             return True
         was_sent = self._connection.send_step(step)
         if was_sent:
@@ -177,3 +176,12 @@ class StepDesk:
     def clear(self) -> None:
         """The cache was reset: nothing is handed off any more."""
         self._hand_offs.clear()
+
+
+def _can_wait(step: StepDraft) -> bool:
+    """Whether the step only says what has ended."""
+    orders = (step.loads, step.stores, step.touches, step.hand_offs)
+    if any(orders) or step.preempted or step.released_leases:
+        return False
+    ends = len(step.completed_loads) + len(step.completed_stores) + len(step.finished)
+    return ends < MAX_WAITING_ENDS
