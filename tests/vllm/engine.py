@@ -18,6 +18,7 @@ from tests.vllm.tiny_model import VOCABULARY
 
 PATIENCE_SECONDS = 120.0  # for whatever an engine was told to do
 BLOCK_TOKENS = 32
+BLOCK_BYTES = 4 * 2 * 2 * 64 * 4 * BLOCK_TOKENS  # layers, K and V, heads, width, float32
 HITS = "vllm:external_prefix_cache_hits"
 QUERIES = "vllm:external_prefix_cache_queries"
 PREEMPTIONS = "vllm:num_preemptions"
@@ -28,6 +29,7 @@ FORKS = multiprocessing.get_context("forkserver")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
+    "VLLM_CACHE_ROOT": str(Path(__file__).resolve().parents[2] / ".cache" / "vllm"),
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
 }

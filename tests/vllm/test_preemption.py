@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, PREEMPTIONS, prompt, tokens
+from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, PREEMPTIONS, prompt, tokens
 
-BLOCK_BYTES = 4 * 2 * 2 * 64 * 4 * BLOCK_TOKENS  # layers, K and V, heads, width, float32
 BLOCKS = 40  # of the device: not enough for all that the requests below come to
 OUTPUT = 120
 

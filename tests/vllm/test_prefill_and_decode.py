@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt
+from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, Engine, prompt
 from tests.vllm.node_daemon import NodeDaemon
 
 LENGTH = 6 * BLOCK_TOKENS + 8
@@ -14,7 +14,7 @@ FLOODS = 6  # together more than the pool
 
 def flood(engine: Engine, kvd: NodeDaemon) -> None:
     """Store more than the pool holds: whatever nothing holds is evicted."""
-    slots = kvd.status().pool.bytes // (128 << 10)
+    slots = kvd.status().pool.bytes // BLOCK_BYTES
     assert slots < FLOODS * FLOOD_TOKENS // BLOCK_TOKENS
     for number in range(FLOODS):
         engine.generate(prompt(f"flood {number}", FLOOD_TOKENS), max_tokens=1)

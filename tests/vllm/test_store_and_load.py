@@ -5,11 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, QUERIES, Engine, prompt, tokens
+from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, QUERIES, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
 
 LENGTH = 6 * BLOCK_TOKENS + 8
 WHOLE = 6 * BLOCK_TOKENS
+
+
+def loaded(kvd: NodeDaemon) -> int:
+    """Bytes that the daemon has copied into the one engine."""
+    ((rank,),) = [session.ranks for session in kvd.status().sessions]
+    return int(rank.bytes_loaded)
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +51,20 @@ def test_a_longer_prompt_loads_what_it_has_in_common(engine: Engine, plain: Plai
     assert [answer.cached for answer in answers] == [WHOLE, 2 * BLOCK_TOKENS]
 
 
-def test_requests_with_one_prefix_load_it_all_at_once(engine: Engine, plain: Plain) -> None:
+def test_requests_with_one_prefix_load_it_once_for_all(
+    engine: Engine, plain: Plain, kvd: NodeDaemon
+) -> None:
     common = prompt("common", LENGTH)
     engine.generate(common)
     engine.settle()
     assert engine.reset()
+    before = loaded(kvd)
     prompts = [prompt(f"branch {n}", 20, after=common) for n in range(4)]
     answers = engine.generate(*prompts)
     assert tokens(answers) == plain.tokens(*prompts)
     assert [answer.cached for answer in answers] == [WHOLE] * 4
+    engine.settle()
+    assert loaded(kvd) - before == WHOLE // BLOCK_TOKENS * BLOCK_BYTES
 
 
 def test_blocks_on_the_device_are_not_loaded_again(engine: Engine, plain: Plain) -> None:

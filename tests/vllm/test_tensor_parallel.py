@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, prompt, tokens
+from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
 
 LENGTH = 6 * BLOCK_TOKENS + 8
@@ -15,17 +15,21 @@ WHOLE = 6 * BLOCK_TOKENS
 CORES = sorted(os.sched_getaffinity(0))
 
 
-@pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two cores")
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two cores")
+
+
+@pytest.fixture(scope="module")
+def engine(start_with_kvd: StartEngine) -> Engine:
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[1]}"}
+    return start_with_kvd(tensor_parallel_size=2, environment=binding)
+
+
 def test_two_ranks_store_and_load_their_shards(
-    start_with_kvd: StartEngine, kvd: NodeDaemon, plain: Plain
+    engine: Engine, kvd: NodeDaemon, plain: Plain
 ) -> None:
-    prompts = [prompt(f"shards {n}", LENGTH) for n in range(4)]
-    engine = start_with_kvd(
-        tensor_parallel_size=2,
-        environment={"VLLM_CPU_OMP_THREADS_BIND": f"{CORES[0]}|{CORES[1]}"},
-    )
     (session,) = kvd.status().sessions
     assert session.world_size == len(session.ranks) == 2
+    prompts = [prompt(f"shards {n}", LENGTH) for n in range(4)]
     cold = engine.generate(*prompts)
     engine.settle()
     assert engine.reset()
@@ -36,4 +40,23 @@ def test_two_ranks_store_and_load_their_shards(
     stored, loaded = zip(*((r.bytes_stored, r.bytes_loaded) for r in session.ranks), strict=True)
     assert stored[0] == stored[1] > 0
     assert loaded[0] == loaded[1] > 0
-    engine.end()
+
+
+def test_both_ranks_are_warm_after_the_daemon_was_killed(
+    engine: Engine, kvd: NodeDaemon, plain: Plain
+) -> None:
+    known = [prompt(f"two ranks {n}", LENGTH) for n in range(4)]
+    engine.generate(*known)
+    engine.settle()
+    assert engine.reset()
+    requests = [engine.submit(each, max_tokens=40) for each in known]
+    engine.wait(lambda: any(engine.tokens_of(request) for request in requests))
+    kvd.kill()
+    assert tokens(engine.finish(*requests)) == plain.tokens(*known, max_tokens=40)
+    engine.settle()
+    kvd.start()
+    kvd.wait_for_another_session(set())
+    hit = engine.count(HITS)
+    assert engine.reset()
+    assert tokens(engine.generate(*known)) == plain.tokens(*known)
+    assert engine.count(HITS) - hit == 4 * WHOLE

@@ -1,0 +1,43 @@
+"""kvd as one of several connectors, found by its name alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.vllm.conftest import Plain, StartEngine
+from tests.vllm.engine import BLOCK_TOKENS, HITS, prompt, tokens
+from tests.vllm.node_daemon import NodeDaemon, with_kvd
+
+LENGTH = 6 * BLOCK_TOKENS + 8
+WHOLE = 6 * BLOCK_TOKENS
+
+
+def test_an_engine_loads_from_kvd_beside_another_connector(
+    start_engine: StartEngine, kvd: NodeDaemon, plain: Plain, tmp_path: Path
+) -> None:
+    ours = with_kvd(kvd.socket)["kv_transfer_config"]
+    del ours["kv_connector_module_path"]  # vLLM's plugins have told it who that is
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    both = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, other]},
+    }
+    engine = start_engine(kv_transfer_config=both)
+    kvd.wait_for_another_session(set())
+    prompts = [prompt(f"multi {n}", LENGTH) for n in range(3)]
+    cold = engine.generate(*prompts)
+    engine.settle()
+    assert engine.reset()
+    warm = engine.generate(*prompts)
+    assert tokens(cold) == tokens(warm) == plain.tokens(*prompts)
+    assert engine.count(HITS) == 3 * WHOLE
+    engine.settle()
+    (rank,) = kvd.status().sessions[0].ranks
+    assert rank.bytes_loaded == rank.bytes_stored > 0, "all of it came from kvd"
+    engine.end()
