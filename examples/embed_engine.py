@@ -77,7 +77,7 @@ def main(socket: str) -> None:
             computed = 0
         waiting = waiting and "request" not in outcome.finished_loads + outcome.failed_loads
         time.sleep(0.001)
-    scheduler.request_finished("request", table)
+    scheduler.request_finished("request", table, computed)
     # ---------------------------------------------------------------------------------------
 
     whole = all(kv[(10 + i) * BLOCK_BYTES] == i for i in range(5))

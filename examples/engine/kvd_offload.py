@@ -106,7 +106,8 @@ class KvdOffload:
         return OffloadOutcome(found.finished_loads, found.failed_loads)
 
     def finished(self, request: Request) -> None:
-        self._scheduler.request_finished(request.request_id, [request.blocks])
+        # The last token sampled has no KV: the count leaves it out.
+        self._scheduler.request_finished(request.request_id, [request.blocks], request.computed)
 
     @property
     def pending(self) -> bool:

@@ -73,7 +73,8 @@ class StepOutcome:
     """What the workers' reports mean for the engine.
 
     A request in `finished_loads` has its tokens; one in `failed_loads` must compute them, and
-    its later lookups miss. Both may have their blocks written or freed from now on.
+    its later lookups miss. Both may have their blocks written or freed from now on; an engine
+    that takes a failed request's blocks back lists it as preempted in the next step.
     """
 
     finished_loads: tuple[str, ...] = ()
