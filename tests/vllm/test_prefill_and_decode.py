@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, Engine, prompt
 from tests.vllm.node_daemon import NodeDaemon
@@ -21,6 +23,14 @@ def flood(engine: Engine, kvd: NodeDaemon) -> None:
         engine.settle()
 
 
+def wait_until_held(kvd: NodeDaemon, blocks: int) -> None:
+    """The hand-off leaves with the engine's last step: nobody waits for it but us."""
+    deadline = time.monotonic() + 20.0
+    while sum(tenant.bytes_leased for tenant in kvd.status().tenants) < blocks * BLOCK_BYTES:
+        assert time.monotonic() < deadline, kvd.status()
+        time.sleep(0.01)
+
+
 def test_the_decode_engine_loads_all_that_the_dead_prefill_engine_handed_off(
     start_with_kvd: StartEngine, kvd: NodeDaemon, plain: Plain
 ) -> None:
@@ -36,6 +46,7 @@ def test_the_decode_engine_loads_all_that_the_dead_prefill_engine_handed_off(
     ]
     prefill.finish(*first)
     prefill.settle()
+    wait_until_held(kvd, WHOLE // BLOCK_TOKENS)
     prefill.kill()
     flood(decode, kvd)
     hit = decode.count(HITS)

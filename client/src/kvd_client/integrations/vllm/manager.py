@@ -37,7 +37,7 @@ from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, by_group, track
 from kvd_client.integrations.vllm.stats import KvdStats
 from kvd_client.integrations.vllm.steps import StepDesk, StepJobs
-from kvd_client.integrations.vllm.stores import BlocksSpec, StepBudget, StorePlanner, nothing
+from kvd_client.integrations.vllm.stores import BlocksSpec, StorePlanner, nothing
 from kvd_client.scheduler.lookup import Knowledge, LookupDesk
 from kvd_client.scheduler.request import LookupState
 from kvd_client.session import Connection, SessionView
@@ -214,6 +214,12 @@ class KvdManager(OffloadingManager):
             return None
         return self._stores.plan(tracked, list(keys), req_context, session, self._is_admitted)
 
+    def expect_stores(self, keys: list[OffloadKey]) -> None:
+        """The step will offer these, request by request: probe for them together."""
+        session = self.enter_session()
+        if session is not None:
+            self._stores.probe(keys, self._account, session)
+
     def _is_admitted(self, tracked: TrackedRequest, group: int, block: int) -> bool:
         return self._desk is None or self._desk.admitted(tracked.request, group, block)
 
@@ -254,7 +260,7 @@ class KvdManager(OffloadingManager):
 
     def send_step(self, jobs: StepJobs) -> tuple[bool, list[int]]:
         """Send the step's message: whether its jobs will run, and which earlier ones are lost."""
-        self._stores.budget = StepBudget()
+        self._stores.next_step()
         if self._desk is None or self.steps is None:
             return False, []
         session = self.enter_session()

@@ -48,6 +48,7 @@ from kvd_client.scheduler import StepPlan
 from kvd_client.scheduler.lookup import Knowledge
 
 REQUEST_LEVEL_ATTEMPTS = 3
+MANY_REQUESTS = 8  # from here on one probe of many is cheaper than many of one
 
 
 class DueRequests(NamedTuple):
@@ -169,7 +170,18 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             for req_id, tokens in scheduler_output.num_scheduled_tokens.items()
             if self._may_store(req_id, tokens)
         }
+        if len(due) >= MANY_REQUESTS:
+            self.manager.expect_stores(self._next_keys(due))
         return super()._build_store_jobs(DueRequests(due, scheduler_output.finished_req_ids))
+
+    def _next_keys(self, req_ids: Iterable[str]) -> list[OffloadKey]:
+        """The block of each request and group that it will offer first."""
+        return [
+            state.offload_keys[state.next_stored_chunk_idx]
+            for place in range(len(self._kvd_groups))
+            for state in (self._req_status[req_id].group_states[place] for req_id in req_ids)
+            if state.next_stored_chunk_idx < len(state.offload_keys)
+        ]
 
     def _may_store(self, req_id: str, scheduled_tokens: int) -> bool:
         status = self._req_status.get(req_id)

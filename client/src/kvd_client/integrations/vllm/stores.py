@@ -71,6 +71,7 @@ class StorePlanner:
         self._index_of = index_of
         self._stats = stats
         self._storing: dict[OffloadKey, None] = {}
+        self._probed: dict[OffloadKey, bool] = {}  # for this step's offers
         self.budget = StepBudget()
 
     def plan(
@@ -82,6 +83,8 @@ class StorePlanner:
         admitted: Admitted,
     ) -> PrepareStoreOutput | None:
         """What of these to store. None: no room now, offer them again."""
+        if len(keys) == 1 and session.store_threshold <= 1 and not tracked.request.request_level:
+            return self._plan_one(tracked, keys, session)
         if tracked.policy is OffloadPolicy.REQUEST_LEVEL:
             self._note_offered(tracked, keys, req_context)
             wanted = keys
@@ -106,6 +109,37 @@ class StorePlanner:
         self._stats.note_allocation(len(wanted))
         self._storing.update(dict.fromkeys(wanted))
         return PrepareStoreOutput(wanted, BlocksSpec(wanted, parts), [])
+
+    def _plan_one(
+        self, tracked: TrackedRequest, keys: list[OffloadKey], session: SessionView
+    ) -> PrepareStoreOutput | None:
+        """`plan` for what decoding offers, over and over: a single block."""
+        key = keys[0]
+        group, block_hash = get_offload_group_idx(key), get_offload_block_hash(key)
+        there = self._probed.pop(key, None)
+        if there is None:
+            there = session.shows(self._index_of[group], tracked.request.account, block_hash)
+        if there or key in self._storing:
+            return nothing()
+        parts = [(group, [block_hash])]
+        if self._take_room(parts, 1, session) is None:
+            self._stats.no_room += 1
+            return None
+        self._stats.note_allocation(1)
+        self._storing[key] = None
+        return PrepareStoreOutput(keys, BlocksSpec(keys, parts), [])
+
+    def probe(self, keys: list[OffloadKey], account: str, session: SessionView) -> None:
+        """Look these up in one go; the step will offer them one by one."""
+        self._probed = {}
+        for group, hashes in by_group(keys):
+            places = range(len(self._probed), len(self._probed) + len(hashes))
+            flags = session.present(self._index_of[group], account, hashes).tolist()
+            self._probed.update(zip((keys[place] for place in places), flags, strict=True))
+
+    def next_step(self) -> None:
+        """What was probed and taken of the limits was this step's."""
+        self.budget, self._probed = StepBudget(), {}
 
     def ended(self, keys: Collection[OffloadKey]) -> None:
         """These are not on their way any more."""
