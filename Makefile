@@ -2,14 +2,15 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-vllm lint type sim bench bench-vllm proto gpu-check clean
+.PHONY: help venv demo test test-vllm lint type sim bench bench-lmcache bench-vllm proto \
+  gpu-check clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | \
-	  while IFS=$$'\t' read -r target text; do printf '  make %-10s %s\n' "$$target" "$$text"; done
+	  while IFS=$$'\t' read -r target text; do printf '  make %-13s %s\n' "$$target" "$$text"; done
 
 venv: ## Make .venv, or bring it up to date
 	@.ci/venv dev
@@ -49,6 +50,11 @@ bench: ## Benchmarks: tables, and JSON with machine and commit (ARGS=names)
 	@.ci/venv dev bench
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+bench-lmcache: ## Lookups, copies and capacity beside LMCache's server in the same run (1.4 GB)
+	@.ci/venv bench
+	@.ci/venv lmcache
+	@$(BIN)/python -m benchmarks.lmcache $(ARGS)
+
 bench-vllm: ## Benchmarks of the connector under vLLM, in the same form (ARGS=names)
 	@.ci/venv bench demo
 	@.ci/venv vllm
@@ -63,7 +69,7 @@ gpu-check: ## Tests on a machine with a GPU
 	@echo 'nothing to check on a GPU. This target will run tests/gpu once there is.'
 	@exit 1
 
-clean: ## Remove what builds and tests made (.venv and .venv-vllm stay)
+clean: ## Remove what builds and tests made (the environments stay)
 	rm -rf build dist client/dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 	  .import_linter_cache
 	find . -path './.venv*' -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
