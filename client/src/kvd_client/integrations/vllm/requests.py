@@ -67,9 +67,7 @@ class TrackedRequest:
 def track(context: ReqContext, groups: int, account: str) -> TrackedRequest:
     """Begin to track a request; its hashes come with its first lookup."""
     params = dict(context.kv_transfer_params or {})
-    hints: dict[str, Any] = {}
-    if context.kv_hints is not None:
-        hints = msgspec.to_builtins(context.kv_hints)
+    hints = hints_of(context)
     policy = policy_of(params)
     extras = [("kv_transfer_params", params), ("hints", hints)]
     try:
@@ -90,6 +88,17 @@ def track(context: ReqContext, groups: int, account: str) -> TrackedRequest:
     request.next_store = [0] * groups
     request.seen_blocks = [0] * groups
     return TrackedRequest(request, policy, offered=[{} for _ in range(groups)])
+
+
+def hints_of(context: ReqContext) -> dict[str, Any]:
+    """The request's hints as plain values; what can't be made plain means nothing to the daemon."""
+    if context.kv_hints is None:
+        return {}
+    try:
+        hints = msgspec.to_builtins(context.kv_hints)
+    except TypeError:
+        return {}
+    return hints if isinstance(hints, dict) else {}
 
 
 def policy_of(params: Mapping[str, Any]) -> OffloadPolicy:
