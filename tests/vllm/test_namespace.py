@@ -130,6 +130,7 @@ SETTINGS: list[tuple[Change, set[str]]] = [
     (setting("model_config.hf_config.num_attention_heads", 8), {"config"}),
     (setting("model_config.quantization", "fp8"), {"quantization"}),
     (setting("model_config.disable_sliding_window", True), {"config"}),
+    (setting("cache_config.kv_sharing_fast_prefill", True), {"config"}),
     (setting("model_config.dtype", torch.float16), {"config", "kv_dtype"}),
     (setting("cache_config.cache_dtype", "fp8_e4m3"), {"kv_dtype", "kv_scale_source"}),
     (setting("cache_config.kv_cache_dtype_skip_layers", ["0"]), {"kv_dtype"}),

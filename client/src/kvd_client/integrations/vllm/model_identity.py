@@ -20,6 +20,7 @@ MODEL_SETTINGS = (
     "architecture",
     "convert_type",
     "disable_sliding_window",
+    "model_class_overrides",
     "model_impl",
     "quantization_config",
     "runner_type",
@@ -31,6 +32,8 @@ MULTIMODAL_SETTINGS = (
     "video_pruning_method",
     "video_pruning_rate",
 )
+# Of the cache's configuration what decides which layers compute keys and values for a token.
+CACHE_SETTINGS = ("kv_sharing_fast_prefill", "swa_bounded_replay")
 # The drafter's keys and values are in the cache too, and its hashes may look a token ahead.
 SPECULATIVE_SETTINGS = ("disable_lookahead_block_hashes", "method", "quantization")
 # vLLM chooses other position factors by the longest request it admits.
@@ -39,7 +42,10 @@ ROPE_BY_LENGTH = frozenset({"dynamic", "longrope", "su"})
 
 def config_digest(vllm_config: Any) -> str:
     """Hex digest of the configuration after overrides; the same in every process."""
-    described = {"model": _describe_model(vllm_config.model_config)}
+    described = {
+        "model": _describe_model(vllm_config.model_config),
+        "cache": _pick(vllm_config.cache_config, CACHE_SETTINGS),
+    }
     speculative = vllm_config.speculative_config
     if speculative is not None:
         described["speculative"] = _pick(speculative, SPECULATIVE_SETTINGS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 SEPARATOR = ";"
+SHUFFLE_VARIABLE = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"  # another order within the same layout
 
 
 class RankLayout(NamedTuple):
@@ -29,8 +31,12 @@ def describe_rank(vllm_config: Any, kv_cache_config: Any) -> RankLayout:
     name = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
         vllm_config.cache_config, "kv_cache_layout", None
     )
-    backends = _backends(vllm_config, kv_cache_config)
-    return RankLayout(str(name or ""), ",".join(backends), _processor(vllm_config, kv_cache_config))
+    shuffled = os.environ.get(SHUFFLE_VARIABLE, "").lower() in ("1", "true")
+    return RankLayout(
+        layout=str(name or "") + ("+shuffled" if shuffled else ""),
+        backends=",".join(_backends(vllm_config, kv_cache_config)),
+        processor=_processor(vllm_config, kv_cache_config),
+    )
 
 
 def _backends(vllm_config: Any, kv_cache_config: Any) -> list[str]:

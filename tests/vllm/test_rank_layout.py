@@ -1,0 +1,62 @@
+"""A rank's account of its layout: what shapes the bytes of a block, as a worker finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvd_client.integrations.vllm.rank_layout import RankLayout, describe_rank
+from tests.vllm.configurations import LAYERS, Configuration, cache_of, configure, full_attention
+
+pytestmark = pytest.mark.usefixtures("model")  # its maker, a process, outlives this module
+
+
+@pytest.fixture(scope="module")
+def base(model: Path) -> Configuration:
+    return configure(model)
+
+
+def layer(backend: str) -> SimpleNamespace:
+    named = SimpleNamespace(get_name=lambda: backend)
+    return SimpleNamespace(get_attn_backend=lambda: named)
+
+
+def test_text_and_parts_are_each_others_inverse() -> None:
+    parts = RankLayout("LBHNC", "CPU_ATTN,MAMBA", "avx512/vec")
+    assert RankLayout.parse(str(parts)) == parts
+    assert RankLayout.parse("free text") == RankLayout("free text", "", "")
+
+
+def test_backends_are_those_of_the_cached_layers(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = {f"0.{name}": layer("CPU_ATTN") for name in LAYERS}
+    layers[f"1.{LAYERS[0]}"] = layer("OTHER")
+    layers["not cached"] = layer("UNSEEN")
+    context = base.vllm.compilation_config
+    monkeypatch.setattr(context, "static_forward_context", layers)
+    described = describe_rank(base.vllm, cache_of(full_attention(), full_attention()))
+    assert described.backends == "CPU_ATTN,OTHER"
+
+
+def test_the_processor_is_named_with_the_form_it_gives_to_blocks(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert describe_rank(base.vllm, base.cache).processor == "avx512/vec"  # float32
+    monkeypatch.setattr(base.vllm.model_config, "dtype", torch.bfloat16)
+    assert describe_rank(base.vllm, base.cache).processor == "avx512/amx"
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
+    assert describe_rank(base.vllm, base.cache).processor == "avx2/vec"
+
+
+def test_the_layouts_name_is_vllms(base: Configuration, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base.vllm.cache_config, "kv_cache_layout", "LBHNC")
+    assert describe_rank(base.vllm, base.cache).layout == "LBHNC"
+    monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
+    assert describe_rank(base.vllm, base.cache).layout == "LBHNC+shuffled"
