@@ -1,0 +1,61 @@
+"""examples/vllm-two-engines as a user runs it, with the tiny model: all of it, and its Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import leaks
+from tests.vllm.conftest import DAEMON_PYTHON, ROOT
+
+EXAMPLE = ROOT / "examples" / "vllm-two-engines" / "two_engines.py"
+PATIENCE_SECONDS = 900.0  # three starts of vLLM's server
+
+pytestmark = pytest.mark.slow
+
+
+def start(output: Path, *more: str) -> subprocess.Popen[str]:
+    """The example, by kvd's own Python; its engines run by this one."""
+    return subprocess.Popen(
+        [DAEMON_PYTHON, str(EXAMPLE), "--model", "tiny", "--output", str(output), *more],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "KVD_VLLM_PYTHON": sys.executable},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def test_it_shows_warm_answers_in_every_stage(tmp_path: Path) -> None:
+    running = start(tmp_path, "--prompts", "2")
+    told, _ = running.communicate(timeout=PATIENCE_SECONDS)
+    assert running.returncode == 0, told
+    stages = json.loads((tmp_path / "first-token.json").read_text())["stages"]
+    assert [stage["is_warm"] for stage in stages] == [False, True, True, True, True]
+    for stage in stages:
+        for answer, cold in zip(stage["answers"], stages[0]["answers"], strict=True):
+            assert answer["text"] == cold["text"]
+            assert (answer["cached_tokens"] > 1000) == stage["is_warm"]
+            assert answer["first_token_s"] > 0
+
+
+def test_ctrl_c_ends_all_that_it_started(tmp_path: Path) -> None:
+    before = leaks.child_processes()
+    running = start(tmp_path)
+    assert running.stdout is not None
+    for line in running.stdout:
+        if "starting two vLLM servers" in line:
+            break
+    started = leaks.child_processes() - before
+    assert any("kvd" in process or "python" in process for process in started), started
+    running.send_signal(signal.SIGINT)
+    told, _ = running.communicate(timeout=PATIENCE_SECONDS)
+    assert running.returncode == 130, told
+    living = {path.name for path in leaks.PROC.iterdir()}
+    assert not [process for process in started if process.split()[0] in living]
