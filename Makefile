@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-vllm lint type sim bench bench-lmcache bench-vllm proto \
+.PHONY: help venv demo test test-vllm conformance-vllm lint type sim bench bench-lmcache bench-vllm proto \
   gpu-check clean
 
 BIN := .venv/bin
@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | \
-	  while IFS=$$'\t' read -r target text; do printf '  make %-13s %s\n' "$$target" "$$text"; done
+	  while IFS=$$'\t' read -r target text; do printf '  make %-16s %s\n' "$$target" "$$text"; done
 
 venv: ## Make .venv, or bring it up to date
 	@.ci/venv dev
@@ -28,6 +28,11 @@ test-vllm: ## Tests with real vLLM engines on the CPU (in .venv-vllm, 1.9 GB)
 	@.ci/venv
 	@.ci/venv vllm; made=$$?; [ $$made = 3 ] && exit 0; [ $$made = 0 ] && \
 	  .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+
+conformance-vllm: ## vLLM's own tests, with the daemon in the place of vLLM's cache (10 MB fetched)
+	@.ci/venv
+	@.ci/venv vllm; made=$$?; [ $$made = 3 ] && exit 0; [ $$made = 0 ] && \
+	  $(BIN)/python -m tests.vllm_conformance $(ARGS)
 
 lint: ## Format, lint, import directions, protocol
 	@.ci/venv dev

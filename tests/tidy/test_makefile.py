@@ -8,8 +8,8 @@ import subprocess
 from tests.tidy.source import ROOT
 
 TARGETS = {
-    "bench", "bench-lmcache", "bench-vllm", "clean", "demo", "gpu-check", "help", "lint", "proto",
-    "sim", "test", "test-vllm", "type", "venv",
+    "bench", "bench-lmcache", "bench-vllm", "clean", "conformance-vllm", "demo", "gpu-check",
+    "help", "lint", "proto", "sim", "test", "test-vllm", "type", "venv",
 }  # fmt: skip
 
 
