@@ -39,8 +39,11 @@ class Configuration(NamedTuple):
     options: KvdOptions
 
     def namespace(self, handshakes: Sequence[RankHandshake] | None = None) -> Namespace:
-        """What the scheduler side makes of it; of one rank where none are given."""
-        ranks = [handshake(0)] if handshakes is None else handshakes
+        """What the scheduler side makes of it; ranks that hold the same where none are given."""
+        world_size = self.offloading.parallel.world_size
+        ranks = (
+            [handshake(rank) for rank in range(world_size)] if handshakes is None else handshakes
+        )
         return build_namespace(self.vllm, self.cache, self.offloading, self.options, ranks)
 
 

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from kvd_client import GroupKind, Namespace
 from kvd_client.integrations.vllm.model_identity import config_digest
 from tests.vllm.configurations import (
+    LAYERS,
     LAYOUT,
     Configuration,
     cache_of,
@@ -70,6 +71,11 @@ def option(**options: Any) -> Change:
         vllm_config.kv_transfer_config.kv_connector_extra_config.update(options)
 
     return lambda base: changed(base, change).namespace()
+
+
+def of_ranks(base: Configuration, ranks: int) -> Configuration:
+    parallel = replace(base.offloading.parallel, world_size=ranks)
+    return base._replace(offloading=replace(base.offloading, parallel=parallel))
 
 
 def rank_layout(layout: str) -> Change:
@@ -320,13 +326,14 @@ def test_several_engine_blocks_to_one_of_ours(base: Configuration) -> None:
 
 def test_each_rank_has_its_shard_whatever_order_they_come_in(base: Configuration) -> None:
     ranks = [handshake(1, shard_bytes=(512,)), handshake(0, shard_bytes=(1024,))]
-    assert base.namespace(ranks).groups[0].shard_bytes == (1024, 512)
+    assert of_ranks(base, 2).namespace(ranks).groups[0].shard_bytes == (1024, 512)
 
 
 def test_a_replicated_layout_has_one_shard(base: Configuration) -> None:
     ranks = [handshake(rank, shard=0) for rank in range(4)]
-    assert base.namespace(ranks).groups[0].shard_bytes == (131072,)
-    alike = replace(base.offloading, replicated_layout=True)
+    four = of_ranks(base, 4)
+    assert four.namespace(ranks).groups[0].shard_bytes == (131072,)
+    alike = replace(four.offloading, replicated_layout=True)
     replicated = base._replace(offloading=alike).namespace([])
     assert replicated.groups[0].shard_bytes == (131072,)
     assert replicated.parallel_shape.endswith("-replicated")
@@ -334,14 +341,30 @@ def test_a_replicated_layout_has_one_shard(base: Configuration) -> None:
 
 def test_ranks_that_contradict_each_other_are_refused(base: Configuration) -> None:
     with pytest.raises(ValueError, match="rank 1: blocks of shard 0 have other sizes"):
-        base.namespace([handshake(0), handshake(1, shard=0, shard_bytes=(8,))])
+        of_ranks(base, 2).namespace([handshake(0), handshake(1, shard=0, shard_bytes=(8,))])
     with pytest.raises(ValueError, match="some shard has no rank"):
-        base.namespace([handshake(0), handshake(2)])
+        of_ranks(base, 2).namespace([handshake(0), handshake(2)])
+
+
+def test_without_a_word_of_every_rank_nothing_is_shared_unless_the_layers_are_here(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    two = of_ranks(base, 2)
+    alone = two.namespace([handshake(0)])
+    assert alone.unshared
+    assert "MultiConnector" in caplog.text
+    assert alone.groups[0].shard_bytes == (131072, 131072)
+    backend = SimpleNamespace(get_name=lambda: "CPU_ATTN")
+    layers = {f"0.{LAYERS[0]}": SimpleNamespace(get_attn_backend=lambda: backend)}
+    monkeypatch.setattr(base.vllm.compilation_config, "static_forward_context", layers)
+    here = base.namespace([])
+    assert not here.unshared
+    assert here.attention_backend.startswith("CPU_ATTN ")
 
 
 def test_ranks_with_other_layouts_are_named_one_by_one(base: Configuration) -> None:
     other = LAYOUT.replace("CPU_ATTN", "TRITON_ATTN")
-    made = base.namespace([handshake(1, layout=other), handshake(0)])
+    made = of_ranks(base, 2).namespace([handshake(1, layout=other), handshake(0)])
     assert made.attention_backend.startswith("CPU_ATTN|TRITON_ATTN ")
     assert made.kv_layout == base.namespace().kv_layout
 

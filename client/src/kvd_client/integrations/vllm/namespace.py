@@ -16,7 +16,7 @@ from kvd_client.identity import EngineIdentity, Group, GroupKind, Namespace
 from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.model_identity import config_digest, digest_of
 from kvd_client.integrations.vllm.options import KvdOptions
-from kvd_client.integrations.vllm.rank_layout import RankLayout, describe_rank
+from kvd_client.integrations.vllm.rank_layout import RankLayout, describe_rank, sees_layers
 from kvd_client.integrations.vllm.weights import name_weights, short_model_name
 from kvd_proto import layout
 
@@ -27,6 +27,10 @@ SECRET_SEED_ALGORITHMS = frozenset({"xxhash", "xxhash_cbor"})  # vLLM draws one 
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 DEFAULT_HASH_SEED = "vllm-none-hash"
 PARTITION_VARIABLE = "VLLM_PP_LAYER_PARTITION"
+NO_HANDSHAKE = (
+    "not every rank has told its layout; under MultiConnector name KvdConnector first, because"
+    " vLLM hands on what the first of them tells"
+)
 
 
 def build_namespace(
@@ -38,12 +42,16 @@ def build_namespace(
 ) -> Namespace:
     """The namespace of this engine's blocks; the same for every engine that may share them.
 
-    Replicas of a data-parallel engine come to the same one. `handshakes` has one of each rank;
-    without any, the layout is what this process knows of it.
+    Replicas of a data-parallel engine come to the same one. `handshakes` should have one of each
+    rank; else the layout is what this process knows of it.
     """
     doubts = [*_doubts(vllm_config, options)]
     weights, doubt = _weights(vllm_config, options)
     doubts += [doubt] if doubt else []
+    if len(handshakes) != offloading_config.parallel.world_size:
+        handshakes = ()
+        if not sees_layers(vllm_config, kv_cache_config):
+            doubts.append(NO_HANDSHAKE)
     if doubts and not options.unshared:
         log.warning("kvd: this engine shares no blocks, nor with its next start: %s", doubts)
     cache = vllm_config.cache_config

@@ -39,17 +39,22 @@ def describe_rank(vllm_config: Any, kv_cache_config: Any) -> RankLayout:
     )
 
 
+def sees_layers(vllm_config: Any, kv_cache_config: Any) -> bool:
+    """Whether the model is loaded in this process, so that its backends are known."""
+    return bool(_cached_layers(vllm_config, kv_cache_config))
+
+
+def _cached_layers(vllm_config: Any, kv_cache_config: Any) -> list[Any]:
+    layers = vllm_config.compilation_config.static_forward_context
+    names = (name for group in kv_cache_config.kv_cache_groups for name in group.layer_names)
+    return [layers[name] for name in names if name in layers]
+
+
 def _backends(vllm_config: Any, kv_cache_config: Any) -> list[str]:
     """Names of the backends of all cached layers, each once; without layers what was asked for."""
-    layers = vllm_config.compilation_config.static_forward_context
-    names = {
-        _backend_name(layers[layer])
-        for group in kv_cache_config.kv_cache_groups
-        for layer in group.layer_names
-        if layer in layers
-    }
-    if names:
-        return sorted(names)
+    layers = _cached_layers(vllm_config, kv_cache_config)
+    if layers:
+        return sorted({_backend_name(layer) for layer in layers})
     asked = getattr(vllm_config.attention_config, "backend", None)
     return [str(getattr(asked, "name", asked or ""))]
 
