@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from tests.vllm.engine import ENVIRONMENT, PATIENCE_SECONDS, Prompt
 from tests.vllm.node_daemon import wait_until
 
 MODEL = "tiny"
+START_SECONDS = 300.0  # three processes import vLLM, one after the other
 SAMPLE = re.compile(r"^([a-z_:]+?)(?:_total)?(?:\{[^}]*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
@@ -44,7 +46,11 @@ class ApiServer:
                 stderr=output,
                 start_new_session=True,
             )
-        wait_until(self._answers)
+        try:
+            wait_until(self._answers, START_SECONDS)
+        except AssertionError:
+            self._end_by_force()
+            raise AssertionError(log.read_text()[-8000:]) from None
 
     def complete(self, prompt: Prompt, max_tokens: int = 12) -> tuple[int, ...]:
         """The tokens that follow a prompt."""
@@ -74,14 +80,15 @@ class ApiServer:
         try:
             self._process.wait(PATIENCE_SECONDS)
         finally:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            self._process.wait()
+            self._end_by_force()
+
+    def _end_by_force(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _answers(self) -> bool:
-        assert self._process.poll() is None, self.log.read_text()[-8000:]
+        assert self._process.poll() is None, "the server has ended"
         try:
             self._ask("/health")
         except (urllib.error.URLError, ConnectionError):

@@ -17,6 +17,7 @@ from typing import Any
 from tests.vllm.tiny_model import VOCABULARY
 
 PATIENCE_SECONDS = 120.0  # for whatever an engine was told to do
+START_SECONDS = 300.0  # two ranks import vLLM anew
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 4 * 2 * 2 * 64 * 4 * BLOCK_TOKENS  # layers, K and V, heads, width, float32
 HITS = "vllm:external_prefix_cache_hits"
@@ -72,7 +73,7 @@ class Engine:
         self._process = FORKS.Process(target=_serve, args=(theirs, settings, variables, log))
         self._process.start()
         theirs.close()
-        self._wait_for("ready")
+        self._wait_for("ready", START_SECONDS)
 
     @property
     def pid(self) -> int:
@@ -167,8 +168,8 @@ class Engine:
     def _tell(self, do: str, **order: Any) -> None:
         self._connection.send({"do": do, **order})
 
-    def _wait_for(self, event: str) -> Happening:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+    def _wait_for(self, event: str, seconds: float = PATIENCE_SECONDS) -> Happening:
+        deadline = time.monotonic() + seconds
         while True:
             told = self._take(deadline)
             if told["event"] == event:

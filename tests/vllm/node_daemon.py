@@ -54,9 +54,9 @@ class NodeDaemon(DaemonProcess):
         wait_until(lambda: bool(self.usable_sessions() - than))
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Returns once a condition holds; an assertion if it never does."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    """Returns once a condition holds; an assertion if it does not in time."""
+    deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
