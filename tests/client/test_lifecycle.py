@@ -125,6 +125,15 @@ def test_a_finished_job_is_fenced_no_more() -> None:
     assert rig.step().flush == ()
 
 
+def test_a_store_that_ends_before_the_step_is_not_flushed_by_it() -> None:
+    rig, job = storing_rig()
+    rig.scheduler.request_finished("r", [blocks(0, 4)])
+    rig.arrive("s", 4 * TOKENS, prefix="q")
+    rig.allocate("s", [[2]])
+    rig.report(job)
+    assert rig.step().flush == ()
+
+
 def test_blocks_without_room_are_stored_at_the_requests_end() -> None:
     rig = Rig()
     rig.arrive("r", 3 * TOKENS)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvd_client import NULL_BLOCK, Group, GroupKind, SchedulerOptions, StoreMode
+from kvd_client.scheduler.reach import Reach
 from tests.client.engine_rig import FULL, RECURRENT, SLIDING, TOKENS, WIDE, Rig, blocks
 
 # Hits end every 4 * TOKENS where the other group is WIDE's state; the window is 2 blocks.
@@ -80,13 +81,24 @@ def test_a_prompt_stored_with_gaps_is_found_again_whole() -> None:
     assert rig.ask("s") == 8 * TOKENS
 
 
-def test_blocks_that_were_passed_over_are_not_looked_at_again() -> None:
+def test_blocks_that_were_passed_over_are_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rig = Rig(*SPARSE)
     rig.arrive("r", 20 * TOKENS)
     tables = [blocks(0, 5), blocks(20, 20)]
     rig.step(("r", tables, 6 * TOKENS))
     assert len(stored(rig, 1)) == 2
+    looked_at = []
+    holds = Reach.holds
+
+    def note(self: Reach, group: int, block: int, ends: list[int]) -> bool:
+        looked_at.append((group, block))
+        return holds(self, group, block, ends)
+
+    monkeypatch.setattr(Reach, "holds", note)
     rig.step(("r", tables, 7 * TOKENS))
+    assert looked_at == [(1, 6)]
     assert stored(rig, 1) == rig.keys("p", 20 * TOKENS)[1][6:7]
 
 
