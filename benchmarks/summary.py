@@ -127,6 +127,25 @@ def core_store(results: dict[str, Any]) -> Iterator[Line]:
     yield Line("core state, bytes a block", f"{used:.0f}", "≤ 128", used <= 128)
 
 
+def lmcache(results: dict[str, Any]) -> Iterator[Line]:
+    """Both sides of each row; there is no bar but the other side."""
+    for row in results.get("lookups", ()):
+        keys = "1 key" if row["keys"] == 1 else f"{row['keys']} keys"
+        what = f"{row['outcome']}, {keys}, chunks of {row['chunk_tokens']} tokens, ms p50"
+        yield Line(what, _sides(row, "p50_ms"), "", None)
+    for row in results.get("copies", ()):
+        yield Line(f"{row['direction']}, 256 MiB, GB/s", _sides(row, "gb_s"), "", None)
+    for row in results.get("capacity", ()):
+        what = f"{row['share_of_pool']:.0%} of the pool in a loop, hits from the second pass on"
+        hits = (f"{side} {row[side]['later_passes']:.0%}" for side in ("kvd", "LMCache"))
+        yield Line(what, "; ".join(hits), "", None)
+
+
+def _sides(row: dict[str, Any], figure: str) -> str:
+    sides = [(side, value) for side, value in row.items() if isinstance(value, dict)]
+    return "; ".join(f"{side} {spread(value[figure], 3)}" for side, value in sides)
+
+
 READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "throughput": throughput,
     "capacity": capacity,
@@ -136,6 +155,7 @@ READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "core_store": core_store,
     "restart": restart,
     "copies": copies,
+    "lmcache": lmcache,
 }
 
 
