@@ -29,7 +29,7 @@ test-vllm: ## Tests with real vLLM engines on the CPU (in .venv-vllm, 1.9 GB)
 	@.ci/venv vllm; made=$$?; [ $$made = 3 ] && exit 0; [ $$made = 0 ] && \
 	  .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
 
-conformance-vllm: ## vLLM's own tests, with the daemon in the place of vLLM's cache (10 MB fetched)
+conformance-vllm: ## vLLM's own tests, with the daemon in the place of vLLM's cache (47 MB fetched)
 	@.ci/venv
 	@.ci/venv vllm; made=$$?; [ $$made = 3 ] && exit 0; [ $$made = 0 ] && \
 	  $(BIN)/python -m tests.vllm_conformance $(ARGS)

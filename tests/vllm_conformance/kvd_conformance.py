@@ -4,6 +4,10 @@ Loaded with `-p`, so that it is here before any test module is imported. What a 
 vLLM's `CPUOffloadingManager` becomes a manager whose every verb is a call to a running daemon; a
 rank with a small shared memory and a real mover copies what the verbs say. Runs in vLLM's
 environment, and stands alone: `tests` is vLLM's package here.
+
+In the mode `few-calls` what a test makes as vLLM's `OffloadingConnector` becomes `KvdConnector`
+too. A manager that a test makes by itself stays the synchronous one: kvd's own sends what it
+decided with the connector's step, and such a test has no connector.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector as vllm_connector
 import vllm.v1.kv_offload.cpu.manager as vllm_manager
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingInfo
@@ -23,6 +28,7 @@ from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 
 from kvd_client.identity import EngineIdentity, Group, Namespace
+from kvd_client.integrations.vllm.connector import KvdConnector
 from kvd_client.integrations.vllm.synchronous import SynchronousManager
 from kvd_client.integrations.vllm.synchronous_jobs import HASH_BYTES, Capacity
 from kvd_client.verbs import VerbSession
@@ -220,6 +226,8 @@ def policy_in_the_daemon(name: str) -> Any:
 
 
 vllm_manager.CPUOffloadingManager = DaemonManager
+if os.environ["KVD_CONFORMANCE_MODE"] == "few-calls":
+    vllm_connector.OffloadingConnector = KvdConnector
 
 
 # -- what pytest calls ------------------------------------------------------------------------

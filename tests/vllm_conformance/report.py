@@ -30,7 +30,8 @@ def reasons(mode: str) -> dict[str, str]:
     listed: dict[str, str] = {}
     for entry in tomllib.loads(REASONS.read_text())["reason"]:
         if mode in entry["modes"]:
-            listed.update({f"{entry['file']}::{test}": entry["text"] for test in entry["tests"]})
+            text = " ".join(entry["text"].split())
+            listed.update({f"{entry['file']}::{test}": text for test in entry["tests"]})
     return listed
 
 
