@@ -19,6 +19,7 @@ from benchmarks import report
 from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.policy import POLICY_NAMES
+from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 
 BATCH = 2048
 BLOCK_BYTES = 4096
@@ -51,8 +52,8 @@ class Filled:
             extents, slots * BLOCK_BYTES, policy=self.policy, tag_secret=b"bench" * 3
         )
         self.machine = Machine(config)
-        group = events.GroupSpec(events.GroupKind.FULL_ATTENTION, 1, (BLOCK_BYTES,))
-        spec = events.NamespaceSpec("bench", keys.TenantId("bench"), HASH_BYTES, (group,))
+        group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (BLOCK_BYTES,))
+        spec = NamespaceSpec("bench", keys.TenantId("bench"), HASH_BYTES, (group,))
         self.machine.handle(events.SessionOpened(1, SESSION, spec, "", 1), 0)
         self.machine.handle(events.RankAttached(SESSION, MOVER, 0, 0, True), 0)
         capacity = extents * slots

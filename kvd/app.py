@@ -109,6 +109,7 @@ class Daemon:
                 store_threshold=config.store_threshold,
                 lease_ttl_ns=config.lease_ttl_ms * 1_000_000,
                 lease_share=config.lease_share,
+                private_grace_ns=int(config.private_grace_seconds * 1e9),
                 submit_deadline_ns=int(config.submit_deadline_seconds * 1e9),
                 copy_deadline_ns=int(config.copy_deadline_seconds * 1e9),
                 tag_secret=pool.tag_secret,

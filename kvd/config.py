@@ -57,6 +57,7 @@ class Config:
     store_threshold: int
     lease_ttl_ms: int
     lease_share: float
+    private_grace_seconds: float
     submit_deadline_seconds: float
     copy_deadline_seconds: float
     http_address: str
@@ -151,6 +152,12 @@ SETTINGS: tuple[Setting, ...] = (
         0.25,
         number(0.01, 1.0),
         "most of a tenant's quota (without one: of the pool) for leases and hand-offs",
+    ),
+    Setting(
+        "private_grace_seconds",
+        60.0,
+        number(0, 86400),
+        "life of what only one engine can use after that engine's session",
     ),
     Setting(
         "submit_deadline_seconds",

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
@@ -24,7 +24,7 @@ from kvd.core.errors import KvdError
 from kvd.core.events import Event, JobKind, JobStatus, Query
 from kvd.core.keys import JobId, MoverId, NamespaceId, SessionId
 from kvd.core.machine import Machine
-from kvd.event_log import Change, ChangeKind, EventLog
+from kvd.event_log import EventLog, change_of, resident_changes
 from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
 from kvd.job_board import JobBoard
 from kvd.listeners import DriverObserver, SessionSink, SilentObserver
@@ -68,7 +68,7 @@ class Driver:
         self.machine = machine
         self.pool = pool
         self.incarnation = pool.incarnation
-        self.event_log = EventLog(pool.incarnation, self._resident_changes)
+        self.event_log = EventLog(pool.incarnation, partial(resident_changes, machine))
         self.on_broken_invariant: Callable[[Event, Exception], None] = exit_on_broken_invariant
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
         self.jobs = JobBoard()
@@ -153,7 +153,8 @@ class Driver:
             case act.RetractTags():
                 self.pool.retract(order)
             case act.AnnounceStored() | act.AnnounceRemoved() | act.AnnounceCleared():
-                self._announce(order)
+                tenant = self.pool.tenant_of(order.namespace)
+                self.event_log.append(change_of(order, tenant))
             case act.RevokeTransfer() | act.KillMover() | act.PostBoard() | act.UnmapRow():
                 self.fleet.carry_out(order)
             case act.EndJob():
@@ -165,6 +166,8 @@ class Driver:
                 self.pool.open_scope(order)
             case act.ForgetScopes():
                 self.pool.forget_scopes(order)
+            case act.ForgetNamespace():
+                self.pool.forget_namespace(order)
             case act.GrantRow():
                 self.pool.grant_row(order)
                 self.fleet.map_row(order)
@@ -176,18 +179,6 @@ class Driver:
                 raise AssertionError("a reply is no order")
             case _:
                 assert_never(order)
-
-    def _announce(
-        self, order: act.AnnounceStored | act.AnnounceRemoved | act.AnnounceCleared
-    ) -> None:
-        match order:
-            case act.AnnounceCleared(namespace):
-                change = Change(ChangeKind.CLEARED, namespace, "", "", 0, None)
-            case act.AnnounceStored(namespace, epoch, account, group, keys):
-                change = Change(ChangeKind.STORED, namespace, epoch, account, group, keys)
-            case act.AnnounceRemoved(namespace, epoch, account, group, keys):
-                change = Change(ChangeKind.REMOVED, namespace, epoch, account, group, keys)
-        self.event_log.append(change)
 
     def _end_job(self, order: EndJob) -> None:
         self.jobs.ended(order)
@@ -216,11 +207,6 @@ class Driver:
         for namespace in {record.namespace for record in self.sessions.values()}:
             self.pool.set_room(namespace, self.machine.room(namespace))
 
-    def _resident_changes(self) -> Iterator[Change]:
-        for namespace in self.machine.namespaces():
-            for epoch, account, group, keys in self.machine.resident(namespace):
-                yield Change(ChangeKind.STORED, namespace, epoch, account, group, keys)
-
     # -- sessions ---------------------------------------------------------------------------
 
     def allocate_session_id(self) -> SessionId:
@@ -240,11 +226,14 @@ class Driver:
         self._schedule_rooms()
         return accepted
 
-    def close_session(self, session: SessionId) -> None:
-        """End a session: its claims go at once, its submitted copies may end, then its movers."""
+    def close_session(self, session: SessionId, *, gone: bool = False) -> None:
+        """End a session: its claims go at once, its submitted copies may end, then its movers.
+
+        `gone`: its engine has ended, and with it all use of what was its own.
+        """
         if self.sessions.pop(session, None) is None:
             return
-        self.call(ev.SessionClosed(session))
+        self.call(ev.SessionClosed(session, gone))
         self._spawn(self._end_ranks_of(session))
 
     async def _end_ranks_of(self, session: SessionId) -> None:

@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 
-from kvd.core.keys import KeyBatch, NamespaceId
+from kvd.core import actions as act
+from kvd.core.keys import KeyBatch, NamespaceId, TenantId
+from kvd.core.machine import Machine
 
 KEPT_CHANGES = 16384  # batches, not blocks
 KEPT_BLOCKS = 1 << 19  # of all kept batches: 16 MiB of hashes of 32 bytes
@@ -30,9 +32,13 @@ class ChangeKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """Blocks of one (namespace, epoch, account, group); keys is None for CLEARED."""
+    """Blocks of one (namespace, epoch, account, group); keys is None for CLEARED.
+
+    It names the tenant, because the namespace may be forgotten when the change is delivered.
+    """
 
     kind: ChangeKind
+    tenant: TenantId
     namespace: NamespaceId
     epoch: str
     account: str
@@ -50,8 +56,29 @@ class Delivery:
     changes: tuple[Change, ...]
 
 
-Wanted = Callable[[NamespaceId], bool]
+Wanted = Callable[[Change], bool]
 Snapshot = Callable[[], Iterator[Change]]
+
+
+def change_of(
+    order: act.AnnounceStored | act.AnnounceRemoved | act.AnnounceCleared, tenant: TenantId
+) -> Change:
+    """What the core announced of a namespace of this tenant."""
+    match order:
+        case act.AnnounceCleared(namespace):
+            return Change(ChangeKind.CLEARED, tenant, namespace, "", "", 0, None)
+        case act.AnnounceStored(namespace, epoch, account, group, keys):
+            return Change(ChangeKind.STORED, tenant, namespace, epoch, account, group, keys)
+        case act.AnnounceRemoved(namespace, epoch, account, group, keys):
+            return Change(ChangeKind.REMOVED, tenant, namespace, epoch, account, group, keys)
+
+
+def resident_changes(machine: Machine) -> Iterator[Change]:
+    """Every readable block, as if it had just been stored."""
+    for figures in machine.statistics().namespaces:
+        number, tenant = figures.namespace, figures.tenant
+        for epoch, account, group, keys in machine.resident(number):
+            yield Change(ChangeKind.STORED, tenant, number, epoch, account, group, keys)
 
 
 class EventLog:
@@ -114,12 +141,12 @@ class EventLog:
             sequence=first_kept + stop,
             snapshot=False,
             snapshot_end=False,
-            changes=tuple(c for c in changes if wanted(c.namespace)),
+            changes=tuple(c for c in changes if wanted(c)),
         )
 
     def _snapshot_deliveries(self, wanted: Wanted) -> deque[Delivery]:
         """The blocks resident now, taken at once so that the tail fits on without a gap."""
-        changes = [c for c in self._snapshot() if wanted(c.namespace)]
+        changes = [c for c in self._snapshot() if wanted(c)]
         pieces = [
             tuple(changes[i : i + DELIVERY_CHANGES])
             for i in range(0, len(changes), DELIVERY_CHANGES)

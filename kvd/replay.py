@@ -24,6 +24,7 @@ from kvd.core import actions, events
 from kvd.core.keys import JobId, KeyBatch, MoverId, RequestId, SessionId, TenantId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.policy import POLICY_NAMES
+from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 from kvd.trace import BlockIds, TraceError, TraceRequest, read_trace
 
 BELADY = "belady"
@@ -103,8 +104,8 @@ class ReplayEngine:
     """An engine of one rank, and a mover whose copies end at once."""
 
     def __init__(self, policy: str, capacity_blocks: int, store_threshold: int) -> None:
-        group = events.GroupSpec(events.GroupKind.FULL_ATTENTION, 1, (BLOCK_BYTES,))
-        spec = events.NamespaceSpec("replay", TenantId("replay"), HASH_BYTES, (group,))
+        group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (BLOCK_BYTES,))
+        spec = NamespaceSpec("replay", TenantId("replay"), HASH_BYTES, (group,))
         config = MachineConfig(
             extents=1,
             extent_bytes=capacity_blocks * BLOCK_BYTES,

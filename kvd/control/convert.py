@@ -17,6 +17,7 @@ from kvd.core import events as ev
 from kvd.core.errors import InvalidArgument
 from kvd.core.hand_off import MAX_HAND_OFF_NS
 from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
+from kvd.core.spec import NamespaceSpec
 from kvd.event_log import Change, ChangeKind, Delivery
 from kvd_proto import layout
 from kvd_proto.v1 import common_pb2, events_pb2
@@ -92,7 +93,7 @@ def request_context(message: common_pb2.ReqContext) -> ev.RequestContext:
     return ev.RequestContext(RequestId(message.request_id), message.priority, message.account)
 
 
-def key_batch(hashes: bytes, spec: ev.NamespaceSpec, budget: KeyBudget) -> KeyBatch:
+def key_batch(hashes: bytes, spec: NamespaceSpec, budget: KeyBudget) -> KeyBatch:
     """View the hashes of one run; at least one key."""
     if not hashes or len(hashes) % spec.hash_bytes:
         raise InvalidArgument(
@@ -104,7 +105,7 @@ def key_batch(hashes: bytes, spec: ev.NamespaceSpec, budget: KeyBudget) -> KeyBa
     return KeyBatch.from_bytes(hashes, spec.hash_bytes)
 
 
-def group_number(group: int, spec: ev.NamespaceSpec) -> int:
+def group_number(group: int, spec: NamespaceSpec) -> int:
     """The group, if the namespace has it."""
     if group >= len(spec.groups):
         raise InvalidArgument(
@@ -113,14 +114,14 @@ def group_number(group: int, spec: ev.NamespaceSpec) -> int:
     return group
 
 
-def queries(messages: Sequence[pb.Query], spec: ev.NamespaceSpec) -> tuple[ev.Query, ...]:
+def queries(messages: Sequence[pb.Query], spec: NamespaceSpec) -> tuple[ev.Query, ...]:
     """1..1024 queries with at most 16384 keys together."""
     check_count(len(messages), MAX_QUERIES, "queries", least=1)
     budget = KeyBudget()
     return tuple(_query(message, spec, budget) for message in messages)
 
 
-def _query(message: pb.Query, spec: ev.NamespaceSpec, budget: KeyBudget) -> ev.Query:
+def _query(message: pb.Query, spec: NamespaceSpec, budget: KeyBudget) -> ev.Query:
     lease = _LEASES.get(message.lease)
     if lease is None:
         raise InvalidArgument(f"lease mode {message.lease} is not known", "lease")
@@ -134,14 +135,14 @@ def _query(message: pb.Query, spec: ev.NamespaceSpec, budget: KeyBudget) -> ev.Q
 
 
 def transfer_runs(
-    messages: Sequence[common_pb2.TransferRun], spec: ev.NamespaceSpec, budget: KeyBudget
+    messages: Sequence[common_pb2.TransferRun], spec: NamespaceSpec, budget: KeyBudget
 ) -> tuple[ev.Run, ...]:
     """1..64 runs, each with its matrix of engine block ids."""
     check_count(len(messages), MAX_RUNS, "runs", least=1)
     return tuple(_run(message, spec, budget) for message in messages)
 
 
-def _run(message: common_pb2.TransferRun, spec: ev.NamespaceSpec, budget: KeyBudget) -> ev.Run:
+def _run(message: common_pb2.TransferRun, spec: NamespaceSpec, budget: KeyBudget) -> ev.Run:
     group = group_number(message.group, spec)
     keys = key_batch(message.hashes, spec, budget)
     width = spec.groups[group].blocks_per_block
@@ -157,7 +158,7 @@ def _run(message: common_pb2.TransferRun, spec: ev.NamespaceSpec, budget: KeyBud
 
 
 def store_event(
-    session: SessionId, message: pb.StoreJob, spec: ev.NamespaceSpec, budget: KeyBudget
+    session: SessionId, message: pb.StoreJob, spec: NamespaceSpec, budget: KeyBudget
 ) -> ev.StoreRequested:
     """A store; the driver gives the token."""
     return ev.StoreRequested(
@@ -171,7 +172,7 @@ def store_event(
 
 
 def load_event(
-    session: SessionId, message: pb.LoadJob, spec: ev.NamespaceSpec, budget: KeyBudget
+    session: SessionId, message: pb.LoadJob, spec: NamespaceSpec, budget: KeyBudget
 ) -> ev.LoadRequested:
     """A load; whoever hands it to the driver gives the token."""
     return ev.LoadRequested(
@@ -184,7 +185,7 @@ def load_event(
 
 
 def touch_events(
-    session: SessionId, message: pb.Touch, spec: ev.NamespaceSpec, budget: KeyBudget
+    session: SessionId, message: pb.Touch, spec: NamespaceSpec, budget: KeyBudget
 ) -> tuple[ev.Touched, ...]:
     """One event a run."""
     check_count(len(message.runs), MAX_RUNS, "touch.runs", least=1)
@@ -198,7 +199,7 @@ def touch_events(
 
 
 def hand_off_events(
-    session: SessionId, message: pb.HandOff, spec: ev.NamespaceSpec, budget: KeyBudget
+    session: SessionId, message: pb.HandOff, spec: NamespaceSpec, budget: KeyBudget
 ) -> tuple[ev.HandOffRequested, ...]:
     """One event a run; they make one hand-off."""
     check_count(len(message.runs), MAX_RUNS, "hand_offs.runs", least=1)

@@ -23,8 +23,8 @@ from kvd.core.errors import (
     LimitExceeded,
     UnknownRegistration,
 )
-from kvd.core.events import NamespaceSpec
 from kvd.core.keys import MoverId
+from kvd.core.spec import NamespaceSpec
 from kvd.driver import CLOSE_GRACE_SECONDS, Driver
 from kvd.fleet import RankPlacement
 from kvd.mover.process import MoverProcess

@@ -10,9 +10,8 @@ from kvd.control.errors import DeadlinePassed
 from kvd.control.namespaces import Namespaces
 from kvd.control.peers import Context, Peers
 from kvd.core.errors import InvalidArgument, LimitExceeded
-from kvd.core.keys import NamespaceId
 from kvd.driver import Driver
-from kvd.event_log import Delivery
+from kvd.event_log import Change, Delivery
 from kvd_proto.v1 import events_pb2, events_pb2_grpc
 
 MAX_WATCHERS = 256
@@ -44,10 +43,10 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
         if self._watchers >= MAX_WATCHERS:
             raise LimitExceeded(f"more than {MAX_WATCHERS} watchers")
 
-        def wanted(namespace: NamespaceId) -> bool:
+        def wanted(change: Change) -> bool:
             if request.namespace_id:
-                return namespace == request.namespace_id
-            return self._namespaces.may_see(peer, namespace)
+                return change.namespace == request.namespace_id
+            return self._namespaces.may_see_of(peer, change.tenant)
 
         after = (request.incarnation, request.after_sequence) if request.incarnation else None
         log = self._driver.event_log

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from kvd.control import errors
 from kvd.core.errors import InvalidArgument
-from kvd.core.events import GroupKind, GroupSpec, NamespaceSpec
 from kvd.core.keys import TenantId
+from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 from kvd_proto import layout
 from kvd_proto.v1 import engine_pb2 as pb
 
@@ -97,7 +97,8 @@ def namespace_spec(
             errors.RANK_COUNT,
         )
     described = describe(fields, tenant, private_to)
-    spec = NamespaceSpec(fingerprint(described), tenant, fields.hash_bytes, groups)
+    named = fingerprint(described)
+    spec = NamespaceSpec(named, tenant, fields.hash_bytes, groups, fields.unshared)
     return spec, described
 
 

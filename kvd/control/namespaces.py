@@ -35,10 +35,14 @@ class Namespaces:
 
     def may_see(self, peer: Peer, namespace: NamespaceId) -> bool:
         """True for namespaces of the caller's tenants, and for operators."""
+        tenant = self.fields(namespace).get("tenant")
+        return self.may_see_of(peer, None if tenant is None else TenantId(tenant))
+
+    def may_see_of(self, peer: Peer, tenant: TenantId | None) -> bool:
+        """The same by the namespace's tenant; None where that is not known."""
         if self._tenants.operates(peer):
             return True
-        tenant = self.fields(namespace).get("tenant")
-        return tenant is not None and self._tenants.may_see(peer, TenantId(tenant))
+        return tenant is not None and self._tenants.may_see(peer, tenant)
 
     def visible(self, peer: Peer) -> list[NamespaceId]:
         """Every namespace that the caller may see."""

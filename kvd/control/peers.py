@@ -119,6 +119,7 @@ class Peer:
     memories: dict[int, Memory] = field(default_factory=dict)
     registrations: set[int] = field(default_factory=set)  # every one it ever had
     ended: bool = False
+    _pidfd_open: bool = True
     _on_end: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -134,6 +135,13 @@ class Peer:
         """False once the connection is closed or the kernel says that the process ended."""
         pidfd = self.credentials.pidfd
         return not self.ended and not (pidfd is not None and has_ended(pidfd))
+
+    def watch_process(self) -> int | None:
+        """A pidfd of the caller's own; None where the process can't be watched (any more)."""
+        pidfd = self.credentials.pidfd
+        if pidfd is None or not self._pidfd_open or descriptors.are_scarce():
+            return None
+        return os.dup(pidfd)
 
     def on_end(self, then: Callable[[], None]) -> None:
         """Call `then` once when the peer ends; at once if it has."""
@@ -183,6 +191,7 @@ class Peer:
         self.memories.clear()
         if self.credentials.pidfd is not None:
             os.close(self.credentials.pidfd)
+            self._pidfd_open = False
 
 
 class Peers:

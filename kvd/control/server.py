@@ -160,6 +160,7 @@ class ControlServer:
         if self._server is not None:
             await self._server.stop(STOP_SECONDS)
             self._server = None
+        self.rooms.departures.close()
         if self._place is not None:
             for path in (self._place.socket, self._place.companion):
                 if path.is_socket():

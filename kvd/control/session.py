@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvd.control import convert, descriptors
+from kvd.control.departures import Departures
 from kvd.control.engines import Engines, EngineStart, check_identity
 from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT
 from kvd.control.namespace import namespace_spec
-from kvd.control.outbox import Outbox
+from kvd.control.outbox import QUIET, Outbox
 from kvd.control.peers import Context, Peer
 from kvd.control.tenants import TenantPolicy
 from kvd.control.verbs import LiveSession, Sessions, Verbs
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
-from kvd.core.events import NamespaceSpec
 from kvd.core.keys import MoverId
+from kvd.core.spec import NamespaceSpec
 from kvd.driver import Driver
 from kvd.fleet import RankPlacement
 from kvd.mover.process import MoverProcess
@@ -36,10 +37,11 @@ log = logging.getLogger(__name__)
 
 PROTOCOL_MINOR = 0
 # Optional behaviours of this daemon; a session gets those that its client names too.
-CAPABILITIES = ("request-level-store", "epochs", "events")
+CAPABILITIES = ("request-level-store", "epochs", "events", QUIET)
 MAX_CAPABILITIES = 64
 MAX_SESSIONS = 1024
 CLOSE_FLUSH_SECONDS = 2.0
+CLOSED = "its scheduler closed it"  # the one end after which nobody comes back
 WARM_SECONDS = 1.0  # longest wait for rows to be made fast before a session is called ready
 
 
@@ -54,9 +56,11 @@ class SessionTerms:
 class SchedulerSession:
     """One open session: the driver's sink, the engine's side of the meeting."""
 
-    def __init__(self, live: LiveSession, start: EngineStart, rooms: SessionRooms) -> None:
+    def __init__(
+        self, live: LiveSession, start: EngineStart, rooms: SessionRooms, outbox: Outbox
+    ) -> None:
         self.live = live
-        self.outbox = Outbox()
+        self.outbox = outbox
         self._start = start
         self._rooms = rooms
         self._ended = False
@@ -107,10 +111,13 @@ class SchedulerSession:
         if self._ended:
             return
         self._ended = True
+        gone = reason == CLOSED
         self._stop_telling()
         log.info("session %d of engine %r ends: %s", self.live.id, self.live.engine_id, reason)
         self._rooms.sessions.by_id.pop(self.live.id, None)
-        self._rooms.driver.close_session(self.live.id)
+        self._rooms.driver.close_session(self.live.id, gone=gone)
+        if not gone:
+            self._rooms.departures.watch(self.live.id, self.peer)
         self._rooms.engines.leave(self._start, self)
         self.on_end.set()
 
@@ -122,7 +129,7 @@ class SchedulerSession:
             kind = request.WhichOneof("kind")
             if kind == "close":
                 await self._flush()
-                return "its scheduler closed it"
+                return CLOSED
             await self._handle(kind, request)
         return "its stream ended"
 
@@ -148,7 +155,7 @@ class SchedulerSession:
         except KvdError as error:
             self._refuse(step.sequence, error)
         else:
-            self.outbox.put(pb.SessionResponse(step=reply))
+            self.outbox.put_reply(reply)
         finally:
             self.outbox.release_ended()
 
@@ -193,6 +200,7 @@ class SessionRooms:
         self.terms = terms
         self.sessions = Sessions()
         self.verbs = Verbs(driver)
+        self.departures = Departures(driver)
         self.draining = False
         self.count_refusal: Callable[[str], None] = lambda _reason: None
         self.time_message: Callable[[str, float], None] = lambda _kind, _seconds: None
@@ -266,7 +274,12 @@ class SessionRooms:
         sink = DeferredSink()
         accepted = self.driver.open_session(
             ev.SessionOpened(
-                self.driver.next_token(), number, spec, message.epoch, message.world_size
+                self.driver.next_token(),
+                number,
+                spec,
+                message.epoch,
+                message.world_size,
+                message.own_epoch,
             ),
             fields,
             sink,
@@ -274,7 +287,8 @@ class SessionRooms:
         live = LiveSession(
             number, accepted.namespace, spec, peer, message.identity.engine_id, message.world_size
         )
-        session = SchedulerSession(live, start, self)
+        outbox = Outbox(quiet=QUIET in message.capabilities)
+        session = SchedulerSession(live, start, self, outbox)
         sink.session = session
         self.sessions.by_id[number] = live
         session.outbox.put(pb.SessionResponse(opened=self._opened(message, accepted, live)))

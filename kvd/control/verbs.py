@@ -17,8 +17,8 @@ from kvd.control import convert
 from kvd.control.peers import Peer
 from kvd.core import events as ev
 from kvd.core.errors import KvdError, SequenceGap, UnknownSession
-from kvd.core.events import NamespaceSpec
 from kvd.core.keys import JobId, LeaseId, NamespaceId, RequestId, SessionId
+from kvd.core.spec import NamespaceSpec
 from kvd.driver import Driver
 from kvd.pieces import PIECE_KEYS, let_others_in
 from kvd_proto.v1 import common_pb2

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.core.events import JobKind, JobStatus, NamespaceSpec
+from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import (
     U32,
     U64,
@@ -25,6 +25,7 @@ from kvd.core.keys import (
     Slots,
     TransferId,
 )
+from kvd.core.spec import NamespaceSpec
 
 # -- answers, as the payload of Reply -----------------------------------------------------------
 
@@ -80,13 +81,17 @@ class OpenNamespace:
 
 @dataclass(frozen=True, slots=True)
 class OpenScope:
-    """Write the scope to the registry, before any record names it."""
+    """Write the scope to the registry, before any record names it.
+
+    `own`: its epoch is of use to one engine alone.
+    """
 
     scope: ScopeId
     namespace: NamespaceId
     epoch: str
     account: str
     group: int
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,16 @@ class ForgetScopes:
     """Take these scopes out of the registry: no record names them, and none ever will."""
 
     scopes: tuple[ScopeId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetNamespace:
+    """Close the namespace's index page, and take it and its scopes out of the registry.
+
+    No row of it is granted any more; some may still have to be zeroed and released.
+    """
+
+    namespace: NamespaceId
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +263,7 @@ Action = (
     | OpenNamespace
     | OpenScope
     | ForgetScopes
+    | ForgetNamespace
     | GrantRow
     | UnmapRow
     | ZeroRow

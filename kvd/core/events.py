@@ -23,39 +23,7 @@ from kvd.core.keys import (
     TenantId,
     TransferId,
 )
-
-
-class GroupKind(enum.Enum):
-    FULL_ATTENTION = "full"
-    SLIDING_WINDOW = "sliding"
-    RECURRENT_STATE = "recurrent"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
-    """One group of a namespace: its hit rule and the bytes of its blocks."""
-
-    kind: GroupKind
-    blocks_per_block: int  # engine blocks in one kvd block
-    shard_bytes: tuple[int, ...]  # bytes of one engine block in each shard
-
-    @property
-    def part_bytes(self) -> tuple[int, ...]:
-        """Bytes of one slot's part in each shard."""
-        return tuple(self.blocks_per_block * b for b in self.shard_bytes)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one slot over all shards."""
-        return sum(self.part_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceSpec:
-    fingerprint: str  # hex; the identity
-    tenant: TenantId
-    hash_bytes: int
-    groups: tuple[GroupSpec, ...]
+from kvd.core.spec import NamespaceSpec
 
 
 class LeaseMode(enum.Enum):
@@ -88,6 +56,7 @@ class ScopeRecovered:
     epoch: str
     account: str
     group: int
+    own: bool = False  # as in OpenScope
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,13 +111,18 @@ class SessionOpened:
     spec: NamespaceSpec
     epoch: str  # "" = the namespace's shared epoch
     world_size: int
+    own_epoch: bool = False  # the epoch came of an EpochChanged of this engine
 
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """The scheduler is gone or said goodbye: leases end, unsubmitted jobs are revoked."""
+    """The scheduler is gone or said goodbye: leases end, unsubmitted jobs are revoked.
+
+    `gone`: its engine has ended, so what only that could use goes too. May be said later.
+    """
 
     session: SessionId
+    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

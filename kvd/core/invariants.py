@@ -42,6 +42,7 @@ def check(machine: Machine) -> None:
     _check_followers(state)
     _check_busy_blocks(state)
     _check_sessions(state)
+    _check_disuse(state)
 
 
 def _check_extents(state: State) -> None:
@@ -283,3 +284,32 @@ def _check_sessions(state: State) -> None:
             assert leases, "a request is listed without leases"
             assert all(session.leases[n].request == request for n in leases), "a lease's request"
         assert sum(map(len, session.by_request.values())) == len(session.leases), "leases"
+
+
+def _check_disuse(state: State) -> None:
+    """I10: every namespace and every own epoch has a session, or is on its way out in time."""
+    disuse = state.disuse
+    used = {session.namespace for session in state.sessions.values()}
+    assert disuse.namespaces.keys() == state.namespaces.keys() - used, "unused namespaces"
+    assert disuse.ending.keys() <= disuse.namespaces.keys(), "a namespace in use is taken apart"
+    scopes: dict[int, set[int]] = defaultdict(set)
+    for scope_id, scope in state.scopes.items():
+        name = (scope.namespace, scope.epoch, scope.account, scope.group)
+        assert state.scope_ids[name] == scope_id, "a scope is filed under another name"
+        scopes[scope.namespace].add(scope_id)
+    assert len(state.scope_ids) == len(state.scopes), "a name of a scope that is forgotten"
+    epochs = {(session.namespace, session.epoch) for session in state.sessions.values()}
+    own = set()
+    for number, namespace in state.namespaces.items():
+        assert state.by_fingerprint[namespace.spec.fingerprint] is namespace, "a fingerprint"
+        assert namespace.scopes == scopes.pop(number, set()), "a namespace's scopes"
+        assert all(state.classes[number, c.group] is c for c in namespace.classes), "a size class"
+        own |= {(number, epoch) for epoch in namespace.own_epochs}
+    assert not scopes, "scopes of a namespace that is forgotten"
+    assert len(state.by_fingerprint) == len(state.namespaces), "a forgotten fingerprint"
+    assert sum(len(n.classes) for n in state.namespaces.values()) == len(state.classes)
+    assert disuse.epochs.keys() == own - epochs, "own epochs that nobody is in"
+    for row in state.retiring.values():
+        wanting = row.wanted_by
+        known = wanting is None or state.classes.get((wanting.namespace, wanting.group)) is wanting
+        assert known, "a row for a namespace that is forgotten"

@@ -11,8 +11,8 @@ from typing import assert_never
 
 import numpy as np
 
-from kvd.core import events as ev
 from kvd.core import (
+    disuse,
     follow,
     hand_off,
     lease,
@@ -27,6 +27,7 @@ from kvd.core import (
     store,
     transfer,
 )
+from kvd.core import events as ev
 from kvd.core.actions import Action, GrantRow
 from kvd.core.keys import KeyBatch, NamespaceId, ScopeId
 from kvd.core.policy import POLICY_NAMES, make_policy
@@ -102,7 +103,7 @@ class Machine:
             case ev.SessionOpened():
                 return session.session_opened(self.state, event, now_ns)
             case ev.SessionClosed():
-                return session.session_closed(self.state, event)
+                return session.session_closed(self.state, event, now_ns)
             case ev.RankAttached():
                 return session.rank_attached(self.state, event)
             case ev.RankEnding():
@@ -110,7 +111,7 @@ class Machine:
             case ev.MoverGone():
                 return session.mover_gone(self.state, event, now_ns)
             case ev.EpochChanged():
-                return session.epoch_changed(self.state, event)
+                return session.epoch_changed(self.state, event, now_ns)
             case _:
                 return self._apply_upkeep(event, now_ns)
 
@@ -160,7 +161,7 @@ class Machine:
         transfer.transfer_finished(self.state, event, now_ns, actions)
         if running is not None:
             owner = self.state.sessions[running.piece.job.session]
-            session.forget_session(self.state, owner)
+            session.forget_session(self.state, owner, now_ns, actions)
         return actions
 
     def _apply_upkeep(
@@ -184,11 +185,13 @@ class Machine:
             case ev.RowRecovered():
                 return recovery.row_recovered(state, event)
             case ev.PoolRecovered():
+                disuse.begin(state, now_ns)
                 return recovery.pool_recovered(state)
             case ev.RowUnmapped():
                 reclaim.row_unmapped(state, event.row, event.mover, actions)
             case ev.RowZeroed():
                 reclaim.row_zeroed(state, event.row, actions)
+                disuse.go_on(state, now_ns, actions)
             case ev.NamespaceCleared():
                 return operate.namespace_cleared(state, event)
             case ev.QuotaSet():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core import hand_off, lease, residency, room, session, transfer
+from kvd.core import disuse, hand_off, lease, residency, room, session, transfer
 from kvd.core.actions import Action, AnnounceCleared, Reply
 from kvd.core.block import SlotState
 from kvd.core.errors import EXPIRED, RESET, InvalidArgument
@@ -81,6 +81,8 @@ def timer_ticked(state: State, now_ns: int) -> list[Action]:
     lease.expire_leases(state, now_ns)
     hand_off.expire(state, now_ns)
     _enforce_deadlines(state, now_ns, actions)
+    disuse.prepare_room(state)
+    disuse.go_on(state, now_ns, actions)
     for tenant in state.tenants.values():
         if tenant.shrinking:
             room.shrink_to_quota(state, tenant, actions)

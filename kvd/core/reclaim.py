@@ -53,7 +53,8 @@ def coldest_stamp(state: State, owner: SizeClass) -> np.uint32 | None:
     return state.slots.stamps[coldest[0]] if len(coldest) else None
 
 
-def _may_retire(state: State, row: Row) -> bool:
+def may_retire(state: State, row: Row) -> bool:
+    """Whether nothing keeps the row but blocks that could be evicted."""
     states = state.slots.state[row.span]
     busy = (states == SlotState.RESERVED) | (states == SlotState.QUARANTINED)
     return not row.undead and not busy.any() and not state.slots.pins[row.span].any()
@@ -80,8 +81,8 @@ def _coldest_row(state: State, owners: list[SizeClass], limit: np.uint32 | None)
         coldest = coldest_stamp(state, owner)
         if coldest is None or float(coldest) >= best_stamp:
             continue
-        rows = [row for row in _rows_of_coldest(state, owner) if _may_retire(state, row)]
-        for row in rows or [row for row in owner.rows.values() if _may_retire(state, row)]:
+        rows = [row for row in _rows_of_coldest(state, owner) if may_retire(state, row)]
+        for row in rows or [row for row in owner.rows.values() if may_retire(state, row)]:
             ready = state.slots.state[row.span] == SlotState.READY
             stamp = float(state.slots.stamps[row.span][ready].mean()) if ready.any() else 0.0
             if stamp < best_stamp:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 
 import numpy as np
 
-from kvd.core import spaces
+from kvd.core import disuse, spaces
 from kvd.core.actions import Action, PublishTags, WriteFree
 from kvd.core.block import SlotState
 from kvd.core.events import RowRecovered, ScopeRecovered
@@ -26,6 +26,7 @@ def scope_recovered(state: State, event: ScopeRecovered) -> list[Action]:
         spaces.add_namespace(state, event.namespace, event.spec, actions)
     names = (event.epoch, event.account)
     spaces.add_scope(state, event.scope, event.namespace, names, event.group)
+    disuse.read_back(state, state.namespaces[event.namespace], event.epoch, own=event.own)
     return actions
 
 

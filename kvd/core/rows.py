@@ -15,10 +15,10 @@ import numpy as np
 
 from kvd.core.actions import Action, GrantRow
 from kvd.core.block import SlotState
-from kvd.core.events import GroupSpec
 from kvd.core.keys import MoverId, NamespaceId, RowId, Slots
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.quota import Tenant
+from kvd.core.spec import GroupSpec
 
 if TYPE_CHECKING:
     from kvd.core.state import State

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import follow, lease, spaces, transfer
+from kvd.core import disuse, follow, lease, spaces, transfer
 from kvd.core.actions import Action, KillMover, Reply, SessionAccepted
 from kvd.core.errors import (
     MOVER_GONE,
@@ -43,10 +43,13 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
     spaces.check_spec(state, event.spec)
     spaces.check_scopes(state, event.spec, event.epoch)
     actions: list[Action] = []
+    if spaces.lacks_room(state, event.spec) and (idle := disuse.forgettable(state)) is not None:
+        disuse.forget(state, idle, actions)
     namespace = spaces.open_namespace(state, event.spec, actions)
     session = Session(event.session, namespace.namespace, event.epoch, event.world_size)
     session.renewed_ns = now_ns
     state.sessions[event.session] = session
+    disuse.enter(state, session, own=event.own_epoch)
     epoch = spaces.open_epoch(state, session, actions)
     for owner in namespace.classes:
         grant_spare(state, owner, actions)
@@ -54,15 +57,20 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
     return actions
 
 
-def session_closed(state: State, event: SessionClosed) -> list[Action]:
+def session_closed(state: State, event: SessionClosed, now_ns: int) -> list[Action]:
     """Leases end, waits end, and movers are asked to give up what they have not started.
 
     A store whose ranks all report done becomes readable nevertheless.
     """
     session = state.sessions.get(event.session)
-    if session is None or session.closed:
-        return []
     actions: list[Action] = []
+    if session is None:
+        if event.gone:
+            disuse.engine_gone(state, event.session, now_ns, actions)
+        return actions
+    session.gone = session.gone or event.gone
+    if session.closed:
+        return actions
     session.closed = True
     lease.end_leases(state, session, list(session.leases))
     follow.drop_followers(state, session, actions)
@@ -73,14 +81,15 @@ def session_closed(state: State, event: SessionClosed) -> list[Action]:
             transfer.fail_job(job, SESSION_CLOSED)
             job.open = False
             transfer.end_job_when_done(state, job, actions)
-    forget_session(state, session)
+    forget_session(state, session, now_ns, actions)
     return actions
 
 
-def forget_session(state: State, session: Session) -> None:
+def forget_session(state: State, session: Session, now_ns: int, actions: list[Action]) -> None:
     """Drop a closed session once no job and no mover of it is left."""
     if session.closed and not session.jobs and not session.movers:
         del state.sessions[session.session]
+        disuse.leave(state, session, now_ns, actions)
 
 
 def rank_attached(state: State, event: RankAttached) -> list[Action]:
@@ -145,17 +154,24 @@ def mover_gone(state: State, event: MoverGone, now_ns: int) -> list[Action]:
     transfer.mover_gone(state, mover, now_ns, actions)
     for row in list(state.retiring):
         row_unmapped(state, row, event.mover, actions)
-    forget_session(state, session)
+    forget_session(state, session, now_ns, actions)
     return actions
 
 
-def epoch_changed(state: State, event: EpochChanged) -> list[Action]:
-    """The session's keys meet those of another epoch from now on; its leases end."""
+def epoch_changed(state: State, event: EpochChanged, now_ns: int) -> list[Action]:
+    """The session's keys meet those of another epoch from now on; its leases end.
+
+    It won't come back to the epoch that it leaves.
+    """
     session = state.require_session(event.session)
     spaces.check_name(event.epoch, "epoch")
     spaces.check_scopes(state, state.namespace_of(session).spec, event.epoch)
     actions: list[Action] = []
     lease.end_leases(state, session, list(session.leases))
-    session.epoch = event.epoch
+    left, session.epoch = session.epoch, event.epoch
+    disuse.enter(state, session, own=True)
     actions.append(Reply(event.token, spaces.open_epoch(state, session, actions)))
+    if left != session.epoch:
+        disuse.leave_epoch(state, session, left, now_ns)
+        disuse.go_on(state, now_ns, actions)
     return actions

@@ -9,10 +9,10 @@ import numpy as np
 from kvd.core.actions import Action, EpochOpened, ForgetScopes, OpenNamespace, OpenScope
 from kvd.core.block import SlotState
 from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
-from kvd.core.events import GroupSpec, NamespaceSpec
 from kvd.core.keys import NamespaceId, ScopeId
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.rows import SizeClass, slots_per_row
+from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.core.state import (
     MAX_NAMESPACES,
     MAX_SCOPES,
@@ -71,6 +71,11 @@ def _check_group(state: State, number: int, group: GroupSpec) -> None:
         )
 
 
+def lacks_room(state: State, spec: NamespaceSpec) -> bool:
+    """Whether this would be one namespace too many."""
+    return spec.fingerprint not in state.by_fingerprint and len(state.namespaces) >= MAX_NAMESPACES
+
+
 def open_namespace(state: State, spec: NamespaceSpec, actions: list[Action]) -> Namespace:
     """The namespace of this fingerprint, made if it is new; raises and changes nothing else."""
     found = state.by_fingerprint.get(spec.fingerprint)
@@ -81,8 +86,8 @@ def open_namespace(state: State, spec: NamespaceSpec, actions: list[Action]) -> 
             )
         return found
     check_spec(state, spec)
-    if len(state.namespaces) >= MAX_NAMESPACES:
-        raise LimitExceeded(f"{MAX_NAMESPACES} namespaces are open", "namespace")
+    if lacks_room(state, spec):
+        raise LimitExceeded(f"{MAX_NAMESPACES} namespaces hold blocks or sessions", "namespace")
     number = NamespaceId(state.next_namespace)
     return add_namespace(state, number, spec, actions)
 
@@ -198,6 +203,7 @@ def _forget_unused_scopes(state: State, actions: list[Action]) -> None:
     for number in forgotten:
         scope = state.scopes.pop(number)
         del state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group]
+        state.namespaces[scope.namespace].scopes.remove(number)
     actions.append(ForgetScopes(tuple(forgotten)))
 
 
@@ -212,7 +218,8 @@ def open_scope(
         _forget_unused_scopes(state, actions)
     number = ScopeId(state.next_scope)
     scope = add_scope(state, number, session.namespace, (session.epoch, account), group)
-    actions.append(OpenScope(number, scope.namespace, scope.epoch, scope.account, scope.group))
+    own = session.epoch in state.namespaces[session.namespace].own_epochs
+    actions.append(OpenScope(number, scope.namespace, scope.epoch, scope.account, scope.group, own))
     return scope
 
 
@@ -224,6 +231,7 @@ def add_scope(
     seed = scope_seed(state, owner, epoch, account, group)
     scope = Scope(number, namespace, epoch, account, group, seed)
     state.scopes[number] = scope
+    owner.scopes.add(number)
     state.next_scope = max(state.next_scope, number + 1)
     state.scope_ids[namespace, epoch, account, group] = number
     return scope

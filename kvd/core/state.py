@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -11,7 +12,6 @@ import numpy.typing as npt
 from kvd.core.admission import ReuseFilter
 from kvd.core.block import SlotTable
 from kvd.core.errors import UnknownNamespace, UnknownSession
-from kvd.core.events import NamespaceSpec
 from kvd.core.index import Index
 from kvd.core.job import Follow, Job, Prefix, Transfer
 from kvd.core.keys import (
@@ -30,12 +30,14 @@ from kvd.core.keys import (
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.quota import Tenant
 from kvd.core.rows import MIN_SLOT_BYTES, Row, SizeClass
+from kvd.core.spec import NamespaceSpec
 
 MAX_NAMESPACES = 4096
 MAX_SCOPES = 65536
 # Fewer are not worth reading every slot and writing the registry anew.
 SCOPES_FORGOTTEN_AT_LEAST = MAX_SCOPES // 64
 MAX_SESSIONS = 1024
+NEVER = 1 << 63  # as a time
 MAX_ENGINE_BLOCKS = 1 << 22  # of one group; bounds the map of blocks whose copy is in flight
 
 PolicyFactory = Callable[[str, Callable[[], int], int], EvictionPolicy]
@@ -52,6 +54,7 @@ class MachineConfig:
     lease_share: float = 0.25  # of the tenant's quota, or of the pool
     submit_deadline_ns: int = 30_000_000_000
     copy_deadline_ns: int = 30_000_000_000
+    private_grace_ns: int = 60_000_000_000  # what only one engine can use outlives its session
     spare_bytes: int = 256 * 2**20  # granted ahead of need per class; at most 1/8 of the pool
     tag_secret: bytes = b""
 
@@ -75,6 +78,8 @@ class Namespace:
     classes: tuple[SizeClass, ...]  # by group
     tenant: Tenant
     page_blocks: int
+    scopes: set[ScopeId] = field(default_factory=set)
+    own_epochs: set[str] = field(default_factory=set)  # each of use to one session's engine alone
 
 
 @dataclass(slots=True, eq=False)
@@ -124,12 +129,44 @@ class Session:
     busy: dict[int, npt.NDArray[np.int16]] = field(default_factory=dict)  # by group, by block
     renewed_ns: int = 0
     closed: bool = False
+    gone: bool = False  # its engine has ended
 
     def usable(self) -> bool:
         """Every rank stands and none is about to end."""
         return len(self.movers) == self.world_size and not any(
             mover.ending for mover in self.movers.values()
         )
+
+
+EpochName = tuple[NamespaceId, str]
+
+
+@dataclass(slots=True, eq=False)
+class Departure:
+    """When something that no session uses goes, and which session was the last to use it."""
+
+    until_ns: int
+    session: SessionId | None
+
+
+@dataclass(slots=True, eq=False)
+class EpochSweep:
+    """Rows whose blocks of these epochs' scopes are still to be given up."""
+
+    epochs: list[EpochName]
+    scopes: Slots
+    rows: deque[RowId]
+
+
+@dataclass(slots=True, eq=False)
+class Disuse:
+    """What no session uses."""
+
+    # Every namespace without a session, the one longest without first.
+    namespaces: dict[NamespaceId, Departure] = field(default_factory=dict)
+    ending: dict[NamespaceId, None] = field(default_factory=dict)  # of those, being taken apart
+    epochs: dict[EpochName, Departure] = field(default_factory=dict)  # own ones only
+    sweep: EpochSweep | None = None
 
 
 @dataclass(slots=True)
@@ -151,6 +188,8 @@ class Counters:
     damaged: int = 0  # found so by their checksums
     recovered: int = 0
     cleared: int = 0
+    dropped: int = 0  # of no use to anybody any more
+    namespaces_forgotten: int = 0  # namespaces
     rows_granted: int = 0  # rows
     rows_taken_back: int = 0  # rows
     leases_expired: int = 0  # leases
@@ -191,6 +230,7 @@ class State:
         self.orphans: list[list[Follow]] = []  # whose leader failed in this event
         self.recovered: dict[tuple[NamespaceId, int], list[tuple[Slots, npt.NDArray[np.uint64]]]]
         self.recovered = {}
+        self.disuse = Disuse()
         self.counters = Counters()
         self.draining = False
         self.scopes_sought_at = -SCOPES_FORGOTTEN_AT_LEAST  # blocks gone when last sought

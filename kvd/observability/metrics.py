@@ -50,6 +50,12 @@ _COUNTERS = (
     ),
     ("kvd_recovered_blocks", "Blocks found readable in the pool at start.", "recovered"),
     ("kvd_cleared_blocks", "Blocks removed by an operator.", "cleared"),
+    ("kvd_dropped_blocks", "Blocks removed because no engine could use them.", "dropped"),
+    (
+        "kvd_namespaces_forgotten",
+        "Namespaces forgotten because no engine used them.",
+        "namespaces_forgotten",
+    ),
     ("kvd_rows_granted", "Extent rows given to a size class.", "rows_granted"),
     ("kvd_rows_taken_back", "Extent rows taken from a size class for another.", "rows_taken_back"),
     ("kvd_leases_expired", "Leases that no step renewed in time.", "leases_expired"),

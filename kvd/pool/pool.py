@@ -12,6 +12,7 @@ from typing import Self
 import numpy as np
 
 from kvd.core.actions import (
+    ForgetNamespace,
     ForgetScopes,
     GrantRow,
     OpenNamespace,
@@ -24,7 +25,7 @@ from kvd.core.actions import (
     ZeroRow,
 )
 from kvd.core.events import Event
-from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots
+from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
 from kvd.pool import space
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.config import PoolConfig
@@ -120,6 +121,10 @@ class Pool:
         """Extents set free at start because no whole row owned them."""
         return self._recovery.dropped_rows
 
+    def tenant_of(self, namespace: NamespaceId) -> TenantId:
+        """Whose namespace it is."""
+        return self._registry.namespaces[namespace].spec.tenant
+
     def namespace_fields(self, namespace: NamespaceId) -> Mapping[str, str]:
         """The display fields that the namespace was first opened with."""
         return self._registry.namespaces[namespace].fields
@@ -139,6 +144,11 @@ class Pool:
 
     def forget_scopes(self, order: ForgetScopes) -> None:
         self._registry.forget_scopes(order.scopes)
+
+    def forget_namespace(self, order: ForgetNamespace) -> None:
+        """Tell those who map its page that nobody keeps it any more, and forget it all."""
+        self._pages.pop(order.namespace).close()
+        self._registry.forget_namespace(order.namespace)
 
     def grant_row(self, order: GrantRow) -> None:
         """Give the row its slots and, unless it was recovered, its header."""

@@ -60,7 +60,13 @@ class Recovery:
         for scope in registry.scopes.values():
             spec = registry.namespaces[scope.namespace].spec
             yield ScopeRecovered(
-                scope.scope, scope.namespace, spec, scope.epoch, scope.account, scope.group
+                scope.scope,
+                scope.namespace,
+                spec,
+                scope.epoch,
+                scope.account,
+                scope.group,
+                scope.own,
             )
         for rows in self._batches():
             yield from self._read(rows)

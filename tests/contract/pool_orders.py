@@ -9,15 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from kvd.core.actions import GrantRow, OpenNamespace, OpenScope, WriteFree, WriteReady
-from kvd.core.events import (
-    Event,
-    GroupKind,
-    GroupSpec,
-    NamespaceSpec,
-    RowRecovered,
-    ScopeRecovered,
-)
+from kvd.core.events import Event, RowRecovered, ScopeRecovered
 from kvd.core.keys import KeyBatch, NamespaceId, RowId, ScopeId, TenantId
+from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 from kvd.pool import Pool, PoolConfig
 
 EXTENT_BYTES = 1 << 18

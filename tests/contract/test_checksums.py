@@ -12,6 +12,7 @@ from kvd.mover import checksums as module
 from kvd.mover.checksums import LINE_WORDS, checksums, part_checksums, pieces_of
 from kvd.mover.copy_engine import CopyStopped
 from kvd.mover.layout import LocatedPart
+from kvd_proto.tags import mix
 
 EXTENT_BYTES = 1 << 18
 ALL_BITS = (1 << 64) - 1
@@ -28,7 +29,7 @@ def by_definition(words: list[int]) -> int:
     """The checksum of one part, word by word in plain numbers."""
     word_keys = module._WORD_KEYS.tolist()
     line_keys = module._line_keys(len(words) // LINE_WORDS + 1).tolist()
-    total = int(module.mix(np.array([len(words)], dtype=np.uint64))[0])
+    total = int(mix(np.array([len(words)], dtype=np.uint64))[0])
     for place, word in enumerate(words):
         line, within = divmod(place, LINE_WORDS)
         total += word * word_keys[within] * line_keys[line]

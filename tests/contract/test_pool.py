@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvd.core.actions import (
+    ForgetNamespace,
     ForgetScopes,
     OpenNamespace,
     OpenScope,
@@ -18,9 +20,10 @@ from kvd.core.actions import (
 )
 from kvd.core.events import PoolRecovered
 from kvd.core.keys import NamespaceId, RowId, ScopeId
-from kvd.pool import Pool, PoolConfig, PoolError
+from kvd.pool import Pool, PoolConfig, PoolError, lines, registry
 from kvd_proto.page import PageReader
 from kvd_proto.tags import mix
+from tests import leaks
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, EXTENTS, SLOTS_PER_EXTENT, opened
 
@@ -205,21 +208,76 @@ def test_scopes_that_no_block_names_are_forgotten(shared_directory: Path) -> Non
     assert len((config.directory / "registry.jsonl").read_bytes().splitlines()) == 3
 
 
-def test_forgotten_scope_is_out_of_the_registry_at_once_and_after_a_restart(
+def test_forgotten_scopes_stay_forgotten_and_the_registry_short(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "SLACK_LINES", 10)
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        orders.introduce(pool)
+        for number in range(2, 500):
+            pool.open_scope(OpenScope(ScopeId(number), orders.NAMESPACE, f"{number}", "", 0))
+            pool.forget_scopes(ForgetScopes((ScopeId(number),)))
+            assert len((config.directory / "registry.jsonl").read_bytes().splitlines()) <= 16
+        pool.open_scope(OpenScope(ScopeId(500), orders.NAMESPACE, "later", "", 0))
+        pool.grant_row(orders.row([0]))
+        pool.write_ready(orders.ready([0], orders.keys(1), scope=500))
+    with opened(config) as pool:
+        assert [s.scope for s in orders.scopes_of(list(pool.recovered()))] == [500]
+
+
+def test_forgotten_namespace_closes_its_page_and_comes_back_with_nothing(
     shared_directory: Path,
 ) -> None:
     config = orders.config(shared_directory)
     with opened(config) as pool:
         orders.introduce(pool)
-        for number in range(2, 50):
-            pool.open_scope(OpenScope(ScopeId(number), orders.NAMESPACE, f"{number}", "", 0))
-        pool.forget_scopes(ForgetScopes(tuple(ScopeId(n) for n in range(2, 49))))
-        assert len((config.directory / "registry.jsonl").read_bytes().splitlines()) == 3
-        pool.open_scope(OpenScope(ScopeId(50), orders.NAMESPACE, "later", "", 0))
-        pool.grant_row(orders.row([0]))
-        pool.write_ready(orders.ready([0], orders.keys(1), scope=50))
+        orders.introduce(pool, namespace=2)
+        reader = PageReader(pool.page_fd(orders.NAMESPACE))
+        before = leaks.descriptors()
+        pool.forget_namespace(ForgetNamespace(orders.NAMESPACE))
+        assert reader.closed
+        assert len(leaks.descriptors()) == len(before) - 2  # the page's and its mapping's
+        with pytest.raises(KeyError):
+            pool.page_fd(orders.NAMESPACE)
+        pool.grant_row(orders.row([0], namespace=2))
+        reader.close()
     with opened(config) as pool:
-        assert [s.scope for s in orders.scopes_of(list(pool.recovered()))] == [50]
+        assert [s.namespace for s in orders.scopes_of(list(pool.recovered()))] == [2]
+
+
+def test_what_is_an_engines_own_is_known_to_be_after_a_restart(shared_directory: Path) -> None:
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        private = replace(orders.spec(), unshared=True)
+        orders.introduce(pool, private)
+        pool.open_scope(OpenScope(ScopeId(2), orders.NAMESPACE, "own", "", 0, own=True))
+        pool.grant_row(orders.row([0]))
+        pool.write_ready(orders.ready([0], orders.keys(1), scope=1))
+        pool.write_ready(orders.ready([1], orders.keys(1), scope=2))
+    with opened(config) as pool:
+        found = orders.scopes_of(list(pool.recovered()))
+        assert [(s.scope, s.own) for s in found] == [(1, False), (2, True)]
+        assert [s.spec for s in found] == [private, private]
+
+
+def test_registry_of_before_tells_private_namespaces_by_their_fields(
+    shared_directory: Path,
+) -> None:
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        order = OpenNamespace(orders.NAMESPACE, orders.spec(), page_blocks=64)
+        pool.open_namespace(order, {"unshared": "1000/engine/00ff"})
+        pool.open_scope(OpenScope(orders.SCOPE, orders.NAMESPACE, "", "", 0))
+        pool.grant_row(orders.row([0]))
+    path = config.directory / "registry.jsonl"
+    older = [lines.unseal(line) or {} for line in path.read_bytes().splitlines()]
+    kept = [{k: v for k, v in each.items() if k not in ("unshared", "own")} for each in older]
+    path.write_bytes(b"".join(lines.seal(each) for each in kept))
+    with opened(config) as pool:
+        (scope,) = orders.scopes_of(list(pool.recovered()))
+        assert scope.spec.unshared
+        assert not scope.own
 
 
 def test_clients_see_what_is_published_and_whether_there_is_room(shared_directory: Path) -> None:

@@ -9,15 +9,17 @@ import numpy as np
 import pytest
 
 from kvd import event_log
-from kvd.core.keys import KeyBatch, NamespaceId
+from kvd.core.keys import KeyBatch, NamespaceId, TenantId
 from kvd.event_log import Change, ChangeKind, Delivery, EventLog
 
 INCARNATION = b"a" * 16
+TENANT = TenantId("default")
 
 
 def change(number: int, namespace: int = 1) -> Change:
     words = np.full((1, 4), number, dtype=np.uint64)
-    return Change(ChangeKind.STORED, NamespaceId(namespace), "", "", 0, KeyBatch(words, 32))
+    keys = KeyBatch(words, 32)
+    return Change(ChangeKind.STORED, TENANT, NamespaceId(namespace), "", "", 0, keys)
 
 
 def first_words(deliveries: list[Delivery]) -> list[int]:
@@ -69,7 +71,7 @@ async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
     log = EventLog(INCARNATION, lambda: iter([]))
     log.append(change(1, namespace=1))
     log.append(change(2, namespace=2))
-    (delivery,) = await take(log.watch((INCARNATION, 0), lambda n: n == 2), 1)
+    (delivery,) = await take(log.watch((INCARNATION, 0), lambda c: c.namespace == 2), 1)
     assert first_words([delivery]) == [2]
     assert delivery.sequence == 2
 
@@ -80,7 +82,7 @@ async def test_kept_tail_is_bounded_by_its_blocks_too(monkeypatch: pytest.Monkey
     for number in range(5):
         words = np.full((3, 4), number, dtype=np.uint64)
         keys = KeyBatch(words, 32)
-        log.append(Change(ChangeKind.STORED, NamespaceId(1), "", "", 0, keys))
+        log.append(Change(ChangeKind.STORED, TENANT, NamespaceId(1), "", "", 0, keys))
     (tail,) = await take(log.watch((INCARNATION, 3), lambda _: True), 1)
     assert first_words([tail]) == [3, 4]
     (behind,) = await take(log.watch((INCARNATION, 2), lambda _: True), 1)

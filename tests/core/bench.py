@@ -25,6 +25,7 @@ from kvd.core.keys import (
     TransferId,
 )
 from kvd.core.machine import Machine, MachineConfig
+from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 
 BLOCK = 4096
 SECRET = b"sixteen byte key"
@@ -57,13 +58,13 @@ def spec(  # noqa: PLR0917 - every test names what it changes
     groups: int = 1,
     block_bytes: int = BLOCK,
     blocks_per_block: int = 1,
-) -> ev.NamespaceSpec:
-    group = ev.GroupSpec(
-        ev.GroupKind.FULL_ATTENTION,
+) -> NamespaceSpec:
+    group = GroupSpec(
+        GroupKind.FULL_ATTENTION,
         blocks_per_block,
         tuple(block_bytes // blocks_per_block for _ in range(shards)),
     )
-    return ev.NamespaceSpec(name, TenantId(tenant), 32, (group,) * groups)
+    return NamespaceSpec(name, TenantId(tenant), 32, (group,) * groups)
 
 
 class ToyPool:
@@ -88,6 +89,8 @@ class ToyPool:
                     del self.scopes[forgotten]
                 named = {scope for scope, _ in self.ready.values()}
                 assert not named & set(action.scopes), "a record names a forgotten scope"
+            case act.ForgetNamespace():
+                self.forget(action.namespace)
             case act.GrantRow():
                 assert action.row not in self.rows
                 self.rows[action.row] = action
@@ -134,6 +137,14 @@ class ToyPool:
             case act.AnnounceCleared():
                 self.announced[action.namespace] = set()
 
+    def forget(self, namespace: int) -> None:
+        named = {scope for scope, _ in self.ready.values()}
+        known = {n for n, scope in self.scopes.items() if scope.namespace == namespace}
+        assert not named & known, "a record names a forgotten namespace"
+        assert not any(n == namespace for n, _ in self.tags), "a tag nobody retracted"
+        assert not self.announced.pop(namespace, set()), "a block nobody took back"
+        self.scopes = {n: scope for n, scope in self.scopes.items() if n not in known}
+
     def check(self, machine: Machine) -> None:
         """I9 and the page: what is announced, published and recorded is what is readable."""
         assert sum(self.tags.values()) == len(self.ready), "published tags = READY records"
@@ -160,6 +171,8 @@ class Bench:
     now_ns: int = SECOND
     token: int = 0
     next_job: int = 1
+    check_every: int = 1  # so many events: all of the invariants take a millisecond
+    fed: int = 0
     log: list[tuple[ev.Event, int]] = field(default_factory=list)
     history: list[list[act.Action]] = field(default_factory=list)
 
@@ -181,8 +194,10 @@ class Bench:
                         assert not slots & theirs, "a slot is reused before its copy ended"
                 self.transfers[action.transfer] = action
             self.pool.carry_out(action)
-        invariants.check(self.machine)
-        self.pool.check(self.machine)
+        self.fed += 1
+        if self.fed % self.check_every == 0:
+            invariants.check(self.machine)
+            self.pool.check(self.machine)
         return actions
 
     def ask(self, event: ev.Event) -> object:
@@ -191,17 +206,18 @@ class Bench:
         assert len(replies) == 1
         return replies[0].payload
 
-    def open(
+    def open(  # noqa: PLR0917 - every test names what it changes
         self,
         session: int = 1,
-        namespace: ev.NamespaceSpec | None = None,
+        namespace: NamespaceSpec | None = None,
         ranks: int = 1,
         epoch: str = "",
         attach: bool = True,
+        own: bool = False,
     ) -> act.SessionAccepted:
         namespace = namespace or spec(shards=ranks)
         accepted = self.ask(
-            ev.SessionOpened(self._token(), SessionId(session), namespace, epoch, ranks)
+            ev.SessionOpened(self._token(), SessionId(session), namespace, epoch, ranks, own)
         )
         assert isinstance(accepted, act.SessionAccepted)
         for rank in range(ranks if attach else 0):
@@ -303,8 +319,24 @@ class Bench:
                 del self.transfers[number]
         return self.feed(ev.MoverGone(MoverId(mover), "killed"))
 
-    def close(self, session: int = 1) -> list[act.Action]:
-        return self.feed(ev.SessionClosed(SessionId(session)))
+    def close(self, session: int = 1, *, gone: bool = False) -> list[act.Action]:
+        return self.feed(ev.SessionClosed(SessionId(session), gone))
+
+    def leave(self, session: int = 1, ranks: int = 1, *, gone: bool = False) -> list[act.Action]:
+        """The session and its movers are gone, one after the other; the pool has caught up."""
+        made = [*self.close(session, gone=gone)]
+        for rank in range(ranks):
+            made += self.gone(100 * session + rank)
+        return made + self.settle(made)
+
+    def settle(self, actions: Iterable[act.Action]) -> list[act.Action]:
+        """The pool zeroes rows until nothing more comes of it."""
+        made: list[act.Action] = []
+        zeros = only(actions, act.ZeroRow)
+        while zeros:
+            made += self.feed(ev.RowZeroed(RowId(zeros.pop().row)))
+            zeros += only(made[-1:], act.ZeroRow)
+        return made
 
     def release(self, *leases: int, session: int = 1) -> None:
         self.feed(ev.LeasesReleased(SessionId(session), tuple(LeaseId(n) for n in leases)))

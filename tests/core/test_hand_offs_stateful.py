@@ -10,14 +10,8 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, ScopeId, SessionId
 from tests.core.bench import SECOND, context, keys, numbers_of, only
-from tests.core.test_machine_stateful import (
-    SPECS,
-    MachineRules,
-    accounts,
-    key_lists,
-    requests,
-    sessions,
-)
+from tests.core.drawn import SPECS, accounts, key_lists, requests, sessions
+from tests.core.test_machine_stateful import MachineRules
 
 Block = tuple[int, str, str, int]  # namespace, epoch, account, key; all of group 0
 
@@ -26,7 +20,7 @@ class HandOffRules(MachineRules):
     """The rules of the whole machine, and engines that hand off.
 
     `promised` is what must be readable: what was handed off, until a load of it by another
-    session, the deadline, or a clear.
+    session, the deadline, a clear, or the end of all who could use it.
     """
 
     def __init__(self) -> None:
@@ -51,13 +45,24 @@ class HandOffRules(MachineRules):
             for _, blocks in self.promised.values():
                 gone = {block for block in blocks if block[0] == cleared.namespace}
                 blocks.difference_update(gone)
+        for each in only(actions, act.AnnounceRemoved):
+            if self.is_forsaken(each.namespace, each.epoch):
+                for _, blocks in self.promised.values():
+                    gone = {b for b in blocks if b[:2] == (each.namespace, each.epoch)}
+                    blocks.difference_update(gone)
         if isinstance(event, ev.TimerTicked):
             now_ns = self.bench.now_ns
             self.promised = {n: p for n, p in self.promised.items() if p[0] > now_ns}
         return actions
 
+    def is_forsaken(self, namespace: int, epoch: str) -> bool:
+        """Whether no engine is there any more that could use this."""
+        used = {(self.numbers[SPECS[w].fingerprint], self.epochs[w]) for w in self.ids}
+        private = namespace == self.numbers[SPECS[3].fingerprint]
+        return (namespace, epoch) not in used and (private or epoch != "")
+
     def blocks(self, which: int, account: str, numbers: list[int]) -> set[Block]:
-        namespace = 1 if SPECS[which].fingerprint == self.first else 2
+        namespace = self.numbers[SPECS[which].fingerprint]
         return {(namespace, self.epochs[which], account, number) for number in numbers}
 
     @rule(

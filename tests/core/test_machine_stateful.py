@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.keys import JobId, MoverId, NamespaceId, RequestId, SessionId
+from kvd.core.keys import JobId, MoverId, RequestId, SessionId
 from kvd.core.machine import MachineConfig
 from tests.core.bench import (
     BLOCK,
@@ -27,27 +27,11 @@ from tests.core.bench import (
     finished,
     keys,
     only,
-    spec,
     verdict,
 )
+from tests.core.drawn import RANKS, SESSIONS, SPECS, accounts, groups, key_lists, requests, sessions
 from tests.core.replaying import replay
 from tests.core.test_recovery import restarted
-
-SESSIONS = (1, 2, 3)
-# Two engines of two ranks share a namespace; a third, of another tenant, has two groups.
-SPECS = {1: spec("a", "one", shards=2), 2: spec("a", "one", shards=2), 3: spec("b", "two", 1, 2)}
-RANKS = {1: 2, 2: 2, 3: 1}
-
-# Prefixes of a few conversations, so that keys meet.
-key_lists = st.builds(
-    lambda start, length: list(range(start, start + length)),
-    st.sampled_from([0, 4, 8, 20, 40, 60]),
-    st.integers(1, 16),
-)
-accounts = st.sampled_from(["", "", "salt"])
-sessions = st.sampled_from(SESSIONS)
-requests = st.sampled_from(["p", "q"])
-groups = st.integers(0, 1)
 
 
 class MachineRules(RuleBasedStateMachine):
@@ -67,6 +51,7 @@ class MachineRules(RuleBasedStateMachine):
             tracker_blocks=64,
             tag_secret=SECRET,
             spare_bytes=EXTENT,
+            private_grace_ns=3000 * MS,
             submit_deadline_ns=1000 * MS,
             copy_deadline_ns=1000 * MS,
         )
@@ -81,7 +66,7 @@ class MachineRules(RuleBasedStateMachine):
         self.unmaps: list[act.UnmapRow] = []
         self.zeros: list[act.ZeroRow] = []
         self.epochs: dict[int, str] = {}
-        self.first = SPECS[1].fingerprint
+        self.numbers: dict[str, int] = {}  # of namespaces, by fingerprint
         for which in SESSIONS:
             self.open_session(which)
 
@@ -101,10 +86,14 @@ class MachineRules(RuleBasedStateMachine):
     # -- sessions and ranks --------------------------------------------------------------------
 
     def open_session(self, which: int) -> None:
+        """Its engine may have been reset before its stream broke, and names its epoch again."""
         self.next_id += 1
         self.ids[which] = self.next_id
-        self.epochs[which] = ""
-        self.feed(ev.SessionOpened(1, SessionId(self.next_id), SPECS[which], "", RANKS[which]))
+        epoch = self.epochs.setdefault(which, "")
+        session = SessionId(self.next_id)
+        opened = ev.SessionOpened(1, session, SPECS[which], epoch, RANKS[which], bool(epoch))
+        (reply,) = only(self.feed(opened), act.Reply)
+        self.numbers[SPECS[which].fingerprint] = reply.payload.namespace
         for rank in range(RANKS[which]):
             self.attach(which, rank)
 
@@ -149,10 +138,12 @@ class MachineRules(RuleBasedStateMachine):
         self.end_request(which, "p")
         self.bench.now_ns += 20 * MS
 
-    def close_session(self, which: int) -> None:
+    def close_session(self, which: int, gone: bool = False) -> None:
         if which in self.ids:
             session = self.ids.pop(which)
-            self.feed(ev.SessionClosed(SessionId(session)))
+            self.feed(ev.SessionClosed(SessionId(session), gone))
+            if gone:
+                self.epochs[which] = ""
             self.held = {n: held for n, held in self.held.items() if held[0] != session}
 
     def lose_a_rank(self, pick: int, ending: bool) -> None:
@@ -192,7 +183,7 @@ class MachineRules(RuleBasedStateMachine):
         self.scheduler_step(which, numbers, "", whole, pick % 3)
         match kind:
             case "close":
-                self.close_session(which)
+                self.close_session(which, gone=pick % 2 == 0)
             case "lose" | "end" | "kill":
                 self.lose_a_rank(pick, kind != "lose")
             case "epoch":
@@ -201,7 +192,8 @@ class MachineRules(RuleBasedStateMachine):
                 quota = [0, 0, 5, 20][pick % 4] * BLOCK
                 self.feed(ev.QuotaSet(1, SPECS[1 + 2 * (pick % 2)].tenant, quota))
             case "clear":
-                self.feed(ev.NamespaceCleared(1, NamespaceId(1 + pick % 2)))
+                known = self.bench.machine.namespaces()
+                self.feed(ev.NamespaceCleared(1, known[pick % len(known)]))
             case "touch":
                 session = SessionId(self.ids[which])
                 self.feed(ev.Touched(session, context(), 0, keys(*numbers)))
@@ -272,7 +264,7 @@ class MachineRules(RuleBasedStateMachine):
 
     def resident(self, which: int, account: str) -> set[int]:
         """Keys of group 0 that the announced events say this session can read."""
-        namespace = 1 if SPECS[which].fingerprint == self.first else 2
+        namespace = self.numbers[SPECS[which].fingerprint]
         blocks = self.bench.pool.announced.get(namespace, set())
         scope = (self.epochs[which], account, 0)
         return {key for *of, key in blocks if tuple(of) == scope}
@@ -356,7 +348,7 @@ class MachineRules(RuleBasedStateMachine):
             if found is None or number not in found.leases:
                 continue  # it has ended
             fingerprint, epoch = where.split("/")
-            namespace = 1 if fingerprint == self.first else 2
+            namespace = self.numbers[fingerprint]
             announced = self.bench.pool.announced.get(namespace, set())
             for key in numbers:
                 assert (epoch, account, 0, key) in announced, "a leased block was evicted"
@@ -378,7 +370,7 @@ class MachineRules(RuleBasedStateMachine):
     def everything_ends(self) -> None:
         """I5, I10: once all engines and movers are gone, nothing is held."""
         for which in list(self.ids):
-            self.close_session(which)
+            self.close_session(which, gone=which != 2)
         for mover in list(self.movers):
             self.bench.transfers = {
                 n: t for n, t in self.bench.transfers.items() if t.mover != mover
@@ -389,6 +381,11 @@ class MachineRules(RuleBasedStateMachine):
         assert len(state.sessions) + len(state.transfers) == 0
         assert not state.slots.pins.any()
         assert not any(c.reserved or c.quarantined for c in state.classes.values())
+        for _ in range(4):
+            self.tick(3000)
+            self.movers_and_pool_catch_up()
+        assert {n.spec for n in state.namespaces.values()} == {SPECS[1]}, "private ones stay"
+        assert {scope.epoch for scope in state.scopes.values()} == {""}, "own epochs stay"
 
 
 MachineRules.TestCase.settings = settings(

@@ -19,6 +19,7 @@ def scopes_read_back(left: Bench) -> list[ev.ScopeRecovered]:
             scope.epoch,
             scope.account,
             scope.group,
+            scope.own,
         )
         for scope in left.pool.scopes.values()
     ]
@@ -44,8 +45,7 @@ def restarted(left: Bench, *, quarantined: bool = False) -> Bench:
     """The next incarnation over what `left` wrote to its pool, at any moment of its life."""
     bench = Bench(left.config, now_ns=left.now_ns)
     for scope in scopes_read_back(left):
-        order = act.OpenScope(scope.scope, scope.namespace, scope.epoch, scope.account, scope.group)
-        bench.pool.scopes[scope.scope] = order
+        bench.pool.scopes[scope.scope] = left.pool.scopes[scope.scope]
         bench.machine.handle(scope, bench.now_ns)
     for row in left.pool.rows.values():
         event = row_read_back(left, row, quarantined=quarantined)

@@ -33,6 +33,7 @@ class Probe:
             "num_blocks": 256,
             "tenant": "",
             "model": "probe",
+            "unshared": False,
         }
         settings |= changes
         self.engine_id = engine_id

@@ -88,6 +88,7 @@ class ProbeEngine:
             hash_bytes=HASH_BYTES,
             tenant=order["tenant"],
             groups=(group,),
+            unshared=order["unshared"],
         )
         self.connection = SchedulerConnection(order["socket"], identity, namespace, world_size)
         options = SchedulerOptions(lookup_deadline_s=0.02, lookup_give_up_s=2.0)

@@ -9,8 +9,9 @@ from random import Random
 import numpy as np
 
 from kvd.core import events as ev
-from kvd.core.events import GroupKind, GroupSpec, JobKind, JobStatus, LeaseMode, NamespaceSpec
+from kvd.core.events import JobKind, JobStatus, LeaseMode
 from kvd.core.keys import JobId, KeyBatch, LeaseId, MoverId, RequestId, SessionId, TenantId
+from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 from kvd.driver import Driver
 from kvd.fleet import RankPlacement
 from tests.simulation.sim_mover import Bytes, SimMover
@@ -60,6 +61,7 @@ class SimEngine:
     random: Random
     shards: tuple[int, ...] = (0,)  # shard of each rank
     session: SessionId | None = None
+    epoch: str = ""  # its own since its last reset
     movers: dict[int, SimMover] = field(default_factory=dict)
     jobs: dict[JobId, SimJob] = field(default_factory=dict)
     leases: list[LeaseId] = field(default_factory=list)
@@ -233,7 +235,9 @@ class SimEngine:
                 assert (same | loading).all(), f"{self.name}: a late copy wrote to rank {rank}"
 
 
-def namespace(name: str, shards: int, tenant: str = "default") -> NamespaceSpec:
+def namespace(
+    name: str, shards: int, tenant: str = "default", *, unshared: bool = False
+) -> NamespaceSpec:
     """Two groups of unlike block sizes, one of them of two engine blocks a block."""
     return NamespaceSpec(
         fingerprint=hashlib.sha256(name.encode()).hexdigest(),
@@ -243,6 +247,7 @@ def namespace(name: str, shards: int, tenant: str = "default") -> NamespaceSpec:
             GroupSpec(GroupKind.FULL_ATTENTION, 1, (4096,) * shards),
             GroupSpec(GroupKind.SLIDING_WINDOW, 2, (4096,) * shards),
         ),
+        unshared=unshared,
     )
 
 

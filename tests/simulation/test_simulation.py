@@ -24,7 +24,7 @@ from kvd.core.actions import Action
 from kvd.core.keys import MoverId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.driver import Driver
-from kvd.event_log import ChangeKind
+from kvd.event_log import ChangeKind, resident_changes
 from kvd.mover.process import MoverConfig, MoverSink
 from kvd.pool.config import PoolConfig
 from kvd.pool.pool import Pool
@@ -141,7 +141,12 @@ class World:
         driver = self.driver
         engine.session = driver.allocate_session_id()
         event = ev.SessionOpened(
-            driver.next_token(), engine.session, engine.spec, "", len(engine.shards)
+            driver.next_token(),
+            engine.session,
+            engine.spec,
+            engine.epoch,
+            len(engine.shards),
+            own_epoch=bool(engine.epoch),
         )
         driver.open_session(event, {"model": engine.name}, engine)
         await self.attach(engine)
@@ -166,9 +171,12 @@ class World:
             self.driver.attach_rank(engine.session, placement, process)
 
     async def kill(self, engine: SimEngine) -> None:
-        """The engine's processes die; wait until nothing of them is left."""
+        """The engine's processes die, or only its stream; wait until its session is gone."""
         assert engine.session is not None
-        self.driver.close_session(engine.session)
+        dies = self.random.random() < 0.5
+        self.driver.close_session(engine.session, gone=dies)
+        if dies:
+            engine.epoch = ""
         for mover in list(engine.movers.values()):
             await self.driver.end_rank(mover.mover, "worker died")
         for rank in list(engine.movers):
@@ -204,10 +212,10 @@ class World:
             await self.crash_daemon()
         elif dice < 0.035:
             self._epoch += 1
-            event = ev.EpochChanged(
-                self.driver.next_token(), engine.session, f"epoch-{self._epoch}"
+            engine.epoch = f"epoch-{self._epoch}"
+            self.driver.call(
+                ev.EpochChanged(self.driver.next_token(), engine.session, engine.epoch)
             )
-            self.driver.call(event)
         elif dice < 0.04:
             found = self.driver.sessions[engine.session].namespace
             self.driver.call(ev.NamespaceCleared(self.driver.next_token(), found))
@@ -235,7 +243,7 @@ class World:
         for engine in self.engines:
             if engine.session is not None:
                 await self.kill(engine)
-        await asyncio.sleep(120)
+        await asyncio.sleep(200)
 
 
 async def watch(driver: Driver, found: set[bytes]) -> None:
@@ -258,8 +266,10 @@ async def simulate(directory: Path, seed: int, loop: VirtualTimeLoop) -> None:
     world = World(directory, seed, loop)
     for number in range(3):
         shards = [(0,), (0, 1), (0, 0)][number]
-        spec = namespace(f"model-{number}", max(shards) + 1, f"tenant-{number % 2}")
         for copy in range(2):
+            private = number == 2  # each of these engines shares with nobody
+            name = f"model-{number}.{copy}" if private else f"model-{number}"
+            spec = namespace(name, max(shards) + 1, f"tenant-{number % 2}", unshared=private)
             world.engines.append(SimEngine(f"{number}.{copy}", spec, world.random, shards))
     try:
         await world.live(STEPS)
@@ -289,8 +299,12 @@ def check_rest(world: World, found: set[bytes]) -> None:
     assert in_flight == (0, 0, 0), "something never ended"
     assert (statistics.hand_offs, statistics.handed_off_blocks) == (0, 0), "held for ever"
     assert statistics.rows_retiring == 0, "a row was never taken back"
+    shared = {e.spec for e in world.engines if not e.spec.unshared}
+    state = world.driver.machine.state
+    assert {n.spec for n in state.namespaces.values()} <= shared, "a private namespace stayed"
+    assert {s.epoch for s in state.scopes.values()} <= {""}, "an engine's own epoch stayed"
     resident = set()
-    for change in world.driver._resident_changes():
+    for change in resident_changes(world.driver.machine):
         assert change.keys is not None
         scope = f"{change.namespace}/{change.epoch}/{change.account}/{change.group}/".encode()
         resident |= {scope + change.keys[i : i + 1].to_bytes() for i in range(len(change.keys))}

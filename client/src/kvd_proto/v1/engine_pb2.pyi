@@ -125,20 +125,22 @@ class GroupSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[GroupKind, str]] = ..., tokens_per_block: _Optional[int] = ..., blocks_per_block: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., shard_bytes: _Optional[_Iterable[int]] = ..., drafter: bool = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("identity", "namespace", "world_size", "capabilities", "epoch", "protocol_minor")
+    __slots__ = ("identity", "namespace", "world_size", "capabilities", "epoch", "protocol_minor", "own_epoch")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
+    OWN_EPOCH_FIELD_NUMBER: _ClassVar[int]
     identity: EngineIdentity
     namespace: NamespaceFields
     world_size: int
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     epoch: str
     protocol_minor: int
-    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., namespace: _Optional[_Union[NamespaceFields, _Mapping]] = ..., world_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., epoch: _Optional[str] = ..., protocol_minor: _Optional[int] = ...) -> None: ...
+    own_epoch: bool
+    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., namespace: _Optional[_Union[NamespaceFields, _Mapping]] = ..., world_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., epoch: _Optional[str] = ..., protocol_minor: _Optional[int] = ..., own_epoch: bool = ...) -> None: ...
 
 class SessionOpened(_message.Message):
     __slots__ = ("session_id", "incarnation", "namespace_fingerprint", "namespace_id", "epoch", "capabilities", "lease_ttl_ms", "store_threshold", "protocol_minor", "isolated")

@@ -1,0 +1,278 @@
+"""What no session uses any more: namespaces and epochs, until they are used again or forgotten.
+
+A namespace that engines share outlives them all: the next one finds its blocks. It is forgotten
+only without a block, the one longest without a session first, when there are so many that new
+ones need the room. What is one engine's own (a namespace that nobody else can open, an epoch after
+a cache reset) is of no use without that engine: it goes at once when the engine is known to have
+ended, else after a grace in which it may come back, as it does when its stream broke or the
+daemon was started anew.
+
+Going takes several events, a few rows each, so that others wait for no more than that. A session
+that comes meanwhile ends it, and has what is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+import numpy as np
+
+from kvd.core import hand_off, residency
+from kvd.core.actions import Action, ForgetNamespace, ForgetScopes
+from kvd.core.block import SlotState
+from kvd.core.keys import RowId, ScopeId, SessionId, Slots
+from kvd.core.reclaim import may_retire, retire_row
+from kvd.core.rows import Row, SizeClass
+from kvd.core.state import (
+    MAX_NAMESPACES,
+    NEVER,
+    Departure,
+    EpochName,
+    EpochSweep,
+    Namespace,
+    Session,
+    State,
+)
+
+ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
+SLOTS_AT_ONCE = 8192  # given up in one event, but for those of its first row
+ROWS_SWEPT_AT_ONCE = 256
+SLOTS_SWEPT_AT_ONCE = 65536
+# From here on namespaces without sessions and blocks are taken apart ahead of need.
+ROOMY_NAMESPACES = MAX_NAMESPACES - MAX_NAMESPACES // 64
+MAX_ROWS_FORGOTTEN = 64  # with a namespace whose room is needed in this very event
+
+
+# -- use and its end ------------------------------------------------------------------------------
+
+
+def enter(state: State, session: Session, *, own: bool) -> None:
+    """The session uses its namespace and its epoch from now on: neither goes.
+
+    An `own` epoch is of use to this session's engine alone.
+    """
+    disuse = state.disuse
+    disuse.namespaces.pop(session.namespace, None)
+    disuse.ending.pop(session.namespace, None)
+    epoch = (session.namespace, session.epoch)
+    if disuse.epochs.pop(epoch, None) is not None and disuse.sweep is not None:
+        kept = [name for name in disuse.sweep.epochs if name != epoch]
+        disuse.sweep = EpochSweep(kept, _scopes_of(state, kept), disuse.sweep.rows)
+    if own and session.epoch:
+        state.namespaces[session.namespace].own_epochs.add(session.epoch)
+
+
+def leave(state: State, session: Session, now_ns: int, actions: list[Action]) -> None:
+    """The session is forgotten: nothing of it runs any more."""
+    until_ns = now_ns if session.gone else now_ns + state.config.private_grace_ns
+    leave_epoch(state, session, session.epoch, until_ns)
+    if not any(s.namespace == session.namespace for s in state.sessions.values()):
+        private = state.namespaces[session.namespace].spec.unshared
+        departure = Departure(until_ns if private else NEVER, session.session)
+        state.disuse.namespaces[session.namespace] = departure
+    go_on(state, now_ns, actions)
+
+
+def leave_epoch(state: State, session: Session, epoch: str, until_ns: int) -> None:
+    """The session is in this epoch no longer. An own one with nobody in it goes at that time."""
+    if epoch not in state.namespaces[session.namespace].own_epochs:
+        return
+    name = (session.namespace, epoch)
+    others = (s for s in state.sessions.values() if s is not session)
+    if not any((s.namespace, s.epoch) == name for s in others):
+        state.disuse.epochs[name] = Departure(until_ns, session.session)
+
+
+def engine_gone(state: State, session: SessionId, now_ns: int, actions: list[Action]) -> None:
+    """The engine of a session that is forgotten has ended: it won't come back for its own."""
+    disuse = state.disuse
+    for departure in (*disuse.namespaces.values(), *disuse.epochs.values()):
+        if departure.session == session and departure.until_ns != NEVER:
+            departure.until_ns = now_ns
+    go_on(state, now_ns, actions)
+
+
+def read_back(state: State, namespace: Namespace, epoch: str, *, own: bool) -> None:
+    """The pool knows of these; nobody uses them until somebody comes."""
+    state.disuse.namespaces[namespace.namespace] = Departure(NEVER, None)
+    if own:
+        namespace.own_epochs.add(epoch)
+        state.disuse.epochs[namespace.namespace, epoch] = Departure(NEVER, None)
+
+
+def begin(state: State, now_ns: int) -> None:
+    """All of the pool was read back: what is an engine's own waits for it from now on."""
+    until_ns = now_ns + state.config.private_grace_ns
+    for number, departure in state.disuse.namespaces.items():
+        if state.namespaces[number].spec.unshared:
+            departure.until_ns = until_ns
+    for departure in state.disuse.epochs.values():
+        departure.until_ns = until_ns
+
+
+# -- namespaces -----------------------------------------------------------------------------------
+
+
+def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
+    """Do some of what is due."""
+    disuse = state.disuse
+    due = [n for n, departure in disuse.namespaces.items() if departure.until_ns <= now_ns]
+    disuse.ending.update(dict.fromkeys(due))
+    for number in list(disuse.ending):
+        _take_back(state, state.namespaces[number], actions)
+    if any(departure.until_ns <= now_ns for departure in disuse.epochs.values()):
+        _sweep_epochs(state, now_ns, actions)
+
+
+def prepare_room(state: State) -> None:
+    """Begin to take namespaces without sessions and blocks apart before their room is needed."""
+    disuse = state.disuse
+    surplus = len(state.namespaces) - ROOMY_NAMESPACES - len(disuse.ending)
+    if surplus > 0:
+        idle = (n for n in disuse.namespaces if n not in disuse.ending)
+        empty = (n for n in idle if _holds_nothing(state.namespaces[n]))
+        disuse.ending.update(dict.fromkeys(islice(empty, surplus)))
+
+
+def forgettable(state: State) -> Namespace | None:
+    """The namespace longest without a session that holds nothing and can be forgotten now."""
+    for number in state.disuse.namespaces:
+        namespace = state.namespaces[number]
+        rows = [row for owner in namespace.classes for row in owner.rows.values()]
+        if (
+            _holds_nothing(namespace)
+            and len(rows) <= MAX_ROWS_FORGOTTEN
+            and all(may_retire(state, row) for row in rows)
+        ):
+            return namespace
+    return None
+
+
+def forget(state: State, namespace: Namespace, actions: list[Action]) -> None:
+    """Make a namespace that holds nothing unknown; the same engine would make it anew."""
+    number = namespace.namespace
+    for owner in namespace.classes:
+        for row in list(owner.rows.values()):
+            retire_row(state, row, None, actions)
+        del state.classes[number, owner.group]
+    for row in state.retiring.values():
+        if row.wanted_by is not None and row.wanted_by.namespace == number:
+            row.wanted_by = None
+    for scope_id in namespace.scopes:
+        scope = state.scopes.pop(scope_id)
+        del state.scope_ids[number, scope.epoch, scope.account, scope.group]
+    for epoch in namespace.own_epochs:
+        state.disuse.epochs.pop((number, epoch), None)
+    del state.disuse.namespaces[number]
+    state.disuse.ending.pop(number, None)
+    del state.by_fingerprint[namespace.spec.fingerprint]
+    del state.namespaces[number]
+    state.counters.namespaces_forgotten += 1
+    actions.append(ForgetNamespace(number))
+
+
+def _take_back(state: State, namespace: Namespace, actions: list[Action]) -> None:
+    """Take back as many of its rows as may be on their way at a time; after the last forget it."""
+    slots = 0
+    for owner in namespace.classes:
+        rows = (row for row in owner.rows.values() if not row.undead)
+        for row in list(islice(rows, ROWS_AT_ONCE)):
+            if len(state.retiring) >= ROWS_AT_ONCE or slots >= SLOTS_AT_ONCE:
+                return
+            slots += row.slots
+            _give_up(state, owner, _ready_in(state, row), actions)
+            retire_row(state, row, None, actions)
+    undead = [row for owner in namespace.classes for row in owner.rows.values() if row.undead]
+    for row in undead:  # such a row stays; the next incarnation of the pool takes it back
+        _give_up(state, row.size_class, _ready_in(state, row), actions)
+    if not any(owner.rows for owner in namespace.classes):
+        forget(state, namespace, actions)
+
+
+def _holds_nothing(namespace: Namespace) -> bool:
+    return not any(c.ready or c.reserved or c.quarantined for c in namespace.classes)
+
+
+# -- epochs ---------------------------------------------------------------------------------------
+
+
+def _sweep_epochs(state: State, now_ns: int, actions: list[Action]) -> None:
+    """Give up the blocks of epochs that are due, a few rows at a time; at the end their scopes."""
+    disuse = state.disuse
+    if disuse.sweep is None:
+        busy = _epochs_in_flight(state)
+        due = [
+            name
+            for name, departure in disuse.epochs.items()
+            if departure.until_ns <= now_ns and name not in busy
+        ]
+        disuse.sweep = EpochSweep(due, _scopes_of(state, due), deque(_rows_of(state, due)))
+    sweep, slots = disuse.sweep, 0
+    for _ in range(min(len(sweep.rows), ROWS_SWEPT_AT_ONCE)):
+        row = state.rows.get(sweep.rows.popleft())
+        if row is not None:
+            ready = _ready_in(state, row)
+            ours = ready[np.isin(state.slots.scopes[ready], sweep.scopes)]
+            _give_up(state, row.size_class, ours, actions)
+            slots += row.slots
+        if slots >= SLOTS_SWEPT_AT_ONCE:
+            break
+    if not sweep.rows:
+        disuse.sweep = None
+        _forget_epochs(state, sweep.epochs, actions)
+
+
+def _forget_epochs(state: State, names: Iterable[EpochName], actions: list[Action]) -> None:
+    known = [(number, epoch) for number, epoch in names if number in state.namespaces]
+    scopes = [ScopeId(number) for number in _scopes_of(state, known).tolist()]
+    for number in scopes:
+        scope = state.scopes.pop(number)
+        state.namespaces[scope.namespace].scopes.remove(number)
+        del state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group]
+    for namespace, epoch in known:
+        state.namespaces[namespace].own_epochs.remove(epoch)
+        del state.disuse.epochs[namespace, epoch]
+    if scopes:
+        actions.append(ForgetScopes(tuple(scopes)))
+
+
+def _scopes_of(state: State, names: Iterable[EpochName]) -> Slots:
+    wanted = set(names)
+    namespaces = {number for number, _ in wanted if number in state.namespaces}
+    scopes = (state.scopes[s] for n in namespaces for s in state.namespaces[n].scopes)
+    found = [s.scope for s in scopes if (s.namespace, s.epoch) in wanted]
+    return np.array(sorted(found), dtype=np.int64)
+
+
+def _epochs_in_flight(state: State) -> set[EpochName]:
+    """Epochs of blocks that are being copied or wait for another's copy."""
+    running = {part.scope for t in state.transfers.values() for part in t.piece.parts}
+    waiting = {follow.scope for follows in state.followers.values() for follow in follows}
+    scopes = [state.scopes[number] for number in running | waiting]
+    return {(scope.namespace, scope.epoch) for scope in scopes}
+
+
+def _rows_of(state: State, names: Iterable[EpochName]) -> Iterable[RowId]:
+    for number in sorted({number for number, _ in names}):
+        for owner in state.namespaces[number].classes:
+            yield from owner.rows
+
+
+# -- blocks ---------------------------------------------------------------------------------------
+
+
+def _ready_in(state: State, row: Row) -> Slots:
+    return row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.READY)
+
+
+def _give_up(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    """Nobody can use these READY blocks; whoever they were handed to can't either."""
+    if not len(slots):
+        return
+    hand_off.blocks_lost(state, owner, slots)
+    slots = slots[state.slots.pins[slots] == 0]
+    owner.policy.remove(slots)
+    state.counters.dropped += len(slots)
+    residency.forget_ready(state, owner, slots, actions)

@@ -1,0 +1,60 @@
+"""Engines that come and go by the thousand: what each had alone leaves no trace in the daemon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.keys import TenantId
+from kvd.core.machine import Machine, MachineConfig
+from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.driver import Driver
+from kvd.pool import Pool, PoolConfig, registry
+from tests import leaks
+
+EXTENT_BYTES = 1 << 18
+STARTS = 5000
+GROUP = GroupSpec(GroupKind.FULL_ATTENTION, 1, (4096,))
+SPEC = NamespaceSpec("", TenantId("default"), 32, (GROUP,), unshared=True)
+
+
+class NoSession:
+    def job_ended(self, order: act.EndJob) -> None:
+        pass
+
+    def rank_lost(self, rank: int, reason: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("unshared", [True, False], ids=["unshared", "shared"])
+async def test_engines_that_crash_in_a_loop_leave_no_descriptor_page_or_line(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch, unshared: bool
+) -> None:
+    monkeypatch.setattr("kvd.core.disuse.ROOMY_NAMESPACES", 64)
+    monkeypatch.setattr("kvd.core.spaces.MAX_NAMESPACES", 128)
+    config = PoolConfig(shared_directory, 4 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
+    pool = Pool.open(config, lambda _done, _all: None)
+    driver = Driver(Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0)), pool)
+    for event in pool.recovered():
+        driver.call(event)
+    most, before = 0, len(leaks.descriptors())
+    for number in range(STARTS):
+        session = driver.allocate_session_id()
+        mine = replace(SPEC, fingerprint=f"start {number}", unshared=unshared)
+        driver.open_session(
+            ev.SessionOpened(driver.next_token(), session, mine, "", 1), {}, NoSession()
+        )
+        driver.close_session(session, gone=True)
+        if number % 100 == 0:
+            driver.call(ev.TimerTicked())
+            most = max(most, len(leaks.descriptors()) - before)
+    await driver.close()
+    namespaces = driver.machine.namespaces()
+    assert len(namespaces) <= (0 if unshared else 128)
+    assert most <= (2 if unshared else 2 * 128), "index pages stayed open"
+    lines = len((shared_directory / "registry.jsonl").read_bytes().splitlines())
+    assert lines <= registry.SLACK_LINES + 3 * 128 + 2
