@@ -146,6 +146,29 @@ def _sides(row: dict[str, Any], figure: str) -> str:
     return "; ".join(f"{side} {spread(value[figure], 3)}" for side, value in sides)
 
 
+def at_most(what: str, value: dict[str, float], bar: float | None) -> Line:
+    if bar is None:
+        return Line(what, spread(value), "", None)
+    return Line(what, spread(value), f"≤ {bar:g}", value["median"] <= bar)
+
+
+def scheduler_time(results: dict[str, Any]) -> Iterator[Line]:
+    for row in results["scheduler_thread"]:
+        ours, theirs = row["kvd_ms"]["median"], row["vllm_ms"]["median"]
+        what = f"scheduler thread, {row['case']}, × vLLM's own ({ours:.1f} and {theirs:.1f} ms)"
+        yield at_most(what, row["ratio"], row["bar"])
+    for row in results["process_cpu"]:
+        yield at_most(f"process's CPU, {row['case']}, × vLLM's own", row["ratio"], row["bar"])
+
+
+def first_token(results: dict[str, Any]) -> Iterator[Line]:
+    for case, value in results["first_token_ms"].items():
+        yield Line(f"time to the first token, {case}, ms", spread(value, 0), "", None)
+    yield at_least("cold over loaded from kvd", results["cold_over_kvd"], results["cold_bar"])
+    what = f"loaded from kvd over ({results['allowed']})"
+    yield at_most(what, results["kvd_over_allowed"], 1.0)
+
+
 READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "throughput": throughput,
     "capacity": capacity,
@@ -155,6 +178,8 @@ READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "core_store": core_store,
     "restart": restart,
     "copies": copies,
+    "vllm.scheduler_time": scheduler_time,
+    "vllm.first_token": first_token,
     "lmcache": lmcache,
 }
 

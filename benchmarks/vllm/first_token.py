@@ -93,7 +93,7 @@ def main() -> None:
             **results_of(taken),
         }
     show(results)
-    report.write("vllm_first_token", results, options.output)
+    report.write("vllm.first_token", results, options.output)
 
 
 if __name__ == "__main__":

@@ -208,8 +208,7 @@ def main() -> None:
         cases["decode"] = decode(sides)
     results |= rows_of(cases)
     show(results)
-    name = "vllm_scheduler_time" + ("_synchronous" if options.synchronous else "")
-    report.write(name, results, options.output)
+    report.write("vllm.scheduler_time", results, options.output)
 
 
 if __name__ == "__main__":
