@@ -117,12 +117,6 @@ class Engine:
         while not until():
             self._take(deadline)
 
-    def listen(self, seconds: float) -> None:
-        """Take in whatever the engine tells in the next seconds."""
-        deadline = time.monotonic() + seconds
-        while self._connection.poll(max(0.0, deadline - time.monotonic())):
-            self._note(self._connection.recv())
-
     def settle(self) -> None:
         """Returns once the engine has nothing to do any more: its stores have ended, too."""
         self._tell("settle")
