@@ -65,11 +65,20 @@ def longest_hit(
 
     `usable[g]` flags the blocks of group g; `boundaries` ascend, beyond `computed_tokens`.
     """
-    suits = np.ones(len(boundaries), dtype=np.bool_)
+    reach = min(
+        (
+            _unbroken_tokens(group, flags, computed_tokens)
+            for group, flags in zip(groups, usable, strict=True)
+            if group.kind is GroupKind.FULL_ATTENTION
+        ),
+        default=None,
+    )
+    if reach is not None:
+        boundaries = boundaries[: boundaries.searchsorted(reach, side="right")]
     for group, flags in zip(groups, usable, strict=True):
-        suits &= _suits(group, flags, computed_tokens, boundaries)
-    found = np.flatnonzero(suits)
-    return int(boundaries[found[-1]]) if len(found) else computed_tokens
+        if len(boundaries) and group.kind is not GroupKind.FULL_ATTENTION:
+            boundaries = boundaries[_suits(group, flags, computed_tokens, boundaries)]
+    return int(boundaries[-1]) if len(boundaries) else computed_tokens
 
 
 def boundaries_between(computed_tokens: int, cap_tokens: int, step: int) -> Boundaries:
@@ -77,7 +86,18 @@ def boundaries_between(computed_tokens: int, cap_tokens: int, step: int) -> Boun
     return np.arange(computed_tokens // step + 1, cap_tokens // step + 1, dtype=np.int64) * step
 
 
+def _unbroken_tokens(group: Group, usable: Flags, computed_tokens: int) -> int:
+    """How far a hit may go by the blocks that follow the device's own prefix without a gap."""
+    width = group.tokens_per_block
+    first = computed_tokens // width
+    wanted = usable[first:]
+    count = len(wanted) if wanted.all() else int(wanted.argmin())
+    # A drafter's also has the block that holds the token at the boundary.
+    return (first + count) * width - group.drafter
+
+
 def _suits(group: Group, usable: Flags, computed_tokens: int, boundaries: Boundaries) -> Flags:
+    """At which boundaries a group that needs some blocks only has them."""
     width = group.tokens_per_block
     last = -(-boundaries // width) - 1
     end = boundaries // width if group.drafter else last
@@ -86,8 +106,6 @@ def _suits(group: Group, usable: Flags, computed_tokens: int, boundaries: Bounda
         return known
     end = np.minimum(end, len(usable) - 1)
     match group.kind:
-        case GroupKind.FULL_ATTENTION:
-            first = np.full_like(last, computed_tokens // width)
         case GroupKind.SLIDING_WINDOW:
             tokens = np.maximum(boundaries - group.sliding_window_tokens + 1, computed_tokens)
             first = np.where(tokens < boundaries, tokens // width, last + 1)

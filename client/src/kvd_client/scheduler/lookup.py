@@ -47,9 +47,9 @@ class LookupDesk:
         self._groups = namespace.groups
         self._widths = [group.tokens_per_block for group in namespace.groups]
         self._boundary_tokens = namespace.boundary_tokens
-        # Groups of which a hit takes every block: number and width.
+        # Groups of which a hit takes every block: number, width, tokens beyond the boundary.
         self._unbroken = [
-            (number, group.tokens_per_block)
+            (number, group.tokens_per_block, int(group.drafter))
             for number, group in enumerate(namespace.groups)
             if group.kind is GroupKind.FULL_ATTENTION
         ]
@@ -190,8 +190,8 @@ class LookupDesk:
 
         Most requests learn that they miss from the first of these probes.
         """
-        for group, width in self._unbroken:
-            last = (tokens - 1) // width
+        for group, width, beyond in self._unbroken:
+            last = (tokens - 1 + beyond) // width
             if last >= request.known_blocks(group, width):
                 return False
             for block in range(computed_tokens // width, last + 1):
