@@ -202,9 +202,13 @@ class RankRig:
             **more,
         }
         caches: KVCacheConfig = settings["caches"]
+        stages: Sequence[KVCacheConfig] = settings.pop("stages", [caches] * world_size)
         self.world_size = world_size
         self.width: int = settings.get("blocks_per_chunk", 1)
-        self.ranks = [Rank(rank, world_size, **settings) for rank in range(world_size)]
+        self.ranks = [
+            Rank(rank, world_size, **settings | {"caches": stage})
+            for rank, stage in enumerate(stages)
+        ]
         self.handshakes = [rank.worker.get_handshake_metadata() for rank in self.ranks]
         replicated = settings.get("replicated", False)
         shards = self.handshakes[:1] if replicated else self.handshakes
@@ -322,6 +326,15 @@ class RankRig:
         self.run(self.metadata(loads=[job]))
         self.run_until_ended(job)
         return job
+
+    def load_when_back(self, name: str, blocks: Sequence[int]) -> None:
+        """Load as soon as session and ranks are there again; until then loads fail."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            self.wait_usable()
+            if all(self.was_done(self.load(name, blocks))):
+                return
+            assert time.monotonic() < deadline, self.connection.problem
 
     def was_done(self, job: JobDraft) -> list[bool]:
         """Of each rank."""

@@ -53,9 +53,7 @@ def test_a_load_begun_before_the_daemons_death_ends_once_and_the_rank_comes_back
     assert rig.failed == [["kept"]]
     daemon.start()
     wait_registered(rig)
-    rig.wait_usable()
-    job = rig.load("kept", [21, 22])
-    assert rig.was_done(job) == [True]
+    rig.load_when_back("kept", [21, 22])
     assert torch.equal(rank.block(0, 21), stored[0])
     assert torch.equal(rank.block(0, 22), stored[1])
     rig.close()
@@ -75,8 +73,7 @@ def test_a_killed_mover_fails_its_jobs_and_the_next_one_serves_the_rank(
     assert rig.was_done(load) == rig.was_done(store) == [False]
     daemon.thaw()
     wait_registered(rig)
-    rig.wait_usable()
-    assert rig.was_done(rig.load("kept", [12])) == [True]
+    rig.load_when_back("kept", [12])
     rig.close()
 
 
@@ -99,9 +96,8 @@ def test_a_flushed_load_that_a_hung_daemon_keeps_open_costs_its_mover_and_no_byt
     assert rig.was_done(load) == [False]
     daemon.thaw()
     wait_registered(rig)
-    rig.wait_usable()
     assert not rank.memory.any(), "somebody wrote after the flush"
-    assert rig.was_done(rig.load("kept", [12])) == [True]
+    rig.load_when_back("kept", [12])
     assert torch.equal(rank.block(0, 12), stored)
     rig.close()
 
@@ -120,6 +116,8 @@ def test_a_flushed_store_that_a_hung_daemon_keeps_open_is_given_up(daemon: Daemo
     rig.wait_usable()
     late = rig.load("given up", [5])
     assert rig.was_done(late) == [False], "a torn block became readable"
+    rig.store("whole", [2])
+    rig.load_when_back("whole", [6])
     rig.close()
 
 
@@ -138,8 +136,7 @@ def test_sleep_takes_the_kv_back_from_a_hung_daemon(daemon: DaemonProcess) -> No
     daemon.thaw()
     rank.worker.restore_kv_caches()
     wait_registered(rig)
-    rig.wait_usable()
-    assert rig.was_done(rig.load("kept", [12])) == [True]
+    rig.load_when_back("kept", [12])
     rig.close()
 
 

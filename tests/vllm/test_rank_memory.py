@@ -8,12 +8,18 @@ import os
 
 import pytest
 import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+)
 
 from kvd_client.integrations.vllm.memory import (
     BlockRows,
     SharedAllocation,
     SharedBuffer,
     lay_out,
+    rank_kv,
     shared_tensor,
 )
 from kvd_client.worker import Fragment, SharedMemory
@@ -132,6 +138,18 @@ def test_memory_in_several_files_is_several_regions_and_unused_ones_are_none() -
     kv = lay_out(rows, [[(0, 64), (1, 64)]], buffers, 1)
     assert [region.fd for region in kv.regions] == [5, 7]
     assert [fragment.memory for fragment in kv.groups[0].fragments] == [1, 0]
+
+
+@pytest.mark.parametrize(("unpadded", "copied"), [(62, 64), (64, 64), (57, 64), (56, 56)])
+def test_a_block_that_ends_amid_a_word_is_copied_with_its_padding(
+    unpadded: int, copied: int
+) -> None:
+    tensor, made = shared_tensor(4 * 64)
+    caches = CanonicalKVCaches(
+        [CanonicalKVCacheTensor(tensor.view(4, 64), page_size_bytes=64)],
+        [[CanonicalKVCacheRef(0, unpadded)]],
+    )
+    assert rank_kv(caches, [made], 1).shard_bytes == (copied,)
 
 
 @pytest.mark.parametrize(

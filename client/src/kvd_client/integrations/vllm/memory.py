@@ -129,7 +129,12 @@ def rank_kv(
     ValueError names the fix: for memory that kvd can't map, and for a layout that it can't copy.
     """
     rows = [_rows_of(tensor.tensor) for tensor in caches.tensors]
-    parts = [[(ref.tensor_idx, ref.page_size_bytes) for ref in g] for g in caches.group_data_refs]
+    padded = [tensor.page_size_bytes for tensor in caches.tensors]
+    parts = [
+        # Whole words, where padding behind the block has room for the last one's rest.
+        [(r.tensor_idx, min(_whole_words(r.page_size_bytes), padded[r.tensor_idx])) for r in refs]
+        for refs in caches.group_data_refs
+    ]
     return lay_out(rows, parts, buffers, blocks_per_block)
 
 
@@ -156,6 +161,10 @@ def lay_out(
         layouts.append(GroupLayout(num_blocks, tuple(fragments), blocks_per_block))
     regions = tuple(SharedMemory(buffers[home].fd, 0, buffers[home].bytes) for home in used)
     return RankKv(regions, tuple(layouts))
+
+
+def _whole_words(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _rows_of(tensor: torch.Tensor) -> BlockRows:
