@@ -58,11 +58,12 @@ class RankLayout:
 
 @dataclass(slots=True, eq=False)
 class Rank:
-    """A registered rank and its running mover."""
+    """A registered rank and its running mover. `answered`: its worker knows of it."""
 
     peer: Peer
     layout: RankLayout
     mover: MoverProcess
+    answered: bool = False
 
 
 class MeetingSession(Protocol):
@@ -300,7 +301,10 @@ class Engines:
             await self.end_rank(old.mover.mover, "its rank registered again")
 
     def seat(self, start: EngineStart, rank: Rank) -> None:
-        """The rank's mover runs: from now on it belongs to the engine's start."""
+        """The rank's mover runs: from now on it belongs to the engine's start.
+
+        Its scheduler hears that the ranks are ready only after `answered`.
+        """
         self.refresh(start)
         number = rank.layout.placement.rank
         mover = rank.mover.mover
@@ -311,7 +315,17 @@ class Engines:
         rank.peer.on_end(lambda: self._end_rank_soon(mover, "its worker process is gone"))
         if start.session is not None:
             start.session.attach(rank.layout.placement, rank.mover)
-            self._announce_ready(start)
+
+    def answered(self, mover: MoverId) -> None:
+        """The worker of this rank was sent its channel and the answer to its registration.
+
+        Told before that, a scheduler could name jobs to a worker that has no mover yet.
+        """
+        seat = self._ranks.get(mover)
+        rank = seat[0].ranks.get(seat[1]) if seat else None
+        if seat is not None and rank is not None and rank.mover.mover == mover:
+            rank.answered = True
+            self._announce_ready(seat[0])
 
     async def end_rank(self, mover: MoverId, reason: str) -> None:
         """Returns when the mover is gone; at once if it is already."""
@@ -337,7 +351,9 @@ class Engines:
 
     def _announce_ready(self, start: EngineStart) -> None:
         session = start.session
-        if session is not None and set(start.ranks) == set(range(session.world_size)):
+        if session is None or set(start.ranks) != set(range(session.world_size)):
+            return
+        if all(rank.answered for rank in start.ranks.values()):
             session.ranks_ready([start.ranks[n].mover.mover for n in range(session.world_size)])
 
     def _end_rank_soon(self, mover: MoverId, reason: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from kvd.control import convert, descriptors, errors
 from kvd.control.engines import (
@@ -63,6 +64,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             start = await self._seat(request, peer, Rank(peer, agreed, mover))
         finally:
             self._engines.forget_if_empty(start)
+
+        def answered(_call: object) -> None:
+            if not context.cancelled():
+                self._engines.answered(mover.mover)
+
+        context.add_done_callback(cast("Any", answered))  # its stubs want a named parameter
         return pb.RegisterRankResponse(registration_id=mover.mover, mover_pid=mover.pid)
 
     async def UnregisterRank(  # noqa: N802 - gRPC's name

@@ -1,0 +1,45 @@
+"""The scheduler hears that its ranks are ready only when every worker was told of its mover."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from kvd.control.engines import Engines, EngineStart, Rank
+from kvd.core.keys import MoverId
+from kvd.driver import Driver
+
+
+class Scheduler:
+    """A session of two ranks."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.ready: list[list[MoverId]] = []
+
+    def attach(self, placement: object, mover: object) -> None:
+        """Nothing to do here."""
+
+    def ranks_ready(self, registrations: list[MoverId]) -> None:
+        self.ready.append(registrations)
+
+
+def rank(number: int) -> Any:
+    peer = SimpleNamespace(registrations=set(), on_end=lambda _then: None)
+    placement = SimpleNamespace(rank=number)
+    mover = SimpleNamespace(mover=MoverId(100 + number))
+    return Rank(cast("Any", peer), cast("Any", SimpleNamespace(placement=placement)), mover)  # type: ignore[arg-type]
+
+
+def test_ready_is_told_after_the_last_workers_answer() -> None:
+    fleet = SimpleNamespace(running=lambda: [MoverId(100), MoverId(101)])
+    engines = Engines(cast("Driver", SimpleNamespace(fleet=fleet)))
+    session = Scheduler()
+    start = EngineStart(0, "engine", b"n" * 16, cast("Any", session))
+    engines.seat(start, rank(0))
+    engines.answered(MoverId(100))
+    engines.seat(start, rank(1))
+    assert session.ready == []
+    engines.answered(MoverId(101))
+    assert session.ready == [[100, 101]]
