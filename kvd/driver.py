@@ -282,7 +282,7 @@ class Driver:
                 )
         except KvdError as error:
             if fresh and not verdicts:
-                self._refuse(event.session, event.job, JobKind.STORE, error)
+                self.refuse(event.session, event.job, JobKind.STORE, error)
             raise
         refused = next((v for v in verdicts if not v.accepted), None)
         return Verdict(
@@ -300,12 +300,12 @@ class Driver:
             verdict: Verdict = self.call(event)
         except KvdError as error:
             if fresh:
-                self._refuse(event.session, event.job, JobKind.LOAD, error)
+                self.refuse(event.session, event.job, JobKind.LOAD, error)
             raise
         return verdict
 
-    def _refuse(self, session: SessionId, job: JobId, kind: JobKind, error: KvdError) -> None:
-        """A job that broke a rule: its ranks were told of it by their engine, and wait."""
+    def refuse(self, session: SessionId, job: JobId, kind: JobKind, error: KvdError) -> None:
+        """End a job that broke a rule: its ranks were told of it by their engine, and wait."""
         for mover in self.fleet.of_session(session):
             self.fleet.carry_out(act.PostBoard(mover, job, kind, JobStatus.REFUSED, 0, 0))
         self._end_job(EndJob(session, job, kind, JobStatus.REFUSED, error.reason, 0, 0))

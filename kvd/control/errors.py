@@ -53,6 +53,7 @@ STATUS_OF: dict[str, grpc.StatusCode] = {
     errors.DuplicateJob.reason: _Code.ALREADY_EXISTS,
     RANK_TAKEN: _Code.ALREADY_EXISTS,
     errors.EngineAlreadyLives.reason: _Code.ALREADY_EXISTS,
+    errors.JobNotRising.reason: _Code.FAILED_PRECONDITION,
     errors.SequenceGap.reason: _Code.FAILED_PRECONDITION,
     errors.LayoutMismatch.reason: _Code.FAILED_PRECONDITION,
     errors.LimitExceeded.reason: _Code.RESOURCE_EXHAUSTED,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from kvd.control import convert
 from kvd.control.peers import Peer
 from kvd.core import events as ev
-from kvd.core.errors import KvdError, SequenceGap, UnknownSession
+from kvd.core.errors import JobNotRising, KvdError, SequenceGap, UnknownSession
 from kvd.core.keys import JobId, LeaseId, NamespaceId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
 from kvd.driver import Driver
@@ -71,6 +71,7 @@ class LiveSession:
     engine_id: str
     world_size: int
     book: SequenceBook = field(default_factory=SequenceBook)
+    last_job: int = 0  # the highest id that a message named
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # mutating messages go one by one
 
 
@@ -195,10 +196,12 @@ class Verbs:
         for touch in parts.touches:
             await self._touch(touch)
         reply = pb.StepReply(sequence=sequence)
+        used: set[int] = set()
         for load in parts.loads:
-            reply.verdicts.append(await self._load(load))
+            reply.verdicts.append(await self._load(live, load, used))
         for store in parts.stores:
-            reply.verdicts.append(await self._store(store))
+            reply.verdicts.append(await self._store(live, store, used))
+        live.last_job = max(live.last_job, *used, 0)
         for hand_off in parts.hand_offs:
             await self._hand_off(hand_off)
         if parts.completed:
@@ -222,11 +225,28 @@ class Verbs:
             self._driver.call(replace(hand_off, keys=hand_off.keys[start : start + PIECE_KEYS]))
             await let_others_in()
 
-    async def _load(self, load: ev.LoadRequested) -> pb.JobVerdict:
+    def _require_rising(
+        self, live: LiveSession, job: JobId, kind: ev.JobKind, used: set[int]
+    ) -> None:
+        """Raise JobNotRising for an id of an earlier message or of this one, which its ranks hear.
+
+        Within a message ids may come in any order. The core itself refuses that of a live job.
+        """
+        taken = job <= live.last_job or job in used
+        used.add(job)
+        if taken and job not in self._driver.jobs.live(live.id):
+            error = JobNotRising(f"job {job} comes after job {live.last_job}", "job_id")
+            self._driver.refuse(live.id, job, kind, error)
+            raise error
+
+    async def _load(
+        self, live: LiveSession, load: ev.LoadRequested, used: set[int]
+    ) -> pb.JobVerdict:
         event = ev.LoadRequested(
             self._driver.next_token(), load.session, load.job, load.context, load.runs
         )
         try:
+            self._require_rising(live, load.job, ev.JobKind.LOAD, used)
             verdict = convert.verdict_message(self._driver.load(event))
         except UnknownSession:
             raise
@@ -235,10 +255,13 @@ class Verbs:
         await let_others_in()
         return verdict
 
-    async def _store(self, store: ev.StoreRequested) -> pb.JobVerdict:
+    async def _store(
+        self, live: LiveSession, store: ev.StoreRequested, used: set[int]
+    ) -> pb.JobVerdict:
         # A job that clashes with the session's state is refused alone, so that the rest of an
         # ordered, half-applied step is not lost with it.
         try:
+            self._require_rising(live, store.job, ev.JobKind.STORE, used)
             verdict = convert.verdict_message(await self._driver.store(store))
         except UnknownSession:
             raise

@@ -45,6 +45,12 @@ class DuplicateJob(KvdError):
     reason = "DUPLICATE_JOB"
 
 
+class JobNotRising(KvdError):
+    """An earlier message of the session named this job id, or a later one."""
+
+    reason = "JOB_NOT_RISING"
+
+
 class SequenceGap(KvdError):
     """A mutating message's number is neither the next one nor an old one."""
 

@@ -154,6 +154,7 @@ class RawScheduler(Caller):
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.sequence = 0
+        self.highest_job = 0  # of all that steps named
         self._opened: engine_pb2.SessionOpened | None = None
 
     def _read(self) -> None:
@@ -194,6 +195,8 @@ class RawScheduler(Caller):
 
     def step(self, **parts: Any) -> engine_pb2.StepReply:
         self.sequence += 1
+        jobs = [*parts.get("loads", ()), *parts.get("stores", ())]
+        self.highest_job = max(self.highest_job, *(job.job_id for job in jobs), 0)
         self.send(step=engine_pb2.Step(sequence=self.sequence, **parts))
         reply: engine_pb2.StepReply = self.next("step")
         return reply
@@ -297,7 +300,7 @@ class RawEngine:
         """Store {key: bytes of one block} from engine blocks 0, 1, …; returns how it ended."""
         for block, content in enumerate(contents.values()):
             self.worker.write(block, content)
-        self._job += 1
+        self._job = max(self._job, self.scheduler.highest_job) + 1
         job = store_job(self._job, list(contents), list(range(len(contents))))
         (verdict,) = self.scheduler.step(stores=[job], end_step=True).verdicts
         assert verdict.accepted, verdict
@@ -306,7 +309,7 @@ class RawEngine:
 
     def load(self, keys: list[int], first_block: int = 32) -> list[bytes]:
         """Load into engine blocks from `first_block` on; the bytes that came."""
-        self._job += 1
+        self._job = max(self._job, self.scheduler.highest_job) + 1
         blocks = list(range(first_block, first_block + len(keys)))
         (verdict,) = self.scheduler.step(loads=[load_job(self._job, keys, blocks)]).verdicts
         assert verdict.accepted, verdict

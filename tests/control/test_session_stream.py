@@ -245,3 +245,20 @@ def test_without_a_token_nothing_is_answered(running: RunningDaemon) -> None:
         stub = operator_pb2_grpc.OperatorServiceStub(channel)
         code, reason, field = refusal(lambda: stub.Status(operator_pb2.StatusRequest(), timeout=5))
         assert (code, reason, field) == ("UNAUTHENTICATED", "UNAUTHENTICATED", "kvd-token")
+
+
+def test_a_job_id_of_an_earlier_message_is_refused_and_its_ranks_hear_of_it(
+    engine: RawEngine,
+) -> None:
+    engine.store({30: block(30)})
+    last = engine.scheduler.highest_job
+    jobs = [store_job(number, [31], [0]) for number in (last, last - 1, last + 2, last + 1)]
+    verdicts = engine.scheduler.step(stores=jobs).verdicts
+    reasons = [verdict.reason for verdict in verdicts]
+    assert reasons == ["JOB_NOT_RISING", "JOB_NOT_RISING", "", ""]
+    refused = engine.ended(last)
+    assert (refused.status, refused.reason) == (common_pb2.JOB_STATUS_REFUSED, "JOB_NOT_RISING")
+    engine.worker.ready(last + 1, last + 2)
+    assert engine.ended(last + 2).status == common_pb2.JOB_STATUS_DONE
+    reused = engine.scheduler.step(loads=[load_job(last + 1, [31], [5])]).verdicts[0]
+    assert reused.reason == "JOB_NOT_RISING"
