@@ -6,6 +6,7 @@ exist, counts are bounded.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -22,6 +23,8 @@ from kvd.event_log import Change, ChangeKind, Delivery
 from kvd_proto import layout
 from kvd_proto.v1 import common_pb2, events_pb2
 from kvd_proto.v1 import engine_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 MAX_STRUCT_BYTES = 16 * 1024
 MAX_QUERIES = 1024
@@ -77,20 +80,35 @@ def check_count(count: int, limit: int, field: str, least: int = 0) -> None:
 
 
 def request_context(message: common_pb2.ReqContext) -> ev.RequestContext:
-    """What the core needs of a request's context; the rest is checked for size."""
+    """A request's context, with what is only carried along; said in the log at level debug."""
     if not message.request_id:
         raise InvalidArgument("context.request_id is required", "context.request_id")
     check_string(message.request_id, "context.request_id")
     check_string(message.account, "context.account")
     check_count(len(message.tiers_allowed), MAX_TIERS, "context.tiers_allowed")
-    for name in ("kv_transfer_params", "hints"):
-        if message.HasField(name) and getattr(message, name).ByteSize() > MAX_STRUCT_BYTES:
-            raise InvalidArgument(
-                f"context.{name} takes more than {MAX_STRUCT_BYTES} bytes",
-                f"context.{name}",
-                errors.STRING_TOO_LONG,
-            )
-    return ev.RequestContext(RequestId(message.request_id), message.priority, message.account)
+    params = _struct_bytes(message, "kv_transfer_params")
+    hints = _struct_bytes(message, "hints")
+    tiers = tuple(message.tiers_allowed)
+    if (params or hints or tiers) and log.isEnabledFor(logging.DEBUG):
+        log.debug("request %s: %s", message.request_id, message)
+    return ev.RequestContext(
+        RequestId(message.request_id), message.priority, message.account, params, hints, tiers
+    )
+
+
+def _struct_bytes(message: common_pb2.ReqContext, name: str) -> bytes:
+    """The field, encoded; InvalidArgument where that is too long."""
+    if not message.HasField(name):
+        return b""
+    struct = getattr(message, name)
+    if struct.ByteSize() > MAX_STRUCT_BYTES:
+        raise InvalidArgument(
+            f"context.{name} takes more than {MAX_STRUCT_BYTES} bytes",
+            f"context.{name}",
+            errors.STRING_TOO_LONG,
+        )
+    encoded: bytes = struct.SerializeToString(deterministic=True)
+    return encoded
 
 
 def key_batch(hashes: bytes, spec: NamespaceSpec, budget: KeyBudget) -> KeyBatch:

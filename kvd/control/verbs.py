@@ -101,6 +101,7 @@ class StepParts:
     released: tuple[LeaseId, ...]
     ended: tuple[RequestId, ...]
     end_step: bool
+    about: ev.RequestContext | None = None  # whose jobs were completed
 
 
 def step_parts(live: LiveSession, step: pb.Step) -> StepParts:
@@ -150,13 +151,14 @@ class Verbs:
     ) -> pb.StepReply:
         """Apply the step once; a repeated number gets the first one's answer.
 
-        `about` is the request of an acknowledgement, where it names one; it is only checked.
+        `about` is the request of an acknowledgement, where it names one.
         """
 
         async def apply() -> pb.StepReply:
+            parts = step_parts(live, step)
             if about is not None and about.ByteSize():
-                convert.request_context(about)
-            return await self._apply(live, step.sequence, step_parts(live, step))
+                parts = replace(parts, about=convert.request_context(about))
+            return await self._apply(live, step.sequence, parts)
 
         answer = await self._once(live, step.sequence, apply)
         return answer if isinstance(answer, pb.StepReply) else pb.StepReply(sequence=step.sequence)
@@ -205,7 +207,7 @@ class Verbs:
         for hand_off in parts.hand_offs:
             await self._hand_off(hand_off)
         if parts.completed:
-            driver.call(ev.JobsCompleted(live.id, parts.completed))
+            driver.call(ev.JobsCompleted(live.id, parts.completed, parts.about))
         if parts.released:
             driver.call(ev.LeasesReleased(live.id, parts.released))
         if parts.ended:

@@ -1,0 +1,153 @@
+"""What a caller says of a request reaches the core with every verb that is bound to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from google.protobuf import struct_pb2
+
+from kvd.control import convert
+from kvd.control.peers import Peer
+from kvd.control.verbs import LiveSession, Verbs
+from kvd.core import events as ev
+from kvd.core.actions import Answer, Verdict
+from kvd.core.errors import InvalidArgument
+from kvd.core.keys import NamespaceId, SessionId, TenantId
+from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd_proto.v1 import common_pb2
+from kvd_proto.v1 import engine_pb2 as pb
+from tests.control.daemon_rig import hashes, load_job, store_job
+
+SPEC = NamespaceSpec(
+    "ns", TenantId("default"), 32, (GroupSpec(GroupKind.FULL_ATTENTION, 1, (4096,)),)
+)
+
+
+def struct(**fields: Any) -> struct_pb2.Struct:
+    made = struct_pb2.Struct()
+    made.update(fields)
+    return made
+
+
+def full_context() -> common_pb2.ReqContext:
+    return common_pb2.ReqContext(
+        request_id="r7",
+        priority=-3,
+        kv_transfer_params=struct(do_remote_decode=True),
+        hints=struct(retain="long"),
+        tiers_allowed=[common_pb2.TIER_HOST, common_pb2.TIER_DISK],
+        account="salt",
+    )
+
+
+class ListeningDriver:
+    """Takes what verbs hand over, and answers the least."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.jobs = self
+
+    def live(self, session: SessionId) -> frozenset[int]:
+        return frozenset()
+
+    def next_token(self) -> int:
+        return 1
+
+    def call(self, event: Any) -> None:
+        self.events.append(event)
+
+    def load(self, event: ev.LoadRequested) -> Verdict:
+        self.events.append(event)
+        return Verdict(event.job, ev.JobKind.LOAD, True, "", 1)
+
+    async def store(self, event: ev.StoreRequested) -> Verdict:
+        self.events.append(event)
+        return Verdict(event.job, ev.JobKind.STORE, True, "", 1)
+
+    async def lookup(self, session: SessionId, queries: tuple[ev.Query, ...]) -> list[Answer]:
+        self.events += queries
+        return [Answer(b"", None, 0) for _ in queries]
+
+
+def live() -> LiveSession:
+    peer: Any = object()
+    assert not isinstance(peer, Peer)
+    return LiveSession(SessionId(1), NamespaceId(1), SPEC, peer, "engine", 1)
+
+
+def with_context(job: Any) -> Any:
+    job.context.CopyFrom(full_context())
+    return job
+
+
+STEPS: dict[str, Callable[[], pb.Step]] = {
+    "touch": lambda: pb.Step(
+        touches=[pb.Touch(context=full_context(), runs=[common_pb2.KeyRun(hashes=hashes(1))])]
+    ),
+    "prepare_load": lambda: pb.Step(loads=[with_context(load_job(1, [1], [0]))]),
+    "prepare_store": lambda: pb.Step(stores=[with_context(store_job(1, [1], [0]))]),
+    "hand_off": lambda: pb.Step(
+        hand_offs=[pb.HandOff(context=full_context(), runs=[common_pb2.KeyRun(hashes=hashes(1))])]
+    ),
+    "complete_load": lambda: pb.Step(completed_loads=[1]),
+    "complete_store": lambda: pb.Step(completed_stores=[1]),
+}
+
+
+def check(context: ev.RequestContext) -> None:
+    assert (context.request, context.priority, context.account) == ("r7", -3, "salt")
+    assert context.tiers_allowed == (common_pb2.TIER_HOST, common_pb2.TIER_DISK)
+    params = struct_pb2.Struct.FromString(context.transfer_params)
+    assert params == struct(do_remote_decode=True)
+    assert struct_pb2.Struct.FromString(context.hints) == struct(retain="long")
+
+
+@pytest.mark.parametrize("verb", STEPS)
+async def test_every_part_of_a_step_carries_its_requests_context(verb: str) -> None:
+    driver: Any = ListeningDriver()
+    step = STEPS[verb]()
+    step.sequence = 1
+    about = full_context() if verb.startswith("complete") else None
+    await Verbs(driver).step(live(), step, about)
+    (event,) = driver.events
+    check(event.context)
+
+
+async def test_lookup_carries_its_requests_context() -> None:
+    driver: Any = ListeningDriver()
+    run = common_pb2.KeyRun(hashes=hashes(1))
+    await Verbs(driver).lookup(live(), [pb.Query(context=full_context(), run=run)])
+    (query,) = driver.events
+    check(query.context)
+
+
+def test_context_with_parameters_shows_in_the_log_at_level_debug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "kvd.control.convert")
+    convert.request_context(full_context())
+    assert "do_remote_decode" in caplog.text
+    caplog.clear()
+    convert.request_context(common_pb2.ReqContext(request_id="plain"))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "reason"),
+    [
+        ({"kv_transfer_params": struct(x="y" * 20_000)}, "kv_transfer_params", "STRING_TOO_LONG"),
+        ({"hints": struct(x="y" * 20_000)}, "hints", "STRING_TOO_LONG"),
+        ({"tiers_allowed": [1] * 9}, "tiers_allowed", "TOO_MANY_PARTS"),
+        ({"request_id": "r" * 257}, "request_id", "STRING_TOO_LONG"),
+        ({"account": "a" * 257}, "account", "STRING_TOO_LONG"),
+    ],
+)
+def test_oversize_context_is_refused_by_its_field(
+    changed: dict[str, Any], field: str, reason: str
+) -> None:
+    fields = {"request_id": "r", **changed}
+    with pytest.raises(InvalidArgument) as refusal:
+        convert.request_context(common_pb2.ReqContext(**fields))
+    assert (refusal.value.field, refusal.value.reason) == (f"context.{field}", reason)
