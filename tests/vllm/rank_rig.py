@@ -166,6 +166,12 @@ class Rank:
         settings = vllm_config(rank, world_size, instance, dict(config.extra_config))
         self.identity = engine_identity(settings)
         self.worker = KvdConnectorWorker(KvdOffloadingSpec(config), settings, self.caches)
+        self.kv: dict[str, torch.Tensor] = {}
+        self.memory = torch.empty(0)
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Make KV tensors in place of those before, as vLLM does at its start."""
         context = self.worker.get_mem_pool_context()
         assert context is not None
         with context:
@@ -175,7 +181,7 @@ class Rank:
         self.worker.register_kv_caches(self.kv)
         first = next(iter(self.kv.values()))
         self.memory = torch.empty(0, dtype=torch.int8).set_(first.untyped_storage())
-        self.memory.random_(generator=torch.Generator().manual_seed(rank))
+        self.memory.random_(generator=torch.Generator().manual_seed(self.worker._rank))
 
     def block(self, group: int, block: int) -> torch.Tensor:
         """A copy of one block's bytes in all layers of its group."""

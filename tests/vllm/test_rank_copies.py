@@ -188,3 +188,17 @@ def test_after_sleep_the_kv_is_served_again_and_no_copy_touched_it_meanwhile(
     rig.load_when_back("sleeper", [22, 23])
     assert torch.equal(rank.block(0, 22), contents[0][0])
     assert torch.equal(rank.block(0, 23), contents[0][1])
+
+
+def test_kv_that_was_allocated_anew_is_served_where_it_lies_now(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    (rank,) = rig.ranks
+    content = rank.block(0, 2)
+    rig.store("moved", [2])
+    before = rank.memory.clone()
+    old = rank.memory
+    rank.allocate()
+    assert rank.memory.data_ptr() != old.data_ptr()
+    rig.load_when_back("moved", [9])
+    assert torch.equal(rank.block(0, 9), content)
+    assert torch.equal(old, before), "a copy went to where the KV was"

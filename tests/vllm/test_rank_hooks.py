@@ -170,3 +170,26 @@ def test_kv_that_vllm_allocated_outside_of_our_context_is_refused(tmp_path: Path
 
 def test_on_a_cpu_the_hooks_come_when_the_kv_is_written() -> None:
     assert compute_end(torch.device("cpu")) is None
+
+
+def test_on_another_device_stores_wait_for_all_that_was_launched_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    happened: list[str] = []
+
+    class Event:
+        def __init__(self, device: torch.device) -> None:
+            happened.append(str(device))
+
+        def record(self) -> None:
+            happened.append("recorded")
+
+        def synchronize(self) -> None:
+            happened.append("waited")
+
+    monkeypatch.setattr(torch, "Event", Event)
+    wait = compute_end(torch.device("cuda", 1))
+    assert happened == ["cuda:1", "recorded"]
+    assert wait is not None
+    wait()
+    assert happened[2:] == ["waited"]
