@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +13,11 @@ from google.protobuf import struct_pb2
 
 from kvd_proto.v1 import common_pb2, engine_pb2
 
-MAX_RUNS = 64  # of a job; this and the next as the protocol says
+log = logging.getLogger(__name__)
+
+MAX_ID_BYTES = 256  # of a request's id; these four as the protocol says
+MAX_STRUCT_BYTES = 16 * 1024  # of transfer parameters, and of hints
+MAX_RUNS = 64  # of a job
 MAX_PARTS = 1024  # loads, stores, touches, hand-offs of one step: of each so many
 
 
@@ -143,8 +149,8 @@ class StepDraft:
             completed_loads=self.completed_loads,
             completed_stores=self.completed_stores,
             released_leases=self.released_leases,
-            preempted_request_ids=self.preempted,
-            finished_request_ids=self.finished,
+            preempted_request_ids=[wire_id(each) for each in self.preempted],
+            finished_request_ids=[wire_id(each) for each in self.finished],
             end_step=True,
         )
 
@@ -153,12 +159,29 @@ def request_context(
     request_id: str, account: str, priority: int, extras: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> common_pb2.ReqContext:
     """A request's context; `extras` are the named structs. Raises ValueError for values that
-    JSON doesn't know.
+    JSON doesn't know. What users may set and the daemon would refuse is cut to what it takes.
     """
-    context = common_pb2.ReqContext(request_id=request_id, priority=priority, account=account)
+    context = common_pb2.ReqContext(
+        request_id=wire_id(request_id), priority=priority, account=account
+    )
     for name, values in extras:
         if values:
             struct = struct_pb2.Struct()
             struct.update(dict(values))
+            if struct.ByteSize() > MAX_STRUCT_BYTES:
+                log.warning("request %.64s: its %s are too long and stay here", request_id, name)
+                continue
             getattr(context, name).CopyFrom(struct)
     return context
+
+
+def wire_id(request_id: str) -> str:
+    """The request's id as the daemon takes it: a long one is its beginning and a digest of all.
+
+    Users set ids. One that was refused would take its whole step along, and the session.
+    """
+    encoded = request_id.encode(errors="replace")
+    if 0 < len(encoded) <= MAX_ID_BYTES:
+        return encoded.decode()
+    digest = hashlib.blake2b(encoded, digest_size=16).hexdigest()
+    return encoded[: MAX_ID_BYTES - 40].decode(errors="ignore") + "~" + digest
