@@ -46,13 +46,13 @@ def test_it_shows_warm_answers_in_every_stage(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_all_that_it_started(tmp_path: Path) -> None:
-    before = leaks.child_processes()
+    before = leaks.look()
     running = start(tmp_path)
     assert running.stdout is not None
     for line in running.stdout:
         if "starting two vLLM servers" in line:
             break
-    started = leaks.child_processes() - before
+    started = leaks.look().since(before).get("processes", [])
     assert any("kvd" in process or "python" in process for process in started), started
     running.send_signal(signal.SIGINT)
     told, _ = running.communicate(timeout=PATIENCE_SECONDS)
