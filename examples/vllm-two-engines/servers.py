@@ -18,6 +18,7 @@ from examples.engine.lifetime import REPOSITORY, child_environment
 
 START_SECONDS = 300.0
 STOP_SECONDS = 30.0
+TRACKER_SECONDS = 5.0
 ANSWER_SECONDS = 120.0
 BLOCK_TOKENS = 32
 ENVIRONMENT = {
@@ -127,14 +128,24 @@ class VllmServer:
             pass
 
     def kill(self) -> None:
-        """Kill -9 of the server and of the engine behind it."""
-        if self._process is not None:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            self._process.wait()
-            self._process = None
+        """Kill -9 of the server, the engine and the worker behind it.
+
+        Python's resource trackers are spared: they see the others' end, remove the shared memory
+        that vLLM could not, and end.
+        """
+        if self._process is None:
+            return
+        group = self._process.pid
+        for pid, command in _processes_of(group):
+            if b"resource_tracker" not in command:
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        deadline = time.monotonic() + TRACKER_SECONDS
+        while _processes_of(group) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid, _ in _processes_of(group):
+            os.kill(pid, signal.SIGKILL)
+        self._process = None
 
     def stop(self) -> None:
         """End it in order; by force when that takes too long."""
@@ -171,6 +182,19 @@ class VllmServer:
                     yield json.loads(content)
         finally:
             connection.close()
+
+
+def _processes_of(group: int) -> list[tuple[int, bytes]]:
+    """Pid and command line of every living process of a process group."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            pid = int(folder.name)
+            if os.getpgid(pid) == group and (command := (folder / "cmdline").read_bytes()):
+                found.append((pid, command))
+        except (ValueError, OSError):  # no process, or it has ended
+            continue
+    return found
 
 
 def _free_port() -> int:
