@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.engine import ENVIRONMENT, PATIENCE_SECONDS, Prompt
+from tests.vllm.engine import CONNECTED, ENVIRONMENT, PATIENCE_SECONDS, Prompt
 from tests.vllm.node_daemon import wait_until
 
 MODEL = "tiny"
@@ -73,6 +73,14 @@ class ApiServer:
         """A metric's value, summed over its labels."""
         samples = SAMPLE.findall(self._ask("/metrics"))
         return sum(float(value) for sample, value in samples if sample == name)
+
+    def wait_for_daemon(self) -> None:
+        """Returns once the server's engine has a session that can be used."""
+        wait_until(self._is_connected)
+
+    def _is_connected(self) -> bool:
+        self.complete([3, 4, 5], max_tokens=2)  # it counts when it steps
+        return self.count(CONNECTED) == 1
 
     def end(self) -> None:
         """Stop it in order; by force, with all that it started, when that takes too long."""

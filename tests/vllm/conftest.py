@@ -148,9 +148,8 @@ def start_with_kvd(start_engine: StartEngine, kvd: NodeDaemon) -> StartEngine:
     """
 
     def start(options: dict[str, Any] | None = None, **settings: Any) -> Engine:
-        others = kvd.usable_sessions()
         engine = start_engine(**settings, **with_kvd(kvd.socket, **(options or {})))
-        kvd.wait_for_another_session(others)
+        engine.wait_for_daemon()
         return engine
 
     return start

@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests import leaks
 from tests.vllm.tiny_model import VOCABULARY
 
 PATIENCE_SECONDS = 120.0  # for whatever an engine was told to do
@@ -24,6 +26,10 @@ HITS = "vllm:external_prefix_cache_hits"
 QUERIES = "vllm:external_prefix_cache_queries"
 PREEMPTIONS = "vllm:num_preemptions"
 FAILED_LOADS = "vllm:kvd_failed_loads"
+CONNECTED = "vllm:kvd_connected"
+SESSIONS = "vllm:kvd_sessions"
+
+GROUP_NAME = re.compile(r"\bvllm_dist_[0-9a-f]+")  # of an engine's ranks, as its log has it
 
 # One server that has imported vLLM, from which every engine of this run is forked.
 FORKS = multiprocessing.get_context("forkserver")
@@ -137,6 +143,20 @@ class Engine:
         values: dict[str, float] = self._wait_for("counted")["values"]
         return values
 
+    def wait_for_daemon(self, after: int = 0) -> None:
+        """Returns once the engine's session can be used, one with a higher number than `after`.
+
+        The daemon knows it a moment before the engine does; the engine counts it when it steps.
+        """
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            self.generate([3, 4, 5], max_tokens=2)
+            counts = self.counts()
+            if counts.get(CONNECTED) == 1 and counts.get(SESSIONS, 0) > after:
+                return
+            assert time.monotonic() < deadline, f"no session {after + 1}:\n{self._last_words()}"
+            time.sleep(0.05)
+
     def kill(self) -> None:
         """Kill -9, workers too; returns once the process is gone."""
         if self._process.is_alive():
@@ -158,6 +178,10 @@ class Engine:
         self._process.join()
         self._process.close()
         self._connection.close()
+        # vLLM leaves its ranks' own shared memory behind where it had to kill them.
+        for name in set(GROUP_NAME.findall(self.log.read_text())):
+            for path in leaks.SHARED_MEMORY.glob(f"{name}-*"):
+                path.unlink(missing_ok=True)
 
     def _tell(self, do: str, **order: Any) -> None:
         self._connection.send({"do": do, **order})

@@ -45,14 +45,6 @@ class NodeDaemon(DaemonProcess):
         """Blocks that any engine could load."""
         return int(self.status().pool.slots_ready)
 
-    def usable_sessions(self) -> set[int]:
-        """Ids of the engines' sessions whose every rank has a mover."""
-        return {session.session_id for session in self.status().sessions if session.usable}
-
-    def wait_for_another_session(self, than: set[int]) -> None:
-        """Returns once an engine is connected that was not before."""
-        wait_until(lambda: bool(self.usable_sessions() - than))
-
 
 def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
     """Returns once a condition holds; an assertion if it does not in time."""

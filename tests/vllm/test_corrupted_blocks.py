@@ -23,7 +23,7 @@ def start_with_pool(
         daemon.more_flags = more_flags
         daemon.start()
         engine = start_engine(**with_kvd(daemon.socket))
-        daemon.wait_for_another_session(set())
+        engine.wait_for_daemon()
         return daemon, engine
 
     return start

@@ -21,7 +21,7 @@ def test_a_daemon_that_comes_later_is_used(
     assert tokens(engine.generate(early)) == plain.tokens(early)
     engine.settle()
     daemon.start()
-    daemon.wait_for_another_session(set())
+    engine.wait_for_daemon()
     assert tokens(engine.generate(late)) == plain.tokens(late)
     engine.settle()
     assert engine.reset()

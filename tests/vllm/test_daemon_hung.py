@@ -10,7 +10,7 @@ import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import BLOCK_TOKENS, FAILED_LOADS, HITS, Engine, prompt, tokens
-from tests.vllm.node_daemon import NodeDaemon, wait_until, with_kvd
+from tests.vllm.node_daemon import NodeDaemon, with_kvd
 
 LENGTH = 6 * BLOCK_TOKENS + 8
 WHOLE = 6 * BLOCK_TOKENS
@@ -33,7 +33,7 @@ def engine(start_engine: StartEngine, daemon: NodeDaemon) -> Engine:
     """With the product's own deadlines, not the patient ones of the other tests."""
     own = {"lookup_give_up_s": 0.1, "silent_after_s": 0.1, "flush_timeout_s": 1.0}
     engine = start_engine(**with_kvd(daemon.socket, **own))
-    daemon.wait_for_another_session(set())
+    engine.wait_for_daemon()
     return engine
 
 
@@ -56,7 +56,7 @@ def test_while_the_daemon_hangs_the_engine_computes(
         assert tokens(engine.generate(*known, *new)) == plain.tokens(*known, *new)
     finally:
         daemon.thaw()
-    wait_until(lambda: bool(daemon.usable_sessions()))
+    engine.wait_for_daemon()
     engine.settle()
     assert engine.reset()
     hit = engine.count(HITS)
@@ -82,7 +82,7 @@ def test_a_daemon_that_hangs_amid_a_run_changes_nothing(
 def test_a_load_whose_mover_hangs_is_computed_once_the_mover_is_dead(
     engine: Engine, daemon: NodeDaemon, plain: Plain
 ) -> None:
-    wait_until(lambda: bool(daemon.usable_sessions()))
+    engine.wait_for_daemon()
     prompts = warm(engine, "mover")
     movers = daemon.movers()
     assert movers

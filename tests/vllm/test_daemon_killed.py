@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.engine import BLOCK_TOKENS, HITS, SESSIONS, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
 
 LENGTH = 6 * BLOCK_TOKENS + 8
@@ -18,10 +18,12 @@ def engine(start_with_kvd: StartEngine) -> Engine:
     return start_with_kvd()
 
 
-def restart(daemon: NodeDaemon) -> None:
-    """Start it again and wait for the engine."""
+def kill_and_start(daemon: NodeDaemon, engine: Engine) -> None:
+    """Returns once the engine is connected again."""
+    sessions = int(engine.count(SESSIONS))
+    daemon.kill()
     daemon.start()
-    daemon.wait_for_another_session(set())
+    engine.wait_for_daemon(after=sessions)
 
 
 def test_it_is_killed_amid_loads_and_stores_and_is_warm_when_it_is_back(
@@ -34,12 +36,14 @@ def test_it_is_killed_amid_loads_and_stores_and_is_warm_when_it_is_back(
     assert engine.reset()
     requests = [engine.submit(each, max_tokens=LONG) for each in known + new]
     engine.wait(lambda: any(engine.tokens_of(request) for request in requests))
+    sessions = int(engine.count(SESSIONS))
     kvd.kill()
     assert tokens(engine.finish(*requests)) == plain.tokens(*known, *new, max_tokens=LONG)
     without_daemon = [prompt(f"without daemon {n}", LENGTH) for n in range(2)]
     assert tokens(engine.generate(*without_daemon)) == plain.tokens(*without_daemon)
     engine.settle()
-    restart(kvd)
+    kvd.start()
+    engine.wait_for_daemon(after=sessions)
     assert kvd.status().recovered_blocks >= len(known) * WHOLE // BLOCK_TOKENS
     hit = engine.count(HITS)
     assert engine.reset()
@@ -50,8 +54,7 @@ def test_it_is_killed_amid_loads_and_stores_and_is_warm_when_it_is_back(
 def test_what_comes_after_its_return_is_stored_again(
     engine: Engine, kvd: NodeDaemon, plain: Plain
 ) -> None:
-    kvd.kill()
-    restart(kvd)
+    kill_and_start(kvd, engine)
     later = prompt("later", LENGTH)
     assert tokens(engine.generate(later)) == plain.tokens(later)
     engine.settle()
@@ -69,7 +72,6 @@ def test_killed_again_and_again_it_never_changes_a_token(
         assert engine.reset()
         requests = [engine.submit(each) for each in prompts]
         engine.wait(lambda: any(engine.tokens_of(each) for each in requests))  # noqa: B023
-        kvd.kill()
-        restart(kvd)
+        kill_and_start(kvd, engine)
         assert tokens(engine.finish(*requests)) == plain.tokens(*prompts)
         engine.settle()

@@ -74,13 +74,12 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def engine(start_engine: StartEngine, small_kvd: NodeDaemon, endpoint: str) -> Engine:
-    others = small_kvd.usable_sessions()
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
     started = start_engine(
         kv_events_config=events,
         **with_kvd(small_kvd.socket, self_describing_kv_events=True),
     )
-    small_kvd.wait_for_another_session(others)
+    started.wait_for_daemon()
     return started
 
 

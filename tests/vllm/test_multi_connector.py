@@ -29,7 +29,7 @@ def test_an_engine_loads_from_kvd_beside_another_connector(
         "kv_connector_extra_config": {"connectors": [ours, other]},
     }
     engine = start_engine(kv_transfer_config=both)
-    kvd.wait_for_another_session(set())
+    engine.wait_for_daemon()
     prompts = [prompt(f"multi {n}", LENGTH) for n in range(3)]
     cold = engine.generate(*prompts)
     engine.settle()

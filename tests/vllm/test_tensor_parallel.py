@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.engine import BLOCK_TOKENS, HITS, SESSIONS, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
 
 LENGTH = 6 * BLOCK_TOKENS + 8
@@ -51,11 +51,12 @@ def test_both_ranks_are_warm_after_the_daemon_was_killed(
     assert engine.reset()
     requests = [engine.submit(each, max_tokens=40) for each in known]
     engine.wait(lambda: any(engine.tokens_of(request) for request in requests))
+    sessions = int(engine.count(SESSIONS))
     kvd.kill()
     assert tokens(engine.finish(*requests)) == plain.tokens(*known, max_tokens=40)
     engine.settle()
     kvd.start()
-    kvd.wait_for_another_session(set())
+    engine.wait_for_daemon(after=sessions)
     hit = engine.count(HITS)
     assert engine.reset()
     assert tokens(engine.generate(*known)) == plain.tokens(*known)
