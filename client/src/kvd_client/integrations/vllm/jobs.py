@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
 from kvd_client.draft import BlockRun
 from kvd_client.integrations.vllm.requests import OffloadGroup, stretches
@@ -23,6 +24,19 @@ class GroupBlocks(Protocol):
     """A request's block table in one group, as vLLM's scheduler side keeps it."""
 
     block_ids: list[int]
+
+
+@dataclass(slots=True)
+class SingleBlock(LoadStoreSpec):
+    """The source of a store of one block of the only group: its number, and its engine block."""
+
+    block: int
+    engine_block: int
+
+
+def single_run(source: SingleBlock, target: BlocksSpec) -> list[BlockRun]:
+    """The run of a store of one block."""
+    return [BlockRun(0, source.block, target.parts[0][1], (source.engine_block,))]
 
 
 def load_runs(
@@ -57,9 +71,6 @@ def store_runs(
     Where a block has several engine blocks, some may be null, and vLLM's list leaves those out:
     they are taken from the request's block tables.
     """
-    if len(groups) == 1 and len(target.keys) == 1 and groups[0].blocks_per_block == 1:
-        block = (positions[target.keys[0]] - 1) // groups[0].tokens_per_block
-        return [BlockRun(0, block, target.parts[0][1], _sequence(source.block_ids))]
     index_of = {group.vllm_index: index for index, group in enumerate(groups)}
     starts = np.cumsum([0, *source.group_sizes])
     runs: list[BlockRun] = []

@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
+    TransferJob,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
     OffloadingConnectorScheduler,
     RequestOffloadState,
+    TransferJobStatus,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -32,7 +35,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvd_client.integrations.vllm.jobs import load_runs, store_runs
+from kvd_client.integrations.vllm.jobs import SingleBlock, load_runs, single_run, store_runs
 from kvd_client.integrations.vllm.lookups import Prompt
 from kvd_client.integrations.vllm.manager import KvdManager
 from kvd_client.integrations.vllm.metadata import (
@@ -69,6 +72,20 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._self_describing = self._events_tracker.self_describing_enabled
         self._kvd_groups = self.manager.groups
+        self._stores_simply = self._has_simple_stores()
+
+    def _has_simple_stores(self) -> bool:
+        """Whether all blocks of one group are stored as they come, none of them left out."""
+        groups = self.config.kv_group_configs
+        every_block = SingleTypeKVCacheManager.reachable_block_mask.__func__
+        return (
+            len(groups) == 1
+            and self.config.blocks_per_chunk == 1
+            and groups[0].manager_cls.reachable_block_mask.__func__ is every_block
+            and groups[0].sliding_window_size_in_chunks is None
+            and not groups[0].is_eagle_group
+            and not groups[0].requires_cow_source
+        )
 
     # -- arrival and lookup -----------------------------------------------------------------
 
@@ -170,9 +187,53 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             for req_id, tokens in scheduler_output.num_scheduled_tokens.items()
             if self._may_store(req_id, tokens)
         }
+        made: dict[int, TransferJob] = {}
         if len(due) >= MANY_REQUESTS:
             self.manager.expect_stores(self._next_keys(due))
-        return super()._build_store_jobs(DueRequests(due, scheduler_output.finished_req_ids))
+            if self._stores_simply:
+                made = self._store_single_blocks(due)
+        return made | super()._build_store_jobs(DueRequests(due, scheduler_output.finished_req_ids))
+
+    def _store_single_blocks(self, due: dict[str, int]) -> dict[int, TransferJob]:
+        """Jobs of requests that have one new block, as decoding makes them; takes those out of
+        `due`. What vLLM would do in the one group of full attention, without its lists for more.
+        """
+        (group,) = self.config.kv_group_configs
+        made: dict[int, TransferJob] = {}
+        for req_id, scheduled in list(due.items()):
+            status = self._req_status[req_id]
+            req, state = status.req, status.group_states[0]
+            tokens = self._calc_num_offloadable_tokens(status, req.num_computed_tokens + scheduled)
+            place, known = state.next_stored_chunk_idx, len(state.offload_keys)
+            blocks = min(tokens // group.tokens_per_chunk, len(state.block_ids), known)
+            if blocks != place + 1 or not state.block_ids[place] or req.is_finished():
+                continue
+            output = self.manager.prepare_store([state.offload_keys[place]], status.req_context)
+            if output is None:
+                continue  # vLLM counts and logs it
+            del due[req_id]
+            state.next_stored_chunk_idx = blocks
+            if output.keys_to_store:
+                job_id = self._note_single_store(status, place)
+                source = SingleBlock(place, state.block_ids[place])
+                made[job_id] = TransferJob(req_id, source, output.store_spec)
+        return made
+
+    def _note_single_store(self, status: RequestOffloadState, place: int) -> int:
+        """The job in vLLM's own books, which fence its engine block and count its reports."""
+        (group,), state = self.config.kv_group_configs, status.group_states[0]
+        key, job_id = state.offload_keys[place], self._generate_job_id()
+        status.transfer_jobs.add(job_id)
+        self._jobs[job_id] = TransferJobStatus(
+            req_id=status.req.request_id,
+            pending_count=self.config.num_workers,
+            keys={key},
+            is_store=True,
+            deferred_fence_block_ids=[state.block_ids[place]],
+        )
+        if self._self_describing:
+            self._events_tracker.record_store(status.req, group, place, key)
+        return job_id
 
     def _next_keys(self, req_ids: Iterable[str]) -> list[OffloadKey]:
         """The block of each request and group that it will offer first."""
@@ -207,9 +268,12 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         for job_id, job in made.store_jobs.items():
             status = self._req_status.get(job.req_id)
             assert status is not None, "a request with a job in flight is known"
-            context = status.req_context
-            positions, target = context._offload_key_positions, blocks_of(job.dst_spec)
-            runs = store_runs(groups, job.src_spec, target, positions, status.group_states)
+            context, target = status.req_context, blocks_of(job.dst_spec)
+            if isinstance(job.src_spec, SingleBlock):
+                runs = single_run(job.src_spec, target)
+            else:
+                positions = context._offload_key_positions
+                runs = store_runs(groups, job.src_spec, target, positions, status.group_states)
             jobs.add(kvd_job_id(job_id), manager.tracked(context), runs, is_load=False)
         return jobs
 
