@@ -12,6 +12,7 @@ from tests.vllm.engine import FORKS
 from tests.vllm.node_daemon import PATIENCE_SECONDS, NodeDaemon, wait_until
 
 REQUESTS = 64
+DECODERS = 16
 BLOCKS = 10  # of 16 tokens, in each prompt
 LOADED = BLOCKS * 16 - 1  # the last token is computed anew, for what follows it
 
@@ -87,3 +88,10 @@ def test_64_lookups_that_nobody_answers_are_one_wait(cold: dict[str, Any], ask: 
     assert told["first_by_kvd"] == 1
     assert max(told["waits"]) <= 1
     assert told["cached"] == [LOADED] * REQUESTS, "put off, they were answered all the same"
+
+
+def test_what_many_requests_generate_in_the_same_steps_is_all_stored(ask: Ask) -> None:
+    told = ask("decode")
+    assert told["jobs_by_step"].count(DECODERS) >= 2, "a step stored one block of each request"
+    assert told["whole"] == [3 * 16] * DECODERS
+    assert told["cached"] == told["whole"]

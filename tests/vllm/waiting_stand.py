@@ -25,6 +25,7 @@ from tests.vllm.node_daemon import with_kvd
 from tests.vllm.scheduler_stand import Stand, StandOptions, write_model
 
 REQUESTS = 64
+DECODERS = 16
 BLOCK_TOKENS = 16
 LENGTH = 10 * BLOCK_TOKENS
 OPTIONS = StandOptions(num_blocks=2048, step_tokens=REQUESTS * (LENGTH + BLOCK_TOKENS))
@@ -77,7 +78,7 @@ def serve(orders: Connection, socket: str, daemon_pid: int) -> None:
     """Run the case that is asked for, until none is; a case's answer is sent back."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     with tempfile.TemporaryDirectory() as folder:
-        transfer = with_kvd(socket)["kv_transfer_config"]
+        transfer = with_kvd(socket, offload_prompt_only=False)["kv_transfer_config"]
         del transfer["kv_role"]
         stand = WaitingStand(write_model(Path(folder)), transfer)
         connection = stand.connector.connector_scheduler.manager.connection
@@ -143,7 +144,32 @@ def run_unanswered(stand: WaitingStand, connection: Any, daemon_pid: int) -> dic
     }
 
 
+def decode_together(stand: WaitingStand, connection: Any, _: int) -> dict[str, Any]:
+    """Requests that generate in step, and then come again with all that they generated."""
+    names = [f"together-{number}" for number in range(DECODERS)]
+    for name in names:
+        stand.add(stand.request(name, prompt(name, BLOCK_TOKENS + 4), max_tokens=40))
+    stand.step()
+    requests = [stand.scheduler.requests[name] for name in names]
+    stand.drain()
+    stored = stand.take().storing_steps
+    stand.forget_device()
+    for request in requests:
+        again = f"again-{request.request_id}"
+        stand.add(stand.request(again, request.all_token_ids, max_tokens=1))
+    stand.drain()
+    taken = stand.take()
+    stand.forget_device()
+    stand.take_waits()
+    return {
+        "jobs_by_step": sorted(stored.values()),
+        "cached": sorted(taken.cached_tokens.values()),
+        "whole": [(len(r.all_token_ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for r in requests],
+    }
+
+
 CASES: dict[str, Callable[[WaitingStand, Any, int], dict[str, Any]]] = {
     "run": run,
     "unanswered": run_unanswered,
+    "decode": decode_together,
 }
