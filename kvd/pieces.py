@@ -13,7 +13,7 @@ from kvd.core.keys import LeaseId
 # Keys handled without yielding to other calls: about 1 ms of the event loop for a store.
 PIECE_KEYS = 256
 # Of a lookup, that takes 0.2 to 0.4 ms. A third of that is what a piece costs whatever its size.
-LOOKUP_PIECE_KEYS = 1024
+LOOKUP_PIECE_KEYS = 256
 # Turns of the event loop left to others after a piece. A small call needs about five from its
 # first byte to its answer; were each of them as long as a piece, it would wait for five pieces.
 TURNS_BETWEEN_PIECES = 4
