@@ -8,14 +8,19 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from examples.engine.config import ModelConfig
-from examples.engine.weights import F32, Checkpoint, load_checkpoint, random_checkpoint
+from examples.engine.weights import (
+    F32,
+    Checkpoint,
+    load_checkpoint,
+    make_whole,
+    random_checkpoint,
+)
 
 # The example engine's tiny model has heads of 8, which vLLM's attention on the CPU does not know.
 TINY = ModelConfig(
@@ -43,10 +48,7 @@ NAMES = {
 
 
 def model_folder(name: str, cache_dir: Path) -> Path:
-    """The folder of "smollm2", or of "tiny" with seeded random weights; made on the first call.
-
-    It appears by one rename, so a killed conversion leaves nothing half made.
-    """
+    """The folder of "smollm2", or of "tiny" with seeded random weights; made on the first call."""
     target = cache_dir / f"{name}-hugging-face-v1"
     if target.exists():
         return target
@@ -54,16 +56,7 @@ def model_folder(name: str, cache_dir: Path) -> Path:
         checkpoint = random_checkpoint(TINY, seed=0)
     else:
         checkpoint = load_checkpoint(name, str(cache_dir), seed=0)
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=target.name + ".", dir=cache_dir))
-    try:
-        write_folder(checkpoint, scratch)
-        scratch.replace(target)
-    except OSError:
-        if not target.exists():  # somebody else may have been faster
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    make_whole(target, lambda scratch: write_folder(checkpoint, scratch))
     return target
 
 

@@ -13,7 +13,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,25 +92,26 @@ def find_gguf() -> Path:
 
 
 def convert_smollm2(cache_dir: Path) -> Path:
-    """Directory with the dequantised weights and the tokenizer; converts on the first call.
-
-    The directory appears by one rename, so a killed conversion leaves nothing half made.
-    """
+    """Directory with the dequantised weights and the tokenizer; converts on the first call."""
     target = cache_dir / CACHE_NAME
-    if target.exists():
-        return target
-    source = find_gguf()
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=CACHE_NAME + ".", dir=cache_dir))
+    if not target.exists():
+        source = find_gguf()
+        make_whole(target, lambda scratch: _convert(source, scratch))
+    return target
+
+
+def make_whole(target: Path, fill: Callable[[Path], None]) -> None:
+    """Make a directory that appears by one rename, so a killed `fill` leaves nothing half made."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=target.name + ".", dir=target.parent))
     try:
-        _convert(source, scratch)
+        fill(scratch)
         scratch.replace(target)
     except OSError:
         if not target.exists():  # another engine may have been faster
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return target
 
 
 def _convert(source: Path, directory: Path) -> None:

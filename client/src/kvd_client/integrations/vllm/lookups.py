@@ -132,7 +132,7 @@ class RequestLookups:
         """A key off the blocks' grid: the end of a partial tail. Mostly the page says miss."""
         group, block_hash = self._index_of[get_offload_group_idx(key)], get_offload_block_hash(key)
         request = tracked.request
-        if not session.present(group, request.account, [block_hash])[0]:
+        if not session.shows(group, request.account, block_hash):
             return LookupResult.MISS
         status = desk.ask_alone(request, BlockRun(group, 0, [block_hash]))
         tracked.verdicts[key] = verdict = LOOKUP_RESULTS[status & hits.STATUS_BITS]
