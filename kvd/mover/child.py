@@ -28,7 +28,8 @@ from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import U64, RowId
 from kvd.mover import frames
 from kvd.mover.checksums import part_checksums, pieces_of
-from kvd.mover.copy_engine import CopyEngine, CopyStopped
+from kvd.mover.copy_engine import CopyEngine, CopyStopped, DeviceLost, KeepGoing
+from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import LocatedPart, MoverConfig, flaw_of_part
@@ -112,6 +113,7 @@ class Mover:
         self._stopping = False
         self._memory_warm = threading.Event()
         self._copiers: list[threading.Thread] = []
+        self._facts_told: MoverFacts | None = None
 
     # -- the listening thread ---------------------------------------------------------------
 
@@ -204,9 +206,13 @@ class Mover:
                 if self._config.checksums:
                     self._copy_checked(order.kind, part, copy)
                 else:
-                    copy.bytes += self._engine.copy(order.kind, part, self._keep_going)
+                    copy.bytes += self._engine.copy(order.kind, part, self._wanted(order))
         except CopyStopped:
             return TransferOutcome.FAILED
+        except DeviceLost as error:
+            # Its end is what proves to control that no copy can land any more.
+            _complain(f"transfer {order.transfer} of job {order.job} lost the GPU: {error}")
+            os._exit(EXIT_BROKEN)
         except Exception as error:  # noqa: BLE001 - whatever broke, control must hear of it
             _complain(f"transfer {order.transfer} of job {order.job} failed: {error!r}")
             return TransferOutcome.FAILED
@@ -237,6 +243,12 @@ class Mover:
     def _keep_going(self) -> bool:
         return not self._stopping
 
+    def _wanted(self, order: TransferOrder) -> KeepGoing:
+        """Whether the rest of a copy is worth making: nobody waits for a store given up."""
+        if order.kind is JobKind.LOAD:
+            return self._keep_going
+        return lambda: not self._stopping and not self._ring.abandoned(order.job)
+
     def _report(
         self, order: TransferOrder, outcome: TransferOutcome, copy: Copy | None = None
     ) -> None:
@@ -262,7 +274,15 @@ class Mover:
             if self._rows.use((extent,)):
                 self._engine.warm_extent(extent, self._keeps(extent))
                 self._rows.release((extent,))
+            self.report_facts()
             self._control.send(FrameKind.ROW_WARM, frames.pack_number(row))
+
+    def report_facts(self) -> None:
+        """Tell control how copies are made, unless it knows."""
+        facts = self._engine.facts
+        if facts != self._facts_told:
+            self._facts_told = facts
+            self._control.send(FrameKind.FACTS, facts.pack())
 
     def _keeps(self, extent: int) -> Callable[[], bool]:
         return lambda: not self._stopping and not self._rows.retiring(extent)
@@ -276,12 +296,12 @@ def serve(control_fd: int, parent: int) -> None:
     config, (ring_fd, board_fd, event_fd) = _receive_config(control.socket)
     _name_process(f"kvd-mover-{config.mover}")
     try:
-        engine = HostSharedMemory(config)
+        engine = open_engine(config)
     except KvdError as error:
         refusal = frames.Refusal(type(error).__name__, str(error), error.field)
         control.send(FrameKind.REFUSED, frames.pack_refusal(refusal))
         return
-    _close(region.fd for region in config.regions)
+    _close(region.fd for region in config.regions if region.fd >= 0)
     board = BoardWriter(board_fd, LANE_MOVER)
     ring = RingReader(ring_fd)
     _close((ring_fd, board_fd))
@@ -289,8 +309,18 @@ def serve(control_fd: int, parent: int) -> None:
     mover.start()
     gc.freeze()
     sys.setswitchinterval(0.0005)
+    mover.report_facts()
     control.send(FrameKind.HELLO)
     mover.run(event_fd)
+
+
+def open_engine(config: MoverConfig) -> CopyEngine:
+    """The copy engine for where the rank's memory lies. Raises what refuses the registration."""
+    if config.gpu is None:
+        return HostSharedMemory(config)
+    from kvd.mover.cuda.engine import CudaCopyEngine  # noqa: PLC0415 - CUDA only where it is used
+
+    return CudaCopyEngine(config)
 
 
 def _bind_life_to(parent: int) -> None:

@@ -1,4 +1,4 @@
-"""The seam for copying: host shared memory today, a GPU's copy engine beside it."""
+"""The seam for copying: between the pool and host shared memory, or a GPU's memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.events import JobKind
+from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import LocatedPart
 
 KeepGoing = Callable[[], bool]
@@ -18,12 +19,20 @@ class CopyStopped(Exception):
     """The copy was told to stop between two ranges; some bytes were written."""
 
 
+class DeviceLost(Exception):
+    """Nothing more is known of copies under way: they end with this process, which must end now."""
+
+
 class CopyEngine(Protocol):
     """Moves blocks between one rank's memory and its shard's extents.
 
     `copy` runs in one thread per direction, both at once; the warm calls in a thread of their
     own; opening and closing in the main thread. An extent is closed only when no call uses it.
     """
+
+    @property
+    def facts(self) -> MoverFacts:
+        """How it copies, as of now; any thread."""
 
     def open_extent(self, extent: int) -> npt.NDArray[np.uint8]:
         """Make an extent's slots reachable, at once: the bytes that copies read and write.
@@ -45,7 +54,8 @@ class CopyEngine(Protocol):
 
         Null engine blocks: a load leaves them alone, a store writes zeros to their places.
         The part has passed `flaw_of_part`, its extents are open. Looks at keep_going between
-        ranges and raises CopyStopped.
+        ranges and raises CopyStopped. Whatever it raises, no copy of this call is under way
+        afterwards, except with DeviceLost.
         """
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from kvd.core.events import JobKind
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
+from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import GroupMap, LocatedPart, MoverConfig, check_config
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
@@ -19,6 +20,7 @@ class FakeCopyEngine:
 
     def __init__(self, config: MoverConfig) -> None:
         check_config(config)
+        self.facts = MoverFacts()
         self._config = config
         self.memories = [bytearray(region.bytes) for region in config.regions]
         self.extents: dict[int, bytearray] = {}

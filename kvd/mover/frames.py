@@ -18,7 +18,15 @@ import numpy as np
 
 from kvd.core.events import JobKind, TransferOutcome
 from kvd.core.keys import U64, JobId, MoverId, RowId, TransferId
-from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
+from kvd.mover.layout import (
+    CudaRegion,
+    FragmentSpec,
+    GpuConfig,
+    GroupMap,
+    LocatedPart,
+    MoverConfig,
+    Region,
+)
 
 # Largest frame: one transfer of 16384 blocks with 64 engine blocks each is 4.2 MiB.
 MAX_FRAME_BYTES = 16 << 20
@@ -40,6 +48,7 @@ class FrameKind(enum.IntEnum):
     FINISHED = 34
     ROW_UNMAPPED = 35
     ROW_WARM = 36
+    FACTS = 37
 
 
 class BadFrame(Exception):
@@ -135,7 +144,7 @@ def pack_config(config: MoverConfig, ring_fd: int, board_fd: int, event_fd: int)
     fields = asdict(config)
     fields["pool_directory"] = str(config.pool_directory)
     fields["channel"] = (ring_fd, board_fd, event_fd)
-    return json.dumps(fields).encode()
+    return json.dumps(fields, default=bytes.hex).encode()
 
 
 def unpack_config(body: bytes) -> tuple[MoverConfig, tuple[int, int, int]]:
@@ -152,13 +161,23 @@ def unpack_config(body: bytes) -> tuple[MoverConfig, tuple[int, int, int]]:
     ring_fd, board_fd, event_fd = fields["channel"]
     config = MoverConfig(
         MoverId(fields["mover"]),
-        tuple(Region(**region) for region in fields["regions"]),
+        _regions(fields),
         groups,
         Path(fields["pool_directory"]),
         fields["extent_bytes"],
         fields["checksums"],
+        None if fields["gpu"] is None else GpuConfig(**fields["gpu"]),
     )
     return config, (ring_fd, board_fd, event_fd)
+
+
+def _regions(fields: dict[str, Any]) -> tuple[Region, ...] | tuple[CudaRegion, ...]:
+    if fields["gpu"] is None:
+        return tuple(Region(**region) for region in fields["regions"])
+    return tuple(
+        CudaRegion(**(region | {"handle": bytes.fromhex(region["handle"])}))
+        for region in fields["regions"]
+    )
 
 
 def pack_transfer(order: TransferOrder) -> bytes:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
+from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import LocatedPart, MoverConfig, Region, check_config, extent_path
 from kvd.mover.ranges import Piece, Range, fold, ranges_of
 
@@ -99,11 +100,13 @@ class HostSharedMemory:
 
     def __init__(self, config: MoverConfig) -> None:
         check_config(config)
+        self.facts = MoverFacts()
         self._config = config
         self._extents: dict[int, _Mapping] = {}
         self._files: dict[tuple[int, int], _Mapping] = {}
         self._regions: list[tuple[_Mapping, Region]] = []
         for number, region in enumerate(config.regions):
+            assert isinstance(region, Region), "a GPU's memory is not for this engine"
             self._regions.append((self._map_region(region, f"memories[{number}]"), region))
         self._pieces = [
             [

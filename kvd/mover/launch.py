@@ -13,6 +13,7 @@ from pathlib import Path
 
 import kvd
 import kvd_proto
+from kvd.mover.layout import GpuConfig
 
 # Copies past this size bypass the cache, so that two movers don't fight over it.
 GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
@@ -28,8 +29,10 @@ class Launched:
     start_time: int
 
 
-def launch(fds: Iterable[int]) -> Launched:
+def launch(fds: Iterable[int], gpu: GpuConfig | None = None) -> Launched:
     """Start a mover that inherits these descriptors under their numbers. OSError leaves nothing.
+
+    It sees this GPU and no other, or none.
 
     To be called from the thread that lives as long as control: the child's parent-death signal
     follows the thread that started it. Popen starts it by vfork and exec, without any code of
@@ -39,7 +42,7 @@ def launch(fds: Iterable[int]) -> Launched:
     try:
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "kvd.mover", str(theirs.fileno()), str(os.getpid())],
-            env=_environment(),
+            env=_environment(gpu),
             pass_fds=tuple({theirs.fileno(), *fds}),
             stdin=subprocess.DEVNULL,
         )
@@ -67,7 +70,7 @@ def how_it_ended(status: int) -> str:
     return reason
 
 
-def _environment() -> dict[str, str]:
+def _environment(gpu: GpuConfig | None) -> dict[str, str]:
     """Ours, with the very packages that run here, and libc set up for copying."""
     environment = dict(os.environ)
     roots = (Path(kvd.__file__).parents[1], Path(kvd_proto.__file__).parents[1])
@@ -75,6 +78,9 @@ def _environment() -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment["GLIBC_TUNABLES"] = GLIBC_TUNABLES
     environment["OPENBLAS_NUM_THREADS"] = "1"  # numpy is for copying only
+    # By UUID: numbers of GPUs mean another one in every process that was given a choice of them.
+    environment["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else gpu.uuid
+    environment["CUPY_CACHE_IN_MEMORY"] = "1"  # a daemon has no home to keep kernels in
     return environment
 
 

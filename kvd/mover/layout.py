@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from kvd.core.errors import InvalidArgument, LayoutMismatch
 from kvd.core.keys import U32, U64, MoverId
 from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, NULL_ENGINE_BLOCK
 
+Handle = bytes
 WORD = 8  # every base, stride and size is a multiple: copies go word by word
 MAX_REGIONS = 256
 MAX_FRAGMENTS = 4096  # per group
@@ -21,6 +23,35 @@ class Region:
     fd: int
     offset: int
     bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CudaRegion:
+    """A stretch of one allocation on a GPU.
+
+    The allocation is named by its legacy IPC handle of 64 bytes, or by the descriptor of an
+    exported physical allocation, whose whole size is then known; never by both.
+    """
+
+    offset: int
+    bytes: int
+    handle: Handle = b""
+    fd: int = -1
+    allocation_bytes: int = 0  # of the physical allocation behind fd
+
+
+@dataclass(frozen=True, slots=True)
+class GpuConfig:
+    """The GPU that a rank's memory lies on, and how to copy there.
+
+    copier: "auto" (by calibration), "batch", "plain", "strided", "kernel".
+    """
+
+    uuid: str
+    copier: str = "auto"
+    batch_descriptors: int = 4096  # most copies in one call of cuMemcpyBatchAsync
+    staging_bytes: int = 16 << 20  # pinned, per direction, for extents that are not registered
+    bind_to_node: bool = True  # threads stay on the GPU's NUMA node
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +81,18 @@ class GroupMap:
 
 @dataclass(frozen=True, slots=True)
 class MoverConfig:
-    """All that a mover must know at its start. `groups` are indexed by group number."""
+    """All that a mover must know at its start. `groups` are indexed by group number.
+
+    All regions are CudaRegions of the one GPU, or all are host shared memory.
+    """
 
     mover: MoverId
-    regions: tuple[Region, ...]
+    regions: tuple[Region, ...] | tuple[CudaRegion, ...]
     groups: tuple[GroupMap, ...]
     pool_directory: Path
     extent_bytes: int
     checksums: bool = False  # of every slot's part: made by stores, compared by loads
+    gpu: GpuConfig | None = None  # where the regions lie; None: in host shared memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,13 +138,14 @@ def check_config(config: MoverConfig) -> None:
         )
     if not 1 <= len(config.groups) <= MAX_GROUPS:
         raise InvalidArgument(f"{len(config.groups)} groups; 1 to {MAX_GROUPS}", "groups")
-    for number, region in enumerate(config.regions):
+    regions: Sequence[Region | CudaRegion] = config.regions
+    for number, region in enumerate(regions):
         _check_region(region, f"memories[{number}]")
     for number, group in enumerate(config.groups):
         _check_group(group, config, f"groups[{number}]")
 
 
-def _check_region(region: Region, name: str) -> None:
+def _check_region(region: Region | CudaRegion, name: str) -> None:
     if region.offset < 0 or region.offset % WORD:
         raise InvalidArgument(
             f"{name}.offset {region.offset} is no multiple of 8", f"{name}.offset"
@@ -155,7 +191,7 @@ def _check_group(group: GroupMap, config: MoverConfig, name: str) -> None:
 
 
 def _check_fragment(
-    fragment: FragmentSpec, group: GroupMap, regions: tuple[Region, ...], name: str
+    fragment: FragmentSpec, group: GroupMap, regions: Sequence[Region | CudaRegion], name: str
 ) -> None:
     if not 0 <= fragment.region < len(regions):
         raise InvalidArgument(f"{name}: there is no memory {fragment.region}", f"{name}.memory")

@@ -13,6 +13,7 @@ from kvd.core import errors
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.mover import frames
+from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.launch import Launched, how_it_ended, launch
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
@@ -69,7 +70,7 @@ class _Channel(asyncio.Protocol):
         try:
             for kind, body in self._reader.feed(data):
                 self._owner.hear(kind, body)
-        except (frames.BadFrame, ValueError) as error:
+        except (frames.BadFrame, TypeError, ValueError) as error:
             self._owner.end_because(f"wrote nonsense: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's name
@@ -80,7 +81,7 @@ class MoverProcess:
     """One mover process. Lives on the event loop; nothing here blocks.
 
     `ring_fd`, `board_fd`, `event_fd` and `pidfd` are for the rank's worker; they stay open
-    until the process is gone, and are -1 then.
+    until the process is gone, and are -1 then. `facts` is what it last said of its copies.
     """
 
     def __init__(self, config: MoverConfig, sink: MoverSink) -> None:
@@ -91,6 +92,7 @@ class MoverProcess:
         self.ring_fd = self.board_fd = self.event_fd = self.pidfd = -1
         self._queued: dict[TransferId, int] = {}  # bytes of each order
         self._queued_bytes = 0
+        self.facts = MoverFacts()
         self._cold: Counter[RowId] = Counter()
         self._warm = asyncio.Event()
         self._warm.set()
@@ -216,6 +218,8 @@ class MoverProcess:
                 finished = frames.unpack_finished(body)
                 self._queued_bytes -= self._queued.pop(finished.transfer, 0)
                 self._sink.transfer_finished(self.mover, finished)
+            case FrameKind.FACTS:
+                self.facts = MoverFacts.unpack(body)
             case FrameKind.ROW_WARM:
                 row = RowId(frames.unpack_number(body))
                 self._cold[row] -= 1
@@ -249,7 +253,8 @@ class MoverProcess:
         self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._board = BoardWriter(self.board_fd, LANE_CONTROL)
         channel = (self.ring_fd, self.board_fd, self.event_fd)
-        launched = launch([*channel, *(region.fd for region in config.regions)])
+        memories = [region.fd for region in config.regions if region.fd >= 0]
+        launched = launch([*channel, *memories], config.gpu)
         self._child = launched.child
         self.pid, self.pidfd = launched.child.pid, launched.pidfd
         self.start_time = launched.start_time

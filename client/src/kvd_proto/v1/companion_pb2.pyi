@@ -60,10 +60,12 @@ class Welcome(_message.Message):
     def __init__(self, token: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., daemon_version: _Optional[str] = ...) -> None: ...
 
 class OfferMemory(_message.Message):
-    __slots__ = ("memory_token",)
+    __slots__ = ("memory_token", "device_memory")
     MEMORY_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     memory_token: int
-    def __init__(self, memory_token: _Optional[int] = ...) -> None: ...
+    device_memory: bool
+    def __init__(self, memory_token: _Optional[int] = ..., device_memory: bool = ...) -> None: ...
 
 class MemoryAccepted(_message.Message):
     __slots__ = ("memory_token", "bytes")

@@ -85,7 +85,7 @@ class SessionStatus(_message.Message):
     def __init__(self, session_id: _Optional[int] = ..., engine_id: _Optional[str] = ..., namespace_id: _Optional[int] = ..., uid: _Optional[int] = ..., world_size: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., jobs_in_flight: _Optional[int] = ..., leases: _Optional[int] = ..., usable: bool = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("rank", "mover_pid", "worker_pid", "transport", "bytes_stored", "bytes_loaded", "store_bytes_per_second", "load_bytes_per_second")
+    __slots__ = ("rank", "mover_pid", "worker_pid", "transport", "bytes_stored", "bytes_loaded", "store_bytes_per_second", "load_bytes_per_second", "store_copier", "load_copier", "gpu")
     RANK_FIELD_NUMBER: _ClassVar[int]
     MOVER_PID_FIELD_NUMBER: _ClassVar[int]
     WORKER_PID_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,9 @@ class RankStatus(_message.Message):
     BYTES_LOADED_FIELD_NUMBER: _ClassVar[int]
     STORE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
     LOAD_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    STORE_COPIER_FIELD_NUMBER: _ClassVar[int]
+    LOAD_COPIER_FIELD_NUMBER: _ClassVar[int]
+    GPU_FIELD_NUMBER: _ClassVar[int]
     rank: int
     mover_pid: int
     worker_pid: int
@@ -102,7 +105,34 @@ class RankStatus(_message.Message):
     bytes_loaded: int
     store_bytes_per_second: float
     load_bytes_per_second: float
-    def __init__(self, rank: _Optional[int] = ..., mover_pid: _Optional[int] = ..., worker_pid: _Optional[int] = ..., transport: _Optional[str] = ..., bytes_stored: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., store_bytes_per_second: _Optional[float] = ..., load_bytes_per_second: _Optional[float] = ...) -> None: ...
+    store_copier: str
+    load_copier: str
+    gpu: GpuStatus
+    def __init__(self, rank: _Optional[int] = ..., mover_pid: _Optional[int] = ..., worker_pid: _Optional[int] = ..., transport: _Optional[str] = ..., bytes_stored: _Optional[int] = ..., bytes_loaded: _Optional[int] = ..., store_bytes_per_second: _Optional[float] = ..., load_bytes_per_second: _Optional[float] = ..., store_copier: _Optional[str] = ..., load_copier: _Optional[str] = ..., gpu: _Optional[_Union[GpuStatus, _Mapping]] = ...) -> None: ...
+
+class GpuStatus(_message.Message):
+    __slots__ = ("uuid", "name", "driver_version", "context_bytes", "registered_bytes", "unregistered_extents", "staged_bytes", "calibrated_store_bytes_per_second", "calibrated_load_bytes_per_second", "numa_node")
+    UUID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNREGISTERED_EXTENTS_FIELD_NUMBER: _ClassVar[int]
+    STAGED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATED_STORE_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATED_LOAD_BYTES_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    NUMA_NODE_FIELD_NUMBER: _ClassVar[int]
+    uuid: str
+    name: str
+    driver_version: str
+    context_bytes: int
+    registered_bytes: int
+    unregistered_extents: int
+    staged_bytes: int
+    calibrated_store_bytes_per_second: float
+    calibrated_load_bytes_per_second: float
+    numa_node: int
+    def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., driver_version: _Optional[str] = ..., context_bytes: _Optional[int] = ..., registered_bytes: _Optional[int] = ..., unregistered_extents: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., calibrated_store_bytes_per_second: _Optional[float] = ..., calibrated_load_bytes_per_second: _Optional[float] = ..., numa_node: _Optional[int] = ...) -> None: ...
 
 class TenantStatus(_message.Message):
     __slots__ = ("tenant", "bytes_used", "quota_bytes", "bytes_leased", "bytes_reserved", "bytes_evictable")

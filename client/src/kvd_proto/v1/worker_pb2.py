@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvd_proto.v1 import engine_pb2 as kvd_dot_v1_dot_engine__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13kvd/v1/worker.proto\x12\x06kvd.v1\x1a\x13kvd/v1/engine.proto\"\x86\x01\n\x0cMemoryHandle\x12(\n\x04host\x18\x01 \x01(\x0b\x32\x18.kvd.v1.HostSharedMemoryH\x00\x12#\n\x08\x63uda_ipc\x18\x02 \x01(\x0b\x32\x0f.kvd.v1.CudaIpcH\x00\x12\x1f\n\x06vmm_fd\x18\x03 \x01(\x0b\x32\r.kvd.v1.VmmFdH\x00\x42\x06\n\x04kind\"G\n\x10HostSharedMemory\x12\x14\n\x0cmemory_token\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"J\n\x07\x43udaIpc\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x10\n\x08gpu_uuid\x18\x04 \x01(\t\"N\n\x05VmmFd\x12\x14\n\x0cmemory_token\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x10\n\x08gpu_uuid\x18\x04 \x01(\t\"G\n\x08\x46ragment\x12\x0e\n\x06memory\x18\x01 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06stride\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"o\n\x0bGroupLayout\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12#\n\tfragments\x18\x03 \x03(\x0b\x32\x10.kvd.v1.Fragment\x12\x18\n\x10\x62locks_per_block\x18\x04 \x01(\r\"\xcd\x01\n\x13RegisterRankRequest\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.kvd.v1.EngineIdentity\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\r\n\x05shard\x18\x04 \x01(\r\x12\x0e\n\x06writer\x18\x05 \x01(\x08\x12&\n\x08memories\x18\x06 \x03(\x0b\x32\x14.kvd.v1.MemoryHandle\x12#\n\x06groups\x18\x07 \x03(\x0b\x32\x13.kvd.v1.GroupLayout\"B\n\x14RegisterRankResponse\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\x12\x11\n\tmover_pid\x18\x02 \x01(\r\"0\n\x15UnregisterRankRequest\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\"\x18\n\x16UnregisterRankResponse\"<\n\x10MarkReadyRequest\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\x12\x0f\n\x07job_ids\x18\x02 \x03(\x04\"\x13\n\x11MarkReadyResponse2\xed\x01\n\rWorkerService\x12I\n\x0cRegisterRank\x12\x1b.kvd.v1.RegisterRankRequest\x1a\x1c.kvd.v1.RegisterRankResponse\x12O\n\x0eUnregisterRank\x12\x1d.kvd.v1.UnregisterRankRequest\x1a\x1e.kvd.v1.UnregisterRankResponse\x12@\n\tMarkReady\x12\x18.kvd.v1.MarkReadyRequest\x1a\x19.kvd.v1.MarkReadyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13kvd/v1/worker.proto\x12\x06kvd.v1\x1a\x13kvd/v1/engine.proto\"\x86\x01\n\x0cMemoryHandle\x12(\n\x04host\x18\x01 \x01(\x0b\x32\x18.kvd.v1.HostSharedMemoryH\x00\x12#\n\x08\x63uda_ipc\x18\x02 \x01(\x0b\x32\x0f.kvd.v1.CudaIpcH\x00\x12\x1f\n\x06vmm_fd\x18\x03 \x01(\x0b\x32\r.kvd.v1.VmmFdH\x00\x42\x06\n\x04kind\"G\n\x10HostSharedMemory\x12\x14\n\x0cmemory_token\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\"J\n\x07\x43udaIpc\x12\x0e\n\x06handle\x18\x01 \x01(\x0c\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x10\n\x08gpu_uuid\x18\x04 \x01(\t\"h\n\x05VmmFd\x12\x14\n\x0cmemory_token\x18\x01 \x01(\x04\x12\x0e\n\x06offset\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x10\n\x08gpu_uuid\x18\x04 \x01(\t\x12\x18\n\x10\x61llocation_bytes\x18\x05 \x01(\x04\"4\n\tGpuMemory\x12\x12\n\nfree_bytes\x18\x01 \x01(\x04\x12\x13\n\x0btotal_bytes\x18\x02 \x01(\x04\"G\n\x08\x46ragment\x12\x0e\n\x06memory\x18\x01 \x01(\r\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06stride\x18\x03 \x01(\x04\x12\r\n\x05\x62ytes\x18\x04 \x01(\x04\"o\n\x0bGroupLayout\x12\r\n\x05group\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12#\n\tfragments\x18\x03 \x03(\x0b\x32\x10.kvd.v1.Fragment\x12\x18\n\x10\x62locks_per_block\x18\x04 \x01(\r\"\xf4\x01\n\x13RegisterRankRequest\x12(\n\x08identity\x18\x01 \x01(\x0b\x32\x16.kvd.v1.EngineIdentity\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x12\n\nworld_size\x18\x03 \x01(\r\x12\r\n\x05shard\x18\x04 \x01(\r\x12\x0e\n\x06writer\x18\x05 \x01(\x08\x12&\n\x08memories\x18\x06 \x03(\x0b\x32\x14.kvd.v1.MemoryHandle\x12#\n\x06groups\x18\x07 \x03(\x0b\x32\x13.kvd.v1.GroupLayout\x12%\n\ngpu_memory\x18\x08 \x01(\x0b\x32\x11.kvd.v1.GpuMemory\"p\n\x14RegisterRankResponse\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\x12\x11\n\tmover_pid\x18\x02 \x01(\r\x12\x11\n\ttransport\x18\x03 \x01(\t\x12\x19\n\x11gpu_context_bytes\x18\x04 \x01(\x04\"0\n\x15UnregisterRankRequest\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\"\x18\n\x16UnregisterRankResponse\"<\n\x10MarkReadyRequest\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\x12\x0f\n\x07job_ids\x18\x02 \x03(\x04\"\x13\n\x11MarkReadyResponse2\xed\x01\n\rWorkerService\x12I\n\x0cRegisterRank\x12\x1b.kvd.v1.RegisterRankRequest\x1a\x1c.kvd.v1.RegisterRankResponse\x12O\n\x0eUnregisterRank\x12\x1d.kvd.v1.UnregisterRankRequest\x1a\x1e.kvd.v1.UnregisterRankResponse\x12@\n\tMarkReady\x12\x18.kvd.v1.MarkReadyRequest\x1a\x19.kvd.v1.MarkReadyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,23 +39,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CUDAIPC']._serialized_start=262
   _globals['_CUDAIPC']._serialized_end=336
   _globals['_VMMFD']._serialized_start=338
-  _globals['_VMMFD']._serialized_end=416
-  _globals['_FRAGMENT']._serialized_start=418
-  _globals['_FRAGMENT']._serialized_end=489
-  _globals['_GROUPLAYOUT']._serialized_start=491
-  _globals['_GROUPLAYOUT']._serialized_end=602
-  _globals['_REGISTERRANKREQUEST']._serialized_start=605
-  _globals['_REGISTERRANKREQUEST']._serialized_end=810
-  _globals['_REGISTERRANKRESPONSE']._serialized_start=812
-  _globals['_REGISTERRANKRESPONSE']._serialized_end=878
-  _globals['_UNREGISTERRANKREQUEST']._serialized_start=880
-  _globals['_UNREGISTERRANKREQUEST']._serialized_end=928
-  _globals['_UNREGISTERRANKRESPONSE']._serialized_start=930
-  _globals['_UNREGISTERRANKRESPONSE']._serialized_end=954
-  _globals['_MARKREADYREQUEST']._serialized_start=956
-  _globals['_MARKREADYREQUEST']._serialized_end=1016
-  _globals['_MARKREADYRESPONSE']._serialized_start=1018
-  _globals['_MARKREADYRESPONSE']._serialized_end=1037
-  _globals['_WORKERSERVICE']._serialized_start=1040
-  _globals['_WORKERSERVICE']._serialized_end=1277
+  _globals['_VMMFD']._serialized_end=442
+  _globals['_GPUMEMORY']._serialized_start=444
+  _globals['_GPUMEMORY']._serialized_end=496
+  _globals['_FRAGMENT']._serialized_start=498
+  _globals['_FRAGMENT']._serialized_end=569
+  _globals['_GROUPLAYOUT']._serialized_start=571
+  _globals['_GROUPLAYOUT']._serialized_end=682
+  _globals['_REGISTERRANKREQUEST']._serialized_start=685
+  _globals['_REGISTERRANKREQUEST']._serialized_end=929
+  _globals['_REGISTERRANKRESPONSE']._serialized_start=931
+  _globals['_REGISTERRANKRESPONSE']._serialized_end=1043
+  _globals['_UNREGISTERRANKREQUEST']._serialized_start=1045
+  _globals['_UNREGISTERRANKREQUEST']._serialized_end=1093
+  _globals['_UNREGISTERRANKRESPONSE']._serialized_start=1095
+  _globals['_UNREGISTERRANKRESPONSE']._serialized_end=1119
+  _globals['_MARKREADYREQUEST']._serialized_start=1121
+  _globals['_MARKREADYREQUEST']._serialized_end=1181
+  _globals['_MARKREADYRESPONSE']._serialized_start=1183
+  _globals['_MARKREADYRESPONSE']._serialized_end=1202
+  _globals['_WORKERSERVICE']._serialized_start=1205
+  _globals['_WORKERSERVICE']._serialized_end=1442
 # @@protoc_insertion_point(module_scope)

@@ -40,16 +40,26 @@ class CudaIpc(_message.Message):
     def __init__(self, handle: _Optional[bytes] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., gpu_uuid: _Optional[str] = ...) -> None: ...
 
 class VmmFd(_message.Message):
-    __slots__ = ("memory_token", "offset", "bytes", "gpu_uuid")
+    __slots__ = ("memory_token", "offset", "bytes", "gpu_uuid", "allocation_bytes")
     MEMORY_TOKEN_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     GPU_UUID_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATION_BYTES_FIELD_NUMBER: _ClassVar[int]
     memory_token: int
     offset: int
     bytes: int
     gpu_uuid: str
-    def __init__(self, memory_token: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., gpu_uuid: _Optional[str] = ...) -> None: ...
+    allocation_bytes: int
+    def __init__(self, memory_token: _Optional[int] = ..., offset: _Optional[int] = ..., bytes: _Optional[int] = ..., gpu_uuid: _Optional[str] = ..., allocation_bytes: _Optional[int] = ...) -> None: ...
+
+class GpuMemory(_message.Message):
+    __slots__ = ("free_bytes", "total_bytes")
+    FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    free_bytes: int
+    total_bytes: int
+    def __init__(self, free_bytes: _Optional[int] = ..., total_bytes: _Optional[int] = ...) -> None: ...
 
 class Fragment(_message.Message):
     __slots__ = ("memory", "base", "stride", "bytes")
@@ -76,7 +86,7 @@ class GroupLayout(_message.Message):
     def __init__(self, group: _Optional[int] = ..., num_blocks: _Optional[int] = ..., fragments: _Optional[_Iterable[_Union[Fragment, _Mapping]]] = ..., blocks_per_block: _Optional[int] = ...) -> None: ...
 
 class RegisterRankRequest(_message.Message):
-    __slots__ = ("identity", "rank", "world_size", "shard", "writer", "memories", "groups")
+    __slots__ = ("identity", "rank", "world_size", "shard", "writer", "memories", "groups", "gpu_memory")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +94,7 @@ class RegisterRankRequest(_message.Message):
     WRITER_FIELD_NUMBER: _ClassVar[int]
     MEMORIES_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    GPU_MEMORY_FIELD_NUMBER: _ClassVar[int]
     identity: _engine_pb2.EngineIdentity
     rank: int
     world_size: int
@@ -91,15 +102,20 @@ class RegisterRankRequest(_message.Message):
     writer: bool
     memories: _containers.RepeatedCompositeFieldContainer[MemoryHandle]
     groups: _containers.RepeatedCompositeFieldContainer[GroupLayout]
-    def __init__(self, identity: _Optional[_Union[_engine_pb2.EngineIdentity, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., shard: _Optional[int] = ..., writer: bool = ..., memories: _Optional[_Iterable[_Union[MemoryHandle, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupLayout, _Mapping]]] = ...) -> None: ...
+    gpu_memory: GpuMemory
+    def __init__(self, identity: _Optional[_Union[_engine_pb2.EngineIdentity, _Mapping]] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., shard: _Optional[int] = ..., writer: bool = ..., memories: _Optional[_Iterable[_Union[MemoryHandle, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[GroupLayout, _Mapping]]] = ..., gpu_memory: _Optional[_Union[GpuMemory, _Mapping]] = ...) -> None: ...
 
 class RegisterRankResponse(_message.Message):
-    __slots__ = ("registration_id", "mover_pid")
+    __slots__ = ("registration_id", "mover_pid", "transport", "gpu_context_bytes")
     REGISTRATION_ID_FIELD_NUMBER: _ClassVar[int]
     MOVER_PID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    GPU_CONTEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     registration_id: int
     mover_pid: int
-    def __init__(self, registration_id: _Optional[int] = ..., mover_pid: _Optional[int] = ...) -> None: ...
+    transport: str
+    gpu_context_bytes: int
+    def __init__(self, registration_id: _Optional[int] = ..., mover_pid: _Optional[int] = ..., transport: _Optional[str] = ..., gpu_context_bytes: _Optional[int] = ...) -> None: ...
 
 class UnregisterRankRequest(_message.Message):
     __slots__ = ("registration_id",)
