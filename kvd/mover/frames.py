@@ -82,6 +82,7 @@ class Refusal:
     error: str  # name of a class of kvd.core.errors
     message: str
     field: str
+    reason: str  # the class's own, or one of kvd.mover.refusals
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +144,8 @@ class FrameReader:
 def pack_config(config: MoverConfig, ring_fd: int, board_fd: int, event_fd: int) -> bytes:
     fields = asdict(config)
     fields["pool_directory"] = str(config.pool_directory)
+    extents = config.extents_directory
+    fields["extents_directory"] = None if extents is None else str(extents)
     fields["channel"] = (ring_fd, board_fd, event_fd)
     return json.dumps(fields, default=bytes.hex).encode()
 
@@ -159,6 +162,7 @@ def unpack_config(body: bytes) -> tuple[MoverConfig, tuple[int, int, int]]:
         for group in fields["groups"]
     )
     ring_fd, board_fd, event_fd = fields["channel"]
+    extents = fields["extents_directory"]
     config = MoverConfig(
         MoverId(fields["mover"]),
         _regions(fields),
@@ -167,6 +171,7 @@ def unpack_config(body: bytes) -> tuple[MoverConfig, tuple[int, int, int]]:
         fields["extent_bytes"],
         fields["checksums"],
         None if fields["gpu"] is None else GpuConfig(**fields["gpu"]),
+        None if extents is None else Path(extents),
     )
     return config, (ring_fd, board_fd, event_fd)
 

@@ -21,7 +21,7 @@ from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.facts import MoverFacts
-from kvd.mover.layout import LocatedPart, MoverConfig, Region, check_config, extent_path
+from kvd.mover.layout import LocatedPart, MoverConfig, Region, check_config
 from kvd.mover.ranges import Piece, Range, fold, ranges_of
 
 Bytes = npt.NDArray[np.uint8]
@@ -119,7 +119,7 @@ class HostSharedMemory:
     # -- extents ----------------------------------------------------------------------------
 
     def open_extent(self, extent: int) -> Bytes:
-        path = extent_path(self._config.pool_directory, extent)
+        path = self._config.extent_path(extent)
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             size = os.fstat(fd).st_size

@@ -93,6 +93,11 @@ class MoverConfig:
     extent_bytes: int
     checksums: bool = False  # of every slot's part: made by stores, compared by loads
     gpu: GpuConfig | None = None  # where the regions lie; None: in host shared memory
+    extents_directory: Path | None = None  # None: `extents` in the pool's directory
+
+    def extent_path(self, extent: int) -> Path:
+        """File of one extent."""
+        return extent_path(self.pool_directory, extent, self.extents_directory)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,9 +129,9 @@ class LocatedPart:
         )
 
 
-def extent_path(pool_directory: Path, extent: int) -> Path:
-    """File of one extent."""
-    return pool_directory / "extents" / f"{extent:05d}.kv"
+def extent_path(pool_directory: Path, extent: int, extents_directory: Path | None = None) -> Path:
+    """File of one extent, in `extents` of the pool's directory unless they lie elsewhere."""
+    return (extents_directory or pool_directory / "extents") / f"{extent:05d}.kv"
 
 
 def check_config(config: MoverConfig) -> None:
