@@ -21,6 +21,7 @@ from kvd.control.session import SessionRooms
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId
 from kvd.fleet import RankPlacement
+from kvd.mover import refusals
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, Region
 from kvd.mover.process import MoverStartFailed as ProcessStartFailed
 from kvd_proto import layout
@@ -231,7 +232,7 @@ def _region(handle: pb.MemoryHandle, number: int, peer: Peer) -> Region:
         raise InvalidArgument(
             f"{where} is {kind}: this build has no CUDA mover yet; offer host shared memory",
             where,
-            errors.TRANSPORT_UNSUPPORTED,
+            refusals.TRANSPORT_UNSUPPORTED,
         )
     host = handle.host
     memory = peer.memories.get(host.memory_token)

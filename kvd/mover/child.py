@@ -298,7 +298,7 @@ def serve(control_fd: int, parent: int) -> None:
     try:
         engine = open_engine(config)
     except KvdError as error:
-        refusal = frames.Refusal(type(error).__name__, str(error), error.field)
+        refusal = frames.Refusal(type(error).__name__, str(error), error.field, error.reason)
         control.send(FrameKind.REFUSED, frames.pack_refusal(refusal))
         return
     _close(region.fd for region in config.regions if region.fd >= 0)
