@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-import mmap
 import os
 import random
 import signal
@@ -22,56 +21,42 @@ import numpy as np
 
 from kvd_client import (
     EngineIdentity,
-    Fragment,
     Group,
-    GroupLayout,
     Namespace,
     RequestParams,
     ScheduledRequest,
     Scheduler,
     SchedulerConnection,
     SchedulerOptions,
-    SharedMemory,
     StepPlan,
     Worker,
 )
 from kvd_client.draft import BlockRun, QueryDraft, request_context
 from tests.faults.content import HASH_BYTES, TOKENS, block_hashes, block_words
+from tests.faults.probe_memory import memory_of
 
 log = logging.getLogger("probe")
 
-LAYERS = 2
 PR_SET_PDEATHSIG = 1
 IDLE_S = 0.001
 
 
 class Rank:
-    """One rank's KV memory, [layer, block, word], and its worker side."""
+    """One rank's KV memory and its worker side."""
 
     def __init__(self, order: dict[str, Any], identity: EngineIdentity, rank: int) -> None:
         self.rank = rank
         self.block_bytes: int = order["block_bytes"]
-        blocks, layer_bytes = order["num_blocks"], self.block_bytes // LAYERS
-        self.fd = os.memfd_create(f"probe-{order['engine_id']}")
-        os.ftruncate(self.fd, blocks * self.block_bytes)
-        self._map = mmap.mmap(self.fd, blocks * self.block_bytes)
-        kv = np.frombuffer(self._map, dtype=np.uint64)
-        self.kv = kv.reshape(LAYERS, blocks, layer_bytes // 8)
+        self.kv = memory_of(order)
         self.worker = Worker(order["socket"], identity, rank, order["world_size"])
-        fragments = [
-            Fragment(0, layer * blocks * layer_bytes, layer_bytes, layer_bytes)
-            for layer in range(LAYERS)
-        ]
-        memory = SharedMemory(self.fd, 0, blocks * self.block_bytes)
-        self.worker.register([memory], [GroupLayout(blocks, fragments)])
+        self.kv.register(self.worker)
 
     def compute(self, block: int, key: bytes) -> None:
-        words = block_words(key, self.rank, self.block_bytes)
-        self.kv[:, block] = words.reshape(LAYERS, -1)
+        self.kv.write(block, block_words(key, self.rank, self.block_bytes))
 
     def holds(self, block: int, key: bytes) -> bool:
         words = block_words(key, self.rank, self.block_bytes)
-        return np.array_equal(self.kv[:, block].ravel(), words)
+        return np.array_equal(self.kv.read(block), words)
 
 
 class ProbeEngine:
@@ -228,7 +213,7 @@ class ProbeEngine:
         """Submit the load of what `match` found, into wiped blocks."""
         table = list(range(first_block, first_block + found))
         for rank in self.ranks:
-            rank.kv[:, first_block : first_block + found] = 0
+            rank.kv.wipe(first_block, found)
         self.scheduler.update_state_after_alloc(request, [table], found * TOKENS)
         self.step(hold=hold)
         return {}
