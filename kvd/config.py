@@ -20,6 +20,7 @@ from kvd.setting_values import (
     one_of,
     parse_size,
     read_address,
+    read_gpu_size,
     read_group,
     read_mode,
     read_path,
@@ -32,6 +33,7 @@ from kvd.setting_values import (
 
 MIB = 1 << 20
 POLICIES = ("lru", "arc", "s3fifo")
+COPIERS = ("auto", "batch", "plain", "strided", "kernel")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 
@@ -60,6 +62,9 @@ class Config:
     private_grace_seconds: float
     submit_deadline_seconds: float
     copy_deadline_seconds: float
+    gpu_copier: str
+    gpu_context_bytes: int
+    gpu_staging_bytes: int
     http_address: str
     http_port: int
     log_level: str
@@ -100,6 +105,8 @@ class Setting:
         """What kind of value it takes, in a word."""
         if self.name.endswith("_seconds"):
             return "SECONDS"
+        if self.name.endswith("_bytes"):
+            return "SIZE"
         by_default = {int: "N", float: "SHARE"}.get(type(self.default), "NAME")
         return _METAVARS.get(self.read, by_default)
 
@@ -109,7 +116,6 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     read_path: "PATH",
     read_mode: "MODE",
     read_group: "GROUP",
-    read_size: "SIZE",
     read_address: "ADDRESS",
     read_uids: "UIDS",
     read_switch: "true|false",
@@ -170,6 +176,24 @@ SETTINGS: tuple[Setting, ...] = (
         30.0,
         number(0.1, 3600),
         "longest wait for a copy after that; then its mover is ended",
+    ),
+    Setting(
+        "gpu_copier",
+        "auto",
+        one_of(*COPIERS),
+        "how bytes move to and from a GPU: " + ", ".join(COPIERS) + "; auto: the fastest there",
+    ),
+    Setting(
+        "gpu_context_bytes",
+        "512MiB",
+        read_gpu_size(0, 16 << 30),
+        "GPU memory that a mover is assumed to take, until one was measured on that GPU",
+    ),
+    Setting(
+        "gpu_staging_bytes",
+        "16MiB",
+        read_gpu_size(MIB, 1 << 30),
+        "pinned buffer of each direction of a mover, for extents that can't be pinned themselves",
     ),
     Setting("http_address", "127.0.0.1", read_address, "address of /metrics, /healthz and /readyz"),
     Setting(

@@ -53,6 +53,21 @@ def read_size(value: Any) -> int:
     return parse_size(value, memory_bytes)
 
 
+def read_gpu_size(least: int, most: int) -> Callable[[Any], int]:
+    """Bytes of a range, as a whole number of 4 KiB; no share, for of which memory would it be."""
+
+    def read(value: Any) -> int:
+        wanted = f'a multiple of 4KiB from {least} to {most} bytes, such as "64MiB"'
+        if "%" in str(value):
+            raise ValueError(wanted)
+        size = parse_size(value, memory_bytes)
+        if not least <= size <= most or size % 4096:
+            raise ValueError(wanted)
+        return size
+
+    return read
+
+
 def number(least: float, most: float) -> Callable[[Any], float]:
     def read(value: Any) -> float:
         wanted = f"a number from {least:g} to {most:g}"
