@@ -1,0 +1,44 @@
+"""The CUDA driver of these tests, and an engine's worker that owns device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.gpu import fake_library
+from tests.gpu.driver import Driver, Exporter
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[Driver]:
+    """The fake driver, or with KVD_GPU=real the machine's."""
+    made = Driver()
+    try:
+        made.start()
+    except fake_library.NoCompiler as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _driver_in_environment(driver: Driver) -> Iterator[None]:
+    """Whatever a test of this folder starts finds the driver."""
+    with driver.in_environment():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_fault_outlives_its_test(driver: Driver) -> Iterator[None]:
+    driver.reset()
+    yield
+    driver.reset()
+
+
+@pytest.fixture
+def exporter(driver: Driver) -> Iterator[Exporter]:
+    """An engine's worker of its own for the test, on the first device."""
+    made = Exporter(driver)
+    yield made
+    made.close()
