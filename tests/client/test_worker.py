@@ -136,6 +136,58 @@ def test_stores_of_earlier_steps_are_ready_at_once(mover: MoverStandIn) -> None:
     assert mover.ring.take() == [5]
 
 
+def test_loads_are_ready_once_earlier_steps_have_left_their_blocks(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    ran = threading.Event()
+    started = time.monotonic()
+    bench.worker.start_step(StepPlan(loads=(1, 2)), lambda: assert_set(ran))
+    assert time.monotonic() - started < 0.1
+    assert mover.ring.take() == []
+    ran.set()
+    assert taken(mover) == [1, 2]
+
+
+def test_stores_that_are_flushed_at_once_are_ready_only_when_computed(mover: MoverStandIn) -> None:
+    bench = Bench(mover)
+    ran, order = threading.Event(), list[str]()
+
+    def compute() -> None:
+        assert_set(ran)
+        order.append("computed")
+
+    def post() -> None:
+        assert mover.ring.take() == []
+        ran.set()
+        order.append(f"ready {taken(mover)}")
+        mover.post(5, STORE, lane=1)
+
+    poster = threading.Timer(0.05, post)
+    poster.start()
+    bench.worker.flush_step(StepPlan(computed_stores=(5,), flush=(5,)), compute)
+    poster.join()
+    assert order == ["computed", "ready [5]"]
+    assert bench.ended() == [(5, True)]
+
+
+def test_loads_whose_wait_failed_are_never_ready_and_stay_their_movers(
+    mover: MoverStandIn,
+) -> None:
+    bench = Bench(mover)
+    asked = threading.Event()
+
+    def fail() -> None:
+        asked.set()
+        raise RuntimeError("an illegal memory access was encountered")
+
+    bench.worker.start_loads(StepPlan(loads=(1,)), fail)
+    assert_set(asked)
+    bench.worker.finish_step(StepPlan(stores=(2,)), lambda: None)
+    assert taken(mover) == [2]
+    assert bench.ended() == []
+    mover.post(1, LOAD, FAILED)
+    assert bench.ended() == [(1, False)]
+
+
 def test_a_task_that_fails_aside_does_not_end_the_tasks_to_come(mover: MoverStandIn) -> None:
     bench = Bench(mover)
     full = tuple(range(1, layout.RING_ENTRIES + 1))

@@ -4,6 +4,9 @@ once                 register
 in every step        start_step, (the engine runs the model), finish_step, get_finished
 before KV moves      unregister
 
+On a GPU what was launched has not run yet: there every step brings a `wait_for_compute` to both
+calls, which blocks until it has. The engine does not wait for it; a thread of the client's does.
+
 Nothing raises for an absent, slow or broken daemon. A load that this rank has submitted ends
 only by the board or by its mover's death: until then its blocks may be written. A store can be
 given up at any time.
@@ -126,14 +129,19 @@ class Worker:
 
     # -- the step ---------------------------------------------------------------------------
 
-    def start_step(self, plan: StepPlan) -> None:
-        """Before the model runs: flush what must end, then let loads begin."""
-        self.flush_step(plan)
-        self.start_loads(plan)
+    def start_step(self, plan: StepPlan, wait_for_compute: WaitForCompute | None = None) -> None:
+        """Before the model runs: flush what must end, then let loads begin.
 
-    def flush_step(self, plan: StepPlan) -> None:
+        `wait_for_compute` blocks until all that was launched before this call has run; None says
+        that it has. It may be called for each of the two.
+        """
+        self.flush_step(plan, wait_for_compute)
+        self.start_loads(plan, wait_for_compute)
+
+    def flush_step(self, plan: StepPlan, wait_for_compute: WaitForCompute | None = None) -> None:
         """Before any block of the step is overwritten: end what the plan says must end.
 
+        Earlier steps have written the KV of its `computed_stores` once `wait_for_compute` returns.
         Waits for flushed stores, at most `flush_timeout_s`; what has not ended then is given up.
         A flushed load may be writing its blocks: one that has not ended `load_flush_timeout_s`
         later is ended with its mover, and the rank registers again.
@@ -141,7 +149,8 @@ class Worker:
         with self._lock:
             self._jobs.forget(plan.forget)
         if plan.computed_stores:
-            self._mark_ready(self._begin(plan.computed_stores, self._store_half))
+            begun = self._begin(plan.computed_stores, self._store_half)
+            self._mark_ready_after(wait_for_compute, begun)
         if not plan.flush:
             return
         left = self.wait(plan.flush, self._flush_timeout_s)
@@ -151,10 +160,14 @@ class Worker:
         if loads:
             self._end_mover_of(loads)
 
-    def start_loads(self, plan: StepPlan) -> None:
-        """Let the plan's loads begin; their blocks are the movers' until they are reported."""
+    def start_loads(self, plan: StepPlan, wait_for_compute: WaitForCompute | None = None) -> None:
+        """Let the plan's loads begin; their blocks are the movers' until they are reported.
+
+        They begin once `wait_for_compute` returns: whoever had those blocks before may have
+        launched a step that still writes them. Where that wait fails they expire as failed.
+        """
         if plan.loads:
-            self._mark_ready(self._begin(plan.loads, Half.LOAD))
+            self._mark_ready_after(wait_for_compute, self._begin(plan.loads, Half.LOAD))
 
     def write_off(self, job_ids: Iterable[int]) -> None:
         """Report as failed what is open of jobs that nobody will end: their session is gone.
@@ -174,11 +187,7 @@ class Worker:
         """
         if not plan.stores:
             return
-        begun = self._begin(plan.stores, self._store_half)
-        if wait_for_compute is None:
-            self._mark_ready(begun)
-            return
-        self._do_aside(lambda: self._store_computed(begun, wait_for_compute))
+        self._mark_ready_after(wait_for_compute, self._begin(plan.stores, self._store_half))
 
     def get_finished(self) -> WorkerReport:
         """What ended since the last call. Never waits."""
@@ -220,6 +229,12 @@ class Worker:
         with self._lock:
             return self._jobs.begin(job_ids, half, registration)
 
+    def _mark_ready_after(self, wait: WaitForCompute | None, job_ids: Sequence[int]) -> None:
+        if wait is None:
+            self._mark_ready(job_ids)
+        elif job_ids:
+            self._do_aside(partial(self._wait_and_mark_ready, wait, job_ids))
+
     def _mark_ready(self, job_ids: Sequence[int]) -> None:
         """Tell the mover. Jobs that were given up meanwhile, or go to a dead one, are left out."""
         by_registration: dict[int, tuple[Registration, list[int]]] = {}
@@ -251,11 +266,11 @@ class Worker:
             self._aside.start()
         self._computing.put(task)
 
-    def _store_computed(self, job_ids: Sequence[int], wait_for_compute: WaitForCompute) -> None:
+    def _wait_and_mark_ready(self, wait: WaitForCompute, job_ids: Sequence[int]) -> None:
         try:
-            wait_for_compute()
+            wait()
         except Exception:
-            log.exception("the step's compute failed; its stores are given up")
+            log.exception("the step's compute failed; its stores are given up, its loads expire")
             with self._lock:
                 self._jobs.give_up(job_ids)
             return
