@@ -30,6 +30,8 @@ Bytes = npt.NDArray[np.uint8]
 LINE_WORDS = 1024
 # Copied and read again for its checksum while it is still in the cache.
 PIECE_BYTES = 1 << 20
+# A GPU's bytes come past the cache, and each piece costs a wait for them. Not measured yet.
+GPU_PIECE_BYTES = 16 << 20
 _FIRST_LINES = 8192
 _U64 = np.dtype("<u8")
 
@@ -82,9 +84,11 @@ def part_checksums(
     return sums
 
 
-def pieces_of(part: LocatedPart, part_bytes: int) -> Iterator[tuple[int, LocatedPart]]:
-    """The part cut into pieces of about PIECE_BYTES, each with the number of its first slot."""
-    step = max(1, PIECE_BYTES // part_bytes)
+def pieces_of(
+    part: LocatedPart, part_bytes: int, piece_bytes: int = PIECE_BYTES
+) -> Iterator[tuple[int, LocatedPart]]:
+    """The part cut into pieces of about that many bytes, each with the number of its first slot."""
+    step = max(1, piece_bytes // part_bytes)
     for start in range(0, len(part.extents), step):
         yield start, part.rows(slice(start, start + step))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import itertools
 import os
 import queue
 import resource
@@ -23,16 +22,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvd.core.errors import KvdError
+from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import U64, RowId
 from kvd.mover import frames
-from kvd.mover.checksums import part_checksums, pieces_of
+from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, part_checksums, pieces_of
+from kvd.mover.complaints import complain
 from kvd.mover.copy_engine import CopyEngine, CopyStopped, DeviceLost, KeepGoing
 from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import LocatedPart, MoverConfig, flaw_of_part
+from kvd.mover.refusals import TRANSPORT_UNSUPPORTED
 from kvd.mover.rows import MappedRows
 from kvd.mover.transfers import Transfer, TransferDesk
 from kvd_proto.board import BoardRecord, BoardWriter
@@ -42,13 +43,11 @@ from kvd_proto.ring import RingReader
 # How long the start waits for the engine's memory to be mapped page by page; the rest goes on
 # beside the first copies.
 START_WARM_S = 1.0
-MAX_COMPLAINTS = 100
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _STOP_S = 1.0
 _RECEIVE_BYTES = 256 << 10
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_NAME = 15
-_complaints = itertools.count()
 
 
 class ChannelToControl:
@@ -114,6 +113,8 @@ class Mover:
         self._memory_warm = threading.Event()
         self._copiers: list[threading.Thread] = []
         self._facts_told: MoverFacts | None = None
+        self._facts_lock = threading.Lock()
+        self._piece_bytes = PIECE_BYTES if config.gpu is None else GPU_PIECE_BYTES
 
     # -- the listening thread ---------------------------------------------------------------
 
@@ -174,7 +175,7 @@ class Mover:
             self._rows.map(row, extent)
         except OSError as error:
             # Transfers of the row fail; control sees them fail and keeps its cache.
-            _complain(f"row {row} can't be mapped: {error}")
+            complain(f"row {row} can't be mapped: {error}")
         self._cold.put((row, extent))
 
     def _accept(self, order: TransferOrder) -> None:
@@ -183,7 +184,7 @@ class Mover:
         if not flaw and not self._rows.use(extents):
             flaw = "a row that is not mapped"
         if flaw:
-            _complain(f"transfer {order.transfer} of job {order.job} is refused: {flaw}")
+            complain(f"transfer {order.transfer} of job {order.job} is refused: {flaw}")
             self._report(order, TransferOutcome.FAILED)
             return
         self._desk.submit(Transfer(order, extents))
@@ -199,6 +200,7 @@ class Mover:
             self._desk.end(transfer)
             self._report(transfer.order, outcome, copy)
             self._rows.release(transfer.extents)
+            self.report_facts()
 
     def _copy(self, order: TransferOrder, copy: Copy) -> TransferOutcome:
         try:
@@ -211,10 +213,10 @@ class Mover:
             return TransferOutcome.FAILED
         except DeviceLost as error:
             # Its end is what proves to control that no copy can land any more.
-            _complain(f"transfer {order.transfer} of job {order.job} lost the GPU: {error}")
+            complain(f"transfer {order.transfer} of job {order.job} lost the GPU: {error}")
             os._exit(EXIT_BROKEN)
         except Exception as error:  # noqa: BLE001 - whatever broke, control must hear of it
-            _complain(f"transfer {order.transfer} of job {order.job} failed: {error!r}")
+            complain(f"transfer {order.transfer} of job {order.job} failed: {error!r}")
             return TransferOutcome.FAILED
         if copy.damaged or (order.kind is JobKind.STORE and self._ring.abandoned(order.job)):
             return TransferOutcome.FAILED
@@ -226,7 +228,7 @@ class Mover:
         A load compares first; from the first damaged slot on it only compares.
         """
         part_bytes = self._config.groups[part.group].part_bytes
-        for start, piece in pieces_of(part, part_bytes):
+        for start, piece in pieces_of(part, part_bytes, self._piece_bytes):
             if kind is JobKind.LOAD and piece.checksums is not None:
                 found = self._checksums(piece, part_bytes)
                 wrong = np.flatnonzero(found != piece.checksums)
@@ -278,11 +280,12 @@ class Mover:
             self._control.send(FrameKind.ROW_WARM, frames.pack_number(row))
 
     def report_facts(self) -> None:
-        """Tell control how copies are made, unless it knows."""
-        facts = self._engine.facts
-        if facts != self._facts_told:
-            self._facts_told = facts
-            self._control.send(FrameKind.FACTS, facts.pack())
+        """Tell control how copies are made, unless it knows. Any thread."""
+        with self._facts_lock:
+            facts = self._engine.facts
+            if facts != self._facts_told:
+                self._facts_told = facts
+                self._control.send(FrameKind.FACTS, facts.pack())
 
     def _keeps(self, extent: int) -> Callable[[], bool]:
         return lambda: not self._stopping and not self._rows.retiring(extent)
@@ -318,8 +321,15 @@ def open_engine(config: MoverConfig) -> CopyEngine:
     """The copy engine for where the rank's memory lies. Raises what refuses the registration."""
     if config.gpu is None:
         return HostSharedMemory(config)
-    from kvd.mover.cuda.engine import CudaCopyEngine  # noqa: PLC0415 - CUDA only where it is used
-
+    try:
+        from kvd.mover.cuda.engine import CudaCopyEngine  # noqa: PLC0415 - only where it is used
+    except ImportError as error:
+        raise InvalidArgument(
+            f"the daemon can't use GPUs, for it has no CuPy ({error}): install kvd with its extra "
+            "cuda12 or cuda13, whichever the driver supports",
+            "memories[0]",
+            TRANSPORT_UNSUPPORTED,
+        ) from error
     return CudaCopyEngine(config)
 
 
@@ -364,12 +374,6 @@ def _name_process(name: str) -> None:
 def _close(descriptors: Iterable[int]) -> None:
     for fd in set(descriptors):
         os.close(fd)
-
-
-def _complain(message: str) -> None:
-    """Say it in the daemon's log, which a hostile worker must not be able to fill."""
-    if next(_complaints) < MAX_COMPLAINTS:
-        print(f"kvd mover {os.getpid()}: {message}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _die_of(failure: threading.ExceptHookArgs) -> None:

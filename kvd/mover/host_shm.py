@@ -15,50 +15,22 @@ import stat
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import LocatedPart, MoverConfig, Region, check_config
+from kvd.mover.mappings import WARM_BYTES, Bytes, Mapping, map_extent, populate, warm
 from kvd.mover.ranges import Piece, Range, fold, ranges_of
 
-Bytes = npt.NDArray[np.uint8]
-
 _U64 = np.dtype("<u8")
-# linux/mman.h, since 5.14; Python has no name for it. Reading maps 16 present pages a fault,
-# writable at once in a shared mapping, where populating for writing maps one: 3 to 4 x faster.
-_MADV_POPULATE_READ = 22
-_WARM_BYTES = 16 << 20  # between two looks at keep_going
 _TMPFS = 0x01021994  # linux/magic.h
 _HUGETLBFS = 0x958458F6
 _MEMORY_FILE_SYSTEMS = (_TMPFS, _HUGETLBFS)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-
-
-@dataclass(slots=True)
-class _Mapping:
-    """A whole file, mapped shared and writable."""
-
-    mapped: mmap.mmap
-    view: Bytes
-
-    @classmethod
-    def of(cls, fd: int, size: int) -> _Mapping:
-        mapped = mmap.mmap(fd, size)
-        return cls(mapped, np.frombuffer(mapped, dtype=np.uint8))
-
-    @property
-    def address(self) -> int:
-        return self.view.ctypes.data
-
-    def close(self) -> None:
-        del self.view
-        self.mapped.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +46,7 @@ class _PieceView:
     slot_steps: tuple[int, ...]
 
     @classmethod
-    def of(cls, piece: Piece, place: tuple[_Mapping, Region], block_bytes: int) -> _PieceView:
+    def of(cls, piece: Piece, place: tuple[Mapping, Region], block_bytes: int) -> _PieceView:
         mapping, region = place
         tail = (*piece.counts, piece.bytes // 8)
         packed = [8]  # in a slot the repetitions lie close together
@@ -102,9 +74,9 @@ class HostSharedMemory:
         check_config(config)
         self.facts = MoverFacts()
         self._config = config
-        self._extents: dict[int, _Mapping] = {}
-        self._files: dict[tuple[int, int], _Mapping] = {}
-        self._regions: list[tuple[_Mapping, Region]] = []
+        self._extents: dict[int, Mapping] = {}
+        self._files: dict[tuple[int, int], Mapping] = {}
+        self._regions: list[tuple[Mapping, Region]] = []
         for number, region in enumerate(config.regions):
             assert isinstance(region, Region), "a GPU's memory is not for this engine"
             self._regions.append((self._map_region(region, f"memories[{number}]"), region))
@@ -119,28 +91,14 @@ class HostSharedMemory:
     # -- extents ----------------------------------------------------------------------------
 
     def open_extent(self, extent: int) -> Bytes:
-        path = self._config.extent_path(extent)
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            size = os.fstat(fd).st_size
-            if size < self._config.extent_bytes:
-                raise OSError(f"{path} has {size} bytes, not {self._config.extent_bytes}")
-            self._extents[extent] = _Mapping.of(fd, self._config.extent_bytes)
-        finally:
-            os.close(fd)
+        self._extents[extent] = map_extent(self._config, extent)
         return self._extents[extent].view
 
     def close_extent(self, extent: int) -> None:
         self._extents.pop(extent).close()
 
     def warm_extent(self, extent: int, keep_going: KeepGoing) -> None:
-        address = self._extents[extent].address
-        for start in range(0, self._config.extent_bytes, _WARM_BYTES):
-            if not keep_going():
-                return
-            size = min(_WARM_BYTES, self._config.extent_bytes - start)
-            # Where the kernel is too old the first copies are slower, nothing else.
-            _libc.madvise(address + start, size, _MADV_POPULATE_READ)
+        warm(self._extents[extent], keep_going)
 
     # -- the engine's memory ----------------------------------------------------------------
 
@@ -148,12 +106,12 @@ class HostSharedMemory:
         for mapping, region in self._regions:
             first = region.offset - region.offset % mmap.PAGESIZE
             end = region.offset + region.bytes
-            for start in range(first, end, _WARM_BYTES):
+            for start in range(first, end, WARM_BYTES):
                 if not keep_going():
                     return
-                _populate_present(mapping.address + start, min(_WARM_BYTES, end - start))
+                _populate_present(mapping.address + start, min(WARM_BYTES, end - start))
 
-    def _map_region(self, region: Region, name: str) -> _Mapping:
+    def _map_region(self, region: Region, name: str) -> Mapping:
         try:
             status = os.fstat(region.fd)
         except OSError as error:
@@ -171,7 +129,7 @@ class HostSharedMemory:
         key = (status.st_dev, status.st_ino)
         if key not in self._files:
             try:
-                self._files[key] = _Mapping.of(region.fd, status.st_size)
+                self._files[key] = Mapping.of(region.fd, status.st_size)
             except (OSError, ValueError) as error:
                 raise InvalidArgument(f"{name} can't be mapped: {error}", name) from error
         return self._files[key]
@@ -233,4 +191,4 @@ def _populate_present(address: int, size: int) -> None:
     edges = np.flatnonzero(np.diff(present & 1)).reshape(-1, 2)
     for first, end in edges.tolist():
         start = address + first * mmap.PAGESIZE
-        _libc.madvise(start, (end - first) * mmap.PAGESIZE, _MADV_POPULATE_READ)
+        populate(start, (end - first) * mmap.PAGESIZE)

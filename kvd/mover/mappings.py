@@ -1,0 +1,74 @@
+"""Whole files mapped shared and writable, and their memory mapped ahead of use."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.mover.copy_engine import KeepGoing
+from kvd.mover.layout import MoverConfig
+
+Bytes = npt.NDArray[np.uint8]
+
+# linux/mman.h, since 5.14; Python has no name for it. Reading maps 16 present pages a fault,
+# writable at once in a shared mapping, where populating for writing maps one: 3 to 4 x faster.
+_MADV_POPULATE_READ = 22
+WARM_BYTES = 16 << 20  # between two looks at keep_going
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@dataclass(slots=True)
+class Mapping:
+    """A whole file, mapped shared and writable."""
+
+    mapped: mmap.mmap
+    view: Bytes
+
+    @classmethod
+    def of(cls, fd: int, size: int) -> Mapping:
+        mapped = mmap.mmap(fd, size)
+        return cls(mapped, np.frombuffer(mapped, dtype=np.uint8))
+
+    @property
+    def address(self) -> int:
+        return self.view.ctypes.data
+
+    def close(self) -> None:
+        """Unmap it. Nobody else may hold a view."""
+        del self.view
+        self.mapped.close()
+
+
+def map_extent(config: MoverConfig, extent: int) -> Mapping:
+    """The extent's file, mapped. OSError where it can't be had or is too short."""
+    path = config.extent_path(extent)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size = os.fstat(fd).st_size
+        if size < config.extent_bytes:
+            raise OSError(f"{path} has {size} bytes, not {config.extent_bytes}")
+        return Mapping.of(fd, config.extent_bytes)
+    finally:
+        os.close(fd)
+
+
+def populate(address: int, size: int) -> None:
+    """Map these pages now. Where the kernel is too old first uses are slower, nothing else."""
+    _libc.madvise(address, size, _MADV_POPULATE_READ)
+
+
+def warm(mapping: Mapping, keep_going: KeepGoing) -> bool:
+    """Map every page of it, in steps. False: told to stop before the end."""
+    size = len(mapping.view)
+    for start in range(0, size, WARM_BYTES):
+        if not keep_going():
+            return False
+        populate(mapping.address + start, min(WARM_BYTES, size - start))
+    return True
