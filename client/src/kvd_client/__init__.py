@@ -21,10 +21,19 @@ from kvd_client.scheduler import (
     StoreMode,
     WorkerReport,
 )
-from kvd_client.worker import Fragment, GroupLayout, SharedMemory, Worker
+from kvd_client.worker import (
+    CudaMemoryRefused,
+    DeviceSpan,
+    Fragment,
+    GroupLayout,
+    SharedMemory,
+    Worker,
+)
 
 __all__ = [
     "NULL_BLOCK",
+    "CudaMemoryRefused",
+    "DeviceSpan",
     "EngineIdentity",
     "Fragment",
     "Group",

@@ -50,9 +50,12 @@ class CompanionSocket:
         hello = companion_pb2.Hello(role=role, program=program[:256])
         return self._ask(companion_pb2.CompanionRequest(hello=hello), "welcome").welcome
 
-    def offer_memory(self, memory_token: int, fd: int) -> int:
-        """Hand a shared-memory file to the daemon; its size in bytes as the daemon sees it."""
-        offer = companion_pb2.OfferMemory(memory_token=memory_token)
+    def offer_memory(self, memory_token: int, fd: int, device_memory: bool = False) -> int:
+        """Hand a shared-memory file to the daemon; its size in bytes as the daemon sees it.
+
+        Of exported device memory nothing can be seen: 0.
+        """
+        offer = companion_pb2.OfferMemory(memory_token=memory_token, device_memory=device_memory)
         request = companion_pb2.CompanionRequest(offer_memory=offer)
         return self._ask(request, "memory_accepted", [fd]).memory_accepted.bytes
 

@@ -7,7 +7,10 @@ where one is installed. ctypes lets go of the interpreter's lock during a call.
 from __future__ import annotations
 
 import ctypes
+import enum
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from ctypes import POINTER, Structure, c_char, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
 from typing import Any
@@ -16,10 +19,62 @@ LIBRARY = "libcuda.so.1"
 IPC_HANDLE_BYTES = 64
 
 CUDA_SUCCESS = 0
+ERROR_INVALID_VALUE = 1
 ERROR_OUT_OF_MEMORY = 2
 ERROR_NOT_FOUND = 500
 
+HANDLE_TYPE_POSIX_FD = 1  # CUmemAllocationHandleType
+LOCATION_DEVICE = 1  # CUmemLocationType
+EVENT_BLOCKING_SYNC = 1  # CUevent_flags: whoever waits sleeps instead of spinning
+EVENT_DISABLE_TIMING = 2
+NAME_BYTES = 256  # room for a device's name
+
 DevicePointer = c_ulonglong  # CUdeviceptr
+
+
+class PointerAttribute(enum.IntEnum):
+    """CUpointer_attribute: those that are asked for."""
+
+    CONTEXT = 1
+    MEMORY_TYPE = 2
+    IS_MANAGED = 8
+    DEVICE_ORDINAL = 9
+    IS_LEGACY_CUDA_IPC_CAPABLE = 10
+    RANGE_START_ADDR = 11
+    ALLOWED_HANDLE_TYPES = 14
+    MEMPOOL_HANDLE = 17
+    MAPPING_SIZE = 18
+    MAPPING_BASE_ADDR = 19
+
+
+class DeviceAttribute(enum.IntEnum):
+    """CUdevice_attribute: those that are asked for."""
+
+    COMPUTE_MODE = 20
+    PCI_BUS_ID = 33
+    PCI_DEVICE_ID = 34
+    PCI_DOMAIN_ID = 50
+    VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
+    HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
+    MPS_ENABLED = 133
+    HOST_NUMA_ID = 134
+
+
+class MemoryType(enum.IntEnum):
+    """CUmemorytype."""
+
+    HOST = 1
+    DEVICE = 2
+    ARRAY = 3
+    UNIFIED = 4
+
+
+class ComputeMode(enum.IntEnum):
+    """CUcomputemode."""
+
+    DEFAULT = 0
+    PROHIBITED = 2
+    EXCLUSIVE_PROCESS = 3
 
 
 class CudaError(Exception):
@@ -110,6 +165,10 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemGetAddressRange_v2": (POINTER(DevicePointer), POINTER(c_size_t), DevicePointer),
     "cuPointerGetAttribute": (c_void_p, c_int, DevicePointer),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventSynchronize": (c_void_p,),
+    "cuEventDestroy_v2": (c_void_p,),
     "cuIpcGetMemHandle": (POINTER(IpcHandle), DevicePointer),
     "cuMemRetainAllocationHandle": (POINTER(c_ulonglong), c_void_p),
     "cuMemGetAllocationPropertiesFromHandle": (POINTER(AllocationProperties), c_ulonglong),
@@ -196,8 +255,70 @@ class Libcuda:
             raise
         return address.value
 
+    def device_attribute(self, device: int, attribute: DeviceAttribute) -> int:
+        """CudaError with ERROR_INVALID_VALUE where the driver is older than the attribute."""
+        value = c_int()
+        self.call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
+        return value.value
+
+    def pointer_attribute(self, address: int, attribute: PointerAttribute) -> int:
+        """What the driver knows of an address; CudaError where that address is none of CUDA's.
+
+        Handles and addresses come as integers, 0 for none.
+        """
+        # The driver writes 4 or 8 bytes: little-endian, so both read right in a cleared word.
+        value = c_ulonglong(0)
+        self.call("cuPointerGetAttribute", ctypes.byref(value), attribute, address)
+        return value.value
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """(first address, bytes) of the allocation that the address lies in."""
+        base, size = DevicePointer(), c_size_t()
+        self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
+        return base.value, size.value
+
+    def retain_allocation(self, address: int) -> int:
+        """The handle of the physical allocation mapped there, to be given to cuMemRelease."""
+        handle = c_ulonglong()
+        self.call("cuMemRetainAllocationHandle", ctypes.byref(handle), address)
+        return handle.value
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """(free, total) bytes of the current context's device."""
+        free, total = c_size_t(), c_size_t()
+        self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        return free.value, total.value
+
+    def current_context(self) -> int:
+        """This thread's context; 0 for none."""
+        context = c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        return context.value or 0
+
+    @contextmanager
+    def bound(self, context: int) -> Iterator[None]:
+        """This context is this thread's current one inside; what was current is so again after."""
+        before = self.current_context()
+        self.call("cuCtxSetCurrent", context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxSetCurrent", before)
+
+    def retain_primary(self, device: int) -> int:
+        """The device's primary context, made where there is none; to be released again."""
+        context = c_void_p()
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        return context.value or 0
+
+    def device_name(self, device: int) -> str:
+        """As nvidia-smi has it; that of a MIG slice has "MIG" in it."""
+        name = ctypes.create_string_buffer(NAME_BYTES)
+        self.call("cuDeviceGetName", name, NAME_BYTES, device)
+        return name.value.decode(errors="replace")
+
     def uuid_of(self, device: int) -> str:
-        """The device's UUID as nvidia-smi and CUDA_VISIBLE_DEVICES have it, with "GPU-" before it."""
+        """The UUID, as CUDA_VISIBLE_DEVICES takes it: "GPU-" and 36 characters."""
         found = DeviceUuid()
         self.call("cuDeviceGetUuid_v2", ctypes.byref(found), device)
         return f"GPU-{uuid.UUID(bytes=ctypes.string_at(ctypes.byref(found), 16))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from kvd_proto.v1 import worker_pb2
 
@@ -20,10 +21,48 @@ class SharedMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceSpan:
+    """A raw pointer: `bytes` bytes of GPU memory from `address` on, both multiples of 8.
+
+    The memory is the caller's: it must stay allocated until `Worker.unregister` returned True.
+    """
+
+    address: int
+    bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("address", "bytes"):
+            if getattr(self, name) <= 0 or getattr(self, name) % ALIGNMENT:
+                raise ValueError(f"a span's {name} must be a positive multiple of {ALIGNMENT}")
+
+    @property
+    def end(self) -> int:
+        """The address after its last byte."""
+        return self.address + self.bytes
+
+
+@runtime_checkable
+class CudaTensor(Protocol):
+    """What is asked of a tensor: torch's have it, and nothing of torch is imported.
+
+    The tensor is the caller's: it must stay alive until `Worker.unregister` returned True.
+    """
+
+    @property
+    def device(self) -> object: ...
+    @property
+    def shape(self) -> Sequence[int]: ...
+    def data_ptr(self) -> int: ...
+    def element_size(self) -> int: ...
+    def stride(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
 class Fragment:
     """One piece of every engine block: block b's lies at base + b * stride of a region.
 
-    Sizes in bytes, multiples of 8. `memory` is the region's place in the list registered.
+    Sizes in bytes, multiples of 8. `memory` is the region's place in the list registered;
+    `base` counts from its first byte (a tensor's data_ptr()).
     """
 
     memory: int

@@ -27,13 +27,16 @@ from kvd_client.connection import (
     is_absence,
 )
 from kvd_client.identity import EngineIdentity
-from kvd_client.worker.memory import GroupLayout, SharedMemory
+from kvd_client.worker.cuda_memory import Gpu
+from kvd_client.worker.memory import GroupLayout
+from kvd_client.worker.regions import Region, VmmRegion, descriptor_of, to_proto
 from kvd_client.worker.registration import Registration
 from kvd_proto.v1 import companion_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_S = 30.0  # a new mover touches all of the rank's memory first
+GPU_REGISTER_TIMEOUT_S = 120.0  # the mover loads CUDA and makes a context before it answers
 MARK_READY_TIMEOUT_S = 5.0
 
 
@@ -52,10 +55,22 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """What is registered: regions, and the layout of every group in them."""
+    """What is registered: regions, and the layout of every group in them.
 
-    regions: tuple[SharedMemory, ...]
+    `gpu` is where they lie; None for host memory. What they hold is closed by `close`.
+    """
+
+    regions: tuple[Region, ...]
     groups: tuple[GroupLayout, ...]
+    gpu: Gpu | None = None
+
+    def close(self) -> None:
+        for region in self.regions:
+            fd = descriptor_of(region)
+            if fd is not None:
+                os.close(fd)
+        if self.gpu is not None:
+            self.gpu.close()
 
 
 class Registrar:
@@ -188,7 +203,9 @@ class Registrar:
             program = f"kvd-client {self._identity.engine_id} rank {self._place.rank}"
             welcome = companion.hello(companion_pb2.PEER_ROLE_WORKER, program)
             for token, region in enumerate(self._memory.regions, 1):
-                companion.offer_memory(token, region.fd)
+                fd = descriptor_of(region)
+                if fd is not None:
+                    companion.offer_memory(token, fd, isinstance(region, VmmRegion))
             metadata = (("kvd-token", welcome.token),)
             with grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS) as channel:
                 stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -208,7 +225,9 @@ class Registrar:
         self, stub: worker_pb2_grpc.WorkerServiceStub, companion: CompanionSocket
     ) -> Registration:
         self._registering = stub.RegisterRank.future(
-            self._request(), timeout=REGISTER_TIMEOUT_S, metadata=self._metadata
+            self._request(),
+            timeout=REGISTER_TIMEOUT_S if self._memory.gpu is None else GPU_REGISTER_TIMEOUT_S,
+            metadata=self._metadata,
         )
         try:
             if self._stopping:  # `stop` may have looked for it too early
@@ -224,23 +243,25 @@ class Registrar:
         return registration
 
     def _request(self) -> worker_pb2.RegisterRankRequest:
-        place = self._place
+        place, regions = self._place, self._memory.regions
         return worker_pb2.RegisterRankRequest(
             identity=self._identity.to_proto(),
             rank=place.rank,
             world_size=place.world_size,
             shard=place.shard,
             writer=place.writer,
-            memories=[
-                worker_pb2.MemoryHandle(
-                    host=worker_pb2.HostSharedMemory(
-                        memory_token=token, offset=region.offset, bytes=region.bytes
-                    )
-                )
-                for token, region in enumerate(self._memory.regions, 1)
-            ],
+            memories=[to_proto(region, token) for token, region in enumerate(regions, 1)],
             groups=[layout.to_proto(group) for group, layout in enumerate(self._memory.groups)],
+            gpu_memory=self._gpu_memory(),
         )
+
+    def _gpu_memory(self) -> worker_pb2.GpuMemory | None:
+        """As it is now: every registration makes a mover, and so a context, anew."""
+        gpu = self._memory.gpu
+        if gpu is None:
+            return None
+        free, total = gpu.memory_bytes()
+        return worker_pb2.GpuMemory(free_bytes=free, total_bytes=total)
 
     def _watch(self, registration: Registration, companion_fd: int) -> None:
         """Return when the mover or the daemon is dead, the board is broken, or at `stop`."""

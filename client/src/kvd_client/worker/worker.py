@@ -15,7 +15,6 @@ given up at any time.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +25,8 @@ from typing import TypedDict, Unpack
 from kvd_client.identity import EngineIdentity
 from kvd_client.scheduler.plan import StepPlan, WorkerReport
 from kvd_client.worker.jobs import Half, JobLedger
-from kvd_client.worker.memory import GroupLayout, SharedMemory
+from kvd_client.worker.memory import CudaTensor, DeviceSpan, GroupLayout, SharedMemory
+from kvd_client.worker.rank_memory import take_memory
 from kvd_client.worker.registrar import RankMemory, RankPlace, Registrar
 from kvd_client.worker.registration import Registration
 from kvd_proto import layout
@@ -80,18 +80,21 @@ class Worker:
 
     # -- registration -----------------------------------------------------------------------
 
-    def register(self, memories: Sequence[SharedMemory], groups: Sequence[GroupLayout]) -> None:
+    def register(
+        self,
+        memories: Sequence[SharedMemory | DeviceSpan | CudaTensor],
+        groups: Sequence[GroupLayout],
+    ) -> None:
         """Offer this rank's KV memory to the daemon, now and whenever it comes back.
 
-        Returns at once; the descriptors are duplicated. Register again after `unregister` only.
+        Returns at once. Descriptors are duplicated. GPU memory, given as torch tensors on CUDA
+        or as raw pointers, stays the caller's: it must stay allocated until `unregister`
+        returned True, and CUDA must be set up on this thread. CudaMemoryRefused, with a reason
+        and a fix, for what can't be shared. Register again after `unregister` only.
         """
         if self._registrar is not None:
             raise ValueError("this rank is registered already")
-        for group in groups:
-            if any(fragment.memory >= len(memories) for fragment in group.fragments):
-                raise ValueError("a fragment names a memory that is not in the list")
-        regions = tuple(SharedMemory(os.dup(m.fd), m.offset, m.bytes) for m in memories)
-        self._memory = RankMemory(regions, tuple(groups))
+        self._memory = take_memory(memories, groups)
         self._registrar = Registrar(self._socket_path, self._identity, self._place, self._memory)
 
     def wait_registered(self, timeout_s: float) -> bool:
@@ -115,8 +118,7 @@ class Worker:
         if is_safe:
             self._poll()
             self._registrar = self._memory = None
-            for region in memory.regions:
-                os.close(region.fd)
+            memory.close()
         return is_safe
 
     def close(self) -> None:
