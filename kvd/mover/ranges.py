@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart
 from kvd_proto.layout import NULL_ENGINE_BLOCK
@@ -19,6 +20,8 @@ from kvd_proto.layout import NULL_ENGINE_BLOCK
 # A copy can't be interrupted within a range: at 10 GB/s this is less than a millisecond.
 MAX_RANGE_BYTES = 8 << 20
 _MAX_FOLDS = 2
+
+I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +97,17 @@ def _same_shape(one: Piece, other: Piece) -> bool:
     return replace(one, base=0, at=0) == replace(other, base=0, at=0)
 
 
-def ranges_of(part: LocatedPart, group: GroupMap) -> Iterator[Range]:
-    """The part's blocks in order, neighbours merged up to MAX_RANGE_BYTES."""
-    if len(part.extents) == 0:
-        return
+class Spans(NamedTuple):
+    """Ranges as arrays, one row per range, of any size. A null range has first < 0."""
+
+    firsts: I64
+    counts: I64
+    extents: I64
+    offsets: I64
+
+
+def spans_of(part: LocatedPart, group: GroupMap) -> Spans:
+    """The part's blocks in order, all neighbours merged."""
     block_bytes = group.engine_block_bytes
     per_slot = group.blocks_per_block
     engine = part.engine_blocks.astype(np.int64).ravel()
@@ -105,20 +115,21 @@ def ranges_of(part: LocatedPart, group: GroupMap) -> Iterator[Range]:
     offsets = part.offsets.astype(np.int64).repeat(per_slot)
     offsets += np.tile(np.arange(per_slot) * block_bytes, len(part.extents))
     null = engine == NULL_ENGINE_BLOCK
+    engine[null] = -1
     joined = (extents[1:] == extents[:-1]) & (offsets[1:] == offsets[:-1] + block_bytes)
-    joined &= (null[1:] & null[:-1]) | (~null[1:] & (engine[1:] == engine[:-1] + 1))
-    starts = np.concatenate(([0], np.flatnonzero(~joined) + 1))
+    joined &= (null[1:] & null[:-1]) | (~null[1:] & ~null[:-1] & (np.diff(engine) == 1))
+    starts = np.concatenate((np.arange(min(1, len(engine))), np.flatnonzero(~joined) + 1))
     counts = np.diff(starts, append=len(engine))
+    return Spans(engine[starts], counts, extents[starts], offsets[starts])
+
+
+def ranges_of(part: LocatedPart, group: GroupMap) -> Iterator[Range]:
+    """The part's blocks in order, neighbours merged up to MAX_RANGE_BYTES."""
+    block_bytes = group.engine_block_bytes
     most = max(1, MAX_RANGE_BYTES // block_bytes)
-    rows = zip(
-        engine[starts].tolist(),
-        counts.tolist(),
-        extents[starts].tolist(),
-        offsets[starts].tolist(),
-        strict=True,
-    )
+    rows = zip(*(column.tolist() for column in spans_of(part, group)), strict=True)
     for first, count, extent, offset in rows:
         for done in range(0, count, most):
             blocks = min(most, count - done)
-            known = None if first == NULL_ENGINE_BLOCK else first + done
+            known = None if first < 0 else first + done
             yield Range(known, blocks, extent, offset + done * block_bytes)
