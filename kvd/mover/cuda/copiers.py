@@ -23,7 +23,7 @@ class Copier(Protocol):
 
     @property
     def name(self) -> str:
-        """ "batch", "plain", "strided" or "kernel"."""
+        """One of the four names above."""
 
     def submit(self, kind: JobKind, runs: Runs, stream: int) -> None:
         """Queue the copies on the stream, in order behind what is queued there.

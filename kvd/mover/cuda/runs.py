@@ -4,8 +4,6 @@ Engine blocks are scattered and their fragments many, so everything here is nump
 row per copy, never a loop per block. A row is a strided copy: evenly spaced stretches on both
 sides. Blocks whose engine ids and slots are adjacent share rows, a row whose stretches touch on
 both sides becomes one stretch.
-
-For orientation, timed by hand with timeit on one core of a small machine: see `runs_of`.
 """
 
 from __future__ import annotations
@@ -102,6 +100,8 @@ def runs_of(
     host_base: an extent's number to the address of its mapping. region_base: device address of
     each region's first byte.
     """
+    # By hand, timeit, one core of a small machine: 16384 scattered blocks of 64 fragments each,
+    # a million runs, take 20 ms; `copies_of` has the first 32 MiB of them after 0.3 ms.
     spans = spans_of(part, group)
     real = spans.firsts >= 0
     firsts, counts, extents, offsets = (column[real] for column in spans)
