@@ -1,0 +1,55 @@
+"""Whether there is a device, and where a device's results lie."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.cuda import Cuda, Failed
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def no_device() -> str | None:
+    """Why there is no GPU to use here, in one line; None where there is one. Makes no context."""
+    try:
+        return None if Cuda().devices() else "the driver knows of no device"
+    except Failed as error:
+        return str(error)
+
+
+def folder_of(device_name: str) -> Path:
+    """Where results of that device lie: benchmarks/results/<its name in lower case>."""
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    return RESULTS / (slug or "unknown-device")
+
+
+def commit() -> str:
+    """The checkout's commit; `unknown` where git can't tell."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    if shutil.which("git") is None:
+        return "unknown"
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or (
+        "unknown"
+    )
+
+
+def write(document: dict[str, Any], device_name: str, name: str, output: Path | None) -> Path:
+    """Write a result as JSON to `output`, or to the device's folder; and a copy of it to the
+    folder that KVD_GPU_RESULTS names, if it names one."""
+    target = output or folder_of(device_name) / f"{name}.json"
+    text = json.dumps(document, indent=1) + "\n"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+    print(f"written to {target}")
+    if elsewhere := os.environ.get("KVD_GPU_RESULTS"):
+        folder = Path(elsewhere)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(text)
+    return target

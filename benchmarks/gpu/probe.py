@@ -1,0 +1,119 @@
+"""The facts that the GPU design stands on: `python3 -m benchmarks.gpu.probe [QUESTION ...]`.
+
+Needs the standard library, numpy and the driver; CuPy or torch for what asks of them. Nothing of
+kvd is in it, so that its answers don't depend on what they are to judge. Each question is asked in
+processes of its own, which are ended after it; one that fails or hangs costs only its answer.
+Answers come with their raw samples, as JSON. The card's settings are only read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import places
+from benchmarks.gpu.probing import death, footprint, handles, host_memory, nvml, speed
+from benchmarks.gpu.probing.remote import Refused, remotes
+from benchmarks.gpu.probing.scale import TINY, Scale
+
+QUESTIONS: dict[str, Callable[[Scale], dict[str, Any]]] = {
+    "handles": handles.handles,
+    "namespaces": handles.namespaces,
+    "footprint": footprint.footprint,
+    "deaths": death.deaths,
+    "host_memory": host_memory.host_memory,
+    "locked_memory": host_memory.locked_memory,
+    "wakes": speed.wakes,
+    "copies": speed.copies,
+    "products": speed.products,
+}
+PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "cuda-bindings", "nvidia-ml-py")
+KERNEL_FILES = (
+    "/sys/kernel/mm/transparent_hugepage/enabled",
+    "/sys/kernel/mm/transparent_hugepage/shmem_enabled",
+    "/proc/sys/vm/nr_hugepages",
+    "/proc/version",
+)
+
+
+def surroundings() -> dict[str, Any]:
+    """The machine around the device, as far as answers may hang on it."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    files = {path: Path(path).read_text().strip() for path in KERNEL_FILES if Path(path).exists()}
+    return {
+        "nvidia_smi": nvml.query(nvml.FACTS),
+        "packages": versions,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "user": os.getuid(),
+        "files": files,
+    }
+
+
+def ask(names: list[str], scale: Scale, limit_s: float) -> dict[str, Any]:
+    """Answer by question; those that the time does not reach are said to be left out."""
+    began = time.monotonic()
+    answers: dict[str, Any] = {}
+    for name in names:
+        since = time.monotonic()
+        if since - began > limit_s:
+            answers[name] = {"failed": "not asked: the probe's time was up"}
+            continue
+        try:
+            answers[name] = {"answer": QUESTIONS[name](scale)}
+        except (Refused, TimeoutError, OSError, KeyError, ValueError, AssertionError) as error:
+            answers[name] = {"failed": f"{type(error).__name__}: {error}"}
+        answers[name]["seconds"] = time.monotonic() - since
+        outcome = answers[name].get("failed", "answered")
+        print(f"  {name}: {outcome} ({answers[name]['seconds']:.1f} s)", flush=True)
+    return answers
+
+
+def main() -> int:
+    """Ask, print what could be answered, write the JSON; 1 without a device or on a failure."""
+    parser = argparse.ArgumentParser(description="Facts of a GPU machine, as JSON.")
+    parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
+    parser.add_argument("--output", type=Path, help="JSON file (default: by the device's name)")
+    parser.add_argument("--limit", type=float, default=130.0, help="seconds to begin questions in")
+    parser.add_argument("--tiny", action="store_true", help="sizes that only try the probe itself")
+    options = parser.parse_args()
+    names = options.questions or list(QUESTIONS)
+    if unknown := set(names) - set(QUESTIONS):
+        parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {list(QUESTIONS)}")
+    if (reason := places.no_device()) is not None:
+        print(f"no GPU to probe: {reason}", file=sys.stderr)
+        return 1
+    with remotes(1) as (observer,):
+        device = observer.call("device")
+    scale = TINY if options.tiny else Scale().fitted(device["free_bytes"])
+    print(f"{device['name']}, {device['uuid']}", flush=True)
+    answers = ask(names, scale, options.limit)
+    document = {
+        "probe": 1,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": places.commit(),
+        "device": device,
+        "machine": surroundings(),
+        "scale": scale.__dict__,
+        "questions": answers,
+    }
+    places.write(document, device["name"], "gpu-probe", options.output)
+    return 1 if any("failed" in answer for answer in answers.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""An engine's work without an engine: matrix products without end, timed by the device's clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from benchmarks.gpu.cuda import Cuda, Failed
+
+IN_A_BATCH = 8
+
+
+class Products:
+    """Products of square bf16 (CuPy: fp16) matrices in a thread of their own, until `end`."""
+
+    def __init__(self, cuda: Cuda, width: int) -> None:
+        self._cuda = cuda
+        self.library, self._multiply, self._stream = _made(width)
+        self._ending = threading.Event()
+        self._samples: list[list[float]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._cuda.use_in_this_thread()
+        before = self._cuda.event()
+        after = self._cuda.event()
+        for number in range(1 << 40):
+            self._cuda.call("cuEventRecord", before, self._stream)
+            for _ in range(IN_A_BATCH):
+                self._multiply()
+            self._cuda.call("cuEventRecord", after, self._stream)
+            self._cuda.call("cuEventSynchronize", after)
+            took = self._cuda.milliseconds(before, after)
+            if number > 2:
+                self._samples.append([time.monotonic(), took])
+            if self._ending.is_set():
+                return
+
+    def end(self) -> list[list[float]]:
+        """Stop after the batch in hand; (when it had ended, its milliseconds) of each batch."""
+        self._ending.set()
+        self._thread.join()
+        return self._samples
+
+
+def _made(width: int) -> tuple[str, Any, int]:
+    """Library, a call that queues one product, and the stream that it goes to."""
+    try:
+        import torch  # noqa: PLC0415 - seconds, and only here
+
+        if torch.cuda.is_available():
+            left, right = (
+                torch.randn(width, width, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+            )
+            out = torch.empty_like(left)
+            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+
+            def multiply() -> None:
+                with torch.cuda.stream(stream):
+                    torch.mm(left, right, out=out)
+
+            return f"torch {torch.__version__}", multiply, stream.cuda_stream
+    except ImportError:
+        pass
+    try:
+        import cupy  # noqa: PLC0415 - seconds, and only here
+
+        matrix = cupy.random.standard_normal((width, width), dtype="float32").astype("float16")
+        on = cupy.cuda.Stream(non_blocking=True)
+
+        def multiply_here() -> None:
+            with on:
+                cupy.matmul(matrix, matrix)
+
+        return f"cupy {cupy.__version__}", multiply_here, on.ptr
+    except (ImportError, AttributeError) as error:
+        raise Failed(f"nothing here multiplies on the device: {error}") from error
