@@ -255,6 +255,12 @@ class Libcuda:
             raise
         return address.value
 
+    def device(self, number: int) -> int:
+        """The handle of the device with this number among those that this process sees."""
+        found = c_int()
+        self.call("cuDeviceGet", ctypes.byref(found), number)
+        return found.value
+
     def device_attribute(self, device: int, attribute: DeviceAttribute) -> int:
         """CudaError with ERROR_INVALID_VALUE where the driver is older than the attribute."""
         value = c_int()

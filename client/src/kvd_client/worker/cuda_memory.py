@@ -119,7 +119,7 @@ def _gpu_of(driver: Libcuda, spans: Sequence[DeviceSpan]) -> Gpu:
     devices = {device_of(driver, span) for span in spans}
     if len(devices) != 1:
         raise CudaMemoryRefused(Refusal.SEVERAL_GPUS, f"the KV lies on GPUs {sorted(devices)}")
-    device = devices.pop()
+    device = driver.device(devices.pop())
     check_gpu(driver, device)
     context = context_of(driver, spans[0])
     if context:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
-from kvd_proto.libcuda import EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING, libcuda
+from kvd_proto.libcuda import EVENT_BLOCKING_SYNC, EVENT_DISABLE_TIMING, CudaError, libcuda
 
 
 class CudaStream(Protocol):
@@ -18,7 +18,7 @@ class CudaStream(Protocol):
 
 
 class StreamEnd:
-    """What was launched on a stream so far. Called once, it waits until that has run.
+    """What was launched on a stream so far. A call waits until that has run.
 
     The wait sleeps without the interpreter's lock, on whatever thread calls. Make it on a
     thread whose current context is the stream's; CudaError where that is another or none.
@@ -26,6 +26,7 @@ class StreamEnd:
 
     def __init__(self, stream: int) -> None:
         self._event: ctypes.c_void_p | None = None
+        self._failure: CudaError | None = None
         driver = libcuda()
         self._context = driver.current_context()
         event = ctypes.c_void_p()
@@ -36,16 +37,20 @@ class StreamEnd:
         driver.call("cuEventRecord", event, stream)
 
     def __call__(self) -> None:
-        """Wait. CudaError when the stream's work failed."""
+        """Wait. CudaError when the stream's work failed, now and every time after."""
+        if self._failure is not None:
+            raise self._failure
         event = self._event
         if event is None:
             return
         driver = libcuda()
-        with driver.bound(self._context):
-            try:
+        try:
+            with driver.bound(self._context):
                 driver.call("cuEventSynchronize", event)
-            finally:
                 self._destroy()
+        except CudaError as error:
+            self._failure = error
+            raise
 
     def __del__(self) -> None:
         """One that nobody called has an event too."""
@@ -63,7 +68,8 @@ class StreamEnd:
 def stream_end(stream: int | CudaStream) -> Callable[[], None]:
     """For `Worker.finish_step`: waits for what was launched on the stream up to this call.
 
-    `stream` is a CUstream as a number (0 is the legacy default stream) or a torch.cuda.Stream:
+    For `Worker.start_step` too. `stream` is a CUstream as a number (0 is the legacy default
+    stream) or a torch.cuda.Stream, none that is being captured into a graph:
 
         worker.finish_step(plan, stream_end(torch.cuda.current_stream()))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
 import select
 import threading
 import time
@@ -31,13 +32,16 @@ from kvd_client.worker.cuda_memory import Gpu
 from kvd_client.worker.memory import GroupLayout
 from kvd_client.worker.regions import Region, VmmRegion, descriptor_of, to_proto
 from kvd_client.worker.registration import Registration
+from kvd_proto.libcuda import CudaError
 from kvd_proto.v1 import companion_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_S = 30.0  # a new mover touches all of the rank's memory first
 GPU_REGISTER_TIMEOUT_S = 120.0  # the mover loads CUDA and makes a context before it answers
+MAX_DOUBLINGS = 4  # of the time that a rank on a GPU waits after a refusal
 MARK_READY_TIMEOUT_S = 5.0
+_FIGURES = re.compile(r"[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,7 @@ class Registrar:
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._registering: grpc.Future[worker_pb2.RegisterRankResponse] | None = None
         self._stopping = False
+        self._refusals = 0  # since the last registration
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvd-rank", daemon=True)
         self._thread.start()
@@ -151,8 +156,9 @@ class Registrar:
             if self._current is not None and self._stub is not None:
                 self._unregister(self._stub, self._current, timeout_s)
         registering = self._registering
-        if registering is not None:
-            # A mover that is only just starting copies nothing: we never say ready.
+        if registering is not None and self._memory.gpu is None:
+            # A mover that is only just starting copies nothing: we never say ready. On a GPU it
+            # may have opened the memory already, so there its end is waited for.
             registering.cancel()
         if self._thread.is_alive():
             os.eventfd_write(self._wake_fd, 1)
@@ -181,22 +187,29 @@ class Registrar:
 
     def _run(self) -> None:
         while not self._stopping:
-            backoff = BACKOFF_S
+            backoff_s = random.uniform(*BACKOFF_S)
             try:
                 self._hold_registration()
             except grpc.RpcError as error:
-                backoff = BACKOFF_S if is_absence(error) else REFUSED_BACKOFF_S
+                if not is_absence(error):
+                    backoff_s = self._refused_backoff_s()
                 self._note(describe(error))
-            except CompanionRefused as error:
-                backoff = REFUSED_BACKOFF_S
+            except (CompanionRefused, CudaError) as error:
+                backoff_s = self._refused_backoff_s()
                 self._note(str(error))
             except (OSError, grpc.FutureCancelledError) as error:
                 self._note(f"{self._socket_path}: {error}")
             except Exception:
                 # The engine must survive us, and a dead thread would end its cache for ever.
-                backoff = REFUSED_BACKOFF_S
+                backoff_s = self._refused_backoff_s()
                 log.exception("the rank's thread failed; it goes on")
-            self._sleep(random.uniform(*backoff))
+            self._sleep(backoff_s)
+
+    def _refused_backoff_s(self) -> float:
+        """Longer from time to time on a GPU: an attempt may make a CUDA context there."""
+        doublings = 0 if self._memory.gpu is None else min(self._refusals, MAX_DOUBLINGS)
+        self._refusals += 1
+        return random.uniform(*REFUSED_BACKOFF_S) * (1 << doublings)
 
     def _hold_registration(self) -> None:
         with CompanionSocket(self._socket_path, CONNECT_TIMEOUT_S) as companion:
@@ -230,13 +243,14 @@ class Registrar:
             metadata=self._metadata,
         )
         try:
-            if self._stopping:  # `stop` may have looked for it too early
+            if self._stopping and self._memory.gpu is None:  # `stop` may have looked too early
                 self._registering.cancel()
             answer = self._registering.result()
             channel_fds = companion.rank_channel(answer.registration_id)
             registration = Registration(answer.registration_id, channel_fds)
             with self._changed:
                 self._current, self._stub, self.problem = registration, stub, ""
+                self._refusals = 0
                 self._changed.notify_all()
         finally:
             self._registering = None
@@ -284,9 +298,12 @@ class Registrar:
         poller.poll(seconds * 1000)
 
     def _note(self, problem: str) -> None:
-        if problem != self.problem and not self._stopping:
+        """Log it, once: the same refusal comes with other figures every time."""
+        if self._stopping:
+            return
+        if _FIGURES.sub("", problem) != _FIGURES.sub("", self.problem):
             log.warning("kvd rank %d: %s", self._place.rank, problem)
-            self.problem = problem
+        self.problem = problem
 
 
 def _have_ended(registrations: Sequence[Registration], deadline: float) -> bool:
