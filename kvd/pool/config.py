@@ -29,6 +29,7 @@ class PoolConfig:
     any_filesystem: bool = False
     mover_kill_deadline_s: float = 5.0
     payload_checksums: bool = False
+    extents_directory: Path | None = None  # None: `extents` in the directory
 
     def __post_init__(self) -> None:
         if self.extent_bytes < SMALLEST_BLOCK_BYTES or self.extent_bytes % SMALLEST_BLOCK_BYTES:
@@ -50,6 +51,11 @@ class PoolConfig:
             raise PoolError(f"threads is {self.threads}: it must lie in 1..{MAX_THREADS}")
         if self.mover_kill_deadline_s < 0:
             raise PoolError("mover_kill_deadline_s must not be negative")
+
+    @property
+    def extents_place(self) -> Path:
+        """The directory of the extents' files, whoever named it."""
+        return self.extents_directory or self.directory / "extents"
 
     @property
     def extents(self) -> int:

@@ -1,20 +1,23 @@
 """The extents: equal files in memory, every page of them there before the first store.
 
 Pages are populated with MADV_POPULATE_WRITE: `fallocate` would reserve them too, but leaves
-their zeroing to the first write, which then runs at a quarter of the speed.
+their zeroing to the first write, which then runs at a quarter of the speed. Files on hugetlbfs
+can be mapped, but not written to: they are zeroed through a mapping.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
-import shutil
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from kvd.pool import nodes
 from kvd.pool.config import PoolConfig, PoolError
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -22,10 +25,13 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 _ZEROS = bytes(1 << 20)
+_OURS = re.compile(r"\d{5,}\.kv|[0-9a-f]{32}\.pool")
 
 # By ctypes and not mmap.madvise, which keeps the GIL for as long as the kernel takes.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+_libc.memset.restype = ctypes.c_void_p
 
 
 def populate(mapping: mmap.mmap, offset: int, count: int, advice: int) -> None:
@@ -45,14 +51,38 @@ def populate(mapping: mmap.mmap, offset: int, count: int, advice: int) -> None:
         del anchor
 
 
-class Extents:
-    """Files `extents/NNNNN.kv` of one size, numbered from 0."""
+def remove_files(directory: Path) -> None:
+    """Remove the extents in a directory and their mark, and nothing that is not a pool's."""
+    with contextlib.suppress(FileNotFoundError):
+        for path in directory.iterdir():
+            if _OURS.fullmatch(path.name):
+                path.unlink(missing_ok=True)
 
-    def __init__(self, config: PoolConfig) -> None:
-        self.directory = config.directory / "extents"
+
+def has_mark(directory: Path, mark: str) -> bool:
+    """Whether the extents in a directory are those of the pool whose header says `mark`."""
+    return (directory / f"{mark}.pool").exists()
+
+
+class Extents:
+    """Files `NNNNN.kv` of one size, numbered from 0, in a directory of theirs.
+
+    An empty file there is named by the mark of the pool that they belong to, so that another
+    pool's bytes are never taken for this one's.
+    """
+
+    def __init__(
+        self, config: PoolConfig, huge_page: int = 0, on: Sequence[nodes.Node] = ()
+    ) -> None:
+        """`huge_page`: size of the pages where they lie on hugetlbfs. `on`: the nodes there are."""
+        self.directory = config.extents_place
         self.count = config.extents
         self.extent_bytes = config.extent_bytes
+        self.nodes: tuple[int, ...] = ()  # of each extent; empty: all are alike
         self._threads = config.threads
+        self._huge_page = huge_page
+        self._own_directory = config.extents_directory is None
+        self._by_number = {node.number: node for node in on}
 
     def path(self, extent: int) -> Path:
         return self.directory / f"{extent:05d}.kv"
@@ -64,7 +94,7 @@ class Extents:
         except FileNotFoundError:
             return None
 
-    def missing(self) -> str:
+    def missing(self, mark: str) -> str:
         """Why the files are not the ones that the header promises; "" when they are."""
         for extent in range(self.count):
             try:
@@ -73,47 +103,38 @@ class Extents:
                 return f"extent {extent} is missing"
             if found.st_size != self.extent_bytes:
                 return f"extent {extent} has {found.st_size} bytes"
+        if not has_mark(self.directory, mark):
+            return f"the extents in {self.directory} are another pool's"
         return ""
 
     def remove_all(self) -> None:
         """Give the memory back, except what an undead mover still maps."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        remove_files(self.directory)
+        if self._own_directory:
+            with contextlib.suppress(OSError):  # a mount, or others' files in it
+                self.directory.rmdir()
 
-    def create_all(self, progress: Progress) -> None:
-        """Make and populate every extent, several at a time.
+    def create_all(self, mark: str, progress: Progress) -> None:
+        """Make and populate every extent, several at a time, and mark them.
 
         PoolError when memory runs out; what was taken until then is given back.
         """
         self.directory.mkdir(mode=0o700, exist_ok=True)
         try:
-            self._in_parallel(self.create, range(self.count), progress)
+            self._in_parallel(self._make, range(self.count), progress)
+            (self.directory / f"{mark}.pool").touch(mode=0o600)
         except PoolError:
             self.remove_all()
             raise
 
-    def create(self, extent: int) -> None:
-        """Make one extent of zeros, populated, in the place of what was there."""
-        self.path(extent).unlink(missing_ok=True)
-        fd = os.open(self.path(extent), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.ftruncate(fd, self.extent_bytes)
-            with mmap.mmap(fd, self.extent_bytes) as mapping:
-                populate(mapping, 0, self.extent_bytes, MADV_POPULATE_WRITE)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # which kernels before 5.14 say to the advice
-                raise PoolError(
-                    f"no memory for extent {extent} of {self.count} ({self.extent_bytes} bytes,"
-                    f" {error.strerror}): the file system or the machine is full; lower the"
-                    " pool's size"
-                ) from error
-            self._write_zeros(fd)
-        finally:
-            os.close(fd)
+    def create(self, extents: Iterable[int]) -> None:
+        """Make extents of zeros, populated, in the place of what was there."""
+        self._in_parallel(self._make, list(extents), lambda _a, _b: None)
 
     def zero(self, extents: Iterable[int]) -> None:
         """Overwrite extents with zeros. May run beside everything else, in a thread."""
         for extent in extents:
-            fd = os.open(self.path(extent), os.O_WRONLY)
+            fd = os.open(self.path(extent), os.O_RDWR)
             try:
                 self._write_zeros(fd)
             finally:
@@ -123,24 +144,78 @@ class Extents:
         """Overwrite many extents with zeros, several at a time."""
         self._in_parallel(lambda extent: self.zero((extent,)), list(extents), lambda _a, _b: None)
 
+    def _make(self, extent: int) -> None:
+        self.path(extent).unlink(missing_ok=True)
+        fd = os.open(self.path(extent), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.ftruncate(fd, self.extent_bytes)
+            with mmap.mmap(fd, self.extent_bytes) as mapping:
+                populate(mapping, 0, self.extent_bytes, MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # which kernels before 5.14 say to the advice
+                where = "there are no more huge pages" if self._huge_page else "the file system or"
+                where += "" if self._huge_page else " the machine is full"
+                raise PoolError(
+                    f"no memory for extent {extent} of {self.count} ({self.extent_bytes} bytes,"
+                    f" {error.strerror}): {where}; lower the pool's size"
+                ) from error
+            self._write_zeros(fd)
+        finally:
+            os.close(fd)
+
     def _write_zeros(self, fd: int) -> None:
+        if self._huge_page:
+            self._clear_mapped(fd)
+            return
         offset = 0
         while offset < self.extent_bytes:
             piece = memoryview(_ZEROS)[: self.extent_bytes - offset]
             offset += os.pwrite(fd, piece, offset)
 
+    def _clear_mapped(self, fd: int) -> None:
+        """The pages are there, so no store into the mapping can fail."""
+        with mmap.mmap(fd, self.extent_bytes) as mapping:
+            anchor = ctypes.c_char.from_buffer(mapping)
+            try:
+                _libc.memset(ctypes.addressof(anchor), 0, self.extent_bytes)
+            finally:
+                del anchor
+
     def _in_parallel(
-        self, work: Callable[[int], None], extents: range | list[int], progress: Progress
+        self, work: Callable[[int], None], extents: Sequence[int], progress: Progress
     ) -> None:
+        """Each extent's work in a thread of its node, all nodes at once."""
         total = len(extents) * self.extent_bytes
         done = 0
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="kvd-extents") as pool:
-            futures = [pool.submit(work, extent) for extent in extents]
+        with contextlib.ExitStack() as stack:
+            pools: list[ThreadPoolExecutor] = []
+            futures: list[Future[None]] = []
+            for node, share in self._by_node(extents).items():
+                pools.append(stack.enter_context(self._threads_of(node)))
+                futures += [pools[-1].submit(work, extent) for extent in share]
             try:
                 for future in as_completed(futures):
                     future.result()
                     done += self.extent_bytes
                     progress(done, total)
             except BaseException:
-                pool.shutdown(cancel_futures=True)
+                for pool in pools:
+                    pool.shutdown(wait=False, cancel_futures=True)
                 raise
+
+    def _by_node(self, extents: Iterable[int]) -> dict[nodes.Node | None, list[int]]:
+        """Extents by the node that they were dealt to; None: wherever the kernel likes."""
+        shares: dict[nodes.Node | None, list[int]] = {}
+        for extent in extents:
+            node = self._by_number.get(self.nodes[extent]) if self.nodes else None
+            shares.setdefault(node, []).append(extent)
+        return shares
+
+    def _threads_of(self, node: nodes.Node | None) -> ThreadPoolExecutor:
+        prefix = "kvd-extents"
+        if node is None:
+            return ThreadPoolExecutor(self._threads, thread_name_prefix=prefix)
+        each = -(-self._threads // len(self._by_number))
+        return ThreadPoolExecutor(
+            each, thread_name_prefix=prefix, initializer=nodes.bind_thread, initargs=(node,)
+        )

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvd.pool import lines
 from kvd.pool.config import RECORD_BYTES, PoolConfig
 
-POOL_LAYOUT_VERSION = 1
+POOL_LAYOUT_VERSION = 2
+EXTENTS_MARK_BYTES = 16
 NO_POOL = "no pool was here before"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader:
-    """`tag_secret` is hex; `boot_id` makes a pool of an earlier boot cold (torn by nature)."""
+    """`tag_secret` is hex; `boot_id` makes a pool of an earlier boot cold (torn by nature).
+
+    nodes: the NUMA nodes that the extents were dealt to, in equal shares; empty: to none.
+    extents_mark: names this pool beside its extents, which may lie in a directory elsewhere.
+    """
 
     layout_version: int
     record_bytes: int
     extents: int
     extent_bytes: int
     boot_id: str
+    extents_directory: str
+    nodes: list[int]
+    extents_mark: str
     tag_secret: str
 
     @classmethod
-    def wanted(cls, config: PoolConfig, tag_secret: bytes) -> PoolHeader:
+    def wanted(cls, config: PoolConfig, nodes: Sequence[int], tag_secret: bytes) -> PoolHeader:
         """The header of a pool that this configuration and this version make."""
         return cls(
             layout_version=POOL_LAYOUT_VERSION,
@@ -33,6 +43,9 @@ class PoolHeader:
             extents=config.extents,
             extent_bytes=config.extent_bytes,
             boot_id=_BOOT_ID.read_text().strip(),
+            extents_directory=str(config.extents_place),
+            nodes=list(nodes),
+            extents_mark=os.urandom(EXTENTS_MARK_BYTES).hex(),
             tag_secret=tag_secret.hex(),
         )
 
@@ -42,7 +55,7 @@ class PoolHeader:
 
 
 def read_header(path: Path, wanted: PoolHeader) -> tuple[PoolHeader | None, str]:
-    """The header found, or None and the reason why the pool starts cold."""
+    """The header found, None where it can't be read; and why the pool starts cold, or ""."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -57,9 +70,9 @@ def read_header(path: Path, wanted: PoolHeader) -> tuple[PoolHeader | None, str]
         )
     found = PoolHeader(**record)
     if found.boot_id != wanted.boot_id:
-        return None, "the machine was started anew since"
-    for name in ("extents", "extent_bytes", "record_bytes"):
+        return found, "the machine was started anew since"
+    for name in ("extents", "extent_bytes", "record_bytes", "extents_directory"):
         before, now = getattr(found, name), getattr(wanted, name)
         if before != now:
-            return None, f"the pool was made with {name} = {before}, configured is {now}"
+            return found, f"the pool was made with {name} = {before}, configured is {now}"
     return found, ""

@@ -60,6 +60,27 @@ class PoolLock:
         os.close(self._fd)
 
 
+class DirectoryLock:
+    """The flock on a directory of extents that lies elsewhere, held until `release`.
+
+    On the directory itself: it may be on a file system whose files can't be written to.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise PoolError(
+                f"extents_directory {directory} is in use by another kvd: stop it, or give this"
+                " one a directory of its own"
+            ) from None
+
+    def release(self) -> None:
+        os.close(self._fd)
+
+
 class MoverList:
     """The file `movers`: who may be writing into the extents."""
 

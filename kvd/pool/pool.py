@@ -29,10 +29,12 @@ from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
 from kvd.pool import space
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.config import PoolConfig
-from kvd.pool.extents import Extents
+from kvd.pool.extents import Extents, has_mark, remove_files
 from kvd.pool.header import PoolHeader, read_header
 from kvd.pool.index_page import IndexPage
+from kvd.pool.nodes import deal, find_nodes
 from kvd.pool.ownership import (
+    DirectoryLock,
     MoverList,
     MoverRecord,
     PoolLock,
@@ -62,8 +64,8 @@ class PoolMemory:
 class Pool:
     """Synchronous, called by the driver only; `zero_row` alone may run in a thread."""
 
-    def __init__(self, config: PoolConfig) -> None:
-        """For `open` only. Owns the directory from here until `close`."""
+    def __init__(self, config: PoolConfig, huge_page: int) -> None:
+        """For `open` only. Owns the directories from here until `close`."""
         self.extents = config.extents
         self.extent_bytes = config.extent_bytes
         self.payload_checksums = config.payload_checksums
@@ -73,7 +75,8 @@ class Pool:
         self._config = config
         self._resources = contextlib.ExitStack()
         self._resources.callback(PoolLock(config.directory / "lock").release)
-        self._files = Extents(config)
+        self._nodes = find_nodes()
+        self._files = Extents(config, huge_page, self._nodes)
         self._movers = MoverList(config.directory / "movers")
         self._placement = Placement(config)
         self._pages: dict[NamespaceId, IndexPage] = {}
@@ -88,10 +91,14 @@ class Pool:
         """
         require_ordered_stores()
         config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        space.require_tmpfs(config)
-        pool = cls(config)
+        if config.extents_directory is not None:
+            config.extents_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        huge_page = space.require_memory_files(config)
+        pool = cls(config, huge_page)
         try:
-            space.require_space(config, space.measure(config.directory, _held(config.directory)))
+            if config.extents_directory is not None:
+                pool._resources.callback(DirectoryLock(config.extents_directory).release)
+            space.require_space(config, space.measure(config))
             undead = pool._end_last_owner()
             pool._take_or_make(progress)
             pool._recover(undead)
@@ -128,6 +135,16 @@ class Pool:
     def namespace_fields(self, namespace: NamespaceId) -> Mapping[str, str]:
         """The display fields that the namespace was first opened with."""
         return self._registry.namespaces[namespace].fields
+
+    @property
+    def extents_directory(self) -> Path:
+        """Where movers find the extents' files."""
+        return self._files.directory
+
+    @property
+    def extent_nodes(self) -> tuple[int, ...]:
+        """The NUMA node that each extent was dealt to; empty on a machine of one node."""
+        return self._files.nodes
 
     # -- the core's orders ------------------------------------------------------------------------
 
@@ -274,20 +291,30 @@ class Pool:
     def _take_or_make(self, progress: Callable[[int, int], None]) -> None:
         """Read the header; where the pool can't be used, remove it and make a new one."""
         path = self._config.directory / "pool.header"
-        wanted = PoolHeader.wanted(self._config, os.urandom(TAG_SECRET_BYTES))
+        nodes = [node.number for node in self._nodes]
+        wanted = PoolHeader.wanted(self._config, nodes, os.urandom(TAG_SECRET_BYTES))
         header, self.cold_reason = read_header(path, wanted)
-        if header is not None:
-            self.cold_reason = self._files.missing()
+        if header is not None and not self.cold_reason:
+            self.cold_reason = self._files.missing(header.extents_mark)
         if header is None or self.cold_reason:
-            header = wanted
             # The header goes first and comes last: whatever is interrupted starts cold again.
             path.unlink(missing_ok=True)
             for name in ("slots.table", "rows.table", "checksums.table", "registry.jsonl"):
                 (self._config.directory / name).unlink(missing_ok=True)
-            self._files.remove_all()
-            self._files.create_all(progress)
+            self._remove_extents(header)
+            header = wanted
+            self._files.nodes = deal(self.extents, header.nodes)
+            self._files.create_all(header.extents_mark, progress)
             header.write(path)
+        self._files.nodes = deal(self.extents, header.nodes)
         self.tag_secret = bytes.fromhex(header.tag_secret)
+
+    def _remove_extents(self, before: PoolHeader | None) -> None:
+        """Give back the memory of the pool that was here, wherever its extents lay."""
+        remove_files(self._config.directory / "extents")
+        if before is not None and has_mark(Path(before.extents_directory), before.extents_mark):
+            remove_files(Path(before.extents_directory))
+        self._files.remove_all()
 
     def _recover(self, undead_extents: frozenset[int]) -> None:
         directory = self._config.directory
@@ -317,8 +344,3 @@ class Pool:
 def _taken(path: Path) -> int:
     """Bytes of memory behind a file."""
     return path.stat().st_blocks * 512
-
-
-def _held(directory: Path) -> int:
-    """Bytes of memory behind the files of a pool, if there is one."""
-    return sum(_taken(path) for path in directory.rglob("*") if path.is_file())

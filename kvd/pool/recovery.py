@@ -93,8 +93,7 @@ class Recovery:
         for extent in stray:
             self.books.slot_table.write_free(self._records(extent, self.books.slots_per_extent))
         # An undead mover may go on writing: it keeps the old file, the pool gets a new one.
-        for extent in stray & self.undead_extents:
-            self.books.extents.create(extent)
+        self.books.extents.create(stray & self.undead_extents)
         self.books.extents.zero_all(stray - self.undead_extents)
         self.books.row_table.release(tuple(stray))
 

@@ -1,19 +1,23 @@
 """Is there room for the pool? Asked before a byte is taken, since running out later kills.
 
 A file system that is full turns the first touch of a page into SIGBUS, a memory limit turns it
-into the OOM killer. Both are refused at start, with the figures.
+into the OOM killer. Both are refused at start, with the figures. Huge pages are a store of their
+own: what lies on hugetlbfs is not taken from the machine's available memory, nor does a memory
+limit count it, unless its control group was told to.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvd.pool.config import PoolConfig, PoolError
 
 PROC = Path("/proc")
+HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
+HUGETLBFS = "hugetlbfs"
 # What control and a few movers take beside the pool; see the bars on PSS in the benchmarks.
 PROCESS_BYTES = 256 << 20
 # cgroup v1 says "no limit" with a number near 2**63.
@@ -22,7 +26,7 @@ _NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo."""
+    """One line of mountinfo. `options` are the file system's own."""
 
     device: str
     root: str
@@ -32,13 +36,34 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True)
+class HugeFigures:
+    """The huge pages that the extents lie on, in bytes; `limit`: of this control group."""
+
+    page: int
+    free: int
+    limit: int | None = None
+    in_memory_limit: bool = False  # the memory limit counts them too
+
+
+@dataclass(frozen=True, slots=True)
 class SpaceFigures:
-    """What is there, in bytes. `held`: what the pool's own files take already."""
+    """What is there, in bytes. `held`: what the pool's own files take already.
+
+    extents_free: of the extents' file system where that is not the tables' own.
+    huge: where that is a hugetlbfs.
+    """
 
     filesystem_free: int
-    held: int
+    tables_held: int
+    extents_held: int
     memory_available: int
     memory_limit: int | None
+    extents_free: int | None = None
+    huge: HugeFigures | None = None
+
+    @property
+    def held(self) -> int:
+        return self.tables_held + self.extents_held
 
 
 def mounts(proc: Path = PROC) -> Iterator[Mount]:
@@ -49,28 +74,47 @@ def mounts(proc: Path = PROC) -> Iterator[Mount]:
         yield Mount(fields[2], fields[3], fields[4], ending[0], ending[-1])
 
 
-def filesystem_type(directory: Path) -> str:
-    """Type of the file system under a directory; "unknown" where the kernel doesn't tell."""
+def mount_of(directory: Path) -> Mount | None:
+    """The mount of the file system under a directory; None where the kernel doesn't tell."""
     device = directory.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    return next((m.fs_type for m in mounts() if m.device == wanted), "unknown")
+    return next((m for m in mounts() if m.device == wanted), None)
+
+
+def filesystem_type(directory: Path) -> str:
+    """Type of the file system under a directory; "unknown" where the kernel doesn't tell."""
+    mount = mount_of(directory)
+    return "unknown" if mount is None else mount.fs_type
 
 
 def memory_limit(proc: Path = PROC) -> int | None:
     """Tightest memory limit of this process's cgroup and those above it, v1 or v2."""
+    return _tightest("memory", ("memory.limit_in_bytes", "memory.max"), proc)
+
+
+def huge_limit(page_bytes: int, proc: Path = PROC) -> int | None:
+    """Tightest limit of this process's cgroup and those above it on huge pages of that size."""
+    name = f"hugetlb.{_short_size(page_bytes)}"
+    used = _tightest("hugetlb", (f"{name}.limit_in_bytes", f"{name}.max"), proc)
+    asked = _tightest("hugetlb", (f"{name}.rsvd.limit_in_bytes", f"{name}.rsvd.max"), proc)
+    return min((limit for limit in (used, asked) if limit is not None), default=None)
+
+
+def _tightest(controller: str, names: tuple[str, str], proc: Path) -> int | None:
+    """Lowest of a limit in this process's control groups. `names` of its file in v1 and v2."""
     paths: dict[str, str] = {}
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             paths["cgroup2"] = path
-        elif "memory" in controllers.split(","):
+        elif controller in controllers.split(","):
             paths["cgroup"] = path
     limits: list[int] = []
     for mount in mounts(proc):
-        if mount.fs_type == "cgroup" and "memory" not in mount.options.split(","):
+        if mount.fs_type == "cgroup" and controller not in mount.options.split(","):
             continue
         if mount.fs_type in paths:
-            name = "memory.max" if mount.fs_type == "cgroup2" else "memory.limit_in_bytes"
+            name = names[mount.fs_type == "cgroup2"]
             limits += _limits_upward(mount, paths[mount.fs_type], name)
     return min(limits, default=None)
 
@@ -101,51 +145,188 @@ def memory_available(proc: Path = PROC) -> int:
     raise PoolError("/proc/meminfo has no MemAvailable: kvd needs Linux 3.14 or newer")
 
 
-def measure(directory: Path, held: int) -> SpaceFigures:
-    """Figures for a pool in this directory whose files hold `held` bytes already."""
-    fs = os.statvfs(directory)
-    return SpaceFigures(fs.f_bavail * fs.f_frsize, held, memory_available(), memory_limit())
+def huge_pages_free(page_bytes: int, root: Path = HUGE_PAGES, *, promised: bool = False) -> int:
+    """Bytes of huge pages that can still be had: free ones, and those the kernel may make.
+
+    Those promised to mappings that haven't touched them yet count only where `promised`.
+    """
+    folder = root / f"hugepages-{page_bytes >> 10}kB"
+    try:
+        free, reserved, more, made = (
+            int((folder / name).read_text())
+            for name in (
+                "free_hugepages",
+                "resv_hugepages",
+                "nr_overcommit_hugepages",
+                "surplus_hugepages",
+            )
+        )
+    except FileNotFoundError:
+        raise PoolError(
+            f"the kernel has no huge pages of {_size(page_bytes)} ({folder} is missing): mount the"
+            " hugetlbfs with a pagesize= that it has"
+        ) from None
+    return (free - (0 if promised else reserved) + max(0, more - made)) * page_bytes
+
+
+def measure(config: PoolConfig) -> SpaceFigures:
+    """Figures for the pool of this configuration, whose directories may hold one already."""
+    tables, extents = config.directory, _standing(config.extents_place)
+    fs = os.statvfs(tables)
+    found = SpaceFigures(
+        fs.f_bavail * fs.f_frsize,
+        sum(_taken(path) for path in tables.iterdir() if path.is_file()),
+        sum(_taken(path) for path in config.extents_place.glob("*.kv")),
+        memory_available(),
+        memory_limit(),
+    )
+    if tables.stat().st_dev == extents.stat().st_dev:
+        return found
+    fs = os.statvfs(extents)
+    free = fs.f_bavail * fs.f_frsize
+    mount = mount_of(extents)
+    if mount is None or mount.fs_type != HUGETLBFS:
+        return replace(found, extents_free=free)
+    # A mount without a size says 0 blocks; one with min_size has pages promised to itself.
+    kernel = huge_pages_free(fs.f_bsize, promised="min_size=" in mount.options)
+    free = min(free, kernel) if fs.f_blocks else kernel
+    counted = any(
+        m.fs_type == "cgroup2" and "memory_hugetlb_accounting" in m.options for m in mounts()
+    )
+    huge = HugeFigures(fs.f_bsize, free, huge_limit(fs.f_bsize), counted)
+    return replace(found, extents_free=free, huge=huge)
 
 
 def require_space(config: PoolConfig, figures: SpaceFigures) -> None:
     """PoolError with the figures and the fix where the pool and its slot table don't fit."""
-    need = config.extents * config.extent_bytes + config.table_bytes
-    need_text = (
-        f"the pool needs {_size(need)} ({_size(need - config.table_bytes)} of extents and up to"
-        f" {_size(config.table_bytes)} of slot table)"
-    )
-    room = figures.filesystem_free + figures.held
-    if room < need:
+    extents = config.extents * config.extent_bytes
+    together = figures.extents_free is None
+    need = config.table_bytes + (extents if together else 0)
+    held = figures.held if together else figures.tables_held
+    if figures.filesystem_free + held < need:
         raise PoolError(
-            f"{need_text}, but the file system of {config.directory} has {_size(room)}"
-            f" ({_size(figures.held)} of it held by the pool already): enlarge it"
+            f"{_need(config)}, but the file system of {config.directory} has"
+            f" {_size(figures.filesystem_free + held)} ({_size(held)} of it held by the pool"
+            f" already){'' if together else f' for its {_size(need)} of slot table'}: enlarge it"
             f" (mount -o remount,size={-(-need // (1 << 20))}m, or an emptyDir's sizeLimit)"
             " or lower the pool's size"
         )
+    if figures.extents_free is not None:
+        _require_extents(config, figures, figures.extents_free + figures.extents_held)
+    _require_memory(config, figures)
+
+
+def _require_extents(config: PoolConfig, figures: SpaceFigures, room: int) -> None:
+    """The extents' own file system holds them, and no limit on huge pages stands in the way."""
+    need, huge = config.extents * config.extent_bytes, figures.huge
+    if room < need:
+        fix = f"mount -o remount,size={-(-need // (1 << 20))}m"
+        if huge is not None:
+            fix = (
+                f"{-(-need // huge.page)} huge pages of {_size(huge.page)}: sysctl vm.nr_hugepages"
+            )
+        raise PoolError(
+            f"{_need(config)}, but extents_directory {config.extents_place} has {_size(room)}"
+            f" ({_size(figures.extents_held)} of it held by the pool already): enlarge it ({fix})"
+            " or lower the pool's size"
+        )
+    if huge is not None and huge.limit is not None and huge.limit < need:
+        raise PoolError(
+            f"{_need(config)}, but this control group may have {_size(huge.limit)} of huge pages of"
+            f" {_size(huge.page)}: raise the limit (resources.limits of hugepages in Kubernetes,"
+            " hugetlb.*.max elsewhere) or lower the pool's size"
+        )
+
+
+def _require_memory(config: PoolConfig, figures: SpaceFigures) -> None:
+    """The machine and the control group have the memory that is not in huge pages."""
+    extents = config.extents * config.extent_bytes
+    common = 0 if figures.huge is not None else extents
+    held = figures.held if figures.huge is None else figures.tables_held
+    counted = extents if figures.huge is not None and figures.huge.in_memory_limit else common
+    need = config.table_bytes + counted
     if figures.memory_limit is not None and figures.memory_limit < need + PROCESS_BYTES:
         raise PoolError(
-            f"{need_text} and {_size(PROCESS_BYTES)} for its processes, but the memory limit of"
+            f"{_need(config)} and {_size(PROCESS_BYTES)} for its processes, but the memory limit of"
             f" this control group is {_size(figures.memory_limit)}: raise the limit (MemoryMax=,"
             " or resources.limits.memory) or lower the pool's size"
         )
-    if figures.memory_available < need - figures.held:
+    if figures.memory_available < config.table_bytes + common - held:
         raise PoolError(
-            f"{need_text}, of which it holds {_size(figures.held)}, but only"
+            f"{_need(config)}, of which it holds {_size(held)}, but only"
             f" {_size(figures.memory_available)} of memory are available: free memory or lower"
             " the pool's size"
         )
 
 
-def require_tmpfs(config: PoolConfig) -> None:
-    """PoolError where the directory isn't in memory, unless the operator allowed it."""
-    fs_type = filesystem_type(config.directory)
-    if fs_type != "tmpfs" and not config.any_filesystem:
+def require_memory_files(config: PoolConfig) -> int:
+    """Size of the huge pages under the extents, 0 where there are none.
+
+    PoolError where a directory isn't in memory, unless the operator allowed it, or where its
+    files can't hold what they must.
+    """
+    kind = filesystem_type(config.directory)
+    if kind == HUGETLBFS:
         raise PoolError(
-            f"{config.directory} is on {fs_type}, not on tmpfs: the pool would go through a disk."
+            f"pool_directory {config.directory} is on hugetlbfs, whose files can't be written to"
+            " as the pool's tables must be: give pool_directory a directory on a tmpfs, and name"
+            " this one as extents_directory"
+        )
+    if kind != "tmpfs" and not config.any_filesystem:
+        raise PoolError(
+            f"{config.directory} is on {kind}, not on tmpfs: the pool would go through a disk."
             " Give it a directory on a tmpfs (huge=within_size for huge pages), or allow any file"
             " system explicitly"
         )
+    place = _standing(config.extents_place)
+    kind = filesystem_type(place)
+    if kind not in {"tmpfs", HUGETLBFS} and not config.any_filesystem:
+        raise PoolError(
+            f"extents_directory {config.extents_place} is on {kind}, not on tmpfs or hugetlbfs: the"
+            " pool would go through a disk. Give it a directory on one of these, or allow any file"
+            " system explicitly"
+        )
+    if kind != HUGETLBFS:
+        return 0
+    page = os.statvfs(place).f_bsize
+    if config.extent_bytes % page:
+        raise PoolError(
+            f"extent_bytes is {config.extent_bytes}, but the huge pages of extents_directory"
+            f" {config.extents_place} have {page} bytes each: make extent_bytes a multiple of that"
+        )
+    return page
+
+
+def _standing(directory: Path) -> Path:
+    """The directory, or the nearest one above it that is there already."""
+    while not directory.exists():
+        directory = directory.parent
+    return directory
+
+
+def _taken(path: Path) -> int:
+    """Bytes of memory behind a file; 0 where it is gone."""
+    try:
+        return path.stat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
+def _need(config: PoolConfig) -> str:
+    extents = config.extents * config.extent_bytes
+    return (
+        f"the pool needs {_size(extents + config.table_bytes)} ({_size(extents)} of extents and up"
+        f" to {_size(config.table_bytes)} of slot table)"
+    )
 
 
 def _size(count: int) -> str:
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
+
+
+def _short_size(count: int) -> str:
+    """As control groups name sizes of huge pages: 64KB, 2MB, 1GB."""
+    for shift, unit in ((30, "GB"), (20, "MB")):
+        if count >= 1 << shift:
+            return f"{count >> shift}{unit}"
+    return f"{count >> 10}KB"

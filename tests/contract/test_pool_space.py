@@ -6,24 +6,39 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvd.pool import Pool, PoolConfig, PoolError, extents, space
-from kvd.pool.space import SpaceFigures
+from kvd.pool.space import HugeFigures, SpaceFigures
 from tests.contract import pool_orders as orders
 
 GIB = 1 << 30
 CONFIG = PoolConfig(Path("/dev/shm/kvd"), 4 * GIB)
 PLENTY = SpaceFigures(
-    filesystem_free=8 * GIB, held=0, memory_available=8 * GIB, memory_limit=8 * GIB
+    filesystem_free=8 * GIB,
+    tables_held=0,
+    extents_held=0,
+    memory_available=8 * GIB,
+    memory_limit=8 * GIB,
+)
+HUGE_PAGE = 2 << 20
+# The extents on huge pages: 1 GiB of common memory is enough for the 128 MiB of slot table.
+HUGE = replace(
+    PLENTY,
+    filesystem_free=GIB,
+    memory_available=GIB,
+    memory_limit=GIB,
+    extents_free=4 * GIB,
+    huge=HugeFigures(HUGE_PAGE, 4 * GIB, 4 * GIB),
 )
 
 
-def with_figures(**changed: int | None) -> SpaceFigures:
-    values = {name: getattr(PLENTY, name) for name in PLENTY.__slots__}
-    return SpaceFigures(**{**values, **changed})
+def with_figures(**changed: Any) -> SpaceFigures:
+    return replace(PLENTY, **changed)
 
 
 def test_what_fits_is_taken() -> None:
@@ -33,7 +48,7 @@ def test_what_fits_is_taken() -> None:
 
 def test_what_the_pool_holds_already_counts_as_room() -> None:
     little = GIB // 4
-    figures = with_figures(filesystem_free=little, held=4 * GIB, memory_available=little)
+    figures = with_figures(filesystem_free=little, extents_held=4 * GIB, memory_available=little)
     space.require_space(CONFIG, figures)
 
 
@@ -42,7 +57,7 @@ def test_what_the_pool_holds_already_counts_as_room() -> None:
     [
         # 4 GiB of extents and 128 MiB of slot table: the pool's size alone is not enough.
         ({"filesystem_free": 4 * GIB}, r"needs 4\.13 GiB .*has 4\.00 GiB .*remount"),
-        ({"filesystem_free": GIB, "held": GIB}, r"has 2\.00 GiB \(1\.00 GiB of it held"),
+        ({"filesystem_free": GIB, "extents_held": GIB}, r"has 2\.00 GiB \(1\.00 GiB of it held"),
         ({"memory_limit": 4 * GIB}, r"limit of this control group is 4\.00 GiB: raise"),
         ({"memory_limit": 4 * GIB + GIB // 8}, "for its processes"),
         ({"memory_available": 2 * GIB}, r"only 2\.00 GiB of memory are available"),
@@ -53,11 +68,34 @@ def test_what_does_not_fit_is_refused(changed: dict[str, int], said: str) -> Non
         space.require_space(CONFIG, with_figures(**changed))
 
 
+def test_extents_on_huge_pages_are_no_common_memory() -> None:
+    space.require_space(CONFIG, HUGE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"filesystem_free": GIB // 16}, r"has 64\.0 MiB .* for its 128\.0 MiB of slot table"),
+        ({"extents_free": 3 * GIB}, r"has 3\.00 GiB .*2048 huge pages of 2\.0 MiB: sysctl"),
+        ({"extents_free": 2 * GIB, "extents_held": GIB}, r"has 3\.00 GiB \(1\.00 GiB of it held"),
+        ({"huge": HugeFigures(HUGE_PAGE, 4 * GIB, GIB)}, r"may have 1\.00 GiB of huge pages"),
+        ({"huge": HugeFigures(HUGE_PAGE, 4 * GIB, None, in_memory_limit=True)}, "memory limit"),
+        ({"memory_limit": GIB // 4}, "memory limit"),
+        ({"memory_available": GIB // 16}, r"only 64\.0 MiB of memory"),
+        ({"extents_free": 3 * GIB, "huge": None}, r"has 3\.00 GiB .*remount,size=4096m"),
+    ],
+)
+def test_extents_elsewhere_that_do_not_fit_are_refused(changed: dict[str, Any], said: str) -> None:
+    config = replace(CONFIG, extents_directory=Path("/mnt/huge/kvd"))
+    with pytest.raises(PoolError, match=said):
+        space.require_space(config, replace(HUGE, **changed))
+
+
 def test_a_pool_larger_than_its_file_system_is_refused_before_a_byte_is_taken(
     shared_directory: Path,
 ) -> None:
-    fs = space.measure(shared_directory, 0)
-    config = PoolConfig(shared_directory / "pool", fs.filesystem_free + GIB)
+    fs = os.statvfs(shared_directory)
+    config = PoolConfig(shared_directory / "pool", fs.f_bavail * fs.f_frsize + GIB)
     with pytest.raises(PoolError, match="remount"):
         Pool.open(config, lambda _done, _total: None)
     assert not (config.directory / "extents").exists()
@@ -74,7 +112,9 @@ def test_a_directory_on_disk_is_refused_unless_allowed() -> None:
         Pool.open(allowed, lambda _done, _total: None).close()
 
 
-def cgroup_tree(root: Path, version: int, path: str, limits: dict[str, str]) -> Path:
+def cgroup_tree(
+    root: Path, version: int, path: str, limits: dict[str, str], controller: str = "memory"
+) -> Path:
     """A /proc that points at a control group tree under `root`."""
     name = "memory.max" if version == 2 else "memory.limit_in_bytes"
     mount = root / "cgroup"
@@ -83,9 +123,9 @@ def cgroup_tree(root: Path, version: int, path: str, limits: dict[str, str]) -> 
         (mount / group / name).write_text(limit + "\n")
     proc = root / "proc"
     (proc / "self").mkdir(parents=True)
-    line = f"0::{path}\n" if version == 2 else f"5:devices:/x\n4:memory:{path}\n"
+    line = f"0::{path}\n" if version == 2 else f"5:devices:/x\n4:{controller}:{path}\n"
     (proc / "self" / "cgroup").write_text(line)
-    kind = "cgroup2 cgroup2 rw" if version == 2 else "cgroup cgroup rw,memory"
+    kind = "cgroup2 cgroup2 rw" if version == 2 else f"cgroup cgroup rw,{controller}"
     (proc / "self" / "mountinfo").write_text(
         f"30 1 0:30 / {mount}/elsewhere rw - cgroup cgroup rw,cpu\n"
         f"31 1 0:31 / {mount} rw shared:1 - {kind}\n"
@@ -113,6 +153,37 @@ def test_the_tightest_limit_up_the_tree_counts(
 def test_a_container_that_sees_only_its_own_group_finds_its_limit(tmp_path: Path) -> None:
     proc = cgroup_tree(tmp_path, 2, "/kubepods/pod7", {"": "900"})
     assert space.memory_limit(proc) == 900
+
+
+def huge_pages(root: Path, free: int, reserved: int, more: int, made: int) -> Path:
+    folder = root / "hugepages-2048kB"
+    folder.mkdir(parents=True)
+    names = ("free_hugepages", "resv_hugepages", "nr_overcommit_hugepages", "surplus_hugepages")
+    for name, count in zip(names, (free, reserved, more, made), strict=True):
+        (folder / name).write_text(f"{count}\n")
+    return root
+
+
+def test_free_huge_pages_are_those_that_nobody_was_promised(tmp_path: Path) -> None:
+    root = huge_pages(tmp_path, free=100, reserved=30, more=8, made=3)
+    assert space.huge_pages_free(HUGE_PAGE, root) == (100 - 30 + 8 - 3) * HUGE_PAGE
+    assert space.huge_pages_free(HUGE_PAGE, root, promised=True) == (100 + 5) * HUGE_PAGE
+
+
+def test_a_size_of_huge_pages_that_the_kernel_has_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PoolError, match=r"no huge pages of 1\.00 GiB"):
+        space.huge_pages_free(GIB, tmp_path)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_limit_on_huge_pages_is_that_of_their_size(tmp_path: Path, version: int) -> None:
+    proc = cgroup_tree(tmp_path, version, "/a", {"": "max", "a": "max"}, "hugetlb")
+    group = tmp_path / "cgroup" / "a"
+    end = "max" if version == 2 else "limit_in_bytes"
+    (group / f"hugetlb.2MB.{end}").write_text("600\n")
+    (group / f"hugetlb.2MB.rsvd.{end}").write_text("500\n")
+    assert space.huge_limit(HUGE_PAGE, proc) == 500
+    assert space.huge_limit(GIB, proc) is None
 
 
 def test_this_machine_tells_what_it_has() -> None:

@@ -142,7 +142,7 @@ class Scene:
     def copied_blocks(self, prefix: str, count: int, block_bytes: int, rank: int = 0) -> int:
         """How many of a prompt's blocks are wholly in the pool's files, READY or not."""
         found: set[int] = set()
-        for path in (self.daemon.pool / "extents").iterdir():
+        for path in (self.daemon.pool / "extents").glob("*.kv"):
             words = np.memmap(path, dtype=np.uint64, mode="r")
             size = block_bytes // 8
             found.update(words[size - 1 :: size].tolist())

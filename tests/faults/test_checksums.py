@@ -34,7 +34,7 @@ def damage(scene: Scene, prefix: str, *numbers: int, rank: int = 0) -> None:
     keys = block_hashes(prefix, COUNT)
     wanted = {last_word(keys[number], rank, BLOCK_BYTES) for number in numbers}
     found = 0
-    for path in (scene.daemon.pool / "extents").iterdir():
+    for path in (scene.daemon.pool / "extents").glob("*.kv"):
         words = np.memmap(path, dtype=np.uint64, mode="r+")
         blocks = words.reshape(-1, BLOCK_BYTES // 8)
         for row in np.flatnonzero(np.isin(blocks[:, -1], list(wanted))):

@@ -1,0 +1,117 @@
+"""NUMA: which extents lie on which node, and how a thread comes to touch memory there.
+
+A page lies where the thread that touches it first runs, or where that thread's memory policy
+says. So each extent is populated by a thread of its node. Extents are dealt to the nodes in
+contiguous, equal shares; a warm pool keeps the deal that its header names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+NODES = Path("/sys/devices/system/node")
+_PROC = Path("/proc")
+_MPOL_PREFERRED = 1  # linux/mempolicy.h: elsewhere only where the node has no more
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # asm/unistd.h
+_WORD_BITS = 64
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node with memory and processors of its own."""
+
+    number: int
+    cpus: frozenset[int]
+
+
+def find_nodes(root: Path = NODES, proc: Path = _PROC) -> tuple[Node, ...]:
+    """Nodes that extents may lie on, ascending; empty where there is no choice.
+
+    Left out are nodes without processors (a GPU's or an expander's memory), and those that this
+    process's control group keeps from it.
+    """
+    try:
+        numbers = _numbers((root / "has_memory").read_text())
+        numbers &= _numbers((root / "has_cpu").read_text()) & _allowed(proc)
+        nodes = tuple(
+            Node(number, frozenset(_numbers((root / f"node{number}" / "cpulist").read_text())))
+            for number in sorted(numbers)
+        )
+    except OSError:  # a kernel without NUMA
+        return ()
+    return nodes if len(nodes) > 1 else ()
+
+
+def deal(extents: int, nodes: Sequence[int]) -> tuple[int, ...]:
+    """The node of each extent; empty where there is one node or none."""
+    if len(nodes) < 2:
+        return ()
+    return tuple(nodes[extent * len(nodes) // extents] for extent in range(extents))
+
+
+def bind_thread(node: Node) -> None:
+    """Have what this thread touches from now on lie on that node, as long as it has memory.
+
+    Each of two ways is enough: to run on the node's processors, and to prefer its memory. A
+    container may forbid one of them; where it forbids both, the log says so.
+    """
+    bound = _run_on(node.cpus)
+    preferred = _prefer_memory_of(node.number)
+    if not bound and not preferred:
+        log.warning(
+            "memory of node %d can't be asked for: neither its processors nor set_mempolicy are"
+            " allowed here; extents may lie on any node",
+            node.number,
+        )
+
+
+def _run_on(cpus: frozenset[int]) -> bool:
+    allowed = cpus & os.sched_getaffinity(0)
+    if not allowed:
+        return False
+    try:
+        os.sched_setaffinity(0, allowed)  # of this thread alone
+    except OSError:
+        return False
+    return True
+
+
+def _prefer_memory_of(node: int) -> bool:
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return False
+    words = node // _WORD_BITS + 1
+    mask = (ctypes.c_uint64 * words)()
+    mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
+    # The kernel reads one bit less than it is told.
+    bits = ctypes.c_ulong(words * _WORD_BITS + 1)
+    call = (ctypes.c_long(number), ctypes.c_int(_MPOL_PREFERRED), mask, bits)
+    return int(_libc.syscall(*call)) == 0
+
+
+def _allowed(proc: Path) -> set[int]:
+    """Nodes whose memory this process may have."""
+    for line in (proc / "self" / "status").read_text().splitlines():
+        if line.startswith("Mems_allowed_list:"):
+            return _numbers(line.partition(":")[2])
+    raise OSError("the kernel doesn't name the nodes of a process")
+
+
+def _numbers(text: str) -> set[int]:
+    """The numbers of a list such as "0-3,8"."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            found.update(range(int(first), int(last or first) + 1))
+    return found
