@@ -23,6 +23,7 @@ from kvd.setting_values import (
     read_gpu_size,
     read_group,
     read_mode,
+    read_optional_path,
     read_path,
     read_size,
     read_socket_path,
@@ -50,6 +51,7 @@ class Config:
     socket_mode: int
     socket_group: str
     pool_directory: Path
+    extents_directory: Path | None
     pool_bytes: int
     extent_bytes: int
     prefault_threads: int
@@ -114,6 +116,7 @@ class Setting:
 _METAVARS: dict[Callable[[Any], Any], str] = {
     read_socket_path: "PATH",
     read_path: "PATH",
+    read_optional_path: "PATH",
     read_mode: "MODE",
     read_group: "GROUP",
     read_address: "ADDRESS",
@@ -129,6 +132,12 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting(
         "pool_directory", _POOL_DIRECTORY, read_path, "directory on a tmpfs that holds the pool"
+    ),
+    Setting(
+        "extents_directory",
+        "",
+        read_optional_path,
+        "directory of the extents, on a tmpfs or hugetlbfs; empty: extents in the pool's directory",
     ),
     Setting("pool_bytes", "1GiB", read_size, 'size of the pool: bytes, "4GiB", "60%%" of memory'),
     Setting("extent_bytes", "64MiB", read_size, "size of one extent, the unit of a row"),
@@ -344,6 +353,8 @@ def as_toml(config: Config) -> str:
     lines = []
     for setting in SETTINGS:
         value = getattr(config, setting.name)
+        if value is None:
+            value = ""
         if setting.name == "socket_mode":
             value = f"{value:04o}"
         lines += [f"# {setting.meaning.replace('%%', '%')}", f"{setting.name} = {_toml(value)}"]

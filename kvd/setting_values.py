@@ -131,6 +131,16 @@ def read_path(value: Any) -> Path:
     return path
 
 
+def read_optional_path(value: Any) -> Path | None:
+    """None where the setting is empty."""
+    if not str(value):
+        return None
+    try:
+        return read_path(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or empty") from None
+
+
 def read_socket_path(value: Any) -> Path:
     path = read_path(value)
     if len(str(path)) + len(".companion") > 107:  # sun_path of unix(7), less its final zero
