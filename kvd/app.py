@@ -18,6 +18,7 @@ import uvloop
 import kvd
 from kvd.config import Config
 from kvd.control import descriptors
+from kvd.control.gpu_room import GpuTerms
 from kvd.control.http import TEXT, HttpServer, Page
 from kvd.control.notify import feed_watchdog, notify
 from kvd.control.server import ControlServer, Place, make_directory, refuse_taken
@@ -148,6 +149,7 @@ class Daemon:
             config.socket_group,
             config.pool_directory,
             config.pool_bytes,
+            GpuTerms(config.gpu_copier, config.gpu_context_bytes, config.gpu_staging_bytes),
         )
 
     # -- life -------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class CompanionConnection:
             return
         assert self._peer is not None
         if kind == "offer_memory":
-            self._offer_memory(self._peer, request.offer_memory.memory_token)
+            self._offer_memory(self._peer, request.offer_memory)
         elif kind == "get_page":
             self._send_page(self._peer, request.get_page.namespace_id)
         else:
@@ -207,10 +207,11 @@ class CompanionConnection:
         welcome.MergeFrom(self._server.welcome)
         self.send(pb.CompanionResponse(welcome=welcome), ())
 
-    def _offer_memory(self, peer: Peer, number: int) -> None:
+    def _offer_memory(self, peer: Peer, offer: pb.OfferMemory) -> None:
         if not self._fds:
             raise InvalidArgument("offer_memory came without its descriptor", "memory_token")
-        memory = peer.offer(number, self._fds.popleft())
+        number = offer.memory_token
+        memory = peer.offer(number, self._fds.popleft(), offer.device_memory)
         accepted = pb.MemoryAccepted(memory_token=number, bytes=memory.bytes)
         self.send(pb.CompanionResponse(memory_accepted=accepted), ())
 

@@ -73,10 +73,14 @@ def has_ended(pidfd: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A shared-memory file that a peer offered; the descriptor is ours."""
+    """A shared-memory file, or an export of device memory, that a peer offered.
+
+    The descriptor is ours. Of device memory only an importer can say the size: 0 here.
+    """
 
     fd: int
     bytes: int
+    is_device: bool = False
 
 
 def accept_memory(fd: int) -> Memory:
@@ -94,6 +98,26 @@ def accept_memory(fd: int) -> Memory:
     if status.st_size == 0:
         raise InvalidArgument("the offered file is empty")
     return Memory(fd, status.st_size)
+
+
+def accept_device_memory(fd: int) -> Memory:
+    """Check an offered export of device memory; InvalidArgument where it can't be one.
+
+    Control only holds it and hands it to a mover, whose driver says whether it knows it. Drivers
+    export by a character device or an anonymous inode; neither blocks whoever closes it, nor does
+    a file in shared memory. Sockets, pipes, terminals and files elsewhere are refused: to hold or
+    to close one may tie up others, or hang.
+    """
+    mode = os.fstat(fd).st_mode
+    in_memory = stat.S_ISREG(mode) and _file_system(fd) in (_TMPFS_MAGIC, _HUGETLBFS_MAGIC)
+    a_device = stat.S_ISCHR(mode) and not os.isatty(fd)
+    if not (a_device or stat.S_IFMT(mode) == 0 or in_memory):
+        raise InvalidArgument(
+            "the offered descriptor is no export of device memory"
+            " (cuMemExportToShareableHandle, as a POSIX file descriptor)",
+            "device_memory",
+        )
+    return Memory(fd, 0, is_device=True)
 
 
 def _file_system(fd: int) -> int:
@@ -163,13 +187,13 @@ class Peer:
                 "registration_id",
             )
 
-    def offer(self, number: int, fd: int) -> Memory:
+    def offer(self, number: int, fd: int, is_device: bool = False) -> Memory:
         """Keep an offered memory under the client's number; owns the descriptor either way."""
         try:
             if len(self.memories) >= MAX_MEMORIES and number not in self.memories:
                 raise LimitExceeded(f"more than {MAX_MEMORIES} memories offered", "memory_token")
             descriptors.require_room("memory_token")
-            memory = accept_memory(fd)
+            memory = accept_device_memory(fd) if is_device else accept_memory(fd)
         except BaseException:
             os.close(fd)
             raise

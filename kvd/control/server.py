@@ -19,6 +19,7 @@ from kvd.control.companion import CompanionServer
 from kvd.control.engine_service import EngineServicer
 from kvd.control.engines import Engines
 from kvd.control.event_service import EventServicer
+from kvd.control.gpu_room import GpuRoom, GpuTerms
 from kvd.control.namespaces import Namespaces
 from kvd.control.operator_service import OperatorServicer
 from kvd.control.peers import Peers
@@ -65,7 +66,7 @@ class SocketTaken(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the API is found, and where the pool lies."""
+    """Where the API is found, where the pool lies, and how GPUs are used."""
 
     socket: Path
     companion: Path
@@ -73,6 +74,7 @@ class Place:
     group: str
     pool_directory: Path
     pool_bytes: int
+    gpu: GpuTerms
 
 
 class ControlServer:
@@ -115,7 +117,8 @@ class ControlServer:
             EngineServicer(self.rooms, self.peers), server
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerServicer(self.rooms, self.peers, place.pool_directory), server
+            WorkerServicer(self.rooms, self.peers, place.pool_directory, GpuRoom(place.gpu)),
+            server,
         )
         events_pb2_grpc.add_EventServiceServicer_to_server(
             EventServicer(self.driver, self.namespaces, self.peers), server

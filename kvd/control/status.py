@@ -18,9 +18,8 @@ from kvd.core.keys import NamespaceId, SessionId
 from kvd.core.statistics import NamespaceFigures, SessionFigures, Statistics
 from kvd.driver import Driver
 from kvd.fleet import AttachedMover
+from kvd.mover.facts import MoverFacts
 from kvd_proto.v1 import operator_pb2 as pb
-
-TRANSPORT_HOST = "host-shm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +121,38 @@ class StatusReport:
         return [self._rank(a) for a in sorted(attached, key=lambda a: a.placement.rank)]
 
     def _rank(self, attached: AttachedMover) -> pb.RankStatus:
+        facts = attached.process.facts
         return pb.RankStatus(
             rank=attached.placement.rank,
             mover_pid=attached.process.pid,
             worker_pid=self._engines.worker_pid(attached.process.mover),
-            transport=TRANSPORT_HOST,
+            transport=facts.transport,
             bytes_stored=attached.bytes_by_kind[JobKind.STORE],
             bytes_loaded=attached.bytes_by_kind[JobKind.LOAD],
             store_bytes_per_second=_rate(attached, JobKind.STORE),
             load_bytes_per_second=_rate(attached, JobKind.LOAD),
+            store_copier=facts.store.copier,
+            load_copier=facts.load.copier,
+            gpu=_gpu(facts),
         )
+
+
+def _gpu(facts: MoverFacts) -> pb.GpuStatus | None:
+    gpu = facts.gpu
+    if gpu is None:
+        return None
+    return pb.GpuStatus(
+        uuid=gpu.uuid,
+        name=gpu.name,
+        driver_version=gpu.driver_version,
+        context_bytes=gpu.context_bytes,
+        registered_bytes=gpu.registered_bytes,
+        unregistered_extents=gpu.unregistered_extents,
+        staged_bytes=gpu.staged_bytes,
+        calibrated_store_bytes_per_second=facts.store.bytes_per_second,
+        calibrated_load_bytes_per_second=facts.load.bytes_per_second,
+        numa_node=gpu.numa_node,
+    )
 
 
 def _rate(attached: AttachedMover, kind: JobKind) -> float:

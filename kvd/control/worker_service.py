@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,13 +15,16 @@ from kvd.control.engines import (
     check_identity,
 )
 from kvd.control.errors import MoverStartFailed
+from kvd.control.gpu_room import GpuRoom, in_words
+from kvd.control.memories import RankMemory, rank_memory
 from kvd.control.peers import Context, Peer, Peers, Role
 from kvd.control.session import SessionRooms
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId
 from kvd.fleet import RankPlacement
-from kvd.mover import refusals
-from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, Region
+from kvd.mover.facts import MoverFacts
+from kvd.mover.layout import GpuConfig
+from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess
 from kvd.mover.process import MoverStartFailed as ProcessStartFailed
 from kvd_proto import layout
 from kvd_proto.v1 import companion_pb2, worker_pb2_grpc
@@ -30,7 +32,6 @@ from kvd_proto.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-WORD_BYTES = 8
 MAX_FRAGMENTS = 4096
 MAX_MEMORIES = 256
 
@@ -38,12 +39,15 @@ MAX_MEMORIES = 256
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Validates, starts the mover, seats the rank."""
 
-    def __init__(self, rooms: SessionRooms, peers: Peers, pool_directory: Path) -> None:
+    def __init__(
+        self, rooms: SessionRooms, peers: Peers, pool_directory: Path, gpus: GpuRoom
+    ) -> None:
         self._driver = rooms.driver
         self._engines = rooms.engines
         self._rooms = rooms
         self._peers = peers
         self._pool_directory = pool_directory
+        self._gpus = gpus
 
     async def RegisterRank(  # noqa: N802 - gRPC's name
         self, request: pb.RegisterRankRequest, context: Context
@@ -59,10 +63,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             agreed = rank_layout(request, start)
             self._engines.check_place(start, peer, agreed)
-            config = self._mover_config(request, agreed, regions(request, peer))
+            config = self._mover_config(request, agreed, rank_memory(request, peer), start)
             start = await self._claim_place(request, peer)
+            require_kept(config, peer)
             mover = await self._start(config)
             start = await self._seat(request, peer, Rank(peer, agreed, mover))
+            self._note(request, mover.facts)
         finally:
             self._engines.forget_if_empty(start)
 
@@ -71,7 +77,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 self._engines.answered(mover.mover)
 
         context.add_done_callback(cast("Any", answered))  # its stubs want a named parameter
-        return pb.RegisterRankResponse(registration_id=mover.mover, mover_pid=mover.pid)
+        return pb.RegisterRankResponse(
+            registration_id=mover.mover,
+            mover_pid=mover.pid,
+            transport=mover.facts.transport,
+            gpu_context_bytes=mover.facts.gpu.context_bytes if mover.facts.gpu else 0,
+        )
 
     async def UnregisterRank(  # noqa: N802 - gRPC's name
         self, request: pb.UnregisterRankRequest, context: Context
@@ -95,7 +106,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     # -- steps of a registration ------------------------------------------------------------
 
     def _mover_config(
-        self, request: pb.RegisterRankRequest, agreed: RankLayout, mapped: Sequence[Region]
+        self,
+        request: pb.RegisterRankRequest,
+        agreed: RankLayout,
+        memory: RankMemory,
+        start: EngineStart,
     ) -> MoverConfig:
         groups = tuple(
             GroupMap(
@@ -110,12 +125,28 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
         return MoverConfig(
             mover=self._driver.allocate_mover_id(),
-            regions=tuple(mapped),
+            regions=memory.regions,
             groups=groups,
             pool_directory=self._pool_directory,
             extent_bytes=self._driver.pool.extent_bytes,
             checksums=self._driver.pool.payload_checksums,
+            gpu=self._gpu_config(request, memory.gpu_uuid, start),
         )
+
+    def _gpu_config(
+        self, request: pb.RegisterRankRequest, uuid: str, start: EngineStart
+    ) -> GpuConfig | None:
+        if not uuid:
+            return None
+        earlier = start.ranks.get(request.rank)  # whose mover ends before this one begins
+        gpu = earlier.mover.facts.gpu if earlier is not None else None
+        returning = gpu.context_bytes if gpu is not None and gpu.uuid == uuid else 0
+        return self._gpus.config(uuid, request.gpu_memory, returning)
+
+    def _note(self, request: pb.RegisterRankRequest, facts: MoverFacts) -> None:
+        if facts.gpu is not None:
+            self._gpus.measured(facts.gpu)
+        log.info("engine %r rank %d: %s", request.identity.engine_id, request.rank, in_words(facts))
 
     async def _start(self, config: MoverConfig) -> MoverProcess:
         try:
@@ -157,6 +188,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             if request.rank not in start.ranks:
                 return start
             await self._engines.vacate(start, request.rank)
+
+
+def require_kept(config: MoverConfig, peer: Peer) -> None:
+    """Raise InvalidArgument where the worker took a memory back, or ended, meanwhile.
+
+    The number of a closed descriptor may be that of somebody else's file by now.
+    """
+    held = {memory.fd for memory in peer.memories.values()}
+    fds = [region.fd for region in config.regions]
+    for number, fd in enumerate(fds):
+        if fd >= 0 and fd not in held:
+            raise InvalidArgument(
+                f"memories[{number}] was taken back during the registration", f"memories[{number}]"
+            )
 
 
 def check_rank(request: pb.RegisterRankRequest) -> None:
@@ -210,68 +255,3 @@ def rank_layout(request: pb.RegisterRankRequest, start: EngineStart) -> RankLayo
         figures.append(GroupFigures(sum(f.bytes for f in group.fragments), blocks))
     placement = RankPlacement(request.rank, request.shard, request.writer)
     return RankLayout(request.world_size, placement, tuple(figures), guessed)
-
-
-def regions(request: pb.RegisterRankRequest, peer: Peer) -> list[Region]:
-    """The offered memories behind the handles, with every fragment inside them."""
-    found = [_region(handle, number, peer) for number, handle in enumerate(request.memories)]
-    for number, group in enumerate(request.groups):
-        for place, fragment in enumerate(group.fragments):
-            _check_fragment(
-                fragment, group.num_blocks, found, f"groups[{number}].fragments[{place}]"
-            )
-    return found
-
-
-def _region(handle: pb.MemoryHandle, number: int, peer: Peer) -> Region:
-    where = f"memories[{number}]"
-    kind = handle.WhichOneof("kind")
-    if kind is None:
-        raise InvalidArgument(f"{where} has no handle", where)
-    if kind != "host":
-        raise InvalidArgument(
-            f"{where} is {kind}: this build has no CUDA mover yet; offer host shared memory",
-            where,
-            refusals.TRANSPORT_UNSUPPORTED,
-        )
-    host = handle.host
-    memory = peer.memories.get(host.memory_token)
-    if memory is None:
-        raise InvalidArgument(
-            f"{where}: no memory {host.memory_token} was offered on this worker's companion"
-            " connection",
-            f"{where}.memory_token",
-        )
-    if host.offset % WORD_BYTES or host.bytes == 0 or host.bytes % WORD_BYTES:
-        raise InvalidArgument(
-            f"{where}: offset {host.offset} and bytes {host.bytes} must be multiples of"
-            f" {WORD_BYTES}, and bytes not 0",
-            f"{where}.offset",
-        )
-    if host.offset + host.bytes > memory.bytes:
-        raise InvalidArgument(
-            f"{where}: the region ends at {host.offset + host.bytes}, the file at {memory.bytes}",
-            f"{where}.bytes",
-        )
-    return Region(memory.fd, host.offset, host.bytes)
-
-
-def _check_fragment(
-    fragment: pb.Fragment, num_blocks: int, found: Sequence[Region], where: str
-) -> None:
-    if fragment.memory >= len(found):
-        raise InvalidArgument(f"{where}.memory {fragment.memory} is not offered", f"{where}.memory")
-    misplaced = fragment.base % WORD_BYTES or fragment.stride % WORD_BYTES
-    if misplaced or fragment.bytes % WORD_BYTES or not 0 < fragment.bytes <= fragment.stride:
-        raise InvalidArgument(
-            f"{where}: base {fragment.base}, stride {fragment.stride} and bytes {fragment.bytes}"
-            f" must be multiples of {WORD_BYTES}, and 0 < bytes <= stride",
-            where,
-        )
-    end = fragment.base + (num_blocks - 1) * fragment.stride + fragment.bytes
-    if end > found[fragment.memory].bytes:
-        raise InvalidArgument(
-            f"{where}: block {num_blocks - 1} ends at {end}, the region at"
-            f" {found[fragment.memory].bytes}",
-            where,
-        )

@@ -52,8 +52,6 @@ class GpuConfig:
     batch_descriptors: int = 4096  # most copies in one call of cuMemcpyBatchAsync
     staging_bytes: int = 16 << 20  # pinned, per direction, at least a part: for unpinned extents
     bind_to_node: bool = True  # threads stay on the GPU's NUMA node
-    # As the rank's worker saw it: what is free less once the mover has its context, that takes.
-    free_bytes_before: int = 0
     free_bytes_before: int = 0  # of the GPU, as the worker saw it before it registered; 0: not told
 
 

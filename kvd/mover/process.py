@@ -38,6 +38,7 @@ MAX_TRANSFERS_QUEUED = 4096
 MAX_ORDER_BYTES_QUEUED = 32 << 20
 MAX_BYTES_UNREAD = 64 << 20  # a mover that lets this much lie hangs, and is ended
 START_S = 30.0
+START_GPU_S = 60.0  # CuPy's import, the driver's start, a context, a calibration
 STOP_S = 3.0
 _LAST_WORDS_S = 1.0  # for what a dead mover wrote to be read
 
@@ -266,10 +267,11 @@ class MoverProcess:
         self._transport = transport
         body = frames.pack_config(config, self.ring_fd, self.board_fd, self.event_fd)
         self._write(FrameKind.CONFIGURE, body)
+        within_s = START_S if config.gpu is None else START_GPU_S
         try:
-            await asyncio.wait_for(asyncio.shield(self._hello), START_S)
+            await asyncio.wait_for(asyncio.shield(self._hello), within_s)
         except TimeoutError:
-            raise MoverStartFailed(f"no word from the mover process in {START_S} s") from None
+            raise MoverStartFailed(f"no word from the mover process in {within_s} s") from None
 
     def _reap(self) -> None:
         """The pidfd is readable: the process has ended."""

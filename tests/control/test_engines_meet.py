@@ -256,14 +256,6 @@ def test_the_end_of_a_worker_ends_its_mover(running: RunningDaemon) -> None:
         ({"memories": [memory(offset=3)]}, "INVALID_ARGUMENT"),
         ({"memories": [memory(bytes=1 << 40)]}, "INVALID_ARGUMENT"),
         ({"memories": [memory(offset=(1 << 64) - 8)]}, "INVALID_ARGUMENT"),
-        (
-            {"memories": [worker_pb2.MemoryHandle(cuda_ipc=worker_pb2.CudaIpc(bytes=8))]},
-            "TRANSPORT_UNSUPPORTED",
-        ),
-        (
-            {"memories": [worker_pb2.MemoryHandle(vmm_fd=worker_pb2.VmmFd(bytes=8))]},
-            "TRANSPORT_UNSUPPORTED",
-        ),
     ],
 )
 def test_an_impossible_registration_is_refused(

@@ -181,6 +181,7 @@ def large_struct() -> common_pb2.ReqContext:
 
 MANY_IDS = list(range(1, 16386))
 WIDE = context("r" * 257)
+GPU = worker_pb2.GpuMemory(free_bytes=1 << 30, total_bytes=1 << 30)
 CUDA = worker_pb2.MemoryHandle(cuda_ipc=worker_pb2.CudaIpc(handle=bytes(64), bytes=4096))
 
 CASES: list[tuple[str, Build, Refusal]] = [
@@ -273,11 +274,9 @@ CASES: list[tuple[str, Build, Refusal]] = [
     ("WorkerService.RegisterRank", register(memories=[memory(offset=2**63)]), INVALID),
     ("WorkerService.RegisterRank", register(memories=[memory(bytes=0)]), INVALID),
     ("WorkerService.RegisterRank", register(memories=[memory(bytes=2**64 - 8)]), INVALID),
-    (
-        "WorkerService.RegisterRank",
-        register(memories=[CUDA]),
-        ("INVALID_ARGUMENT", "TRANSPORT_UNSUPPORTED"),
-    ),
+    ("WorkerService.RegisterRank", register(memories=[CUDA]), INVALID),  # without gpu_memory
+    ("WorkerService.RegisterRank", register(memories=[CUDA], gpu_memory=GPU), INVALID),  # no UUID
+    ("WorkerService.RegisterRank", register(memories=[memory(), CUDA], gpu_memory=GPU), INVALID),
     (
         "WorkerService.UnregisterRank",
         lambda s: worker_pb2.UnregisterRankRequest(registration_id=10**6),

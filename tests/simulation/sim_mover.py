@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.mover.checksums import part_checksums
+from kvd.mover.facts import MoverFacts
 from kvd.mover.process import Finished, LocatedPart, MoverSink
 from kvd.pool.pool import Pool
 from kvd_proto.layout import NULL_ENGINE_BLOCK
@@ -52,6 +53,7 @@ class SimMover:
     checksums: bool = False
     pid: int = 4_194_304  # above the largest that Linux gives: never a real process
     start_time: int = 1
+    facts: MoverFacts = field(default_factory=MoverFacts)
     board: deque[tuple[JobId, JobKind, JobStatus]] = field(default_factory=deque)
     alive: bool = True
     ready: set[JobId] = field(default_factory=set)

@@ -1,0 +1,102 @@
+"""Whether a GPU has room for a mover's CUDA context, and what such a context was seen to take.
+
+The engine has sized its KV by then, and control asks no driver: the worker says how much is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+
+from kvd.core.errors import InvalidArgument
+from kvd.mover import refusals
+from kvd.mover.facts import CopyPath, GpuFacts, MoverFacts
+from kvd.mover.layout import GpuConfig
+from kvd_proto.v1 import worker_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+MAX_GPUS = 256  # whose figures are kept; a machine has 16 at most
+# An engine that allocates while a mover starts looks like the mover's context. Beyond this it is
+# taken for that, and the figure is not kept.
+MAX_CONTEXT_BYTES = 4 << 30
+UTILIZATION_STEP = 0.01  # what engines' settings are written in
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTerms:
+    """The operator's settings for GPUs."""
+
+    copier: str = "auto"
+    context_bytes: int = 512 * MIB  # assumed until one was measured
+    staging_bytes: int = 16 * MIB
+
+
+class GpuRoom:
+    """What movers' contexts take on each GPU, as far as any has run there."""
+
+    def __init__(self, terms: GpuTerms) -> None:
+        self._terms = terms
+        self._measured: dict[str, int] = {}  # by UUID, the largest
+
+    def context_bytes(self, uuid: str) -> int:
+        """What a mover's context on this GPU takes: measured, else assumed."""
+        return self._measured.get(uuid, self._terms.context_bytes)
+
+    def config(self, uuid: str, memory: pb.GpuMemory, returning_bytes: int = 0) -> GpuConfig:
+        """How a mover uses this GPU, once there is room for it.
+
+        `returning_bytes` come free before it starts. Raises InvalidArgument, with the reason
+        GPU_MEMORY_SHORT, where the context would not fit what is free.
+        """
+        needed = self.context_bytes(uuid)
+        if memory.free_bytes + returning_bytes < needed:
+            raise InvalidArgument(
+                self._short(uuid, memory, needed - memory.free_bytes - returning_bytes),
+                "gpu_memory.free_bytes",
+                refusals.GPU_MEMORY_SHORT,
+            )
+        return GpuConfig(
+            uuid,
+            copier=self._terms.copier,
+            staging_bytes=self._terms.staging_bytes,
+            free_bytes_before=memory.free_bytes,
+        )
+
+    def _short(self, uuid: str, memory: pb.GpuMemory, missing: int) -> str:
+        how = "measured" if uuid in self._measured else "assumed, by gpu_context_bytes"
+        step = math.ceil(missing / memory.total_bytes / UTILIZATION_STEP) * UTILIZATION_STEP
+        return (
+            f"{uuid}: {memory.free_bytes // MIB} MiB of {memory.total_bytes // MIB} MiB are free,"
+            f" and the mover's CUDA context takes {self.context_bytes(uuid) // MIB} MiB ({how});"
+            f" lower vLLM's --gpu-memory-utilization by {step:.2f} and start the engine anew"
+        )
+
+    def measured(self, facts: GpuFacts) -> None:
+        """A mover has started there and says what it takes."""
+        if not 0 < facts.context_bytes <= MAX_CONTEXT_BYTES:
+            return
+        before = self._measured.get(facts.uuid, 0)
+        if before or len(self._measured) < MAX_GPUS:
+            self._measured[facts.uuid] = max(before, facts.context_bytes)
+        if facts.context_bytes > before:
+            log.info("a mover's context on %s takes %d MiB", facts.uuid, facts.context_bytes // MIB)
+
+
+def in_words(facts: MoverFacts) -> str:
+    """A rank's transport in a line, for logs."""
+    gpu = facts.gpu
+    if gpu is None:
+        return facts.transport
+    context = f"{gpu.context_bytes // MIB} MiB" if gpu.context_bytes else "of unknown size"
+    return (
+        f"{facts.transport} on {gpu.uuid} ({gpu.name}, driver {gpu.driver_version});"
+        f" stores {_in_words(facts.store)}, loads {_in_words(facts.load)}; context {context}"
+    )
+
+
+def _in_words(path: CopyPath) -> str:
+    speed = f"{path.bytes_per_second / 1e9:.1f} GB/s" if path.bytes_per_second else "not calibrated"
+    return f"by {path.copier} ({speed})"

@@ -1,0 +1,222 @@
+"""The memory that a rank registers: from handles on the wire to what a mover can reach.
+
+Control opens nothing of a GPU here. It checks what can be checked without a driver; the mover
+checks the rest against the allocation itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvd.control.peers import Memory, Peer
+from kvd.core.errors import InvalidArgument
+from kvd.mover import refusals
+from kvd.mover.layout import CudaRegion, Region
+from kvd_proto.libcuda import IPC_HANDLE_BYTES
+from kvd_proto.v1 import worker_pb2 as pb
+
+WORD_BYTES = 8
+MAX_GPU_BYTES = 1 << 48  # of one GPU: more than any has, so that no sum overflows
+_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """All regions of one rank. `gpu_uuid`: of the GPU that they lie on, "" for host memory."""
+
+    regions: tuple[Region, ...] | tuple[CudaRegion, ...]
+    gpu_uuid: str = ""
+
+
+def rank_memory(request: pb.RegisterRankRequest, peer: Peer) -> RankMemory:
+    """The memories behind a registration's handles, with every fragment inside them.
+
+    Raises InvalidArgument, naming the field, unless all lie in host memory or all on one GPU.
+    """
+    kinds = [_kind(handle, f"memories[{n}]") for n, handle in enumerate(request.memories)]
+    for number, kind in enumerate(kinds):
+        if (kind == "host") != (kinds[0] == "host"):
+            raise InvalidArgument(
+                f"memories[{number}] is {kind} and memories[0] is {kinds[0]}: a rank's memories"
+                " lie all in host memory or all on one GPU",
+                f"memories[{number}]",
+            )
+    if kinds[0] == "host":
+        memory = RankMemory(
+            tuple(_host(h.host, f"memories[{n}]", peer) for n, h in enumerate(request.memories))
+        )
+    else:
+        memory = _gpu(request, peer)
+    for number, group in enumerate(request.groups):
+        for place, fragment in enumerate(group.fragments):
+            where = f"groups[{number}].fragments[{place}]"
+            _check_fragment(fragment, group.num_blocks, memory.regions, where)
+    return memory
+
+
+def _kind(handle: pb.MemoryHandle, where: str) -> str:
+    kind: str | None = handle.WhichOneof("kind")
+    if kind is None:
+        raise InvalidArgument(f"{where} has no handle", where)
+    return kind
+
+
+# -- host memory ------------------------------------------------------------------------------
+
+
+def _host(host: pb.HostSharedMemory, where: str, peer: Peer) -> Region:
+    memory = _offered(host.memory_token, where, peer)
+    if memory.is_device:
+        raise InvalidArgument(
+            f"{where}: memory {host.memory_token} was offered as device memory; name it by vmm_fd",
+            f"{where}.memory_token",
+        )
+    _check_span(host, where)
+    if host.offset + host.bytes > memory.bytes:
+        raise InvalidArgument(
+            f"{where}: the region ends at {host.offset + host.bytes}, the file at {memory.bytes}",
+            f"{where}.bytes",
+        )
+    return Region(memory.fd, host.offset, host.bytes)
+
+
+def _offered(token: int, where: str, peer: Peer) -> Memory:
+    memory = peer.memories.get(token)
+    if memory is None:
+        raise InvalidArgument(
+            f"{where}: no memory {token} was offered on this worker's companion connection",
+            f"{where}.memory_token",
+        )
+    return memory
+
+
+def _check_span(handle: pb.HostSharedMemory | pb.CudaIpc | pb.VmmFd, where: str) -> None:
+    if handle.offset % WORD_BYTES or handle.bytes == 0 or handle.bytes % WORD_BYTES:
+        raise InvalidArgument(
+            f"{where}: offset {handle.offset} and bytes {handle.bytes} must be multiples of"
+            f" {WORD_BYTES}, and bytes not 0",
+            f"{where}.offset" if handle.offset % WORD_BYTES else f"{where}.bytes",
+        )
+
+
+# -- memory of a GPU --------------------------------------------------------------------------
+
+
+def _gpu(request: pb.RegisterRankRequest, peer: Peer) -> RankMemory:
+    total_bytes = _check_gpu_memory(request)
+    first = ""
+    regions = []
+    for number, handle in enumerate(request.memories):
+        where = f"memories[{number}]"
+        if handle.WhichOneof("kind") == "cuda_ipc":
+            uuid = _gpu_uuid(handle.cuda_ipc.gpu_uuid, where)
+            regions.append(_cuda_ipc(handle.cuda_ipc, where, total_bytes))
+        else:
+            uuid = _gpu_uuid(handle.vmm_fd.gpu_uuid, where)
+            regions.append(_vmm_fd(handle.vmm_fd, where, peer, total_bytes))
+        first = first or uuid
+        if uuid != first:
+            raise InvalidArgument(
+                f"{where} lies on {uuid}, memories[0] on {first}: a rank's memories lie on one"
+                " GPU; register another rank for the other",
+                f"{where}.gpu_uuid",
+            )
+    return RankMemory(tuple(regions), first)
+
+
+def _check_gpu_memory(request: pb.RegisterRankRequest) -> int:
+    """The GPU's size in bytes."""
+    if not request.HasField("gpu_memory"):
+        raise InvalidArgument(
+            "gpu_memory is required for memory on a GPU: what cuMemGetInfo says there",
+            "gpu_memory",
+        )
+    memory = request.gpu_memory
+    if not 0 < memory.total_bytes <= MAX_GPU_BYTES or memory.free_bytes > memory.total_bytes:
+        raise InvalidArgument(
+            f"gpu_memory says {memory.free_bytes} of {memory.total_bytes} bytes are free",
+            "gpu_memory.total_bytes",
+        )
+    return memory.total_bytes
+
+
+def _gpu_uuid(text: str, where: str) -> str:
+    """The UUID as the driver writes it."""
+    if text.startswith("MIG-"):
+        raise InvalidArgument(
+            f"{where} lies on a MIG instance ({text}): CUDA shares no memory there between"
+            " processes; give the engine a whole GPU",
+            f"{where}.gpu_uuid",
+            refusals.GPU_MODE_UNSUPPORTED,
+        )
+    uuid = text[:4] + text[4:].lower()
+    if _UUID.fullmatch(uuid) is None:
+        raise InvalidArgument(
+            f"{where}: {text[:64]!r} is no GPU's UUID; nvidia-smi -L shows them:"
+            " GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx",
+            f"{where}.gpu_uuid",
+        )
+    return uuid
+
+
+def _cuda_ipc(ipc: pb.CudaIpc, where: str, total_bytes: int) -> CudaRegion:
+    if len(ipc.handle) != IPC_HANDLE_BYTES:
+        raise InvalidArgument(
+            f"{where}: the handle has {len(ipc.handle)} bytes, not {IPC_HANDLE_BYTES}",
+            f"{where}.handle",
+        )
+    _check_span(ipc, where)
+    _check_end(ipc, where, total_bytes, "the GPU")
+    return CudaRegion(ipc.offset, ipc.bytes, handle=ipc.handle)
+
+
+def _vmm_fd(vmm: pb.VmmFd, where: str, peer: Peer, total_bytes: int) -> CudaRegion:
+    memory = _offered(vmm.memory_token, where, peer)
+    if not memory.is_device:
+        raise InvalidArgument(
+            f"{where}: memory {vmm.memory_token} was not offered as device memory"
+            " (OfferMemory.device_memory)",
+            f"{where}.memory_token",
+        )
+    if not 0 < vmm.allocation_bytes <= total_bytes:
+        raise InvalidArgument(
+            f"{where}: an allocation of {vmm.allocation_bytes} bytes on a GPU of {total_bytes}",
+            f"{where}.allocation_bytes",
+        )
+    _check_span(vmm, where)
+    _check_end(vmm, where, vmm.allocation_bytes, "the allocation")
+    return CudaRegion(vmm.offset, vmm.bytes, fd=memory.fd, allocation_bytes=vmm.allocation_bytes)
+
+
+def _check_end(handle: pb.CudaIpc | pb.VmmFd, where: str, end: int, of_what: str) -> None:
+    if handle.offset + handle.bytes > end:
+        raise InvalidArgument(
+            f"{where}: the region ends at {handle.offset + handle.bytes}, {of_what} at {end}",
+            f"{where}.bytes",
+        )
+
+
+# -- fragments --------------------------------------------------------------------------------
+
+
+def _check_fragment(
+    fragment: pb.Fragment, num_blocks: int, found: Sequence[Region | CudaRegion], where: str
+) -> None:
+    if fragment.memory >= len(found):
+        raise InvalidArgument(f"{where}.memory {fragment.memory} is not offered", f"{where}.memory")
+    misplaced = fragment.base % WORD_BYTES or fragment.stride % WORD_BYTES
+    if misplaced or fragment.bytes % WORD_BYTES or not 0 < fragment.bytes <= fragment.stride:
+        raise InvalidArgument(
+            f"{where}: base {fragment.base}, stride {fragment.stride} and bytes {fragment.bytes}"
+            f" must be multiples of {WORD_BYTES}, and 0 < bytes <= stride",
+            where,
+        )
+    end = fragment.base + (num_blocks - 1) * fragment.stride + fragment.bytes
+    if end > found[fragment.memory].bytes:
+        raise InvalidArgument(
+            f"{where}: block {num_blocks - 1} ends at {end}, the region at"
+            f" {found[fragment.memory].bytes}",
+            where,
+        )

@@ -1,0 +1,186 @@
+"""What a daemon asks of memory on a GPU before any driver sees it, and without one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvd_client.companion import CompanionRefused
+from kvd_proto.v1 import worker_pb2 as pb
+from tests.control.daemon_rig import (
+    BLOCK_BYTES,
+    NUM_BLOCKS,
+    RawWorker,
+    RunningDaemon,
+    daemon,
+    group_layout,
+    memory,
+    refusal,
+    wait_until,
+)
+
+GIB = 1 << 30
+MIB = 1 << 20
+UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"
+OTHER = "GPU-ffffffff-89ab-cdef-0123-456789abcdef"
+ROOM = pb.GpuMemory(free_bytes=2 * GIB, total_bytes=80 * GIB)
+BYTES = NUM_BLOCKS * BLOCK_BYTES
+DEVICE_TOKEN = 9  # offered as device memory by every worker here
+
+
+def ipc(**changes: Any) -> pb.MemoryHandle:
+    fields: dict[str, Any] = {"handle": bytes(64), "bytes": BYTES, "gpu_uuid": UUID}
+    return pb.MemoryHandle(cuda_ipc=pb.CudaIpc(**{**fields, **changes}))
+
+
+def vmm(**changes: Any) -> pb.MemoryHandle:
+    fields: dict[str, Any] = {
+        "memory_token": DEVICE_TOKEN,
+        "bytes": BYTES,
+        "gpu_uuid": UUID,
+        "allocation_bytes": 2 * MIB,
+    }
+    return pb.MemoryHandle(vmm_fd=pb.VmmFd(**{**fields, **changes}))
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningDaemon]:
+    with daemon("--pool-bytes", "32MiB") as started:
+        yield started
+
+
+@pytest.fixture
+def worker(running: RunningDaemon) -> Iterator[RawWorker]:
+    made = RawWorker(running.socket)
+    fd = os.open("/dev/null", os.O_RDWR)  # a character device, as drivers export by
+    made.companion.offer_memory(DEVICE_TOKEN, fd, device_memory=True)
+    os.close(fd)
+    yield made
+    made.close()
+
+
+HANDLES: list[tuple[dict[str, Any], str]] = [
+    ({"memories": [ipc(handle=bytes(63))]}, "memories[0].handle"),
+    ({"memories": [ipc(handle=b"")]}, "memories[0].handle"),
+    ({"memories": [ipc(handle=bytes(65))]}, "memories[0].handle"),
+    ({"memories": [ipc(offset=4)]}, "memories[0].offset"),
+    ({"memories": [ipc(bytes=0)]}, "memories[0].bytes"),
+    ({"memories": [ipc(bytes=12)]}, "memories[0].bytes"),
+    ({"memories": [ipc(offset=80 * GIB)]}, "memories[0].bytes"),
+    ({"memories": [ipc(offset=(1 << 64) - 8)]}, "memories[0].bytes"),
+    ({"memories": [ipc(gpu_uuid="")]}, "memories[0].gpu_uuid"),
+    ({"memories": [ipc(gpu_uuid="0")]}, "memories[0].gpu_uuid"),
+    ({"memories": [ipc(gpu_uuid=UUID[:-1])]}, "memories[0].gpu_uuid"),
+    ({"memories": [ipc(gpu_uuid=UUID + "\n")]}, "memories[0].gpu_uuid"),
+    ({"memories": [ipc(gpu_uuid=f"{UUID},{OTHER}")]}, "memories[0].gpu_uuid"),
+    ({"memories": [ipc(), ipc(gpu_uuid=OTHER)]}, "memories[1].gpu_uuid"),
+    ({"memories": [ipc(), vmm(gpu_uuid=OTHER)]}, "memories[1].gpu_uuid"),
+    ({"memories": [ipc(), memory()]}, "memories[1]"),
+    ({"memories": [memory(), vmm()]}, "memories[1]"),
+    ({"memories": [memory(memory_token=DEVICE_TOKEN)]}, "memories[0].memory_token"),
+    ({"memories": [vmm(memory_token=8)]}, "memories[0].memory_token"),
+    ({"memories": [vmm(memory_token=7)]}, "memories[0].memory_token"),
+    ({"memories": [vmm(allocation_bytes=0)]}, "memories[0].allocation_bytes"),
+    ({"memories": [vmm(allocation_bytes=81 * GIB)]}, "memories[0].allocation_bytes"),
+    ({"memories": [vmm(allocation_bytes=BYTES - 8)]}, "memories[0].bytes"),
+    ({"memories": [vmm(offset=2 * MIB)]}, "memories[0].bytes"),
+    ({"memories": [ipc()], "gpu_memory": None}, "gpu_memory"),
+    ({"memories": [ipc()], "gpu_memory": pb.GpuMemory()}, "gpu_memory.total_bytes"),
+    (
+        {"memories": [ipc()], "gpu_memory": pb.GpuMemory(free_bytes=2, total_bytes=1)},
+        "gpu_memory.total_bytes",
+    ),
+    ({"memories": [ipc()], "groups": [group_layout(num_blocks=65)]}, "groups[0].fragments[0]"),
+]
+
+
+@pytest.mark.parametrize(("changes", "named"), HANDLES)
+def test_memory_that_can_not_be_is_refused_with_the_field_named(
+    worker: RawWorker, changes: dict[str, Any], named: str
+) -> None:
+    code, reason, field = refusal(lambda: worker.register(**{"gpu_memory": ROOM, **changes}))
+    assert (code, reason, field) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", named)
+
+
+def test_a_mig_instance_is_refused_for_what_it_is(worker: RawWorker) -> None:
+    memories = [ipc(gpu_uuid="MIG-01234567-89ab-cdef-0123-456789abcdef")]
+    said = refusal(lambda: worker.register(memories=memories, gpu_memory=ROOM))
+    assert said == ("FAILED_PRECONDITION", "GPU_MODE_UNSUPPORTED", "memories[0].gpu_uuid")
+
+
+# -- room -------------------------------------------------------------------------------------
+
+
+def short_of_memory(worker: RawWorker, free_bytes: int) -> str:
+    """What the daemon says to so little free memory."""
+    room = pb.GpuMemory(free_bytes=free_bytes, total_bytes=80 * GIB)
+    with pytest.raises(Exception, match="--gpu-memory-utilization") as caught:
+        worker.register(memories=[ipc()], gpu_memory=room)
+    (said, field) = refusal(lambda: worker.register(memories=[ipc()], gpu_memory=room))[1:]
+    assert (said, field) == ("GPU_MEMORY_SHORT", "gpu_memory.free_bytes")
+    return str(caught.value)
+
+
+def test_too_little_free_memory_is_refused_with_how_much_the_engine_must_leave(
+    worker: RawWorker,
+) -> None:
+    assert "by 0.01 " in short_of_memory(worker, 511 * MIB)  # of 512 MiB, and 1 MiB is 0.00001
+    assert f"{UUID}: 0 MiB of 81920 MiB are free" in short_of_memory(worker, 0)
+
+
+def test_the_assumed_context_is_the_operators_to_set() -> None:
+    with daemon("--pool-bytes", "32MiB", "--gpu-context-bytes", "2GiB") as started:
+        worker = RawWorker(started.socket)
+        assert "takes 2048 MiB (assumed, by gpu_context_bytes)" in short_of_memory(worker, 0)
+        assert "by 0.03 " in short_of_memory(worker, 0)  # 2 of 80 GiB are 0.025
+        worker.close()
+
+
+# -- a daemon without CUDA ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memories", [[ipc()], [vmm()], [ipc(), vmm()]])
+def test_a_daemon_without_cupy_says_what_to_install_and_leaves_no_mover(
+    running: RunningDaemon, worker: RawWorker, memories: list[pb.MemoryHandle]
+) -> None:
+    with pytest.raises(Exception, match=r"cuda12.*cuda13"):
+        worker.register(memories=memories, gpu_memory=ROOM)
+    said = refusal(lambda: worker.register(memories=memories, gpu_memory=ROOM))
+    assert said[:2] == ("INVALID_ARGUMENT", "TRANSPORT_UNSUPPORTED")
+    wait_until(lambda: not running.movers(), "the movers' end")
+
+
+def test_a_worker_that_was_refused_for_its_gpu_may_register_host_memory(worker: RawWorker) -> None:
+    refusal(lambda: worker.register(memories=[ipc()], gpu_memory=ROOM))
+    assert worker.register()
+
+
+# -- descriptors --------------------------------------------------------------------------------
+
+
+def test_an_export_of_device_memory_is_taken_without_a_size(worker: RawWorker) -> None:
+    for fd in (os.eventfd(0), os.memfd_create("export")):  # an anonymous inode, shared memory
+        assert worker.companion.offer_memory(3, fd, device_memory=True) == 0
+        os.close(fd)
+
+
+def test_what_can_be_no_export_of_device_memory_is_refused(worker: RawWorker) -> None:
+    one, two = socket.socketpair()
+    reading, writing = os.pipe()
+    main, terminal = os.openpty()
+    fds = [
+        *(one.detach(), two.detach(), reading, writing, terminal, main),
+        os.open("/proc/self/status", os.O_RDONLY),
+        os.open("/usr", os.O_RDONLY),
+        os.open("/usr", os.O_PATH),
+    ]
+    for fd in fds:
+        with pytest.raises(CompanionRefused, match="no export of device memory"):
+            worker.companion.offer_memory(3, fd, device_memory=True)
+        os.close(fd)
+    said = refusal(lambda: worker.register(memories=[vmm(memory_token=3)], gpu_memory=ROOM))
+    assert said[2] == "memories[0].memory_token"
