@@ -98,6 +98,7 @@ class Daemon:
             threads=config.prefault_threads,
             any_filesystem=config.any_filesystem,
             payload_checksums=config.payload_checksums,
+            extents_directory=config.extents_directory,
         )
 
     def _driver(self, pool: Pool) -> Driver:

@@ -131,6 +131,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             extent_bytes=self._driver.pool.extent_bytes,
             checksums=self._driver.pool.payload_checksums,
             gpu=self._gpu_config(request, memory.gpu_uuid, start),
+            extents_directory=self._driver.pool.extents_directory,
         )
 
     def _gpu_config(
