@@ -34,6 +34,7 @@ class Probe:
             "tenant": "",
             "model": "probe",
             "unshared": False,
+            "memory": "host",  # or a kind of GPU memory, of tests.gpu.device_memory.KINDS
         }
         settings |= changes
         self.engine_id = engine_id
