@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvd_client.integrations.vllm import memory
 from kvd_client.integrations.vllm.memory import compute_end
 from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata, RankHandshake
 from kvd_client.integrations.vllm.worker import KvdConnectorWorker
@@ -156,8 +159,14 @@ def test_shutdown_leaves_nothing_to_tell(rank: Rank) -> None:
 
 def test_kv_on_another_device_is_refused_with_the_way_out(rank: Rank) -> None:
     elsewhere = {name: tensor.to("meta") for name, tensor in rank.kv.items()}
-    with pytest.raises(RuntimeError, match=r"host memory.*on meta.*--kv-transfer-config"):
+    with pytest.raises(RuntimeError, match=r"NVIDIA GPU.*lies on meta.*--kv-transfer-config"):
         rank.worker.register_kv_caches(elsewhere)
+
+
+def test_kv_on_two_devices_is_refused_with_both_named(rank: Rank) -> None:
+    (name, *_) = rank.kv
+    with pytest.raises(RuntimeError, match="lies on cpu, meta"):
+        rank.worker.register_kv_caches({**rank.kv, name: rank.kv[name].to("meta")})
 
 
 def test_kv_that_vllm_allocated_outside_of_our_context_is_refused(tmp_path: Path) -> None:
@@ -172,24 +181,15 @@ def test_on_a_cpu_the_hooks_come_when_the_kv_is_written() -> None:
     assert compute_end(torch.device("cpu")) is None
 
 
-def test_on_another_device_stores_wait_for_all_that_was_launched_before(
+def test_on_a_gpu_the_end_is_that_of_the_threads_own_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    happened: list[str] = []
-
-    class Event:
-        def __init__(self, device: torch.device) -> None:
-            happened.append(str(device))
-
-        def record(self) -> None:
-            happened.append("recorded")
-
-        def synchronize(self) -> None:
-            happened.append("waited")
-
-    monkeypatch.setattr(torch, "Event", Event)
+    waited: list[object] = []
+    streams = {1: SimpleNamespace(cuda_stream=77)}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[device.index])
+    monkeypatch.setattr(memory, "stream_end", lambda stream: partial(waited.append, stream))
     wait = compute_end(torch.device("cuda", 1))
-    assert happened == ["cuda:1", "recorded"]
     assert wait is not None
+    assert waited == []
     wait()
-    assert happened[2:] == ["waited"]
+    assert waited == [streams[1]]

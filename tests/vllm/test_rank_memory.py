@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ from kvd_client.integrations.vllm.memory import (
     BlockRows,
     SharedAllocation,
     SharedBuffer,
+    device_spans,
     lay_out,
     rank_kv,
     shared_tensor,
 )
-from kvd_client.worker import Fragment, SharedMemory
+from kvd_client.worker import DeviceSpan, Fragment, SharedMemory
 
 SIZE = 3 * mmap.PAGESIZE + 40
 
@@ -136,7 +138,7 @@ def test_memory_in_several_files_is_several_regions_and_unused_ones_are_none() -
     rows = [BlockRows(0x30000, 4, 64), BlockRows(0x10000, 4, 64)]
     buffers = [buffer(0x10000, 4096, fd=5), buffer(0x20000, 4096, fd=6), buffer(0x30000, 4096)]
     kv = lay_out(rows, [[(0, 64), (1, 64)]], buffers, 1)
-    assert [region.fd for region in kv.regions] == [5, 7]
+    assert kv.regions == (SharedMemory(5, 0, 4096), SharedMemory(7, 0, 4096))
     assert [fragment.memory for fragment in kv.groups[0].fragments] == [1, 0]
 
 
@@ -169,3 +171,40 @@ def test_a_layout_in_odd_bytes_is_refused_with_the_fix(row: BlockRows, num_bytes
 def test_memory_that_was_not_made_here_is_refused_with_the_fix(address: int) -> None:
     with pytest.raises(ValueError, match=r"can't map this engine's KV cache.*vLLM 0\.32 and 0\.33"):
         lay_out([BlockRows(address, 4, 64)], [[(0, 64)]], [buffer(0x10000, 4096)], 1)
+
+
+def block_tensor(storage: torch.Tensor, first: int, num_blocks: int, stride: int, size: int) -> Any:
+    """One of vLLM's block tensors: a view [num_blocks, size] of a storage of bytes."""
+    view = storage.as_strided((num_blocks, size), (stride, 1), first)
+    return CanonicalKVCacheTensor(view, page_size_bytes=size)
+
+
+def test_gpu_memory_is_registered_as_the_storages_under_the_views_each_once() -> None:
+    one, other = (torch.zeros(size, dtype=torch.int8) for size in (4096, 1030))
+    caches = CanonicalKVCaches(
+        [
+            block_tensor(one, 0, 8, 256, 256),
+            block_tensor(one, 2048, 8, 256, 256),
+            block_tensor(other, 16, 8, 120, 120),
+        ],
+        [[CanonicalKVCacheRef(0, 256), CanonicalKVCacheRef(2, 120)], [CanonicalKVCacheRef(1, 200)]],
+    )
+    spans = device_spans(caches)
+    assert spans == [DeviceSpan(one.data_ptr(), 4096), DeviceSpan(other.data_ptr(), 1024)]
+    kv = rank_kv(caches, spans, 1)
+    assert kv.regions == tuple(spans)
+    assert list(kv.groups[0].fragments) == [Fragment(0, 0, 256, 256), Fragment(1, 16, 120, 120)]
+    assert list(kv.groups[1].fragments) == [Fragment(0, 2048, 256, 200)]
+    assert kv.shard_bytes == (376, 200)
+
+
+def test_blocks_that_hold_all_layers_keep_their_stride_in_gpu_memory() -> None:
+    storage = torch.zeros(4 * 640, dtype=torch.int8)
+    parts = [block_tensor(storage, layer * 160, 4, 640, 160) for layer in range(4)]
+    refs = [CanonicalKVCacheRef(layer, 152) for layer in range(4)]
+    caches = CanonicalKVCaches(parts, [refs])
+    (group,) = rank_kv(caches, device_spans(caches), 2).groups
+    assert group.num_blocks == 4
+    assert [(f.base, f.stride, f.bytes) for f in group.fragments] == [
+        (layer * 160, 640, 152) for layer in range(4)
+    ]

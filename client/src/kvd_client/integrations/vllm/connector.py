@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
     KVConnectorTransferResults,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
@@ -26,6 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.connection import SchedulerConnection
 from kvd_client.integrations.vllm.events import RemovalWatcher
+from kvd_client.integrations.vllm.gpu_rules import check_step_order
 from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.namespace import (
     build_namespace,
@@ -60,6 +62,7 @@ class KvdConnector(OffloadingConnector):
         is_ours = choose_spec(vllm_config)
         if is_ours:
             check_config(vllm_config)
+            check_step_order(vllm_config, kv_cache_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._kvd_scheduler: KvdConnectorScheduler | None = None
         self._kvd_worker: KvdConnectorWorker | None = None
@@ -130,6 +133,12 @@ class KvdConnector(OffloadingConnector):
             return None
         context: AbstractContextManager[Any] | None = self._kvd_worker.get_mem_pool_context()
         return context
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """The last call of vLLM's before the step's forward."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._kvd_worker is not None:
+            self._kvd_worker.note_launched(connector_metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Loads that ended, those among them that failed: their requests are computed."""

@@ -1,7 +1,8 @@
 """A rank's KV memory: made where kvd can map it, and described as kvd wants it described.
 
 vLLM makes one allocation for all layers and views it. On a CPU that allocation is put into a
-memory file, whose descriptor the daemon's mover maps.
+memory file, whose descriptor the daemon's mover maps. On a GPU it is vLLM's own, and what is
+registered is the storage under vLLM's views.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
-from kvd_client.worker import Fragment, GroupLayout, SharedMemory
+from kvd_client.worker import DeviceSpan, Fragment, GroupLayout, SharedMemory
+from kvd_client.worker.cuda_stream import stream_end
 from kvd_client.worker.memory import ALIGNMENT
 
 MAKERS = (torch.zeros, torch.empty)
@@ -112,7 +114,7 @@ class BlockRows(NamedTuple):
 class RankKv:
     """What a rank registers: its regions, and each group's layout in them."""
 
-    regions: tuple[SharedMemory, ...]
+    regions: tuple[SharedMemory | DeviceSpan, ...]
     groups: tuple[GroupLayout, ...]
 
     @property
@@ -121,8 +123,18 @@ class RankKv:
         return tuple(sum(f.bytes for f in group.fragments) for group in self.groups)
 
 
+def device_spans(caches: CanonicalKVCaches) -> list[DeviceSpan]:
+    """The storages that vLLM's block tensors view, each once; for KV on a GPU."""
+    storages = (each.tensor.untyped_storage() for each in caches.tensors)
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    # A last word that is not whole holds no fragment.
+    return [DeviceSpan(address, size - size % ALIGNMENT) for address, size in sizes.items()]
+
+
 def rank_kv(
-    caches: CanonicalKVCaches, buffers: Sequence[SharedBuffer], blocks_per_block: int
+    caches: CanonicalKVCaches,
+    buffers: Sequence[SharedBuffer | DeviceSpan],
+    blocks_per_block: int,
 ) -> RankKv:
     """Put vLLM's account of the KV in kvd's words: a fragment for each reference, in order.
 
@@ -141,7 +153,7 @@ def rank_kv(
 def lay_out(
     rows: Sequence[BlockRows],
     groups: Sequence[Sequence[tuple[int, int]]],
-    buffers: Sequence[SharedBuffer],
+    buffers: Sequence[SharedBuffer | DeviceSpan],
     blocks_per_block: int,
 ) -> RankKv:
     """As `rank_kv`, of plain numbers: `groups` has (row, bytes of a block) in order."""
@@ -159,8 +171,14 @@ def lay_out(
             fragments.append(Fragment(used.index(homes[index]), base, row.stride, num_bytes))
         num_blocks = min(rows[index].num_blocks for index, _ in parts)
         layouts.append(GroupLayout(num_blocks, tuple(fragments), blocks_per_block))
-    regions = tuple(SharedMemory(buffers[home].fd, 0, buffers[home].bytes) for home in used)
+    regions = tuple(_region_of(buffers[home]) for home in used)
     return RankKv(regions, tuple(layouts))
+
+
+def _region_of(buffer: SharedBuffer | DeviceSpan) -> SharedMemory | DeviceSpan:
+    if isinstance(buffer, DeviceSpan):
+        return buffer
+    return SharedMemory(buffer.fd, 0, buffer.bytes)
 
 
 def _whole_words(num_bytes: int) -> int:
@@ -171,7 +189,7 @@ def _rows_of(tensor: torch.Tensor) -> BlockRows:
     return BlockRows(tensor.data_ptr(), tensor.shape[0], tensor.stride(0) * tensor.element_size())
 
 
-def _home_of(row: BlockRows, buffers: Sequence[SharedBuffer]) -> int:
+def _home_of(row: BlockRows, buffers: Sequence[SharedBuffer | DeviceSpan]) -> int:
     """Which buffer a tensor lies in."""
     for number, buffer in enumerate(buffers):
         if buffer.address <= row.address < buffer.address + buffer.bytes:
@@ -189,11 +207,12 @@ def _check(group: int, base: int, row: BlockRows, num_bytes: int) -> None:
 
 
 def compute_end(device: torch.device) -> Callable[[], None] | None:
-    """What blocks until all that was launched on the device so far has run; None on a CPU,
-    where vLLM's hooks come when it has."""
+    """What blocks until all that this thread launched on the device so far has run; None on a
+    CPU, where vLLM's hooks come when it has.
+
+    The wait sleeps. An event of `torch.Event` would spin for the whole step, on a core that
+    vLLM's scheduler may need: torch does not carry its `blocking` out.
+    """
     if device.type == "cpu":
         return None
-    event = torch.Event(device)
-    event.record()
-    wait: Callable[[], None] = event.synchronize
-    return wait
+    return stream_end(torch.cuda.current_stream(device))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
 
+from kvd_client.integrations.vllm.gpu_rules import check_devices, start_up_error
 from kvd_client.integrations.vllm.memory import (
     RankKv,
     SharedAllocation,
     SharedBuffer,
     compute_end,
+    device_spans,
     rank_kv,
 )
 from kvd_client.integrations.vllm.metadata import (
@@ -40,7 +43,8 @@ from kvd_client.integrations.vllm.namespace import engine_identity
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.rank_layout import describe_rank
 from kvd_client.scheduler import JobReport
-from kvd_client.worker import Worker
+from kvd_client.worker import CudaMemoryRefused, DeviceSpan, Worker
+from kvd_client.worker.worker import WaitForCompute
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,12 +54,6 @@ log = logging.getLogger(__name__)
 
 STEPS_REMEMBERED = 4  # vLLM has at most two at once
 UNREGISTER_TIMEOUT_S = 5.0
-
-NO_GPU_YET = (
-    "this version of kvd serves engines whose KV lies in host memory, and this engine's lies on"
-    " {device}: start vLLM without the kvd connector (take --kv-transfer-config away), or with"
-    ' "kv_connector": "OffloadingConnector", which is vLLM\'s own'
-)
 
 
 class Part(enum.Enum):
@@ -112,6 +110,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._kv = RankKv((), ())
         self._is_registered = False
         self._steps = StepParts()
+        self._launched: tuple[KvdConnectorMetadata, WaitForCompute | None] | None = None
         self._unfinalized: KvdConnectorMetadata | None = None  # its stores have not begun
         self._requests: dict[int, str | None] = {}  # open jobs; a load's request
         self._refused: list[JobReport] = []
@@ -132,12 +131,9 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Offer this rank's KV to the daemon, now and whenever it comes back.
 
-        Raises for KV that this version can't serve, naming the way out.
+        Raises for KV that can't be served, naming the way out.
         """
-        for tensor in kv_caches.values():
-            if tensor.device.type != "cpu":
-                raise RuntimeError(NO_GPU_YET.format(device=tensor.device))
-            self._device = tensor.device
+        self._device = check_devices(kv_caches)
         self.unregister_kv_caches()
         super().register_kv_caches(kv_caches)
 
@@ -149,9 +145,16 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         """Offer the KV again; it may lie elsewhere than before."""
         if self._is_registered or self._caches is None:
             return
-        buffers: list[SharedBuffer] = self._allocation.buffers() if self._allocation else []
+        buffers: Sequence[SharedBuffer | DeviceSpan] = ()
+        if self._device.type != "cpu":
+            buffers = device_spans(self._caches)
+        elif self._allocation is not None:
+            buffers = self._allocation.buffers()
         self._kv = rank_kv(self._caches, buffers, self.spec.blocks_per_chunk)
-        self._worker.register(self._kv.regions, self._kv.groups)
+        try:
+            self._worker.register(self._kv.regions, self._kv.groups)
+        except CudaMemoryRefused as refused:
+            raise start_up_error(refused) from refused
         self._is_registered = True
 
     def unregister_kv_caches(self) -> None:
@@ -193,13 +196,29 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
             self._refused.append(JobReport(job_id, done=False))
         if step.lost:
             self._worker.write_off(step.lost)
-        self._worker.flush_step(plan)
+        self._worker.flush_step(plan, compute_end(self._device) if plan.computed_stores else None)
+
+    def note_launched(self, metadata: OffloadingConnectorMetadata) -> None:
+        """Between vLLM's zeroing and the step's forward: what was launched by now may still write
+        the blocks of the step's loads, what comes later leaves them alone."""
+        if isinstance(metadata, KvdConnectorMetadata) and metadata.plan.loads:
+            self._launched = (metadata, compute_end(self._device))
 
     def start_kv_transfers(self, metadata: OffloadingConnectorMetadata) -> None:
-        """Let the step's loads begin; vLLM has zeroed and forgotten their blocks by now."""
+        """Let the step's loads begin; vLLM has zeroed and forgotten their blocks by now.
+
+        On a GPU that is launched, not done: the loads wait for it. vLLM calls this after it has
+        launched the forward, which they need not wait for.
+        """
         self.handle_preemptions(metadata)
-        if isinstance(metadata, KvdConnectorMetadata) and self._steps.begin(metadata, Part.LOADS):
-            self._worker.start_loads(metadata.plan)
+        if not isinstance(metadata, KvdConnectorMetadata) or not metadata.plan.loads:
+            return
+        if not self._steps.begin(metadata, Part.LOADS):
+            return
+        launched, self._launched = self._launched, None
+        if launched is None or launched[0] is not metadata:
+            launched = (metadata, compute_end(self._device))
+        self._worker.start_loads(metadata.plan, launched[1])
 
     def prepare_store_kv(self, metadata: OffloadingConnectorMetadata) -> None:
         """Let the step's stores begin, once its KV is computed."""
@@ -255,7 +274,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._worker.close()
         self._is_registered = False
         self._caches = None
-        self._unfinalized = None
+        self._launched = self._unfinalized = None
         self._requests.clear()
         self._refused.clear()
         self._acknowledged = KvdWorkerMetadata()
