@@ -49,18 +49,24 @@ class Runs:
         """Bytes that they copy."""
         return int((self.width * self.height).sum())
 
-    def expand(self) -> tuple[U64, U64, U64]:
+    def expand(self, most_bytes: int = 0) -> tuple[U64, U64, U64]:
         """Host addresses, device addresses and bytes: a row per stretch, in order, neighbours
-        that touch on both sides merged."""
+        that touch on both sides merged. With most_bytes, a multiple of a word, what is longer
+        is then cut."""
         index, nth = _parts(self.height)
         host = self.host[index] + nth * self.host_pitch[index]
         device = self.device[index] + nth * self.device_pitch[index]
         width = self.width[index]
         touch = (host[1:] == host[:-1] + width[:-1]) & (device[1:] == device[:-1] + width[:-1])
-        if not touch.any():
-            return host, device, width
-        starts = np.concatenate(([0], np.flatnonzero(~touch) + 1))
-        return host[starts], device[starts], np.add.reduceat(width, starts)
+        if touch.any():
+            starts = np.concatenate(([0], np.flatnonzero(~touch) + 1))
+            host, device, width = host[starts], device[starts], np.add.reduceat(width, starts)
+        if most_bytes:
+            most = np.uint64(most_bytes)
+            index, nth = _parts((width + most - np.uint64(1)) // most)
+            host, device = host[index] + nth * most, device[index] + nth * most
+            width = np.minimum(width[index] - nth * most, most)
+        return host, device, width
 
     def pieces(self, most_bytes: int) -> Iterator[Runs]:
         """The same copies in order, cut so that each piece has at most that many bytes.
@@ -78,7 +84,7 @@ class Runs:
             yield runs[start:end]
             start, done = end, int(ends[end - 1])
 
-    def __getitem__(self, rows: slice | U64 | I64) -> Runs:
+    def __getitem__(self, rows: slice | I64 | npt.NDArray[np.bool_]) -> Runs:
         return Runs(
             self.host[rows],
             self.device[rows],
