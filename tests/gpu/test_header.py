@@ -16,6 +16,7 @@ import pytest
 
 from kvd_proto import libcuda
 from tests.gpu import fake_library
+from tests.gpu.driver import Driver
 
 STRUCTURES: dict[type[Structure], tuple[str, dict[str, str]]] = {
     libcuda.IpcHandle: ("CUipcMemHandle", {}),
@@ -95,18 +96,11 @@ def include_directories() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def driver() -> None:
-    """None is needed here, not even the fake one."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _driver_in_environment() -> None:
-    """Nor what finds it."""
-
-
-@pytest.fixture(autouse=True)
-def _no_fault_outlives_its_test() -> None:
-    """Nor its faults."""
+def driver() -> Driver:
+    """One that is never started: what is read here needs no driver, not even the fake one."""
+    unstarted = Driver()
+    unstarted.is_fake = False
+    return unstarted
 
 
 @pytest.fixture(scope="module")
