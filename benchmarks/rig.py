@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,7 @@ BLOCK_BYTES = 2 * MIB  # a Llama-8B-like block: 32 layers x 8 KV heads x 128 x K
 JOB_BLOCKS = 256  # one prompt of 4096 tokens
 POLL_SECONDS = 0.0005  # engines look at their board once a step, every few ms
 HASH_BYTES = 32
+REGISTER_SECONDS = 30.0
 
 
 @contextlib.contextmanager
@@ -83,6 +85,11 @@ class BenchEngine:
             f"/proc/self/fd/{self.fd}", dtype=np.uint8, mode="r+"
         )
         self.memory[:] = 1
+        self._join(socket, name, fragments, SharedMemory(self.fd, 0, blocks * block_bytes))
+
+    def _join(self, socket: str, name: str, fragments: int, memory: Any) -> None:
+        """Open a session and register the memory: fragment after fragment, each of all blocks."""
+        blocks, block_bytes = self.blocks, self.block_bytes
         identity = EngineIdentity(name, os.urandom(16))
         group = Group(tokens_per_block=TOKENS_PER_BLOCK, shard_bytes=(block_bytes,))
         namespace = Namespace(
@@ -98,8 +105,8 @@ class BenchEngine:
         )
         self.connection = SchedulerConnection(socket, identity, namespace)
         self.worker = Worker(socket, identity)
-        self.worker.register([SharedMemory(self.fd, 0, blocks * block_bytes)], [layout])
-        assert self.worker.wait_registered(30), self.worker.problem
+        self.worker.register([memory], [layout])
+        assert self.worker.wait_registered(REGISTER_SECONDS), self.worker.problem
         assert self.connection.wait_usable(30), self.connection.problem
         self._job = 0
 

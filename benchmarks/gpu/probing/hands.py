@@ -231,9 +231,8 @@ class Hands:
         return samples
 
 
-def serve() -> None:
-    """Obey until the input ends."""
-    hands = Hands()
+def serve(hands: object) -> None:
+    """Obey orders, a method and its arguments a line, until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
@@ -247,4 +246,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve(Hands())

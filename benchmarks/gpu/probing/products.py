@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu.cuda import Cuda, Failed
 
 IN_A_BATCH = 8
+IDLE = "idle"
+Marks = dict[str, tuple[float, float]]  # a round's phases: when each began and ended
 
 
 class Products:
@@ -77,3 +81,23 @@ def _made(width: int) -> tuple[str, Any, int]:
         return f"cupy {cupy.__version__}", multiply_here, on.ptr
     except (ImportError, AttributeError) as error:
         raise Failed(f"nothing here multiplies on the device: {error}") from error
+
+
+def by_phase(
+    rounds: Sequence[Marks], samples: Sequence[Sequence[float]]
+) -> dict[str, dict[str, list[Any]]]:
+    """By phase: the median milliseconds of each round's batches that lie wholly in it (None where
+    none does), and its ratio to that of the same round's phase `idle`."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for marks in rounds:
+        medians = {}
+        for name, (began, ended) in marks.items():
+            inside = [took for at, took in samples if began + took / 1e3 <= at <= ended]
+            medians[name] = statistics.median(inside) if inside else None
+        idle = medians.get(IDLE)
+        for name, median in medians.items():
+            row = found.setdefault(name, {"ms": [], "ratio": []})
+            row["ms"].append(median)
+            if median is not None and idle is not None:
+                row["ratio"].append(median / idle)
+    return found

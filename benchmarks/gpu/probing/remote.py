@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
+HANDS = "benchmarks.gpu.probing.hands"
 ORDER_SECONDS = 40.0
 # A shell in front takes PID 1 of a namespace, so that ours gets another number.
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -28,10 +29,16 @@ class Refused(Exception):
 class Remote:
     """One process; `call` raises Refused with its words, TimeoutError when it hangs."""
 
-    def __init__(self, prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        prefix: Sequence[str] = (),
+        module: str = HANDS,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.go, self.done = os.eventfd(0), os.eventfd(0)
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "benchmarks.gpu.probing.hands"],
+            [*prefix, sys.executable, "-m", module],
+            env=os.environ | (environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,

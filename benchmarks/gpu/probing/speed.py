@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.probing.nvml import ClockLog
+from benchmarks.gpu.probing.products import Marks, by_phase
 from benchmarks.gpu.probing.remote import Remote, remotes, tried
 from benchmarks.gpu.probing.scale import Scale
 
@@ -107,14 +107,20 @@ def products(scale: Scale) -> dict[str, Any]:
         finally:
             readings = clocks.end()
         samples = engine.call("end_products")
-    return {"library": library, "width": scale.product, "clocks": readings} | _compare(
-        marks, samples, speeds
-    )
+    phases = by_phase(marks, samples)
+    for name, told in speeds.items():
+        phases[name]["copies_bytes_per_s"] = told
+    return {
+        "library": library,
+        "width": scale.product,
+        "clocks": readings,
+        "phases": phases,
+    }
 
 
-def _phases(scale: Scale, mover: Remote, places: dict[str, int]) -> tuple[Any, Any]:
+def _phases(scale: Scale, mover: Remote, places: dict[str, int]) -> tuple[list[Marks], Any]:
     """When each phase of each round began and ended, and the copies' bytes a second."""
-    marks: list[dict[str, tuple[float, float]]] = []
+    marks: list[Marks] = []
     speeds: dict[str, list[Any]] = {name: [] for name in PHASES}
     for number in range(scale.rounds):
         marks.append({})
@@ -138,23 +144,6 @@ def _phases(scale: Scale, mover: Remote, places: dict[str, int]) -> tuple[Any, A
     return marks, speeds
 
 
-def _compare(marks: Any, samples: list[list[float]], speeds: Any) -> dict[str, Any]:
-    """By phase: medians of the products' milliseconds a round, and × those of the idle phase."""
-    found: dict[str, Any] = {name: {"ms": [], "ratio": []} for name in PHASES}
-    for phases in marks:
-        medians = {}
-        for name, (began, ended) in phases.items():
-            inside = [took for at, took in samples if began + took / 1e3 <= at <= ended]
-            medians[name] = statistics.median(inside) if inside else None
-            found[name]["ms"].append(medians[name])
-        for name, median in medians.items():
-            if median is not None and medians["idle"] is not None:
-                found[name]["ratio"].append(median / medians["idle"])
-    for name, told in speeds.items():
-        found[name]["copies_bytes_per_s"] = told
-    return {"phases": found}
-
-
 def wakes(scale: Scale) -> dict[str, Any]:
     """µs from one process's eventfd to another's answer after a copy, by size and by how the end
     of the copy is waited for; beside it the copy's own µs by the device's clock."""
@@ -162,7 +151,7 @@ def wakes(scale: Scale) -> dict[str, Any]:
     with _scene(scale) as (_, mover, places):
         for size in (0, 32 * KIB, 2 * MIB):
             for waiting in ("spin", "blocking", "poll"):
-                case = {**places, "bytes": size, "is_store": False}
+                case: dict[str, Any] = {**places, "bytes": size, "is_store": False}
                 case |= {"waiting": waiting, "count": scale.wakes}
                 fds = [mover.go, mover.done]
                 mover.send("answer_wakes", case=case, fds=fds)
