@@ -124,6 +124,7 @@ class Daemon:
         for rule in config.tenants:
             driver.call(ev.QuotaSet(driver.next_token(), rule.tenant, rule.quota_bytes))
         self.metrics.watch(machine.statistics)
+        self.metrics.watch_ranks(driver.fleet.attached.values)
         recovered = machine.statistics().counters.recovered
         if pool.cold_reason:
             log.warning("the pool is cold: %s", pool.cold_reason)

@@ -16,6 +16,11 @@ from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"
 EXIT_NO_ANSWER = 1
+# Fields whose text may look like a number.
+_TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory", "policy"}) | {
+    "name",
+    "driver_version",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +100,7 @@ def _numbers(value: object, name: str = "") -> object:
         return value if texts else {k: _numbers(v, k) for k, v in value.items()}
     if isinstance(value, list):
         return [_numbers(v, name) for v in value]
-    text_fields = ("engine_id", "tenant", "fingerprint", "version", "directory", "policy")
-    if isinstance(value, str) and value.isdigit() and name not in text_fields:
+    if isinstance(value, str) and value.isdigit() and name not in _TEXTS:
         return int(value)
     return value
 
@@ -159,6 +163,42 @@ def _ranks(status: operator_pb2.StatusResponse) -> Iterator[str]:
         yield from _table(
             ("SESSION", "RANK", "MOVER", "WORKER", "TRANSPORT", "STORED", "LOADED"), rows, ""
         )
+    yield from _gpus(status)
+
+
+def _gpus(status: operator_pb2.StatusResponse) -> Iterator[str]:
+    """The ranks whose memory lies on a GPU, and what is wrong with any."""
+    ranks = [(s.session_id, r) for s in status.sessions for r in s.ranks if r.HasField("gpu")]
+    rows = [
+        (
+            session,
+            r.rank,
+            r.gpu.uuid,
+            _copier(r.store_copier, r.gpu.calibrated_store_bytes_per_second),
+            _copier(r.load_copier, r.gpu.calibrated_load_bytes_per_second),
+            _bytes(r.gpu.context_bytes) if r.gpu.context_bytes else "unknown",
+            _bytes(r.gpu.registered_bytes),
+            r.gpu.numa_node if r.gpu.numa_node >= 0 else "unknown",
+        )
+        for session, r in ranks
+    ]
+    if rows:
+        yield ""
+        heads = ("SESSION", "RANK", "GPU", "STORES BY", "LOADS BY", "CONTEXT", "PINNED", "NODE")
+        yield from _table(heads, rows, "")
+    for session, r in ranks:
+        where = f"  WARNING: session {session} rank {r.rank}:"
+        if r.gpu.unregistered_extents:
+            yield (
+                f"{where} {r.gpu.unregistered_extents} extents can't be pinned for the GPU, and"
+                " their copies go through a buffer, slower; the log says why"
+            )
+        if r.gpu.staged_bytes:
+            yield f"{where} {_bytes(r.gpu.staged_bytes)} went through the buffer so far"
+
+
+def _copier(name: str, bytes_per_second: float) -> str:
+    return f"{name} {bytes_per_second / 1e9:.1f} GB/s" if bytes_per_second else name
 
 
 def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str]:

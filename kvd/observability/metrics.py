@@ -2,14 +2,16 @@
 
 What the core counts anyway is read at scrape time; what passes by once (durations, refusals)
 is observed as it happens. Label values come from closed sets of ours, except `tenant`, which
-the operator's policy names, and `reason`, which docs/errors.md lists.
+the operator's policy names, `reason`, which docs/errors.md lists, and those that name a
+registered rank: `session` and `rank`, with the `gpu` that its memory lies on.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -19,9 +21,11 @@ from prometheus_client.registry import Collector
 from kvd.core.actions import EndJob
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.statistics import Occupancy, Statistics
+from kvd.fleet import AttachedMover
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_TENANTS_SHOWN = 256
+MAX_RANKS_SHOWN = 1024
 _RPC_BUCKETS = (
     1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1, 5, 30,
 )  # fmt: skip
@@ -141,6 +145,71 @@ def _tenant_gauges(now: Statistics) -> Iterator[Metric]:
     yield from (used, quota, leased)
 
 
+class RankCollector(Collector):
+    """What the movers of the registered ranks last said of themselves."""
+
+    def __init__(self, ranks: Callable[[], Iterable[AttachedMover]]) -> None:
+        self._ranks = ranks
+
+    def collect(self) -> Iterator[Metric]:
+        """How each rank's bytes move, and what its mover takes of a GPU."""
+        ranks = list(islice(self._ranks(), MAX_RANKS_SHOWN))
+        transports = GaugeMetricFamily(
+            "kvd_rank_transport_info",
+            "1; the labels say how a rank's memory is reached and by what its bytes are moved.",
+            labels=[*_RANK, "transport", "store_copier", "load_copier"],
+        )
+        for attached in ranks:
+            facts = attached.process.facts
+            copiers = [facts.store.copier, facts.load.copier]
+            transports.add_metric([*_rank_labels(attached), facts.transport, *copiers], 1)
+        yield transports
+        yield from _gpu_families(ranks)
+
+
+_RANK = ("session", "rank", "gpu")
+
+
+def _rank_labels(attached: AttachedMover) -> list[str]:
+    gpu = attached.process.facts.gpu
+    rank = str(attached.placement.rank)
+    return [str(attached.session), rank, gpu.uuid if gpu is not None else ""]
+
+
+def _gpu_families(ranks: Iterable[AttachedMover]) -> Iterator[Metric]:
+    context = GaugeMetricFamily(
+        "kvd_mover_context_bytes", "GPU memory that a rank's mover takes; 0: unknown.", labels=_RANK
+    )
+    registered = GaugeMetricFamily(
+        "kvd_mover_registered_bytes", "Bytes of extents pinned for a rank's GPU.", labels=_RANK
+    )
+    unregistered = GaugeMetricFamily(
+        "kvd_mover_unregistered_extents",
+        "Extents that could not be pinned: copies there go through a buffer.",
+        labels=_RANK,
+    )
+    staged = CounterMetricFamily(
+        "kvd_mover_staged_bytes",
+        "Bytes copied through the buffer, for their extents were not pinned.",
+        labels=_RANK,
+    )
+    calibrated = GaugeMetricFamily(
+        "kvd_mover_calibrated_bytes_per_second",
+        "Speed of the chosen way to copy when the rank's mover started, by kind; 0: not measured.",
+        labels=[*_RANK, "kind"],
+    )
+    for attached in ranks:
+        facts, labels = attached.process.facts, _rank_labels(attached)
+        if facts.gpu is not None:
+            context.add_metric(labels, facts.gpu.context_bytes)
+            registered.add_metric(labels, facts.gpu.registered_bytes)
+            unregistered.add_metric(labels, facts.gpu.unregistered_extents)
+            staged.add_metric(labels, facts.gpu.staged_bytes)
+            calibrated.add_metric([*labels, "store"], facts.store.bytes_per_second)
+            calibrated.add_metric([*labels, "load"], facts.load.bytes_per_second)
+    yield from (context, registered, unregistered, staged, calibrated)
+
+
 class ProcessCollector(Collector):
     """What this process takes; movers are processes of their own."""
 
@@ -247,6 +316,10 @@ class Metrics:
     def watch(self, statistics: Callable[[], Statistics]) -> None:
         """From now on a scrape reads these figures too."""
         self.registry.register(StateCollector(statistics))
+
+    def watch_ranks(self, ranks: Callable[[], Iterable[AttachedMover]]) -> None:
+        """From now on a scrape reads what these movers say, too."""
+        self.registry.register(RankCollector(ranks))
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus's text format."""

@@ -82,7 +82,10 @@ def test_status_shows_sessions_pool_and_ranks(running: RunningDaemon, engine: Ra
     told = json.loads(kvd("status", "--socket", running.socket, "--json").stdout)
     assert told["pool"]["slots_ready"] == 2
     assert told["process_id"] == running.pid
-    assert told["sessions"][0]["ranks"][0]["bytes_stored"] == 2 * 4096
+    (rank,) = told["sessions"][0]["ranks"]
+    assert rank["bytes_stored"] == 2 * 4096
+    assert [rank[name] for name in ("transport", "store_copier")] == ["host-shm", "memcpy"]
+    assert "gpu" not in rank
     assert told["namespaces"][0]["fields"]["model"] == "test-model"
 
 
@@ -105,6 +108,7 @@ def test_metrics_count_what_was_done(engine: RawEngine) -> None:
         'kvd_jobs_ended_total{kind="load",status="done"} 1.0',
         'kvd_tenant_bytes{tenant="default"}',
         'kvd_rpc_seconds_count{code="OK",method="WorkerService/RegisterRank"} 1.0',
+        'kvd_rank_transport_info{gpu="",load_copier="memcpy",rank="0"',
     ):
         assert line in text, line
 

@@ -48,8 +48,11 @@ def vmm(**changes: Any) -> pb.MemoryHandle:
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon("--pool-bytes", "32MiB") as started:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    """A daemon that has no CuPy, wherever the tests run."""
+    site = tmp_path_factory.mktemp("site")
+    (site / "cupy.py").write_text("raise ModuleNotFoundError(name='cupy')")
+    with daemon("--pool-bytes", "32MiB", environment={"PYTHONPATH": str(site)}) as started:
         yield started
 
 

@@ -21,7 +21,8 @@ import pytest
 from kvd.core.errors import InvalidArgument, KvdError, LayoutMismatch
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
-from kvd.mover import process
+from kvd.mover import process, refusals
+from kvd.mover.layout import CudaRegion, GpuConfig
 from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartFailed, Region
 from kvd_proto import layout
 from tests.control.mover_rig import (
@@ -97,6 +98,20 @@ async def test_memory_that_cannot_be_written_is_refused() -> None:
     async with rig() as r:
         with closing(os.open(f"/proc/self/fd/{r.engine_fd}", os.O_RDONLY)) as fd:
             assert "reading and writing" in str(await refusal(r, over(r, fd)))
+
+
+@on_loop
+async def test_memory_of_a_gpu_is_refused_with_its_reason_where_there_is_no_cupy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cupy.py").write_text("raise ModuleNotFoundError(name='cupy')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    async with rig() as r:
+        memory = CudaRegion(0, BLOCKS * PART_BYTES, handle=bytes(64))
+        gpu = GpuConfig("GPU-01234567-89ab-cdef-0123-456789abcdef")
+        refused = await refusal(r, replace(r.config(), regions=(memory,), gpu=gpu))
+        assert refused.reason == refusals.TRANSPORT_UNSUPPORTED
+        assert refused.field == "memories[0]"
 
 
 @on_loop
