@@ -5,7 +5,6 @@ The engine has sized its KV by then, and control asks no driver: the worker says
 
 from __future__ import annotations
 
-import logging
 import math
 from dataclasses import dataclass
 
@@ -15,13 +14,12 @@ from kvd.mover.facts import CopyPath, GpuFacts, MoverFacts
 from kvd.mover.layout import GpuConfig
 from kvd_proto.v1 import worker_pb2 as pb
 
-log = logging.getLogger(__name__)
-
 MIB = 1 << 20
 MAX_GPUS = 256  # whose figures are kept; a machine has 16 at most
-# An engine that allocates while a mover starts looks like the mover's context. Beyond this it is
-# taken for that, and the figure is not kept.
-MAX_CONTEXT_BYTES = 4 << 30
+# A mover can only see how much less is free. Figures outside these bounds are no context: somebody
+# else gave memory back meanwhile, or took much.
+LEAST_CONTEXT_BYTES = 16 * MIB
+MOST_CONTEXT_BYTES = 4 << 30
 UTILIZATION_STEP = 0.01  # what engines' settings are written in
 
 
@@ -35,11 +33,16 @@ class GpuTerms:
 
 
 class GpuRoom:
-    """What movers' contexts take on each GPU, as far as any has run there."""
+    """What movers' contexts take on each GPU, as far as any has run there.
+
+    Of several measurements the smallest counts: an engine that allocates while a mover starts
+    (graphs, activations) makes a context look larger than it is, and would have every later
+    registration refused. Where the figure is too small, the mover finds no room and says so itself.
+    """
 
     def __init__(self, terms: GpuTerms) -> None:
         self._terms = terms
-        self._measured: dict[str, int] = {}  # by UUID, the largest
+        self._measured: dict[str, int] = {}  # by UUID
 
     def context_bytes(self, uuid: str) -> int:
         """What a mover's context on this GPU takes: measured, else assumed."""
@@ -76,13 +79,11 @@ class GpuRoom:
 
     def measured(self, facts: GpuFacts) -> None:
         """A mover has started there and says what it takes."""
-        if not 0 < facts.context_bytes <= MAX_CONTEXT_BYTES:
+        uuid, taken = facts.uuid, facts.context_bytes
+        if not LEAST_CONTEXT_BYTES <= taken <= MOST_CONTEXT_BYTES:
             return
-        before = self._measured.get(facts.uuid, 0)
-        if before or len(self._measured) < MAX_GPUS:
-            self._measured[facts.uuid] = max(before, facts.context_bytes)
-        if facts.context_bytes > before:
-            log.info("a mover's context on %s takes %d MiB", facts.uuid, facts.context_bytes // MIB)
+        if uuid in self._measured or len(self._measured) < MAX_GPUS:
+            self._measured[uuid] = min(taken, self._measured.get(uuid, taken))
 
 
 def in_words(facts: MoverFacts) -> str:

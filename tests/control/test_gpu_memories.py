@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from kvd.control.gpu_room import GpuRoom, GpuTerms
+from kvd.core.errors import InvalidArgument
+from kvd.mover import refusals
+from kvd.mover.facts import GpuFacts
 from kvd_client.companion import CompanionRefused
 from kvd_proto.v1 import worker_pb2 as pb
 from tests.control.daemon_rig import (
@@ -141,6 +145,38 @@ def test_the_assumed_context_is_the_operators_to_set() -> None:
         assert "takes 2048 MiB (assumed, by gpu_context_bytes)" in short_of_memory(worker, 0)
         assert "by 0.03 " in short_of_memory(worker, 0)  # 2 of 80 GiB are 0.025
         worker.close()
+
+
+def gpu_facts(context_bytes: int) -> GpuFacts:
+    return GpuFacts(UUID, "NVIDIA H100", "580", context_bytes)
+
+
+def test_what_a_mover_measured_counts_instead_of_what_was_assumed() -> None:
+    room = GpuRoom(GpuTerms(context_bytes=512 * MIB))
+    free = pb.GpuMemory(free_bytes=450 * MIB, total_bytes=80 * GIB)
+    with pytest.raises(InvalidArgument, match="takes 512 MiB .assumed"):
+        room.config(UUID, free)
+    room.measured(gpu_facts(400 * MIB))
+    assert room.config(UUID, free).free_bytes_before == 450 * MIB
+    room.measured(gpu_facts(3 * GIB))  # an engine captured its graphs meanwhile
+    assert room.config(UUID, free).uuid == UUID
+    assert room.context_bytes(OTHER) == 512 * MIB
+
+
+@pytest.mark.parametrize("measured", [0, MIB, 30 * GIB])
+def test_a_measurement_that_can_be_no_context_is_not_kept(measured: int) -> None:
+    room = GpuRoom(GpuTerms())
+    room.measured(gpu_facts(measured))
+    assert room.context_bytes(UUID) == 512 * MIB
+
+
+def test_what_an_earlier_mover_of_the_rank_gives_back_counts_as_free() -> None:
+    room = GpuRoom(GpuTerms())
+    free = pb.GpuMemory(free_bytes=112 * MIB, total_bytes=80 * GIB)
+    assert room.config(UUID, free, returning_bytes=400 * MIB)
+    with pytest.raises(InvalidArgument) as refused:
+        room.config(UUID, free, returning_bytes=399 * MIB)
+    assert refused.value.reason == refusals.GPU_MEMORY_SHORT
 
 
 # -- a daemon without CUDA ----------------------------------------------------------------------
