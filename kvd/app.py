@@ -114,6 +114,7 @@ class Daemon:
                 private_grace_ns=int(config.private_grace_seconds * 1e9),
                 submit_deadline_ns=int(config.submit_deadline_seconds * 1e9),
                 copy_deadline_ns=int(config.copy_deadline_seconds * 1e9),
+                extent_nodes=pool.extent_nodes,
                 tag_secret=pool.tag_secret,
             )
         )

@@ -22,6 +22,7 @@ from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
 from kvd.core.errors import KvdError
 from kvd.core.events import Event, JobKind, JobStatus, Query
+from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import JobId, MoverId, NamespaceId, SessionId
 from kvd.core.machine import Machine
 from kvd.event_log import EventLog, change_of, resident_changes
@@ -333,8 +334,14 @@ class Driver:
         for row in self.machine.granted_rows(namespace):
             process.map_row(row.row, row.extents[placement.shard])
         self.fleet.attach(process, placement, session, namespace)
+        gpu = process.facts.gpu
         attached = ev.RankAttached(
-            session, process.mover, placement.rank, placement.shard, placement.writer
+            session,
+            process.mover,
+            placement.rank,
+            placement.shard,
+            placement.writer,
+            NODE_UNKNOWN if gpu is None else gpu.numa_node,
         )
         try:
             self.call(attached)

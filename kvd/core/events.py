@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import (
     U32,
     U64,
@@ -134,6 +135,7 @@ class RankAttached:
     rank: int
     shard: int
     writer: bool
+    node: int = NODE_UNKNOWN  # the memory node next to the rank's device
 
 
 @dataclass(frozen=True, slots=True)

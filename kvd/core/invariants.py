@@ -51,6 +51,7 @@ def _check_extents(state: State) -> None:
     for row in [*state.rows.values(), *state.retiring.values()]:
         held.update(row.extents)
     assert held == Counter(range(state.config.extents)), "extents leaked or owned twice"
+    state.free_extents.check()
     for number, row in state.rows.items():
         assert row.row == number == row.extents[0], "a row is filed under another number"
         assert row.size_class.rows.get(number) is row, "a row's class doesn't know it"

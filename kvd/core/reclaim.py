@@ -6,7 +6,6 @@ evicted, every mover unmaps it, it is zeroed, then its extents are free for any 
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -139,7 +138,7 @@ def row_zeroed(state: State, row_id: RowId, actions: list[Action]) -> None:
     del state.retiring[row_id]
     actions.append(ReleaseRow(row_id))
     for extent in row.extents:
-        heapq.heappush(state.free_extents, extent)
+        state.free_extents.put(extent)
     wanting = row.wanted_by
     if wanting is not None and len(state.free_extents) >= wanting.shards:
         grant_row(state, wanting, actions)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 import numpy as np
 
 from kvd.core import disuse, spaces
@@ -38,7 +36,7 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
     owner = state.classes[event.namespace, event.group]
     assert len(event.extents) == owner.shards, "a row was read back with other shards"
     for extent in event.extents:
-        _take_extent(state, extent)
+        state.free_extents.take_recovered(extent)
     first = event.extents[0] * state.slots_per_extent
     row = Row(RowId(event.row), owner, event.extents, first, owner.slots_per_row)
     row.undead = event.quarantined
@@ -64,13 +62,6 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
     if len(slots):
         actions.append(PublishTags(event.namespace, table.tags[slots]))
     return actions
-
-
-def _take_extent(state: State, extent: int) -> None:
-    """Until recovery has ended the heap is sorted, and stays so: no search through all of it."""
-    place = bisect_left(state.free_extents, extent)
-    assert state.free_extents[place : place + 1] == [extent], f"extent {extent} isn't free"
-    del state.free_extents[place]
 
 
 def _kept(

@@ -6,7 +6,6 @@ the same ordinal in each.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,6 +14,7 @@ import numpy as np
 
 from kvd.core.actions import Action, GrantRow
 from kvd.core.block import SlotState
+from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import MoverId, NamespaceId, RowId, Slots
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.quota import Tenant
@@ -142,8 +142,14 @@ def slots_per_row(spec: GroupSpec, extent_bytes: int) -> int:
 
 
 def grant_row(state: State, owner: SizeClass, actions: list[Action]) -> None:
-    """Give the class its next row from the free extents, of which there are enough."""
-    extents = tuple(heapq.heappop(state.free_extents) for _ in range(owner.shards))
+    """Give the class its next row from the free extents, of which there are enough.
+
+    Each shard's extent is of the node of the rank that writes the shard, where one is free there.
+    """
+    nodes = state.namespaces[owner.namespace].shard_nodes
+    extents = tuple(
+        state.free_extents.take(nodes.get(shard, NODE_UNKNOWN)) for shard in range(owner.shards)
+    )
     row = Row(
         RowId(extents[0]),
         owner,
@@ -169,14 +175,26 @@ def add_row(state: State, row: Row) -> None:
 
 
 def grant_spare(state: State, owner: SizeClass, actions: list[Action]) -> None:
-    """Grant rows ahead of need, so that movers have mapped them before a store wants them."""
+    """Grant rows ahead of need, so that movers have mapped and pinned them before a store comes.
+
+    As many as `spare_bytes` hold, and, unless that is 0, at least until a whole row is free. At
+    most 1/SPARE_SHARE of the pool, divided among the classes in use. On a machine whose extents
+    lie apart the first ones wait for the ranks, which know where they should lie.
+    """
+    if state.free_extents.lie_apart and not any(
+        s.usable() for s in state.sessions.values() if s.namespace == owner.namespace
+    ):
+        return
     live = {s.namespace for s in state.sessions.values()}
     others = (c for namespace in live for c in state.namespaces[namespace].classes)
     if any(c.waits_for_extents for c in others if c is not owner):
         return
     groups = len(state.namespaces[owner.namespace].classes)
     share = state.pool_bytes // SPARE_SHARE // max(1, len(live) * groups)
-    spare_slots = min(state.config.spare_bytes, share) // owner.block_bytes
+    spare_slots = state.config.spare_bytes // owner.block_bytes
+    if spare_slots:  # grants while less than a row is free
+        spare_slots = max(spare_slots, 2 * owner.slots_per_row - 1)
+    spare_slots = min(spare_slots, share // owner.block_bytes)
     for _ in range(MAX_SPARE_ROWS_AT_ONCE):
         if len(owner.free) + owner.slots_per_row > spare_slots:
             return

@@ -21,6 +21,7 @@ from kvd.core.events import (
     SessionClosed,
     SessionOpened,
 )
+from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.reclaim import row_unmapped
 from kvd.core.rows import grant_spare
 from kvd.core.state import MAX_SESSIONS, Mover, Session, State
@@ -110,7 +111,13 @@ def rank_attached(state: State, event: RankAttached) -> list[Action]:
     mover = Mover(event.mover, event.session, event.rank, event.shard, event.writer)
     session.movers[event.rank] = mover
     state.movers[event.mover] = mover
-    return []
+    if event.node != NODE_UNKNOWN and (event.writer or event.shard not in namespace.shard_nodes):
+        namespace.shard_nodes[event.shard] = event.node
+    actions: list[Action] = []
+    if state.free_extents.lie_apart and session.usable():
+        for owner in namespace.classes:
+            grant_spare(state, owner, actions)
+    return actions
 
 
 def rank_ending(state: State, event: RankEnding) -> list[Action]:

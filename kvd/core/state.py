@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvd.core.admission import ReuseFilter
 from kvd.core.block import SlotTable
 from kvd.core.errors import UnknownNamespace, UnknownSession
+from kvd.core.extents import FreeExtents
 from kvd.core.index import Index
 from kvd.core.job import Follow, Job, Prefix, Transfer
 from kvd.core.keys import (
@@ -55,7 +56,8 @@ class MachineConfig:
     submit_deadline_ns: int = 30_000_000_000
     copy_deadline_ns: int = 30_000_000_000
     private_grace_ns: int = 60_000_000_000  # what only one engine can use outlives its session
-    spare_bytes: int = 256 * 2**20  # granted ahead of need per class; at most 1/8 of the pool
+    spare_bytes: int = 256 * 2**20  # granted ahead of need per class; see rows.grant_spare
+    extent_nodes: tuple[int, ...] = ()  # the memory node of each extent; empty: there is one
     tag_secret: bytes = b""
 
 
@@ -78,6 +80,7 @@ class Namespace:
     classes: tuple[SizeClass, ...]  # by group
     tenant: Tenant
     page_blocks: int
+    shard_nodes: dict[int, int] = field(default_factory=dict)  # as far as ranks have told
     scopes: set[ScopeId] = field(default_factory=set)
     own_epochs: set[str] = field(default_factory=set)  # each of use to one session's engine alone
 
@@ -212,7 +215,7 @@ class State:
         self.slots = SlotTable(config.extents * self.slots_per_extent)
         self.index = Index(self.slots)
         self.admission = ReuseFilter(config.store_threshold, config.tracker_blocks)
-        self.free_extents = list(range(config.extents))  # a heap: the lowest goes first
+        self.free_extents = FreeExtents(config.extents, config.extent_nodes)
         self.rows: dict[RowId, Row] = {}
         self.retiring: dict[RowId, Row] = {}
         self.tenants: dict[TenantId, Tenant] = {}

@@ -17,6 +17,7 @@ from kvd.core.keys import MoverId, RowId, SessionId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.driver import Driver
 from kvd.fleet import RankPlacement
+from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.process import MoverConfig, MoverProcess, MoverSink
 from kvd.pool.config import PoolConfig
 from kvd.pool.pool import Pool
@@ -37,6 +38,7 @@ class SlowlyDying:
         self.mover = config.mover
         self.sink = sink
         self.kills = 0
+        self.facts = MoverFacts()
 
     def map_row(self, row: RowId, extent: int) -> None:
         pass
@@ -112,6 +114,21 @@ async def test_mover_that_the_core_refused_is_ended_like_any_other(driver: Drive
     assert process.kills == 1
     process.die()
     await ending
+
+
+@pytest.mark.parametrize(
+    ("gpu", "known"), [(None, {}), (GpuFacts("GPU-1", "a GPU", "580", numa_node=1), {0: 1})]
+)
+async def test_the_core_is_told_the_node_of_a_ranks_gpu(
+    driver: Driver, gpu: GpuFacts | None, known: dict[int, int]
+) -> None:
+    session = open_session(driver)
+    process = await start_mover(driver)
+    process.facts = MoverFacts(gpu=gpu)
+    driver.attach_rank(session, PLACEMENT, process)
+    (namespace,) = driver.machine.state.namespaces.values()
+    assert namespace.shard_nodes == known
+    process.die()
 
 
 async def test_row_that_could_not_be_zeroed_is_zeroed_later(

@@ -25,3 +25,9 @@ accounts = st.sampled_from(["", "", "salt"])
 sessions = st.sampled_from(SESSIONS)
 requests = st.sampled_from(["p", "q"])
 groups = st.integers(0, 1)
+node_counts = st.sampled_from([1, 1, 2, 3])
+
+
+def dealt(extents: int, nodes: int) -> tuple[int, ...]:
+    """The node of each extent, in about equal shares; empty where there is only one."""
+    return tuple(extent * nodes // extents for extent in range(extents)) if nodes > 1 else ()

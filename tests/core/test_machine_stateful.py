@@ -16,6 +16,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import JobId, MoverId, RequestId, SessionId
 from kvd.core.machine import MachineConfig
+from tests.core import drawn
 from tests.core.bench import (
     BLOCK,
     EXTENT,
@@ -41,8 +42,9 @@ class MachineRules(RuleBasedStateMachine):
         threshold=st.sampled_from([1, 1, 2]),
         policy=st.sampled_from(["lru", "arc", "s3fifo"]),
         extents=st.integers(2, 8),
+        nodes=drawn.node_counts,
     )
-    def begin(self, threshold: int, policy: str, extents: int) -> None:
+    def begin(self, threshold: int, policy: str, extents: int, nodes: int) -> None:
         config = MachineConfig(
             extents=extents,
             extent_bytes=EXTENT,
@@ -51,6 +53,7 @@ class MachineRules(RuleBasedStateMachine):
             tracker_blocks=64,
             tag_secret=SECRET,
             spare_bytes=EXTENT,
+            extent_nodes=drawn.dealt(extents, nodes),
             private_grace_ns=3000 * MS,
             submit_deadline_ns=1000 * MS,
             copy_deadline_ns=1000 * MS,
@@ -99,9 +102,9 @@ class MachineRules(RuleBasedStateMachine):
 
     def attach(self, which: int, rank: int) -> None:
         self.next_id += 1
-        session = self.ids[which]
+        session = SessionId(self.ids[which])
         self.movers[self.next_id] = (session, rank)
-        self.feed(ev.RankAttached(SessionId(session), MoverId(self.next_id), rank, rank, True))
+        self.feed(ev.RankAttached(session, MoverId(self.next_id), rank, rank, True, rank - 1))
 
     def come_back(self, which: int) -> None:
         """The engine starts again if it is down, and registers the ranks that it lacks."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import NamespaceId, RowId, ScopeId
 from tests.core.bench import SECOND, Bench, keys, numbers_of, only, small, spec, verdict
 
@@ -189,7 +190,8 @@ def test_reading_a_row_back_does_not_search_every_extent() -> None:
     bench = Bench(left.config, now_ns=left.now_ns)
     for scope in scopes_read_back(left):
         bench.machine.handle(scope, bench.now_ns)
-    bench.machine.state.free_extents = [CountedExtent(e) for e in range(256)]
+    free = bench.machine.state.free_extents
+    free._by_node = {NODE_UNKNOWN: [CountedExtent(e) for e in range(256)]}
     CountedExtent.comparisons = 0
     rows = sorted(left.pool.rows.values(), key=lambda row: -row.row)
     for row in rows:
