@@ -145,8 +145,11 @@ class Mover:
                     for kind, body in reader.feed(_receive(end)):
                         self._obey(kind, body)
         self._desk.close()
+        # A copier may wait in a call of the GPU's driver that never returns: the process ends all
+        # the same, and that copy with it.
+        end_s = time.monotonic() + _STOP_S
         for copier in self._copiers:
-            copier.join(_STOP_S)
+            copier.join(max(0.0, end_s - time.monotonic()))
 
     def _obey(self, kind: FrameKind, body: bytes) -> None:
         match kind:
