@@ -69,10 +69,8 @@ proto: ## Make the stubs from proto/
 	@.ci/venv dev
 	$(BIN)/python proto/generate.py
 
-gpu-check: ## Tests on a machine with a GPU
-	@echo 'kvd has no GPU plane yet: engines register host shared memory only, so there is'
-	@echo 'nothing to check on a GPU. This target will run tests/gpu once there is.'
-	@exit 1
+gpu-check: ## On a GPU: probe, tests, copies beside their bars, short demo (8 minutes; no .venv)
+	@python3 -m benchmarks.gpu.check $(ARGS)
 
 clean: ## Remove what builds and tests made (the environments stay)
 	rm -rf build dist client/dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis \

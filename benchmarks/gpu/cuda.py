@@ -22,12 +22,14 @@ from ctypes import (
     c_ulonglong,
     c_void_p,
 )
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # whether there is a device can be asked without numpy
+    import numpy as np
+    import numpy.typing as npt
 
-U64 = npt.NDArray[np.uint64]
+    U64 = npt.NDArray[np.uint64]
+
 Pointer = c_ulonglong
 
 HOST, DEVICE = 1, 2  # CUmemorytype

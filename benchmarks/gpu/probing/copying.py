@@ -15,8 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from benchmarks.gpu.cuda import EVENT_BLOCKING, NOT_READY, U64, Cuda, Failed, rows_of
+from benchmarks.gpu.cuda import EVENT_BLOCKING, NOT_READY, Cuda, Failed, rows_of
+
+U64 = npt.NDArray[np.uint64]
 
 BLOCK_BYTES = 2 << 20
 WAYS = ("large", "plain", "batch", "strided", "kernel")

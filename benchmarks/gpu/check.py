@@ -1,0 +1,221 @@
+"""Everything that a GPU machine can show of kvd, in under 8 minutes: `make gpu-check`.
+
+The probe, tests/gpu on the real driver, the copies beside their bars, and the short demo, each
+under its own time limit; a failure stops none of the others. Needs the checkout, a python3 with
+numpy, CuPy, torch, grpcio, protobuf, pytest and hypothesis, and the wheels in .whl (see
+benchmarks/gpu/carry.sh); no internet and no .venv. Results lie under
+benchmarks/results/<device name>/, and in the folder that KVD_GPU_RESULTS names too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from benchmarks.gpu import places
+from benchmarks.gpu.cuda import Cuda
+
+ROOT = places.ROOT
+WHEELS = ROOT / ".whl"
+# What kvd, its tests and the benchmarks import: module → package.
+NEEDED = {
+    "numpy": "numpy",
+    "cupy": "cupy-cuda13x",
+    "torch": "torch",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+    "grpc_status": "grpcio-status",
+    "google.protobuf": "protobuf",
+    "google.rpc": "googleapis-common-protos",
+    "prometheus_client": "prometheus-client",
+    "uvloop": "uvloop",
+    "pytest": "pytest",
+    "pytest_asyncio": "pytest-asyncio",
+    "hypothesis": "hypothesis",
+}
+# pyproject.toml's own options, less what another pytest than ours would not take.
+PYTEST = ("-o", "addopts=--import-mode=importlib --strict-markers -ra", "-o", "minversion=8.0")
+KILL_AFTER_S = 5.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of the check: a python3 command, and the seconds that it may take."""
+
+    name: str
+    arguments: tuple[str, ...]
+    limit_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step; `status` is its exit status, None where its time was up."""
+
+    name: str
+    status: int | None
+    seconds: float
+
+    @property
+    def word(self) -> str:
+        if self.status is None:
+            return "FAIL (its time was up)"
+        return "pass" if self.status == 0 else f"FAIL (exit status {self.status})"
+
+
+def steps(results: Path) -> tuple[Step, ...]:
+    """The parts in their order; together they stay under 8 minutes."""
+    tests = ("-m", "pytest", *PYTEST, "-q", "-p", "no:cacheprovider", "tests/gpu")
+    probe = ("-m", "benchmarks.gpu.probe", "--limit=95")
+    return (
+        Step("imports", ("-m", "benchmarks.gpu.check", "--imports"), 40),
+        Step("probe", probe, 125),
+        Step("tests", (*tests, f"--junitxml={results / 'gpu-tests.xml'}"), 90),
+        Step("copies", ("-m", "benchmarks.gpu.copies"), 155),
+        Step("demo", ("-m", "examples.gpu"), 60),
+    )
+
+
+def check_imports() -> int:
+    """Say which packages are missing, and how to bring them."""
+    missing = []
+    for module, package in NEEDED.items():
+        try:
+            if importlib.util.find_spec(module) is None:
+                missing.append(package)
+        except ModuleNotFoundError:
+            missing.append(package)
+    if missing:
+        print(f"python3 has no {', '.join(missing)}: benchmarks/gpu/carry.sh downloads what is not")
+        print("on GPU machines into .whl/, which must come along; name further packages to it")
+        return 1
+    print("every package is here")
+    return 0
+
+
+@contextlib.contextmanager
+def environment() -> Iterator[dict[str, str]]:
+    """Ours, with the checkout, the client and the carried wheels to import from."""
+    roots = [ROOT, ROOT / "client" / "src"]
+    with tempfile.TemporaryDirectory(prefix="kvd-wheels-") as unpacked:
+        wheels = sorted(WHEELS.glob("*.whl"))
+        if wheels:
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+            target = ["--no-compile", "--no-cache-dir", "--upgrade", "--target", unpacked]
+            if subprocess.run([*pip, *target, *map(str, wheels)], check=False).returncode == 0:
+                roots.append(Path(unpacked))
+            else:
+                print(f"the wheels of {WHEELS} can't be unpacked; going on without them")
+        paths = [*map(str, roots), *filter(None, [os.environ.get("PYTHONPATH")])]
+        yield {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONUNBUFFERED": "1",
+            "KVD_GPU": "real",
+        }
+
+
+def run(step: Step, variables: dict[str, str], log: IO[bytes]) -> Outcome:
+    """Run one step, its output to the terminal and the log; end it when its time is up."""
+    print(f"\n== {step.name} (at most {step.limit_s:.0f} s)", flush=True)
+    log.write(f"\n== {step.name}\n".encode())
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, *step.arguments],
+        cwd=ROOT,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        reader = threading.Thread(target=_tee, args=(process.stdout, log))
+        reader.start()
+        try:
+            status: int | None = process.wait(step.limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+            _end_group(process)
+        reader.join(KILL_AFTER_S)
+    return Outcome(step.name, status, time.monotonic() - began)
+
+
+def _tee(source: IO[bytes], log: IO[bytes]) -> None:
+    for line in source:
+        log.write(line)
+        sys.stdout.buffer.write(line)
+        sys.stdout.flush()
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask the step and what it started to end, so that fixtures clean up; then make them."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_AFTER_S)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def report(outcomes: Sequence[Outcome], results: Path) -> int:
+    """Print and write the summary; 0 only when every step passed."""
+    print("\n== summary")
+    for outcome in outcomes:
+        print(f"  {outcome.name:8} {outcome.word}, {outcome.seconds:.0f} s")
+    document = {
+        "commit": places.commit(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "steps": [asdict(outcome) for outcome in outcomes],
+    }
+    (results / "gpu-check.json").write_text(json.dumps(document, indent=1) + "\n")
+    print(f"results: {results}")
+    if elsewhere := os.environ.get("KVD_GPU_RESULTS"):
+        Path(elsewhere).mkdir(parents=True, exist_ok=True)
+        for path in results.glob("gpu-*"):
+            shutil.copy(path, elsewhere)
+    return 0 if all(outcome.status == 0 for outcome in outcomes) else 1
+
+
+def main() -> int:
+    """Run the check; 1 without a GPU, or when a step failed."""
+    parser = argparse.ArgumentParser(description="What a GPU machine can show of kvd.")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help="which; all when none is given")
+    parser.add_argument("--imports", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.imports:
+        return check_imports()
+    if (reason := places.no_device()) is not None:
+        print(f"There is no GPU here ({reason}), so nothing was checked on one.")
+        print("`make test` runs the same tests of tests/gpu against a fake driver.")
+        return 1
+    name = Cuda().name()
+    results = places.folder_of(name)
+    results.mkdir(parents=True, exist_ok=True)
+    chosen = [step for step in steps(results) if not options.steps or step.name in options.steps]
+    if len(chosen) < len(set(options.steps)):
+        parser.error(f"the steps are {', '.join(step.name for step in steps(results))}")
+    print(f"{name}; results go to {results}")
+    with environment() as variables, (results / "gpu-check.log").open("wb") as log:
+        outcomes = [run(step, variables, log) for step in chosen]
+    return report(outcomes, results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
