@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.mover.cuda.runs import Runs, copies_of, null_ranges, runs_of
+from kvd.mover.cuda.runs import Runs, null_ranges, runs_of
 from kvd.mover.layout import WORD, FragmentSpec, GroupMap, LocatedPart
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
@@ -165,15 +165,6 @@ def test_pieces_are_the_same_copies_and_keep_their_bound(case: Case, most_words:
     runs = runs_for(case.group, case.part)
     pieces = list(runs.pieces(most_words * WORD + 3))
     assert sum(map(words_of, pieces), Counter()) == words_of(runs)
-    assert all(0 < piece.nbytes <= most_words * WORD for piece in pieces)
-
-
-@given(case=cases(), most_words=st.integers(1, 40))
-def test_copies_made_piece_by_piece_are_those_of_the_whole_part(
-    case: Case, most_words: int
-) -> None:
-    pieces = list(copies_of(case.part, case.group, host_base, REGION_BASES, most_words * WORD))
-    assert sum(map(words_of, pieces), Counter()) == words_by_loop(case.group, case.part)
     assert all(0 < piece.nbytes <= most_words * WORD for piece in pieces)
 
 
