@@ -61,16 +61,17 @@ class CudaCopyEngine:
         except BaseException:
             self._imports.close()
             raise
-        self._context_bytes = self._device.bytes_taken()
+        self._taken_at_start = self._device.bytes_taken()
 
     @property
     def facts(self) -> MoverFacts:
         device = self._device
+        taken = self._taken_at_start
         gpu = GpuFacts(
             device.uuid,
             device.name,
             device.driver_version,
-            self._context_bytes,
+            taken + self._extents.device_bytes if taken else 0,
             self._extents.registered_bytes,
             self._extents.unregistered_count,
             self._staged_bytes,

@@ -38,6 +38,7 @@ class _Extent:
         self.address = mapping.address
         self.registered = False
         self.attempts = 0
+        self.device_bytes = 0  # that registering took
         self.lock = threading.Lock()  # who holds it registers or unregisters
 
 
@@ -53,6 +54,7 @@ class PinnedExtents:
         self._lock = threading.Lock()  # over the counts
         self._registered = 0
         self._failed = 0
+        self._device_bytes = 0
         self._complained = False
 
     @property
@@ -64,6 +66,14 @@ class PinnedExtents:
     def unregistered_count(self) -> int:
         """Open extents that could not be registered; those still to come don't count."""
         return self._failed
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory for what is pinned now: the GPU's page tables grow with it.
+
+        By how much free memory fell during each registration, whoever else allocated meanwhile.
+        """
+        return self._device_bytes
 
     def open(self, extent: int) -> Bytes:
         """Map the extent. OSError where its file can't be had."""
@@ -80,7 +90,7 @@ class PinnedExtents:
                 except runtime.CUDARuntimeError as error:
                     raise DeviceLost(f"extent {extent} can't be unregistered: {error}") from error
                 closing.registered = False
-                self._count(registered=-1)
+                self._count(registered=-1, device_bytes=-closing.device_bytes)
             elif closing.attempts:
                 self._count(failed=-1)
         closing.mapping.close()
@@ -131,6 +141,7 @@ class PinnedExtents:
             return
         found.attempts += 1
         again = found.attempts > 1
+        free_before = _free_bytes()
         try:
             runtime.hostRegister(found.address, self._config.extent_bytes, _REGISTER_FLAGS)
         except runtime.CUDARuntimeError as error:
@@ -138,12 +149,15 @@ class PinnedExtents:
             self._complain_once(extent, error)
             return
         found.registered = True
-        self._count(registered=1, failed=-1 if again else 0)
+        found.device_bytes = max(0, free_before - (_free_bytes() or free_before))
+        failed = -1 if again else 0
+        self._count(registered=1, failed=failed, device_bytes=found.device_bytes)
 
-    def _count(self, registered: int = 0, failed: int = 0) -> None:
+    def _count(self, registered: int = 0, failed: int = 0, device_bytes: int = 0) -> None:
         with self._lock:
             self._registered += registered
             self._failed += failed
+            self._device_bytes += device_bytes
 
     def _complain_once(self, extent: int, error: Exception) -> None:
         with self._lock:
@@ -179,3 +193,12 @@ class Staging:
         """Give it back; no copy may use it."""
         del self.view
         runtime.freeHost(self.address)
+
+
+def _free_bytes() -> int:
+    """Free memory of the GPU; 0 where it doesn't answer, as the next call will tell."""
+    try:
+        free, _total = runtime.memGetInfo()
+    except runtime.CUDARuntimeError:
+        return 0
+    return int(free)
