@@ -34,14 +34,7 @@ from tests.control.daemon_rig import (
     store_job,
     wait_until,
 )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
+from tests.control.running_daemon import free_port
 
 PORT = free_port()
 
