@@ -47,16 +47,20 @@ class Device:
         self.uuid = gpu.uuid
         if gpu.uuid.startswith("MIG-"):
             raise _refused_mode("a MIG instance", "register memory of a whole GPU")
-        driver = _driver(gpu.uuid)
-        self._check_uuid(driver)
-        self.name = driver.device_name(ONLY)
-        _check_mode(driver, self.name)
-        self.driver_version = _driver_version(driver)
-        self.numa_node = node.node_of(runtime.deviceGetPCIBusId(ONLY))
-        if gpu.bind_to_node:
-            node.bind_to(self.numa_node)  # before the context: the driver's threads stay there too
         self._free_bytes_before = gpu.free_bytes_before
-        self._make_context()
+        self.name = "its name is not known yet"
+        driver = _driver(gpu.uuid)
+        try:
+            self._check_uuid(driver)
+            self.name = driver.device_name(ONLY)
+            _check_mode(driver, self.name)
+            self.driver_version = _driver_version(driver)
+            self.numa_node = node.node_of(runtime.deviceGetPCIBusId(ONLY))
+            if gpu.bind_to_node:
+                node.bind_to(self.numa_node)  # the driver's threads too: they start with a context
+            self._make_context()
+        except (CudaError, runtime.CUDARuntimeError) as error:
+            raise self.refusal(error) from error
 
     def bind(self) -> None:
         """Make the context this thread's: calls by ctypes take the one that is current."""
@@ -83,11 +87,8 @@ class Device:
             )
 
     def _make_context(self) -> None:
-        try:
-            runtime.setDevice(ONLY)
-            runtime.memGetInfo()  # whatever the runtime puts off, this needs the context
-        except runtime.CUDARuntimeError as error:
-            raise self.refusal(error) from error
+        runtime.setDevice(ONLY)
+        runtime.memGetInfo()  # whatever the runtime puts off, this needs the context
 
     def refusal(self, error: Exception) -> InvalidArgument:
         """What an error of CUDA's means where the mover readies the GPU for itself."""
