@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvd.control.gpu_room import GpuRoom, GpuTerms
+from kvd.control.peers import Credentials, Peer, Role
+from kvd.control.worker_service import require_kept
 from kvd.core.errors import InvalidArgument
+from kvd.core.keys import MoverId
 from kvd.mover import refusals
 from kvd.mover.facts import GpuFacts
+from kvd.mover.layout import CudaRegion, MoverConfig
 from kvd_client.companion import CompanionRefused
 from kvd_proto.v1 import worker_pb2 as pb
 from tests.control.daemon_rig import (
@@ -223,3 +228,20 @@ def test_what_can_be_no_export_of_device_memory_is_refused(worker: RawWorker) ->
         os.close(fd)
     said = refusal(lambda: worker.register(memories=[vmm(memory_token=3)], gpu_memory=ROOM))
     assert said[2] == "memories[0].memory_token"
+
+
+def test_a_memory_taken_back_during_a_registration_reaches_no_mover() -> None:
+    peer = Peer(Credentials(0, 0, 0, None), Role.WORKER, "test", lambda _message, _fds: None)
+    first = peer.offer(DEVICE_TOKEN, os.memfd_create("first"), is_device=True)
+    by_handle = CudaRegion(0, BYTES, handle=bytes(64))
+    by_descriptor = CudaRegion(0, BYTES, fd=first.fd, allocation_bytes=BYTES)
+    regions = (by_handle, by_descriptor)
+    config = MoverConfig(MoverId(1), regions, (), Path("/pool"), 4096)
+    require_kept(config, peer)
+    other = os.memfd_create("keeps the number of the first from coming again")
+    peer.offer(DEVICE_TOKEN, os.dup(other), is_device=True)
+    with pytest.raises(InvalidArgument, match="taken back") as refused:
+        require_kept(config, peer)
+    assert refused.value.field == "memories[1]"
+    peer.end()
+    os.close(other)
