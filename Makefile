@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-vllm conformance-vllm lint type sim bench bench-lmcache bench-vllm proto \
+.PHONY: help venv demo demo-gpu test test-vllm conformance-vllm lint type sim bench bench-lmcache bench-vllm proto \
   gpu-check clean
 
 BIN := .venv/bin
@@ -18,6 +18,10 @@ venv: ## Make .venv, or bring it up to date
 demo: ## Run a real model with its KV cache in kvd, restart it, and load the cache back
 	@.ci/venv demo
 	@$(BIN)/kvd demo
+
+demo-gpu: ## Time to first token on a GPU, computed and loaded (ARGS='--device cpu --shape tiny' anywhere)
+	@if [ -x $(BIN)/python ]; then exec $(BIN)/python -m examples.gpu $(ARGS); fi; \
+	  exec python3 -m examples.gpu $(ARGS)
 
 test: ## Lint, types, and every test that needs no GPU and no vLLM
 	@.ci/venv dev demo

@@ -11,8 +11,8 @@ import pytest
 from tests.tidy.source import ROOT
 
 TARGETS = {
-    "bench", "bench-lmcache", "bench-vllm", "clean", "conformance-vllm", "demo", "gpu-check",
-    "help", "lint", "proto", "sim", "test", "test-vllm", "type", "venv",
+    "bench", "bench-lmcache", "bench-vllm", "clean", "conformance-vllm", "demo", "demo-gpu",
+    "gpu-check", "help", "lint", "proto", "sim", "test", "test-vllm", "type", "venv",
 }  # fmt: skip
 
 
