@@ -16,7 +16,9 @@ from kvd import config
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "kvd"
 GIB = 1 << 30
-SETTINGS_OF_THE_CHART = {"socket", "pool_directory", "pool_bytes", "http_address", "http_port"}
+SETTINGS_OF_THE_CHART = {
+    "socket", "pool_directory", "extents_directory", "pool_bytes", "http_address", "http_port",
+}  # fmt: skip
 
 if importlib.util.find_spec("helm_python") is None and not os.environ.get("CI"):
     # CI installs it, so there its absence is a failure and not a reason to skip.
@@ -114,6 +116,9 @@ def test_the_schema_knows_every_setting_that_the_chart_leaves_to_its_user() -> N
         {"config": {"policy": "fifo"}},
         {"metrics": {"port": 80}},
         {"replicaCount": 3},
+        {"gpu": {"enabled": "yes"}},
+        {"gpu": {"count": 1}},
+        {"pool": {"sizeGiB": 1, "hostPath": "/x", "hugePages": {"size": "4Mi"}}},
     ],
 )
 def test_a_wrong_value_is_refused(chart: helm.Chart, wrong: dict[str, Any]) -> None:
@@ -134,6 +139,83 @@ def test_the_pods_memory_holds_pool_slot_table_and_processes(chart: helm.Chart) 
         assert container["resources"]["requests"]["memory"] == limit
         slot_table_gib = size * 128 / 4096
         assert int(limit.removesuffix("Gi")) >= size + slot_table_gib + 2
+
+
+def test_without_a_gpu_the_pod_asks_for_nothing_of_one(chart: helm.Chart) -> None:
+    spec = pod(chart)
+    assert "runtimeClassName" not in spec
+    assert spec["hostPID"] is False
+    assert "env" not in spec["containers"][0]
+
+
+def test_with_gpus_the_pod_sees_all_of_them_and_claims_none(chart: helm.Chart) -> None:
+    own = [{"name": "KVD_LOG_LEVEL", "value": "debug"}]
+    spec = pod(chart, {"gpu": {"enabled": True}, "extraEnv": own})
+    assert (spec["runtimeClassName"], spec["hostPID"]) == ("nvidia", True)
+    assert "hostIPC" not in spec
+    (container,) = spec["containers"]
+    assert container["env"] == [
+        {"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"},
+        {"name": "NVIDIA_DRIVER_CAPABILITIES", "value": "compute,utility"},
+        *own,
+    ]
+    claimed = container["resources"]["limits"].keys() | container["resources"]["requests"].keys()
+    assert claimed == {"cpu", "memory"}
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_the_nodes_own_runtime_and_pid_namespaces_may_be_kept(chart: helm.Chart) -> None:
+    spec = pod(chart, {"gpu": {"enabled": True, "runtimeClassName": "", "hostPID": False}})
+    assert "runtimeClassName" not in spec
+    assert spec["hostPID"] is False
+    assert pod(chart, {"hostPID": True})["hostPID"] is True
+
+
+@pytest.mark.parametrize("size", ["2Mi", "1Gi"])
+def test_a_pool_in_huge_pages_claims_them_and_no_common_memory_for_its_blocks(
+    chart: helm.Chart, tmp_path: Path, size: str
+) -> None:
+    values = {"pool": {"sizeGiB": 64, "hugePages": {"size": size}}}
+    read = settings(chart, tmp_path, values)
+    spec = pod(chart, values)
+    (container,) = spec["containers"]
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert str(read.extents_directory) == mounted["extents"]
+    for kind in ("requests", "limits"):
+        asked = container["resources"][kind]
+        assert asked[f"hugepages-{size}"] == "64Gi"
+        assert 2 + 64 * 128 / 4096 <= int(asked["memory"].removesuffix("Gi")) < 10
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes["extents"]["hostPath"]["path"] == "/dev/hugepages/kvd"
+    (init,) = spec["initContainers"]
+    assert f"-m 0700 {mounted['extents']}" in init["command"][-1]
+
+
+def test_a_pool_in_common_memory_has_its_extents_in_its_directory(
+    chart: helm.Chart, tmp_path: Path
+) -> None:
+    assert settings(chart, tmp_path).extents_directory is None
+    volumes = {volume["name"] for volume in pod(chart)["volumes"]}
+    assert "extents" not in volumes
+
+
+def notes(chart: helm.Chart, values: dict[str, Any]) -> str:
+    (text,) = (
+        text
+        for path, text in chart.render(values, name="demo", namespace="caches").items()
+        if path.endswith("NOTES.txt")
+    )
+    return " ".join(str(text).split())
+
+
+def test_the_notes_say_what_engines_on_gpus_need(chart: helm.Chart) -> None:
+    without = notes(chart, {})
+    assert "gpu.enabled is false" in without
+    assert "hostPID is false" in without
+    with_gpus = notes(chart, {"gpu": {"enabled": True}})
+    assert "also need `hostPID: true`" in with_gpus
+    assert "hostPID is false" not in with_gpus
+    assert "huge pages of 2Mi" in notes(chart, {"pool": {"hugePages": {"size": "2Mi"}}})
 
 
 def test_the_daemon_runs_without_root_and_without_capabilities(chart: helm.Chart) -> None:

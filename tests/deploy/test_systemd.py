@@ -30,26 +30,54 @@ def systemd_analyze() -> str:
 def installed_units(tmp_path: Path) -> Path:
     """The units as they would be installed, with a kvd that exists on this machine."""
     kvd = Path(sys.executable).with_name("kvd")
-    for unit in UNITS.iterdir():
+    for unit in UNITS.glob("*.[sm]*"):
         (tmp_path / unit.name).write_text(unit.read_text().replace(INSTALLED, str(kvd)))
     return tmp_path
 
 
-def service() -> configparser.SectionProxy:
+@pytest.fixture
+def extended_units(installed_units: Path) -> Path:
+    """The same with every drop-in of the service."""
+    folder = installed_units / "kvd.service.d"
+    folder.mkdir()
+    for extension in UNITS.glob("kvd-*.conf"):
+        (folder / extension.name).write_text(extension.read_text())
+    return installed_units
+
+
+def service(file: str = "kvd.service") -> configparser.SectionProxy:
     """The [Service] section; of a repeated key the last value."""
+    return sections(file)["Service"]
+
+
+def sections(file: str) -> configparser.ConfigParser:
     parser = configparser.ConfigParser(strict=False, interpolation=None)
     parser.optionxform = str  # type: ignore[assignment,method-assign]
-    parser.read(UNITS / "kvd.service")
-    return parser["Service"]
+    parser.read(UNITS / file)
+    return parser
 
 
-@pytest.mark.parametrize("unit", ["kvd.service", "var-lib-kvd-pool.mount"])
+@pytest.mark.parametrize(
+    "unit", ["kvd.service", "var-lib-kvd-pool.mount", "var-lib-kvd-extents.mount"]
+)
 def test_systemd_finds_nothing_wrong(
     systemd_analyze: str, installed_units: Path, unit: str
 ) -> None:
     command = [systemd_analyze, "verify", "--man=no", str(installed_units / unit)]
     found = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
+
+
+def test_systemd_finds_nothing_wrong_with_what_is_added_for_gpus_and_huge_pages(
+    systemd_analyze: str, extended_units: Path
+) -> None:
+    command = [systemd_analyze, "verify", "--man=no", str(extended_units / "kvd.service")]
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (found.returncode, found.stdout + found.stderr) == (0, "")
+    broken = extended_units / "kvd.service.d" / "kvd-gpu.conf"
+    broken.write_text(broken.read_text().replace("PrivateDevices=no", "PrivateDevices=perhaps"))
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert "perhaps" in found.stderr, "the drop-in was not read"
 
 
 def test_a_broken_unit_is_found(systemd_analyze: str, installed_units: Path) -> None:
@@ -95,6 +123,34 @@ def test_what_would_break_shared_memory_or_credentials_is_not_set() -> None:
     for name in ("PrivateUsers", "PrivateIPC", "PrivateDevices", "MemoryDenyWriteExecute"):
         assert name not in settings
     assert settings["RemoveIPC"] == "no"
+
+
+def test_no_device_is_reached_but_by_what_is_added_for_gpus() -> None:
+    bare = (UNITS / "kvd.service").read_text()
+    assert "DevicePolicy=closed\n" in bare
+    assert "DeviceAllow" not in bare
+    added = (UNITS / "kvd-gpu.conf").read_text().splitlines()
+    allowed = [line.partition("=")[2] for line in added if line.startswith("DeviceAllow=")]
+    groups = [name for name, access in map(str.split, allowed) if access == "rw"]
+    assert groups == ["char-nvidia", "char-nvidia-frontend", "char-nvidia-uvm"]
+
+
+def test_what_is_added_for_gpus_takes_back_what_would_break_them() -> None:
+    added = service("kvd-gpu.conf")
+    for name in ("PrivateDevices", "PrivateIPC", "MemoryDenyWriteExecute"):
+        assert added[name] == "no"
+    assert added["LimitMEMLOCK"] == service()["LimitMEMLOCK"] == "infinity"
+    assert "CapabilityBoundingSet" not in added, "pinning and mapping need none"
+
+
+def test_the_huge_pages_mount_is_where_the_daemon_looks_for_its_extents() -> None:
+    added = sections("kvd-hugepages.conf")
+    where = sections("var-lib-kvd-extents.mount")["Mount"]["Where"]
+    name, _, directory = added["Service"]["Environment"].partition("=")
+    assert added["Unit"]["RequiresMountsFor"] == directory == where
+    assert f"/var/lib/{added['Service']['StateDirectory']}" == where
+    read = config.load(argparse.Namespace(config=str(UNITS / "kvd.toml")), {name: directory})
+    assert read.extents_directory == Path(where)
 
 
 def test_the_daemon_accepts_the_example_settings() -> None:

@@ -36,8 +36,16 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
 {{- end -}}
 
-{{- /* Pool, slot table (at most 1/32 of it and a little), and headroom. */ -}}
+{{- /* Pool, unless it lies in huge pages; slot table (at most 1/32 of it and a little); headroom. */ -}}
 {{- define "kvd.memory" -}}
 {{- $pool := int .Values.pool.sizeGiB -}}
-{{- printf "%dGi" (add $pool (div $pool 32) 1 (int .Values.pool.headroomGiB)) -}}
+{{- $common := ternary 0 $pool (ne .Values.pool.hugePages.size "") -}}
+{{- printf "%dGi" (add $common (div $pool 32) 1 (int .Values.pool.headroomGiB)) -}}
+{{- end -}}
+
+{{- /* Without such a claim the kubelet lets the pod have no huge page at all. */ -}}
+{{- define "kvd.hugePages" -}}
+{{- with .Values.pool.hugePages.size -}}
+{{- printf ", hugepages-%s: %dGi" . (int $.Values.pool.sizeGiB) -}}
+{{- end -}}
 {{- end -}}

@@ -11,6 +11,9 @@
 {{- define "kvd.toml" -}}
 socket = "/run/kvd/kvd.sock"
 pool_directory = "/var/lib/kvd/pool"
+{{- if .Values.pool.hugePages.size }}
+extents_directory = "/var/lib/kvd/extents"
+{{- end }}
 pool_bytes = "{{ .Values.pool.sizeGiB }}GiB"
 http_address = "0.0.0.0"
 http_port = {{ .Values.metrics.port }}
