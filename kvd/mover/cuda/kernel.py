@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class CopyKernel:
         source = SOURCE.read_text()
         self._by_16 = _compiled(source, "copy_by_16")
         self._by_8 = _compiled(source, "copy_by_8")
+        self._lock = threading.Lock()  # over the free lists
         self._free: list[_List] = []
         self._held: HeldUntilPassed[_List] = HeldUntilPassed()
 
@@ -82,10 +84,11 @@ class CopyKernel:
 
     def _list_of(self, stretches: int) -> _List:
         """Room for so many, taken from what is free."""
-        self._free += self._held.release()
-        for number, free in enumerate(self._free):
-            if len(free.rows) >= stretches:
-                return self._free.pop(number)
+        with self._lock:
+            self._free += self._held.release()
+            for number, free in enumerate(self._free):
+                if len(free.rows) >= stretches:
+                    return self._free.pop(number)
         return _List.with_room(stretches)
 
 
