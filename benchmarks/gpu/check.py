@@ -48,8 +48,7 @@ NEEDED = {
     "pytest_asyncio": "pytest-asyncio",
     "hypothesis": "hypothesis",
 }
-# pyproject.toml's own options, less what another pytest than ours would not take.
-PYTEST = ("-o", "addopts=--import-mode=importlib --strict-markers -ra", "-o", "minversion=8.0")
+PYTEST = ("-c", "benchmarks/gpu/pytest.ini", "--rootdir=.")
 KILL_AFTER_S = 5.0
 
 

@@ -248,11 +248,10 @@ def overhead(case: Case) -> list[dict[str, Any]]:
     return rows
 
 
-def measure(cuda: Cuda, size: Sizes) -> dict[str, Any]:
-    """All rows; what the time did not reach is named in `left_out`."""
+def measure(cuda: Cuda, size: Sizes, found: dict[str, Any]) -> None:
+    """Add all rows to `found`; what the time did not reach is named in `left_out`."""
     began = time.monotonic()
-    found: dict[str, Any] = {"races": [], "slowdown": [], "overhead": [], "mover": {}}
-    found["left_out"] = []
+    found |= {"races": [], "slowdown": [], "overhead": [], "mover": {}, "left_out": []}
 
     def is_late(what: str) -> bool:
         late = time.monotonic() - began > size.limit_s
@@ -279,7 +278,6 @@ def measure(cuda: Cuda, size: Sizes) -> dict[str, Any]:
         finally:
             case.close()
         print(f"  {name}: {time.monotonic() - began:.0f} s", flush=True)
-    return found
 
 
 def judge(found: dict[str, Any]) -> list[verdicts.Verdict]:
@@ -305,7 +303,11 @@ def main() -> int:
     size = (TINY if options.tiny else QUICK if options.quick else FULL).fitted()
     cuda = Cuda()
     cuda.open_device()
-    found = measure(cuda, size)
+    found: dict[str, Any] = {}
+    try:
+        measure(cuda, size, found)
+    except KeyboardInterrupt:  # what was measured is told all the same
+        found["left_out"].append("interrupted: all that is not in the table")
     judged = judge(found)
     print(report.table(("figure", "measured", "bar", ""), [v.line() for v in judged]))
     for what in found["left_out"]:
@@ -318,7 +320,7 @@ def main() -> int:
         "verdicts": [verdict.plain() for verdict in judged],
         "results": found,
     }
-    places.write(document, cuda.name(), "gpu-copies", options.output)
+    print(f"written to {places.write(document, cuda.name(), 'gpu-copies', options.output)}")
     missed = [v for v in judged if v.bar and v.met is not True]
     print(f"{len(missed)} of {sum(bool(v.bar) for v in judged)} bars missed or not measured")
     return 1 if missed or found["left_out"] else 0

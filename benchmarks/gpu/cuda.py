@@ -166,18 +166,26 @@ class Cuda:
             self.library = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise Failed(f"libcuda.so.1 can't be loaded: {error}") from error
+        self._functions: dict[str, Any] = {}
         self.call("cuInit", 0)
 
     def has(self, name: str) -> bool:
         return getattr(self.library, name, None) is not None
 
+    def function(self, name: str) -> Any:
+        """A call of the driver, to be made as it is; Failed when the driver has no such call."""
+        found = self._functions.get(name)
+        if found is None:
+            found = getattr(self.library, name, None)
+            if found is None:
+                raise Failed(f"this driver has no {name}")
+            found.argtypes, found.restype = _SIGNATURES[name], c_int
+            self._functions[name] = found
+        return found
+
     def code(self, name: str, *arguments: Any) -> int:
         """The CUresult of a call; Failed only when the driver has no such call."""
-        function = getattr(self.library, name, None)
-        if function is None:
-            raise Failed(f"this driver has no {name}")
-        function.argtypes, function.restype = _SIGNATURES[name], c_int
-        return int(function(*arguments))
+        return int(self.function(name)(*arguments))
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call and raise Failed with the code's name unless it succeeds."""

@@ -64,11 +64,11 @@ class Peers:
     def _by_copies(self, way: str, kinds: list[str], fragment: int, total: int) -> Pass:
         """Each direction moves its share on a stream of its own; both are submitted first."""
         lanes = []
-        for kind, (begin, end) in halves(kinds).items():
+        for number, (kind, (begin, end)) in enumerate(halves(kinds).items()):
             at = int(total * begin)
             case = {"way": way, "is_store": kind == "store", "fragment": fragment}
             case |= {"host": self._host + at, "device": self._memory.address + at}
-            stream = self._cuda.stream()
+            stream = self._copying.stream(number)
             submit = self._copying.submitter(case | {"total": int(total * (end - begin))}, stream)
             lanes.append((submit, stream))
 

@@ -47,7 +47,6 @@ def write(document: dict[str, Any], device_name: str, name: str, output: Path | 
     text = json.dumps(document, indent=1) + "\n"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text)
-    print(f"written to {target}")
     if elsewhere := os.environ.get("KVD_GPU_RESULTS"):
         folder = Path(elsewhere)
         folder.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,19 @@ from benchmarks.gpu.probing import death, footprint, handles, host_memory, nvml,
 from benchmarks.gpu.probing.remote import Refused, remotes
 from benchmarks.gpu.probing.scale import TINY, Scale
 
+# In the order of what the design would miss most, should the time run out.
 QUESTIONS: dict[str, Callable[[Scale], dict[str, Any]]] = {
     "handles": handles.handles,
     "namespaces": handles.namespaces,
     "footprint": footprint.footprint,
-    "deaths": death.deaths,
-    "host_memory": host_memory.host_memory,
-    "locked_memory": host_memory.locked_memory,
-    "wakes": speed.wakes,
     "copies": speed.copies,
     "products": speed.products,
+    "deaths": death.deaths,
+    "host_memory": host_memory.host_memory,
+    "wakes": speed.wakes,
+    "locked_memory": host_memory.locked_memory,
 }
+BROKEN = (Refused, TimeoutError, OSError, LookupError, ValueError, TypeError, AssertionError)
 PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "cuda-bindings", "nvidia-ml-py")
 KERNEL_FILES = (
     "/sys/kernel/mm/transparent_hugepage/enabled",
@@ -64,23 +66,19 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def ask(names: list[str], scale: Scale, limit_s: float) -> dict[str, Any]:
-    """Answer by question; those that the time does not reach are said to be left out."""
+def ask(names: list[str], scale: Scale, limit_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each question with its answer; those that the time does not reach are said to be left out."""
     began = time.monotonic()
-    answers: dict[str, Any] = {}
     for name in names:
         since = time.monotonic()
         if since - began > limit_s:
-            answers[name] = {"failed": "not asked: the probe's time was up"}
+            yield name, {"failed": "not asked: the probe's time was up"}
             continue
         try:
-            answers[name] = {"answer": QUESTIONS[name](scale)}
-        except (Refused, TimeoutError, OSError, KeyError, ValueError, AssertionError) as error:
-            answers[name] = {"failed": f"{type(error).__name__}: {error}"}
-        answers[name]["seconds"] = time.monotonic() - since
-        outcome = answers[name].get("failed", "answered")
-        print(f"  {name}: {outcome} ({answers[name]['seconds']:.1f} s)", flush=True)
-    return answers
+            told: dict[str, Any] = {"answer": QUESTIONS[name](scale)}
+        except BROKEN as error:
+            told = {"failed": f"{type(error).__name__}: {error}"}
+        yield name, told | {"seconds": time.monotonic() - since}
 
 
 def main() -> int:
@@ -97,11 +95,15 @@ def main() -> int:
     if (reason := places.no_device()) is not None:
         print(f"no GPU to probe: {reason}", file=sys.stderr)
         return 1
-    with remotes(1) as (observer,):
-        device = observer.call("device")
+    try:
+        with remotes(1) as (observer,):
+            device = observer.call("device")
+    except BROKEN as error:
+        print(f"the GPU can't be used: {error}", file=sys.stderr)
+        return 1
     scale = TINY if options.tiny else Scale().fitted(device["free_bytes"])
     print(f"{device['name']}, {device['uuid']}", flush=True)
-    answers = ask(names, scale, options.limit)
+    answers: dict[str, Any] = {}
     document = {
         "probe": 1,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -111,7 +113,13 @@ def main() -> int:
         "scale": scale.__dict__,
         "questions": answers,
     }
-    places.write(document, device["name"], "gpu-probe", options.output)
+    for name, told in ask(names, scale, options.limit):
+        answers[name] = told
+        seconds = f" ({told['seconds']:.1f} s)" if "seconds" in told else ""
+        print(f"  {name}: {told.get('failed', 'answered')}{seconds}", flush=True)
+        # After each: what ends the probe early takes no answer with it.
+        target = places.write(document, device["name"], "gpu-probe", options.output)
+    print(f"written to {target}")
     return 1 if any("failed" in answer for answer in answers.values()) else 0
 
 

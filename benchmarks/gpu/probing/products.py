@@ -59,6 +59,7 @@ def _made(width: int) -> tuple[str, Any, int]:
                 torch.randn(width, width, device="cuda", dtype=torch.bfloat16) for _ in range(2)
             )
             out = torch.empty_like(left)
+            torch.cuda.synchronize()
             stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
 
             def multiply() -> None:

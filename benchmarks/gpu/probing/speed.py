@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ PHASES: dict[str, tuple[tuple[str, int, bool], ...]] = {  # (way, fragment, is i
     "load, kernel of 8 blocks, 32 KiB": (("kernel", 32 * KIB, False),),
 }
 SETTLE_SECONDS = 0.05
+WAKE_SECONDS = 5.0
 
 
 @contextlib.contextmanager
@@ -165,6 +167,8 @@ def _rounds(count: int, mover: Remote) -> dict[str, list[float]]:
         time.sleep(200e-6)
         began = time.perf_counter()
         os.eventfd_write(mover.go, 1)
+        if not select.select([mover.done], [], [], WAKE_SECONDS)[0]:
+            break  # it failed: its answer says how
         os.eventfd_read(mover.done)
         micros.append((time.perf_counter() - began) * 1e6)
     return {"round_trip_us": micros, "copy_us": mover.answer()}
