@@ -2,9 +2,14 @@
 # The daemon on a small image: kvd, kvd-client and what they need, no compiler, not root.
 # For a build that is the same for ever, give the image by digest:
 #   docker build --build-arg PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:... .
+# For engines whose KV lies on GPUs, by the CUDA version of the nodes' driver (docs/gpu.md):
+#   docker build --build-arg GPU=cuda12 .
+# That adds CuPy, which carries the CUDA runtime; the driver's libraries are put into the container
+# by NVIDIA's container toolkit. No CUDA base image is needed.
 ARG PYTHON_IMAGE=python:3.11.13-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
+ARG GPU=
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
 WORKDIR /src
 COPY requirements/constraints.txt requirements/constraints.txt
@@ -18,7 +23,8 @@ RUN /build/tools/bin/pip wheel --no-cache-dir --disable-pip-version-check --no-d
       --no-build-isolation --wheel-dir /build/wheels ./client .
 RUN python3 -m venv /opt/kvd \
  && /opt/kvd/bin/pip install --no-cache-dir --disable-pip-version-check \
-      -c requirements/constraints.txt /build/wheels/*.whl \
+      -c requirements/constraints.txt /build/wheels/kvd_client-*.whl \
+      "$(echo /build/wheels/kvd-*.whl)${GPU:+[${GPU}]}" \
  && /opt/kvd/bin/kvd version \
  && /opt/kvd/bin/python -m pip uninstall --yes --quiet pip setuptools
 

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,13 +41,17 @@ def first_stage(dockerfile: Path) -> list[Instruction]:
     return every[starts[0] + 1 : starts[1]]
 
 
-def run_first_stage(context: Path, scratch: Path) -> None:
+def run_first_stage(
+    context: Path, scratch: Path, arguments: Mapping[str, str] | None = None
+) -> None:
     """Carry the stage out: COPY copies from the context, RUN runs in bash, paths moved.
 
+    `arguments` are docker's --build-arg: the stage sees those that it names by ARG.
     Raises CalledProcessError with the step's output when one fails.
     """
     where = scratch / "src"
     where.mkdir()
+    environment = clean_environment()
     for step in first_stage(context / "Dockerfile"):
         if step.name == "COPY":
             *sources, target = step.rest.split()
@@ -59,8 +64,11 @@ def run_first_stage(context: Path, scratch: Path) -> None:
                 ["/bin/bash", "-euo", "pipefail", "-c", moved],
                 cwd=where,
                 check=True,
-                env=clean_environment(),
+                env=environment,
             )
+        elif step.name == "ARG":
+            name, _, default = step.rest.partition("=")
+            environment[name] = (arguments or {}).get(name, default)
         else:
             assert step.name in ("WORKDIR", "SHELL"), f"this runner doesn't know {step.name}"
 

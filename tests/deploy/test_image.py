@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,45 @@ def test_the_image_does_not_run_as_root() -> None:
 def test_every_base_image_is_pinned_to_a_release() -> None:
     steps = instructions(DOCKERFILE)
     assert {step.rest.split()[0] for step in steps if step.name == "FROM"} == {"${PYTHON_IMAGE}"}
-    (base,) = (step.rest for step in steps if step.name == "ARG")
+    base = next(step.rest for step in steps if step.name == "ARG")
     _, _, tag = base.partition("=")[2].partition(":")
     assert tag.split("-")[0].count(".") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"), [({}, ""), ({"GPU": ""}, ""), ({"GPU": "cuda12"}, "[cuda12]")]
+)
+def test_the_build_argument_asks_for_the_extra_of_its_name(
+    tmp_path: Path, arguments: dict[str, str], extra: str
+) -> None:
+    (install,) = (
+        step
+        for step in instructions(DOCKERFILE)
+        if step.name == "RUN" and "/build/wheels/kvd_client" in step.rest
+    )
+    _, _, words = install.rest.partition("pip install")
+    for name in ("kvd-1-py3-none-any.whl", "kvd_client-1-py3-none-any.whl"):
+        (tmp_path / name).touch()
+    command = "echo" + words.partition("&&")[0].replace("/build/wheels", str(tmp_path))
+    environment = {"PATH": "/usr/bin:/bin", **arguments}
+    printed = subprocess.run(
+        ["/bin/bash", "-euc", command],
+        check=True, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    asked = [word for word in printed.stdout.split() if word.startswith(str(tmp_path))]
+    assert asked == [
+        f"{tmp_path}/kvd_client-1-py3-none-any.whl",
+        f"{tmp_path}/kvd-1-py3-none-any.whl{extra}",
+    ]
+
+
+def test_every_extra_for_gpus_has_a_cuda_version_and_brings_cupy_alone() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for version in ("12", "13"):
+        (needed,) = extras[f"cuda{version}"]
+        assert needed.startswith(f"cupy-cuda{version}x>=")
 
 
 @pytest.mark.slow
