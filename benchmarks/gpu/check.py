@@ -80,12 +80,13 @@ def steps(results: Path) -> tuple[Step, ...]:
     """The parts in their order; together they stay under 8 minutes."""
     tests = ("-m", "pytest", *PYTEST, "-q", "-p", "no:cacheprovider", "tests/gpu")
     probe = ("-m", "benchmarks.gpu.probe", "--limit=95")
+    demo = ("-m", "examples.gpu", "--prompts=1024,4096,16384", "--repeats=3", f"--out={results}")
     return (
         Step("imports", ("-m", "benchmarks.gpu.check", "--imports"), 40),
         Step("probe", probe, 125),
         Step("tests", (*tests, f"--junitxml={results / 'gpu-tests.xml'}"), 90),
         Step("copies", ("-m", "benchmarks.gpu.copies"), 155),
-        Step("demo", ("-m", "examples.gpu"), 60),
+        Step("demo", demo, 60),
     )
 
 

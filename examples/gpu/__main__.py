@@ -55,7 +55,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--prompts", type=_lengths, help="tokens, with commas between; multiples of 16, from 32 on"
     )
-    parser.add_argument("--repeats", type=int, choices=range(1, 100), default=5, metavar="TIMES")
+    parser.add_argument("--repeats", type=int, choices=range(1, 100), default=3, metavar="TIMES")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--contiguous", action="store_true", help="blocks in a row, instead of in random order"
