@@ -51,7 +51,9 @@ def tables(question: str, documents: Sequence[Document]) -> str:
         return NOT_MEASURED.format(question)
     parts = []
     for document in asked:
-        where = f"{document['device']['name']}, commit {document['commit']}, {document['time']}"
+        driver = (document.get("machine", {}).get("nvidia_smi") or {}).get("driver_version", "")
+        name = document["device"]["name"] + (f", driver {driver}" if driver else "")
+        where = f"{name}, commit {document['commit']}, {document['time']}"
         told = document["questions"][question]
         parts.append(f"{where}\n\n{_table(question, told)}")
     return "\n".join(parts)
@@ -99,9 +101,11 @@ def facts(answer: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 def figure_of(value: Any) -> str:
     """A value as people read it: samples by median and range, large whole numbers in MiB too."""
-    if isinstance(value, list) and value and all(isinstance(v, int | float) for v in value):
+    if isinstance(value, list) and value and all(isinstance(v, float) for v in value):
         low, high = min(value), max(value)
         return f"{statistics.median(value):.4g} ({low:.4g} to {high:.4g}, {len(value)} samples)"
+    if isinstance(value, list):
+        return ", ".join(map(figure_of, value)) or "none"
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "not known"}[value]
     if isinstance(value, float):

@@ -110,7 +110,7 @@ class Copying:
 
         def submit() -> None:
             # The bare call: Python's share of a copy's cost is kept as small as it can be.
-            if any([copy(to, come_from, at.fragment, stream) for to, come_from in pairs]):
+            if any(copy(to, come_from, at.fragment, stream) for to, come_from in pairs):
                 raise Failed("one of the single copies failed")
 
         return submit

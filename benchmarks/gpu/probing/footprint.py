@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from benchmarks.gpu.probing.remote import Remote, remotes, tried
@@ -36,8 +37,11 @@ def _steps(observer: Remote, steps: tuple[Step, ...]) -> list[Any]:
     try:
         for name, order, arguments in steps:
             before = observer.call("memory")
+            began = time.perf_counter()
             told = tried(lambda o=order, a=arguments: remote.call(o, **a))  # type: ignore[misc]
-            rows.append({"step": name, "bytes": before - observer.call("memory"), "answer": told})
+            row = {"step": name, "seconds": time.perf_counter() - began}
+            row["bytes"] = before - observer.call("memory")
+            rows.append(row | ({"failed": told["failed"]} if "failed" in told else {}))
     finally:
         remote.end()
     return rows

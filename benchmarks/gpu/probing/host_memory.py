@@ -28,6 +28,8 @@ def host_memory(scale: Scale) -> dict[str, Any]:
     found: dict[str, Any] = {"bytes": scale.registered}
     with _plain() as folder:
         found["tmpfs"] = tried(lambda: _register(scale, folder))
+    if not scale.mounts:
+        return found
     for name, mounted in (("tmpfs huge=always", _huge_tmpfs), ("hugetlbfs", _hugetlbfs)):
         try:
             with mounted(scale.registered) as folder:

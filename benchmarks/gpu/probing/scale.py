@@ -25,6 +25,7 @@ class Scale:
     repeats: int = 5
     deaths: int = 3
     wakes: int = 200
+    mounts: bool = True  # file systems of huge pages, as root
 
     def fitted(self, free_bytes: int) -> Scale:
         """The same, within half of the device's free memory and a quarter of the host's."""
@@ -47,4 +48,5 @@ TINY = Scale(
     repeats=1,
     deaths=1,
     wakes=3,
+    mounts=False,
 )
