@@ -169,18 +169,25 @@ def check_memory(plan: Plan, pool_bytes: int) -> None:
 
 def machine(torch: Any, device_type: str) -> dict[str, Any]:
     """Where and with what this ran."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, check=False, capture_output=True, text=True
-    )
     is_cuda = device_type == "cuda"
     return {
         "device": torch.cuda.get_device_name(0) if is_cuda else platform.machine() + " CPU",
         "torch": torch.__version__,
         "cuda": torch.version.cuda if is_cuda else None,
         "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
+        "commit": _commit(),
         "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _commit() -> str:
+    """Of this checkout; empty where it is none, or there is no git."""
+    git = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(git, cwd=ROOT, check=False, capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout.strip()
 
 
 STARTED = time.monotonic()

@@ -27,6 +27,7 @@ from kvd_client import (
 )
 
 CONNECT_S = 120.0  # a mover's first start on a GPU imports its libraries and tries copies out
+REFUSALS = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
 PATIENCE_S = 120.0
 POLL_S = 0.0001
 STEP_S = 0.005  # how often an engine that only waits takes a step
@@ -61,9 +62,11 @@ class Engine:
 
     def wait_connected(self) -> None:
         """RuntimeError with the daemon's own words if it does not take this engine."""
-        if not self._connection.wait_usable(CONNECT_S):
+        deadline = time.monotonic() + CONNECT_S
+        while not self._connection.wait_usable(0.5):
             problem = self._worker.problem or self._connection.problem
-            raise RuntimeError(f"the daemon does not serve this engine: {problem}")
+            if problem.startswith(REFUSALS) or time.monotonic() > deadline:
+                raise RuntimeError(f"the daemon does not serve this engine: {problem}")
 
     def recompute(self, tokens: torch.Tensor, blocks: Sequence[int]) -> Answer:
         """The first token without kvd, computed in one go."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from examples.gpu import __main__ as demo
+from examples.gpu import shape
 from examples.gpu.engine import block_hashes
 from examples.gpu.model import Model
 from examples.gpu.paged_kv import PagedKv
@@ -85,6 +86,16 @@ def test_a_pool_that_does_not_fit_is_refused_before_anything_starts(
     monkeypatch.setitem(demo.EXTENT_BYTES, "tiny", 1 << 50)
     assert demo.main(SMALL) == 1
     assert "give fewer or shorter --prompts" in capsys.readouterr().err
+
+
+def test_an_engine_that_the_daemon_refuses_is_told_so_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shape.Shape, "block_bytes", 16)  # its memory says something else
+    assert demo.main(SMALL) == 1
+    said = capsys.readouterr().err
+    assert "FAILED: the daemon does not serve this engine: " in said
+    assert "12288 bytes" in said
 
 
 def test_computing_in_two_parts_gives_what_one_part_gives(kv: PagedKv) -> None:
