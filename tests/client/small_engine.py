@@ -138,11 +138,18 @@ class SmallEngine:
         self.connection = SchedulerConnection(socket, identity, namespace, world_size, silent_s)
         self.scheduler = Scheduler(self.connection, options)
         self.ranks = [
-            Rank(socket, identity, rank, world_size, flush_s) for rank in range(world_size)
+            self.make_rank(socket, identity, rank, world_size, flush_s)
+            for rank in range(world_size)
         ]
         self.finished_loads: set[str] = set()
         self.failed_loads: set[str] = set()
         self.stored_blocks = 0
+
+    def make_rank(
+        self, socket: str, identity: EngineIdentity, rank: int, world_size: int, flush_s: float
+    ) -> Rank:
+        """For engines whose KV lies elsewhere."""
+        return Rank(socket, identity, rank, world_size, flush_s)
 
     def wait_usable(self, seconds: float = 20.0) -> None:
         assert self.connection.wait_usable(seconds), (
