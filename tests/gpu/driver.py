@@ -59,6 +59,7 @@ class Driver:
         }
         with self.in_environment():
             self._library = fake_library.load(path)
+            self.reset()  # here, where it finds its directory
         sys.path.insert(0, str(SHIM))
 
     def close(self) -> None:
