@@ -135,6 +135,7 @@ class Daemon:
                 " or others than were written",
                 pool.unchecked_records,
             )
+        log.info("extents lie in %s", pool.place)
         log.info("%d blocks recovered in %.3f s", recovered, time.perf_counter() - began)
         return driver
 

@@ -80,7 +80,7 @@ class Extents:
         self.extent_bytes = config.extent_bytes
         self.nodes: tuple[int, ...] = ()  # of each extent; empty: all are alike
         self._threads = config.threads
-        self._huge_page = huge_page
+        self.huge_page = huge_page
         self._own_directory = config.extents_directory is None
         self._by_number = {node.number: node for node in on}
 
@@ -153,8 +153,8 @@ class Extents:
                 populate(mapping, 0, self.extent_bytes, MADV_POPULATE_WRITE)
         except OSError as error:
             if error.errno != errno.EINVAL:  # which kernels before 5.14 say to the advice
-                where = "there are no more huge pages" if self._huge_page else "the file system or"
-                where += "" if self._huge_page else " the machine is full"
+                where = "there are no more huge pages" if self.huge_page else "the file system or"
+                where += "" if self.huge_page else " the machine is full"
                 raise PoolError(
                     f"no memory for extent {extent} of {self.count} ({self.extent_bytes} bytes,"
                     f" {error.strerror}): {where}; lower the pool's size"
@@ -164,7 +164,7 @@ class Extents:
             os.close(fd)
 
     def _write_zeros(self, fd: int) -> None:
-        if self._huge_page:
+        if self.huge_page:
             self._clear_mapped(fd)
             return
         offset = 0

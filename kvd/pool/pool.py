@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from kvd.core.events import Event
 from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
 from kvd.pool import space
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
-from kvd.pool.config import PoolConfig
+from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.extents import Extents, has_mark, remove_files
 from kvd.pool.header import PoolHeader, read_header
 from kvd.pool.index_page import IndexPage
@@ -91,8 +92,7 @@ class Pool:
         """
         require_ordered_stores()
         config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if config.extents_directory is not None:
-            config.extents_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_extents_directory(config)
         huge_page = space.require_memory_files(config)
         pool = cls(config, huge_page)
         try:
@@ -140,6 +140,17 @@ class Pool:
     def extents_directory(self) -> Path:
         """Where movers find the extents' files."""
         return self._files.directory
+
+    @property
+    def place(self) -> str:
+        """Where the extents lie, for the log: directory, huge pages, nodes."""
+        files = self._files
+        words = [str(files.directory)]
+        if files.huge_page:
+            words.append(f"huge pages of {files.huge_page >> 10} KiB")
+        if files.nodes:
+            words.append(f"nodes {', '.join(map(str, sorted(set(files.nodes))))}")
+        return "; ".join(words)
 
     @property
     def extent_nodes(self) -> tuple[int, ...]:
@@ -339,6 +350,22 @@ class Pool:
         # On a cold start an undead mover maps files that are gone; the new ones are nobody's.
         self._recovery = Recovery(books, frozenset() if self.cold_reason else undead_extents)
         self._rows: dict[RowId, Row] = dict(self._recovery.rows)
+
+
+def _make_extents_directory(config: PoolConfig) -> None:
+    """Where the extents have a place of their own; PoolError where we may not write there."""
+    place = config.extents_directory
+    if place is None:
+        return
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise PoolError(
+            f"extents_directory {place} can't be used: {error.strerror}; name a directory that"
+            " the daemon's user may write to"
+        ) from error
 
 
 def _taken(path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,11 +18,9 @@ from kvd.mover.layout import FragmentSpec, GroupMap, MoverConfig, Region
 from kvd.pool import Pool, PoolConfig, PoolError, space
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, opened
+from tests.huge_pages import PAGE_BYTES, huge_pages
 
-HUGE_PAGE = 2 << 20
 HUGE_EXTENTS = 4
-_PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def none(_done: int, _total: int) -> None:
@@ -96,6 +93,15 @@ def test_two_pools_at_once_can_not_share_a_directory_of_extents(elsewhere: PoolC
         assert pool.extents == other.extents
 
 
+def test_a_directory_that_can_not_be_made_is_named_with_the_setting(
+    elsewhere: PoolConfig, shared_directory: Path
+) -> None:
+    (shared_directory / "file").write_text("")
+    blocked = replace(elsewhere, extents_directory=shared_directory / "file" / "extents")
+    with pytest.raises(PoolError, match=r"extents_directory .* can't be used: Not a directory"):
+        Pool.open(blocked, none)
+
+
 def test_what_is_not_the_pools_stays_in_the_directory(elsewhere: PoolConfig) -> None:
     place = elsewhere.extents_place
     place.mkdir(parents=True)
@@ -124,40 +130,20 @@ def test_a_mover_is_told_where_the_extents_lie(elsewhere: PoolConfig) -> None:
 
 
 @pytest.fixture
-def huge_pages(tmp_path: Path) -> Iterator[Path]:
-    """A hugetlbfs with as many pages of 2 MiB as a small pool and one extent more need."""
-    wanted = 2 * HUGE_EXTENTS + 2
-    if os.geteuid() != 0 or not _PAGES.exists():
-        pytest.skip("only root can mount a hugetlbfs, on a kernel with pages of 2 MiB")
-    before = int(_PAGES.read_text())
-    mount = tmp_path / "huge"
-    mount.mkdir()
-    try:
-        _PAGES.write_text(f"{before + wanted}\n")
-    except OSError as error:
-        pytest.skip(f"the number of huge pages can't be set: {error}")
-    try:
-        if int(_PAGES.read_text()) < before + wanted:
-            pytest.skip("the machine has no memory for huge pages")
-        options = b"pagesize=2M"
-        if _libc.mount(b"none", str(mount).encode(), b"hugetlbfs", 0, options) != 0:
-            pytest.skip(f"no hugetlbfs can be mounted: {os.strerror(ctypes.get_errno())}")
-        try:
-            yield mount
-        finally:
-            assert _libc.umount2(str(mount).encode(), 0) == 0, "something still maps huge pages"
-    finally:
-        _PAGES.write_text(f"{before}\n")
+def mount(tmp_path: Path) -> Iterator[Path]:
+    """A hugetlbfs with as many pages as a small pool and one extent more need."""
+    with huge_pages(tmp_path / "huge", 2 * HUGE_EXTENTS + 2) as place:
+        yield place
 
 
 @pytest.fixture
-def on_huge_pages(huge_pages: Path, shared_directory: Path) -> PoolConfig:
-    extent = 2 * HUGE_PAGE
+def on_huge_pages(mount: Path, shared_directory: Path) -> PoolConfig:
+    extent = 2 * PAGE_BYTES
     return PoolConfig(
         shared_directory / "pool",
         HUGE_EXTENTS * extent,
         extent_bytes=extent,
-        extents_directory=huge_pages / "extents",
+        extents_directory=mount / "extents",
     )
 
 
@@ -168,6 +154,7 @@ def test_a_pool_on_huge_pages_is_populated_and_warm_the_next_time(
     with opened(on_huge_pages) as pool:
         taken = [pool.extent_path(e).stat().st_blocks * 512 for e in range(pool.extents)]
         assert taken == [on_huge_pages.extent_bytes] * HUGE_EXTENTS
+        assert pool.place == f"{on_huge_pages.extents_place}; huge pages of 2048 KiB"
         orders.introduce(pool)
         per_extent = on_huge_pages.slots_per_extent
         pool.grant_row(replace(row, first_slot=per_extent))
@@ -181,13 +168,13 @@ def test_an_extent_on_huge_pages_is_written_by_a_mover_and_zeroed(
     on_huge_pages: PoolConfig,
 ) -> None:
     fd = os.memfd_create("kvd-test-engine")
-    os.ftruncate(fd, HUGE_PAGE)
+    os.ftruncate(fd, PAGE_BYTES)
     group = GroupMap(1, 1, 4096, (FragmentSpec(0, 0, 4096, 4096),))
     with opened(on_huge_pages) as pool:
         mover = HostSharedMemory(
             MoverConfig(
                 MoverId(1),
-                (Region(fd, 0, HUGE_PAGE),),
+                (Region(fd, 0, PAGE_BYTES),),
                 (group,),
                 on_huge_pages.directory,
                 on_huge_pages.extent_bytes,
@@ -227,13 +214,13 @@ def test_huge_pages_that_run_out_while_extents_are_made_are_given_back(
 def test_an_extent_that_is_no_whole_number_of_huge_pages_is_refused(
     on_huge_pages: PoolConfig,
 ) -> None:
-    odd = replace(on_huge_pages, extent_bytes=HUGE_PAGE + 4096)
+    odd = replace(on_huge_pages, extent_bytes=PAGE_BYTES + 4096)
     with pytest.raises(PoolError, match=r"extent_bytes is 2101248, .* have 2097152 bytes each"):
         Pool.open(odd, none)
 
 
-def test_tables_on_huge_pages_are_refused_with_the_place_for_them(huge_pages: Path) -> None:
-    config = PoolConfig(huge_pages / "pool", 4 * HUGE_PAGE, extent_bytes=HUGE_PAGE)
+def test_tables_on_huge_pages_are_refused_with_the_place_for_them(mount: Path) -> None:
+    config = PoolConfig(mount / "pool", 4 * PAGE_BYTES, extent_bytes=PAGE_BYTES)
     for allowed in (False, True):
         with pytest.raises(PoolError, match="name this one as extents_directory"):
             Pool.open(replace(config, any_filesystem=allowed), none)

@@ -91,6 +91,7 @@ def test_each_extent_is_populated_by_a_thread_of_its_node(
     monkeypatch.setattr(extents.Extents, "_make", watch)
     with opened(orders.config(shared_directory)) as opened_pool:
         assert opened_pool.extent_nodes == (0, 0, 0, 0, 3, 3, 3, 3)
+        assert opened_pool.place.endswith("/extents; nodes 0, 3")
         assert made == dict(enumerate(opened_pool.extent_nodes))
 
 
