@@ -114,9 +114,9 @@ def served(memory: DeviceMemory, fragments: int, size: Sizes) -> Iterator[GpuEng
 
 class Case:
     """One fragment size: its memory, and all contenders over it. What can't be had is in `failed`
-    by its name, and the others run."""
+    by its name, and the others run. `without` says why a daemon is not to be tried (again)."""
 
-    def __init__(self, cuda: Cuda, fragment: int, size: Sizes) -> None:
+    def __init__(self, cuda: Cuda, fragment: int, size: Sizes, without: str = "") -> None:
         self.fragment, self.size = fragment, size
         self.total, self.fragments = size.totals[fragment], BLOCK_BYTES // fragment
         self._stack = contextlib.ExitStack()
@@ -134,6 +134,9 @@ class Case:
             self.mover, self.facts = self._stack.enter_context(made)
         except BROKEN as error:
             self.failed["mover"] = f"{type(error).__name__}: {error}"
+        if without:
+            self.failed["daemon"] = without
+            return
         try:
             self.engine = self._stack.enter_context(served(self.memory, self.fragments, size))
         except BROKEN as error:
@@ -259,11 +262,13 @@ def measure(cuda: Cuda, size: Sizes, found: dict[str, Any]) -> None:
             found["left_out"].append(what)
         return late
 
+    without = ""
     for fragment in size.totals:
         name = verdicts.named(fragment)
         if is_late(name):
             continue
-        case = Case(cuda, fragment, size)
+        case = Case(cuda, fragment, size, without)
+        without = case.failed.get("daemon", "")  # each attempt costs half a minute
         try:
             found["mover"][name] = case.facts
             for kinds in (STORE, LOAD, BOTH):

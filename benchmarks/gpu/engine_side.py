@@ -22,7 +22,11 @@ class GpuEngine(BenchEngine):
         span = memory.tensor if memory.is_torch else DeviceSpan(memory.address, memory.bytes)
         self._prefix = 0
         self._stored: list[bytes] = []
-        self._join(socket, f"gpu-{block_bytes}-{fragments}", fragments, span)
+        try:
+            self._join(socket, f"gpu-{block_bytes}-{fragments}", fragments, span)
+        except BaseException:
+            self.close()
+            raise
 
     def move(self, kinds: list[str], order: list[int], job_blocks: int = JOB_BLOCKS) -> float:
         """Store and load those engine blocks, a half each when both; seconds until all is seen.

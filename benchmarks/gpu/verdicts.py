@@ -16,6 +16,7 @@ OF_IN_PROCESS = 0.97
 SLOWDOWN = {"store": 1.02, "store+load": 1.03}
 OVERHEAD_US = 300.0
 OURS = ("mover", "daemon")
+MOST_WORDS = 60  # characters of a reason in the table; the JSON has it whole
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,8 @@ class Verdict:
     def line(self) -> tuple[str, str, str, str]:
         """As a row of the printed table."""
         word = {None: "", True: "met", False: "MISSED"}[self.met]
-        return self.what, str(self.figure or f"not measured: {self.why}"), self.bar, word
+        measured = str(self.figure) if self.figure else f"not measured: {self.why[:MOST_WORDS]}"
+        return self.what, measured, self.bar, word
 
     def plain(self) -> dict[str, Any]:
         """As JSON can say it."""
