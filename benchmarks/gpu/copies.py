@@ -320,7 +320,7 @@ def main() -> int:
     document = {
         "benchmark": "gpu.copies",
         "device": {"name": cuda.name(), "uuid": cuda.uuid(), "cuda": cuda.version()},
-        "machine": report.machine(),
+        "machine": report.machine() | {"commit": places.commit()},
         "rounds": size.rounds,
         "verdicts": [verdict.plain() for verdict in judged],
         "results": found,

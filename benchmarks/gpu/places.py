@@ -31,13 +31,14 @@ def folder_of(device_name: str) -> Path:
 
 
 def commit() -> str:
-    """The checkout's commit; `unknown` where git can't tell."""
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    """The checkout's commit, or KVD_COMMIT where the files came without git; else `unknown`."""
+    if told := os.environ.get("KVD_COMMIT"):
+        return told
     if shutil.which("git") is None:
         return "unknown"
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or (
-        "unknown"
-    )
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown"
 
 
 def write(document: dict[str, Any], device_name: str, name: str, output: Path | None) -> Path:
