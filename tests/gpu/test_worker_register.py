@@ -192,11 +192,11 @@ def test_the_daemons_refusal_for_want_of_room_is_the_problem_and_is_logged_once(
     hog = refused.allocate(driver.free_bytes() - (64 << 20))
     groups = [GroupLayout(1, [Fragment(0, 0, 64, 64)])]
     assert refused.register([(address, 4096)], groups) is None
-    wait_until(lambda: "gpu_memory_utilization" in refused.problem, "the refusal")
+    wait_until(lambda: "gpu-memory-utilization" in refused.problem, "the refusal")
     first = refused.problem
     more = refused.allocate(1 << 20)  # other figures
     wait_until(lambda: refused.problem != first, "the next refusal")
-    assert [line for line in refused.warnings() if "gpu_memory_utilization" in line] != []
+    assert [line for line in refused.warnings() if "gpu-memory-utilization" in line] != []
     assert len(refused.warnings()) == 1
     refused.free(more)
     refused.free(hog)

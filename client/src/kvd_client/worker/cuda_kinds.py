@@ -11,6 +11,7 @@ from kvd_client.worker.memory import DeviceSpan
 from kvd_client.worker.spans import Allocation
 from kvd_proto.libcuda import (
     ERROR_INVALID_VALUE,
+    ERROR_NOT_SUPPORTED,
     HANDLE_TYPE_POSIX_FD,
     LOCATION_DEVICE,
     AllocationProperties,
@@ -21,6 +22,11 @@ from kvd_proto.libcuda import (
     MemoryType,
     PointerAttribute,
 )
+
+_UNKNOWN = (
+    ERROR_INVALID_VALUE,
+    ERROR_NOT_SUPPORTED,
+)  # what drivers say of attributes that they lack
 
 
 class Kind(enum.Enum):
@@ -149,7 +155,7 @@ def _attribute(driver: Libcuda, address: int, attribute: PointerAttribute) -> in
     try:
         return driver.pointer_attribute(address, attribute)
     except CudaError as error:
-        if error.code != ERROR_INVALID_VALUE:
+        if error.code not in _UNKNOWN:
             raise
         return 0
 
@@ -158,7 +164,7 @@ def _has_mps(driver: Libcuda, device: int) -> bool:
     try:
         return driver.device_attribute(device, DeviceAttribute.MPS_ENABLED) != 0
     except CudaError as error:
-        if error.code != ERROR_INVALID_VALUE:
+        if error.code not in _UNKNOWN:
             raise
         # An older driver does not say. Who set this variable meant to use MPS.
         return "CUDA_MPS_PIPE_DIRECTORY" in os.environ
