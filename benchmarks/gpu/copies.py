@@ -190,7 +190,7 @@ def slowdown(cuda: Cuda, case: Case, rounds: int) -> dict[str, Any]:
         return row | {"failed": case.failed["mover"]}
     try:
         products = Products(cuda, case.size.product_width)
-    except Failed as error:
+    except BROKEN as error:
         return row | {"failed": str(error)}
     clocks, marks = ClockLog(), list[Marks]()
     time.sleep(0.3)
@@ -217,8 +217,8 @@ def busy_race(cuda: Cuda, case: Case) -> list[dict[str, Any]]:
     """The large copy and ours while the engine multiplies matrices."""
     try:
         products = Products(cuda, case.size.product_width)
-    except Failed:
-        return []
+    except BROKEN:
+        return []  # the slowdown's row says why there is no busy engine
     try:
         chosen = {"large", "mover", "batch"}
         rows = [race(case, kinds, max(2, case.size.rounds // 3), chosen) for kinds in (STORE, LOAD)]

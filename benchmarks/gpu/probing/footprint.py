@@ -23,11 +23,11 @@ STEPS: tuple[Step, ...] = (
 
 def footprint(scale: Scale) -> dict[str, Any]:
     """What each step of a mover takes, then those of an engine with torch, seen from outside."""
-    del scale
     with remotes(1) as (observer,):
         found: dict[str, Any] = {"mover": _steps(observer, STEPS)}
         torch_steps: tuple[Step, ...] = (STEPS[0], STEPS[1], ("torch", "import_torch", {}))
-        found["engine"] = _steps(observer, torch_steps)
+        if scale.torch:
+            found["engine"] = _steps(observer, torch_steps)
     return found
 
 

@@ -106,6 +106,8 @@ class Hands:
         began = time.perf_counter()
         import torch  # noqa: PLC0415 - what it costs is the question
 
+        if not torch.cuda.is_available():
+            raise binding.Failed(f"torch {torch.__version__} has no CUDA device")
         torch.zeros(1, device="cuda")
         return time.perf_counter() - began
 
@@ -219,9 +221,9 @@ class Hands:
 
     # -- an engine's work -----------------------------------------------------------------------
 
-    def begin_products(self, width: int) -> str:
+    def begin_products(self, width: int, with_torch: bool) -> str:
         """Multiply matrices of that width without end; with what library."""
-        self._products = Products(self.cuda, width)
+        self._products = Products(self.cuda, width, with_torch)
         return self._products.library
 
     def end_products(self) -> list[list[float]]:

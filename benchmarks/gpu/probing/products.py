@@ -18,9 +18,9 @@ Marks = dict[str, tuple[float, float]]  # a round's phases: when each began and 
 class Products:
     """Products of square bf16 (CuPy: fp16) matrices in a thread of their own, until `end`."""
 
-    def __init__(self, cuda: Cuda, width: int) -> None:
+    def __init__(self, cuda: Cuda, width: int, with_torch: bool = True) -> None:
         self._cuda = cuda
-        self.library, self._multiply, self._stream = _made(width)
+        self.library, self._multiply, self._stream = _made(width, with_torch)
         self._ending = threading.Event()
         self._samples: list[list[float]] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -49,39 +49,45 @@ class Products:
         return self._samples
 
 
-def _made(width: int) -> tuple[str, Any, int]:
+def _made(width: int, with_torch: bool) -> tuple[str, Any, int]:
     """Library, a call that queues one product, and the stream that it goes to."""
-    try:
-        import torch  # noqa: PLC0415 - seconds, and only here
+    for make in (_made_by_torch, _made_by_cupy) if with_torch else (_made_by_cupy,):
+        try:
+            return make(width)
+        except (ImportError, AttributeError) as error:
+            reason = error
+    raise Failed(f"nothing here multiplies on the device: {reason}")
 
-        if torch.cuda.is_available():
-            left, right = (
-                torch.randn(width, width, device="cuda", dtype=torch.bfloat16) for _ in range(2)
-            )
-            out = torch.empty_like(left)
-            torch.cuda.synchronize()
-            stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
 
-            def multiply() -> None:
-                with torch.cuda.stream(stream):
-                    torch.mm(left, right, out=out)
+def _made_by_torch(width: int) -> tuple[str, Any, int]:
+    import torch  # noqa: PLC0415 - seconds, and only here
 
-            return f"torch {torch.__version__}", multiply, stream.cuda_stream
-    except ImportError:
-        pass
-    try:
-        import cupy  # noqa: PLC0415 - seconds, and only here
+    if not torch.cuda.is_available():
+        raise ImportError(f"torch {torch.__version__} has no CUDA device")
+    left, right = (torch.randn(width, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(left)
+    torch.cuda.synchronize()
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
 
-        matrix = cupy.random.standard_normal((width, width), dtype="float32").astype("float16")
-        on = cupy.cuda.Stream(non_blocking=True)
+    def multiply() -> None:
+        with torch.cuda.stream(stream):
+            torch.mm(left, right, out=out)
 
-        def multiply_here() -> None:
-            with on:
-                cupy.matmul(matrix, matrix)
+    return f"torch {torch.__version__}", multiply, stream.cuda_stream
 
-        return f"cupy {cupy.__version__}", multiply_here, on.ptr
-    except (ImportError, AttributeError) as error:
-        raise Failed(f"nothing here multiplies on the device: {error}") from error
+
+def _made_by_cupy(width: int) -> tuple[str, Any, int]:
+    import cupy  # noqa: PLC0415 - seconds, and only here
+
+    matrix = cupy.random.standard_normal((width, width), dtype="float32").astype("float16")
+    cupy.cuda.runtime.deviceSynchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def multiply() -> None:
+        with stream:
+            cupy.matmul(matrix, matrix)
+
+    return f"cupy {cupy.__version__}", multiply, stream.ptr
 
 
 def by_phase(

@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import dataclass
 
+KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
@@ -25,7 +26,17 @@ class Scale:
     repeats: int = 5
     deaths: int = 3
     wakes: int = 200
+    fragments: tuple[int, ...] = (
+        4 * KIB,
+        8 * KIB,
+        16 * KIB,
+        32 * KIB,
+        64 * KIB,
+        256 * KIB,
+        2 * MIB,
+    )
     mounts: bool = True  # file systems of huge pages, as root
+    torch: bool = True  # which takes seconds to import
 
     def fitted(self, free_bytes: int) -> Scale:
         """The same, within half of the device's free memory and a quarter of the host's."""
@@ -48,5 +59,7 @@ TINY = Scale(
     repeats=1,
     deaths=1,
     wakes=3,
+    fragments=(8 * KIB, 2 * MIB),
     mounts=False,
+    torch=False,
 )

@@ -20,7 +20,6 @@ from benchmarks.gpu.probing.scale import Scale
 
 KIB = 1 << 10
 MIB = 1 << 20
-FRAGMENTS = (4 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KIB, 2 * MIB)
 BUSY_FRAGMENTS = (8 * KIB, 32 * KIB, 2 * MIB)
 WAYS: tuple[dict[str, Any], ...] = (
     {"way": "large"},
@@ -70,8 +69,9 @@ def _scene(scale: Scale) -> Iterator[tuple[Remote, Remote, dict[str, int]]]:
 def copies(scale: Scale) -> dict[str, Any]:
     """Seconds of every way, by fragment size and direction: alone, then beside the engine."""
     with _scene(scale) as (engine, mover, places):
-        found: dict[str, Any] = {"idle": _grid(scale, mover, places, (FRAGMENTS, WAYS))}
-        library = tried(lambda: engine.call("begin_products", width=scale.product))
+        found: dict[str, Any] = {"idle": _grid(scale, mover, places, (scale.fragments, WAYS))}
+        order = {"width": scale.product, "with_torch": scale.torch}
+        library = tried(lambda: engine.call("begin_products", **order))
         found["engine"] = library
         if "ok" in library:
             found["busy"] = _grid(scale, mover, places, (BUSY_FRAGMENTS, BUSY_WAYS))
@@ -101,7 +101,8 @@ def products(scale: Scale) -> dict[str, Any]:
     """The engine's products in rounds of phases, one idle and one for each load of copies; each
     round's ratio of a phase's median to that of its own idle phase. Clocks are logged."""
     with _scene(scale) as (engine, mover, places):
-        library = engine.call("begin_products", width=scale.product)
+        order = {"width": scale.product, "with_torch": scale.torch}
+        library = engine.call("begin_products", **order)
         clocks = ClockLog()
         try:
             time.sleep(10 * SETTLE_SECONDS)

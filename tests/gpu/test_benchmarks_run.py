@@ -1,0 +1,281 @@
+"""The GPU's probe, benchmark and check do run: on the fake driver too, in tiny sizes.
+
+Their figures mean nothing here and are thrown away; a mistake that only a GPU machine would have
+met, in minutes that are dear, is met here instead.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import check, facts, places, verdicts
+from benchmarks.gpu.probe import QUESTIONS
+from benchmarks.gpu.probing.products import by_phase
+from tests.gpu.driver import Driver
+
+ROOT = Path(__file__).resolve().parents[2]
+# What our own mistakes look like inside an answer: a refusal of the driver's is `Failed`.
+OUR_MISTAKES = re.compile(
+    r"(Attribute|Type|Key|Name|Index|Assertion|Unbound|Value)Error: [^\"]*|takes \d+ positional"
+)
+
+
+def run(module: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a module as its command line does."""
+    environment = os.environ | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")} | variables
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT,
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        ("benchmarks.gpu.probe", "no GPU to probe"),
+        ("benchmarks.gpu.copies", "no GPU to measure"),
+        ("benchmarks.gpu.check", "There is no GPU here"),
+    ],
+)
+def test_without_a_gpu_it_says_so_in_its_first_line_and_fails(
+    module: str, says: str, driver: Driver
+) -> None:
+    if not driver.is_fake:
+        pytest.skip("there is a GPU here")
+    told = run(module, LD_LIBRARY_PATH="")
+    assert (told.stdout + told.stderr).startswith(says)
+    assert told.returncode == 1
+
+
+@pytest.fixture(scope="module")
+def probed(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the probe wrote."""
+    output = tmp_path_factory.mktemp("probe") / "probe.json"
+    copied = output.parent / "copies"
+    told = run("benchmarks.gpu.probe", "--tiny", f"--output={output}", KVD_GPU_RESULTS=str(copied))
+    assert output.exists(), told.stdout + told.stderr
+    assert (copied / "gpu-probe.json").read_text() == output.read_text()
+    written: dict[str, Any] = json.loads(output.read_text())
+    return written
+
+
+def test_every_question_of_the_probe_is_answered(probed: dict[str, Any], driver: Driver) -> None:
+    asked = probed["questions"]
+    assert set(asked) == set(QUESTIONS)
+    failed = {name: told["failed"] for name, told in asked.items() if "failed" in told}
+    if driver.is_fake:  # it multiplies no matrices
+        assert "nothing here multiplies" in failed.pop("products")
+    assert failed == {}
+
+
+def test_no_answer_of_the_probe_is_a_mistake_of_its_own(probed: dict[str, Any]) -> None:
+    mistakes = {
+        name: OUR_MISTAKES.findall(json.dumps(told)) for name, told in probed["questions"].items()
+    }
+    assert {name: found for name, found in mistakes.items() if found} == {}
+
+
+def test_the_probe_sees_what_one_process_writes_into_anothers_memory(
+    probed: dict[str, Any],
+) -> None:
+    answer = probed["questions"]["handles"]["answer"]
+    assert answer["bytes_arrive"] is True
+    assert answer["what_the_importer_writes_is_seen"] is True
+    assert "failed" in answer["opened_by_its_exporter"]
+
+
+def test_every_way_of_copying_is_timed_in_both_directions(probed: dict[str, Any]) -> None:
+    rows = probed["questions"]["copies"]["answer"]["idle"]
+    timed = {(row["way"], row["is_store"]) for row in rows if row.get("wall_s")}
+    expected = {"large", "plain", "batch", "strided"}
+    assert {(way, is_store) for way in expected for is_store in (True, False)} <= timed
+
+
+def test_the_page_can_be_made_from_what_the_probe_wrote(probed: dict[str, Any]) -> None:
+    page = facts.PAGE.read_text()
+    filled = facts.render(page, [probed])
+    assert facts.render(filled, [probed]) == filled, "the marks survive"
+    assert f"{probed['device']['name']}, commit" in filled
+    assert re.search(r"\| 2048 KiB \| store \| [\d.]+ \|", filled)
+
+
+@pytest.fixture(scope="module")
+def measured(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the benchmark of copies wrote."""
+    output = tmp_path_factory.mktemp("copies") / "copies.json"
+    told = run("benchmarks.gpu.copies", "--tiny", f"--output={output}")
+    assert output.exists(), told.stdout + told.stderr
+    written: dict[str, Any] = json.loads(output.read_text())
+    return written
+
+
+def test_the_copies_run_by_daemon_mover_and_peers(measured: dict[str, Any]) -> None:
+    races = measured["results"]["races"]
+    assert {(row["fragment"], "+".join(row["kinds"])) for row in races if not row["busy"]} == {
+        (fragment, kinds)
+        for fragment in (2 << 20, 32 << 10)
+        for kinds in ("store", "load", "store+load")
+    }
+    assert [row["failed"] for row in races if row["failed"]] == []
+    for row in races:
+        assert {"large", "plain", "batch", "mover", "daemon"} <= set(row["seconds"]) or row["busy"]
+        assert {len(seconds) for seconds in row["seconds"].values()} == {measured["rounds"]}
+
+
+def test_a_jobs_overhead_is_measured_for_both_directions(measured: dict[str, Any]) -> None:
+    rows = measured["results"]["overhead"]
+    assert [row["kind"] for row in rows] == ["store", "load"]
+    assert [row["failed"] for row in rows if "failed" in row] == []
+
+
+def test_every_bar_of_the_copies_has_a_verdict(measured: dict[str, Any]) -> None:
+    bars = [verdict for verdict in measured["verdicts"] if verdict["bar"]]
+    assert len(bars) >= 2 * (2 * 3 - 1), "mover and daemon: each size and direction with a bar"
+    assert all(verdict["met"] is not None or verdict["why"] for verdict in bars)
+
+
+# -- what needs no driver at all ------------------------------------------------------------------
+
+
+def race(**seconds: list[float]) -> dict[str, Any]:
+    told = {"fragment": 2 << 20, "kinds": ["store"], "busy": False, "failed": {}}
+    return told | {"seconds": seconds}
+
+
+def test_a_ratio_is_of_the_same_round_and_meets_its_bar_by_its_median() -> None:
+    found = verdicts.of_races([race(large=[1.0, 2.0, 3.0], mover=[1.0, 2.5, 3.0])])
+    (mover,) = found
+    assert mover.figure is not None
+    assert (mover.figure.median, mover.figure.low) == (1.0, 0.8)
+    assert (mover.bar, mover.met) == ("≥ 0.95", True)
+
+
+def test_a_contender_that_could_not_run_misses_its_bar_with_a_reason() -> None:
+    row = race(large=[1.0]) | {"failed": {"daemon": "it did not start"}}
+    (daemon,) = verdicts.of_races([row])
+    assert (daemon.bar, daemon.met, daemon.why) == ("≥ 0.95", None, "it did not start")
+    assert "not measured: it did not start" in daemon.line()
+
+
+def test_a_busy_race_has_figures_and_no_bar() -> None:
+    row = race(large=[1.0], mover=[4.0], batch=[1.0]) | {"busy": True}
+    assert [verdict.bar for verdict in verdicts.of_races([row])] == ["", "", ""]
+
+
+def test_the_overhead_is_what_a_job_takes_beyond_the_plain_copy() -> None:
+    row = {"kind": "load", "plain_copy_s": [40e-6] * 3, "seconds": [240e-6, 340e-6, 440e-6]}
+    (verdict,) = verdicts.of_overhead([row])
+    assert verdict.figure is not None
+    assert (round(verdict.figure.median), verdict.met) == (300, True)
+
+
+def test_products_count_in_the_phase_that_holds_them_whole() -> None:
+    rounds = [{"idle": (0.0, 1.0), "store": (2.0, 3.0)}]
+    samples = [[0.5, 100.0], [0.9, 100.0], [2.05, 100.0], [2.5, 102.0], [3.5, 500.0]]
+    assert by_phase(rounds, samples) == {
+        "idle": {"ms": [100.0], "ratio": [1.0]},
+        "store": {"ms": [102.0], "ratio": [1.02]},
+    }
+
+
+def test_the_page_of_facts_is_what_the_results_say() -> None:
+    page = facts.PAGE.read_text()
+    assert facts.render(page, facts.probes(places.RESULTS)) == page, (
+        "python3 -m benchmarks.gpu.facts"
+    )
+
+
+def test_the_page_of_facts_asks_every_question_of_the_probe() -> None:
+    assert {mark[1] for mark in facts.MARKED.findall(facts.PAGE.read_text())} == set(QUESTIONS)
+
+
+MADE_UP = {
+    "device": {"name": "Made Up 9000"},
+    "commit": "abc1234",
+    "time": "then",
+    "questions": {
+        "handles": {
+            "answer": {
+                "bytes_arrive": True,
+                "opened_by_its_exporter": {"failed": "cuIpcOpenMemHandle: NO|WAY (201)"},
+                "close": {"ok": None},
+                "deaths": [{"step": "first", "bytes": 3 << 30}],
+                "seconds": [0.5, 1.5, 1.0],
+            }
+        },
+        "footprint": {"failed": "TimeoutError: the process does not answer"},
+    },
+}
+
+
+def test_a_table_of_facts_tells_answers_refusals_and_samples() -> None:
+    page = "A\n<!-- facts: handles -->\nold\n<!-- end -->\nB\n"
+    assert facts.render(page, [MADE_UP]).splitlines() == [
+        "A",
+        "<!-- facts: handles -->",
+        "Made Up 9000, commit abc1234, then",
+        "",
+        "| fact | figure |",
+        "|---|---|",
+        "| bytes arrive | yes |",
+        "| opened by its exporter | refused: cuIpcOpenMemHandle: NO/WAY (201) |",
+        "| close | worked |",
+        "| deaths first: bytes | 3221225472 (3072 MiB) |",
+        "| seconds | 1 (0.5 to 1.5, 3 samples) |",
+        "<!-- end -->",
+        "B",
+    ]
+
+
+def test_a_question_that_failed_is_shown_as_failed_and_one_not_asked_as_not_measured() -> None:
+    assert "`TimeoutError: the process does not answer`" in facts.tables("footprint", [MADE_UP])
+    assert facts.tables("wakes", [MADE_UP]).startswith("Not measured yet")
+
+
+def test_results_lie_in_a_folder_of_the_devices_name() -> None:
+    assert places.folder_of("NVIDIA H100 80GB HBM3") == places.RESULTS / "nvidia-h100-80gb-hbm3"
+
+
+def test_a_step_that_hangs_is_ended_and_fails() -> None:
+    log = io.BytesIO()
+    hanging = check.Step(
+        "hanging", ("-c", "import time; print('on', flush=True); time.sleep(300)"), 1.0
+    )
+    outcome = check.run(hanging, dict(os.environ), log)
+    assert (outcome.status, outcome.word) == (None, "FAIL (its time was up)")
+    assert b"\non\n" in log.getvalue()
+
+
+def test_a_failed_step_fails_the_check_and_every_step_is_told(tmp_path: Path) -> None:
+    outcomes = [
+        check.run(
+            check.Step(name, ("-c", f"raise SystemExit({status})"), 30),
+            dict(os.environ),
+            io.BytesIO(),
+        )
+        for name, status in (("one", 1), ("two", 0))
+    ]
+    assert check.report(outcomes, tmp_path) == 1
+    told = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert [(step["name"], step["status"]) for step in told["steps"]] == [("one", 1), ("two", 0)]
+    assert check.report(outcomes[1:], tmp_path) == 0
+
+
+def test_all_steps_together_stay_under_8_minutes(tmp_path: Path) -> None:
+    steps = check.steps(tmp_path)
+    assert [step.name for step in steps] == ["imports", "probe", "tests", "copies", "demo"]
+    assert sum(step.limit_s for step in steps) < 8 * 60
