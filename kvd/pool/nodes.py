@@ -42,7 +42,8 @@ def find_nodes(root: Path = NODES, proc: Path = _PROC) -> tuple[Node, ...]:
     """
     try:
         numbers = _numbers((root / "has_memory").read_text())
-        numbers &= _numbers((root / "has_cpu").read_text()) & _allowed(proc)
+        numbers &= _numbers((root / "has_cpu").read_text())
+        numbers &= _allowed(proc) or numbers
         nodes = tuple(
             Node(number, frozenset(_numbers((root / f"node{number}" / "cpulist").read_text())))
             for number in sorted(numbers)
@@ -100,11 +101,11 @@ def _prefer_memory_of(node: int) -> bool:
 
 
 def _allowed(proc: Path) -> set[int]:
-    """Nodes whose memory this process may have."""
+    """Nodes whose memory this process may have; empty where the kernel has no such limits."""
     for line in (proc / "self" / "status").read_text().splitlines():
         if line.startswith("Mems_allowed_list:"):
             return _numbers(line.partition(":")[2])
-    raise OSError("the kernel doesn't name the nodes of a process")
+    return set()
 
 
 def _numbers(text: str) -> set[int]:

@@ -26,7 +26,8 @@ def machine(root: Path, cpus: dict[int, str], has_memory: str, allowed: str) -> 
     """A sysfs and a /proc that tell of these nodes, where "" is a node without processors."""
     sysfs, proc = root / "node", root / "proc"
     (proc / "self").mkdir(parents=True)
-    (proc / "self" / "status").write_text(f"Name:\tkvd\nMems_allowed_list:\t{allowed}\n")
+    line = f"Mems_allowed_list:\t{allowed}\n" if allowed else ""
+    (proc / "self" / "status").write_text(f"Name:\tkvd\n{line}")
     for number, of in cpus.items():
         (sysfs / f"node{number}").mkdir(parents=True)
         (sysfs / f"node{number}" / "cpulist").write_text(of + "\n")
@@ -42,6 +43,7 @@ def machine(root: Path, cpus: dict[int, str], has_memory: str, allowed: str) -> 
         ({0: "0", 1: "1", 2: ""}, "0-2", "0-2", {0: {0}, 1: {1}}),  # 2: a GPU's own memory
         ({0: "0", 1: "1"}, "0", "0-1", {}),
         ({0: "0", 1: "1"}, "0-1", "1", {}),
+        ({0: "0", 1: "1"}, "0-1", "", {0: {0}, 1: {1}}),  # a kernel without such limits
         ({0: "0-1"}, "0", "0", {}),
     ],
 )
