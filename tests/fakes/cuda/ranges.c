@@ -147,3 +147,6 @@ CUresult take_and_map(struct range *range, enum kind kind, int handle_types) {
     drop_allocation(range->of.id, true);
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
+
+/* Whether an address is a device's, dead or alive: for the package `cupy`. */
+EXPORT int kvdFakeIsDevice(CUdeviceptr address) { return is_device_address(address); }
