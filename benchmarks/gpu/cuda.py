@@ -189,7 +189,10 @@ class Cuda:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call and raise Failed with the code's name unless it succeeds."""
-        code = self.code(name, *arguments)
+        self.check(name, self.code(name, *arguments))
+
+    def check(self, name: str, code: int) -> None:
+        """Raise Failed with the code's name unless it is success."""
         if code:
             text = c_char_p()
             self.library.cuGetErrorName(c_int(code), byref(text))

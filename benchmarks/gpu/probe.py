@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import places
-from benchmarks.gpu.probing import death, footprint, handles, host_memory, nvml, speed
+from benchmarks.gpu.probing import death, footprint, handles, host_memory, kinds, nvml, speed
 from benchmarks.gpu.probing.remote import Refused, remotes
 from benchmarks.gpu.probing.scale import TINY, Scale
 
@@ -34,6 +34,7 @@ QUESTIONS: dict[str, Callable[[Scale], dict[str, Any]]] = {
     "host_memory": host_memory.host_memory,
     "wakes": speed.wakes,
     "locked_memory": host_memory.locked_memory,
+    "kinds": kinds.kinds,
 }
 BROKEN = (Refused, TimeoutError, OSError, LookupError, ValueError, TypeError, AssertionError)
 PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "cuda-bindings", "nvidia-ml-py")

@@ -21,6 +21,7 @@ import numpy as np
 from benchmarks.gpu import cuda as binding
 from benchmarks.gpu.cuda import Cuda
 from benchmarks.gpu.probing.copying import Copying
+from benchmarks.gpu.probing.kinds import PhysicalMemory
 from benchmarks.gpu.probing.products import Products
 
 MIB = 1 << 20
@@ -38,6 +39,7 @@ class Hands:
         self._mapped: dict[int, np.ndarray[Any, Any]] = {}
         self._copying: Copying | None = None
         self._products: Products | None = None
+        self._physical: PhysicalMemory | None = None
         self._queue = 0
 
     @property
@@ -50,6 +52,12 @@ class Hands:
         if self._copying is None:
             self._copying = Copying(self.cuda)
         return self._copying
+
+    @property
+    def physical(self) -> PhysicalMemory:
+        if self._physical is None:
+            self._physical = PhysicalMemory(self.cuda)
+        return self._physical
 
     # -- the process --------------------------------------------------------------------------
 
@@ -86,6 +94,9 @@ class Hands:
             except binding.Failed as error:
                 found[name] = str(error)
         return found
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def memory(self) -> int:
         """Free bytes of the device."""
@@ -156,6 +167,18 @@ class Hands:
             except binding.Failed as error:
                 found[name] = str(error)
         return found
+
+    def allocate_kind(self, kind: str, size: int) -> int:
+        return self.physical.allocate(kind, size)
+
+    def export_descriptor(self, address: int) -> int:
+        return self.physical.export(address)
+
+    def open_descriptor(self, pid: int, number: int, size: int) -> int:
+        return self.physical.open(pid, number, size)
+
+    def is_physical(self, address: int) -> bool:
+        return self.physical.is_physical(address)
 
     # -- host memory ----------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ class Remote:
             start_new_session=True,
         )
         self._rest = b""
+        self._is_ended = False
 
     def call(self, order: str, **arguments: Any) -> Any:
         self.send(order, **arguments)
@@ -92,7 +93,10 @@ class Remote:
         return self._process.poll() is not None
 
     def end(self) -> None:
-        """Kill it and let go of its pipes."""
+        """Kill it and let go of its pipes; once."""
+        if self._is_ended:
+            return
+        self._is_ended = True
         self.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
