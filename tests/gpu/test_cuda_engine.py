@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvd.core.errors import InvalidArgument, LayoutMismatch
 from kvd.core.events import JobKind
 from kvd.mover.copy_engine import CopyStopped
-from kvd.mover.layout import FragmentSpec, GpuConfig, GroupMap, LocatedPart
+from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from tests.contract.test_copy_engine_contract import part, spread_group
 from tests.gpu.cuda_bench import EXTENT_BYTES, EXTENTS, Workshop, bench_of, workshop_of
@@ -23,8 +23,8 @@ BLOCKS = 12
 
 
 @pytest.fixture
-def workshop(exporter: Exporter) -> Iterator[Workshop]:
-    with workshop_of(exporter, GpuConfig(exporter.uuid)) as shop:
+def workshop(driver: Driver, exporter: Exporter) -> Iterator[Workshop]:
+    with workshop_of(driver, exporter) as shop:
         yield shop
 
 
@@ -174,7 +174,7 @@ def test_what_one_rank_stored_every_rank_loads_into_its_own_memory(
     for _ in range(2):
         reader = Exporter(driver)
         with (
-            workshop_of(reader, workshop.gpu) as shop,
+            workshop_of(driver, reader) as shop,
             bench_of(shop, shop.config(region_bytes, groups)) as bench,
         ):
             bench.warm()
