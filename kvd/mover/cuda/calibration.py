@@ -145,7 +145,9 @@ def _measured(copiers: Sequence[Copier], sample: Sample) -> Figures:
     try:
         with _bench(sample) as bench:
             for (kind, name), taken in _times(copiers, bench).items():
-                speeds[kind][name] = bench.runs.nbytes / statistics.median(taken)
+                # The first one found everything cold.
+                seconds = statistics.median(taken[1:] or taken)
+                speeds[kind][name] = bench.runs.nbytes / seconds
     except _GPU_ERRORS as error:
         # Short of memory it may be, and copies go on without figures; anything worse shows there.
         complain(f"no calibration: {error}")
@@ -158,17 +160,16 @@ def _times(copiers: Sequence[Copier], bench: _Bench) -> dict[tuple[JobKind, str]
     lanes = [(kind, copier) for copier in copiers for kind in JobKind]
     end = time.perf_counter() + _MEASURE_S
     for turn in range(1 + _ROUNDS):
+        if turn > 0 and time.perf_counter() > end:  # whole turns only: equal conditions for all
+            break
         for kind, copier in tuple(lanes):
-            if turn > 1 and time.perf_counter() > end:
-                return times
             try:
                 taken = bench.seconds(kind, copier)
             except _GPU_ERRORS as error:
                 complain(f"{copier.name} is not used for {kind.name.lower()}s: {error}")
                 lanes.remove((kind, copier))
                 times.pop((kind, copier.name), None)
-                continue
-            if turn > 0:  # the first one finds everything cold
+            else:
                 times[kind, copier.name].append(taken)
     return times
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart
 
 MOST_BYTES = 8 << 20  # on either side
-_MOST_STRETCHES = 2048  # a call for each takes the processor milliseconds
+_MOST_STRETCHES = 1024  # a call for each takes the processor milliseconds
 _WANTED_BLOCKS = 16
 _LEAST_BLOCKS = 4
 
