@@ -163,7 +163,6 @@ class RankCommands(Commands):
         super().__init__(0)
         self._worker: Worker | None = None
         self._stream: int | None = None
-        self._host: list[Any] = []  # what launched copies read
         self._warnings: list[str] = []
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: self._warnings.append(record.getMessage())  # type: ignore[method-assign]
@@ -247,14 +246,12 @@ class RankCommands(Commands):
             stream = ctypes.c_void_p()
             self._memory.call("cuStreamCreate", ctypes.byref(stream), 1)
             self._stream = stream.value
-        held = ctypes.create_string_buffer(bytes.fromhex(content))
-        self._host.append(held)
+        nbytes, pinned = ctypes.c_size_t(len(content) // 2), ctypes.c_void_p()
+        self._memory.call("cuMemAllocHost_v2", ctypes.byref(pinned), nbytes)  # until the end
+        ctypes.memmove(pinned, bytes.fromhex(content), nbytes.value)
+        stream = ctypes.c_void_p(self._stream)
         self._memory.call(
-            "cuMemcpyHtoDAsync_v2",
-            ctypes.c_ulonglong(address),
-            held,
-            ctypes.c_size_t(len(content) // 2),
-            ctypes.c_void_p(self._stream),
+            "cuMemcpyHtoDAsync_v2", ctypes.c_ulonglong(address), pinned, nbytes, stream
         )
 
     def start_step(self, plan: list[list[int]]) -> None:

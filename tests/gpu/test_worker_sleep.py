@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvd_client import EngineIdentity, ScheduledRequest
-from tests.client.small_engine import TOKENS, block_bytes
+from tests.client.small_engine import FRAGMENT_BYTES, TOKENS, block_bytes
 from tests.daemon_process import DaemonProcess
 from tests.faults.scene import wait_until
 from tests.gpu.driver import Driver
@@ -18,7 +18,6 @@ from tests.gpu.rank_engine import (
     COUNT,
     GAP_BYTES,
     GROUPS,
-    LAYER_BYTES,
     GpuEngine,
     as_tensors,
     check_gaps,
@@ -70,6 +69,14 @@ def speed_up(driver: Driver) -> None:
         driver.inject("bandwidth", bytes_per_second=0)
 
 
+def copies(driver: Driver) -> int:
+    """What the fake counted that was queued so far; the tests' own copies are synchronous."""
+    if not driver.is_fake:
+        return 0
+    counters = driver.counters()
+    return sum(counters[name] for name in ("copies_async", "copies_2d", "batches", "kernels"))
+
+
 def free_all(process: RankProcess, layers: Sequence[int], driver: Driver) -> None:
     """As sleep mode does; the fake counts it where a mover had it open still."""
     process.free(layers[0] - GAP_BYTES)
@@ -85,7 +92,10 @@ def test_unregistering_while_a_store_copies_ends_it_before_the_memory_is_freed(
     driver: Driver,
 ) -> None:
     slow_down(driver)
+    copied = copies(driver)
     engine.begin_store("asleep")
+    if driver.is_fake:
+        wait_until(lambda: copies(driver) > copied, "the store's copies")
     [mover] = daemon.movers()
     assert process.unregister()
     assert mover not in daemon.movers()
@@ -104,14 +114,17 @@ def test_unregistering_while_a_load_copies_leaves_no_write_for_later(
 ) -> None:
     engine.store("a", "woken", COUNT)
     slow_down(driver)
+    copied = copies(driver)
     engine.begin_load("woken")
+    if driver.is_fake:
+        wait_until(lambda: copies(driver) > copied, "the load's copies")
     assert process.unregister()
     for layer in layers:
-        process.write(layer, CANARY * LAYER_BYTES)
+        process.write(layer, CANARY * COUNT * FRAGMENT_BYTES)
     speed_up(driver)
     wait_until(lambda: not engine.step()[0].loads and not pending(engine), "the jobs' ends")
     for layer in layers:
-        assert process.read(layer, LAYER_BYTES) == CANARY * LAYER_BYTES
+        assert process.read(layer, COUNT * FRAGMENT_BYTES) == CANARY * COUNT * FRAGMENT_BYTES
     if driver.is_fake:
         assert driver.counters()["violations"] == 0
 
@@ -168,11 +181,13 @@ def test_a_store_holds_what_was_still_being_computed_when_its_step_ended(
     hashes = engine.arrive("late", "late", 4)
     engine.scheduler.update_state_after_alloc("late", [[0, 1, 2, 3]], 0)
     slow_down(driver)
+    before_it = layers[0] + 100 * FRAGMENT_BYTES  # other blocks, long enough for a hasty store
+    process.compute_later(before_it, CANARY * 100 * FRAGMENT_BYTES)
     for layer, address in enumerate(layers):
         parts = [block_bytes(content, layer, 0).tobytes() for content in contents_of(hashes)]
         process.compute_later(address, b"".join(parts))
     engine.step(ScheduledRequest("late", [[0, 1, 2, 3]], 4 * TOKENS))
-    speed_up(driver)
     engine.scheduler.request_finished("late", [[0, 1, 2, 3]])
     engine.step_until_idle()
+    speed_up(driver)
     assert engine.load("again", "late", 4) == 4
