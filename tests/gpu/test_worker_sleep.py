@@ -110,7 +110,11 @@ def pending(engine: GpuEngine) -> bool:
 
 
 def test_unregistering_while_a_load_copies_leaves_no_write_for_later(
-    engine: GpuEngine, process: RankProcess, layers: list[int], driver: Driver
+    daemon: DaemonProcess,
+    engine: GpuEngine,
+    process: RankProcess,
+    layers: list[int],
+    driver: Driver,
 ) -> None:
     engine.store("a", "woken", COUNT)
     slow_down(driver)
@@ -119,6 +123,7 @@ def test_unregistering_while_a_load_copies_leaves_no_write_for_later(
     if driver.is_fake:
         wait_until(lambda: copies(driver) > copied, "the load's copies")
     assert process.unregister()
+    assert daemon.movers() == []
     for layer in layers:
         process.write(layer, CANARY * COUNT * FRAGMENT_BYTES)
     speed_up(driver)
