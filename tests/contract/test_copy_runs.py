@@ -141,14 +141,11 @@ def test_runs_copy_every_byte_exactly_once_and_nothing_else(case: Case) -> None:
 
 
 @given(case=cases())
-def test_expanded_runs_are_the_same_copies_with_no_neighbours_left_to_merge(case: Case) -> None:
+def test_expanded_runs_are_the_same_copies(case: Case) -> None:
     host, device, width = runs_for(case.group, case.part).expand()
     assert words_of(Runs(host, device, width, width, width, np.ones_like(width))) == words_by_loop(
         case.group, case.part
     )
-    assert not (
-        (host[1:] == host[:-1] + width[:-1]) & (device[1:] == device[:-1] + width[:-1])
-    ).any()
 
 
 @given(case=cases(), most_words=st.integers(1, 40))
@@ -250,6 +247,14 @@ def test_blocks_are_not_joined_across_extents() -> None:
     group = group_of(FragmentSpec(0, 0, 4096, 4096))
     runs = runs_for(group, part_of(group, [4, 5], [1, 2], extents=[0, 1]))
     assert heights_and_widths(runs) == [(1, 4096)] * 2
+
+
+def test_stretches_of_two_extents_stay_two_where_their_mappings_touch() -> None:
+    group = group_of(FragmentSpec(0, 0, 4096, 4096))
+    part = part_of(group, [4, 5], [0, 0], extents=[0, 1])
+    runs = runs_of(part, group, lambda extent: 0x10000 + 4096 * extent, [0x900000])
+    host, _, width = runs.expand()
+    assert (host.tolist(), width.tolist()) == ([0x10000, 0x11000], [4096, 4096])
 
 
 def test_a_large_part_of_scattered_blocks_has_as_many_stretches_as_fragments() -> None:

@@ -47,17 +47,16 @@ class Runs:
         return int((self.width * self.height).sum())
 
     def expand(self, most_bytes: int = 0) -> tuple[U64, U64, U64]:
-        """Host addresses, device addresses and bytes: a row per stretch, in order, neighbours
-        that touch on both sides merged. With most_bytes, a multiple of a word, what is longer
-        is then cut."""
+        """Host addresses, device addresses and bytes: a row per stretch, in order. With
+        most_bytes, a multiple of a word, what is longer is cut.
+
+        Stretches of two rows stay two, even where they touch: they may lie in two extents whose
+        mappings happen to touch, and no copy may run across two registrations of host memory.
+        """
         index, nth = _parts(self.height)
         host = self.host[index] + nth * self.host_pitch[index]
         device = self.device[index] + nth * self.device_pitch[index]
         width = self.width[index]
-        touch = (host[1:] == host[:-1] + width[:-1]) & (device[1:] == device[:-1] + width[:-1])
-        if touch.any():
-            starts = np.concatenate(([0], np.flatnonzero(~touch) + 1))
-            host, device, width = host[starts], device[starts], np.add.reduceat(width, starts)
         if most_bytes:
             most = np.uint64(most_bytes)
             index, nth = _parts((width + most - np.uint64(1)) // most)
