@@ -46,6 +46,23 @@ class _List:
         return cls(address, np.ctypeslib.as_array(memory).reshape(room, 3))
 
 
+class _Stream:
+    """CuPy takes a stream of somebody else's from what has this method."""
+
+    def __init__(self, stream: int) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream
+
+
+def stream_of(stream: int) -> Any:
+    """CuPy's object for a stream of ours: in a `with` it is the one that kernels go to."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Stream(stream))
+    return cupy.cuda.ExternalStream(stream)  # before CuPy 14
+
+
 class CopyKernel:
     """The kernel, compiled for the current device. Any thread in which its context is current.
 
@@ -77,7 +94,7 @@ class CopyKernel:
         kernel = self._by_8 if odd else self._by_16
         blocks = min(BLOCKS, -(-count * 32 // THREADS))
         try:
-            with _stream(stream):
+            with stream_of(stream):
                 kernel((blocks,), (THREADS,), (np.uint64(listed.address), np.uint32(count)))
         finally:
             self._held.hold(listed, stream)
@@ -90,23 +107,6 @@ class CopyKernel:
                 if len(free.rows) >= stretches:
                     return self._free.pop(number)
         return _List.with_room(stretches)
-
-
-class _Stream:
-    """CuPy takes a stream of somebody else's from what has this method."""
-
-    def __init__(self, stream: int) -> None:
-        self._stream = stream
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._stream
-
-
-def _stream(stream: int) -> Any:
-    """What makes the stream current in a `with`."""
-    if hasattr(cupy.cuda.Stream, "from_external"):
-        return cupy.cuda.Stream.from_external(_Stream(stream))
-    return cupy.cuda.ExternalStream(stream)  # before CuPy 14
 
 
 def _compiled(source: str, name: str) -> Any:
