@@ -250,7 +250,8 @@ CUresult submit(CUstream stream, const struct copies *copies) {
     CUresult injected = copy_fault();
     if (injected != CUDA_SUCCESS && !holds_for_good(injected)) return injected;
     count(copies->counted_as, 1);
-    if (pageable) count(PAGEABLE_COPIES, 1);
+    /* A call that waits anyway says nothing of whether its memory was forgotten. */
+    if (pageable && !copies->wait) count(PAGEABLE_COPIES, 1);
     struct queued *queued = queue_of(copies, !pageable && !copies->sources_early);
     if (queued == NULL) return CUDA_ERROR_OUT_OF_MEMORY;
     queued->injected = injected;
