@@ -39,6 +39,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 BLOCK_BYTES = 2 * MIB
 MOVER = "benchmarks.gpu.mover_side"
+MOST_LOG = 2000  # characters of a daemon's log that are shown when it failed us
 STORE, LOAD, BOTH = ["store"], ["load"], ["store", "load"]
 BROKEN = (Refused, TimeoutError, Failed, AssertionError, OSError, RuntimeError, ValueError)
 
@@ -67,7 +68,7 @@ FULL = Sizes(
     {2 * MIB: 2 * GIB, 32 * KIB: GIB, 8 * KIB: GIB // 2}, 15, 64 * MIB, 8192, 0.2, 200, 180
 )
 QUICK = Sizes({2 * MIB: GIB // 2, 32 * KIB: GIB // 4}, 5, 64 * MIB, 8192, 0.1, 50, 90)
-TINY = Sizes({2 * MIB: 8 * MIB, 32 * KIB: 8 * MIB}, 2, 4 * MIB, 64, 0.02, 3, 90)
+TINY = Sizes({32 * KIB: 8 * MIB}, 2, 4 * MIB, 64, 0.02, 3, 90)
 
 
 @contextlib.contextmanager
@@ -99,17 +100,18 @@ def mover_side(memory: DeviceMemory, cuda: Cuda, fragments: int, size: Sizes) ->
 def served(memory: DeviceMemory, fragments: int, size: Sizes) -> Iterator[GpuEngine]:
     """The engine at a daemon of its own, whose pool holds twice the engine's KV."""
     with daemon(2 * memory.bytes, size.extent_bytes) as running:
+        engine = None
         try:
             engine = GpuEngine(running.socket, memory, BLOCK_BYTES, fragments)
-        except BaseException:
-            print(running.log.read_text()[-2000:], file=sys.stderr)
-            raise
-        try:
             for _ in range(4):  # the pool is full, and all of it pinned, from then on
                 engine.move(STORE, list(range(engine.blocks)))
             yield engine
+        except BaseException:
+            print(running.log.read_text()[-MOST_LOG:], file=sys.stderr)
+            raise
         finally:
-            engine.close()
+            if engine is not None:
+                engine.close()
 
 
 class Case:
@@ -274,7 +276,7 @@ def measure(cuda: Cuda, size: Sizes, found: dict[str, Any]) -> None:
             for kinds in (STORE, LOAD, BOTH):
                 if not is_late(f"{name}, {'+'.join(kinds)}"):
                     found["races"].append(race(case, kinds, size.rounds))
-            if fragment == BLOCK_BYTES and not is_late("overhead"):
+            if fragment == max(size.totals) and not is_late("overhead"):
                 found["overhead"] = overhead(case)
             if fragment >= 32 * KIB and not is_late(f"{name}, slowdown"):
                 found["slowdown"].append(slowdown(cuda, case, size.rounds))

@@ -110,7 +110,8 @@ def of_slowdown(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
                 found.append(at_most(what, Spread.of(ratios), at_size))
             else:
                 why = row.get("failed", "no batch of products fell into a phase")
-                found.append(Verdict(what, None, f"≤ {bar:g}", None, why))
+                words = "" if at_size is None else f"≤ {bar:g}"
+                found.append(Verdict(what, None, words, None, why))
     return found
 
 

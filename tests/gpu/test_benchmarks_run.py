@@ -125,11 +125,8 @@ def measured(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 def test_the_copies_run_by_daemon_mover_and_peers(measured: dict[str, Any]) -> None:
     races = measured["results"]["races"]
-    assert {(row["fragment"], "+".join(row["kinds"])) for row in races if not row["busy"]} == {
-        (fragment, kinds)
-        for fragment in (2 << 20, 32 << 10)
-        for kinds in ("store", "load", "store+load")
-    }
+    cases = {(row["fragment"], "+".join(row["kinds"])) for row in races if not row["busy"]}
+    assert cases == {(32 << 10, kinds) for kinds in ("store", "load", "store+load")}
     assert [row["failed"] for row in races if row["failed"]] == []
     for row in races:
         assert {"large", "plain", "batch", "mover", "daemon"} <= set(row["seconds"]) or row["busy"]
@@ -144,7 +141,7 @@ def test_a_jobs_overhead_is_measured_for_both_directions(measured: dict[str, Any
 
 def test_every_bar_of_the_copies_has_a_verdict(measured: dict[str, Any]) -> None:
     bars = [verdict for verdict in measured["verdicts"] if verdict["bar"]]
-    assert len(bars) >= 2 * (2 * 3 - 1), "mover and daemon: each size and direction with a bar"
+    assert len(bars) == 2 * 2 + 3 + 2, "mover and daemon, mover beside a batch, overhead"
     assert all(verdict["met"] is not None or verdict["why"] for verdict in bars)
 
 

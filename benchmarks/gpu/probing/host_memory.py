@@ -76,15 +76,17 @@ def _register(scale: Scale, folder: Path) -> dict[str, Any]:
             found[f"register_s_per_gib, {name}"] = took * per_gib
             took = first.call("unregister", **orders[0], piece=piece)
             found[f"unregister_s_per_gib, {name}"] = took * per_gib
-        first.call("register", **orders[0], piece=PIECE_BYTES)
-        both = tried(lambda: second.call("register", **orders[1], piece=PIECE_BYTES) * per_gib)
+        first.call("register", **orders[0], piece=size)
+        both = tried(lambda: second.call("register", **orders[1], piece=size) * per_gib)
         found["register_s_per_gib, while another process has it registered"] = both
         found["copies, registered in both"] = _copies(scale, second, mapped[1]["address"])
-        first.call("unregister", **orders[0], piece=PIECE_BYTES)
+        first.call("unregister", **orders[0], piece=size)
         found["copies, after the other let go"] = _copies(scale, second, mapped[1]["address"])
-        first.call("register", **orders[0], piece=PIECE_BYTES)
-        second.send("unregister", **orders[1], piece=PIECE_BYTES)
-        second.answer()
+        second.call("unregister", **orders[1], piece=size)
+        piece = min(size, scale.copied) // 2
+        second.call("register", **orders[1], piece=piece)
+        across = _copies(scale, second, mapped[1]["address"])
+        found["copies that run across two registrations"] = across
     return found
 
 
