@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 
 from kvd_client import CudaMemoryRefused, DeviceSpan
+from kvd_client.worker import cuda_memory
 from kvd_client.worker.cuda_kinds import Kind, allocation_of, check_gpu, device_of, kind_of
 from kvd_client.worker.cuda_refusals import Refusal
 from kvd_client.worker.spans import Allocation
@@ -33,7 +36,7 @@ class ScriptedDriver:
     """Answers as it is told; what it is told nothing of is an invalid value."""
 
     pointer: dict[PointerAttribute, int] = field(default_factory=dict)
-    device: dict[DeviceAttribute, int] = field(default_factory=dict)
+    attributes: dict[DeviceAttribute, int] = field(default_factory=dict)
     name: str = "NVIDIA H100 80GB HBM3"
     mapped: dict[int, int] = field(default_factory=dict)  # physical handle by mapping's base
     handle_types: int = 0
@@ -41,12 +44,35 @@ class ScriptedDriver:
     error: int = ERROR_INVALID_VALUE
     released: int = 0
     retained: int = 0
+    context: int = 0xC0
+    bound_to: list[int] = field(default_factory=list)
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def current_context(self) -> int:
+        return self.context
+
+    @contextmanager
+    def bound(self, context: int) -> Iterator[None]:
+        self.bound_to.append(context)
+        yield
+
+    def device(self, number: int) -> int:
+        return number
+
+    def uuid_of(self, device: int) -> str:
+        return f"GPU-{device}"
+
+    def retain_primary(self, device: int) -> int:
+        return 0xAA0 + device
+
+    def memory_bytes(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 32
 
     def pointer_attribute(self, address: int, attribute: PointerAttribute) -> int:
         return self._answer(self.pointer, attribute)
 
     def device_attribute(self, device: int, attribute: DeviceAttribute) -> int:
-        return self._answer(self.device, attribute)
+        return self._answer(self.attributes, attribute)
 
     def _answer(self, known: Any, attribute: Any) -> int:
         if attribute not in known:
@@ -70,6 +96,9 @@ class ScriptedDriver:
         raise self._failed("cuMemRetainAllocationHandle")
 
     def call(self, name: str, *arguments: Any) -> None:
+        if name in ("cuIpcGetMemHandle", "cuDevicePrimaryCtxRelease_v2"):
+            self.calls.append((name, arguments[-1]))
+            return
         if name == "cuMemRelease":
             self.released += 1
             return
@@ -191,35 +220,83 @@ DEFAULT_MODE = {DeviceAttribute.COMPUTE_MODE: 0}
 
 
 def test_a_whole_gpu_in_its_default_mode_is_taken() -> None:
-    check_gpu(ScriptedDriver(device=DEFAULT_MODE | {DeviceAttribute.MPS_ENABLED: 0}).typed, 0)
+    check_gpu(ScriptedDriver(attributes=DEFAULT_MODE | {DeviceAttribute.MPS_ENABLED: 0}).typed, 0)
 
 
 def test_a_mig_slice_is_refused_by_its_name() -> None:
-    driver = ScriptedDriver(device=DEFAULT_MODE, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    driver = ScriptedDriver(attributes=DEFAULT_MODE, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
     with refusal(Refusal.MIG):
         check_gpu(driver.typed, 0)
 
 
 @pytest.mark.parametrize("mode", [2, 3])
 def test_a_gpu_that_lets_no_second_process_in_is_refused(mode: int) -> None:
-    driver = ScriptedDriver(device={DeviceAttribute.COMPUTE_MODE: mode})
+    driver = ScriptedDriver(attributes={DeviceAttribute.COMPUTE_MODE: mode})
     with refusal(Refusal.COMPUTE_MODE):
         check_gpu(driver.typed, 0)
 
 
 def test_a_driver_that_knows_of_mps_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    on = ScriptedDriver(device=DEFAULT_MODE | {DeviceAttribute.MPS_ENABLED: 1})
+    on = ScriptedDriver(attributes=DEFAULT_MODE | {DeviceAttribute.MPS_ENABLED: 1})
     with refusal(Refusal.MPS):
         check_gpu(on.typed, 0)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
-    check_gpu(ScriptedDriver(device=DEFAULT_MODE | {DeviceAttribute.MPS_ENABLED: 0}).typed, 0)
+    check_gpu(ScriptedDriver(attributes=DEFAULT_MODE | {DeviceAttribute.MPS_ENABLED: 0}).typed, 0)
 
 
 def test_with_a_driver_that_does_not_know_of_mps_its_variable_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    check_gpu(ScriptedDriver(device=DEFAULT_MODE).typed, 0)
+    check_gpu(ScriptedDriver(attributes=DEFAULT_MODE).typed, 0)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
     with refusal(Refusal.MPS):
-        check_gpu(ScriptedDriver(device=DEFAULT_MODE).typed, 0)
+        check_gpu(ScriptedDriver(attributes=DEFAULT_MODE).typed, 0)
+
+
+# -- the context ----------------------------------------------------------------------------------
+
+
+def legacy_driver(monkeypatch: pytest.MonkeyPatch, **pointer: int) -> ScriptedDriver:
+    """One that `export_regions` finds, with legacy memory on device 1."""
+    answers = {
+        PointerAttribute.MEMORY_TYPE: int(MemoryType.DEVICE),
+        PointerAttribute.DEVICE_ORDINAL: 1,
+        PointerAttribute.IS_LEGACY_CUDA_IPC_CAPABLE: 1,
+    }
+    answers |= {PointerAttribute[name]: value for name, value in pointer.items()}
+    driver = ScriptedDriver(answers, DEFAULT_MODE | {DeviceAttribute.MPS_ENABLED: 0})
+    monkeypatch.setattr(cuda_memory, "libcuda", lambda: driver)
+    return driver
+
+
+def test_memory_is_exported_and_room_looked_up_in_its_own_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = legacy_driver(monkeypatch, CONTEXT=0xBEEF)
+    regions = cuda_memory.export_regions([SPAN, SPAN])
+    assert regions.gpu_uuid == "GPU-1"
+    assert [handle.offset for handle in regions.handles] == [64]
+    assert regions.gpu.memory_bytes() == (1 << 30, 1 << 32)
+    assert driver.bound_to == [0xBEEF, 0xBEEF]
+    regions.close()
+    assert driver.calls == [("cuIpcGetMemHandle", BASE)]
+
+
+def test_memory_of_no_context_keeps_the_primary_one_until_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = legacy_driver(monkeypatch)
+    regions = cuda_memory.export_regions([SPAN])
+    assert driver.bound_to == [0xAA1]
+    regions.close()
+    regions.close()
+    assert driver.calls[1:] == [("cuDevicePrimaryCtxRelease_v2", 1)]
+
+
+def test_a_thread_without_a_context_is_told_to_make_one_current(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    legacy_driver(monkeypatch).context = 0
+    with refusal(Refusal.NO_CONTEXT):
+        cuda_memory.export_regions([SPAN])

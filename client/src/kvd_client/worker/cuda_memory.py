@@ -88,12 +88,14 @@ def export_regions(spans: Sequence[DeviceSpan]) -> CudaRegions:
     """Handles for the allocations that the spans lie in, and where each span is in them.
 
     CudaMemoryRefused with a reason and a fix where they can't be shared; then nothing is left
-    open. CudaError when the driver fails. To be called on the engine's thread.
+    open. CudaError when the driver fails. A context must be current on the calling thread.
     """
     try:
         driver = libcuda()
     except CudaUnavailable as error:
         raise CudaMemoryRefused(Refusal.NO_DRIVER, str(error)) from error
+    if not driver.current_context():
+        raise CudaMemoryRefused(Refusal.NO_CONTEXT, "this thread has no current CUDA context")
     gpu = _gpu_of(driver, spans)
     handles: list[IpcRegion | VmmRegion] = []
     try:

@@ -9,6 +9,7 @@ class Refusal(enum.StrEnum):
     """The reasons, stable."""
 
     NO_DRIVER = "NO_DRIVER"
+    NO_CONTEXT = "NO_CONTEXT"
     NOT_ON_CUDA = "NOT_ON_CUDA"
     MIXED_MEMORY = "MIXED_MEMORY"
     SEVERAL_GPUS = "SEVERAL_GPUS"
@@ -34,6 +35,10 @@ _DROP_VMM = (
 
 FIXES = {
     Refusal.NO_DRIVER: "run where libcuda.so.1 of the GPU's driver is mounted and the GPU visible",
+    Refusal.NO_CONTEXT: (
+        "register on the thread that allocated the KV, or make its GPU current first"
+        " (torch.cuda.set_device)"
+    ),
     Refusal.NOT_ON_CUDA: "move the KV to a CUDA device, or register SharedMemory for KV on the CPU",
     Refusal.MIXED_MEMORY: "register either GPU memory or SharedMemory for one rank",
     Refusal.SEVERAL_GPUS: "register each GPU's memory as a rank of its own",
