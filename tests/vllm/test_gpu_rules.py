@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from kvd_client.integrations.vllm import worker as rank_side
 from kvd_client.integrations.vllm.connector import KvdConnector
 from kvd_client.integrations.vllm.gpu_rules import check_step_order, start_up_error
-from kvd_client.worker import CudaMemoryRefused
+from kvd_client.worker import CudaMemoryRefused, cuda_memory
 from kvd_client.worker.cuda_refusals import Refusal
+from kvd_proto.libcuda import CudaUnavailable
 from tests.vllm.configurations import cache_of, configure, full_attention
 from tests.vllm.rank_rig import Rank, cache_config
 
@@ -98,11 +100,14 @@ def test_a_refusal_names_what_to_change_of_vllm_and_the_way_without_kvd(
         assert flag in said
 
 
-def test_memory_that_the_driver_does_not_know_ends_the_rank_at_its_start(
+def test_a_rank_that_finds_no_driver_ends_at_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that takes its KV, which is host memory, for a GPU's."""
+    def missing() -> NoReturn:
+        raise CudaUnavailable("libcuda.so.1 can't be loaded")
+
+    monkeypatch.setattr(cuda_memory, "libcuda", missing)
     monkeypatch.setattr(rank_side, "check_devices", lambda _: torch.device("cuda", 0))
     socket = str(tmp_path / "nobody.sock")
-    with pytest.raises(RuntimeError, match=r"can't share this engine's KV cache.*To fix it"):
+    with pytest.raises(RuntimeError, match=r"can't share this engine's KV cache.*libcuda\.so\.1"):
         Rank(0, 1, "alone", caches=cache_config(), socket_path=socket, register_wait_s=0.05)
