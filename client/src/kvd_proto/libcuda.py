@@ -41,8 +41,6 @@ class PointerAttribute(enum.IntEnum):
     IS_MANAGED = 8
     DEVICE_ORDINAL = 9
     IS_LEGACY_CUDA_IPC_CAPABLE = 10
-    RANGE_START_ADDR = 11
-    ALLOWED_HANDLE_TYPES = 14
     MEMPOOL_HANDLE = 17
     MAPPING_SIZE = 18
     MAPPING_BASE_ADDR = 19
@@ -52,13 +50,7 @@ class DeviceAttribute(enum.IntEnum):
     """CUdevice_attribute: those that are asked for."""
 
     COMPUTE_MODE = 20
-    PCI_BUS_ID = 33
-    PCI_DEVICE_ID = 34
-    PCI_DOMAIN_ID = 50
-    VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
-    HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED = 103
     MPS_ENABLED = 133
-    HOST_NUMA_ID = 134
 
 
 class MemoryType(enum.IntEnum):
