@@ -130,7 +130,22 @@ def test_null_blocks_are_zeros_when_stored_and_untouched_when_loaded(
     with bench_of(workshop, workshop.config([2 * 9 * 16], (group,))) as bench:
         if warm:
             bench.warm()
+        # So that buffers on the way hold something else than zeros.
+        bench.copy(kind, part(0, [(2, 128 * n) for n in range(2)], [[0, 1, 2, 3], [5, 6, 7, 8]]))
         bench.copy(kind, moved)
+        bench.check()
+
+
+@BOTH
+def test_a_staging_buffer_of_one_slot_is_filled_again_only_when_its_bytes_are_through(
+    workshop: Workshop, kind: JobKind, driver: Driver
+) -> None:
+    region_bytes, groups = layers_apart()
+    workshop.gpu = replace(workshop.gpu, staging_bytes=8)  # a slot is the least there is
+    with bench_of(workshop, workshop.config(region_bytes, groups)) as bench:
+        if driver.is_fake:
+            driver.inject("latency", microseconds=5000)
+        bench.copy(kind, scattered(groups[0], 0).rows(slice(0, 6)))
         bench.check()
 
 
