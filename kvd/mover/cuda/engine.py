@@ -29,6 +29,7 @@ from kvd.mover.layout import (
     check_config,
 )
 from kvd.mover.refusals import TRANSPORT_UNSUPPORTED
+from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.libcuda import CudaError
 
 Bytes = npt.NDArray[np.uint8]
@@ -121,7 +122,7 @@ class CudaCopyEngine:
         """Submit the slab's copies between the GPU and its extents; the last may be in flight."""
         group = self._config.groups[slab.group]
         copied = 0
-        if kind is JobKind.STORE:
+        if kind is JobKind.STORE and _has_nulls(slab):
             for extent, offset, size in null_ranges(slab, group):
                 _look(keep_going)
                 self._extents.view(extent)[offset : offset + size] = 0
@@ -205,6 +206,11 @@ class CudaCopyEngine:
 def _look(keep_going: KeepGoing) -> None:
     if not keep_going():
         raise CopyStopped
+
+
+def _has_nulls(part: LocatedPart) -> bool:
+    """Whether it is worth looking for them: few parts have any, and the search costs."""
+    return bool((part.engine_blocks == NULL_ENGINE_BLOCK).any())
 
 
 def _slabs(part: LocatedPart, slots: int) -> Iterator[LocatedPart]:
