@@ -113,6 +113,13 @@ def test_a_block_too_large_for_the_buffers_is_narrowed() -> None:
     assert sample.group.num_blocks == 4
 
 
+def test_fragments_that_overlap_are_sampled_within_the_buffers_too() -> None:
+    fragments = (FragmentSpec(0, 0, MIB, MIB),) * 40
+    sample = sample_of([GroupMap(100, 1, 40 * MIB, fragments)])
+    assert sample.group.fragments == fragments[:1]
+    assert sample.host_bytes == sample.device_bytes == MOST_BYTES
+
+
 # -- which is chosen ------------------------------------------------------------------------
 
 
