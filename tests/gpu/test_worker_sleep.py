@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -144,6 +145,31 @@ def test_unregistering_while_the_mover_starts_waits_for_its_end(
     assert daemon.movers() == []
     free_all(process, layers, driver)
     process.close_worker()
+
+
+def test_unregistering_from_a_daemon_that_hangs_says_so_unless_the_mover_is_dead(
+    daemon: DaemonProcess, process: RankProcess, layers: list[int], driver: Driver
+) -> None:
+    process.make(daemon.socket, EngineIdentity("hung", bytes(16)), 0, 1)
+    assert process.register(as_tensors(layers), GROUPS) is None
+    wait_until(lambda: bool(daemon.movers()), "a mover")
+    [mover] = daemon.movers()
+    daemon.freeze()
+    assert not (process.unregister(1.0) and is_running(mover))
+    daemon.thaw()
+    assert process.unregister()
+    assert not is_running(mover)
+    free_all(process, layers, driver)
+    process.close_worker()
+
+
+def is_running(pid: int) -> bool:
+    """False for one that has ended and that its parent does not know of yet, too."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_after_sleep_other_memory_is_registered_and_the_blocks_come_back(
