@@ -1,7 +1,7 @@
 /* What all processes share: one mapped file with tables, and a file per allocation of device memory.
  *
- * Liveness is read off /proc: a killed process can't give anything back itself. Whoever needs room
- * sweeps the tables first. The lock is robust: its holder may be killed too. */
+ * A killed process can't give anything back itself: whoever needs room sweeps the tables first, by
+ * locks that end with their process. The tables' lock is robust: its holder may be killed too. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -19,7 +19,6 @@ enum { MOST_PROCESSES = 256, MOST_ALLOCATIONS = 8192, MOST_HOLDS = 16384, STATE_
 
 struct process {
     pid_t pid; /* 0: this row is free */
-    uint64_t start; /* tells it from another process of the same number */
     int64_t registered_bytes;
     bool context[MOST_DEVICES];
 };
@@ -84,6 +83,7 @@ static const char *const COUNTER_NAMES[COUNTERS] = {
 static struct state *state;
 static char directory[512];
 static int my_row = -1;
+static int state_fd = -1; /* kept open: closing it would end the lock on our row */
 
 bool state_attached(void) { return state != NULL; }
 int state_me(void) { return my_row; }
@@ -104,25 +104,16 @@ static void unlock_state(void) { pthread_mutex_unlock(&state->lock); }
 
 /* -- processes -- */
 
-/* When a process began, in ticks after boot; 0 for one that has ended, or is a zombie. */
-static uint64_t start_of(pid_t pid) {
-    char path[64], line[1024];
-    snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return 0;
-    ssize_t n = read(fd, line, sizeof line - 1);
-    close(fd);
-    if (n <= 0) return 0;
-    line[n] = 0;
-    char *rest = strrchr(line, ')'); /* the name before it may hold anything */
-    char letter = 0;
-    unsigned long long start = 0;
-    if (rest == NULL ||
-        sscanf(rest + 2,
-               "%c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu",
-               &letter, &start) != 2)
-        return 0;
-    return letter == 'Z' || letter == 'X' ? 0 : start;
+/* Whether a row's process lives: it locks the byte of its row, and the kernel takes that back when
+ * it ends, however it does and whatever number it has in another namespace. */
+static bool lives(int row) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = row, .l_len = 1};
+    return row == my_row || fcntl(state_fd, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+static void lock_row(int row) {
+    struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = row, .l_len = 1};
+    fcntl(state_fd, F_SETLK, &lock);
 }
 
 static bool is_held(uint64_t id) {
@@ -166,7 +157,7 @@ static void bury(int row) {
 static void sweep(void) {
     for (int row = 0; row < MOST_PROCESSES; row++) {
         struct process *process = &state->processes[row];
-        if (process->pid != 0 && start_of(process->pid) != process->start) bury(row);
+        if (process->pid != 0 && !lives(row)) bury(row);
     }
 }
 
@@ -176,7 +167,8 @@ static void join_processes(void) {
     for (int row = 0; row < MOST_PROCESSES && my_row < 0; row++)
         if (state->processes[row].pid == 0) my_row = row;
     if (my_row >= 0)
-        state->processes[my_row] = (struct process){.pid = getpid(), .start = start_of(getpid())};
+        state->processes[my_row] = (struct process){.pid = getpid()};
+    if (my_row >= 0) lock_row(my_row);
     unlock_state();
 }
 
@@ -208,8 +200,8 @@ void state_attach(void) {
     }
     if (state != NULL && state->made != STATE_MADE) make_state();
     flock(fd, LOCK_UN); /* closing alone does not: the mapping keeps the open file, and its lock */
-    flock(fd, LOCK_UN); /* the mapping would keep it past the descriptor's end */
-    close(fd);
+    state_fd = fd;
+    flock(fd, LOCK_UN);
     if (state != NULL) join_processes();
 }
 
@@ -219,8 +211,9 @@ void state_detach(void) {
     bury(my_row);
     unlock_state();
     munmap(state, sizeof *state);
+    close(state_fd);
     state = NULL;
-    my_row = -1;
+    my_row = state_fd = -1;
 }
 
 /* -- allocations and who holds them -- */
