@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +61,28 @@ class Sizes:
         twice as much lie there at once."""
         room = shutil.disk_usage("/dev/shm").free // 4 // self.extent_bytes * self.extent_bytes
         totals = {size: min(total, room) for size, total in self.totals.items()}
-        return Sizes(**{**self.__dict__, "totals": totals})
+        return replace(self, totals=totals)
 
 
 FULL = Sizes(
-    {2 * MIB: 2 * GIB, 32 * KIB: GIB, 8 * KIB: GIB // 2}, 15, 64 * MIB, 8192, 0.2, 200, 180
+    totals={2 * MIB: 2 * GIB, 32 * KIB: GIB, 8 * KIB: GIB // 2},
+    rounds=15,
+    extent_bytes=64 * MIB,
+    product_width=8192,
+    phase_seconds=0.2,
+    one_block_jobs=200,
+    limit_s=115,
 )
-QUICK = Sizes({2 * MIB: GIB // 2, 32 * KIB: GIB // 4}, 5, 64 * MIB, 8192, 0.1, 50, 90)
-TINY = Sizes({32 * KIB: 8 * MIB}, 2, 4 * MIB, 64, 0.02, 3, 90)
+QUICK = replace(FULL, totals={2 * MIB: GIB // 2, 32 * KIB: GIB // 4}, rounds=5, one_block_jobs=50)
+TINY = Sizes(
+    totals={32 * KIB: 8 * MIB},
+    rounds=2,
+    extent_bytes=4 * MIB,
+    product_width=64,
+    phase_seconds=0.02,
+    one_block_jobs=3,
+    limit_s=90,
+)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -44,7 +44,7 @@ class Scale:
         shared = shutil.disk_usage("/dev/shm").free // 4
         held = min(self.held, free_bytes // 2 // MIB * MIB)
         registered = min(self.registered, min(host, shared) // GIB * GIB or 64 * MIB)
-        return Scale(**{**self.__dict__, "held": held, "registered": registered})
+        return replace(self, held=held, registered=registered)
 
 
 TINY = Scale(
