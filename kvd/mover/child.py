@@ -317,7 +317,11 @@ def serve(control_fd: int, parent: int) -> None:
     sys.setswitchinterval(0.0005)
     mover.report_facts()
     control.send(FrameKind.HELLO)
-    mover.run(event_fd)
+    try:
+        mover.run(event_fd)
+    except DeviceLost as error:  # no way out in order: that asks the driver once more
+        complain(f"lost the GPU: {error}")
+        os._exit(EXIT_BROKEN)
 
 
 def open_engine(config: MoverConfig) -> CopyEngine:

@@ -28,6 +28,7 @@ class CopyEngine(Protocol):
 
     `copy` runs in one thread per direction, both at once; the warm calls in a thread of their
     own; opening and closing in the main thread. An extent is closed only when no call uses it.
+    Where the rank's memory is a GPU's, every call may raise DeviceLost.
     """
 
     @property

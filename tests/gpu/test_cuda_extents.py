@@ -205,6 +205,9 @@ def test_an_error_that_leaves_copies_in_doubt_loses_the_device(
             bench.engine.copy(kind, blocks([1, 5, 3, 7, 9]), lambda: True)
         with pytest.raises(DeviceLost):
             bench.engine.copy(kind, blocks([2]), lambda: True)
+        if not warm:
+            with pytest.raises(DeviceLost, match="nor anything"):
+                bench.engine.warm_extent(0, lambda: True)
         fake.reset()  # so that the bench can be taken apart
 
 

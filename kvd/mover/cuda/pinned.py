@@ -109,7 +109,10 @@ class PinnedExtents:
         return self._extents[extent].address
 
     def register(self, extent: int, keep_going: KeepGoing) -> None:
-        """Map every page of it and pin them; an extent that can't be pinned is counted."""
+        """Map every page of it and pin them; an extent that can't be pinned is counted.
+
+        DeviceLost: the GPU answers nothing any more.
+        """
         found = self._extents[extent]
         # First the pages, in steps that can be stopped: registering alone would fault them in
         # one by one, in a call that can't.
@@ -145,11 +148,17 @@ class PinnedExtents:
         try:
             runtime.hostRegister(found.address, self._config.extent_bytes, _REGISTER_FLAGS)
         except runtime.CUDARuntimeError as error:
+            if _free_bytes() is None:
+                raise DeviceLost(
+                    f"extent {extent} can't be pinned, nor anything: {error}"
+                ) from error
             self._count(failed=0 if again else 1)
             self._complain_once(extent, error)
             return
         found.registered = True
-        found.device_bytes = max(0, free_before - (_free_bytes() or free_before))
+        free_after = _free_bytes()
+        if free_before is not None and free_after is not None:
+            found.device_bytes = max(0, free_before - free_after)
         failed = -1 if again else 0
         self._count(registered=1, failed=failed, device_bytes=found.device_bytes)
 
@@ -195,10 +204,10 @@ class Staging:
         runtime.freeHost(self.address)
 
 
-def _free_bytes() -> int:
-    """Free memory of the GPU; 0 where it doesn't answer, as the next call will tell."""
+def _free_bytes() -> int | None:
+    """Free memory of the GPU; None where its context answers no more."""
     try:
         free, _total = runtime.memGetInfo()
     except runtime.CUDARuntimeError:
-        return 0
+        return None
     return int(free)
