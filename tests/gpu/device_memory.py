@@ -58,6 +58,8 @@ class DeviceMemory:
         number, self.context = c_int(), c_void_p()
         self.call("cuDeviceGet", byref(number), device)
         self.device = number.value
+        self._before = c_void_p()
+        self.call("cuCtxGetCurrent", byref(self._before))
         self.call("cuDevicePrimaryCtxRetain", byref(self.context), self.device)
         self.call("cuCtxSetCurrent", self.context)
         self._kinds: dict[int, tuple[str, int, int]] = {}  # kind, bytes, VMM handle
@@ -69,9 +71,10 @@ class DeviceMemory:
             raise DriverError(name, code)
 
     def close(self) -> None:
-        """Free what is left, and let go of the context."""
+        """Free what is left, and let go of the context: the one before is current again."""
         for address in list(self._kinds):
             self.free(address)
+        self.call("cuCtxSetCurrent", self._before)
         self.call("cuDevicePrimaryCtxRelease_v2", self.device)
 
     def allocate(self, nbytes: int, kind: str = "malloc") -> int:

@@ -165,7 +165,7 @@ class Exporter:
             )
         self._socket = ours
         self.pid = self._child.pid
-        self.uuid: str = self._ask("uuid")
+        self.uuid = self._started()
 
     def allocate(self, nbytes: int, kind: str = "malloc") -> int:
         """Address of new memory: "malloc", "vmm_exportable", "vmm", "managed" or "pool"."""
@@ -217,6 +217,14 @@ class Exporter:
             self._child.wait(timeout=20)
         except subprocess.TimeoutExpired:
             self.kill()
+
+    def _started(self) -> str:
+        """The device's UUID, once the process has a context; if it has none it is ended."""
+        try:
+            return str(self._ask("uuid"))
+        except ExporterError:
+            self.close()
+            raise
 
     def _ask(self, command: str, *arguments: Any) -> Any:
         return self._send_and_receive(command, *arguments)[0]

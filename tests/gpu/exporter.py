@@ -84,8 +84,14 @@ class Commands:
         return self._memory.free_bytes()
 
 
+def refuse(connection: socket.socket, error: DriverError) -> None:
+    """Answer the first command by what kept this process from a device."""
+    if receive(connection)[0] is not None:
+        send(connection, json.dumps({"error": str(error), "code": error.code}))
+
+
 def serve(connection: socket.socket, commands: Commands) -> None:
-    """Answer until the other side ends."""
+    """Answer until the other side ends; errors of the driver are answers."""
     while (message := receive(connection)[0]) is not None:
         command, *arguments = json.loads(message)
         fds: list[int] = []
@@ -103,7 +109,12 @@ def serve(connection: socket.socket, commands: Commands) -> None:
 
 def main() -> None:
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        serve(connection, Commands(int(sys.argv[2])))
+        try:
+            commands = Commands(int(sys.argv[2]))
+        except DriverError as error:
+            refuse(connection, error)
+            return
+        serve(connection, commands)
 
 
 if __name__ == "__main__":
