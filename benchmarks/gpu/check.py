@@ -207,8 +207,9 @@ def report(outcomes: Sequence[Outcome], results: Path) -> int:
     print(f"results: {results}")
     if elsewhere := os.environ.get("KVD_GPU_RESULTS"):
         Path(elsewhere).mkdir(parents=True, exist_ok=True)
-        for path in results.glob("gpu-*"):
-            shutil.copy(path, elsewhere)
+        for path in results.iterdir():
+            if path.is_file():
+                shutil.copy(path, elsewhere)
     return 0 if all(outcome.status == 0 for outcome in outcomes) else 1
 
 

@@ -92,7 +92,9 @@ class Peers:
         pinned = torch.empty((blocks * block) // 8, dtype=torch.int64, pin_memory=True)
         lanes = []
         for kind, (begin, end) in halves(kinds).items():
-            order = torch.randperm(blocks, device="cuda")[int(blocks * begin) : int(blocks * end)]
+            order = torch.randperm(blocks, device=kv.device)[
+                int(blocks * begin) : int(blocks * end)
+            ]
             lanes.append((kind, order, int(blocks * begin), torch.cuda.Stream()))  # type: ignore[no-untyped-call, unused-ignore]
 
         def run() -> float:
@@ -108,7 +110,7 @@ class Peers:
                         if kind == "store":
                             host.copy_(kv.index_select(1, ids), non_blocking=True)
                         else:
-                            kv.index_copy_(1, ids, host.to("cuda", non_blocking=True))
+                            kv.index_copy_(1, ids, host.to(kv.device, non_blocking=True))
             for *_, stream in lanes:
                 stream.synchronize()
             return time.perf_counter() - began
