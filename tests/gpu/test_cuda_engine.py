@@ -85,7 +85,7 @@ def scattered(group: GroupMap, number: int) -> LocatedPart:
     return part(number, places, rows)
 
 
-@pytest.mark.parametrize("copier", ["plain", "strided", "batch"])
+@pytest.mark.parametrize("copier", ["plain", "strided", "batch", "kernel"])
 @PATHS
 @BOTH
 @pytest.mark.parametrize("layout", LAYOUTS, ids=[layout.__name__ for layout in LAYOUTS])

@@ -8,6 +8,7 @@ from pathlib import Path
 from cupy.cuda import runtime
 
 from kvd.core.errors import InvalidArgument
+from kvd.mover.copy_engine import DeviceLost
 from kvd.mover.cuda import node
 from kvd.mover.layout import GpuConfig
 from kvd.mover.refusals import (
@@ -64,7 +65,10 @@ class Device:
 
     def bind(self) -> None:
         """Make the context this thread's: calls by ctypes take the one that is current."""
-        runtime.setDevice(ONLY)
+        try:
+            runtime.setDevice(ONLY)
+        except runtime.CUDARuntimeError as error:
+            raise DeviceLost(f"{self.uuid} answers no more: {error}") from error
 
     def bytes_taken(self) -> int:
         """Device memory that went since the worker looked, before this process had a context.

@@ -34,7 +34,7 @@ from kvd_proto.libcuda import CudaError
 
 Bytes = npt.NDArray[np.uint8]
 
-# Between two looks at keep_going: well below a millisecond at 50 GB/s, and two may be in flight.
+# Between two looks at keep_going: below a millisecond at 50 GB/s, and two may be in flight.
 MAX_PIECE_BYTES = 32 << 20
 # Planned at once, and straight or through staging as a whole; its first piece leaves at once.
 _MAX_SLAB_BYTES = 128 << 20
@@ -100,11 +100,11 @@ class CudaCopyEngine:
     # -- copies -----------------------------------------------------------------------------
 
     def copy(self, kind: JobKind, part: LocatedPart, keep_going: KeepGoing) -> int:
-        self._device.bind()
         lane = self._lanes[kind]
         group = self._config.groups[part.group]
         copied = 0
         try:
+            self._device.bind()
             for slab in _slabs(part, _MAX_SLAB_BYTES // group.part_bytes):
                 if all(self._extents.ready(extent) for extent in set(slab.extents.tolist())):
                     copied += self._copy_straight(kind, slab, lane, keep_going)
