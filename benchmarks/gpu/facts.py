@@ -154,6 +154,8 @@ def _way(row: dict[str, Any]) -> str:
 def _speed(row: dict[str, Any]) -> str:
     if "failed" in row:
         return _cell(str(row["failed"]))
+    if row.get("moved_right") is False:
+        return "wrong bytes"
     return f"{row['total'] / statistics.median(row['wall_s']) / 1e9:.1f}"
 
 

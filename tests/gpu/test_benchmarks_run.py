@@ -101,8 +101,13 @@ def test_the_probe_sees_what_one_process_writes_into_anothers_memory(
 def test_every_way_of_copying_is_timed_in_both_directions(probed: dict[str, Any]) -> None:
     rows = probed["questions"]["copies"]["answer"]["idle"]
     timed = {(row["way"], row["is_store"]) for row in rows if row.get("wall_s")}
-    expected = {"large", "plain", "batch", "strided"}
-    assert {(way, is_store) for way in expected for is_store in (True, False)} <= timed
+    ways = {"large", "plain", "batch", "strided", "kernel"}
+    assert timed == {(way, is_store) for way in ways for is_store in (True, False)}
+
+
+def test_every_way_of_copying_moves_every_byte_to_its_place(probed: dict[str, Any]) -> None:
+    rows = probed["questions"]["copies"]["answer"]["idle"]
+    assert [row for row in rows if row.get("moved_right") is not True] == []
 
 
 def test_the_page_can_be_made_from_what_the_probe_wrote(probed: dict[str, Any]) -> None:

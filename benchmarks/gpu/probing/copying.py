@@ -24,6 +24,7 @@ U64 = npt.NDArray[np.uint64]
 BLOCK_BYTES = 2 << 20
 WAYS = ("large", "plain", "batch", "strided", "kernel")
 THREADS = 512
+MOST_CHECKED = 4 * BLOCK_BYTES
 SOURCE = """
 extern "C" __global__ void move(const unsigned long long* from, const unsigned long long* to,
                                 long long fragments, int words) {
@@ -164,6 +165,31 @@ class Copying:
                 kernel((blocks,), (threads,), (*addresses, count, words))
 
         return submit
+
+    def moves_right(self, **case: Any) -> bool:
+        """Whether that way moves every byte to its place, tried on a few blocks."""
+        case = case | {"total": min(case["total"], MOST_CHECKED)}
+        at = Fragments(case["host"], case["device"], case["fragment"], case["total"])
+        words = case["total"] // 8
+        told = np.random.default_rng(2).integers(0, 1 << 63, words, dtype=np.uint64)
+        host, size = _view(case["host"], words), case["total"]
+        places = (at.device - np.uint64(case["device"])) // np.uint64(8)
+        source = places[:, None] + np.arange(case["fragment"] // 8, dtype=np.uint64)
+        order = source.reshape(-1) if case["way"] != "large" else np.arange(words, dtype=np.uint64)
+        stream = self.stream()
+        if case["is_store"]:
+            host[:] = 0
+            self._cuda.call("cuMemcpyHtoD_v2", case["device"], told.ctypes.data, size)
+            expected, found = told[order], host
+        else:
+            host[:] = told[order]
+            self._cuda.call("cuMemsetD8_v2", case["device"], 0, size)
+            expected, found = told, np.empty_like(told)
+        self.submitter(case, stream)()
+        self._cuda.call("cuStreamSynchronize", stream)
+        if not case["is_store"]:
+            self._cuda.call("cuMemcpyDtoH_v2", found.ctypes.data, case["device"], size)
+        return bool(np.array_equal(expected, found))
 
     # -- measuring ----------------------------------------------------------------------------
 

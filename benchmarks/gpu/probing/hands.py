@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import resource
+import signal
 import sys
 import time
 from pathlib import Path
@@ -26,7 +27,7 @@ from benchmarks.gpu.probing.products import Products
 
 MIB = 1 << 20
 POPULATE_WRITE = 23  # madvise, linux/mman.h
-PIECE_BYTES = 32 * MIB
+SET_PDEATHSIG = 1  # prctl, linux/prctl.h
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -234,6 +235,9 @@ class Hands:
     def time_copies(self, case: dict[str, Any]) -> dict[str, Any]:
         return self.copying.time(**case)
 
+    def moves_right(self, case: dict[str, Any]) -> bool:
+        return self.copying.moves_right(**case)
+
     def copy_for(self, cases: list[dict[str, Any]], seconds: float) -> list[float]:
         """Copy all cases at once for that long; each one's bytes a second."""
         return self.copying.run_for(cases, seconds)
@@ -258,6 +262,7 @@ class Hands:
 
 def serve(hands: object) -> None:
     """Obey orders, a method and its arguments a line, until the input ends."""
+    libc.prctl(SET_PDEATHSIG, signal.SIGKILL)  # whoever gave the orders may be killed
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:

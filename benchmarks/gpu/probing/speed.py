@@ -93,6 +93,8 @@ def _grid(
                 case |= {"is_store": is_store, "repeats": scale.repeats}
                 took = tried(lambda case=case: mover.call("time_copies", case=case))  # type: ignore[misc]
                 row = {**way, "fragment": fragment, "is_store": is_store, "total": total}
+                if "ok" in took and over[1] is WAYS:  # once is enough
+                    row["moved_right"] = mover.call("moves_right", case=case)
                 rows.append(row | took.get("ok", took))
     return rows
 
