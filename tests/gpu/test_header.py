@@ -45,6 +45,7 @@ ENUMS: dict[type[IntEnum], str] = {
     libcuda.DeviceAttribute: "CU_DEVICE_ATTRIBUTE_",
     libcuda.MemoryType: "CU_MEMORYTYPE_",
     libcuda.ComputeMode: "CU_COMPUTEMODE_",
+    libcuda.CaptureMode: "CU_STREAM_CAPTURE_MODE_",
 }
 NUMBERS = {
     "CUDA_SUCCESS": libcuda.CUDA_SUCCESS,

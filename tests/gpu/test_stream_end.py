@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Iterator
 
@@ -135,3 +136,14 @@ def test_many_waits_at_once_each_end(stream: Stream) -> None:
         thread.start()
     wait_until(lambda: not any(thread.is_alive() for thread in threads), "every wait's end")
     assert stream.content() == bytes([7]) * NBYTES
+
+
+def test_a_wait_ends_while_the_engine_captures_a_graph(stream: Stream, driver: Driver) -> None:
+    if not driver.is_fake:
+        pytest.skip("captures are the fake driver's here")
+    stream.launch(b"h" * NBYTES)
+    wait = stream_end(stream)
+    driver.inject("capture", pid=os.getpid())
+    wait()
+    driver.inject("capture", pid=0)
+    assert stream.content() == b"h" * NBYTES

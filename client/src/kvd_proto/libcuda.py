@@ -70,6 +70,14 @@ class ComputeMode(enum.IntEnum):
     EXCLUSIVE_PROCESS = 3
 
 
+class CaptureMode(enum.IntEnum):
+    """CUstreamCaptureMode: what a thread may do while another one captures a graph."""
+
+    GLOBAL = 0
+    THREAD_LOCAL = 1
+    RELAXED = 2
+
+
 class CudaError(Exception):
     """A call of the driver failed. `code` is its CUresult, `name` that code's name."""
 
@@ -148,6 +156,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDriverGetVersion": (POINTER(c_int),),
     "cuCtxGetCurrent": (POINTER(c_void_p),),
     "cuCtxSetCurrent": (c_void_p,),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
@@ -296,11 +305,19 @@ class Libcuda:
 
     @contextmanager
     def bound(self, context: int) -> Iterator[None]:
-        """This context is this thread's current one inside; what was current is so again after."""
+        """This context is this thread's current one inside; what was current is so again after.
+
+        Nothing that this thread calls inside breaks a graph that another one is capturing.
+        """
         before = self.current_context()
         self.call("cuCtxSetCurrent", context)
+        mode = c_int(CaptureMode.RELAXED)
         try:
-            yield
+            self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+            try:
+                yield
+            finally:
+                self.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         finally:
             self.call("cuCtxSetCurrent", before)
 

@@ -60,6 +60,7 @@ static const struct {
     [OPEN_CODE] = {"open_fails.code", 0},
     [CONTEXT_CODE] = {"context_fails.code", 0},
     [RANGE_UNKNOWN] = {"address_range.unknown_for_imports", 0},
+    [CAPTURE_PID] = {"capture.pid", 0},
 };
 
 static const char *const COUNTER_NAMES[COUNTERS] = {

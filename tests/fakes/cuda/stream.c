@@ -416,8 +416,27 @@ EXPORT CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int f
     return of == NULL ? CUDA_ERROR_OUT_OF_MEMORY : enqueue(stream, &of->step, false);
 }
 
+/* -- captures: only what other threads may not do meanwhile ----------------------------------- */
+
+static _Thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
+    if (mode == NULL) return CUDA_ERROR_INVALID_VALUE;
+    CUstreamCaptureMode before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
+}
+
+static CUresult capture_forbids(void) {
+    bool captures = setting(CAPTURE_PID) == getpid();
+    if (!captures || capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_SUCCESS;
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+}
+
 EXPORT CUresult cuEventQuery(CUevent event) {
     ENTER_CONTEXT();
+    if (capture_forbids() != CUDA_SUCCESS) return capture_forbids();
     if (event == NULL) return CUDA_ERROR_INVALID_HANDLE;
     pthread_mutex_lock(&event->lock);
     bool done = event->done == event->records;
@@ -427,6 +446,7 @@ EXPORT CUresult cuEventQuery(CUevent event) {
 
 EXPORT CUresult cuEventSynchronize(CUevent event) {
     ENTER_CONTEXT();
+    if (capture_forbids() != CUDA_SUCCESS) return capture_forbids();
     if (event == NULL) return CUDA_ERROR_INVALID_HANDLE;
     pthread_mutex_lock(&event->lock);
     uint64_t record = event->records;
