@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
+from kvd.mover import complaints
 from tests.gpu import fake_library
 from tests.gpu.driver import Driver, Exporter
 
@@ -34,6 +36,12 @@ def _no_fault_outlives_its_test(driver: Driver) -> Iterator[None]:
     driver.reset()
     yield
     driver.reset()
+
+
+@pytest.fixture(autouse=True)
+def _complaints_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mover says so many and no more; here many of them share the tests' process."""
+    monkeypatch.setattr(complaints, "_complaints", itertools.count())
 
 
 @pytest.fixture
