@@ -55,6 +55,7 @@ class Sizes:
     phase_seconds: float
     one_block_jobs: int
     limit_s: float
+    torch: bool = True  # which takes seconds to import
 
     def fitted(self) -> Sizes:
         """The same with totals that shared memory can hold: the mover's extents and a pool of
@@ -82,6 +83,7 @@ TINY = Sizes(
     phase_seconds=0.02,
     one_block_jobs=3,
     limit_s=90,
+    torch=False,
 )
 
 
@@ -136,7 +138,7 @@ class Case:
         self.fragment, self.size = fragment, size
         self.total, self.fragments = size.totals[fragment], BLOCK_BYTES // fragment
         self._stack = contextlib.ExitStack()
-        self.memory = DeviceMemory(cuda, self.total)
+        self.memory = DeviceMemory(cuda, self.total, size.torch)
         self._stack.callback(self.memory.free)
         host = cuda.pinned(self.total)
         self._stack.callback(lambda: cuda.call("cuMemFreeHost", host))
@@ -205,7 +207,7 @@ def slowdown(cuda: Cuda, case: Case, rounds: int) -> dict[str, Any]:
     if case.mover is None:
         return row | {"failed": case.failed["mover"]}
     try:
-        products = Products(cuda, case.size.product_width)
+        products = Products(cuda, case.size.product_width, case.size.torch)
     except BROKEN as error:
         return row | {"failed": str(error)}
     clocks, marks = ClockLog(), list[Marks]()
@@ -232,7 +234,7 @@ def slowdown(cuda: Cuda, case: Case, rounds: int) -> dict[str, Any]:
 def busy_race(cuda: Cuda, case: Case) -> list[dict[str, Any]]:
     """The large copy and ours while the engine multiplies matrices."""
     try:
-        products = Products(cuda, case.size.product_width)
+        products = Products(cuda, case.size.product_width, case.size.torch)
     except BROKEN:
         return []  # the slowdown's row says why there is no busy engine
     try:

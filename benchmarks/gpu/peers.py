@@ -18,9 +18,11 @@ Pass = Callable[[], float]  # moves everything once; seconds
 class DeviceMemory:
     """An engine's KV: a torch tensor where torch has the device, else memory of the driver's."""
 
-    def __init__(self, cuda: Cuda, size: int) -> None:
+    def __init__(self, cuda: Cuda, size: int, with_torch: bool = True) -> None:
         self.bytes, self._cuda = size, cuda
-        self.tensor: Any = _torch_bytes(size)
+        self.tensor: Any = None
+        if with_torch:
+            self.tensor = _torch_bytes(size)
         self.is_torch = self.tensor is not None
         self.address: int = self.tensor.data_ptr() if self.is_torch else cuda.allocate(size)
 

@@ -118,6 +118,51 @@ def test_the_page_can_be_made_from_what_the_probe_wrote(probed: dict[str, Any]) 
     assert re.search(r"\| 2048 KiB \| store \| [\d.]+ \|", filled)
 
 
+# The fake multiplies no matrices: a torch that takes a moment over it and says nothing.
+STAND_IN_TORCH = """
+import contextlib, time
+__version__, bfloat16 = "stand-in", None
+class cuda:
+    class Stream:
+        cuda_stream = 0
+    is_available = staticmethod(lambda: True)
+    synchronize = staticmethod(lambda: None)
+    stream = staticmethod(lambda stream: contextlib.nullcontext())
+def randn(*shape, **kind): pass
+def empty_like(tensor): pass
+def mm(*tensors, out): time.sleep(0.0002)
+"""
+ASK_FOR_PRODUCTS = """
+import json
+from dataclasses import replace
+from benchmarks.gpu.probing.scale import TINY
+from benchmarks.gpu.probing.speed import products
+print(json.dumps(products(replace(TINY, torch=True, phase_seconds=0.03))))
+"""
+
+
+def test_an_engines_products_are_set_against_those_of_its_idle_phase(
+    driver: Driver, tmp_path: Path
+) -> None:
+    if not driver.is_fake:
+        pytest.skip("the probe itself does this with the real torch")
+    (tmp_path / "torch.py").write_text(STAND_IN_TORCH)
+    found = [str(ROOT), str(tmp_path), os.environ["PYTHONPATH"]]
+    told = subprocess.run(
+        [sys.executable, "-c", ASK_FOR_PRODUCTS],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(found)},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    answer = json.loads(told.stdout)
+    assert answer["library"] == "torch stand-in"
+    assert answer["phases"]["idle"]["ratio"] in ([1.0], []), "[]: no batch fell into the phase"
+    copied = [phase["copies_bytes_per_s"] for phase in answer["phases"].values()]
+    assert all("ok" in one for rounds in copied for one in rounds)
+
+
 @pytest.fixture(scope="module")
 def measured(driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the benchmark of copies wrote."""
