@@ -1,21 +1,20 @@
 """What a step costs the engine's scheduler thread, with a real daemon.
 
-    python -m benchmarks.client_step --socket /run/kvd/kvd.sock
+    python -m benchmarks client_step
 
-Prints a table and, with --json, one object. `build_step` is everything on the calling thread:
-choosing what to store, one message into the writer's queue, the plan.
+`build_step` is everything on the calling thread: choosing what to store, one message into the
+writer's queue, the plan. With --socket it runs against a daemon that is there already.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import sys
 import time
-from collections.abc import Sequence
+from pathlib import Path
 
+from benchmarks import report
+from benchmarks.rig import daemon
 from kvd_client import (
     EngineIdentity,
     Fragment,
@@ -33,6 +32,7 @@ TOKENS = 16
 BLOCK_BYTES = 64
 HASH_BYTES = 32
 STEPS = 300
+POOL_BYTES = 256 << 20
 # (name, requests in the step, tokens that each computes in it)
 CASES = (
     ("1 request decodes", 1, 1),
@@ -112,24 +112,35 @@ def step_us(engine: Engine, requests: int, tokens: int) -> list[float]:
     return taken
 
 
-def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--socket", required=True)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    engine = Engine(options.socket)
-    rows = {}
+def measure(socket: str) -> dict[str, report.Spread]:
+    """Microseconds of build_step, by case, and the 99th percentile of each."""
+    engine = Engine(socket)
+    found = {}
     for name, requests, tokens in CASES:
-        taken = sorted(step_us(engine, requests, tokens))
-        p99 = taken[int(len(taken) * 0.99) - 1]
-        rows[name] = {"p50_us": statistics.median(taken), "p99_us": p99, "steps": len(taken)}
+        taken = step_us(engine, requests, tokens)
+        found[name] = report.Spread.of(taken)
+        found[f"{name}, p99"] = report.Spread.of([report.percentile(taken, 99)])
     engine.close()
-    if options.json:
-        print(json.dumps(rows))
-        return
-    for name, row in rows.items():
-        print(f"{name:34} p50 {row['p50_us']:8.1f} us   p99 {row['p99_us']:8.1f} us")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--socket", help="a running daemon's; without it one is started")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if options.socket:
+        found = measure(options.socket)
+    else:
+        with daemon(POOL_BYTES) as running:
+            found = measure(running.socket)
+    rows = [
+        [name, f"{found[name].median:.1f}", f"{found[f'{name}, p99'].median:.1f}"]
+        for name, _, _ in CASES
+    ]
+    print(report.table(["a step in which", "p50 us", "p99 us"], rows))
+    report.write("client_step", found, options.output)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
