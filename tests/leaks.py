@@ -12,8 +12,13 @@ from pathlib import Path
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 OURS_IN_SHARED_MEMORY = re.compile(r"kvd", re.IGNORECASE)
-# Descriptors that only we open; libraries keep sockets, pipes and epolls of their own.
-OUR_DESCRIPTORS = re.compile(r"^(/memfd:|/dev/shm/|anon_inode:\[pidfd\]|.*\.kv( \(deleted\))?$)")
+# Descriptors that only we open; libraries keep sockets, pipes and epolls of their own, and the
+# CUDA driver memory files that last as long as the process: "/memfd:/.nvidia_drv.XXXXXX" once it
+# is loaded, "/dev/shm/cuda.shm.*" where handles go between processes.
+OUR_DESCRIPTORS = re.compile(
+    r"^(/memfd:(?!/\.nvidia_)|/dev/shm/(?!cuda\.shm\.)|anon_inode:\[pidfd\]"
+    r"|.*\.kv( \(deleted\))?$)"
+)
 
 
 @dataclass(frozen=True)

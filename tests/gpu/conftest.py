@@ -46,7 +46,11 @@ def _complaints_are_counted_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def exporter(driver: Driver) -> Iterator[Exporter]:
-    """An engine's worker of its own for the test, on the first device."""
+    """An engine's worker on the first device: the test's own, but on a real GPU one for all tests,
+    since each would take a second there to make a context."""
+    if not driver.is_fake:
+        yield driver.lasting_exporter()
+        return
     made = Exporter(driver)
     yield made
     made.close()

@@ -46,6 +46,7 @@ class Driver:
     def start(self) -> None:
         """Build and load the fake; fake_library.NoCompiler where it can't be built."""
         if not self.is_fake:
+            self.lasting_exporter()  # now, so that no module is said to have left it behind
             return
         path = fake_library.build()
         where = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
@@ -95,13 +96,13 @@ class Driver:
     def uuids(self) -> list[str]:
         """The devices' UUIDs as CUDA_VISIBLE_DEVICES takes them, by number."""
         if not self.is_fake:
-            return [self._own_probe().uuid]
+            return [self.lasting_exporter().uuid]
         return [_fake_uuid(number) for number in range(self.setting("devices.count"))]
 
     def free_bytes(self, device: int = 0) -> int:
         """Device memory that is free now, whoever holds the rest."""
         if not self.is_fake:
-            return self._own_probe().free_bytes()
+            return self.lasting_exporter().free_bytes()
         value = ctypes.c_longlong()
         _check(self._fake().kvdFakeFreeBytes(device, ctypes.byref(value)), "kvdFakeFreeBytes")
         return value.value
@@ -141,7 +142,8 @@ class Driver:
         assert self._library is not None, "only the fake driver can do that, once started"
         return self._library
 
-    def _own_probe(self) -> Exporter:
+    def lasting_exporter(self) -> Exporter:
+        """An engine's worker that lives as long as the driver is used here."""
         if self._probe is None:
             self._probe = Exporter(self)
         return self._probe

@@ -29,6 +29,14 @@ def memory(driver: Driver) -> Iterator[DeviceMemory]:
     made.close()
 
 
+@pytest.fixture
+def exporter(driver: Driver) -> Iterator[Exporter]:
+    """An engine's worker of the test's own, on a real GPU too: some tests kill it."""
+    made = Exporter(driver)
+    yield made
+    made.close()
+
+
 def pattern(nbytes: int, seed: int = 1) -> bytes:
     block = bytes((seed + 7 * at + at // 251) % 256 for at in range(1009))
     return (block * (nbytes // 1009 + 1))[:nbytes]

@@ -51,5 +51,18 @@ def test_an_open_memfd_and_its_mapping_are_seen() -> None:
     assert leaks.look().since(before) == {}
 
 
+def test_what_a_cuda_driver_maps_for_good_is_not_ours() -> None:
+    before = leaks.look()
+    memory = os.memfd_create("/.nvidia_drv.XXXXXX")
+    os.truncate(memory, 4096)
+    mapping = mmap.mmap(memory, 4096)
+    shared = Path(f"/dev/shm/cuda.shm.0.{os.getpid():x}.1")
+    with shared.open("w"):
+        assert leaks.look().since(before) == {}
+    shared.unlink()
+    mapping.close()
+    os.close(memory)
+
+
 def test_a_file_in_shared_memory_is_seen(shared_directory: Path) -> None:
     assert shared_directory.name in leaks.look().files
