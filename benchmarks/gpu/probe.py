@@ -87,7 +87,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Facts of a GPU machine, as JSON.")
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help=", ".join(QUESTIONS))
     parser.add_argument("--output", type=Path, help="JSON file (default: by the device's name)")
-    parser.add_argument("--limit", type=float, default=130.0, help="seconds to begin questions in")
+    parser.add_argument("--limit", type=float, default=110.0, help="seconds to begin questions in")
     parser.add_argument("--tiny", action="store_true", help="sizes that only try the probe itself")
     options = parser.parse_args()
     names = options.questions or list(QUESTIONS)
