@@ -200,9 +200,8 @@ void state_attach(void) {
         if (at != MAP_FAILED) state = at;
     }
     if (state != NULL && state->made != STATE_MADE) make_state();
-    flock(fd, LOCK_UN); /* closing alone does not: the mapping keeps the open file, and its lock */
-    state_fd = fd;
     flock(fd, LOCK_UN);
+    state_fd = fd;
     if (state != NULL) join_processes();
 }
 
