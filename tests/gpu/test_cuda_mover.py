@@ -147,9 +147,10 @@ async def test_what_the_mover_takes_of_the_gpu_is_what_went_since_the_worker_loo
         assert mover.facts.gpu.context_bytes > 0
         if driver.is_fake:  # nobody else takes memory there
             assert mover.facts.gpu.context_bytes == before - workshop.exporter.free_bytes()
-    async with started(config) as (mover, _):
-        assert mover.facts.gpu is not None
-        assert mover.facts.gpu.context_bytes == 0  # nobody said what was free before
+    if driver.is_fake:  # elsewhere NVML may tell
+        async with started(config) as (mover, _):
+            assert mover.facts.gpu is not None
+            assert mover.facts.gpu.context_bytes == 0  # nobody said what was free before
 
 
 # -- refusals -------------------------------------------------------------------------------

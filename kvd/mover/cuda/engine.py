@@ -18,6 +18,7 @@ from kvd.mover.cuda.device import FIELD, Device
 from kvd.mover.cuda.imports import Imports
 from kvd.mover.cuda.lane import Lane
 from kvd.mover.cuda.pinned import PinnedExtents, Staging
+from kvd.mover.cuda.process_memory import ProcessMemory
 from kvd.mover.cuda.runs import null_ranges, runs_of
 from kvd.mover.facts import CopyPath, GpuFacts, MoverFacts
 from kvd.mover.layout import (
@@ -53,7 +54,10 @@ class CudaCopyEngine:
         self._device = Device(config.gpu)
         regions = [region for region in config.regions if isinstance(region, CudaRegion)]
         assert len(regions) == len(config.regions), "host memory is not for this engine"
+        self._own_memory = ProcessMemory(config.gpu.uuid)
+        before = self._own_memory.used_bytes()
         self._imports = Imports(self._device, regions)
+        self._own_memory.leave_out(since=before)
         self._extents = PinnedExtents(config)
         self._staged_bytes = 0
         self._staged_lock = threading.Lock()
@@ -62,17 +66,17 @@ class CudaCopyEngine:
         except BaseException:
             self._imports.close()
             raise
+        self._counted_bytes = self._own_memory.used_bytes()
         self._taken_at_start = self._device.bytes_taken()
 
     @property
     def facts(self) -> MoverFacts:
         device = self._device
-        taken = self._taken_at_start
         gpu = GpuFacts(
             device.uuid,
             device.name,
             device.driver_version,
-            taken + self._extents.device_bytes if taken else 0,
+            self._context_bytes(),
             self._extents.registered_bytes,
             self._extents.unregistered_count,
             self._staged_bytes,
@@ -80,6 +84,13 @@ class CudaCopyEngine:
         )
         paths = self._paths
         return MoverFacts(self._imports.transport, paths[JobKind.STORE], paths[JobKind.LOAD], gpu)
+
+    def _context_bytes(self) -> int:
+        """What this process takes of the GPU: counted, else estimated by how free memory fell."""
+        if self._counted_bytes is not None:
+            return self._counted_bytes
+        taken = self._taken_at_start
+        return taken + self._extents.device_bytes if taken else 0
 
     # -- extents ----------------------------------------------------------------------------
 
@@ -93,6 +104,7 @@ class CudaCopyEngine:
     def warm_extent(self, extent: int, keep_going: KeepGoing) -> None:
         self._device.bind()
         self._extents.register(extent, keep_going)
+        self._counted_bytes = self._own_memory.used_bytes()
 
     def warm_memory(self, keep_going: KeepGoing) -> None:
         """Nothing is cold: a GPU's memory is all there."""
