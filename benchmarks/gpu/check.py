@@ -48,8 +48,24 @@ NEEDED = {
     "pytest_asyncio": "pytest-asyncio",
     "hypothesis": "hypothesis",
 }
-PYTEST = ("-c", "benchmarks/gpu/pytest.ini", "--rootdir=.")
+# What is imported once for certain: versions that don't go together show here, in seconds.
+ROOTS = ("kvd.app", "kvd.mover.child", "kvd_client", "benchmarks.gpu.copies", "cupy")
+PYTEST = (
+    "-m",
+    "pytest",
+    "-c",
+    "benchmarks/gpu/pytest.ini",
+    "--rootdir=.",
+    "-p",
+    "no:cacheprovider",
+)
+# Their tests compare how much of the GPU is free: nothing else may come and go meanwhile.
+JUDGE_MEMORY = ("calibration", "cuda_mover", "deaths", "driver_contract", "engines", "registration")
+# What tries the probe and the benchmark on the fake driver has nothing to add to these.
+LEFT_OUT = ("benchmarks_run",)
+AT_ONCE = 6  # files of the other tests, where pytest-xdist is there
 ALL_S = 460.0  # for all steps together; the last ones get what is left
+END_AFTER_S = 20.0  # from Ctrl-C to the kill: reports of what was done so far are written then
 KILL_AFTER_S = 5.0
 
 
@@ -77,21 +93,27 @@ class Outcome:
         return "pass" if self.status == 0 else f"FAIL (exit status {self.status})"
 
 
-def steps(results: Path) -> tuple[Step, ...]:
-    """The parts in their order."""
-    # What tries the probe and the benchmark on the fake driver has nothing to add to these.
-    chosen = ("tests/gpu", "--ignore=tests/gpu/test_benchmarks_run.py")
-    shown = ("-q", "--durations=15", f"--junitxml={results / 'gpu-tests.xml'}")
-    tests = ("-m", "pytest", *PYTEST, "-p", "no:cacheprovider", *shown, *chosen)
-    probe = ("-m", "benchmarks.gpu.probe", "--limit=95")
+def steps(results: Path, patience: float = 1.0) -> tuple[Step, ...]:
+    """The parts in their order, with `patience` times their usual limits."""
+    files = {name: f"tests/gpu/test_{name}.py" for name in (*JUDGE_MEMORY, *LEFT_OUT)}
+    others = tuple(f"--ignore={file}" for file in files.values())
+    at_once = ("-n", str(AT_ONCE), "--dist=loadfile") if importlib.util.find_spec("xdist") else ()
+    memory = tuple(files[name] for name in JUDGE_MEMORY)
     demo = ("-m", "examples.gpu", "--prompts=1024,4096,16384", "--repeats=3", f"--out={results}")
-    return (
-        Step("imports", ("-m", "benchmarks.gpu.check", "--imports"), 20),
-        Step("probe", probe, 130),
-        Step("tests", tests, 150),
+    told = (
+        Step("imports", ("-m", "benchmarks.gpu.check", "--imports"), 40),
+        Step("probe", ("-m", "benchmarks.gpu.probe", f"--limit={95 * patience:.0f}"), 130),
+        Step("tests", (*_pytest(results, "tests"), *at_once, "tests/gpu", *others), 90),
+        Step("memory", (*_pytest(results, "memory"), *memory), 160),
         Step("copies", ("-m", "benchmarks.gpu.copies"), 150),
         Step("demo", demo, 60),
     )
+    return tuple(replace(step, limit_s=patience * step.limit_s) for step in told)
+
+
+def _pytest(results: Path, name: str) -> tuple[str, ...]:
+    """Each test is named as it runs: what is cut off is known up to there."""
+    return (*PYTEST, "-v", "--durations=15", f"--junitxml={results / f'gpu-{name}.xml'}")
 
 
 def check_imports() -> int:
@@ -107,6 +129,12 @@ def check_imports() -> int:
         print(f"python3 has no {', '.join(missing)}: benchmarks/gpu/carry.sh downloads what is not")
         print("on GPU machines into .whl/, which must come along; name further packages to it")
         return 1
+    for root in ROOTS:
+        try:
+            importlib.import_module(root)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer
+            print(f"{root} can't be imported: {type(error).__name__}: {error}")
+            return 1
     print("every package is here")
     return 0
 
@@ -183,11 +211,11 @@ def _tee(source: IO[bytes], log: IO[bytes]) -> None:
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Ask the step and what it started to end, so that fixtures clean up; then make them."""
-    for number in (signal.SIGINT, signal.SIGKILL):
+    for number, seconds in ((signal.SIGINT, END_AFTER_S), (signal.SIGKILL, KILL_AFTER_S)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_AFTER_S)
+            process.wait(seconds)
             break
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -217,6 +245,9 @@ def main() -> int:
     """Run the check; 1 without a GPU, or when a step failed."""
     parser = argparse.ArgumentParser(description="What a GPU machine can show of kvd.")
     parser.add_argument("steps", nargs="*", metavar="STEP", help="which; all when none is given")
+    parser.add_argument(
+        "--patience", type=float, default=1.0, metavar="TIMES", help="so many times all limits"
+    )
     parser.add_argument("--imports", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.imports:
@@ -228,12 +259,13 @@ def main() -> int:
     name = Cuda().name()
     results = places.folder_of(name)
     results.mkdir(parents=True, exist_ok=True)
-    chosen = [step for step in steps(results) if not options.steps or step.name in options.steps]
+    known = steps(results, options.patience)
+    chosen = [step for step in known if not options.steps or step.name in options.steps]
     if len(chosen) < len(set(options.steps)):
-        parser.error(f"the steps are {', '.join(step.name for step in steps(results))}")
+        parser.error(f"the steps are {', '.join(step.name for step in known)}")
     print(f"{name}; results go to {results}")
     with environment() as variables, (results / "gpu-check.log").open("wb") as log:
-        outcomes = run_all(chosen, variables, log)
+        outcomes = run_all(chosen, variables, log, ALL_S * options.patience)
     return report(outcomes, results)
 
 

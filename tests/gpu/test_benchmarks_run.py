@@ -322,9 +322,30 @@ def test_a_failed_step_fails_the_check_and_every_step_is_told(tmp_path: Path) ->
     assert check.report(outcomes[1:], tmp_path) == 0
 
 
+# What they ask of free memory they ask of the fake alone.
+ONLY_ON_THE_FAKE = {"test_benchmarks_run.py", "test_fake_driver.py", "test_worker_register.py"}
+
+
+def test_tests_that_judge_free_memory_run_alone_in_the_check(tmp_path: Path) -> None:
+    steps = {step.name: step.arguments for step in check.steps(tmp_path)}
+    left_out = {path.removeprefix("--ignore=") for path in steps["tests"] if "--ignore=" in path}
+    alone = {path for path in steps["memory"] if path.startswith("tests/gpu/test_")}
+    assert left_out - alone == {"tests/gpu/test_benchmarks_run.py"}
+    assert alone <= left_out
+    assert all((ROOT / path).is_file() for path in left_out)
+    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+        text = path.read_text()
+        judges = any(word in text for word in ("free_bytes()", "context_bytes", "wait_free"))
+        named = str(path.relative_to(ROOT)) in left_out
+        assert named or not judges or path.name in ONLY_ON_THE_FAKE, path.name
+
+
 def test_the_check_names_its_steps_in_their_order(tmp_path: Path) -> None:
     steps = check.steps(tmp_path)
-    assert [step.name for step in steps] == ["imports", "probe", "tests", "copies", "demo"]
+    names = ["imports", "probe", "tests", "memory", "copies", "demo"]
+    assert [step.name for step in steps] == names
+    patient = check.steps(tmp_path, 2.0)
+    assert [step.limit_s for step in patient] == [2 * step.limit_s for step in steps]
 
 
 def test_a_step_that_no_time_is_left_for_fails_without_being_run(tmp_path: Path) -> None:
