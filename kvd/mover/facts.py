@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 HOST_SHARED_MEMORY = "host-shm"
 CUDA_IPC = "cuda-ipc"
 CUDA_VMM = "cuda-vmm"
 NODE_UNKNOWN = -1
+
+_TRANSPORTS = (HOST_SHARED_MEMORY, CUDA_IPC, CUDA_VMM)
+_COPIERS = ("memcpy", "batch", "plain", "strided", "kernel")
+_MOST_CHARACTERS = 256
+_MOST_COUNT = (1 << 63) - 1
+_MOST_NODE = 1023
+_MOST_BYTES_PER_SECOND = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +60,56 @@ class MoverFacts:
 
     @classmethod
     def unpack(cls, body: bytes) -> MoverFacts:
-        """The inverse of `pack`; TypeError or ValueError for what is no facts."""
-        told = json.loads(body.rstrip(b"\0"))
-        gpu = told["gpu"]
-        return cls(
-            told["transport"],
-            CopyPath(**told["store"]),
-            CopyPath(**told["load"]),
-            None if gpu is None else GpuFacts(**gpu),
-        )
+        """The inverse of `pack`; ValueError for what no mover of ours would say.
+
+        Core, metrics and status take the figures as they are, so each is looked at here.
+        """
+        try:
+            told = json.loads(body.rstrip(b"\0"))
+            gpu = told["gpu"]
+            return cls(
+                _one_of(_TRANSPORTS, told["transport"]),
+                _path(told["store"]),
+                _path(told["load"]),
+                None if gpu is None else _gpu(gpu),
+            )
+        except (LookupError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"no facts: {error!r:.200}") from error
+
+
+def _path(told: Mapping[str, Any]) -> CopyPath:
+    speed = told["bytes_per_second"]
+    if type(speed) is not float or not 0 <= speed <= _MOST_BYTES_PER_SECOND:
+        raise ValueError(f"a speed of {speed!r:.40}")
+    return CopyPath(_one_of(_COPIERS, told["copier"]), speed)
+
+
+def _gpu(told: Mapping[str, Any]) -> GpuFacts:
+    return GpuFacts(
+        _text(told["uuid"]),
+        _text(told["name"]),
+        _text(told["driver_version"]),
+        _count(told["context_bytes"]),
+        _count(told["registered_bytes"]),
+        _count(told["unregistered_extents"]),
+        _count(told["staged_bytes"]),
+        _count(told["numa_node"], least=NODE_UNKNOWN, most=_MOST_NODE),
+    )
+
+
+def _one_of(known: tuple[str, ...], told: object) -> str:
+    if not isinstance(told, str) or told not in known:
+        raise ValueError(f"{told!r:.40} is none of {', '.join(known)}")
+    return told
+
+
+def _text(told: object) -> str:
+    if not isinstance(told, str) or len(told) > _MOST_CHARACTERS or not told.isprintable():
+        raise ValueError(f"{told!r:.40} as a name")
+    return told
+
+
+def _count(told: object, least: int = 0, most: int = _MOST_COUNT) -> int:
+    if type(told) is not int or not least <= told <= most:
+        raise ValueError(f"{told!r:.40} as a figure")
+    return told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
@@ -71,7 +72,7 @@ class _Channel(asyncio.Protocol):
         try:
             for kind, body in self._reader.feed(data):
                 self._owner.hear(kind, body)
-        except (frames.BadFrame, TypeError, ValueError) as error:
+        except (frames.BadFrame, TypeError, ValueError, RecursionError, struct.error) as error:
             self._owner.end_because(f"wrote nonsense: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's name
@@ -88,6 +89,7 @@ class MoverProcess:
     def __init__(self, config: MoverConfig, sink: MoverSink) -> None:
         self.mover = config.mover
         self._sink = sink
+        self._gpu_uuid = "" if config.gpu is None else config.gpu.uuid
         self._loop = asyncio.get_running_loop()
         self.pid = self.start_time = 0
         self.ring_fd = self.board_fd = self.event_fd = self.pidfd = -1
@@ -220,7 +222,7 @@ class MoverProcess:
                 self._queued_bytes -= self._queued.pop(finished.transfer, 0)
                 self._sink.transfer_finished(self.mover, finished)
             case FrameKind.FACTS:
-                self.facts = MoverFacts.unpack(body)
+                self.facts = self._checked(MoverFacts.unpack(body))
             case FrameKind.ROW_WARM:
                 row = RowId(frames.unpack_number(body))
                 self._cold[row] -= 1
@@ -232,6 +234,12 @@ class MoverProcess:
                 self._sink.row_unmapped(self.mover, RowId(frames.unpack_number(body)))
             case _:
                 raise frames.BadFrame(f"{kind.name} at the wrong time")
+
+    def _checked(self, facts: MoverFacts) -> MoverFacts:
+        uuid = "" if facts.gpu is None else facts.gpu.uuid
+        if uuid != self._gpu_uuid:
+            raise frames.BadFrame(f"facts of {uuid or 'no GPU'}, not of {self._gpu_uuid or 'none'}")
+        return facts
 
     def end_because(self, reason: str) -> None:
         """Kill the process and remember why."""

@@ -22,6 +22,8 @@ from kvd.core.errors import InvalidArgument, KvdError, LayoutMismatch
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.mover import process, refusals
+from kvd.mover.facts import GpuFacts, MoverFacts
+from kvd.mover.frames import FrameKind, frame
 from kvd.mover.layout import CudaRegion, GpuConfig
 from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartFailed, Region
 from kvd_proto import layout
@@ -327,6 +329,26 @@ async def test_a_mover_that_does_not_read_is_ended_before_control_grows(
             mover.mark_ready(JobId(job))
         await r.sink.until(lambda: r.sink.gone)
         assert "does not read" in r.sink.gone[0][1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (FrameKind.FACTS, b"{}"),
+        (FrameKind.FACTS, MoverFacts(gpu=GpuFacts("GPU-of-others", "a GPU", "580")).pack()),
+        (FrameKind.ROW_UNMAPPED, b""),
+    ],
+)
+@on_loop
+async def test_a_mover_that_writes_nonsense_is_ended_with_that_as_the_reason(
+    kind: FrameKind, body: bytes
+) -> None:
+    async with rig() as r:
+        mover = await r.start()
+        process._Channel(mover).data_received(frame(kind, body))
+        await r.sink.until(lambda: r.sink.gone)
+        assert "wrote nonsense" in r.sink.gone[0][1]
+        assert mover.facts == MoverFacts()
 
 
 _CONTROL = """
