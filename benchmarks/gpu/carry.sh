@@ -16,6 +16,7 @@ wanted=("$@")
 for name in "${NAMES[@]}"; do
   wanted+=("$(grep -i "^$name==" requirements/constraints.txt)")
 done
+wanted+=(nvidia-ml-py) # any version: movers count their memory by it, where it is there
 platforms=()
 for number in 28 27 17; do platforms+=(--platform "manylinux_2_${number}_x86_64"); done
 python=(python3)
