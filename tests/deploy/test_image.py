@@ -82,13 +82,14 @@ def test_the_build_argument_asks_for_the_extra_of_its_name(
     ]
 
 
-def test_every_extra_for_gpus_has_a_cuda_version_and_brings_cupy_alone() -> None:
+def test_every_extra_for_gpus_has_a_cuda_version_and_brings_cupy_and_nvml_alone() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
     for version in ("12", "13"):
-        (needed,) = extras[f"cuda{version}"]
-        assert needed.startswith(f"cupy-cuda{version}x>=")
+        cupy, nvml = extras[f"cuda{version}"]
+        assert cupy.startswith(f"cupy-cuda{version}x>=")
+        assert nvml.startswith("nvidia-ml-py>=")
 
 
 @pytest.mark.slow
