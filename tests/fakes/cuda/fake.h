@@ -146,6 +146,7 @@ bool is_null_stream(CUstream stream);
 void drain_streams(void);
 void end_streams_of(CUdevice device);
 void pace(CUstream stream, size_t bytes);
+int64_t now_ns(void);
 
 /* -- copies.c -------------------------------------------------------------------------------- */
 
