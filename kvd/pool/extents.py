@@ -81,7 +81,6 @@ class Extents:
         self.nodes: tuple[int, ...] = ()  # of each extent; empty: all are alike
         self._threads = config.threads
         self.huge_page = huge_page
-        self._own_directory = config.extents_directory is None
         self._by_number = {node.number: node for node in on}
 
     def path(self, extent: int) -> Path:
@@ -110,16 +109,12 @@ class Extents:
     def remove_all(self) -> None:
         """Give the memory back, except what an undead mover still maps."""
         remove_files(self.directory)
-        if self._own_directory:
-            with contextlib.suppress(OSError):  # a mount, or others' files in it
-                self.directory.rmdir()
 
     def create_all(self, mark: str, progress: Progress) -> None:
         """Make and populate every extent, several at a time, and mark them.
 
         PoolError when memory runs out; what was taken until then is given back.
         """
-        self.directory.mkdir(mode=0o700, exist_ok=True)
         try:
             self._in_parallel(self._make, range(self.count), progress)
             (self.directory / f"{mark}.pool").touch(mode=0o600)

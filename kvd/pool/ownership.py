@@ -61,7 +61,7 @@ class PoolLock:
 
 
 class DirectoryLock:
-    """The flock on a directory of extents that lies elsewhere, held until `release`.
+    """The flock on a directory of extents, wherever it lies, held until `release`.
 
     On the directory itself: it may be on a file system whose files can't be written to.
     """

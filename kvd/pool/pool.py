@@ -96,9 +96,10 @@ class Pool:
         huge_page = space.require_memory_files(config)
         pool = cls(config, huge_page)
         try:
-            if config.extents_directory is not None:
-                pool._resources.callback(DirectoryLock(config.extents_directory).release)
             space.require_space(config, space.measure(config))
+            # The place in the pool's own directory too: another pool may be told to lie there.
+            config.extents_place.mkdir(mode=0o700, exist_ok=True)
+            pool._resources.callback(DirectoryLock(config.extents_place).release)
             undead = pool._end_last_owner()
             pool._take_or_make(progress)
             pool._recover(undead)

@@ -175,7 +175,7 @@ def measure(config: PoolConfig) -> SpaceFigures:
     fs = os.statvfs(tables)
     found = SpaceFigures(
         fs.f_bavail * fs.f_frsize,
-        sum(_taken(path) for path in tables.iterdir() if path.is_file()),
+        sum(_taken(path) for path in tables.iterdir() if path.is_file() and path.suffix != ".kv"),
         sum(_taken(path) for path in config.extents_place.glob("*.kv")),
         memory_available(),
         memory_limit(),

@@ -93,6 +93,34 @@ def test_two_pools_at_once_can_not_share_a_directory_of_extents(elsewhere: PoolC
         assert pool.extents == other.extents
 
 
+def test_a_pool_can_not_take_the_extents_inside_another_ones_directory(
+    elsewhere: PoolConfig,
+) -> None:
+    within = replace(elsewhere, extents_directory=None)
+    fill(within)
+    thief = replace(
+        elsewhere,
+        directory=elsewhere.directory.with_name("other"),
+        extents_directory=within.extents_place,
+    )
+    with opened(within) as pool:
+        with pytest.raises(PoolError, match="in use by another kvd"):
+            Pool.open(thief, none)
+        assert not pool.cold_reason
+    with opened(within) as pool:
+        assert not pool.cold_reason
+
+
+def test_extents_right_beside_the_tables_are_counted_once(elsewhere: PoolConfig) -> None:
+    beside = replace(elsewhere, extents_directory=elsewhere.directory)
+    fill(beside)
+    figures = space.measure(beside)
+    assert figures.extents_held == beside.extents * EXTENT_BYTES
+    assert figures.tables_held < EXTENT_BYTES
+    with opened(beside) as pool:
+        assert pool.cold_reason == ""
+
+
 def test_a_directory_that_can_not_be_made_is_named_with_the_setting(
     elsewhere: PoolConfig, shared_directory: Path
 ) -> None:
