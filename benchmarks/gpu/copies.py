@@ -98,7 +98,7 @@ def mover_side(memory: DeviceMemory, cuda: Cuda, fragments: int, size: Sizes) ->
         path.touch()
         os.truncate(path, size.extent_bytes)
     base, _ = cuda.range_of(memory.address)
-    told = {"handle": cuda.export(memory.address).hex(), "offset": memory.address - base}
+    told = {"handle": cuda.export(base).hex(), "offset": memory.address - base}
     told |= {"bytes": memory.bytes, "uuid": cuda.uuid()}
     told |= {"block_bytes": BLOCK_BYTES, "fragments": fragments}
     pool = {"directory": str(folder), "extent_bytes": size.extent_bytes, "extents": count}

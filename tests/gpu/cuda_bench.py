@@ -49,7 +49,7 @@ class Allocation:
 
     @property
     def inside(self) -> slice:
-        return slice(self.region.offset, self.region.offset + self.region.bytes)
+        return slice(GUARD_BYTES, GUARD_BYTES + self.region.bytes)
 
 
 @dataclass
@@ -102,8 +102,7 @@ class Workshop:
         whole = size + 2 * GUARD_BYTES
         address = self.exporter.allocate(whole)
         handle, offset, _ = self.exporter.ipc_handle(address)
-        assert offset == 0, "an allocation of cudaMalloc begins where its handle does"
-        return Allocation(address, whole, CudaRegion(GUARD_BYTES, size, handle))
+        return Allocation(address, whole, CudaRegion(offset + GUARD_BYTES, size, handle))
 
     def _physical(self, size: int) -> Allocation:
         whole = -(-(size + 2 * GUARD_BYTES) // PHYSICAL_BYTES) * PHYSICAL_BYTES

@@ -17,7 +17,6 @@ from tests.gpu.gpu_scene import BLOCK, GpuScene, gpu_scene
 COUNT = 64
 # Slow enough that a copy of COUNT blocks is under way when the blow falls.
 SLOW_BYTES_PER_SECOND = COUNT * BLOCK // 2
-CONTEXT_SLACK_BYTES = 64 << 20  # a driver keeps some of what it took for the device itself
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,7 @@ def scene(shared: GpuScene, neighbour: Probe) -> Iterator[GpuScene]:
 @pytest.fixture
 def free_before(scene: GpuScene, driver: Driver) -> int:
     """Free device memory while only the neighbour runs."""
-    return driver.free_bytes() - (0 if driver.is_fake else CONTEXT_SLACK_BYTES)
+    return driver.free_bytes() - driver.kept_bytes
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def metric_lines(name: str) -> list[str]:
 
 def refused(worker: GpuWorker, **changes: Any) -> tuple[str, str, str]:
     """(reason, field, message) of a registration; no mover and no device memory is left."""
-    free_before = worker.driver.free_bytes()
+    free_before = worker.driver.free_bytes() - worker.driver.kept_bytes
     with pytest.raises(grpc.RpcError) as caught:
         worker.register(**changes)
     details = details_of(caught.value)
