@@ -196,7 +196,7 @@ SETTINGS: tuple[Setting, ...] = (
         "gpu_context_bytes",
         "512MiB",
         read_gpu_size(0, 16 << 30),
-        "GPU memory that a mover is assumed to take, until one was measured on that GPU",
+        "GPU memory that a mover is assumed to take, unless less was measured on that GPU",
     ),
     Setting(
         "gpu_staging_bytes",

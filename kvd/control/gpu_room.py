@@ -28,16 +28,17 @@ class GpuTerms:
     """The operator's settings for GPUs."""
 
     copier: str = "auto"
-    context_bytes: int = 512 * MIB  # assumed until one was measured
+    context_bytes: int = 512 * MIB  # assumed, unless less was measured
     staging_bytes: int = 16 * MIB
 
 
 class GpuRoom:
     """What movers' contexts take on each GPU, as far as any has run there.
 
-    Of several measurements the smallest counts: an engine that allocates while a mover starts
-    (graphs, activations) makes a context look larger than it is, and would have every later
-    registration refused. Where the figure is too small, the mover finds no room and says so itself.
+    An engine that allocates while a mover starts (graphs, activations) makes a context look larger
+    than it is, and where that barred the next mover nobody would ever measure again. So of several
+    measurements the smallest counts, and one only where it is below what was assumed. Where the
+    figure is too small, the mover finds no room and says so itself.
     """
 
     def __init__(self, terms: GpuTerms) -> None:
@@ -45,8 +46,9 @@ class GpuRoom:
         self._measured: dict[str, int] = {}  # by UUID
 
     def context_bytes(self, uuid: str) -> int:
-        """What a mover's context on this GPU takes: measured, else assumed."""
-        return self._measured.get(uuid, self._terms.context_bytes)
+        """What a mover's context on this GPU takes: assumed, or less where that was measured."""
+        assumed = self._terms.context_bytes
+        return min(assumed, self._measured.get(uuid, assumed))
 
     def config(self, uuid: str, memory: pb.GpuMemory, returning_bytes: int = 0) -> GpuConfig:
         """How a mover uses this GPU, once there is room for it.
@@ -69,7 +71,8 @@ class GpuRoom:
         )
 
     def _short(self, uuid: str, memory: pb.GpuMemory, missing: int) -> str:
-        how = "measured" if uuid in self._measured else "assumed, by gpu_context_bytes"
+        below = self.context_bytes(uuid) < self._terms.context_bytes
+        how = "measured" if below else "assumed, by gpu_context_bytes"
         step = math.ceil(missing / memory.total_bytes / UTILIZATION_STEP) * UTILIZATION_STEP
         return (
             f"{uuid}: {memory.free_bytes // MIB} MiB of {memory.total_bytes // MIB} MiB are free,"

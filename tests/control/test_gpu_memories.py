@@ -168,6 +168,15 @@ def test_what_a_mover_measured_counts_instead_of_what_was_assumed() -> None:
     assert room.context_bytes(OTHER) == 512 * MIB
 
 
+def test_what_an_engine_allocated_while_its_mover_started_bars_nobody_for_ever() -> None:
+    room = GpuRoom(GpuTerms(context_bytes=512 * MIB))
+    room.measured(gpu_facts(3 * GIB))  # most of it the engine's graphs; no mover may follow
+    enough = pb.GpuMemory(free_bytes=GIB, total_bytes=80 * GIB)
+    assert room.config(UUID, enough).free_bytes_before == GIB
+    with pytest.raises(InvalidArgument, match=r"takes 512 MiB \(assumed"):
+        room.config(UUID, pb.GpuMemory(free_bytes=511 * MIB, total_bytes=80 * GIB))
+
+
 @pytest.mark.parametrize("measured", [0, MIB, 30 * GIB])
 def test_a_measurement_that_can_be_no_context_is_not_kept(measured: int) -> None:
     room = GpuRoom(GpuTerms())
