@@ -252,7 +252,8 @@ class Mover:
         """Whether the rest of a copy is worth making: nobody waits for a store given up."""
         if order.kind is JobKind.LOAD:
             return self._keep_going
-        return lambda: not self._stopping and not self._ring.abandoned(order.job)
+        abandoned, job = self._ring.abandoned, order.job
+        return lambda: not self._stopping and not abandoned(job)
 
     def _report(
         self, order: TransferOrder, outcome: TransferOutcome, copy: Copy | None = None

@@ -23,7 +23,8 @@ _WRAP = 1 << 64
 _TAIL = layout.RING_TAIL_OFFSET // 8
 _HEAD = layout.RING_HEAD_OFFSET // 8
 _IDS = layout.HEADER_BYTES // 8
-_ABANDONED = _IDS + layout.RING_ENTRIES
+_ENTRIES = layout.RING_ENTRIES
+_ABANDONED = _IDS + _ENTRIES
 _NEVER_A_JOB_HERE = _WRAP - 1  # as the first abandon word: job 0 would match a zero
 
 
@@ -87,6 +88,9 @@ class RingReader:
     def __init__(self, ring_fd: int) -> None:
         layout.require_ordered_stores()
         self._map, self._words = _map_ring(ring_fd)
+        # The same words: `abandoned` is asked between all ranges of a copy, and by numpy's
+        # scalars it would take twice as long.
+        self._abandoned = memoryview(self._map).cast("Q")[_ABANDONED:]
         self._head = 0
         self.overruns = 0  # times the tail made no sense
 
@@ -118,11 +122,12 @@ class RingReader:
 
         A younger job's number in its word says so too: it may have taken this one's place.
         """
-        word = int(self._words[_ABANDONED + job_id % layout.RING_ENTRIES])
+        word = self._abandoned[job_id % _ENTRIES]
         return word != _NEVER_A_JOB_HERE and word >= job_id
 
     def close(self) -> None:
         """Unmap. Nothing may be called afterwards."""
+        self._abandoned.release()
         del self._words
         self._map.close()
 
