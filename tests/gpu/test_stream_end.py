@@ -122,7 +122,7 @@ def test_one_that_nobody_called_goes_quietly(stream: Stream) -> None:
 
 
 def test_a_thread_without_a_context_can_not_make_one(stream: Stream) -> None:
-    with libcuda().bound(0), pytest.raises(CudaError):
+    with pytest.raises(CudaError), libcuda().bound(0):
         stream_end(stream)
 
 
