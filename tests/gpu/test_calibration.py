@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +206,7 @@ def damaged(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
         damaged(lambda kept: kept | {"load": {"batch": True}}),
         damaged(lambda kept: kept | {"load": {"batch": float("nan")}}),
         damaged(lambda kept: kept | {"load": {"batch": float("inf")}}),
+        damaged(lambda kept: kept | {"load": {"batch": 1e300}}),
         damaged(lambda kept: kept | {"load": {"batch": 0.0}}),
         damaged(lambda kept: kept | {"load": {"batch": -1.0}}),
         damaged(lambda kept: kept | {"load": {"teleport": 1e12}}),
@@ -227,6 +229,19 @@ def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path: Path) -> 
     with pytest.raises(OSError, match="directory"):
         figures.write(tmp_path, key_of(), FOUND)
     assert [path.name for path in tmp_path.iterdir()] == [key_of().path(tmp_path).name]
+
+
+def test_figures_are_kept_of_so_many_layouts_and_the_oldest_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "MOST_FILES", 3)
+    keys = [key_of(layout=f"{number:016x}") for number in range(5)]
+    (tmp_path / ".new-killed").write_text("a mover was ended as it wrote this")
+    os.utime(tmp_path / ".new-killed", ns=(0, 0))
+    for number, key in enumerate(keys):
+        figures.write(tmp_path, key, FOUND)
+        os.utime(key.path(tmp_path), ns=(number + 1, number + 1))
+    assert set(tmp_path.iterdir()) == {key.path(tmp_path) for key in keys[2:]}
 
 
 def test_other_copiers_or_batches_or_layouts_are_other_keys() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvd.core.events import JobKind
+from kvd.mover.facts import MOST_BYTES_PER_SECOND
 from kvd.mover.layout import GpuConfig, GroupMap
 
 Speeds = Mapping[str, float]  # bytes a second by copier's name
@@ -19,6 +19,7 @@ Figures = Mapping[JobKind, Speeds]
 
 _FORMAT = 1  # of the file, and of what is measured
 _MOST_BYTES = 64 << 10
+MOST_FILES = 256  # layouts are the engines' to choose, and the directory lies in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,10 @@ def read(directory: Path, key: Key, names: Sequence[str]) -> Figures | None:
 
 
 def write(directory: Path, key: Key, found: Figures) -> None:
-    """Keep figures, whole or not at all. OSError where that can't be."""
+    """Keep figures, whole or not at all, and the MOST_FILES youngest in all.
+
+    OSError where that can't be.
+    """
     kept = {"format": _FORMAT, "key": asdict(key)}
     kept |= {kind.name.lower(): dict(found[kind]) for kind in JobKind}
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -73,6 +77,9 @@ def write(directory: Path, key: Key, found: Figures) -> None:
         except BaseException:
             fresh.unlink(missing_ok=True)
             raise
+    by_age = sorted(directory.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    for path in by_age[: max(0, len(by_age) - MOST_FILES)]:
+        path.unlink(missing_ok=True)
 
 
 def _checked(speeds: object, names: Sequence[str]) -> Speeds:
@@ -82,6 +89,6 @@ def _checked(speeds: object, names: Sequence[str]) -> Speeds:
     for name, speed in speeds.items():
         if name not in names or not isinstance(speed, float):
             return {}
-        if not (math.isfinite(speed) and speed > 0):
+        if not 0 < speed <= MOST_BYTES_PER_SECOND:
             return {}
     return speeds
