@@ -244,7 +244,9 @@ def report(outcomes: Sequence[Outcome], results: Path) -> int:
 def main() -> int:
     """Run the check; 1 without a GPU, or when a step failed."""
     parser = argparse.ArgumentParser(description="What a GPU machine can show of kvd.")
-    parser.add_argument("steps", nargs="*", metavar="STEP", help="which; all when none is given")
+    parser.add_argument(
+        "steps", nargs="*", metavar="STEP", help="in this order; all if none is named"
+    )
     parser.add_argument(
         "--patience", type=float, default=1.0, metavar="TIMES", help="so many times all limits"
     )
@@ -259,10 +261,10 @@ def main() -> int:
     name = Cuda().name()
     results = places.folder_of(name)
     results.mkdir(parents=True, exist_ok=True)
-    known = steps(results, options.patience)
-    chosen = [step for step in known if not options.steps or step.name in options.steps]
-    if len(chosen) < len(set(options.steps)):
-        parser.error(f"the steps are {', '.join(step.name for step in known)}")
+    known = {step.name: step for step in steps(results, options.patience)}
+    if unknown := set(options.steps) - known.keys():
+        parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    chosen = [known[name] for name in options.steps or known]
     print(f"{name}; results go to {results}")
     with environment() as variables, (results / "gpu-check.log").open("wb") as log:
         outcomes = run_all(chosen, variables, log, ALL_S * options.patience)
