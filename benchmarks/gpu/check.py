@@ -43,6 +43,7 @@ NEEDED = {
     "google.protobuf": "protobuf",
     "google.rpc": "googleapis-common-protos",
     "prometheus_client": "prometheus-client",
+    "pynvml": "nvidia-ml-py",
     "uvloop": "uvloop",
     "pytest": "pytest",
     "pytest_asyncio": "pytest-asyncio",
@@ -60,7 +61,7 @@ PYTEST = (
     "no:cacheprovider",
 )
 # Their tests compare how much of the GPU is free: nothing else may come and go meanwhile.
-JUDGE_MEMORY = ("calibration", "cuda_mover", "deaths", "driver_contract", "engines", "registration")
+JUDGE_MEMORY = ("calibration", "deaths", "driver_contract")
 # What tries the probe and the benchmark on the fake driver has nothing to add to these.
 LEFT_OUT = ("benchmarks_run",)
 AT_ONCE = 6  # files of the other tests, where pytest-xdist is there
@@ -103,8 +104,8 @@ def steps(results: Path, patience: float = 1.0) -> tuple[Step, ...]:
     told = (
         Step("imports", ("-m", "benchmarks.gpu.check", "--imports"), 40),
         Step("probe", ("-m", "benchmarks.gpu.probe", f"--limit={95 * patience:.0f}"), 130),
-        Step("tests", (*_pytest(results, "tests"), *at_once, "tests/gpu", *others), 90),
-        Step("memory", (*_pytest(results, "memory"), *memory), 160),
+        Step("tests", (*_pytest(results, "tests"), *at_once, "tests/gpu", *others), 120),
+        Step("memory", (*_pytest(results, "memory"), *memory), 130),
         Step("copies", ("-m", "benchmarks.gpu.copies"), 150),
         Step("demo", demo, 60),
     )
