@@ -267,6 +267,28 @@ def test_a_copy_stops_between_pieces_and_leaves_whole_ones(
         bench.check()
 
 
+@PATHS
+def test_a_copy_of_many_small_fragments_is_planned_in_parts_and_stops_between_them(
+    workshop: Workshop, warm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvd.mover.cuda import engine
+
+    region_bytes, groups = layers_apart()
+    monkeypatch.setattr(engine, "MAX_SLAB_STRETCHES", 2 * len(groups[0].fragments))
+    places = [(0, groups[0].part_bytes * n) for n in (1, 5, 9)]
+    asked = iter([True, False])
+    with bench_of(workshop, workshop.config(region_bytes, groups)) as bench:
+        if warm:
+            bench.warm()
+        moved = part(0, places, [[2], [4], [6]])
+        with pytest.raises(CopyStopped):
+            bench.engine.copy(JobKind.STORE, moved, lambda: next(asked))
+        bench.expect(JobKind.STORE, moved.rows(slice(0, 2)))
+        bench.check()
+        bench.copy(JobKind.STORE, moved)
+        bench.check()
+
+
 def test_an_extent_keeps_its_bytes_over_closing_and_opening(workshop: Workshop) -> None:
     region_bytes, groups = blocks_across_layers()
     with bench_of(workshop, workshop.config(region_bytes, groups)) as bench:

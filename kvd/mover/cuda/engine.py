@@ -39,6 +39,8 @@ Bytes = npt.NDArray[np.uint8]
 MAX_PIECE_BYTES = 32 << 20
 # Planned at once, and straight or through staging as a whole; its first piece leaves at once.
 _MAX_SLAB_BYTES = 128 << 20
+# Also planned at once: by hand, eight million tiny fragments took 3 s and a gigabyte.
+MAX_SLAB_STRETCHES = 256 << 10
 
 
 class CudaCopyEngine:
@@ -117,7 +119,7 @@ class CudaCopyEngine:
         copied = 0
         try:
             self._device.bind()
-            for slab in _slabs(part, _MAX_SLAB_BYTES // group.part_bytes):
+            for slab in _slabs(part, _most_slots(group)):
                 if all(self._extents.ready(extent) for extent in set(slab.extents.tolist())):
                     copied += self._copy_straight(kind, slab, lane, keep_going)
                 else:
@@ -223,6 +225,12 @@ def _look(keep_going: KeepGoing) -> None:
 def _has_nulls(part: LocatedPart) -> bool:
     """Whether it is worth looking for them: few parts have any, and the search costs."""
     return bool((part.engine_blocks == NULL_ENGINE_BLOCK).any())
+
+
+def _most_slots(group: GroupMap) -> int:
+    """Slots of a slab."""
+    stretches = len(group.fragments) * group.blocks_per_block
+    return min(_MAX_SLAB_BYTES // group.part_bytes, MAX_SLAB_STRETCHES // stretches)
 
 
 def _slabs(part: LocatedPart, slots: int) -> Iterator[LocatedPart]:
