@@ -314,7 +314,10 @@ def test_what_a_mover_took_is_what_the_next_one_is_expected_to_take(
     room = pb.GpuMemory(free_bytes=1 * MIB, total_bytes=80 << 30)
     _, _, message = refused(worker, gpu_memory=room)
     assert "(measured)" in message or taken >= GpuTerms().context_bytes // MIB
-    assert int(message.split("context takes ")[1].split()[0]) <= taken
+    if (
+        worker.driver.is_fake
+    ):  # on a real GPU others may let go meanwhile, where NVML counts nothing
+        assert int(message.split("context takes ")[1].split()[0]) <= taken
 
 
 @pytest.mark.usefixtures("only_fake")
