@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.probe import Probe
-from tests.faults.scene import wait_until
+from tests.faults.scene import RELEASE_SECONDS, wait_until
 from tests.gpu.driver import Driver
 from tests.gpu.gpu_scene import BLOCK, GpuScene, gpu_scene
 
@@ -194,4 +194,20 @@ def test_engine_killed_again_and_again_never_takes_device_memory_along(
         victim = scene.engine("crashing")
         victim.ask("store", prefix=f"life {number}", count=COUNT, wait=False)
         scene.wait_free(free_before, since=victim.kill())
+    goes_on(neighbour, generation)
+
+
+def test_engine_killed_while_its_mover_starts_leaves_neither_behind(
+    scene: GpuScene, neighbour: Probe, free_before: int
+) -> None:
+    generation = neighbour.wait_usable()
+    before = set(scene.daemon.movers())
+    victim = scene.start_engine("early")
+    wait_until(lambda: bool(set(scene.daemon.movers()) - before), "a mover")
+    [mover] = set(scene.daemon.movers()) - before
+    os.kill(mover, signal.SIGSTOP)  # so that its start lasts
+    killed_s = victim.kill()
+    wait_until(lambda: set(scene.daemon.movers()) == before, "the mover's end")
+    assert time.monotonic() - killed_s < RELEASE_SECONDS
+    scene.wait_free(free_before, since=killed_s)
     goes_on(neighbour, generation)
