@@ -32,7 +32,8 @@ from kvd_proto.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_FRAGMENTS = 4096
+MAX_FRAGMENTS = 4096  # of a group
+MAX_FRAGMENTS_IN_ALL = 16384  # each is looked at several times, on the event loop
 MAX_MEMORIES = 256
 
 
@@ -225,6 +226,8 @@ def check_rank(request: pb.RegisterRankRequest) -> None:
             errors.GROUP_COUNT,
         )
     convert.check_count(len(request.memories), MAX_MEMORIES, "memories", least=1)
+    fragments = sum(len(group.fragments) for group in request.groups)
+    convert.check_count(fragments, MAX_FRAGMENTS_IN_ALL, "groups.fragments")
     for number, group in enumerate(request.groups):
         where = f"groups[{number}]"
         if group.group != number:

@@ -158,6 +158,9 @@ def keys(count: int, group: int = 0) -> common_pb2.KeyRun:
     return common_pb2.KeyRun(group=group, hashes=bytes(32 * count))
 
 
+MANY_FRAGMENTS = [worker_pb2.Fragment(memory=0, base=0, stride=8, bytes=8)] * 4096
+
+
 def run(count: int, blocks: int, **changes: Any) -> common_pb2.TransferRun:
     fields = {"hashes": bytes(32 * count), "engine_blocks": bytes(4 * blocks)}
     return common_pb2.TransferRun(**{**fields, **changes})
@@ -259,6 +262,11 @@ CASES: list[tuple[str, Build, Refusal]] = [
     ("WorkerService.RegisterRank", register(groups=[group_layout(num_blocks=2**32)]), INVALID),
     ("WorkerService.RegisterRank", register(groups=[group_layout(num_blocks=65)]), INVALID),
     ("WorkerService.RegisterRank", register(groups=[group_layout(fragments=[])]), MANY_PARTS),
+    (
+        "WorkerService.RegisterRank",
+        register(groups=[group_layout(group=n, fragments=MANY_FRAGMENTS) for n in range(5)]),
+        MANY_PARTS,
+    ),
     ("WorkerService.RegisterRank", register(groups=[group_layout(blocks_per_block=65)]), MATRIX),
     ("WorkerService.RegisterRank", register(groups=[fragment(memory=1)]), INVALID),
     ("WorkerService.RegisterRank", register(groups=[fragment(base=4)]), INVALID),
