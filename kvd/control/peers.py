@@ -202,6 +202,11 @@ class Peer:
         self.memories[number] = memory
         return memory
 
+    def drop_device_memories(self) -> None:
+        """Close the exports that were offered: as long as one is open, its memory is not free."""
+        for number in [n for n, memory in self.memories.items() if memory.is_device]:
+            os.close(self.memories.pop(number).fd)
+
     def end(self) -> None:
         """The peer is gone: tell whoever asked, give its descriptors back. Once."""
         if self.ended:

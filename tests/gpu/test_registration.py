@@ -161,18 +161,31 @@ def test_a_rank_hears_its_transport_and_what_its_mover_takes(
     assert "stores by" in line
 
 
-def test_memory_by_descriptor_is_reached_and_said_so(worker: GpuWorker, exporter: Exporter) -> None:
-    fd = exporter.export_fd(exporter.allocate(ALLOCATION_BYTES, "vmm_exportable"))
+def offered(worker: GpuWorker, address: int) -> pb.MemoryHandle:
+    """Exported memory, whose descriptor the daemon has."""
+    fd = worker.exporter.export_fd(address)
     worker.companion.offer_memory(9, fd, device_memory=True)
     os.close(fd)
-    vmm = pb.VmmFd(
-        memory_token=9,
-        bytes=KV_BYTES,
-        gpu_uuid=exporter.uuid,
-        allocation_bytes=ALLOCATION_BYTES,
-    )
-    worker.register(memories=[pb.MemoryHandle(vmm_fd=vmm)])
+    where: dict[str, Any] = {"gpu_uuid": worker.exporter.uuid}
+    where["allocation_bytes"] = ALLOCATION_BYTES
+    return pb.MemoryHandle(vmm_fd=pb.VmmFd(memory_token=9, bytes=KV_BYTES, **where))
+
+
+def test_memory_by_descriptor_is_reached_and_said_so(worker: GpuWorker, exporter: Exporter) -> None:
+    memory = offered(worker, exporter.allocate(ALLOCATION_BYTES, "vmm_exportable"))
+    worker.register(memories=[memory])
     assert worker.answer.transport == "cuda-vmm"
+
+
+def test_memory_by_descriptor_is_nobodys_once_its_rank_is_unregistered(
+    worker: GpuWorker, exporter: Exporter
+) -> None:
+    memory = offered(worker, exporter.allocate(ALLOCATION_BYTES, "vmm_exportable"))
+    worker.register(memories=[memory])
+    ending = pb.UnregisterRankRequest(registration_id=worker.registration)
+    worker.call(worker.worker.UnregisterRank, ending)
+    _, field, message = refused(worker, memories=[memory])
+    assert (field, "no memory 9 was offered" in message) == ("memories[0].memory_token", True)
 
 
 def test_control_itself_never_loads_cuda(running: RunningDaemon, worker: GpuWorker) -> None:
