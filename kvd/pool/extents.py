@@ -52,11 +52,24 @@ def populate(mapping: mmap.mmap, offset: int, count: int, advice: int) -> None:
 
 
 def remove_files(directory: Path) -> None:
-    """Remove the extents in a directory and their mark, and nothing that is not a pool's."""
+    """Remove the extents in a directory and their mark, and nothing that is not a pool's.
+
+    PoolError for one that is somebody else's to remove.
+    """
     with contextlib.suppress(FileNotFoundError):
         for path in directory.iterdir():
             if _OURS.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+                _remove(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise PoolError(
+            f"{path} can't be removed: {error.strerror}; give the extents a directory of its own,"
+            " which nobody but the daemon's user writes to"
+        ) from error
 
 
 def has_mark(directory: Path, mark: str) -> bool:

@@ -130,6 +130,13 @@ def test_a_directory_that_can_not_be_made_is_named_with_the_setting(
         Pool.open(blocked, none)
 
 
+def test_what_can_not_be_removed_is_named_with_the_way_out(elsewhere: PoolConfig) -> None:
+    blocked = elsewhere.extents_place / "00001.kv"
+    blocked.mkdir(parents=True)
+    with pytest.raises(PoolError, match=rf"{blocked} can't be removed: .* a directory of its own"):
+        Pool.open(elsewhere, none)
+
+
 def test_what_is_not_the_pools_stays_in_the_directory(elsewhere: PoolConfig) -> None:
     place = elsewhere.extents_place
     place.mkdir(parents=True)
