@@ -65,7 +65,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnregisterRank(self, request, context):
-        """Returns only when no copy can touch the rank's memory any more.
+        """Returns only when no copy can touch the rank's memory any more. Exports of device memory
+        are let go of: to register them again, offer them again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
