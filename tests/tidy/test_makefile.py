@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -21,6 +22,10 @@ def make(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["make", "--no-print-directory", *words],
         cwd=ROOT,
+        # `make test ARGS=...` would hand its arguments on to whatever is made here.
+        env={
+            k: v for k, v in os.environ.items() if k not in ("ARGS", "MAKEFLAGS", "MAKEOVERRIDES")
+        },
         check=False,
         capture_output=True,
         text=True,
