@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvd.control import convert, descriptors
 from kvd.control.departures import Departures
@@ -222,13 +223,17 @@ class SessionRooms:
         gone = partial(session.end, "its scheduler is gone")
         peer.on_end(gone)
         why = "its stream broke"
-        tasks = [
-            asyncio.ensure_future(session.handle_all(requests)),
-            asyncio.ensure_future(session.outbox.write_all(context)),
-            asyncio.ensure_future(session.on_end.wait()),
-            asyncio.ensure_future(session.outbox.overflowed.wait()),
-        ]
+        tasks: list[asyncio.Future[Any]] = []
         try:
+            # On their own, and before any answer: were a stream to end while its first answer
+            # still takes them along, grpcio would send them again with the status, and fail.
+            await context.send_initial_metadata(())
+            tasks += [
+                asyncio.ensure_future(session.handle_all(requests)),
+                asyncio.ensure_future(session.outbox.write_all(context)),
+                asyncio.ensure_future(session.on_end.wait()),
+                asyncio.ensure_future(session.outbox.overflowed.wait()),
+            ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if tasks[0].done():
                 why = str(tasks[0].result())

@@ -12,6 +12,7 @@ import pytest
 
 from kvd_proto.v1 import common_pb2, engine_pb2
 from tests.control.daemon_rig import (
+    Caller,
     RawEngine,
     RawScheduler,
     context,
@@ -226,6 +227,26 @@ def test_stream_with_bytes_that_can_not_be_read_ends_and_frees_its_session(
     assert caught.value.code().name in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
     assert victim.store({5: bytes(4096)}).status == common_pb2.JOB_STATUS_DONE
     victim.close()
+    wait_for_sessions(stand, before)
+
+
+def test_each_of_many_streams_that_break_right_after_their_opening_is_told_why(
+    stand: Stand,
+) -> None:
+    before = len(stand.tool.status().sessions)
+    scheduler = Caller(stand.scene.daemon.socket, "SCHEDULER")
+    opening = engine_pb2.SessionRequest(
+        open=engine_pb2.OpenSession(identity=identity("raw"), namespace=namespace(), world_size=1)
+    )
+    content = [opening.SerializeToString(), b"\xff" * 9]
+    session: Any = scheduler.channel.stream_stream("/kvd.v1.EngineService/Session")
+    for _ in range(300):  # each has another moment at which its first answer is written
+        stream = session(iter(content), metadata=scheduler.metadata, timeout=10)
+        with pytest.raises(grpc.RpcError) as caught:
+            for _ in stream:
+                pass
+        assert caught.value.code().name == "INVALID_ARGUMENT"
+    scheduler.close()
     wait_for_sessions(stand, before)
 
 
