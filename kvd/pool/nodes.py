@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvd.number_lists import numbers_of
+
 log = logging.getLogger(__name__)
 
 NODES = Path("/sys/devices/system/node")
@@ -41,11 +43,11 @@ def find_nodes(root: Path = NODES, proc: Path = _PROC) -> tuple[Node, ...]:
     process's control group keeps from it.
     """
     try:
-        numbers = _numbers((root / "has_memory").read_text())
-        numbers &= _numbers((root / "has_cpu").read_text())
+        numbers = numbers_of((root / "has_memory").read_text())
+        numbers &= numbers_of((root / "has_cpu").read_text())
         numbers &= _allowed(proc) or numbers
         nodes = tuple(
-            Node(number, frozenset(_numbers((root / f"node{number}" / "cpulist").read_text())))
+            Node(number, numbers_of((root / f"node{number}" / "cpulist").read_text()))
             for number in sorted(numbers)
         )
     except OSError:  # a kernel without NUMA
@@ -100,19 +102,9 @@ def _prefer_memory_of(node: int) -> bool:
     return int(_libc.syscall(*call)) == 0
 
 
-def _allowed(proc: Path) -> set[int]:
+def _allowed(proc: Path) -> frozenset[int]:
     """Nodes whose memory this process may have; empty where the kernel has no such limits."""
     for line in (proc / "self" / "status").read_text().splitlines():
         if line.startswith("Mems_allowed_list:"):
-            return _numbers(line.partition(":")[2])
-    return set()
-
-
-def _numbers(text: str) -> set[int]:
-    """The numbers of a list such as "0-3,8"."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        if first:
-            found.update(range(int(first), int(last or first) + 1))
-    return found
+            return numbers_of(line.partition(":")[2])
+    return frozenset()

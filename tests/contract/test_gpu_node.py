@@ -9,6 +9,7 @@ import pytest
 
 from kvd.mover.cuda import node
 from kvd.mover.facts import NODE_UNKNOWN
+from kvd.number_lists import numbers_of
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_a_gpus_node_is_found_by_its_bus_id_however_that_is_written(
     ],
 )
 def test_lists_of_numbers_are_read_as_the_kernel_writes_them(text: str, numbers: set[int]) -> None:
-    assert node.numbers_of(text) == numbers
+    assert numbers_of(text) == numbers
 
 
 def test_nodes_and_their_processors_are_read(sysfs: Path) -> None:

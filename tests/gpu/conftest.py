@@ -8,8 +8,17 @@ from collections.abc import Iterator
 import pytest
 
 from kvd.mover import complaints
+from tests.daemon_process import DaemonProcess
 from tests.gpu import fake_library
 from tests.gpu.driver import Driver, Exporter
+from tests.gpu.rank_engine import (
+    GpuEngine,
+    as_tensors,
+    engine_of,
+    layers_in_one_allocation,
+    running_daemon,
+)
+from tests.gpu.rank_process import RankProcess
 
 
 @pytest.fixture(scope="session")
@@ -54,3 +63,31 @@ def exporter(driver: Driver) -> Iterator[Exporter]:
     made = Exporter(driver)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def daemon(driver: Driver) -> Iterator[DaemonProcess]:
+    """A daemon whose movers find the driver."""
+    with running_daemon(driver) as running:
+        yield running
+
+
+@pytest.fixture
+def process(driver: Driver) -> Iterator[RankProcess]:
+    """An engine's worker process that owns device memory."""
+    made = RankProcess(driver)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def layers(process: RankProcess) -> list[int]:
+    """Addresses of its layers, all in one allocation."""
+    return layers_in_one_allocation(process)
+
+
+@pytest.fixture
+def engine(daemon: DaemonProcess, process: RankProcess, layers: list[int]) -> Iterator[GpuEngine]:
+    """Its engine, with these layers registered."""
+    with engine_of(daemon, process, layers, as_tensors(layers)) as made:
+        yield made

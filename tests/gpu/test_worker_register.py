@@ -18,38 +18,10 @@ from tests.gpu.rank_engine import (
     LAYER_BYTES,
     GpuEngine,
     as_spans,
-    as_tensors,
     check_gaps,
     engine_of,
-    layers_in_one_allocation,
-    running_daemon,
 )
 from tests.gpu.rank_process import RankProcess, words
-
-
-@pytest.fixture(scope="module")
-def daemon(driver: Driver) -> Iterator[DaemonProcess]:
-    with running_daemon(driver) as running:
-        yield running
-
-
-@pytest.fixture
-def process(driver: Driver) -> Iterator[RankProcess]:
-    made = RankProcess(driver)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def layers(process: RankProcess) -> list[int]:
-    return layers_in_one_allocation(process)
-
-
-@pytest.fixture
-def engine(daemon: DaemonProcess, process: RankProcess, layers: list[int]) -> Iterator[GpuEngine]:
-    with engine_of(daemon, process, layers, as_tensors(layers)) as made:
-        yield made
-
 
 # -- what is registered ---------------------------------------------------------------------------
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-import pytest
 
 from kvd_client import EngineIdentity, ScheduledRequest
 from tests.client.small_engine import FRAGMENT_BYTES, TOKENS, block_bytes
@@ -23,37 +21,11 @@ from tests.gpu.rank_engine import (
     as_tensors,
     check_gaps,
     contents_of,
-    engine_of,
     layers_in_one_allocation,
-    running_daemon,
 )
 from tests.gpu.rank_process import RankProcess
 
 SLOW_BYTES_PER_SECOND = 64 << 10  # seconds for COUNT blocks
-
-
-@pytest.fixture(scope="module")
-def daemon(driver: Driver) -> Iterator[DaemonProcess]:
-    with running_daemon(driver) as running:
-        yield running
-
-
-@pytest.fixture
-def process(driver: Driver) -> Iterator[RankProcess]:
-    made = RankProcess(driver)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def layers(process: RankProcess) -> list[int]:
-    return layers_in_one_allocation(process)
-
-
-@pytest.fixture
-def engine(daemon: DaemonProcess, process: RankProcess, layers: list[int]) -> Iterator[GpuEngine]:
-    with engine_of(daemon, process, layers, as_tensors(layers)) as made:
-        yield made
 
 
 # -- taking it back -------------------------------------------------------------------------------

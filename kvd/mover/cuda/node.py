@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from kvd.mover.facts import NODE_UNKNOWN
+from kvd.number_lists import numbers_of
 
 SYSFS = Path("/sys")
 
@@ -33,15 +34,6 @@ def online_nodes(sysfs: Path = SYSFS) -> frozenset[int]:
 def cpus_of(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
     """The node's processors; empty where the machine doesn't say."""
     return _numbers_in(sysfs / f"devices/system/node/node{node}/cpulist")
-
-
-def numbers_of(text: str) -> frozenset[int]:
-    """What the kernel writes as "0-3,8": ValueError for anything else."""
-    numbers: set[int] = set()
-    for stretch in filter(None, text.strip().split(",")):
-        first, _, last = stretch.partition("-")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return frozenset(numbers)
 
 
 def bind_to(node: int, sysfs: Path = SYSFS) -> bool:
