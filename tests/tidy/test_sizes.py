@@ -8,9 +8,9 @@ from pathlib import Path
 
 from tests.tidy.source import functions, python_files, where
 
-FILE_LINES = 400
+FILE_LINES = 600
 FUNCTION_LINES = 60
-PARAMETERS = 5
+PARAMETERS = 6
 LINE_CHARACTERS = 100
 PRAGMA = re.compile(r"  # (noqa|type: ignore)\b.*$")  # a word to a tool may stick out
 
@@ -28,7 +28,7 @@ def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return function.end_lineno - function.lineno + 1
 
 
-def test_no_file_is_longer_than_400_lines() -> None:
+def test_no_file_is_longer_than_600_lines() -> None:
     lengths = {path: len(path.read_text().splitlines()) for path in python_files()}
     assert lengths
     assert [f"{where(p, n)}" for p, n in lengths.items() if n > FILE_LINES] == []
@@ -43,7 +43,7 @@ def test_no_function_is_longer_than_60_lines() -> None:
     ] == []
 
 
-def test_no_function_takes_more_than_5_parameters() -> None:
+def test_no_function_takes_more_than_6_parameters() -> None:
     def is_ours(path: Path) -> bool:  # a test's parameters are its fixtures
         return "tests" not in path.parts
 
