@@ -79,11 +79,12 @@ def serve(arguments: argparse.Namespace) -> int:
         return 0
     from kvd import app
     from kvd.control.server import SocketTaken
+    from kvd.own_directory import NotTrustedError
     from kvd.pool.config import PoolError
 
     try:
         return app.serve(settings)
-    except (PoolError, SocketTaken, OSError) as error:
+    except (PoolError, NotTrustedError, SocketTaken, OSError) as error:
         print(f"kvd: {error}", file=sys.stderr)
         return EXIT_FAILED
 

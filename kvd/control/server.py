@@ -29,6 +29,7 @@ from kvd.control.status import PoolPlace, StatusReport
 from kvd.control.tenants import TenantPolicy
 from kvd.control.worker_service import WorkerServicer
 from kvd.driver import Driver
+from kvd.own_directory import Wanted, require_place
 from kvd_proto.v1 import (
     engine_pb2,
     engine_pb2_grpc,
@@ -175,9 +176,12 @@ class ControlServer:
 
 
 def make_directory(path: Path) -> None:
-    """Make a socket's directory; OSError, with the setting to change, where that can't be."""
+    """Make a socket's directory, where others can't put a socket of theirs in its place.
+
+    OSError, with the setting to change, where that can't be; NotTrustedError where they could.
+    """
     try:
-        path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+        require_place(Wanted("the socket's directory", path.parent, 0o750))
     except OSError as error:
         raise OSError(
             f"the socket's directory {path.parent} can't be made: {error.strerror}; choose another"

@@ -49,7 +49,7 @@ class Mapping:
 def map_extent(config: MoverConfig, extent: int) -> Mapping:
     """The extent's file, mapped. OSError where it can't be had or is too short."""
     path = config.extent_path(extent)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(fd).st_size
         if size < config.extent_bytes:

@@ -32,7 +32,7 @@ class ChecksumTable:
         """Open or make the table."""
         self._per_extent = config.slots_per_extent
         count = config.extents * self._per_extent
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         os.ftruncate(self._fd, count * CHECKSUM_BYTES)
         self._map = mmap.mmap(self._fd, count * CHECKSUM_BYTES)
         self._words: U64 = np.frombuffer(self._map, dtype=np.uint64)

@@ -142,7 +142,7 @@ class Extents:
     def zero(self, extents: Iterable[int]) -> None:
         """Overwrite extents with zeros. May run beside everything else, in a thread."""
         for extent in extents:
-            fd = os.open(self.path(extent), os.O_RDWR)
+            fd = os.open(self.path(extent), os.O_RDWR | os.O_NOFOLLOW)
             try:
                 self._write_zeros(fd)
             finally:

@@ -29,7 +29,8 @@ def unseal(line: bytes) -> dict[str, Any] | None:
 def replace_file(path: Path, content: bytes) -> None:
     """Give the file this content at once: a reader or a crash sees the old or the new one."""
     fresh = path.with_name(path.name + ".new")
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    fresh.unlink(missing_ok=True)
+    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         write_all(fd, content)
     finally:

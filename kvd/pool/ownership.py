@@ -43,7 +43,7 @@ class PoolLock:
     """The flock that makes this process the pool's owner, held until `release`."""
 
     def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -67,7 +67,7 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

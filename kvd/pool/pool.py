@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from kvd.core.actions import (
 )
 from kvd.core.events import Event
 from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
+from kvd.own_directory import NotTrustedError, Wanted, require_own
 from kvd.pool import space
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.config import PoolConfig, PoolError
@@ -91,8 +91,9 @@ class Pool:
         had; nothing of an earlier pool was touched then.
         """
         require_ordered_stores()
-        config.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_extents_directory(config)
+        _own(Wanted("pool_directory", config.directory))
+        if config.extents_directory is not None:
+            _own(Wanted("extents_directory", config.extents_directory))
         huge_page = space.require_memory_files(config)
         pool = cls(config, huge_page)
         try:
@@ -353,18 +354,15 @@ class Pool:
         self._rows: dict[RowId, Row] = dict(self._recovery.rows)
 
 
-def _make_extents_directory(config: PoolConfig) -> None:
-    """Where the extents have a place of their own; PoolError where we may not write there."""
-    place = config.extents_directory
-    if place is None:
-        return
+def _own(wanted: Wanted) -> None:
+    """Have the directory to ourselves; PoolError where that can't be."""
     try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        require_own(wanted)
+    except NotTrustedError as error:
+        raise PoolError(str(error)) from error
     except OSError as error:
         raise PoolError(
-            f"extents_directory {place} can't be used: {error.strerror}; name a directory that"
+            f"{wanted.setting} {wanted.path} can't be used: {error.strerror}; name a directory that"
             " the daemon's user may write to"
         ) from error
 

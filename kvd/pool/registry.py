@@ -132,7 +132,7 @@ class Registry:
         self._lines = len(content)
         if self._fd >= 0:
             os.close(self._fd)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
 
 
 def _namespace_record(namespace: RegisteredNamespace) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class RowTable:
 
     def __init__(self, config: PoolConfig, path: Path) -> None:
         self._count = config.extents
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             size = self._count * ROW_HEADER_BYTES
             if os.fstat(fd).st_size != size:

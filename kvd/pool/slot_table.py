@@ -43,7 +43,7 @@ class SlotTable:
         """Open or make the table; a new one says FREE everywhere."""
         self._per_extent = config.slots_per_extent
         count = config.extents * self._per_extent
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         os.ftruncate(self._fd, count * RECORD_BYTES)
         self._map = mmap.mmap(self._fd, count * RECORD_BYTES)
         self._words: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(count, _WORDS)
