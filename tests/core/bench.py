@@ -51,7 +51,7 @@ def numbers_of(batch: KeyBatch) -> list[int]:
     return [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
 
 
-def spec(  # noqa: PLR0917 - every test names what it changes
+def spec(
     name: str = "ns",
     tenant: str = "tenant",
     shards: int = 1,
@@ -206,7 +206,7 @@ class Bench:
         assert len(replies) == 1
         return replies[0].payload
 
-    def open(  # noqa: PLR0917 - every test names what it changes
+    def open(
         self,
         session: int = 1,
         namespace: NamespaceSpec | None = None,

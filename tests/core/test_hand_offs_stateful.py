@@ -73,7 +73,7 @@ class HandOffRules(MachineRules):
         seconds=st.integers(1, 5),
         stored=st.booleans(),
     )
-    def hand_off(  # noqa: PLR0917 - hypothesis draws each
+    def hand_off(
         self,
         which: int,
         numbers: list[int],
