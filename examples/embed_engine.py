@@ -13,7 +13,6 @@ import hashlib
 import mmap
 import os
 import sys
-import time
 
 from kvd_client import (
     EngineIdentity,
@@ -72,11 +71,11 @@ def main(socket: str) -> None:
         plan = scheduler.build_step(step)
         worker.start_step(plan)
         worker.finish_step(plan)
+        worker.rest(has_run=bool(step))
         outcome = scheduler.update_from_workers([worker.get_finished()])
         if "request" in outcome.failed_loads:
             computed = 0
         waiting = waiting and "request" not in outcome.finished_loads + outcome.failed_loads
-        time.sleep(0.001)
     scheduler.request_finished("request", table, computed)
     # ---------------------------------------------------------------------------------------
 

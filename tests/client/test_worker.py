@@ -12,6 +12,7 @@ from concurrent.futures import Future
 import pytest
 
 from kvd_client import EngineIdentity, StepPlan, Worker
+from kvd_client.worker.jobs import Half, JobLedger
 from kvd_client.worker.registrar import Registrar
 from kvd_client.worker.registration import Registration
 from kvd_proto import layout
@@ -82,6 +83,7 @@ class Bench:
         writer: bool = True,
         flush_timeout_s: float = 1.0,
         load_flush_timeout_s: float = 5.0,
+        load_deadline_s: float = 10.0,
     ) -> None:
         self.worker = Worker(
             "/nowhere",
@@ -89,6 +91,7 @@ class Bench:
             writer=writer,
             flush_timeout_s=flush_timeout_s,
             load_flush_timeout_s=load_flush_timeout_s,
+            load_deadline_s=load_deadline_s,
         )
         self.registrar = FixedRegistrar(None if mover is None else mover.registration)
         self.worker._registrar = self.registrar  # type: ignore[assignment]
@@ -265,6 +268,112 @@ def test_a_flushed_load_that_never_ends_is_ended_with_its_mover(mover: MoverStan
     bench.worker.flush_step(StepPlan(flush=(1,)))
     assert mover.registration.is_dead
     assert bench.ended() == [(1, False)]
+
+
+def ended_in_the_end(bench: Bench) -> list[tuple[int, bool]]:
+    deadline = time.monotonic() + 5
+    while not (ended := bench.ended()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return ended
+
+
+def test_a_load_past_its_deadline_ends_with_its_mover(mover: MoverStandIn) -> None:
+    bench = Bench(mover, load_deadline_s=0.05)
+    bench.worker.start_step(StepPlan(loads=(1,)))
+    bench.worker.finish_step(StepPlan(stores=(2,)))
+    deadline = time.monotonic() + 5
+    while not mover.registration.wait_dead(0.0):
+        assert bench.ended() == [], "its mover may still write"
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert mover.ring.leave_asked, "where no signal reaches it"
+    bench.registrar.lose()
+    assert sorted(ended_in_the_end(bench)) == [(1, False), (2, False)]
+
+
+def test_a_store_has_no_deadline_of_its_own(mover: MoverStandIn) -> None:
+    bench = Bench(mover, load_deadline_s=0.0)
+    bench.worker.finish_step(StepPlan(stores=(2,)))
+    bench.ended()
+    assert not mover.registration.is_unwanted
+
+
+def test_a_load_that_stands_behind_others_has_time_while_they_end(mover: MoverStandIn) -> None:
+    jobs = JobLedger()
+    registration = mover.registration
+    jobs.begin([1], Half.LOAD, registration)
+    job = jobs.open_job(1)
+    assert job is not None
+    job.is_ready = True
+    for age, heard, is_late in [(9, 0, False), (11, 0, True), (11, 2, False), (38, 37, False)]:
+        registration.heard_s = job.since_s + heard
+        late = jobs.end_overdue_loads(job.since_s + age, deadline_s=10.0)
+        assert bool(late) is is_late, (age, heard)
+    registration.heard_s = job.since_s + 40
+    assert jobs.end_overdue_loads(job.since_s + 41, deadline_s=10.0) == [registration]
+
+
+def test_a_load_that_was_never_ready_fails_and_its_mover_lives(mover: MoverStandIn) -> None:
+    bench = Bench(mover, load_deadline_s=0.05)
+    ran = threading.Event()
+    bench.worker.start_loads(StepPlan(loads=(1,)), lambda: assert_set(ran))
+    assert ended_in_the_end(bench) == [(1, False)]
+    ran.set()
+    bench.worker.finish_step(StepPlan(stores=(2,)), lambda: None)
+    assert taken(mover) == [2], "nor is it ready once the wait is over"
+    assert not mover.registration.is_unwanted
+
+
+def test_an_engine_that_only_waits_rests_longer_and_longer(
+    mover: MoverStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(mover)
+    slept = Sleeps(monkeypatch)
+    bench.worker.rest()
+    assert slept.seconds == [], "no job is open"
+    bench.worker.start_step(StepPlan(loads=(1,)))
+    rests, began = 0, slept.now
+    while slept.now < began + 40.0:
+        slept.now += 0.0005  # what a step that runs nothing takes
+        bench.worker.rest()
+        rests += 1
+    assert rests < 5000
+    assert max(slept.seconds) <= 0.01
+    bench.worker.rest(has_run=True)
+    slept.seconds.clear()
+    bench.worker.rest()
+    assert sum(slept.seconds) == 0.0, "it has just run something"
+    mover.post(1, LOAD)
+    slept.now += 5.0
+    bench.worker.rest()
+    assert slept.seconds == []
+
+
+def test_a_long_wait_looks_at_the_board_less_and_less_often(
+    mover: MoverStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(mover)
+    bench.worker.start_step(StepPlan(loads=(1,)))
+    slept = Sleeps(monkeypatch)
+    assert bench.worker.wait([1], 5.0) == {1}
+    assert len(slept.seconds) < 1200
+
+
+class Sleeps:
+    """The worker's clock, which only sleeping moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = time.monotonic()
+        self.seconds: list[float] = []
+        monkeypatch.setattr("kvd_client.worker.worker.time", self)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        self.now += seconds
 
 
 def test_jobs_that_nobody_will_end_are_written_off_once(mover: MoverStandIn) -> None:

@@ -39,6 +39,7 @@ log = logging.getLogger("probe")
 
 PR_SET_PDEATHSIG = 1
 IDLE_S = 0.001
+LOAD_DEADLINE_S = 3.0  # more than any daemon here takes until it ends a mover
 
 
 class Rank:
@@ -48,7 +49,13 @@ class Rank:
         self.rank = rank
         self.block_bytes: int = order["block_bytes"]
         self.kv = memory_of(order)
-        self.worker = Worker(order["socket"], identity, rank, order["world_size"])
+        self.worker = Worker(
+            order["socket"],
+            identity,
+            rank,
+            order["world_size"],
+            load_deadline_s=LOAD_DEADLINE_S,
+        )
         self.kv.register(self.worker)
 
     def compute(self, block: int, key: bytes) -> None:
@@ -238,6 +245,28 @@ class ProbeEngine:
                 raise TimeoutError(f"the load does not end: {self.status()}")
             self.step()
             time.sleep(IDLE_S)
+
+    def wait_for_end(self, request: str) -> dict[str, Any]:
+        """Step without anything to run until the request's load has ended; how that went."""
+        began, steps = time.monotonic(), 0
+        while request not in self._finished | self._failed:
+            if time.monotonic() > began + 30.0:
+                raise TimeoutError(f"the load does not end: {self.status()}")
+            for rank in self.ranks:
+                rank.worker.rest()
+            self.step()
+            steps += 1
+        seconds = time.monotonic() - began
+        return {"failed": request in self._failed, "steps": steps, "seconds": seconds}
+
+    def ask_movers_to_leave(self) -> dict[str, Any]:
+        """By their rings alone, as a worker must that may not signal them."""
+        for rank in self.ranks:
+            registrar = rank.worker._registrar
+            assert registrar is not None
+            assert registrar.current is not None
+            registrar.current._ring.ask_to_leave()
+        return {}
 
     def finish(self, request: str) -> dict[str, Any]:
         """The request has ended: its leases go."""

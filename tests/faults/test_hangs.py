@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,15 @@ def engine(impatient: Scene) -> Probe:
     made = impatient.engine("one", block_bytes=BLOCK, num_blocks=400)
     assert made.store("old", 8) == 8
     return made
+
+
+def has_ended(process: int) -> bool:
+    """Whether it is gone, or only waits for its parent to take note."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+    return state.rpartition(")")[2].split()[0] == "Z"
 
 
 def busy(scene: Scene) -> int:
@@ -110,6 +120,38 @@ def test_load_of_a_frozen_mover_fails_only_once_the_mover_is_dead(
             break
         assert not has_failed
     assert "r" in engine.ask("pump")["failed"]
+    impatient.wait_replaced(engine, mover)
+    assert engine.load("old", 8) == 8
+
+
+def test_load_that_a_frozen_daemon_never_orders_ends_with_its_mover(
+    impatient: Scene, engine: Probe
+) -> None:
+    [mover] = impatient.movers_of(engine)
+    assert engine.ask("match", request="r", prefix="old", count=8)["found"] == 8
+    impatient.daemon.freeze()
+    try:
+        engine.ask("start_load", request="r", found=8, first_block=100)
+        waited = engine.ask("wait_for_end", request="r")
+        assert waited["failed"]
+        assert has_ended(mover), "before that it might still have written"
+        assert waited["steps"] < 200 * (1 + waited["seconds"]), "it spun"
+    finally:
+        impatient.daemon.thaw()
+    impatient.wait_replaced(engine, mover)
+    assert engine.load("old", 8) == 8
+
+
+def test_mover_that_its_rank_asks_to_leave_ends_though_the_daemon_is_frozen(
+    impatient: Scene, engine: Probe
+) -> None:
+    [mover] = impatient.movers_of(engine)
+    impatient.daemon.freeze()
+    try:
+        engine.ask("ask_movers_to_leave")
+        wait_until(lambda: has_ended(mover), "its end")
+    finally:
+        impatient.daemon.thaw()
     impatient.wait_replaced(engine, mover)
     assert engine.load("old", 8) == 8
 

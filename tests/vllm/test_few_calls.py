@@ -95,3 +95,10 @@ def test_what_many_requests_generate_in_the_same_steps_is_all_stored(ask: Ask) -
     assert told["jobs_by_step"].count(DECODERS) >= 2, "a step stored one block of each request"
     assert told["whole"] == [3 * 16] * DECODERS
     assert told["cached"] == told["whole"]
+
+
+def test_loads_that_a_hung_daemon_never_begins_are_computed(cold: dict[str, Any], ask: Ask) -> None:
+    told = ask("held")
+    assert told["loads"] == REQUESTS
+    assert told["computed"] >= REQUESTS * BLOCKS * 16, "every prompt was computed in the end"
+    assert told["steps"] < 200 * (1 + told["seconds"]), "the engine spun through empty steps"

@@ -28,6 +28,7 @@ REQUESTS = 64
 DECODERS = 16
 BLOCK_TOKENS = 16
 LENGTH = 10 * BLOCK_TOKENS
+LOAD_DEADLINE_SECONDS = 3.0
 OPTIONS = StandOptions(num_blocks=2048, step_tokens=REQUESTS * (LENGTH + BLOCK_TOKENS))
 
 
@@ -78,7 +79,8 @@ def serve(orders: Connection, socket: str, daemon_pid: int) -> None:
     """Run the case that is asked for, until none is; a case's answer is sent back."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     with tempfile.TemporaryDirectory() as folder:
-        transfer = with_kvd(socket, offload_prompt_only=False)["kv_transfer_config"]
+        options = {"offload_prompt_only": False, "load_deadline_s": LOAD_DEADLINE_SECONDS}
+        transfer = with_kvd(socket, **options)["kv_transfer_config"]
         del transfer["kv_role"]
         stand = WaitingStand(write_model(Path(folder)), transfer)
         connection = stand.connector.connector_scheduler.manager.connection
@@ -144,6 +146,31 @@ def run_unanswered(stand: WaitingStand, connection: Any, daemon_pid: int) -> dic
     }
 
 
+def run_with_loads_held(stand: WaitingStand, connection: Any, daemon_pid: int) -> dict[str, Any]:
+    """All that is asked is answered; then the daemon hangs and begins none of the loads."""
+    arrive(stand, "held")
+    calls = connection._lookups
+    deadline = time.monotonic() + 30
+    while calls.waits_for(range(calls._last_call_id + 1)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(daemon_pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        stand.drain()
+        seconds = time.monotonic() - began
+    finally:
+        os.kill(daemon_pid, signal.SIGCONT)
+    taken = stand.take()
+    stand.forget_device()
+    stand.take_waits()
+    return {
+        "steps": taken.steps,
+        "seconds": seconds,
+        "loads": taken.load_jobs,
+        "computed": taken.computed_tokens,
+    }
+
+
 def decode_together(stand: WaitingStand, connection: Any, _: int) -> dict[str, Any]:
     """Requests that generate in step, and then come again with all that they generated."""
     names = [f"together-{number}" for number in range(DECODERS)]
@@ -172,4 +199,5 @@ CASES: dict[str, Callable[[WaitingStand, Any, int], dict[str, Any]]] = {
     "run": run,
     "unanswered": run_unanswered,
     "decode": decode_together,
+    "held": run_with_loads_held,
 }

@@ -32,7 +32,8 @@ PAGE_ROOM_GROUPS = 64
 
 # -- ready ring -------------------------------------------------------------------------------
 # header: u64 magic, u64 version, u64 entries; u64 tail at RING_TAIL_OFFSET (worker writes),
-# u64 head at RING_HEAD_OFFSET (mover writes). After the header: RING_ENTRIES job ids (u64),
+# u64 head at RING_HEAD_OFFSET (mover writes), u64 leave at RING_LEAVE_OFFSET (worker writes; not
+# zero: the mover ends itself when it next looks). After the header: RING_ENTRIES job ids (u64),
 # then RING_ENTRIES abandon words (u64): word job_id % RING_ENTRIES >= job_id means that the
 # worker gave that store up, or a younger one that shares the word (job ids rise: at worst the
 # elder fails in vain); the mover looks after the last byte. Word 0 begins as 2^64-1, or job 0
@@ -42,6 +43,7 @@ RING_MAGIC = int.from_bytes(b"KVDRING1", "little")
 RING_ENTRIES = 8192
 RING_TAIL_OFFSET = 64
 RING_HEAD_OFFSET = 128
+RING_LEAVE_OFFSET = 192
 RING_BYTES = HEADER_BYTES + 2 * RING_ENTRIES * 8
 
 # -- board ------------------------------------------------------------------------------------

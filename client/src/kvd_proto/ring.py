@@ -22,6 +22,7 @@ _U64 = np.dtype("<u8")
 _WRAP = 1 << 64
 _TAIL = layout.RING_TAIL_OFFSET // 8
 _HEAD = layout.RING_HEAD_OFFSET // 8
+_LEAVE = layout.RING_LEAVE_OFFSET // 8
 _IDS = layout.HEADER_BYTES // 8
 _ENTRIES = layout.RING_ENTRIES
 _ABANDONED = _IDS + _ENTRIES
@@ -76,6 +77,15 @@ class RingWriter:
             if word == _NEVER_A_JOB_HERE or word < job_id:
                 self._words[place] = job_id
 
+    def ask_to_leave(self) -> None:
+        """Ask the mover to end itself, whatever it is doing: no word of control's is needed.
+
+        The worker's user may not be allowed to signal the mover's process, nor see its namespace.
+        """
+        with self._lock:
+            self._words[_LEAVE] = 1
+        os.eventfd_write(self._event_fd, 1)
+
     def close(self) -> None:
         """Unmap. Nothing may be called afterwards."""
         del self._words
@@ -124,6 +134,11 @@ class RingReader:
         """
         word = self._abandoned[job_id % _ENTRIES]
         return word != _NEVER_A_JOB_HERE and word >= job_id
+
+    @property
+    def leave_asked(self) -> bool:
+        """Whether the worker wants this mover gone: it trusts no copy of it any more."""
+        return bool(self._words[_LEAVE])
 
     def close(self) -> None:
         """Unmap. Nothing may be called afterwards."""

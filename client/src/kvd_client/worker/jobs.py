@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from kvd_proto.board import BoardRecord
 from kvd_proto.v1 import common_pb2
 
 MAX_UNASKED = layout.BOARD_RECORDS
+MOST_DEADLINES = 4  # so many times the deadline a load may take while others come to their end
 
 
 class Half(enum.Enum):
@@ -27,6 +29,8 @@ class Half(enum.Enum):
 class OpenJob:
     half: Half
     registration: Registration
+    since_s: float
+    is_ready: bool = False  # the mover was told: from then on it may touch the job's memory
 
 
 class JobLedger:
@@ -48,7 +52,7 @@ class JobLedger:
 
         Without a registration they fail here and now: no mover knows of them.
         """
-        begun = []
+        begun, now = [], time.monotonic()
         for job_id in job_ids:
             early = self._unasked.pop(job_id, None)
             if early is not None:
@@ -56,12 +60,41 @@ class JobLedger:
             elif registration is None:
                 self._ended.append(JobReport(job_id, done=False))
             else:
-                self._open[job_id] = OpenJob(half, registration)
+                self._open[job_id] = OpenJob(half, registration, now)
                 begun.append(job_id)
         return begun
 
     def open_job(self, job_id: int) -> OpenJob | None:
         return self._open.get(job_id)
+
+    @property
+    def has_open(self) -> bool:
+        return bool(self._open)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is something to report."""
+        return bool(self._ended)
+
+    def end_overdue_loads(self, now: float, deadline_s: float) -> list[Registration]:
+        """Movers that have held a load for too long: only their end frees its blocks.
+
+        A load's time runs from when it began, and from the last end that its mover's board told
+        (it may stand behind others), MOST_DEADLINES times at most. One whose mover was never told
+        that it may begin fails here: it never will.
+        """
+        late: dict[int, Registration] = {}
+        for job_id, job in list(self._open.items()):
+            if job.half is not Half.LOAD or job.registration.is_dead:
+                continue
+            latest_s = job.since_s + (MOST_DEADLINES - 1) * deadline_s
+            if now - max(job.since_s, min(job.registration.heard_s, latest_s)) <= deadline_s:
+                continue
+            if job.is_ready:
+                late[id(job.registration)] = job.registration
+            else:
+                self._fail(job_id)
+        return list(late.values())
 
     def touches_memory(self, job_id: int) -> bool:
         job = self._open.get(job_id)

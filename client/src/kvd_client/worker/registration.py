@@ -6,6 +6,7 @@ import contextlib
 import os
 import select
 import signal
+import time
 from collections.abc import Sequence
 
 from kvd_proto.board import BoardOverrun, BoardReader, BoardRecord
@@ -24,6 +25,7 @@ class Registration:
         self.is_closed = False
         self.is_broken = False  # records were lost: nothing that it reports is complete
         self.is_unwanted = False  # to be given up, dead or not
+        self.heard_s = time.monotonic()  # when its board last told of an end
         try:
             self._ring = RingWriter(ring_fd, self._event_fd)
             self._board = BoardReader(board_fd)
@@ -48,10 +50,13 @@ class Registration:
         if self.is_broken:
             return []
         try:
-            return self._board.poll()
+            records = self._board.poll()
         except BoardOverrun:
             self.is_broken = True
             return []
+        if records:
+            self.heard_s = time.monotonic()
+        return records
 
     def wait_dead(self, timeout_s: float) -> bool:
         """Whether the mover process has ended, waiting for it up to `timeout_s`."""
@@ -65,9 +70,18 @@ class Registration:
         """Whether the mover has ended: by itself within `timeout_s`, or by force where we may."""
         if self.wait_dead(timeout_s):
             return True
-        with contextlib.suppress(OSError):  # it is another user's
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+        self.kill()
         return self.wait_dead(FORCED_END_S)
+
+    def kill(self) -> None:
+        """End the mover without a word of the daemon's; does not wait for its end.
+
+        By signal, and by its ring where it is another user's or in a PID namespace of its own.
+        """
+        self.is_unwanted = True
+        self._ring.ask_to_leave()
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
     def close(self) -> None:
         """Unmap and close. Nothing may be called afterwards."""

@@ -35,8 +35,14 @@ log = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 1.0
 LOAD_FLUSH_TIMEOUT_S = 5.0
+LOAD_DEADLINE_S = 10.0
+LOOK_AT_DEADLINES_S = 0.25
 END_MOVER_TIMEOUT_S = 5.0
 POLL_S = 0.0002
+POLL_SHARE = 1 / 16  # of the time waited so far: a long wait looks less often
+POLL_MAX_S = 0.005
+REST_SHARE = 1 / 8  # of the time that an engine has had nothing to run
+REST_MAX_S = 0.01  # what a request that arrives meanwhile may wait
 ARRIVAL_WAIT_S = 0.05  # of a registration that the scheduler knows of already
 POLL_TO_BURY_S = 1.0  # for the registrar's thread to see that a mover has ended
 
@@ -50,6 +56,7 @@ class WorkerOptions(TypedDict, total=False):
     writer: bool  # False where another rank writes that shard (a replicated layout)
     flush_timeout_s: float  # then flushed stores are given up
     load_flush_timeout_s: float  # then the mover that still loads is ended
+    load_deadline_s: float  # the same for a load that nobody flushes
 
 
 class Worker:
@@ -71,6 +78,9 @@ class Worker:
         self._place = RankPlace(rank, world_size, shard, writer)
         self._flush_timeout_s = options.get("flush_timeout_s", FLUSH_TIMEOUT_S)
         self._load_flush_timeout_s = options.get("load_flush_timeout_s", LOAD_FLUSH_TIMEOUT_S)
+        self._load_deadline_s = options.get("load_deadline_s", LOAD_DEADLINE_S)
+        self._looked_s = 0.0  # when loads were last looked at for their deadline
+        self._resting_since_s: float | None = None
         self._registrar: Registrar | None = None
         self._memory: RankMemory | None = None
         self._lock = threading.Lock()  # guards what the helper thread sees too
@@ -192,21 +202,62 @@ class Worker:
         self._mark_ready_after(wait_for_compute, self._begin(plan.stores, self._store_half))
 
     def get_finished(self) -> WorkerReport:
-        """What ended since the last call. Never waits."""
+        """What ended since the last call. Never waits.
+
+        A load that has not ended `load_deadline_s` after it began ends with its mover, and is
+        reported as failed once that is dead; the rank registers again.
+        """
         self._poll()
+        self._end_overdue_loads()
         with self._lock:
-            return WorkerReport(self._place.rank, self._jobs.take_ended())
+            ended = self._jobs.take_ended()
+        if ended:
+            self._resting_since_s = None
+        return WorkerReport(self._place.rank, ended)
+
+    def rest(self, *, has_run: bool = False) -> None:
+        """For every step, before `get_finished`: where it ran nothing, wait until a job ends here.
+
+        At most an eighth of the time since the last step that ran something or brought an end,
+        and REST_MAX_S: an engine that waits for a load that takes long doesn't spin, one whose
+        load takes a millisecond hardly waits. Returns at once where no job is open.
+        """
+        if has_run:
+            self._resting_since_s = None
+            return
+        now = time.monotonic()
+        if self._resting_since_s is None:
+            self._resting_since_s = now
+        deadline = now + min(REST_MAX_S, (now - self._resting_since_s) * REST_SHARE)
+        self._poll()
+        while now < deadline and self._jobs.has_open and not self._jobs.has_ended:
+            time.sleep(min(POLL_MAX_S, deadline - now))
+            self._poll()
+            now = time.monotonic()
 
     def wait(self, job_ids: Iterable[int], timeout_s: float) -> set[int]:
         """Wait until this rank's half of the jobs has ended; those that have not at the timeout."""
-        deadline = time.monotonic() + timeout_s
+        began = time.monotonic()
         left = set(job_ids)
         while True:
             self._poll()
             left = {job_id for job_id in left if self._jobs.touches_memory(job_id)}
-            if not left or time.monotonic() >= deadline:
+            waited = time.monotonic() - began
+            if not left or waited >= timeout_s:
                 return left
-            time.sleep(POLL_S)
+            time.sleep(min(max(POLL_S, waited * POLL_SHARE), POLL_MAX_S, timeout_s - waited))
+
+    def _end_overdue_loads(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_s < min(LOOK_AT_DEADLINES_S, self._load_deadline_s):
+            return
+        self._looked_s = now
+        with self._lock:
+            late = self._jobs.end_overdue_loads(now, self._load_deadline_s)
+        for registration in late:
+            if not registration.is_unwanted:
+                log.warning("kvd: a load has not ended in time; ending its mover")
+            registration.kill()  # again each time, until it is dead
 
     def _end_mover_of(self, loads: set[int]) -> None:
         """Returns when no load of these can write any more, however long that takes."""
@@ -228,6 +279,7 @@ class Worker:
     def _begin(self, job_ids: Iterable[int], half: Half) -> list[int]:
         registrar = self._registrar
         registration = None if registrar is None else registrar.awaited(ARRIVAL_WAIT_S)
+        self._resting_since_s = None
         with self._lock:
             return self._jobs.begin(job_ids, half, registration)
 
@@ -244,6 +296,7 @@ class Worker:
             for job_id in job_ids:
                 job = self._jobs.open_job(job_id)
                 if job is not None and job.half is not Half.NONE:
+                    job.is_ready = True
                     registration = job.registration
                     by_registration.setdefault(id(registration), (registration, []))[1].append(
                         job_id

@@ -41,12 +41,14 @@ class KvdConnectorMetadata(OffloadingConnectorMetadata):
     daemon: each worker reports them as failed, once. `lost` are jobs of earlier plans whose
     session is gone: a worker that has one open still reports it as failed, one that has reported
     it already says nothing. `load_requests` has the request of every load, also of refused ones.
+    `has_run` is False for a step that computes nothing: vLLM makes one after the other then.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
     load_requests: dict[int, str] = field(default_factory=dict)
     refused: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
+    has_run: bool = True
 
 
 @dataclass

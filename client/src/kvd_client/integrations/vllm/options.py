@@ -104,6 +104,12 @@ class KvdOptions:
     load_flush_timeout_s: float = _seconds(
         5.0, 600.0, "how long a flush waits for loads before the rank ends its mover", at_least=0.1
     )
+    load_deadline_s: float = _seconds(
+        10.0,
+        600.0,
+        "how long a load may take, from the last end that its mover told, before the rank ends it",
+        at_least=0.1,
+    )
     hand_off_s: float = _seconds(
         60.0, 600.0, "how long a prefill's blocks are held for the decode engine", at_least=0.001
     )

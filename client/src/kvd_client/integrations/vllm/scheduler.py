@@ -148,7 +148,9 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         made = super().build_connector_meta(scheduler_output)
         jobs = self._join(made)
         was_sent, lost = self.manager.send_step(jobs)
-        return self._orders(made, jobs, lost, was_sent=was_sent)
+        orders = self._orders(made, jobs, lost, was_sent=was_sent)
+        orders.has_run = scheduler_output.total_num_scheduled_tokens > 0
+        return orders
 
     def _orders(
         self,

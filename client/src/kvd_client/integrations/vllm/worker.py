@@ -103,6 +103,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
             writer=self._rank == self._shard,
             flush_timeout_s=self._options.flush_timeout_s,
             load_flush_timeout_s=self._options.load_flush_timeout_s,
+            load_deadline_s=self._options.load_deadline_s,
         )
         self._allocation: SharedAllocation | None = None
         self._caches: CanonicalKVCaches | None = None
@@ -114,6 +115,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._unfinalized: KvdConnectorMetadata | None = None  # its stores have not begun
         self._requests: dict[int, str | None] = {}  # open jobs; a load's request
         self._refused: list[JobReport] = []
+        self._has_run = True  # the last step that began: its plan's own word
         self._acknowledged = KvdWorkerMetadata()
 
     # -- memory -----------------------------------------------------------------------------
@@ -187,6 +189,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
             # step's KV is computed by now, and this one's flush may name its stores.
             self._finalize(self._unfinalized)
         self._unfinalized = step
+        self._has_run = step.has_run
         for job_id in (*plan.computed_stores, *plan.stores):
             self._requests[job_id] = None
         for job_id in plan.loads:
@@ -237,6 +240,8 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Requests whose loads have ended, and those among them that must be computed."""
         results = KVConnectorTransferResults()
+        if not self._refused:
+            self._worker.rest(has_run=self._has_run)
         refused, self._refused = self._refused, []
         for report in (*refused, *self._worker.get_finished().ended):
             if report.job_id not in self._requests:
