@@ -1,6 +1,7 @@
 """How long a restart takes: rebuilding the pool's books, and from exec to the first hit.
 
-    python -m benchmarks.restart [--slots 100000 1000000] [--rounds 5] [--output FILE]
+    python -m benchmarks.restart [--slots 100000 1000000] [--scopes 1 20000] [--rounds 5]
+                                 [--output FILE]
 
 Lets a daemon make a pool on /dev/shm, kills it with -9, fills the pool with that many READY slots
 in another process, kills that, and then times two things, in a fresh process for each round.
@@ -11,7 +12,8 @@ once. Service: from exec of `kvd serve` to its socket, and to the answer HIT of 
 the imports that are part of both were timed apart.
 
 Blocks are 4 KiB, the smallest, so that 10^6 slots need 4 GiB only; the bytes of blocks play no
-part in a restart.
+part in a restart. `--scopes`: how many accounts the blocks belong to in turn, so that each row
+holds blocks of most of them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +66,7 @@ def main() -> None:
     """Run the parent, or one of the steps that it starts in processes of their own."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.restart")
     parser.add_argument("--slots", type=int, nargs="+", default=[100_000, 1_000_000])
+    parser.add_argument("--scopes", type=int, nargs="+", default=[1, 20_000])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--step", choices=("fill", "rebuild"), help=argparse.SUPPRESS)
@@ -70,23 +74,28 @@ def main() -> None:
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step == "fill":
-        fill(options.directory, options.slots[0])
+        fill(options.directory, options.slots[0], options.scopes[0])
     elif options.step == "rebuild":
         print(json.dumps(rebuild(options.directory, options.slots[0], options.started)))
     else:
-        results = {str(slots): measure(slots, options.rounds) for slots in options.slots}
+        results = {
+            f"{slots} in {scopes}": measure(slots, scopes, options.rounds)
+            for slots in options.slots
+            for scopes in options.scopes
+        }
         print(as_table(results))
         report.write("restart", results, options.output)
 
 
-def measure(slots: int, rounds: int) -> dict[str, report.Spread]:
+def measure(slots: int, scopes: int, rounds: int) -> dict[str, report.Spread]:
     """Seconds of each phase over fresh processes, all on one crashed pool."""
     directory = Path(tempfile.mkdtemp(prefix="kvd-bench-", dir="/dev/shm"))
     try:
-        print(f"filling {slots} slots ...", flush=True)
+        print(f"filling {slots} slots in {scopes} scopes ...", flush=True)
         serve(directory, slots, MISS)
-        run_step("fill", directory, slots, ends=-signal.SIGKILL)
-        found = [json.loads(run_step("rebuild", directory, slots, ends=0)) for _ in range(rounds)]
+        size = ("--slots", str(slots), "--scopes", str(scopes))
+        run_step("fill", directory, size, ends=-signal.SIGKILL)
+        found = [json.loads(run_step("rebuild", directory, size, ends=0)) for _ in range(rounds)]
         served = [serve(directory, slots, HIT) for _ in range(rounds)]
     finally:
         shutil.rmtree(directory)
@@ -153,18 +162,17 @@ def wait_until(done: Callable[[], bool]) -> None:
         time.sleep(POLL_S)
 
 
-def run_step(step: str, directory: Path, slots: int, ends: int) -> str:
+def run_step(step: str, directory: Path, size: Sequence[str], ends: int) -> str:
     """Run one step in a process of its own; what it printed."""
     command = [sys.executable, "-m", "benchmarks.restart", "--step", step]
-    command += ["--directory", str(directory), "--slots", str(slots)]
-    command += ["--started", str(time.monotonic())]
+    command += ["--directory", str(directory), *size, "--started", str(time.monotonic())]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     if done.returncode != ends:
         raise SystemExit(f"{step} ended with {done.returncode}")
     return done.stdout
 
 
-def fill(directory: Path, slots: int) -> None:
+def fill(directory: Path, slots: int, scopes: int) -> None:
     """Fill the daemon's pool with this many READY slots through the orders of a core, and die."""
     config = _config(directory, slots)
     registry = Registry.open(config.directory / "registry.jsonl")
@@ -173,7 +181,9 @@ def fill(directory: Path, slots: int) -> None:
     namespace = known.namespace
     order = actions.OpenNamespace(namespace, known.spec, page_blocks=slots)
     pool.open_namespace(order, known.fields)
-    pool.open_scope(scope)
+    for number in range(scopes):
+        account = f"account-{number}" if number else scope.account
+        pool.open_scope(replace(scope, scope=keys.ScopeId(scope.scope + number), account=account))
     per_row = EXTENT_BYTES // BLOCK_BYTES
     for extent in range(pool.extents):
         row = keys.RowId(extent)
@@ -185,9 +195,9 @@ def fill(directory: Path, slots: int) -> None:
     for first in range(0, slots, BATCH):
         count = min(BATCH, slots - first)
         hashes = keys.KeyBatch.from_bytes(hashes_of(first, count), HASH_BYTES)
-        scopes = np.full(count, scope.scope, dtype=np.uint32)
         numbers = np.arange(first, first + count)
-        pool.write_ready(actions.WriteReady(numbers, scopes, hashes, numbers.astype(np.uint64)))
+        of = (scope.scope + numbers % scopes).astype(np.uint32)
+        pool.write_ready(actions.WriteReady(numbers, of, hashes, numbers.astype(np.uint64)))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -248,7 +258,7 @@ def as_table(results: dict[str, dict[str, report.Spread]]) -> str:
     tables = []
     for phases in (PHASES, SERVICE):
         rows = [[slots, *(spreads[p] for p in phases)] for slots, spreads in results.items()]
-        tables.append(report.table(["slots", *(f"{phase} s" for phase in phases)], rows))
+        tables.append(report.table(["slots in scopes", *(f"{phase} s" for phase in phases)], rows))
     return "\n\n".join(tables)
 
 

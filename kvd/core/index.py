@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.block import SlotTable
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import U32, U64, Slots
 
 WAYS = 8
 _FIRST_BUCKETS = 64
@@ -64,8 +64,11 @@ class Index:
     def __len__(self) -> int:
         return self._count
 
-    def find(self, tags: U64, words: U64, scope: int) -> Slots:
-        """The slot of each key in this scope, NOWHERE where there is none. Shape [n]."""
+    def find(self, tags: U64, words: U64, scope: int | U32) -> Slots:
+        """The slot of each key in this scope, or in that of its own, NOWHERE where there is none.
+
+        Shape [n].
+        """
         count = len(tags)
         found = np.full(count, NOWHERE, dtype=np.int64)
         # Both buckets of every key at once: a call of numpy costs more than the rows it fetches,
@@ -80,7 +83,8 @@ class Index:
         rows %= count
         asked = words.take(rows, axis=0)
         right = _all_of_each(self._table.keys(words.shape[1]).take(slots, axis=0) == asked)
-        right &= (slots >= 0) & (self._table.scopes.take(slots) == scope)
+        wanted_scopes = scope if isinstance(scope, int) else scope.take(rows)
+        right &= (slots >= 0) & (self._table.scopes.take(slots) == wanted_scopes)
         found[rows[right]] = slots[right]
         if self._spill:
             self._find_spilled(found, tags, words, scope)
@@ -202,12 +206,13 @@ class Index:
         hashes = hashes ^ (hashes >> np.uint64(33))
         return (hashes & np.uint64(2 * self._round - 1)).astype(np.int64)
 
-    def _find_spilled(self, found: Slots, tags: U64, words: U64, scope: int) -> None:
+    def _find_spilled(self, found: Slots, tags: U64, words: U64, scope: int | U32) -> None:
         keys = self._table.keys(words.shape[1])
         missing = np.flatnonzero(found == NOWHERE)
         # A handful of tags: numpy compares with each rather than a dict probe for each key.
         for row in missing[np.isin(tags[missing], self._spilled)].tolist():
+            wanted = scope if isinstance(scope, int) else int(scope[row])
             for slot in self._spill[int(tags[row])]:
                 same = bool((keys[slot] == words[row]).all())
-                if same and int(self._table.scopes[slot]) == scope:
+                if same and int(self._table.scopes[slot]) == wanted:
                     found[row] = slot

@@ -9,9 +9,10 @@ from kvd.core.actions import Action, PublishTags, WriteFree
 from kvd.core.block import SlotState
 from kvd.core.events import RowRecovered, ScopeRecovered
 from kvd.core.index import NOWHERE
-from kvd.core.keys import U64, RowId, ScopeId, Slots
+from kvd.core.keys import U64, RowId, Slots
 from kvd.core.rows import Row, add_row
 from kvd.core.state import State
+from kvd_proto.layout import MAX_GROUPS
 from kvd_proto.tags import tags_of
 
 _STAMP_SHIFT = np.uint64(24)  # as block.coarse_stamp
@@ -23,6 +24,7 @@ def scope_recovered(state: State, event: ScopeRecovered) -> list[Action]:
         spaces.check_spec(state, event.spec)
         spaces.add_namespace(state, event.namespace, event.spec, actions)
     names = (event.epoch, event.account)
+    state.recovered_scopes = None
     spaces.add_scope(state, event.scope, event.namespace, names, event.group)
     disuse.read_back(state, state.namespaces[event.namespace], event.epoch, own=event.own)
     return actions
@@ -67,22 +69,34 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
 def _kept(
     state: State, slots: Slots, event: RowRecovered
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Compute the tags; which records are the first of their key, in a known scope."""
+    """Compute the tags; which records are the first of their key, in a known scope.
+
+    All scopes at once: with an account a user, a row holds blocks of thousands.
+    """
+    seeds, owners = _scopes_by_number(state)
+    numbers = np.minimum(event.scopes, len(owners) - 1)
+    rows = np.flatnonzero(owners.take(numbers) == event.namespace * MAX_GROUPS + event.group)
+    words, scopes = event.keys.words[rows], event.scopes[rows]
+    tags = tags_of(words, seeds.take(scopes))
+    state.slots.tags[slots[rows]] = tags
+    known = state.index.find(tags, words, scopes) != NOWHERE
+    once = np.zeros(len(rows), dtype=np.bool_)
+    once[np.unique(tags, return_index=True)[1]] = True
     kept = np.zeros(len(slots), dtype=np.bool_)
-    for number in np.unique(event.scopes).tolist():
-        scope = state.scopes.get(ScopeId(number))
-        if scope is None or (scope.namespace, scope.group) != (event.namespace, event.group):
-            continue
-        rows = np.flatnonzero(event.scopes == number)
-        words = event.keys.words[rows]
-        tags = tags_of(words, scope.seed)
-        state.slots.tags[slots[rows]] = tags
-        known = state.index.find(tags, words, scope.scope) != NOWHERE
-        first = np.unique(tags, return_index=True)[1]
-        once = np.zeros(len(rows), dtype=np.bool_)
-        once[first] = True
-        kept[rows] = once & ~known
+    kept[rows] = once & ~known
     return kept
+
+
+def _scopes_by_number(state: State) -> tuple[U64, Slots]:
+    """Seed of each scope, and whose it is as one number; the last belongs to nobody."""
+    if state.recovered_scopes is None:
+        count = state.next_scope + 1
+        seeds, owners = np.zeros(count, dtype=np.uint64), np.full(count, -1, dtype=np.int64)
+        for number, scope in state.scopes.items():
+            seeds[number] = scope.seed
+            owners[number] = scope.namespace * MAX_GROUPS + scope.group
+        state.recovered_scopes = seeds, owners
+    return state.recovered_scopes
 
 
 def _settle_free(state: State, row: Row) -> None:
@@ -108,4 +122,5 @@ def pool_recovered(state: State) -> list[Action]:
         order = np.argsort(~stamps, kind="stable")
         state.classes[key].policy.insert(slots[order], state.slots.tags[slots[order]])
     state.recovered = {}
+    state.recovered_scopes = None
     return []

@@ -233,6 +233,7 @@ class State:
         self.orphans: list[list[Follow]] = []  # whose leader failed in this event
         self.recovered: dict[tuple[NamespaceId, int], list[tuple[Slots, npt.NDArray[np.uint64]]]]
         self.recovered = {}
+        self.recovered_scopes: tuple[npt.NDArray[np.uint64], Slots] | None = None
         self.disuse = Disuse()
         self.counters = Counters()
         self.draining = False

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvd.core.actions import OpenScope
 from kvd.core.events import Event, PoolRecovered, RowRecovered, ScopeRecovered
-from kvd.core.keys import KeyBatch, NamespaceId, RowId, ScopeId
+from kvd.core.keys import KeyBatch, NamespaceId, RowId
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.extents import Extents
 from kvd.pool.registry import Registry
@@ -48,8 +49,10 @@ class Recovery:
     unchecked_records: int = 0  # of those, whole ones without checksums where they are wanted
 
     def __post_init__(self) -> None:
+        # Asked for every row: with an account a user there are tens of thousands of scopes.
+        scoped = {scope.namespace for scope in self.books.registry.scopes.values()}
         for row in self.books.row_table.rows():
-            if self._credible(row):
+            if row.namespace in scoped and self._credible(row):
                 self.rows[row.row] = row
         self._clean()
         self._forget_unused()
@@ -68,8 +71,9 @@ class Recovery:
                 scope.group,
                 scope.own,
             )
+        groups = self._groups_by_scope()
         for rows in self._batches():
-            yield from self._read(rows)
+            yield from self._read(rows, groups[rows[0].namespace])
         yield PoolRecovered()
 
     def _credible(self, row: Row) -> bool:
@@ -82,7 +86,6 @@ class Recovery:
             known.spec.groups[row.group].part_bytes == row.part_bytes
             and 0 < row.slots <= self.books.slots_per_extent
             and all(row.slots * part <= extent_bytes for part in row.part_bytes)
-            and any(s.namespace == row.namespace for s in self.books.registry.scopes.values())
         )
 
     def _clean(self) -> None:
@@ -113,9 +116,11 @@ class Recovery:
             used.update(np.unique(self.books.slot_table.scopes(records)).tolist())
         kept = {s: scope for s, scope in registry.scopes.items() if s in used}
         namespaces = {row.namespace for row in self.rows.values()}
+        scopeless = namespaces - {scope.namespace for scope in kept.values()}
         for scope in registry.scopes.values():
-            if scope.namespace in namespaces - {k.namespace for k in kept.values()}:
+            if scope.namespace in scopeless:
                 kept[scope.scope] = scope
+                scopeless.remove(scope.namespace)
         registry.keep_only(namespaces, kept)
 
     def _batches(self) -> Iterator[list[Row]]:
@@ -131,12 +136,11 @@ class Recovery:
         if batch:
             yield batch
 
-    def _read(self, rows: list[Row]) -> Iterator[RowRecovered]:
+    def _read(self, rows: list[Row], groups: npt.NDArray[np.int64]) -> Iterator[RowRecovered]:
         table, namespace = self.books.slot_table, rows[0].namespace
         hash_bytes = self.books.registry.namespaces[namespace].spec.hash_bytes
         records = self._records_of(rows)
         records = records[table.ready(records)]
-        groups = self._group_by_scope(namespace)
         per_extent = self.books.slots_per_extent
         leading = records // per_extent
         group_of_row = np.zeros(self.books.extents.count, dtype=np.int64)
@@ -183,14 +187,18 @@ class Recovery:
         mask: npt.NDArray[np.bool_] = (said != NO_DIGEST) & (said == found)
         return mask
 
-    def _group_by_scope(self, namespace: NamespaceId) -> npt.NDArray[np.int64]:
-        """Group of each scope number of this namespace, -1 for all others; the last is unused."""
-        scopes = self.books.registry.scopes
-        groups = np.full(max(scopes, default=ScopeId(0)) + 2, -1, dtype=np.int64)
-        for scope in scopes.values():
-            if scope.namespace == namespace:
-                groups[scope.scope] = scope.group
-        return groups
+    def _groups_by_scope(self) -> dict[NamespaceId, npt.NDArray[np.int64]]:
+        """For each namespace the group of each scope number, -1 for others'; the last is unused."""
+        of_namespace: dict[NamespaceId, list[OpenScope]] = {}
+        for scope in self.books.registry.scopes.values():
+            of_namespace.setdefault(scope.namespace, []).append(scope)
+        found = {}
+        for namespace, scopes in of_namespace.items():
+            numbers = [scope.scope for scope in scopes]
+            groups = np.full(max(numbers) + 2, -1, dtype=np.int64)
+            groups[numbers] = [scope.group for scope in scopes]
+            found[namespace] = groups
+        return found
 
     def _records(self, extent: int, slots: int) -> Records:
         first = extent * self.books.slots_per_extent

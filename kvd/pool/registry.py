@@ -58,6 +58,8 @@ class Registry:
 
     def keep_only(self, namespaces: Collection[NamespaceId], scopes: Collection[ScopeId]) -> None:
         """Forget the others, in the file too, so that it doesn't grow with every restart."""
+        if len(namespaces) == len(self.namespaces) and len(scopes) == len(self.scopes):
+            return
         self.namespaces = {n: self.namespaces[n] for n in namespaces}
         self.scopes = {s: self.scopes[s] for s in scopes}
         self._rewrite()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.extents import NODE_UNKNOWN
-from kvd.core.keys import NamespaceId, RowId, ScopeId
+from kvd.core.index import Index
+from kvd.core.keys import U32, U64, NamespaceId, RowId, ScopeId, Slots
 from tests.core.bench import SECOND, Bench, keys, numbers_of, only, small, spec, verdict
 
 
@@ -198,3 +200,25 @@ def test_reading_a_row_back_does_not_search_every_extent() -> None:
         bench.machine.handle(row_read_back(left, row, quarantined=False), bench.now_ns)
     assert len(rows) >= 64
     assert CountedExtent.comparisons <= len(rows) * 10  # log2 of the extents, and one to be sure
+
+
+def test_a_row_is_read_back_at_once_however_many_accounts_it_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = small(extents=1)
+    left.open()
+    for number in range(12):
+        left.stored([number], account=f"user {number}")
+    asked: list[int] = []
+    find = Index.find
+
+    def counted(index: Index, tags: U64, words: U64, scope: int | U32) -> Slots:
+        asked.append(len(tags))
+        return find(index, tags, words, scope)
+
+    monkeypatch.setattr(Index, "find", counted)
+    bench = restarted(left)
+    assert asked[0] == 12, "the first look-up is the row's; the check of all rules asks again"
+    bench.open()
+    assert [bench.statuses([n], account=f"user {n}") for n in range(12)] == ["H"] * 12
+    assert bench.statuses([3], account="user 4") == "M"

@@ -71,11 +71,16 @@ def hash_words(hashes: bytes | memoryview, hash_bytes: int) -> U64:
     return padded.view(np.uint64)
 
 
-def tags_of(words: U64, seed: int) -> U64:
-    """Tags of n hashes, shape [n], for the scope whose 64-bit seed is given. Never 0."""
+def tags_of(words: U64, seed: int | U64) -> U64:
+    """Tags of n hashes, shape [n], for the scope whose 64-bit seed is given, or each for the
+    scope of its own seed. Never 0.
+    """
     tags = np.empty(words.shape[0], dtype=np.uint64)
     spare = np.empty_like(tags)
-    tags.fill(seed)
+    if isinstance(seed, int):
+        tags.fill(seed)
+    else:
+        np.copyto(tags, seed)
     for column in range(words.shape[1]):
         np.add(tags, _STEP, tags)
         np.bitwise_xor(tags, words[:, column], tags)
