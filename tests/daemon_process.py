@@ -15,7 +15,7 @@ STOP_SECONDS = 20.0
 
 
 class DaemonProcess:
-    """`python -m kvd serve` over one pool directory, which outlives each start."""
+    """`python -m kvd serve` (or another `module`) over one pool directory, which outlives it."""
 
     def __init__(self, directory: Path, pool: Path) -> None:
         self.socket = str(directory / "kvd.sock")
@@ -28,6 +28,7 @@ class DaemonProcess:
         self.more_flags: tuple[str, ...] = ()
         self.environment: dict[str, str] = {}
         self.python = sys.executable
+        self.module = "kvd"
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -48,7 +49,7 @@ class DaemonProcess:
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [self.python, "-m", "kvd", "serve", *flags, *self.more_flags],
+                [self.python, "-m", self.module, "serve", *flags, *self.more_flags],
                 env=os.environ | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -141,7 +141,6 @@ def end_transfer(
         residency.unpin(state, part.size_class, part.pinned)
     if piece.transfers:
         return
-    job.pieces -= 1
     session = state.sessions[job.session]
     if job.kind is JobKind.STORE:
         for part in piece.parts:
@@ -158,6 +157,8 @@ def end_transfer(
             state.counters.loaded += blocks
             for part in piece.parts:
                 hand_off.loaded(state, job.session, part.size_class, part.pinned)
+    # Only now: a job may wait for a key of its own piece, and must not end before the piece has.
+    job.pieces -= 1
     end_job_when_done(state, job, actions)
 
 

@@ -21,6 +21,8 @@ key_lists = st.builds(
     st.sampled_from([0, 4, 8, 20, 40, 60]),
     st.integers(1, 16),
 )
+# Further pieces of a job: which of its first keys they repeat, and how many copies end in between.
+later_pieces = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 2)), max_size=2)
 accounts = st.sampled_from(["", "", "salt"])
 sessions = st.sampled_from(SESSIONS)
 requests = st.sampled_from(["p", "q"])

@@ -51,7 +51,7 @@ class DamageRules(HandOffRules):
         """So that there is something to find in most runs."""
         self.come_back(which)
         self.finish_all()
-        self.store(which, numbers, "", 0, False, 0, True)
+        self.store(which, numbers, "", 0, False, 0, [])
         self.finish_all()
         self.look_up(which, numbers, "", "q", ev.LeaseMode.ALL)
         there = [n for n in numbers if n in self.resident(which, "")]

@@ -84,7 +84,7 @@ class HandOffRules(MachineRules):
     ) -> None:
         """A request ends, its KV stored or still on its way; what is held from then on stays."""
         self.come_back(which)
-        self.store(which, numbers, account, 0, True, 0, True)
+        self.store(which, numbers, account, 0, True, 0, [])
         if stored:
             self.finish_all()
         there = self.resident(which, account)

@@ -133,11 +133,10 @@ class MachineRules(RuleBasedStateMachine):
         there = [n for n in numbers if n in self.resident(which, account)]
         if there:
             self.load(which, there, account, False)
-        self.store(which, numbers, account, 0, whole, 0, True)
+        self.store(which, numbers, account, 0, whole, 0, [])
         self.feed(ev.StepEnded(SessionId(self.ids[which])))
         for number in range(ends):
-            if self.bench.transfers:
-                self.finish(7 * number, ev.TransferOutcome.DONE)
+            self.finish_one(7 * number, ev.TransferOutcome.DONE)
         self.end_request(which, "p")
         self.bench.now_ns += 20 * MS
 
@@ -214,7 +213,7 @@ class MachineRules(RuleBasedStateMachine):
         group=groups,
         whole=st.booleans(),
         shift=st.sampled_from([0, 0, 0, 7]),
-        last=st.sampled_from([True, True, False]),
+        later=drawn.later_pieces,
     )
     def store(  # noqa: PLR0917 - hypothesis draws each
         self,
@@ -224,28 +223,30 @@ class MachineRules(RuleBasedStateMachine):
         group: int,
         whole: bool,
         shift: int,
-        last: bool,
+        later: list[tuple[int, int]],
     ) -> None:
+        """One job in one piece or several, which repeat keys, and between which copies end."""
         if which not in self.ids:
             return
         group = group if which == 3 else 0
         session = self.ids[which]
         job = self.next_id = self.next_id + 1
         self.jobs.add((session, job))
-        blocks = engine_blocks([n + shift for n in numbers])
-        run = ev.Run(group, keys(*numbers), blocks)
-        event = ev.StoreRequested(
-            1, SessionId(session), JobId(job), context(account), (run,), whole, last
-        )
-        answer = verdict(self.feed(event))
-        assert answer.accepted or answer.reason
-        if not last:
-            run = ev.Run(group, keys(99), engine_blocks([99]))
-            self.feed(
-                ev.StoreRequested(
-                    1, SessionId(session), JobId(job), context(account), (run,), whole, True
+        pieces = [(numbers, 0), *((numbers[first % len(numbers) :], n) for first, n in later)]
+        for place, (some, ends) in enumerate(pieces):
+            for number in range(ends):
+                self.finish_one(5 * number, ev.TransferOutcome.DONE)
+            blocks = engine_blocks([n + shift * (place + 1) for n in some])
+            run = ev.Run(group, keys(*some), blocks)
+            last = place == len(pieces) - 1
+            answer = verdict(
+                self.feed(
+                    ev.StoreRequested(
+                        1, SessionId(session), JobId(job), context(account), (run,), whole, last
+                    )
                 )
             )
+            assert answer.accepted or answer.reason
 
     @rule(which=sessions, numbers=key_lists, account=accounts, pick=st.booleans())
     def load(self, which: int, numbers: list[int], account: str, pick: bool) -> None:
@@ -315,9 +316,13 @@ class MachineRules(RuleBasedStateMachine):
         outcome=st.sampled_from([ev.TransferOutcome.DONE] * 4 + list(ev.TransferOutcome)),
     )
     def finish(self, pick: int, outcome: ev.TransferOutcome) -> None:
+        self.finish_one(pick, outcome)
+
+    def finish_one(self, pick: int, outcome: ev.TransferOutcome) -> None:
         running = self.bench.transfers
-        order = running.pop(sorted(running)[pick % len(running)])
-        self.feed(finished(order, outcome))
+        if running:
+            order = running.pop(sorted(running)[pick % len(running)])
+            self.feed(finished(order, outcome))
 
     @rule()
     def finish_all(self) -> None:

@@ -333,6 +333,30 @@ def test_later_piece_that_breaks_a_rule_fails_the_job_and_ends_it(bench: Bench) 
     assert bench.statuses([1, 2, 3, 4]) == "HHHM"
 
 
+@pytest.mark.parametrize("outcome", [DONE, FAILED, REVOKED])
+def test_key_repeated_in_a_later_piece_ends_the_job_once(
+    bench: Bench, outcome: ev.TransferOutcome
+) -> None:
+    bench.open()
+    started = bench.store([1, 2], job=5, blocks=[1, 2], whole=True, last=False)
+    started += bench.store([2, 1], job=5, blocks=[3, 4], whole=True)
+    ends = only(started + bench.finish(started, outcome) + bench.finish(), act.EndJob)
+    assert [(end.job, end.status) for end in ends] == [
+        (5, ev.JobStatus.DONE if outcome is DONE else ev.JobStatus.FAILED)
+    ]
+
+
+def test_key_that_a_job_waits_for_twice_is_copied_once_when_its_leader_fails(bench: Bench) -> None:
+    bench.open(1)
+    bench.open(2)
+    leader = bench.store([1], 1)
+    bench.store([1], 2, job=7, blocks=[10], whole=True, last=False)
+    bench.store([1], 2, job=7, blocks=[11], whole=True)
+    (order,) = only(bench.finish(leader, FAILED), act.StartTransfer)
+    (end,) = only(bench.finish([order]), act.EndJob)
+    assert (end.session, end.job, end.status) == (2, 7, ev.JobStatus.DONE)
+
+
 # -- the reuse filter ----------------------------------------------------------------------------
 
 
