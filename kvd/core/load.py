@@ -10,7 +10,7 @@ from kvd.core.events import JobKind, JobStatus, LoadRequested
 from kvd.core.index import NOWHERE
 from kvd.core.job import Job, Offer, Part
 from kvd.core.keys import ScopeId, Slots
-from kvd.core.offer import check_runs, read_offers
+from kvd.core.offer import check_loaded_places, check_runs, read_offers
 from kvd.core.state import State
 from kvd.core.store import check_new_job
 
@@ -19,6 +19,7 @@ def load(state: State, event: LoadRequested, now_ns: int) -> list[Action]:
     """Start a transfer of every block to every rank, or refuse the job."""
     session = state.require_session(event.session)
     check_runs(state, session, event.runs)
+    check_loaded_places(state, session, event.runs)
     check_new_job(session, event)
     job = Job(session.session, event.job, JobKind.LOAD, event.context.request, open=False)
     session.jobs[event.job] = job

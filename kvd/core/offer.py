@@ -10,6 +10,7 @@ from kvd.core.errors import InvalidArgument
 from kvd.core.events import Run
 from kvd.core.job import Offer
 from kvd.core.lookup import check_key_count, check_keys, read_keys
+from kvd.core.spec import GroupKind
 from kvd.core.state import MAX_ENGINE_BLOCKS, Session, State
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
@@ -29,6 +30,20 @@ def check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
         if len(real) and int(real.max()) >= MAX_ENGINE_BLOCKS:
             raise InvalidArgument(
                 f"engine block {int(real.max())}, must be under {MAX_ENGINE_BLOCKS}",
+                "engine_blocks",
+            )
+
+
+def check_loaded_places(state: State, session: Session, runs: Sequence[Run]) -> None:
+    """Raise InvalidArgument where a load wants more of a recurrent block than its last state."""
+    classes = state.namespace_of(session).classes
+    for run in runs:
+        if classes[run.group].spec.kind is not GroupKind.RECURRENT_STATE:
+            continue
+        if (run.engine_blocks[:, :-1] != NULL_ENGINE_BLOCK).any():
+            raise InvalidArgument(
+                "a recurrent group's blocks keep their last state: all but the last engine block"
+                " of a row must be null (0xFFFFFFFF) in a load",
                 "engine_blocks",
             )
 
@@ -56,11 +71,14 @@ def _read_group(state: State, session: Session, account: str, runs: list[Run]) -
 
 
 def storable_rows(offer: Offer) -> Offer:
-    """The offer without repeated keys and without blocks that are null all over.
+    """The offer without repeated keys and without blocks that are not whole.
 
-    A block of nothing but nulls would put zeros under a real key.
+    A null engine block would put zeros under a real key, and whoever loads that block may want
+    just this part of it. Of a recurrent group's block only the last state is ever loaded.
     """
-    real = (offer.engine_blocks != NULL_ENGINE_BLOCK).any(axis=1)
+    given = offer.engine_blocks != NULL_ENGINE_BLOCK
+    keeps_last = offer.size_class.spec.kind is GroupKind.RECURRENT_STATE
+    real = given[:, -1] if keeps_last else given.all(axis=1)
     if not real.all():
         offer = offer.rows(np.flatnonzero(real))
     if len(set(offer.tags.tolist())) == len(offer.tags):  # sorting costs four times as much

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from tests.client.fake_daemon import HIT, PENDING, RETRY
 from tests.client.small_engine import TOKENS as SMALL_TOKENS
 from tests.client.small_engine import SmallEngine
 from tests.daemon_process import DaemonProcess
+
+WIDE_RECURRENT = replace(RECURRENT, blocks_per_block=4)
 
 
 def test_a_lookup_asks_for_every_whole_block_of_every_group_in_order() -> None:
@@ -109,6 +112,17 @@ def test_a_null_block_is_loaded_into_by_nobody() -> None:
     rig.step()
     [run] = rig.daemon.last_step.loads[0].runs
     assert (run.first_block, list(run.engine_blocks)) == (7, [17])
+
+
+def test_of_a_recurrent_block_only_its_last_state_is_loaded() -> None:
+    rig = Rig(WIDE_RECURRENT)
+    rig.holds("p", 8 * TOKENS)
+    rig.arrive("r", 9 * TOKENS)
+    assert rig.ask("r") == 8 * TOKENS
+    rig.allocate("r", [blocks(10, 9)], 8 * TOKENS)
+    rig.step()
+    [run] = rig.daemon.last_step.loads[0].runs
+    assert (run.first_block, list(run.engine_blocks)) == (1, [*[NULL_BLOCK] * 3, 17])
 
 
 def test_a_failed_load_lets_the_engine_take_the_blocks_back_and_compute_everything() -> None:

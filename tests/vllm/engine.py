@@ -47,10 +47,14 @@ Happening = dict[str, Any]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a request came to: its tokens, and how many of its prompt's were in some cache."""
+    """What a request came to: its tokens, and how many of its prompt's were in some cache.
+
+    `logprob` is the tokens' together: it moves with bytes that are too few to change a token.
+    """
 
     tokens: tuple[int, ...]
     cached: int
+    logprob: float
 
 
 def prompt(name: str, length: int, after: Sequence[int] = ()) -> Prompt:
@@ -209,8 +213,9 @@ class Engine:
         if told["event"] == "tokens":
             self._tokens[told["request"]] = tuple(told["tokens"])
         elif told["event"] == "finished":
-            self._tokens[told["request"]] = tuple(told["tokens"])
-            self._answers[told["request"]] = Answer(tuple(told["tokens"]), told["cached"])
+            answer = Answer(tuple(told["tokens"]), told["cached"], told["logprob"])
+            self._tokens[told["request"]] = answer.tokens
+            self._answers[told["request"]] = answer
 
     def _last_words(self) -> str:
         return "\n".join(self.log.read_text().splitlines()[-60:])

@@ -68,6 +68,7 @@ class EngineProcess:
             if output.finished:
                 happening["reason"] = output.outputs[0].finish_reason
                 happening["cached"] = output.num_cached_tokens
+                happening["logprob"] = output.outputs[0].cumulative_logprob
             happening["event"] = "finished" if output.finished else "tokens"
             self._connection.send(happening)
 
@@ -79,6 +80,7 @@ class EngineProcess:
             max_tokens=max_tokens,
             ignore_eos=True,
             detokenize=False,
+            logprobs=0,  # of what was sampled alone
             extra_args={"kv_transfer_params": transfer} if transfer else None,
         )
         self._engine.add_request(request, {"prompt_token_ids": prompt}, sampling)

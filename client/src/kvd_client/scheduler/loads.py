@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvd_client.draft import BlockRun
-from kvd_client.identity import Group
+from kvd_client.identity import Group, GroupKind
 from kvd_client.scheduler.hits import loaded_blocks
 from kvd_client.scheduler.request import Request
 from kvd_proto.layout import NULL_ENGINE_BLOCK
@@ -21,7 +21,8 @@ def load_runs(
     """One run for each group that has something to load.
 
     An engine block is null where the device has it already, where it lies beyond the hit, and
-    where the engine wants none. A block whose engine blocks are all null is left out.
+    where the engine wants none; of a recurrent block only the last state is kept, so that is all
+    that is loaded. A block whose engine blocks are all null is left out.
     """
     runs = []
     for group, spec in enumerate(groups):
@@ -33,6 +34,8 @@ def load_runs(
         first_block = used.start
         for block in used:
             places = range(block * width, (block + 1) * width)
+            if spec.kind is GroupKind.RECURRENT_STATE:
+                wanted = range(places.stop - 1, places.stop)
             row = _row(tables[group], places, wanted, null_block)
             if any(engine_block != NULL_ENGINE_BLOCK for engine_block in row):
                 first_block = first_block if hashes else block

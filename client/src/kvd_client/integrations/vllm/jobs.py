@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +17,6 @@ from kvd_proto.layout import NULL_ENGINE_BLOCK
 VLLM_NULL_BLOCK = 0
 
 EngineBlocks = npt.NDArray[np.uint32]
-
-
-class GroupBlocks(Protocol):
-    """A request's block table in one group, as vLLM's scheduler side keeps it."""
-
-    block_ids: list[int]
 
 
 @dataclass(slots=True)
@@ -64,13 +57,8 @@ def store_runs(
     source: GPULoadStoreSpec,
     target: BlocksSpec,
     positions: Mapping[OffloadKey, int],
-    tables: Sequence[GroupBlocks],
 ) -> list[BlockRun]:
-    """Runs of consecutive blocks. `positions` has the end of each key's tokens in its request.
-
-    Where a block has several engine blocks, some may be null, and vLLM's list leaves those out:
-    they are taken from the request's block tables.
-    """
+    """Runs of consecutive blocks. `positions` has the end of each key's tokens in its request."""
     index_of = {group.vllm_index: index for index, group in enumerate(groups)}
     starts = np.cumsum([0, *source.group_sizes])
     runs: list[BlockRun] = []
@@ -82,8 +70,8 @@ def store_runs(
         first_key += len(hashes)
         blocks = _block_numbers(keys, positions, group.tokens_per_block)
         ids = source.block_ids[starts[index] : starts[index + 1]]  # none of them null
-        if group.blocks_per_block > 1:
-            ids = _rows(tables[index].block_ids, blocks, group.blocks_per_block)
+        if len(ids) != len(hashes) * group.blocks_per_block:
+            ids = _last_states(ids, len(hashes), group.blocks_per_block)
         for start, end in stretches(blocks):
             row = ids[start * group.blocks_per_block : end * group.blocks_per_block]
             runs.append(BlockRun(index, blocks[start], hashes[start:end], _sequence(row)))
@@ -100,9 +88,15 @@ def _block_numbers(
     return [(positions[key] - 1) // width_tokens for key in keys]
 
 
-def _rows(table: Sequence[int], blocks: Sequence[int], width: int) -> EngineBlocks:
-    ids = [table[block * width : (block + 1) * width] for block in blocks]
-    return _nulled(np.asarray(ids, dtype=np.int64).reshape(-1))
+def _last_states(ids: npt.NDArray[np.int32], blocks: int, width: int) -> EngineBlocks:
+    """Rows of which only the last engine block is there, as vLLM stores a recurrent state.
+
+    Anything else is no whole block: nulls, which nobody stores.
+    """
+    rows = np.full((blocks, width), NULL_ENGINE_BLOCK, dtype=np.uint32)
+    if len(ids) == blocks:
+        rows[:, -1] = ids
+    return rows.reshape(-1)
 
 
 def _nulled(ids: npt.NDArray[np.int64]) -> EngineBlocks:

@@ -37,7 +37,7 @@ from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, by_group, track
 from kvd_client.integrations.vllm.stats import KvdStats
 from kvd_client.integrations.vllm.steps import StepDesk, StepJobs
-from kvd_client.integrations.vllm.stores import BlocksSpec, StorePlanner, nothing
+from kvd_client.integrations.vllm.stores import BlocksSpec, IsWhole, StorePlanner, nothing
 from kvd_client.scheduler.lookup import Knowledge, LookupDesk
 from kvd_client.scheduler.request import LookupState
 from kvd_client.session import Connection, SessionView
@@ -213,6 +213,10 @@ class KvdManager(OffloadingManager):
             self.stats.no_room += 1
             return None
         return self._stores.plan(tracked, list(keys), req_context, session, self._is_admitted)
+
+    def leave_out_gaps(self, is_whole: IsWhole) -> None:
+        """Ask this before any block is stored; without it all of them are whole."""
+        self._stores.is_whole = is_whole
 
     def expect_stores(self, keys: list[OffloadKey]) -> None:
         """The step will offer these, request by request: probe for them together."""

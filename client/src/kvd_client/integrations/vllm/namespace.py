@@ -277,6 +277,8 @@ def _describe_groups(
     for group, sizes in zip(offloading_config.groups, shard_bytes, strict=True):
         vllm_group = kv_cache_config.kv_cache_groups[group.group_id]
         kind, window = _kind(vllm_group.kv_cache_spec)
+        if kind is GroupKind.RECURRENT_STATE and blocks_per_block > 1:
+            _check_last_states(vllm_group.kv_cache_spec)
         yield Group(
             tokens_per_block=group.tokens_per_block * blocks_per_block,
             shard_bytes=sizes,
@@ -285,6 +287,22 @@ def _describe_groups(
             sliding_window_tokens=window,
             drafter=bool(vllm_group.is_eagle_group),
         )
+
+
+def _check_last_states(spec: Any) -> None:
+    """Raise ValueError where a hit may end on a state that is not the last of its block."""
+    mode = getattr(_any_layer(spec), "mamba_cache_mode", "")
+    if mode != "align":
+        raise ValueError(
+            f'blocks_per_chunk is above 1, and with mamba_cache_mode "{mode}" a hit may end on'
+            " any engine block, of which kvd keeps only the last: leave blocks_per_chunk out of"
+            " kv_connector_extra_config, or start vLLM with --mamba-cache-mode align"
+        )
+
+
+def _any_layer(spec: Any) -> Any:
+    """One layer's part of a group whose layers are all of one kind."""
+    return next(iter(getattr(spec, "kv_cache_specs", {0: spec}).values()))
 
 
 def _shard_bytes(handshakes: Sequence[RankHandshake]) -> tuple[tuple[int, ...], ...]:
@@ -310,7 +328,7 @@ def _kind(spec: Any) -> tuple[GroupKind, int]:
     """
     from vllm.v1 import kv_cache_interface as kinds  # noqa: PLC0415 - vllm is imported late
 
-    one = next(iter(getattr(spec, "kv_cache_specs", {0: spec}).values()))
+    one = _any_layer(spec)
     if isinstance(one, kinds.MambaSpec):
         return GroupKind.RECURRENT_STATE, 0
     if isinstance(one, kinds.SlidingWindowSpec):

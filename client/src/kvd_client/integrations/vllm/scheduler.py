@@ -35,7 +35,13 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvd_client.integrations.vllm.jobs import SingleBlock, load_runs, single_run, store_runs
+from kvd_client.integrations.vllm.jobs import (
+    VLLM_NULL_BLOCK,
+    SingleBlock,
+    load_runs,
+    single_run,
+    store_runs,
+)
 from kvd_client.integrations.vllm.lookups import Prompt
 from kvd_client.integrations.vllm.manager import KvdManager
 from kvd_client.integrations.vllm.metadata import (
@@ -72,7 +78,10 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         super().__init__(spec, vllm_config, kv_cache_config)
         self._self_describing = self._events_tracker.self_describing_enabled
         self._kvd_groups = self.manager.groups
+        self._width = self.config.blocks_per_chunk
         self._stores_simply = self._has_simple_stores()
+        if self._width > 1:
+            self.manager.leave_out_gaps(self._is_whole)
 
     def _has_simple_stores(self) -> bool:
         """Whether all blocks of one group are stored as they come, none of them left out."""
@@ -86,6 +95,19 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             and not groups[0].is_eagle_group
             and not groups[0].requires_cow_source
         )
+
+    def _is_whole(self, req_context: ReqContext, group: int, block: int) -> bool:
+        """Whether the request holds every engine block of this one.
+
+        vLLM 0.32 looks at the last of them only. Where the request began on a device hit, the
+        block that its window begins in has null ones before that, and so has one whose first
+        engine blocks the window has left and another request was given.
+        """
+        if self.config.kv_group_configs[group].requires_cow_source:
+            return True  # nothing but the last state counts, and vLLM names where that lies
+        state, width = self._req_status[req_context.req_id].group_states[group], self._width
+        row = state.block_ids[block * width : (block + 1) * width]
+        return len(row) == width and VLLM_NULL_BLOCK not in row
 
     # -- arrival and lookup -----------------------------------------------------------------
 
@@ -275,7 +297,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
                 runs = single_run(job.src_spec, target)
             else:
                 positions = context._offload_key_positions
-                runs = store_runs(groups, job.src_spec, target, positions, status.group_states)
+                runs = store_runs(groups, job.src_spec, target, positions)
             jobs.add(kvd_job_id(job_id), manager.tracked(context), runs, is_load=False)
         return jobs
 

@@ -25,6 +25,7 @@ from kvd_proto import layout
 KEYS_PER_STEP = layout.MAX_KEYS_PER_MESSAGE
 
 Admitted = Callable[[TrackedRequest, int, int], bool]  # (request, group, block)
+IsWhole = Callable[[ReqContext, int, int], bool]  # likewise: all its engine blocks are there
 
 
 @dataclass(slots=True)
@@ -73,6 +74,7 @@ class StorePlanner:
         self._storing: dict[OffloadKey, None] = {}
         self._probed: dict[OffloadKey, bool] = {}  # for this step's offers
         self.budget = StepBudget()
+        self.is_whole: IsWhole | None = None
 
     def plan(
         self,
@@ -83,12 +85,14 @@ class StorePlanner:
         admitted: Admitted,
     ) -> PrepareStoreOutput | None:
         """What of these to store. None: no room now, offer them again."""
-        if len(keys) == 1 and session.store_threshold <= 1 and not tracked.request.request_level:
-            return self._plan_one(tracked, keys, session)
         if tracked.policy is OffloadPolicy.REQUEST_LEVEL:
             self._note_offered(tracked, keys, req_context)
-            wanted = keys
-        else:
+        if self.is_whole is not None:
+            keys = [k for k in keys if self.is_whole(req_context, *self._place(k, req_context))]
+        if len(keys) == 1 and session.store_threshold <= 1 and not tracked.request.request_level:
+            return self._plan_one(tracked, keys, session)
+        wanted = keys
+        if tracked.policy is not OffloadPolicy.REQUEST_LEVEL:
             wanted = self._absent(tracked, keys, session)
             if session.store_threshold > 1:
                 offered = len(wanted)
