@@ -30,8 +30,9 @@ from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
 from kvd.job_board import JobBoard
 from kvd.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.mover.process import MoverProcess
-from kvd.pieces import answer_in_pieces, let_others_in, run_pieces
+from kvd.pieces import answer_in_pieces, run_pieces
 from kvd.pool.pool import Pool
+from kvd.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ ZERO_AGAIN_SECONDS = 1.0  # after a row could not be zeroed
 class OpenSessionRecord:
     namespace: NamespaceId
     sink: SessionSink
+    user: int  # whose large calls take turns with other users'
 
 
 def exit_on_broken_invariant(event: Event, error: Exception) -> None:
@@ -73,6 +75,7 @@ class Driver:
         self.on_broken_invariant: Callable[[Event, Exception], None] = exit_on_broken_invariant
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
         self.jobs = JobBoard()
+        self.turns = Turns()
         self._clock = clock or MonotonicClock()
         self._observer = observer or SilentObserver()
         self.fleet = MoverFleet(pool, self.post, self._observer, launch)
@@ -215,15 +218,15 @@ class Driver:
         return SessionId(self._next_session)
 
     def open_session(
-        self, event: ev.SessionOpened, fields: dict[str, str], sink: SessionSink
+        self, event: ev.SessionOpened, fields: dict[str, str], sink: SessionSink, user: int = 0
     ) -> SessionAccepted:
-        """Open a session; `fields` describe its namespace to operators."""
+        """Open a user's session; `fields` describe its namespace to operators."""
         self._fields[event.spec.fingerprint] = fields
         try:
             accepted: SessionAccepted = self.call(event)
         finally:
             self._fields.pop(event.spec.fingerprint, None)
-        self.sessions[event.session] = OpenSessionRecord(accepted.namespace, sink)
+        self.sessions[event.session] = OpenSessionRecord(accepted.namespace, sink, user)
         self._schedule_rooms()
         return accepted
 
@@ -257,7 +260,12 @@ class Driver:
             )
             return found
 
-        return await answer_in_pieces(queries, ask)
+        return await answer_in_pieces(queries, ask, partial(self.let_others_in, session))
+
+    async def let_others_in(self, session: SessionId) -> None:
+        """Between the pieces of a session's call: leave the loop to other calls."""
+        record = self.sessions.get(session)
+        await self.turns.let_others_in(None if record is None else record.user)
 
     async def store(self, event: ev.StoreRequested) -> Verdict:
         """Store in pieces of at most PIECE_KEYS keys; the verdict covers them all."""
@@ -267,7 +275,7 @@ class Driver:
         try:
             for number, runs in enumerate(pieces):
                 if number:
-                    await let_others_in()
+                    await self.let_others_in(event.session)
                 verdicts.append(
                     self.call(
                         ev.StoreRequested(

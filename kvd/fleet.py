@@ -20,8 +20,8 @@ from kvd.core.errors import UnknownRegistration
 from kvd.core.events import Event, JobKind, TransferOutcome
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, Slots, TransferId
 from kvd.mover.process import Finished, LocatedPart, MoverConfig, MoverProcess, MoverSink
-from kvd.pieces import TURNS_BETWEEN_PIECES
 from kvd.pool.pool import Pool
+from kvd.turns import TURNS_BETWEEN_PIECES
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvd.core.actions import Answer
@@ -14,16 +13,11 @@ from kvd.core.keys import LeaseId
 PIECE_KEYS = 256
 # Of a lookup, that takes 0.2 to 0.4 ms. A third of that is what a piece costs whatever its size.
 LOOKUP_PIECE_KEYS = 256
-# Turns of the event loop left to others after a piece. A small call needs about five from its
-# first byte to its answer; were each of them as long as a piece, it would wait for five pieces.
-TURNS_BETWEEN_PIECES = 4
+# A query and a run cost something whatever their size.
+PIECE_QUERIES = 16
+PIECE_RUNS = 16
+PIECE_IDS = 256  # of jobs, leases or requests that have ended
 _HIT = b"\x01"  # of kvd.v1 Answer
-
-
-async def let_others_in() -> None:
-    """Leave some turns of the event loop to other calls."""
-    for _ in range(TURNS_BETWEEN_PIECES):
-        await asyncio.sleep(0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +29,7 @@ class QueryPiece:
 
 
 def query_pieces(queries: Sequence[Query]) -> Iterator[list[QueryPiece]]:
-    """Cut queries into pieces of at most LOOKUP_PIECE_KEYS keys, in order."""
+    """Cut queries into pieces of a few, with at most LOOKUP_PIECE_KEYS keys, in order."""
     piece: list[QueryPiece] = []
     room = LOOKUP_PIECE_KEYS
     for number, query in enumerate(queries):
@@ -45,7 +39,7 @@ def query_pieces(queries: Sequence[Query]) -> Iterator[list[QueryPiece]]:
             keys, first = query.keys[start:stop], query.first_block + start
             piece.append(QueryPiece(number, replace(query, keys=keys, first_block=first)))
             room -= stop - start
-            if room == 0:
+            if room == 0 or len(piece) == PIECE_QUERIES:
                 yield piece
                 piece, room = [], LOOKUP_PIECE_KEYS
             if stop == len(query.keys):
@@ -95,10 +89,13 @@ class PiecewiseAnswers:
 
 
 async def answer_in_pieces(
-    queries: Sequence[Query], ask: Callable[[tuple[Query, ...]], tuple[Answer, ...]]
+    queries: Sequence[Query],
+    ask: Callable[[tuple[Query, ...]], tuple[Answer, ...]],
+    let_others_in: Callable[[], Awaitable[None]],
 ) -> tuple[Answer, ...]:
     """Answers in the order of the queries; yields to other calls between pieces."""
-    if sum(len(query.keys) for query in queries) <= LOOKUP_PIECE_KEYS:
+    keys = sum(len(query.keys) for query in queries)
+    if keys <= LOOKUP_PIECE_KEYS and len(queries) <= PIECE_QUERIES:
         return ask(tuple(queries))
     answers = PiecewiseAnswers(len(queries))
     for number, piece in enumerate(query_pieces(queries)):
@@ -110,7 +107,7 @@ async def answer_in_pieces(
 
 
 def run_pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
-    """Cut runs into pieces of at most PIECE_KEYS keys, in order."""
+    """Cut runs into pieces of a few, with at most PIECE_KEYS keys, in order."""
     piece: list[Run] = []
     room = PIECE_KEYS
     for run in runs:
@@ -123,7 +120,7 @@ def run_pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
             )
             room -= stop - start
             start = stop
-            if room == 0:
+            if room == 0 or len(piece) == PIECE_RUNS:
                 yield tuple(piece)
                 piece, room = [], PIECE_KEYS
     if piece or not any(len(run.keys) for run in runs):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from kvd.core.hand_off import MAX_HAND_OFF_NS
 from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
 from kvd.event_log import Change, ChangeKind, Delivery
+from kvd.turns import Pace
 from kvd_proto import layout
 from kvd_proto.v1 import common_pb2, events_pb2
 from kvd_proto.v1 import engine_pb2 as pb
@@ -27,6 +29,8 @@ from kvd_proto.v1 import engine_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_STRUCT_BYTES = 16 * 1024
+STRUCT_BYTES_A_UNIT = 256  # of a pace: a structure of many small values is slow to encode
+NAMES_A_UNIT = 16
 MAX_QUERIES = 1024
 MAX_RUNS = 64
 MAX_JOBS_PER_STEP = 1024
@@ -111,6 +115,11 @@ def _struct_bytes(message: common_pb2.ReqContext, name: str) -> bytes:
     return encoded
 
 
+def context_units(message: common_pb2.ReqContext) -> int:
+    """What it takes to look at a request's context, in a pace's units."""
+    return 1 + message.ByteSize() // STRUCT_BYTES_A_UNIT
+
+
 def key_batch(hashes: bytes, spec: NamespaceSpec, budget: KeyBudget) -> KeyBatch:
     """View the hashes of one run; at least one key."""
     if not hashes or len(hashes) % spec.hash_bytes:
@@ -132,11 +141,17 @@ def group_number(group: int, spec: NamespaceSpec) -> int:
     return group
 
 
-def queries(messages: Sequence[pb.Query], spec: NamespaceSpec) -> tuple[ev.Query, ...]:
+async def queries(
+    messages: Sequence[pb.Query], spec: NamespaceSpec, pace: Pace
+) -> tuple[ev.Query, ...]:
     """1..1024 queries with at most 16384 keys together."""
     check_count(len(messages), MAX_QUERIES, "queries", least=1)
     budget = KeyBudget()
-    return tuple(_query(message, spec, budget) for message in messages)
+    checked = []
+    for message in messages:
+        await pace.spend(1 + context_units(message.context))
+        checked.append(_query(message, spec, budget))
+    return tuple(checked)
 
 
 def _query(message: pb.Query, spec: NamespaceSpec, budget: KeyBudget) -> ev.Query:
@@ -256,17 +271,22 @@ def job_id(number: int) -> JobId:
 
 def job_ids(numbers: Sequence[int], field: str) -> tuple[JobId, ...]:
     check_count(len(numbers), MAX_IDS, field)
-    return tuple(JobId(n) for n in numbers)
+    return cast("tuple[JobId, ...]", tuple(numbers))
 
 
 def lease_ids(numbers: Sequence[int], field: str) -> tuple[LeaseId, ...]:
     check_count(len(numbers), MAX_IDS, field)
-    return tuple(LeaseId(n) for n in numbers)
+    return cast("tuple[LeaseId, ...]", tuple(numbers))
 
 
-def request_ids(names: Sequence[str], field: str) -> tuple[RequestId, ...]:
+async def request_ids(names: Sequence[str], field: str, pace: Pace) -> tuple[RequestId, ...]:
     check_count(len(names), MAX_IDS, field)
-    return tuple(RequestId(check_string(name, field, STRING_BYTES)) for name in names)
+    checked = []
+    for number, name in enumerate(names):
+        if number % NAMES_A_UNIT == 0:
+            await pace.spend(1)
+        checked.append(RequestId(check_string(name, field, STRING_BYTES)))
+    return tuple(checked)
 
 
 # -- out --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from kvd.control import convert
 from kvd.control.errors import DeadlinePassed
 from kvd.control.peers import Context, Peers, Role
-from kvd.control.session import SessionRooms
+from kvd.control.session import Request, SessionRooms
 from kvd.control.verbs import LiveSession
 from kvd.core.errors import InvalidArgument
 from kvd_proto.v1 import engine_pb2 as pb
@@ -29,7 +29,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         peer = self._peers.behind(context, Role.SCHEDULER)
         return self._rooms.sessions.of(peer, session)
 
-    async def Session(self, requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
+    async def Session(self, requests: AsyncIterator[Request], context: Context) -> None:
         peer = self._peers.behind(context, Role.SCHEDULER)
         await self._rooms.serve(requests, context, peer)
 

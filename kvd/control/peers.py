@@ -239,13 +239,21 @@ class Peers:
     def _forget(self, peer: Peer) -> None:
         self._by_token.pop(peer.token, None)
 
-    def behind(self, context: Context, *roles: Role) -> Peer:
-        """The caller, if its token is that of a live peer in one of these roles (any if none)."""
+    def user_behind(self, context: Context) -> int | None:
+        """The caller's user; None for a caller who has not said hello."""
+        peer = self._find(context)
+        return None if peer is None else peer.uid
+
+    def _find(self, context: Context) -> Peer | None:
         token = ""
         for entry in context.invocation_metadata() or ():
             if entry[0] == TOKEN_KEY and isinstance(entry[1], str):
                 token = entry[1]
-        peer = self._by_token.get(token)
+        return self._by_token.get(token)
+
+    def behind(self, context: Context, *roles: Role) -> Peer:
+        """The caller, if its token is that of a live peer in one of these roles (any if none)."""
+        peer = self._find(context)
         if peer is None:
             raise Unauthenticated(
                 f"the metadata entry {TOKEN_KEY} names no live companion connection; say hello"

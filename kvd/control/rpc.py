@@ -6,14 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf.message import Message
 
-from kvd.control import errors
+from kvd.control import errors, wire
 from kvd.control.peers import Context
 from kvd.core.errors import InvalidArgument, KvdError
+from kvd.turns import Pace, Turns
 
 log = logging.getLogger(__name__)
 
@@ -37,20 +38,19 @@ class CallObserver(Protocol):
         """A call or a message broke a rule."""
 
 
-@dataclass(frozen=True, slots=True)
-class MalformedBytes:
-    """Stands for a request whose bytes could not be read."""
-
-    error: str
-
-
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Wraps kvd's own methods; health and reflection pass untouched."""
 
     def __init__(
-        self, observer: CallObserver, on_broken_invariant: Callable[[AssertionError], None]
+        self,
+        observer: CallObserver,
+        on_broken_invariant: Callable[[AssertionError], None],
+        turns: Turns,
+        user_of: Callable[[Context], int | None],
     ) -> None:
         self._observer = observer
+        self._turns = turns
+        self._user_of = user_of
         self._on_broken_invariant = on_broken_invariant
 
     async def intercept_service(
@@ -62,43 +62,68 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         if handler is None or not path.startswith(OWN_PREFIX):
             return handler
         method = path.removeprefix(OWN_PREFIX)
-        deserializer = _lenient(handler.request_deserializer)
+        kind = _message_of(handler.request_deserializer)
         if handler.stream_stream is not None:
             return grpc.stream_stream_rpc_method_handler(
-                self._stream_stream(method, handler.stream_stream),
-                deserializer,
+                self._stream_stream(method, kind, handler.stream_stream),
+                None,
                 handler.response_serializer,
             )
         if handler.unary_stream is not None:
             return grpc.unary_stream_rpc_method_handler(
-                self._unary_stream(method, handler.unary_stream),
-                deserializer,
+                self._unary(method, kind, handler.unary_stream),
+                None,
                 handler.response_serializer,
             )
         return grpc.unary_unary_rpc_method_handler(
-            self._unary_unary(method, handler.unary_unary),
-            deserializer,
+            self._unary(method, kind, handler.unary_unary),
+            None,
             _serializer(handler.response_serializer),
         )
 
-    def _unary_unary(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        async def call(request: Any, context: Context) -> Any:
-            return await self._run(method, context, lambda: behaviour(_whole(request), context))
+    def _unary(
+        self, method: str, kind: type[Message], behaviour: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        async def call(content: bytes, context: Context) -> Any:
+            async def read_and_behave() -> Any:
+                return await behaviour(await self._read(kind, content, context), context)
+
+            return await self._run(method, context, read_and_behave)
 
         return call
 
-    def _unary_stream(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        async def call(request: Any, context: Context) -> None:
-            await self._run(method, context, lambda: behaviour(_whole(request), context))
+    def _stream_stream(
+        self, method: str, kind: type[Message], behaviour: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        async def read_each(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+            async for content in requests:
+                try:
+                    request: Any = await self._read(kind, content, context)
+                except KvdError as error:
+                    request = wire.unreadable_request(content, error)
+                del content  # the next may be long in coming
+                yield request
+                del request
+
+        async def call(requests: AsyncIterator[bytes], context: Context) -> None:
+            await self._run(
+                method, context, lambda: behaviour(read_each(requests, context), context)
+            )
 
         return call
 
-    def _stream_stream(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
-        async def call(requests: AsyncIterator[Any], context: Context) -> None:
-            whole = _whole_ones(requests)
-            await self._run(method, context, lambda: behaviour(whole, context))
-
-        return call
+    async def _read(self, kind: type[Message], content: bytes, context: Context) -> Message:
+        """The message in these bytes; a large one is read in pieces."""
+        message = kind()
+        try:
+            pace = Pace(self._turns, self._user_of(context))
+            await wire.read_in_pieces(message, content, pace)
+        except wire.Unreadable as error:
+            raise InvalidArgument(
+                f"the bytes are no message of this type: {error}",
+                reason=errors.MALFORMED_MESSAGE,
+            ) from None
+        return message
 
     async def _run(
         self, method: str, context: Context, behaviour: Callable[[], Awaitable[Any]]
@@ -148,28 +173,7 @@ def _serializer(serialize: Callable[[Any], bytes] | None) -> Callable[[Any], byt
     return write
 
 
-def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """A deserializer whose failures reach our own code instead of an untyped INTERNAL."""
-    assert deserializer is not None, "kvd's methods carry messages"
-
-    def read(content: bytes) -> Any:
-        try:
-            return deserializer(content)
-        except Exception as error:  # noqa: BLE001 - protobuf raises more than DecodeError
-            return MalformedBytes(str(error))
-
-    return read
-
-
-def _whole(request: Any) -> Any:
-    if isinstance(request, MalformedBytes):
-        raise InvalidArgument(
-            f"the bytes are no message of this type: {request.error}",
-            reason=errors.MALFORMED_MESSAGE,
-        )
-    return request
-
-
-async def _whole_ones(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _whole(request)
+def _message_of(deserializer: Any) -> type[Message]:
+    """The class whose FromString this is, as the stubs give it."""
+    kind: type[Message] = deserializer.__self__
+    return kind

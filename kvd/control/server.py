@@ -102,7 +102,9 @@ class ControlServer:
         report = StatusReport(driver, self.engines, self.namespaces, self.rooms.sessions)
         self.operator = OperatorServicer(driver, self.peers, tenants, self.namespaces, report)
         self.operator.drain = self.drain
-        self._interceptor = CallInterceptor(observer, on_broken_invariant)
+        self._interceptor = CallInterceptor(
+            observer, on_broken_invariant, driver.turns, self.peers.user_behind
+        )
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._place: Place | None = None

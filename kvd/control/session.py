@@ -23,6 +23,7 @@ from kvd.control.outbox import QUIET, Outbox
 from kvd.control.peers import Context, Peer
 from kvd.control.tenants import TenantPolicy
 from kvd.control.verbs import LiveSession, Sessions, Verbs
+from kvd.control.wire import UnreadableRequest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
@@ -43,6 +44,9 @@ MAX_CAPABILITIES = 64
 MAX_SESSIONS = 1024
 CLOSE_FLUSH_SECONDS = 2.0
 CLOSED = "its scheduler closed it"  # the one end after which nobody comes back
+Request = pb.SessionRequest | UnreadableRequest
+# By which number a message's refusal names it.
+_NUMBERS = {"step": "sequence", "lookup": "call_id", "reset_cache": "sequence"}
 WARM_SECONDS = 1.0  # longest wait for rows to be made fast before a session is called ready
 
 
@@ -124,15 +128,46 @@ class SchedulerSession:
 
     # -- requests ---------------------------------------------------------------------------
 
-    async def handle_all(self, requests: AsyncIterator[pb.SessionRequest]) -> str:
-        """Handle requests until the stream ends; returns why it did."""
+    async def handle_all(self, requests: AsyncIterator[Request]) -> str:
+        """Handle requests until the stream ends; returns why it did.
+
+        No request ends it: what can't be read, breaks a rule or meets a defect is refused.
+        """
         async for request in requests:
+            if isinstance(request, UnreadableRequest):
+                await self._refuse_unreadable(request)
+                continue
             kind = request.WhichOneof("kind")
             if kind == "close":
                 await self._flush()
                 return CLOSED
-            await self._handle(kind, request)
+            try:
+                await self._handle(kind, request)
+            except AssertionError:
+                raise  # a broken invariant: the daemon ends
+            except Exception:
+                log.exception("session %d: a %s failed", self.live.id, kind)
+                number = getattr(
+                    getattr(request, kind or "", None), _NUMBERS.get(kind or "", ""), 0
+                )
+                error = KvdError("the daemon failed; its log says how")
+                self._refuse_message(kind or "", number, error)
         return "its stream ended"
+
+    async def _refuse_unreadable(self, request: UnreadableRequest) -> None:
+        error = request.error
+        if request.kind in _NUMBERS and request.kind != "lookup":
+            try:
+                await self._rooms.verbs.refuse(self.live, request.number, error)
+            except KvdError as refused:  # it may be an old number's, or a gap
+                error = refused
+        self._refuse_message(request.kind, request.number, error)
+
+    def _refuse_message(self, kind: str, number: int, error: KvdError) -> None:
+        if kind == "lookup":
+            self._refuse_lookup(number, error)
+        else:
+            self._refuse(number, error)
 
     async def _handle(self, kind: str | None, request: pb.SessionRequest) -> None:
         began = time.perf_counter()
@@ -161,12 +196,17 @@ class SchedulerSession:
             self.outbox.release_ended()
 
     async def _lookup(self, call: pb.LookupCall) -> None:
-        reply = pb.LookupReply(call_id=call.call_id)
         try:
-            reply.answers.extend(await self._rooms.verbs.lookup(self.live, call.queries))
+            answers = await self._rooms.verbs.lookup(self.live, call.queries)
         except KvdError as error:
-            reply.reason, reply.message = error.reason, str(error)
-            self._rooms.refused(error.reason)
+            self._refuse_lookup(call.call_id, error)
+        else:
+            reply = pb.LookupReply(call_id=call.call_id, answers=answers)
+            self.outbox.put(pb.SessionResponse(lookup=reply))
+
+    def _refuse_lookup(self, call_id: int, error: KvdError) -> None:
+        self._rooms.refused(error.reason)
+        reply = pb.LookupReply(call_id=call_id, reason=error.reason, message=str(error))
         self.outbox.put(pb.SessionResponse(lookup=reply))
 
     async def _reset(self, reset: pb.ResetCache) -> None:
@@ -210,11 +250,11 @@ class SessionRooms:
         """Count a refusal that is answered inside a stream."""
         self.count_refusal(reason)
 
-    async def serve(
-        self, requests: AsyncIterator[pb.SessionRequest], context: Context, peer: Peer
-    ) -> None:
+    async def serve(self, requests: AsyncIterator[Request], context: Context, peer: Peer) -> None:
         """The whole life of one stream. Its end, however it comes, frees the session."""
         first = await anext(requests, None)
+        if isinstance(first, UnreadableRequest):
+            raise first.error
         if first is None or first.WhichOneof("kind") != "open":
             raise InvalidArgument(
                 "the first message of a session is open", "open", MALFORMED_MESSAGE
@@ -288,6 +328,7 @@ class SessionRooms:
             ),
             fields,
             sink,
+            peer.uid,
         )
         live = LiveSession(
             number, accepted.namespace, spec, peer, message.identity.engine_id, message.world_size

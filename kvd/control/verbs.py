@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kvd.control import convert
 from kvd.control.peers import Peer
@@ -20,7 +21,8 @@ from kvd.core.errors import JobNotRising, KvdError, SequenceGap, UnknownSession
 from kvd.core.keys import JobId, LeaseId, NamespaceId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
 from kvd.driver import Driver
-from kvd.pieces import PIECE_KEYS, let_others_in
+from kvd.pieces import PIECE_IDS, PIECE_KEYS
+from kvd.turns import Pace
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 
@@ -104,34 +106,51 @@ class StepParts:
     about: ev.RequestContext | None = None  # whose jobs were completed
 
 
-def step_parts(live: LiveSession, step: pb.Step) -> StepParts:
+async def step_parts(live: LiveSession, step: pb.Step, pace: Pace) -> StepParts:
     """Check every part of the step; InvalidArgument names the first that is wrong."""
     convert.check_count(len(step.touches), convert.MAX_TOUCHES_PER_STEP, "touches")
     convert.check_count(len(step.loads), convert.MAX_JOBS_PER_STEP, "loads")
     convert.check_count(len(step.stores), convert.MAX_JOBS_PER_STEP, "stores")
     convert.check_count(len(step.hand_offs), convert.MAX_HAND_OFFS_PER_STEP, "hand_offs")
     budget = convert.KeyBudget()
-    touches = [convert.touch_events(live.id, t, live.spec, budget) for t in step.touches]
+    touches: list[ev.Touched] = []
+    for touch in step.touches:
+        await pace.spend(_units(touch))
+        touches += convert.touch_events(live.id, touch, live.spec, budget)
+    loads: list[ev.LoadRequested] = []
+    for load in step.loads:
+        await pace.spend(_units(load))
+        loads.append(convert.load_event(live.id, load, live.spec, budget))
+    stores: list[ev.StoreRequested] = []
+    for store in step.stores:
+        await pace.spend(_units(store))
+        stores.append(convert.store_event(live.id, store, live.spec, budget))
+    hand_offs: list[ev.HandOffRequested] = []
+    for hand_off in step.hand_offs:
+        await pace.spend(_units(hand_off))
+        hand_offs += convert.hand_off_events(live.id, hand_off, live.spec, budget)
+    preempted, finished = step.preempted_request_ids, step.finished_request_ids
     return StepParts(
-        touches=tuple(touch for several in touches for touch in several),
-        loads=tuple(convert.load_event(live.id, j, live.spec, budget) for j in step.loads),
-        stores=tuple(convert.store_event(live.id, j, live.spec, budget) for j in step.stores),
-        hand_offs=tuple(
-            run
-            for hand_off in step.hand_offs
-            for run in convert.hand_off_events(live.id, hand_off, live.spec, budget)
-        ),
+        touches=tuple(touches),
+        loads=tuple(loads),
+        stores=tuple(stores),
+        hand_offs=tuple(hand_offs),
         completed=(
             *convert.job_ids(step.completed_loads, "completed_loads"),
             *convert.job_ids(step.completed_stores, "completed_stores"),
         ),
         released=convert.lease_ids(step.released_leases, "released_leases"),
         ended=(
-            *convert.request_ids(step.preempted_request_ids, "preempted_request_ids"),
-            *convert.request_ids(step.finished_request_ids, "finished_request_ids"),
+            *await convert.request_ids(preempted, "preempted_request_ids", pace),
+            *await convert.request_ids(finished, "finished_request_ids", pace),
         ),
         end_step=step.end_step,
     )
+
+
+def _units(part: pb.Touch | pb.LoadJob | pb.StoreJob | pb.HandOff) -> int:
+    """What it takes to look at a part of a step, in a pace's units."""
+    return min(len(part.runs), convert.MAX_RUNS) + convert.context_units(part.context)
 
 
 class Verbs:
@@ -142,7 +161,7 @@ class Verbs:
 
     async def lookup(self, live: LiveSession, messages: Sequence[pb.Query]) -> list[pb.Answer]:
         """Answers in the order of the queries. Not numbered: it may be asked again."""
-        queries = convert.queries(messages, live.spec)
+        queries = await convert.queries(messages, live.spec, self._pace(live))
         answers = await self._driver.lookup(live.id, queries)
         return [convert.answer_message(answer) for answer in answers]
 
@@ -155,7 +174,7 @@ class Verbs:
         """
 
         async def apply() -> pb.StepReply:
-            parts = step_parts(live, step)
+            parts = await step_parts(live, step, self._pace(live))
             if about is not None and about.ByteSize():
                 parts = replace(parts, about=convert.request_context(about))
             return await self._apply(live, step.sequence, parts)
@@ -173,6 +192,17 @@ class Verbs:
 
         answer = await self._once(live, reset.sequence, apply)
         return answer if isinstance(answer, pb.EpochOpened) else pb.EpochOpened()
+
+    async def refuse(self, live: LiveSession, sequence: int, error: KvdError) -> None:
+        """Raise the error for a message that could not be read; its number is used up."""
+
+        async def apply() -> MutatingAnswer:
+            raise error
+
+        await self._once(live, sequence, apply)
+
+    def _pace(self, live: LiveSession) -> Pace:
+        return Pace(self._driver.turns, live.peer.uid)
 
     async def _once(self, live: LiveSession, sequence: int, apply: Apply) -> MutatingAnswer:
         """Apply unless the number is old. A caller that gives up doesn't stop it half-way."""
@@ -206,26 +236,33 @@ class Verbs:
         live.last_job = max(live.last_job, *used, 0)
         for hand_off in parts.hand_offs:
             await self._hand_off(hand_off)
-        if parts.completed:
-            driver.call(ev.JobsCompleted(live.id, parts.completed, parts.about))
-        if parts.released:
-            driver.call(ev.LeasesReleased(live.id, parts.released))
-        if parts.ended:
-            driver.call(ev.RequestsEnded(live.id, parts.ended))
+        for jobs in _cut(parts.completed):
+            driver.call(ev.JobsCompleted(live.id, jobs, parts.about))
+            await self._breathe_after(live, jobs)
+        for leases in _cut(parts.released):
+            driver.call(ev.LeasesReleased(live.id, leases))
+            await self._breathe_after(live, leases)
+        for requests in _cut(parts.ended):
+            driver.call(ev.RequestsEnded(live.id, requests))
+            await self._breathe_after(live, requests)
         if parts.end_step:
             driver.call(ev.StepEnded(live.id))
         return reply
+
+    async def _breathe_after(self, live: LiveSession, piece: Sequence[object]) -> None:
+        if len(piece) == PIECE_IDS:
+            await self._driver.let_others_in(live.id)
 
     async def _touch(self, touch: ev.Touched) -> None:
         for start in range(0, len(touch.keys), PIECE_KEYS):
             keys = touch.keys[start : start + PIECE_KEYS]
             self._driver.call(ev.Touched(touch.session, touch.context, touch.group, keys))
-            await let_others_in()
+            await self._driver.let_others_in(touch.session)
 
     async def _hand_off(self, hand_off: ev.HandOffRequested) -> None:
         for start in range(0, len(hand_off.keys), PIECE_KEYS):
             self._driver.call(replace(hand_off, keys=hand_off.keys[start : start + PIECE_KEYS]))
-            await let_others_in()
+            await self._driver.let_others_in(hand_off.session)
 
     def _require_rising(
         self, live: LiveSession, job: JobId, kind: ev.JobKind, used: set[int]
@@ -254,7 +291,7 @@ class Verbs:
             raise
         except KvdError as error:
             verdict = convert.refusal_message(load.job, ev.JobKind.LOAD, error.reason)
-        await let_others_in()
+        await self._driver.let_others_in(live.id)
         return verdict
 
     async def _store(
@@ -269,8 +306,17 @@ class Verbs:
             raise
         except KvdError as error:
             verdict = convert.refusal_message(store.job, ev.JobKind.STORE, error.reason)
-        await let_others_in()
+        await self._driver.let_others_in(live.id)
         return verdict
+
+
+Id = TypeVar("Id")
+
+
+def _cut(ids: tuple[Id, ...]) -> Iterator[tuple[Id, ...]]:
+    """The ids in pieces of at most PIECE_IDS."""
+    for start in range(0, len(ids), PIECE_IDS):
+        yield ids[start : start + PIECE_IDS]
 
 
 def _retrieve(applying: asyncio.Future[MutatingAnswer]) -> None:

@@ -80,8 +80,11 @@ def test_a_call_that_fits_into_a_piece_is_asked_in_one_go(counts: list[int]) -> 
         asked.append(sum(len(query.keys) for query in queries))
         return tuple(Answer(HIT * len(query.keys), None, 0) for query in queries)
 
+    async def let_others_in() -> None:
+        pass
+
     queries = [query(count) for count in counts]
-    answers = asyncio.run(answer_in_pieces(queries, ask))
+    answers = asyncio.run(answer_in_pieces(queries, ask, let_others_in))
     assert [len(answer.statuses) for answer in answers] == counts
     assert max(asked) <= LOOKUP_PIECE_KEYS
     assert len(asked) == max(1, -(-sum(counts) // LOOKUP_PIECE_KEYS))

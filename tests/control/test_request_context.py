@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from google.protobuf import struct_pb2
 
 from kvd.control import convert
-from kvd.control.peers import Peer
 from kvd.control.verbs import LiveSession, Verbs
 from kvd.core import events as ev
 from kvd.core.actions import Answer, Verdict
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import NamespaceId, SessionId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.turns import Turns
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 from tests.control.daemon_rig import hashes, load_job, store_job
@@ -48,6 +49,10 @@ class ListeningDriver:
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.jobs = self
+        self.turns = Turns()
+
+    async def let_others_in(self, session: SessionId) -> None:
+        pass
 
     def live(self, session: SessionId) -> frozenset[int]:
         return frozenset()
@@ -72,8 +77,7 @@ class ListeningDriver:
 
 
 def live() -> LiveSession:
-    peer: Any = object()
-    assert not isinstance(peer, Peer)
+    peer: Any = SimpleNamespace(uid=0)
     return LiveSession(SessionId(1), NamespaceId(1), SPEC, peer, "engine", 1)
 
 

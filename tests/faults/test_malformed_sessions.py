@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from kvd.control.server import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import common_pb2, engine_pb2
 from tests.control.daemon_rig import (
     Caller,
@@ -24,6 +25,7 @@ from tests.control.daemon_rig import (
     store_job,
     transfer_run,
 )
+from tests.control.test_wire import nested_step
 from tests.faults.stand import Stand, resident_kib, standing
 
 INVALID = ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
@@ -207,45 +209,58 @@ def test_lookup_that_breaks_a_rule_is_answered_with_the_reason(stand: Stand) -> 
         assert (answer.call_id, answer.reason, len(answer.answers)) == (77, reason, 0)
 
 
-@pytest.mark.parametrize("content", [b"\xff" * 9, bytes(9 << 20)], ids=["garbage", "oversized"])
-def test_stream_with_bytes_that_can_not_be_read_ends_and_frees_its_session(
-    stand: Stand, content: bytes
-) -> None:
+def opening_of(name: str) -> bytes:
+    opening = engine_pb2.OpenSession(identity=identity(name), namespace=namespace(), world_size=1)
+    return engine_pb2.SessionRequest(open=opening).SerializeToString()
+
+
+def test_stream_with_a_message_over_the_limit_ends_and_frees_its_session(stand: Stand) -> None:
     before = len(stand.tool.status().sessions)
     victim = RawEngine(stand.scene.daemon.socket, identity=identity("victim"))
     channel: Any = victim.scheduler.channel
-    opening = engine_pb2.SessionRequest(
-        open=engine_pb2.OpenSession(identity=identity("raw"), namespace=namespace(), world_size=1)
-    )
-    messages = iter([opening.SerializeToString(), content])
     stream = channel.stream_stream("/kvd.v1.EngineService/Session")(
-        messages, metadata=victim.scheduler.metadata, timeout=10
+        iter([opening_of("raw"), bytes(MAX_MESSAGE_BYTES + 1)]),
+        metadata=victim.scheduler.metadata,
+        timeout=10,
     )
     with pytest.raises(grpc.RpcError) as caught:
         for _ in stream:
             pass
-    assert caught.value.code().name in ("INVALID_ARGUMENT", "RESOURCE_EXHAUSTED")
+    assert caught.value.code().name == "RESOURCE_EXHAUSTED"
     assert victim.store({5: bytes(4096)}).status == common_pb2.JOB_STATUS_DONE
     victim.close()
     wait_for_sessions(stand, before)
 
 
-def test_each_of_many_streams_that_break_right_after_their_opening_is_told_why(
+def test_messages_that_can_not_be_read_are_refused_and_the_session_goes_on(stand: Stand) -> None:
+    """Each with its own number, where that can be found: it is used up, and the next one is due."""
+    scheduler = Caller(stand.scene.daemon.socket, "SCHEDULER")
+    step = engine_pb2.SessionRequest(step=engine_pb2.Step(sequence=2)).SerializeToString()
+    lookup = b"\x1a\x05\x08\x63\x12\x01\xff"
+    content = [opening_of("raw"), b"\xff" * 9, nested_step(1, 33), step, lookup, nested_step(3, 60)]
+    session: Any = scheduler.channel.stream_stream("/kvd.v1.EngineService/Session")
+    stream = session(iter(content), metadata=scheduler.metadata, timeout=10)
+    answers = [engine_pb2.SessionResponse.FromString(each) for each in stream]
+    refused = [(a.refused.sequence, a.refused.reason) for a in answers if a.HasField("refused")]
+    assert refused == [(n, "MALFORMED_MESSAGE") for n in (0, 1, 3)]
+    assert [a.step.sequence for a in answers if a.HasField("step")] == [2]
+    (reply,) = (a.lookup for a in answers if a.HasField("lookup"))
+    assert (reply.call_id, reply.reason) == (99, "MALFORMED_MESSAGE")
+    scheduler.close()
+
+
+def test_each_of_many_streams_that_end_right_after_their_opening_is_answered(
     stand: Stand,
 ) -> None:
     before = len(stand.tool.status().sessions)
     scheduler = Caller(stand.scene.daemon.socket, "SCHEDULER")
-    opening = engine_pb2.SessionRequest(
-        open=engine_pb2.OpenSession(identity=identity("raw"), namespace=namespace(), world_size=1)
-    )
-    content = [opening.SerializeToString(), b"\xff" * 9]
+    content = [opening_of("raw"), b"\xff" * 9]
     session: Any = scheduler.channel.stream_stream("/kvd.v1.EngineService/Session")
     for _ in range(300):  # each has another moment at which its first answer is written
         stream = session(iter(content), metadata=scheduler.metadata, timeout=10)
-        with pytest.raises(grpc.RpcError) as caught:
-            for _ in stream:
-                pass
-        assert caught.value.code().name == "INVALID_ARGUMENT"
+        for _ in stream:
+            pass
+        assert stream.code().name == "OK"
     scheduler.close()
     wait_for_sessions(stand, before)
 

@@ -1,0 +1,78 @@
+"""Turns of the event loop for work that is cut into pieces, so that small calls get on between.
+
+However many large calls there are, one piece of all of them is done at a time, with some turns of
+the loop for everybody else behind it. Users take turns, and so do the calls of one user: who has
+many large calls waits for himself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Hashable
+
+# Turns of the event loop left to others after a piece. A small call needs about five from its
+# first byte to its answer; were each of them as long as a piece, it would wait for five pieces.
+TURNS_BETWEEN_PIECES = 4
+UNITS_AT_ONCE = 64  # done by one call without letting others in: some tenths of a millisecond
+
+
+class Turns:
+    """Lets one piece go on at a time. Lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
+        self._turning = False
+
+    async def let_others_in(self, user: Hashable = None) -> None:
+        """Leave some turns of the event loop to other calls; then wait for this user's turn."""
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.setdefault(user, deque()).append(turn)
+        if not self._turning:
+            self._turning = True
+            loop.call_soon(self._turn, TURNS_BETWEEN_PIECES - 1)
+        await turn
+
+    def _turn(self, left: int) -> None:
+        loop = asyncio.get_running_loop()
+        if left:
+            loop.call_soon(self._turn, left - 1)
+            return
+        while self._waiting:
+            if self._wake_next():
+                break
+        if self._waiting:
+            loop.call_soon(self._turn, TURNS_BETWEEN_PIECES - 1)
+        else:
+            self._turning = False
+
+    def _wake_next(self) -> bool:
+        """Give the next user's oldest call its turn; False where that one has given up."""
+        user, calls = self._waiting.popitem(last=False)
+        turn = calls.popleft()
+        if calls:
+            self._waiting[user] = calls  # behind the other users
+        if turn.done():
+            return False
+        turn.set_result(None)
+        return True
+
+
+class Pace:
+    """Counts what one call has done since others were let in, and lets them in when it is much.
+
+    Units are small: about the time in which a run of keys is looked at, some microseconds.
+    """
+
+    def __init__(self, turns: Turns, user: Hashable = None) -> None:
+        self._turns = turns
+        self._user = user
+        self._done = 0
+
+    async def spend(self, units: int) -> None:
+        """Note work that was done, or is done next."""
+        self._done += units
+        if self._done >= UNITS_AT_ONCE:
+            self._done = 0
+            await self._turns.let_others_in(self._user)

@@ -1,0 +1,85 @@
+"""Large calls take turns: one piece of all of them at a time, users before their calls."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from kvd.turns import TURNS_BETWEEN_PIECES, Pace, Turns
+
+PIECES = 12
+
+
+async def call(turns: Turns, user: str, done: list[str]) -> None:
+    for _ in range(PIECES):
+        done.append(user)
+        await turns.let_others_in(user)
+
+
+def test_one_piece_is_done_in_some_turns_of_the_loop_however_many_calls_there_are() -> None:
+    async def count() -> list[int]:
+        turns = Turns()
+        done: list[str] = []
+        calls = [asyncio.ensure_future(call(turns, "one", done)) for _ in range(50)]
+        await asyncio.sleep(0)
+        seen = []
+        for _ in range(10 * TURNS_BETWEEN_PIECES):
+            await asyncio.sleep(0)
+            seen.append(len(done))
+        for each in calls:
+            each.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        return seen
+
+    seen = asyncio.run(count())
+    assert seen[-1] - seen[0] <= 11
+    assert max(b - a for a, b in itertools.pairwise(seen)) == 1
+
+
+def test_a_user_with_many_calls_waits_for_himself() -> None:
+    async def run() -> list[str]:
+        turns = Turns()
+        done: list[str] = []
+        calls = [call(turns, "greedy", done) for _ in range(20)]
+        await asyncio.gather(*calls, call(turns, "honest", done))
+        return done
+
+    done = asyncio.run(run())
+    honest = [at for at, user in enumerate(done) if user == "honest"]
+    assert honest[-1] - honest[0] <= 2 * PIECES + 20  # every other piece, behind the first round
+
+
+def test_calls_that_give_up_hold_nobody_up() -> None:
+    async def run() -> int:
+        turns = Turns()
+        done: list[str] = []
+        given_up = [asyncio.ensure_future(call(turns, "a", done)) for _ in range(5)]
+        await asyncio.sleep(0)
+        for each in given_up:
+            each.cancel()
+        await asyncio.wait_for(call(turns, "a", done), 10)
+        return len(done)
+
+    assert asyncio.run(run()) == 5 + PIECES
+
+
+def test_a_pace_lets_others_in_when_much_is_done() -> None:
+    async def run() -> int:
+        turns, others = Turns(), 0
+        ended = False
+
+        async def other() -> None:
+            nonlocal others
+            while not ended:
+                others += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(other())
+        pace = Pace(turns)
+        for _ in range(640):
+            await pace.spend(1)
+        ended = True
+        await task
+        return others
+
+    assert asyncio.run(run()) >= 10 * TURNS_BETWEEN_PIECES

@@ -1,0 +1,166 @@
+"""A message that is read in pieces is the one that protobuf reads, or refused as it refuses it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+from google.protobuf import struct_pb2
+
+from kvd.control import wire
+from kvd.control.convert import MAX_IDS
+from kvd.control.verbs import LiveSession, step_parts
+from kvd.core.errors import KvdError
+from kvd.core.keys import SessionId, TenantId
+from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.turns import Pace, Turns
+from kvd_proto.v1 import common_pb2
+from kvd_proto.v1 import engine_pb2 as pb
+from tests.control.test_malformed_requests import scrambled
+
+HASH = bytes(range(32))
+
+
+class CountedPace(Pace):
+    """Counts what is done in one go."""
+
+    def __init__(self) -> None:
+        super().__init__(Turns())
+        self.spent: list[int] = []
+
+    async def spend(self, units: int) -> None:
+        self.spent.append(units)
+
+
+def read(content: bytes, pace: Pace | None = None) -> pb.SessionRequest:
+    request = pb.SessionRequest()
+    asyncio.run(wire.read_in_pieces(request, content, pace or CountedPace()))
+    return request
+
+
+def context(struct: struct_pb2.Struct | None = None) -> common_pb2.ReqContext:
+    return common_pb2.ReqContext(request_id="r", kv_transfer_params=struct, hints=struct)
+
+
+def many_small_values(most_bytes: int) -> struct_pb2.Struct:
+    struct = struct_pb2.Struct()
+    while struct.ByteSize() < most_bytes - 16:
+        struct.fields[format(len(struct.fields), "x")].SetInParent()
+    return struct
+
+
+def large_step() -> pb.Step:
+    """Some MiB of everything that a step may hold."""
+    values = many_small_values(8000)
+    touch = pb.Touch(context=context(values), runs=[common_pb2.KeyRun(hashes=HASH)] * 4)
+    run = common_pb2.TransferRun(hashes=HASH * 2000, engine_blocks=bytes(8000))
+    return pb.Step(
+        sequence=7,
+        touches=[touch] * 60,
+        stores=[pb.StoreJob(job_id=n, context=context(), runs=[run]) for n in range(1, 5)],
+        completed_loads=range(1, MAX_IDS + 1),
+        finished_request_ids=["r" * 100] * 5000,
+        end_step=True,
+    )
+
+
+def test_a_large_message_is_read_as_protobuf_reads_it_and_in_small_pieces() -> None:
+    content = pb.SessionRequest(step=large_step()).SerializeToString()
+    assert len(content) > 100 * wire.PIECE_BYTES
+    pace = CountedPace()
+    assert read(content, pace) == pb.SessionRequest.FromString(content)
+    assert max(pace.spent) <= wire.PIECE_BYTES // wire.BYTES_A_UNIT
+    assert len(pace.spent) > 100
+
+
+def test_messages_of_nonsense_mean_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "PIECE_BYTES", 8)
+    agreed = 0
+    for seed in range(120):
+        step = scrambled(pb.Step(), random.Random(seed))
+        assert isinstance(step, pb.Step)
+        content = pb.SessionRequest(step=step).SerializeToString()
+        assert means(read(content), content), seed
+        damaged = damage(content, random.Random(seed))
+        try:
+            in_pieces = read(damaged)
+        except wire.Unreadable:
+            continue  # protobuf refuses it too, or it has groups of an old protocol
+        assert means(in_pieces, damaged), seed
+        agreed += 1
+    assert agreed > 10
+
+
+def damage(content: bytes, dice: random.Random) -> bytes:
+    damaged = bytearray(content)
+    for _ in range(3):
+        damaged[dice.randrange(len(damaged))] = dice.randrange(256)
+    return bytes(damaged)
+
+
+def means(read_one: pb.SessionRequest, content: bytes) -> bool:
+    """Whether protobuf's own reader reads the same out of the content."""
+    whole = pb.SessionRequest.FromString(content)
+    for each in (read_one, whole):
+        each.DiscardUnknownFields()  # type: ignore[attr-defined]
+    same: bool = read_one == whole
+    return same
+
+
+def nested(depth: int) -> bytes:
+    """Bytes of a Struct of so many dictionaries in one another."""
+    content = b""
+    for _ in range(depth):
+        content = _part(1, _part(1, b"a") + _part(2, _part(5, content)))
+    return content
+
+
+def _part(number: int, content: bytes) -> bytes:
+    length, left = b"", len(content)
+    while left > 127:
+        length += bytes([left & 127 | 128])
+        left >>= 7
+    return bytes([number << 3 | 2]) + length + bytes([left]) + content
+
+
+def nested_step(sequence: int, depth: int) -> bytes:
+    job = b"\x08\x01" + _part(2, _part(1, b"r") + _part(3, nested(depth)))
+    return _part(2, bytes([8, sequence]) + _part(4, job))
+
+
+def test_a_structure_that_is_nested_too_deeply_is_unreadable_and_its_number_is_found() -> None:
+    assert read(nested_step(5, 32)).step.sequence == 5
+    content = nested_step(5, 33)
+    with pytest.raises(wire.Unreadable):
+        read(content)
+    found = wire.unreadable_request(content, KvdError("why"))
+    assert (found.kind, found.number) == ("step", 5)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 9, b"\x12", b"\x12\x05\x08", _part(4, b"\x08")])
+def test_a_number_that_can_not_be_found_is_none(content: bytes) -> None:
+    assert wire.unreadable_request(content, KvdError("why")).number == 0
+
+
+def live_session() -> LiveSession:
+    group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (4096,))
+    spec = NamespaceSpec("f", TenantId("t"), 32, (group,), False)
+    return LiveSession(SessionId(1), 1, spec, None, "e", 1)  # type: ignore[arg-type]
+
+
+def test_the_largest_legal_steps_are_checked_in_small_pieces() -> None:
+    run = common_pb2.KeyRun(hashes=HASH)
+    transfer = common_pb2.TransferRun(hashes=HASH, engine_blocks=bytes(4))
+    values = many_small_values(16 * 1024)
+    steps = (
+        pb.Step(touches=[pb.Touch(context=context(), runs=[run] * 16)] * 1024),
+        pb.Step(stores=[pb.StoreJob(job_id=1, context=context(), runs=[transfer] * 16)] * 1024),
+        pb.Step(touches=[pb.Touch(context=context(values), runs=[run])] * 100),
+        pb.Step(finished_request_ids=["r"] * MAX_IDS, preempted_request_ids=["r"] * MAX_IDS),
+    )
+    for step in steps:
+        pace = CountedPace()
+        asyncio.run(step_parts(live_session(), step, pace))
+        assert sum(pace.spent) >= 2000
+        assert max(pace.spent) <= 192
