@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from kvd_client.draft import MAX_ID_BYTES, StepDraft, request_context, wire_id
+import pytest
+from google.protobuf import json_format
+
+from kvd_client.draft import (
+    MAX_ID_BYTES,
+    MAX_STRUCT_DEPTH,
+    StepDraft,
+    request_context,
+    wire_account,
+    wire_id,
+)
+from kvd_proto.v1 import common_pb2
 from tests.client.small_engine import SmallEngine
 from tests.daemon_process import DaemonProcess
 
@@ -37,6 +48,73 @@ def test_parameters_that_are_too_long_stay_here() -> None:
     context = request_context("r", "", 0, extras)
     assert not context.HasField("kv_transfer_params")
     assert context.hints["keep"]
+
+
+def nested(depth: int, lists: bool) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value] if lists else {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"a": nested(MAX_STRUCT_DEPTH, lists=False)},
+        {"a": nested(MAX_STRUCT_DEPTH, lists=True)},
+        nested(33, lists=False),
+        {"a": nested(48, lists=True)},
+        nested(100_000, lists=False),
+        {"n": float("nan")},
+        {"n": float("inf")},
+        {"n": 10**400},
+        {"n": complex(1, 2)},
+        {"n": b"bytes"},
+        {"n": "half a pair \ud800"},
+        {"half a pair \ud800": 1},
+        {1: "a key that is no string"},
+        {"many": [0] * 20_000},
+        {str(number): 0 for number in range(20_000)},
+        {"far too long": "x" * 50_000_000},
+    ],
+)
+def test_parameters_that_cannot_be_sent_stay_here(values: dict[str, object]) -> None:
+    context = request_context("r", "", 0, [("kv_transfer_params", values), ("hints", {"keep": 1})])
+    assert not context.HasField("kv_transfer_params")
+    assert context.hints["keep"] == 1
+    assert common_pb2.ReqContext.FromString(context.SerializeToString()) == context
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        nested(MAX_STRUCT_DEPTH, lists=False),
+        {"a": nested(MAX_STRUCT_DEPTH - 1, lists=True)},
+        {"n": None, "t": True, "i": -5, "f": 0.5, "s": "ü", "l": [1, "2", []], "d": {}},
+    ],
+)
+def test_parameters_within_the_bounds_are_sent(values: dict[str, object]) -> None:
+    context = request_context("r", "", 0, [("kv_transfer_params", values)])
+    sent = common_pb2.ReqContext.FromString(context.SerializeToString())
+    assert json_format.MessageToDict(sent.kv_transfer_params) == values
+
+
+def test_parameters_that_hold_themselves_stay_here() -> None:
+    endless: dict[str, object] = {}
+    endless["again"] = endless
+    assert not request_context("r", "", 0, [("hints", endless)]).HasField("hints")
+
+
+@pytest.mark.parametrize("priority", [1 << 31, -(1 << 40), (1 << 31) - 1, -(1 << 31)])
+def test_any_priority_becomes_one_of_32_bits(priority: int) -> None:
+    sent = request_context("r", "", priority, ()).priority
+    assert (sent > 0) is (priority > 0)
+
+
+def test_a_long_account_becomes_another_that_only_it_becomes() -> None:
+    assert (wire_account(""), wire_account("salt")) == ("", "salt")
+    assert wire_account(LONG + "a") != wire_account(LONG + "b")
+    assert len(wire_account(LONG).encode()) <= MAX_ID_BYTES
 
 
 def test_a_request_with_a_long_id_is_cached_and_the_session_lives(daemon: DaemonProcess) -> None:

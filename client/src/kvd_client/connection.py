@@ -18,8 +18,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import grpc
 
@@ -27,9 +28,10 @@ from kvd_client.companion import CompanionRefused, CompanionSocket
 from kvd_client.draft import QueryDraft, StepDraft
 from kvd_client.identity import EngineIdentity, Namespace
 from kvd_client.lookup_calls import LookupCalls
+from kvd_client.outgoing import Message, as_is, lookup_bytes, serialised, step_bytes
 from kvd_client.session import Answer, Session
 from kvd_proto import layout
-from kvd_proto.v1 import common_pb2, companion_pb2, engine_pb2, engine_pb2_grpc
+from kvd_proto.v1 import common_pb2, companion_pb2, engine_pb2
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ SILENCE_S = 1.0
 MAX_QUEUED_MESSAGES = 1024
 CAPABILITIES = ("request-level-store", "epochs")
 PROTOCOL_MINOR = 0
+UNSENDABLE = "UNSENDABLE"  # our own word among the daemon's: a job that no message can carry
 CHANNEL_OPTIONS = (
     # Channels would share one backoff through the global pool: a restarted daemon is found late.
     ("grpc.use_local_subchannel_pool", 1),
@@ -49,7 +52,16 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 16 << 20),
 )
 
-Message = Callable[[], engine_pb2.SessionRequest]
+SESSION_METHOD = f"/{engine_pb2.DESCRIPTOR.services_by_name['EngineService'].full_name}/Session"
+MAX_REMEMBERED_STEPS = MAX_QUEUED_MESSAGES  # of which a refusal may still come
+
+
+class SentStep(NamedTuple):
+    """What a refusal of a step would mean."""
+
+    job_ids: tuple[int, ...]
+    is_refused_whole: bool  # and can be, without what it says of ends
+    ends: StepDraft  # all that it said but its orders
 
 
 class SchedulerConnection:
@@ -86,6 +98,7 @@ class SchedulerConnection:
         self._outgoing: SimpleQueue[Message | None] | None = None
         self._call: grpc.Call | None = None
         self._sequence = 0
+        self._steps: dict[int, SentStep] = {}  # the last ones, by sequence
         self._generation = 0
         self._lookups = LookupCalls()
         self._heard_s = 0.0  # when the daemon last said something
@@ -124,10 +137,16 @@ class SchedulerConnection:
         if shared is None:
             return call_id
 
-        def message() -> engine_pb2.SessionRequest:
+        def message() -> bytes:
             with self._changed:
                 self._lookups.close_open()
-            return engine_pb2.SessionRequest(lookup=shared.to_proto())
+            body = lookup_bytes(shared)
+            if body is None:
+                with self._changed:
+                    self._lookups.take_reply(engine_pb2.LookupReply(call_id=shared.number))
+                    self._changed.notify_all()
+                raise ValueError("a lookup can't be said; its requests miss")
+            return body
 
         return call_id if self._put(message) else 0
 
@@ -162,9 +181,32 @@ class SchedulerConnection:
             step.released_leases += self._lookups.stray_leases
             self._lookups.stray_leases = []
             self._lookups.close_open()
-            self._sequence += 1
-            sequence = self._sequence
-        return self._put(lambda: engine_pb2.SessionRequest(step=step.to_proto(sequence)))
+            return self._put(self._step_message(step))
+
+    def _step_message(self, step: StepDraft) -> Message:
+        """Number the step and remember it, for a refusal. Called under the lock."""
+        self._sequence += 1
+        sequence = self._sequence
+        job_ids = tuple(job.job_id for job in (*step.loads, *step.stores))
+        # Of a step with both, the daemon may have begun loads before a hand-off made it refuse.
+        is_whole = step.has_orders and not (step.loads and step.hand_offs)
+        self._steps[sequence] = SentStep(job_ids, is_whole, step.without_orders())
+        if len(self._steps) > MAX_REMEMBERED_STEPS:
+            del self._steps[next(iter(self._steps))]
+
+        def message() -> bytes:
+            body, left_out = step_bytes(step, sequence)
+            if left_out:
+                with self._changed:
+                    self._fail(left_out, UNSENDABLE)
+            return body
+
+        return message
+
+    def _fail(self, job_ids: Sequence[int], reason: str) -> None:
+        """These never reached the daemon, or it would not have them. Called under the lock."""
+        self._ended += [(job_id, False) for job_id in job_ids]
+        self.refusals[reason] += len(job_ids)
 
     def take_ended(self) -> list[tuple[int, bool]]:
         if not self._ended:
@@ -188,12 +230,13 @@ class SchedulerConnection:
             self._lookups.close_open()
             self._sequence += 1
             reset = engine_pb2.ResetCache(sequence=self._sequence, epoch=epoch)
-        self._put(lambda: engine_pb2.SessionRequest(reset_cache=reset))
+            self._put(engine_pb2.SessionRequest(reset_cache=reset).SerializeToString)
 
     def close(self) -> None:
         """Say goodbye and end the thread. Leases end now, submitted copies may still finish."""
         self._closing.set()
-        self._put(lambda: engine_pb2.SessionRequest(close=engine_pb2.CloseSession()))
+        goodbye = engine_pb2.SessionRequest(close=engine_pb2.CloseSession())
+        self._put(goodbye.SerializeToString)
         if self._outgoing is not None:
             self._outgoing.put(None)
         self._thread.join(timeout=0.5)
@@ -231,10 +274,13 @@ class SchedulerConnection:
             with grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS) as channel:
                 outgoing: SimpleQueue[Message | None] = SimpleQueue()
                 opening = engine_pb2.SessionRequest(open=self._opening())
-                outgoing.put(lambda: opening)
-                call = engine_pb2_grpc.EngineServiceStub(channel).Session(
-                    _serialised_by_grpc(outgoing), metadata=(("kvd-token", token),)
+                outgoing.put(opening.SerializeToString)
+                session = channel.stream_stream(
+                    SESSION_METHOD,
+                    request_serializer=as_is,
+                    response_deserializer=engine_pb2.SessionResponse.FromString,
                 )
+                call = session(serialised(outgoing), metadata=(("kvd-token", token),))
                 self._call = call
                 timer = threading.Timer(OPEN_TIMEOUT_S, call.cancel)
                 timer.daemon = True
@@ -291,9 +337,24 @@ class SchedulerConnection:
                     self._ended.append((job.job_id, job.status == common_pb2.JOB_STATUS_DONE))
                     self.refusals.update([job.reason] if job.reason else [])
             elif kind == "refused":
-                self._note(f"step refused: {response.refused.reason} {response.refused.message}")
-                self._cancel()  # we don't know what the daemon knows: begin anew
+                self._take_refusal(response.refused)
             self._changed.notify_all()
+
+    def _take_refusal(self, refused: engine_pb2.StepRefused) -> None:
+        """Nothing of that step was applied: its jobs fail, what it said of ends is said again.
+
+        Called under the lock.
+        """
+        self._note(f"step refused: {refused.reason} {refused.message}")
+        self.refusals[refused.reason] += 1
+        sent = self._steps.pop(refused.sequence, None)
+        is_lost = refused.reason in ("UNKNOWN_SESSION", "SEQUENCE_GAP")
+        if is_lost or sent is None or not sent.is_refused_whole:
+            self._cancel()  # we don't know what the daemon knows: begin anew
+            return
+        self._ended += [(job_id, False) for job_id in sent.job_ids]
+        self._lookups.close_open()
+        self._put(self._step_message(sent.ends))
 
     def _open(
         self,
@@ -309,6 +370,7 @@ class SchedulerConnection:
         with self._changed:
             self.problem = "waiting for every rank to register"
             self._sequence = 0
+            self._steps.clear()
             self._silent_until = 0.0
             self._session, self._outgoing = session, outgoing
             if self._epoch and self._epoch != session.epoch:
@@ -316,7 +378,7 @@ class SchedulerConnection:
                 session.enter_epoch(self._epoch, ())
                 self._sequence = 1
                 reset = engine_pb2.ResetCache(sequence=1, epoch=self._epoch)
-                outgoing.put(lambda: engine_pb2.SessionRequest(reset_cache=reset))
+                outgoing.put(engine_pb2.SessionRequest(reset_cache=reset).SerializeToString)
             self._changed.notify_all()
 
     def _lose_session(self) -> None:
@@ -362,10 +424,3 @@ def describe(error: grpc.RpcError) -> str:
     code = getattr(error, "code", lambda: None)()
     details = getattr(error, "details", lambda: None)()
     return f"{getattr(code, 'name', 'ERROR')}: {details or error}"
-
-
-def _serialised_by_grpc(
-    outgoing: SimpleQueue[Message | None],
-) -> Iterator[engine_pb2.SessionRequest]:
-    while (message := outgoing.get()) is not None:
-        yield message()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,10 @@ log = logging.getLogger(__name__)
 
 MAX_ID_BYTES = 256  # of a request's id; these four as the protocol says
 MAX_STRUCT_BYTES = 16 * 1024  # of transfer parameters, and of hints
+MAX_STRUCT_DEPTH = 16  # objects and lists within each other; protobuf itself ends near 33
 MAX_RUNS = 64  # of a job
+MIN_NUMBER, MAX_NUMBER = -1e308, 1e308  # of a JSON number, which is a double on the wire
+TOO_LONG, TOO_DEEP, NO_JSON = "too long", "nested too deep", "no JSON"
 MAX_PARTS = 1024  # loads, stores, touches, hand-offs of one step: of each so many
 
 
@@ -76,9 +80,9 @@ class QueryDraft:
     run: BlockRun
     lease_all: bool
 
-    def to_proto(self) -> engine_pb2.Query:
+    def to_proto(self, *, bare: bool = False) -> engine_pb2.Query:
         return engine_pb2.Query(
-            context=self.context,
+            context=bare_context(self.context) if bare else self.context,
             run=self.run.to_keys(),
             lease=engine_pb2.LEASE_MODE_ALL if self.lease_all else engine_pb2.LEASE_MODE_PREFIX,
         )
@@ -90,9 +94,9 @@ class HandOffDraft:
     runs: list[BlockRun]
     deadline_ms: int
 
-    def to_proto(self) -> engine_pb2.HandOff:
+    def to_proto(self, *, bare: bool = False) -> engine_pb2.HandOff:
         return engine_pb2.HandOff(
-            context=self.context,
+            context=bare_context(self.context) if bare else self.context,
             runs=[run.to_keys() for run in self.runs],
             deadline_ms=self.deadline_ms,
         )
@@ -121,17 +125,27 @@ class StepDraft:
             runs += hand_off.runs
         return sum(len(run.block_hashes) for run in runs)
 
-    def to_proto(self, sequence: int) -> engine_pb2.Step:
+    def without_orders(self) -> StepDraft:
+        """What it says of ends alone."""
+        return replace(self, touches=[], loads=[], stores=[], hand_offs=[])
+
+    @property
+    def has_orders(self) -> bool:
+        return bool(self.touches or self.loads or self.stores or self.hand_offs)
+
+    def to_proto(self, sequence: int, *, bare: bool = False) -> engine_pb2.Step:
+        """The message; a `bare` one without what users may set of requests."""
+        context_of = bare_context if bare else _same
         return engine_pb2.Step(
             sequence=sequence,
             touches=[
-                engine_pb2.Touch(context=context, runs=[run.to_keys()])
+                engine_pb2.Touch(context=context_of(context), runs=[run.to_keys()])
                 for context, run in self.touches
             ],
             loads=[
                 engine_pb2.LoadJob(
                     job_id=job.job_id,
-                    context=job.context,
+                    context=context_of(job.context),
                     runs=[run.to_transfer() for run in job.runs],
                 )
                 for job in self.loads
@@ -139,13 +153,13 @@ class StepDraft:
             stores=[
                 engine_pb2.StoreJob(
                     job_id=job.job_id,
-                    context=job.context,
+                    context=context_of(job.context),
                     runs=[run.to_transfer() for run in job.runs],
                     request_level=job.request_level,
                 )
                 for job in self.stores
             ],
-            hand_offs=[hand_off.to_proto() for hand_off in self.hand_offs],
+            hand_offs=[hand_off.to_proto(bare=bare) for hand_off in self.hand_offs],
             completed_loads=self.completed_loads,
             completed_stores=self.completed_stores,
             released_leases=self.released_leases,
@@ -158,21 +172,95 @@ class StepDraft:
 def request_context(
     request_id: str, account: str, priority: int, extras: Iterable[tuple[str, Mapping[str, Any]]]
 ) -> common_pb2.ReqContext:
-    """A request's context; `extras` are the named structs. Raises ValueError for values that
-    JSON doesn't know. What users may set and the daemon would refuse is cut to what it takes.
+    """A request's context; `extras` are the named structs. Never raises for what users may set:
+    what the daemon would refuse is cut to what it takes, or stays here.
     """
     context = common_pb2.ReqContext(
-        request_id=wire_id(request_id), priority=priority, account=account
+        request_id=wire_id(request_id), priority=wire_priority(priority), account=account
     )
     for name, values in extras:
-        if values:
+        if not values:
+            continue
+        flaw = flaw_of(values)
+        if not flaw:
             struct = struct_pb2.Struct()
             struct.update(dict(values))
-            if struct.ByteSize() > MAX_STRUCT_BYTES:
-                log.warning("request %.64s: its %s are too long and stay here", request_id, name)
+            if struct.ByteSize() <= MAX_STRUCT_BYTES:
+                getattr(context, name).CopyFrom(struct)
                 continue
-            getattr(context, name).CopyFrom(struct)
+            flaw = TOO_LONG
+        log.warning("request %.64s: its %s are %s and stay here", wire_id(request_id), name, flaw)
     return context
+
+
+def bare_context(context: common_pb2.ReqContext) -> common_pb2.ReqContext:
+    """What the daemon must know of a request, without its parameters and hints."""
+    return common_pb2.ReqContext(
+        request_id=context.request_id, priority=context.priority, account=context.account
+    )
+
+
+def _same(context: common_pb2.ReqContext) -> common_pb2.ReqContext:
+    return context
+
+
+def flaw_of(values: Mapping[str, Any]) -> str:
+    """Why these can't be sent; empty: they can. Looks at no more of them than may be sent."""
+    room = MAX_STRUCT_BYTES
+    left: list[tuple[Any, int]] = [(values, 0)]
+    while left:
+        value, depth = left.pop()
+        room -= 2  # what the least value takes
+        children: Iterable[Any] = ()
+        match value:
+            case bool() | None:
+                pass
+            case str():
+                if len(value) > room:
+                    return TOO_LONG
+                if not value.isascii() and not _is_unicode(value):
+                    return NO_JSON
+                room -= len(value)
+            case int() | float():
+                if not MIN_NUMBER <= value <= MAX_NUMBER:  # NaN and infinity, too
+                    return NO_JSON
+            case Mapping():
+                if not all(isinstance(key, str) for key in islice(value, MAX_STRUCT_BYTES)):
+                    return NO_JSON
+                children = chain(value.keys(), value.values())
+            case list():
+                children = value
+            case _:
+                return NO_JSON
+        if children:
+            if depth >= MAX_STRUCT_DEPTH:
+                return TOO_DEEP
+            if len(value) > room:
+                return TOO_LONG
+            left += [(child, depth + 1) for child in children]
+        if room < 0:
+            return TOO_LONG
+    return ""
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, as JSON's escapes may make
+        return False
+    return True
+
+
+def wire_priority(priority: int) -> int:
+    """The priority as the protocol takes it: 32 bits."""
+    return max(-(1 << 31), min(int(priority), (1 << 31) - 1))
+
+
+def wire_account(account: str) -> str:
+    """The account as the daemon takes it: a long one becomes its beginning and a digest of all,
+    so that two that differ never meet.
+    """
+    return wire_id(account) if account else ""
 
 
 def wire_id(request_id: str) -> str:

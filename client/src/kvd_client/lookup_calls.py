@@ -38,9 +38,9 @@ class SharedCall:
         self.keys += keys
         return True
 
-    def to_proto(self) -> engine_pb2.LookupCall:
+    def to_proto(self, *, bare: bool = False) -> engine_pb2.LookupCall:
         return engine_pb2.LookupCall(
-            call_id=self.number, queries=[query.to_proto() for query in self.queries]
+            call_id=self.number, queries=[query.to_proto(bare=bare) for query in self.queries]
         )
 
 

@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvd_client.draft import MAX_PARTS, JobDraft, StepDraft, request_context
+from kvd_client.draft import MAX_PARTS, JobDraft, StepDraft, request_context, wire_account
 from kvd_client.scheduler.device import DeviceBlocks
 from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.hand_offs import HandOffDesk
@@ -95,12 +95,9 @@ class Scheduler:
         if request_id in self._requests:
             self.request_finished(request_id, [()] * len(self._groups))
         account = self._namespace.account if params.account is None else params.account
+        account = wire_account(account)
         extras = [("kv_transfer_params", params.kv_transfer_params), ("hints", params.hints)]
-        try:
-            message = request_context(request_id, account, params.priority, extras)
-        except ValueError:
-            log.warning("request %s: its parameters are no JSON and stay here", request_id)
-            message = request_context(request_id, account, params.priority, ())
+        message = request_context(request_id, account, params.priority, extras)
         request = Request(request_id, num_tokens, block_hashes, params, account, message)
         request.request_level = params.request_level
         request.next_store = [0] * len(self._groups)

@@ -70,10 +70,7 @@ def track(context: ReqContext, groups: int, account: str) -> TrackedRequest:
     hints = hints_of(context)
     policy = policy_of(params)
     extras = [("kv_transfer_params", params), ("hints", hints)]
-    try:
-        message = request_context(context.req_id, account, 0, extras)
-    except ValueError:  # no JSON: it means nothing to the daemon either
-        message = request_context(context.req_id, account, 0, ())
+    message = request_context(context.req_id, account, 0, extras)
     wants_all = policy is OffloadPolicy.REQUEST_LEVEL
     params["do_remote_decode"] = wants_all
     request = Request(
