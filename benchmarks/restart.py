@@ -79,7 +79,9 @@ def main() -> None:
         print(json.dumps(rebuild(options.directory, options.slots[0], options.started)))
     else:
         results = {
-            f"{slots} in {scopes}": measure(slots, scopes, options.rounds)
+            (f"{slots} in {scopes}" if scopes > 1 else str(slots)): measure(
+                slots, scopes, options.rounds
+            )
             for slots in options.slots
             for scopes in options.scopes
         }

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
-from kvd.clock import AwakeClock, Clock
+from kvd.clock import Clock, MonotonicClock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
@@ -32,13 +32,15 @@ from kvd.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.mover.process import MoverProcess
 from kvd.pieces import answer_in_pieces, run_pieces
 from kvd.pool.pool import Pool
-from kvd.turns import TURNS_BETWEEN_PIECES, Turns
+from kvd.turns import Turns
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
 # How long a closed session's submitted copies may still run before its movers are ended.
 CLOSE_GRACE_SECONDS = 1.0
+
+ROOMS_AT_ONCE = 128  # groups whose room is published in one turn of the event loop
 
 ZERO_AGAIN_SECONDS = 1.0  # after a row could not be zeroed
 
@@ -76,7 +78,7 @@ class Driver:
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
         self.jobs = JobBoard()
         self.turns = Turns()
-        self._clock = clock or AwakeClock()
+        self._clock = clock or MonotonicClock()
         self._observer = observer or SilentObserver()
         self.fleet = MoverFleet(pool, self.post, self._observer, launch)
         self.fleet.on_rank_lost = self._rank_lost
@@ -87,6 +89,9 @@ class Driver:
         self._follow_ups: deque[Event] = deque()
         self._handling = False
         self._rooms_scheduled = False
+        self._rooms_stale = False  # something has happened since the turns were dealt
+        self._room_turns: deque[NamespaceId] = deque()
+        self._rooms: dict[NamespaceId, tuple[int, ...]] = {}  # as they were published last
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- events in --------------------------------------------------------------------------
@@ -202,14 +207,43 @@ class Driver:
         self.post(ev.RowZeroed(order.row))
 
     def _schedule_rooms(self) -> None:
-        if not self._rooms_scheduled and self.sessions:
+        if not self.sessions:
+            return
+        self._rooms_stale = True
+        self._schedule_room_turn()
+
+    def _schedule_room_turn(self) -> None:
+        if not self._rooms_scheduled:
             self._rooms_scheduled = True
             asyncio.get_running_loop().call_soon(self._publish_rooms)
 
     def _publish_rooms(self) -> None:
+        """Tell clients what they could store: of some namespaces now, of the next ones next.
+
+        Goes on until all were told since the last event.
+        """
         self._rooms_scheduled = False
-        for namespace in {record.namespace for record in self.sessions.values()}:
-            self.pool.set_room(namespace, self.machine.room(namespace))
+        turns = self._room_turns
+        if not turns:
+            self._rooms_stale = False
+            live = {record.namespace for record in self.sessions.values()}
+            turns.extend(live)
+            self._rooms = {n: room for n, room in self._rooms.items() if n in live}
+        groups = 0
+        while turns and groups < ROOMS_AT_ONCE:
+            namespace = turns.popleft()
+            if self.machine.knows(namespace):
+                groups += self._publish_room(namespace)
+        if turns or (self._rooms_stale and self.sessions):
+            self._schedule_room_turn()
+
+    def _publish_room(self, namespace: NamespaceId) -> int:
+        """How many groups it has."""
+        room = self.machine.room(namespace)
+        if self._rooms.get(namespace) != room:
+            self._rooms[namespace] = room
+            self.pool.set_room(namespace, room)
+        return len(room)
 
     # -- sessions ---------------------------------------------------------------------------
 
@@ -371,14 +405,8 @@ class Driver:
     # -- life -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Tick the machine until cancelled.
-
-        Before a tick finds anything late, what movers have said by then is handled.
-        """
+        """Tick the machine until cancelled."""
         while await asyncio.sleep(TICK_SECONDS, result=True):
-            for _ in range(TURNS_BETWEEN_PIECES):  # after a sleep the loop looks at its sockets
-                await asyncio.sleep(0)
-            await self.fleet.handle_reports()
             self.call(ev.TimerTicked())
 
     async def drain(self, deadline_s: float) -> int:

@@ -89,15 +89,15 @@ class MoverFleet:
         self._launch = launch
         self._processes: dict[MoverId, MoverProcess] = {}
         self._gone: dict[MoverId, asyncio.Future[None]] = {}
-        # A future among them is somebody who waits until those before it are handled.
-        self._reports: deque[Event | asyncio.Future[None]] = deque()
+        self._reports: deque[Event] = deque()
         self._turns_left: int | None = None  # until the next report is posted; None: all are
 
     async def start(self, config: MoverConfig) -> MoverProcess:
-        """Start a rank's mover process; from its first moment the pool's next owner knows of it."""
+        """Start a rank's mover process and record it for the next owner of the pool."""
         process = await self._launch(config, self)
         self._processes[config.mover] = process
         self._gone[config.mover] = asyncio.get_running_loop().create_future()
+        self._pool.record_mover(process.pid, process.start_time)
         return process
 
     def attach(
@@ -191,17 +191,6 @@ class MoverFleet:
 
     # -- what movers report (MoverSink) -------------------------------------------------------
 
-    def process_started(self, mover: MoverId, pid: int, start_time: int) -> None:  # noqa: ARG002
-        """Note it for the pool's next owner, or let it not begin."""
-        self._pool.record_mover(pid, start_time)
-
-    def process_ended(self, mover: MoverId, pid: int) -> None:
-        """Nobody has to end it any more."""
-        try:
-            self._pool.forget_mover(pid)
-        except OSError:  # the next owner looks at the process and finds that it is another
-            log.exception("mover %d (pid %d) ended and stays noted", mover, pid)
-
     def transfer_finished(self, mover: MoverId, finished: Finished) -> None:
         """A mover's word on one transfer."""
         attached = self.attached.get(mover)
@@ -246,13 +235,7 @@ class MoverFleet:
         """The mover no longer maps the row."""
         self._report(ev.RowUnmapped(mover, row))
 
-    async def handle_reports(self) -> None:
-        """Wait until what movers have said so far is handled."""
-        handled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._report(handled)
-        await handled
-
-    def _report(self, event: Event | asyncio.Future[None]) -> None:
+    def _report(self, event: Event) -> None:
         """Post events one by one, with turns of the loop between them: movers say much at once,
         and small calls must not wait for all of it."""
         self._reports.append(event)
@@ -263,7 +246,7 @@ class MoverFleet:
     def _post_next(self) -> None:
         assert self._turns_left is not None, "nobody scheduled this turn"
         if self._turns_left == 0 and self._reports:
-            self._post_first()
+            self._post(self._reports.popleft())
             self._turns_left = TURNS_BETWEEN_PIECES
         if self._turns_left == 0:
             self._turns_left = None
@@ -271,26 +254,18 @@ class MoverFleet:
         self._turns_left -= 1
         asyncio.get_running_loop().call_soon(self._post_next)
 
-    def _post_first(self) -> None:
-        first = self._reports.popleft()
-        if not isinstance(first, asyncio.Future):
-            self._post(first)
-        elif not first.done():
-            first.set_result(None)
-
     def mover_gone(self, mover: MoverId, reason: str) -> None:
         """The mover process has ended, and with it every copy of its."""
         process = self._processes.pop(mover, None)
         if process is None:
             return
+        while self._reports:  # what it said before comes before its end
+            self._post(self._reports.popleft())
+        self._pool.forget_mover(process.pid)
+        attached = self.attached.pop(mover, None)
+        if attached is not None:
+            self._post(ev.MoverGone(mover, reason))
+            self.on_rank_lost(attached.session, attached.placement.rank, reason)
         gone = self._gone.pop(mover)
-        try:
-            while self._reports:  # what it said before comes before its end
-                self._post_first()
-            attached = self.attached.pop(mover, None)
-            if attached is not None:
-                self._post(ev.MoverGone(mover, reason))
-                self.on_rank_lost(attached.session, attached.placement.rank, reason)
-        finally:  # whoever waits for the end must not wait for ever
-            if not gone.done():
-                gone.set_result(None)
+        if not gone.done():
+            gone.set_result(None)

@@ -157,6 +157,7 @@ def forget(state: State, namespace: Namespace, actions: list[Action]) -> None:
         for row in list(owner.rows.values()):
             retire_row(state, row, None, actions)
         del state.classes[number, owner.group]
+        state.waiting.pop(owner, None)
     for row in state.retiring.values():
         if row.wanted_by is not None and row.wanted_by.namespace == number:
             row.wanted_by = None
@@ -192,7 +193,8 @@ def _take_back(state: State, namespace: Namespace, actions: list[Action]) -> Non
 
 
 def _holds_nothing(namespace: Namespace) -> bool:
-    return not any(c.ready or c.reserved or c.quarantined for c in namespace.classes)
+    tally = namespace.tally
+    return not (tally.ready or tally.reserved or tally.quarantined)
 
 
 # -- epochs ---------------------------------------------------------------------------------------

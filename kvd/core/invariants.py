@@ -7,6 +7,8 @@ are tested where those live. I9 (events = index) is checked from the actions, in
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +20,7 @@ from kvd.core.index import NOWHERE
 from kvd.core.job import Piece
 from kvd.core.keys import ScopeId, Slots
 from kvd.core.machine import Machine
+from kvd.core.quota import Tally
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.tags import tags_of
 
@@ -38,6 +41,7 @@ def check(machine: Machine) -> None:
     _check_hand_offs(state)
     _check_index(state)
     _check_tenants(state)
+    _check_tallies(state)
     _check_jobs(state)
     _check_followers(state)
     _check_busy_blocks(state)
@@ -199,7 +203,8 @@ def _check_index(state: State) -> None:
 def _check_tenants(state: State) -> None:
     """I8: the quota holds, and the accounts are true."""
     for tenant in state.tenants.values():
-        owned = state.classes_of(tenant)
+        owned = [c for c in state.classes.values() if c.tenant is tenant]
+        assert set(tenant.evictable) == {c for c in owned if c.evictable}, "who could evict"
         used = sum((c.reserved + c.ready + c.quarantined) * c.block_bytes for c in owned)
         assert tenant.used_bytes == used, "a tenant's bytes in use"
         over = bool(tenant.quota_bytes) and used > tenant.quota_bytes
@@ -210,6 +215,25 @@ def _check_tenants(state: State) -> None:
                 held = int((state.slots.leases[row.span] > 0).sum())
                 leased += held * owner.block_bytes
         assert tenant.leased_bytes == leased, "a tenant's bytes under leases"
+
+
+def _check_tallies(state: State) -> None:
+    """Sums that are kept are those of the counts, which `_check_slots` compares with the slots."""
+    classes = list(state.classes.values())
+    _check_tally(state.tally, classes)
+    for tenant in state.tenants.values():
+        _check_tally(tenant.tally, [c for c in classes if c.tenant is tenant])
+    for namespace in state.namespaces.values():
+        _check_tally(namespace.tally, namespace.classes)
+
+
+def _check_tally(tally: Tally, classes: Sequence[SizeClass]) -> None:
+    expected = Tally()
+    for name in ("capacity", "reserved", "ready", "quarantined", "evictable"):
+        slots = sum(getattr(c, name) for c in classes)
+        setattr(expected, name, slots)
+        setattr(expected, f"{name}_bytes", sum(getattr(c, name) * c.block_bytes for c in classes))
+    assert astuple(tally) == astuple(expected), "a sum over size classes"
 
 
 def _pieces(state: State) -> list[Piece]:

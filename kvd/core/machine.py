@@ -60,6 +60,10 @@ class Machine:
         """Every namespace that is known, with or without sessions or blocks."""
         return list(self.state.namespaces)
 
+    def knows(self, namespace: NamespaceId) -> bool:
+        """Whether it is known, with or without sessions or blocks."""
+        return namespace in self.state.namespaces
+
     def granted_rows(self, namespace: NamespaceId) -> list[GrantRow]:
         """The rows that a mover of this namespace maps."""
         state = self.state

@@ -13,6 +13,8 @@ from kvd.core.keys import Slots
 from kvd.core.rows import SizeClass, grant_spare
 from kvd.core.state import State
 
+CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need
+
 
 def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
     """No block of the namespace is found any more; running stores into it come to nothing, and
@@ -86,10 +88,20 @@ def timer_ticked(state: State, now_ns: int) -> list[Action]:
     for tenant in state.tenants.values():
         if tenant.shrinking:
             room.shrink_to_quota(state, tenant, actions)
-    for namespace in sorted({s.namespace for s in state.sessions.values()}):
-        for owner in state.namespaces[namespace].classes:
-            grant_spare(state, owner, actions)
+    grant_spare(state, _next_in_use(state), actions)
     return actions
+
+
+def _next_in_use(state: State) -> list[SizeClass]:
+    """Some classes of namespaces with a session, in turn; where there are few, all."""
+    turns = state.spare_turns
+    if not turns:
+        for namespace in sorted({s.namespace for s in state.sessions.values()}):
+            turns.extend(state.namespaces[namespace].classes)
+    chosen = [turns.popleft() for _ in range(min(len(turns), CLASSES_A_TICK))]
+    idle = state.disuse.namespaces
+    known = (c for c in chosen if state.classes.get((c.namespace, c.group)) is c)
+    return [c for c in known if c.namespace not in idle]
 
 
 def _enforce_deadlines(state: State, now_ns: int, actions: list[Action]) -> None:

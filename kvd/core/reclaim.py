@@ -43,7 +43,7 @@ def seek_row(
         limit = coarse_stamp(now_ns) if not owner.rows else coldest_stamp(state, owner)
         found = _coldest_row(state, others, None if not owner.rows else limit)
     if found is not None:
-        owner.waits_for_extents = True
+        state.waiting[owner] = None
         retire_row(state, found, owner, actions)
 
 
@@ -106,7 +106,7 @@ def retire_row(state: State, row: Row, wanted_by: SizeClass | None, actions: lis
     slots = owner.free.drop(row.first_slot, row.slots)
     assert len(slots) == row.slots, "a row is taken back with a slot in use"
     state.slots.move(slots, SlotState.FREE, SlotState.ABSENT)
-    owner.capacity -= row.slots
+    owner.count(capacity=-row.slots)
     del owner.rows[row.row]
     del state.rows[row.row]
     row.wanted_by = wanted_by

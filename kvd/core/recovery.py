@@ -52,8 +52,7 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
     kept = _kept(state, slots, event)
     slots, stamps = slots[kept], event.stamps[kept]
     table.move(slots, SlotState.FREE, SlotState.READY)
-    owner.ready += len(slots)
-    owner.evictable += len(slots)
+    owner.count(ready=len(slots), evictable=len(slots))
     owner.tenant.used_bytes += len(slots) * owner.block_bytes
     state.index.insert(slots)
     state.recovered.setdefault((event.namespace, event.group), []).append((slots, stamps))
@@ -109,7 +108,7 @@ def _settle_free(state: State, row: Row) -> None:
     state.slots.move(free, SlotState.FREE, SlotState.QUARANTINED)
     state.slots.pins[free] = 1
     row.withheld = free
-    owner.quarantined += len(free)
+    owner.count(quarantined=len(free))
     owner.tenant.used_bytes += len(free) * owner.block_bytes
 
 

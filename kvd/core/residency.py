@@ -43,7 +43,7 @@ def reserve(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Slots:
     table.keys(owner.width)[slots] = fresh.words
     state.index.insert(slots)
     owner.policy.insert(slots, fresh.tags)
-    owner.reserved += len(slots)
+    owner.count(reserved=len(slots))
     owner.tenant.used_bytes += len(slots) * owner.block_bytes
     return slots
 
@@ -54,9 +54,8 @@ def make_ready(
     """RESERVED -> READY: the records, then the tags, then the news."""
     table = state.slots
     table.move(slots, SlotState.RESERVED, SlotState.READY)
-    owner.reserved -= len(slots)
-    owner.ready += len(slots)
-    owner.evictable += int(np.count_nonzero(table.pins[slots] == 0))
+    evictable = int(np.count_nonzero(table.pins[slots] == 0))
+    owner.count(reserved=-len(slots), ready=len(slots), evictable=evictable)
     tags = table.tags[slots]
     words = table.keys(owner.width)[slots]
     hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
@@ -93,8 +92,7 @@ def forget_ready(
         _announce_removed(state, owner, slots, actions)
     actions.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.FREE)
-    owner.ready -= len(slots)
-    owner.evictable -= len(slots)
+    owner.count(ready=-len(slots), evictable=-len(slots))
     owner.tenant.used_bytes -= len(slots) * owner.block_bytes
     owner.free.put(slots)
 
@@ -112,8 +110,7 @@ def quarantine_ready(
         _announce_removed(state, owner, slots, actions)
     actions.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.QUARANTINED)
-    owner.ready -= len(slots)
-    owner.quarantined += len(slots)
+    owner.count(ready=-len(slots), quarantined=len(slots))
 
 
 def quarantine_reserved(state: State, owner: SizeClass, slots: Slots) -> None:
@@ -121,8 +118,7 @@ def quarantine_reserved(state: State, owner: SizeClass, slots: Slots) -> None:
     state.index.remove(slots)
     owner.policy.remove(slots)
     state.slots.move(slots, SlotState.RESERVED, SlotState.QUARANTINED)
-    owner.reserved -= len(slots)
-    owner.quarantined += len(slots)
+    owner.count(reserved=-len(slots), quarantined=len(slots))
     _free_unpinned(state, owner, slots)
 
 
@@ -131,7 +127,7 @@ def pin(state: State, owner: SizeClass, slots: Slots) -> None:
     pins = state.slots.pins
     before = pins[slots]
     ready = state.slots.state[slots] == SlotState.READY
-    owner.evictable -= int(np.count_nonzero((before == 0) & ready))
+    owner.count(evictable=-int(np.count_nonzero((before == 0) & ready)))
     pins[slots] = before + 1
 
 
@@ -142,7 +138,7 @@ def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
     assert bool((after >= 0).all()), "a pin was taken away twice"
     pins[slots] = after
     states = state.slots.state[slots]
-    owner.evictable += int(np.count_nonzero((after == 0) & (states == SlotState.READY)))
+    owner.count(evictable=int(np.count_nonzero((after == 0) & (states == SlotState.READY))))
     if (states == SlotState.QUARANTINED).any():
         _free_unpinned(state, owner, slots[states == SlotState.QUARANTINED])
 
@@ -162,7 +158,7 @@ def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:
     """QUARANTINED -> FREE where no pin is left. Their records say FREE already."""
     slots = slots[state.slots.pins[slots] == 0]
     state.slots.move(slots, SlotState.QUARANTINED, SlotState.FREE)
-    owner.quarantined -= len(slots)
+    owner.count(quarantined=-len(slots))
     owner.tenant.used_bytes -= len(slots) * owner.block_bytes
     owner.free.put(slots)
 
@@ -193,5 +189,9 @@ def _by_scope(state: State, slots: Slots) -> Iterator[tuple[Scope, Slots]]:
     if (scopes == scopes[0]).all():
         yield state.scopes[ScopeId(int(scopes[0]))], slots
         return
-    for scope in np.unique(scopes).tolist():
-        yield state.scopes[ScopeId(scope)], slots[scopes == scope]
+    # Sorted once: with an account a user a row holds blocks of thousands of scopes.
+    order = np.argsort(scopes, kind="stable")
+    numbers, starts = np.unique(scopes[order], return_index=True)
+    members = np.split(slots[order], starts[1:])
+    for scope, inside in zip(numbers.tolist(), members, strict=True):
+        yield state.scopes[ScopeId(scope)], inside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from kvd.core import residency
 from kvd.core.actions import Action
@@ -12,6 +13,8 @@ from kvd.core.quota import Tenant
 from kvd.core.reclaim import coldest_stamp, seek_row
 from kvd.core.rows import SizeClass, grant_row
 from kvd.core.state import State
+
+CLASSES_WEIGHED = 128  # of a tenant, against each other, in one event
 
 # Blocks wanted, by size class: each class once, all of one tenant.
 Needs = list[tuple[SizeClass, int]]
@@ -78,7 +81,7 @@ def _for_quota(state: State, needs: Needs, evictions: dict[int, int]) -> list[Si
     excess = tenant.excess(sum(need * owner.block_bytes for owner, need in needs))
     if excess <= 0:
         return []
-    if tenant.shrinking:
+    if tenant.shrinking or tenant.tally.evictable_bytes < excess:
         return None
     chosen = []
     for owner in _victims_in_order(state, tenant, [owner for owner, _ in needs]):
@@ -98,12 +101,15 @@ def _victims_in_order(
 ) -> Iterator[SizeClass]:
     """The storing classes; the tenant's others, of which there may be many, only when asked for."""
     yield from storing
-    yield from _coldest_first(state, tenant, storing)
+    for _ in range(0, len(tenant.evictable), CLASSES_WEIGHED):
+        yield from _coldest_first(state, tenant, storing)
 
 
 def _coldest_first(state: State, tenant: Tenant, but: list[SizeClass]) -> list[SizeClass]:
+    """Some of the tenant's classes that could evict, in turn; where there are few, all."""
     ranked = []
-    for owner in state.classes_of(tenant):
+    for owner in list(islice(tenant.evictable, CLASSES_WEIGHED)):
+        tenant.evictable[owner] = tenant.evictable.pop(owner)  # to the end
         stamp = coldest_stamp(state, owner)
         if stamp is not None and all(owner is not other for other in but):
             ranked.append((int(stamp), owner))
@@ -131,19 +137,17 @@ def storable(state: State, namespace: NamespaceId) -> tuple[int, ...]:
     found = state.namespaces[namespace]
     if state.draining or found.tenant.shrinking:
         return tuple(0 for _ in found.classes)
-    reachable = 0  # bytes of the tenant that eviction could free
-    if found.tenant.quota_bytes:
-        reachable = sum(c.evictable * c.block_bytes for c in state.classes_of(found.tenant))
-    return tuple(_storable(state, owner, reachable) for owner in found.classes)
+    return tuple(_storable(state, owner) for owner in found.classes)
 
 
-def _storable(state: State, owner: SizeClass, reachable: int) -> int:
+def _storable(state: State, owner: SizeClass) -> int:
     rows = len(state.free_extents) // owner.shards
     blocks = len(owner.free) + rows * owner.slots_per_row + owner.evictable
-    if not blocks and any(c.evictable or len(c.free) for c in state.classes.values()):
+    if not blocks and (state.tally.evictable or state.tally.free):
         blocks = 1  # an offer is what makes the core take a row from another class
     tenant = owner.tenant
     if tenant.quota_bytes:
         left = max(0, tenant.quota_bytes - tenant.used_bytes)
+        reachable = tenant.tally.evictable_bytes  # that eviction could free
         blocks = min(blocks, (left + reachable) // owner.block_bytes)
     return blocks

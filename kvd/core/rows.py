@@ -6,7 +6,7 @@ the same ordinal in each.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from kvd.core.block import SlotState
 from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import MoverId, NamespaceId, RowId, Slots
 from kvd.core.policy.base import EvictionPolicy
-from kvd.core.quota import Tenant
+from kvd.core.quota import Tally, Tenant
 from kvd.core.spec import GroupSpec
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class SizeClass:
-    """Counts are of slots. `evictable` = READY without a pin."""
+    """Counts are of slots, and changed by `count` alone. `evictable` = READY without a pin."""
 
     namespace: NamespaceId
     group: int
@@ -109,6 +109,7 @@ class SizeClass:
     new_policy: Callable[[], EvictionPolicy]
     policy: EvictionPolicy
     slots_per_row: int
+    tallies: tuple[Tally, ...]  # of the pool, the tenant and the namespace
     free: FreeSlots = field(default_factory=FreeSlots)
     rows: dict[RowId, Row] = field(default_factory=dict)
     capacity: int = 0
@@ -117,15 +118,49 @@ class SizeClass:
     quarantined: int = 0
     evictable: int = 0
     searched_ns: int = -RECLAIM_INTERVAL_NS
-    waits_for_extents: bool = False
 
-    @property
-    def block_bytes(self) -> int:
-        return self.spec.block_bytes
+    block_bytes: int = field(init=False)
+    shards: int = field(init=False)
 
-    @property
-    def shards(self) -> int:
-        return len(self.spec.shard_bytes)
+    def __post_init__(self) -> None:
+        self.block_bytes = self.spec.block_bytes
+        self.shards = len(self.spec.shard_bytes)
+
+    def count(
+        self,
+        *,
+        capacity: int = 0,
+        reserved: int = 0,
+        ready: int = 0,
+        quarantined: int = 0,
+        evictable: int = 0,
+    ) -> None:
+        """Add to these counts, here and in the sums that the class is part of."""
+        self.capacity += capacity
+        self.reserved += reserved
+        self.ready += ready
+        self.quarantined += quarantined
+        if evictable:
+            self._count_evictable(evictable)
+        size = self.block_bytes
+        for tally in self.tallies:
+            tally.capacity += capacity
+            tally.reserved += reserved
+            tally.ready += ready
+            tally.quarantined += quarantined
+            tally.evictable += evictable
+            tally.capacity_bytes += capacity * size
+            tally.reserved_bytes += reserved * size
+            tally.ready_bytes += ready * size
+            tally.quarantined_bytes += quarantined * size
+            tally.evictable_bytes += evictable * size
+
+    def _count_evictable(self, step: int) -> None:
+        before, self.evictable = self.evictable, self.evictable + step
+        if not before:
+            self.tenant.evictable[self] = None
+        elif not self.evictable:
+            del self.tenant.evictable[self]
 
     @property
     def reach(self) -> int:
@@ -160,7 +195,7 @@ def grant_row(state: State, owner: SizeClass, actions: list[Action]) -> None:
     add_row(state, row)
     slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
     owner.free.put(slots)
-    owner.waits_for_extents = False
+    state.waiting.pop(owner, None)
     state.counters.rows_granted += 1
     actions.append(row.grant())
 
@@ -169,35 +204,47 @@ def add_row(state: State, row: Row) -> None:
     """Make the row's slots exist, all FREE; the caller says which of them may be taken."""
     state.rows[row.row] = row
     row.size_class.rows[row.row] = row
-    row.size_class.capacity += row.slots
+    row.size_class.count(capacity=row.slots)
     slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
     state.slots.move(slots, SlotState.ABSENT, SlotState.FREE)
 
 
-def grant_spare(state: State, owner: SizeClass, actions: list[Action]) -> None:
+def grant_spare(state: State, owners: Iterable[SizeClass], actions: list[Action]) -> None:
     """Grant rows ahead of need, so that movers have mapped and pinned them before a store comes.
 
-    As many as `spare_bytes` hold, and, unless that is 0, at least until a whole row is free. At
-    most 1/SPARE_SHARE of the pool, divided among the classes in use. On a machine whose extents
-    lie apart the first ones wait for the ranks, which know where they should lie.
+    Each class is given as many as `spare_bytes` hold, and, unless that is 0, at least until a whole
+    row is free. At most 1/SPARE_SHARE of the pool, divided among the classes in use. On a machine
+    whose extents lie apart the first ones wait for the ranks, which know where they should lie.
+    What is more than one event may grant comes with the next ticks.
     """
-    if state.free_extents.lie_apart and not any(
-        s.usable() for s in state.sessions.values() if s.namespace == owner.namespace
-    ):
-        return
-    live = {s.namespace for s in state.sessions.values()}
-    others = (c for namespace in live for c in state.namespaces[namespace].classes)
-    if any(c.waits_for_extents for c in others if c is not owner):
-        return
+    left = MAX_SPARE_ROWS_AT_ONCE
+    for owner in owners:
+        spare_slots = _spare_slots(state, owner)
+        while len(owner.free) + owner.slots_per_row <= spare_slots:
+            if not left or not _may_have_spare(state, owner):
+                break
+            grant_row(state, owner, actions)
+            left -= 1
+        if not left:
+            return
+
+
+def _spare_slots(state: State, owner: SizeClass) -> int:
+    live = len(state.namespaces) - len(state.disuse.namespaces)
     groups = len(state.namespaces[owner.namespace].classes)
-    share = state.pool_bytes // SPARE_SHARE // max(1, len(live) * groups)
+    share = state.pool_bytes // SPARE_SHARE // max(1, live * groups)
     spare_slots = state.config.spare_bytes // owner.block_bytes
     if spare_slots:  # grants while less than a row is free
         spare_slots = max(spare_slots, 2 * owner.slots_per_row - 1)
-    spare_slots = min(spare_slots, share // owner.block_bytes)
-    for _ in range(MAX_SPARE_ROWS_AT_ONCE):
-        if len(owner.free) + owner.slots_per_row > spare_slots:
-            return
-        if len(state.free_extents) < owner.shards:
-            return
-        grant_row(state, owner, actions)
+    return min(spare_slots, share // owner.block_bytes)
+
+
+def _may_have_spare(state: State, owner: SizeClass) -> bool:
+    if len(state.free_extents) < owner.shards:
+        return False
+    idle = state.disuse.namespaces
+    if any(c is not owner and c.namespace not in idle for c in state.waiting):
+        return False
+    return not state.free_extents.lie_apart or any(
+        s.usable() for s in state.sessions.values() if s.namespace == owner.namespace
+    )

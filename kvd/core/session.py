@@ -52,8 +52,7 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
     state.sessions[event.session] = session
     disuse.enter(state, session, own=event.own_epoch)
     epoch = spaces.open_epoch(state, session, actions)
-    for owner in namespace.classes:
-        grant_spare(state, owner, actions)
+    grant_spare(state, namespace.classes, actions)
     actions.append(Reply(event.token, SessionAccepted(namespace.namespace, epoch)))
     return actions
 
@@ -115,8 +114,7 @@ def rank_attached(state: State, event: RankAttached) -> list[Action]:
         namespace.shard_nodes[event.shard] = event.node
     actions: list[Action] = []
     if state.free_extents.lie_apart and session.usable():
-        for owner in namespace.classes:
-            grant_spare(state, owner, actions)
+        grant_spare(state, namespace.classes, actions)
     return actions
 
 

@@ -11,6 +11,7 @@ from kvd.core.block import SlotState
 from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
 from kvd.core.keys import NamespaceId, ScopeId
 from kvd.core.policy.base import EvictionPolicy
+from kvd.core.quota import Tally
 from kvd.core.rows import SizeClass, slots_per_row
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.core.state import (
@@ -97,11 +98,14 @@ def add_namespace(
 ) -> Namespace:
     """Make a namespace whose spec was checked."""
     tenant = state.tenant(spec.tenant)
-    classes = tuple(_make_class(state, number, group, spec) for group in range(len(spec.groups)))
+    tally = Tally()
+    tallies = (state.tally, tenant.tally, tally)
+    groups = range(len(spec.groups))
+    classes = tuple(_make_class(state, number, group, spec, tallies) for group in groups)
     page_blocks = max(
         state.config.extents // owner.shards * owner.slots_per_row for owner in classes
     )
-    namespace = Namespace(number, spec, classes, tenant, page_blocks)
+    namespace = Namespace(number, spec, classes, tenant, page_blocks, tally)
     state.namespaces[number] = namespace
     state.next_namespace = max(state.next_namespace, number + 1)
     state.by_fingerprint[spec.fingerprint] = namespace
@@ -111,7 +115,13 @@ def add_namespace(
     return namespace
 
 
-def _make_class(state: State, number: NamespaceId, group: int, spec: NamespaceSpec) -> SizeClass:
+def _make_class(
+    state: State,
+    number: NamespaceId,
+    group: int,
+    spec: NamespaceSpec,
+    tallies: tuple[Tally, ...],
+) -> SizeClass:
     found: list[SizeClass] = []
 
     def capacity() -> int:
@@ -130,6 +140,7 @@ def _make_class(state: State, number: NamespaceId, group: int, spec: NamespaceSp
         new_policy=new_policy,
         policy=new_policy(),
         slots_per_row=slots_per_row(groups[group], state.config.extent_bytes),
+        tallies=tallies,
     )
     found.append(owner)
     return owner

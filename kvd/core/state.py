@@ -29,7 +29,7 @@ from kvd.core.keys import (
     TransferId,
 )
 from kvd.core.policy.base import EvictionPolicy
-from kvd.core.quota import Tenant
+from kvd.core.quota import Tally, Tenant
 from kvd.core.rows import MIN_SLOT_BYTES, Row, SizeClass
 from kvd.core.spec import NamespaceSpec
 
@@ -80,6 +80,7 @@ class Namespace:
     classes: tuple[SizeClass, ...]  # by group
     tenant: Tenant
     page_blocks: int
+    tally: Tally
     shard_nodes: dict[int, int] = field(default_factory=dict)  # as far as ranks have told
     scopes: set[ScopeId] = field(default_factory=set)
     own_epochs: set[str] = field(default_factory=set)  # each of use to one session's engine alone
@@ -218,6 +219,9 @@ class State:
         self.free_extents = FreeExtents(config.extents, config.extent_nodes)
         self.rows: dict[RowId, Row] = {}
         self.retiring: dict[RowId, Row] = {}
+        self.waiting: dict[SizeClass, None] = {}  # for extents of rows that are taken back
+        self.spare_turns: deque[SizeClass] = deque()  # to be looked at by the next ticks
+        self.tally = Tally()
         self.tenants: dict[TenantId, Tenant] = {}
         self.namespaces: dict[NamespaceId, Namespace] = {}
         self.by_fingerprint: dict[str, Namespace] = {}
@@ -273,6 +277,3 @@ class State:
     def scope_of(self, slot: int) -> ScopeId:
         """The scope of the key that the slot holds."""
         return ScopeId(int(self.slots.scopes[slot]))
-
-    def classes_of(self, tenant: Tenant) -> list[SizeClass]:
-        return [c for c in self.classes.values() if c.tenant is tenant]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvd.core.keys import NamespaceId, SessionId, TenantId
+from kvd.core.quota import Tally
 from kvd.core.state import Counters
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ def gather(state: State) -> Statistics:
         for s in state.sessions.values()
     )
     return Statistics(
-        slots=_occupancy(state, of_bytes=False),
-        bytes=_occupancy(state, of_bytes=True),
+        slots=_of_slots(state.tally),
+        bytes=_of_bytes(state.tally),
         extents=state.config.extents,
         extents_free=len(state.free_extents),
         rows=len(state.rows),
@@ -99,34 +100,31 @@ def gather(state: State) -> Statistics:
 
 
 def _tenants(state: State) -> tuple[TenantFigures, ...]:
-    reserved = dict.fromkeys(state.tenants, 0)
-    evictable = dict.fromkeys(state.tenants, 0)
-    for owner in state.classes.values():
-        reserved[owner.tenant.tenant] += owner.reserved * owner.block_bytes
-        evictable[owner.tenant.tenant] += owner.evictable * owner.block_bytes
     return tuple(
         TenantFigures(
             t.tenant,
             t.used_bytes,
             t.quota_bytes,
             t.leased_bytes,
-            reserved[t.tenant],
-            evictable[t.tenant],
+            t.tally.reserved_bytes,
+            t.tally.evictable_bytes,
         )
         for t in state.tenants.values()
     )
 
 
-def _occupancy(state: State, *, of_bytes: bool) -> Occupancy:
-    capacity = free = reserved = ready = quarantined = 0
-    for owner in state.classes.values():
-        weight = owner.block_bytes if of_bytes else 1
-        capacity += owner.capacity * weight
-        free += len(owner.free) * weight
-        reserved += owner.reserved * weight
-        ready += owner.ready * weight
-        quarantined += owner.quarantined * weight
-    return Occupancy(capacity, free, reserved, ready, quarantined)
+def _of_slots(tally: Tally) -> Occupancy:
+    return Occupancy(tally.capacity, tally.free, tally.reserved, tally.ready, tally.quarantined)
+
+
+def _of_bytes(tally: Tally) -> Occupancy:
+    return Occupancy(
+        tally.capacity_bytes,
+        tally.free_bytes,
+        tally.reserved_bytes,
+        tally.ready_bytes,
+        tally.quarantined_bytes,
+    )
 
 
 def _namespaces(state: State) -> tuple[NamespaceFigures, ...]:
@@ -138,8 +136,8 @@ def _namespaces(state: State) -> tuple[NamespaceFigures, ...]:
             namespace.namespace,
             namespace.spec.fingerprint,
             namespace.spec.tenant,
-            sum(owner.ready for owner in namespace.classes),
-            sum(owner.ready * owner.block_bytes for owner in namespace.classes),
+            namespace.tally.ready,
+            namespace.tally.ready_bytes,
             sessions.get(namespace.namespace, 0),
         )
         for namespace in state.namespaces.values()

@@ -173,8 +173,7 @@ def _start(
             transfer.fail_job(job, COPY_FAILED)
     if parts:
         transfer.start_piece(state, job, tuple(parts), now_ns, actions)
-        for part in parts:
-            grant_spare(state, part.size_class, actions)
+        grant_spare(state, [part.size_class for part in parts], actions)
     return parts
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from kvd.clock import AwakeClock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import reclaim, rows
@@ -50,7 +47,6 @@ class SlowlyDying:
         self.kills += 1
 
     def die(self) -> None:
-        self.sink.process_ended(self.mover, self.pid)
         self.sink.mover_gone(self.mover, "killed")
 
 
@@ -120,43 +116,6 @@ async def test_mover_that_the_core_refused_is_ended_like_any_other(driver: Drive
     await ending
 
 
-async def test_movers_end_is_handled_though_it_can_not_be_written_down(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = open_session(driver)
-    process = await start_mover(driver)
-    driver.attach_rank(session, PLACEMENT, process)
-
-    def full(_pid: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(driver.pool, "forget_mover", full)
-    ending = asyncio.create_task(driver.end_rank(MOVER, "its worker is gone"))
-    await asyncio.sleep(0)
-    process.die()
-    await asyncio.wait_for(ending, 5)
-    assert not driver.machine.state.movers
-
-
-async def test_who_waits_for_a_movers_end_hears_of_it_whatever_its_news_do(
-    driver: Driver,
-) -> None:
-    session = open_session(driver)
-    process = await start_mover(driver)
-    driver.attach_rank(session, PLACEMENT, process)
-
-    def broken(_session: SessionId, _rank: int, _reason: str) -> None:
-        raise OSError("no more descriptors")
-
-    driver.fleet.on_rank_lost = broken
-    ending = asyncio.create_task(driver.end_rank(MOVER, "its worker is gone"))
-    await asyncio.sleep(0)
-    with pytest.raises(OSError, match="descriptors"):
-        process.die()
-    await asyncio.wait_for(ending, 5)
-    assert not driver.machine.state.movers
-
-
 @pytest.mark.parametrize(
     ("gpu", "known"), [(None, {}), (GpuFacts("GPU-1", "a GPU", "580", numa_node=1), {0: 1})]
 )
@@ -205,40 +164,32 @@ async def test_row_that_could_not_be_zeroed_is_zeroed_later(
     assert len(state.free_extents) == 4
 
 
-async def test_reports_that_wait_are_handled_before_anything_is_found_late(
+async def test_rooms_of_many_namespaces_are_published_a_few_at_a_time(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[str] = []
-    ticked = asyncio.Event()
-    handle = driver.machine.handle
+    monkeypatch.setattr("kvd.driver.ROOMS_AT_ONCE", 3)
+    namespaces = []
+    for number in range(10):
+        session = driver.allocate_session_id()
+        opened = ev.SessionOpened(driver.next_token(), session, spec(f"ns {number}"), "", 1)
+        namespaces.append(driver.open_session(opened, {}, NoSession()).namespace)
+    published: list[list[int]] = [[]]  # by turn; the first is scheduled already
+    turn = driver._publish_rooms
 
-    def noted(event: ev.Event, now_ns: int) -> list[act.Action]:
-        heard.append(type(event).__name__)
-        if isinstance(event, ev.TimerTicked):
-            ticked.set()
-        return handle(event, now_ns)
+    def counted() -> None:
+        published.append([])
+        turn()
 
-    driver.machine.handle = noted  # type: ignore[method-assign]
-    monkeypatch.setattr("kvd.driver.TICK_SECONDS", 0.0)
-    for row in range(50):
-        driver.fleet.row_unmapped(MOVER, RowId(row))
-    ticking = asyncio.create_task(driver.run())
-    await ticked.wait()
-    ticking.cancel()
-    assert heard.index("TimerTicked") == 50
+    def room(namespace: int) -> tuple[int, ...]:
+        published[-1].append(namespace)
+        return (7,)
 
-
-def test_the_drivers_clock_stands_still_while_the_process_does_not_run() -> None:
-    readings = iter([0, 250, 500, 70_500, 70_750, 72_000, 72_250])
-    clock = AwakeClock(Scripted(readings))
-    assert [clock.now_ns() // 1_000_000 for _ in range(6)] == [250, 500, 500, 750, 750, 1000]
-
-
-class Scripted:
-    """A clock that reads what it is told, in milliseconds."""
-
-    def __init__(self, readings: Iterator[int]) -> None:
-        self._readings = readings
-
-    def now_ns(self) -> int:
-        return next(self._readings) * 1_000_000
+    monkeypatch.setattr(driver, "_publish_rooms", counted)
+    monkeypatch.setattr(driver.machine, "room", room)
+    driver.call(ev.TimerTicked())
+    for _ in range(50):
+        await asyncio.sleep(0)
+    told = [namespace for some in published for namespace in some]
+    assert set(told) == set(namespaces)
+    assert max(map(len, published)) == 3
+    assert len(told) <= 3 * len(namespaces), "it goes on telling what has not changed"

@@ -1,0 +1,65 @@
+"""What an event costs doesn't grow with the number of classes, namespaces or sessions."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core import operate, room, rows
+from kvd.core.keys import SessionId
+from kvd.core.rows import MAX_SPARE_ROWS_AT_ONCE, SizeClass
+from kvd.core.state import State
+from tests.core.bench import BLOCK, Bench, only, small, spec
+
+
+def roomy(groups: int, **options: object) -> Bench:
+    """A pool in which every group may have a row ahead of need."""
+    return small(extents=16 * groups, spare_bytes=16 * BLOCK, **options)
+
+
+def test_one_event_grants_few_rows_ahead_of_need_and_ticks_grant_the_others() -> None:
+    bench = roomy(groups=64)
+    opened = bench.feed(ev.SessionOpened(1, SessionId(1), spec(groups=64), "", 1))
+    granted = [len(only(opened, act.GrantRow))]
+    while granted[-1]:
+        granted.append(len(only(bench.feed(ev.TimerTicked()), act.GrantRow)))
+    assert max(granted) == MAX_SPARE_ROWS_AT_ONCE
+    assert sum(granted) == 64
+
+
+def test_ticks_look_at_some_classes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operate, "CLASSES_A_TICK", 5)
+    bench = roomy(groups=12)
+    bench.open(namespace=spec(groups=12))
+    looked_at: list[int] = []
+    spare_slots = rows._spare_slots
+
+    def counted(state: State, owner: SizeClass) -> int:
+        looked_at.append(owner.group)
+        return spare_slots(state, owner)
+
+    monkeypatch.setattr(rows, "_spare_slots", counted)
+    for _ in range(3):
+        bench.feed(ev.TimerTicked())
+    assert looked_at == list(range(12))
+
+
+def test_room_is_known_without_asking_other_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = small(extents=2)
+    for number in range(1, 5):
+        bench.open(number, spec(f"ns {number}"))
+    bench.stored(range(32))
+    asked: list[SizeClass] = []
+    storable = room._storable
+
+    def counted(state: State, owner: SizeClass) -> int:
+        asked.append(owner)
+        state.classes.clear()
+        return storable(state, owner)
+
+    known = dict(bench.machine.state.classes)
+    monkeypatch.setattr(room, "_storable", counted)
+    assert bench.machine.room(bench.machine.namespaces()[3]) == (1,)
+    bench.machine.state.classes.update(known)
+    assert len(asked) == 1
