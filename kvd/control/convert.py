@@ -321,6 +321,7 @@ def ended_message(order: act.EndJob) -> pb.JobEnded:
         reason=order.reason,
         blocks=order.blocks,
         bytes=order.bytes_copied,
+        left=order.left,
     )
 
 

@@ -233,6 +233,7 @@ class EndJob:
     reason: str
     blocks: int
     bytes_copied: int
+    left: int = 0  # keys that a PARTIAL store neither copied nor found readable
 
 
 @dataclass(frozen=True, slots=True, eq=False)

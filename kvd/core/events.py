@@ -42,6 +42,7 @@ class JobStatus(enum.IntEnum):
     DONE = 1
     FAILED = 2
     REFUSED = 3
+    PARTIAL = 4  # a store that left keys to others: see EndJob.left
 
 
 # -- life of the pool -------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class Job:
     pieces: int = 0  # that still run
     started: bool = False  # any transfer at all
     followed: int = 0  # keys that another job is storing for it
+    left: int = 0  # keys that it neither copies, nor follows, nor found readable
     bytes_by_mover: dict[MoverId, int] = field(default_factory=dict)
     duration_ns: dict[MoverId, int] = field(default_factory=dict)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import Run
@@ -76,9 +77,7 @@ def storable_rows(offer: Offer) -> Offer:
     A null engine block would put zeros under a real key, and whoever loads that block may want
     just this part of it. Of a recurrent group's block only the last state is ever loaded.
     """
-    given = offer.engine_blocks != NULL_ENGINE_BLOCK
-    keeps_last = offer.size_class.spec.kind is GroupKind.RECURRENT_STATE
-    real = given[:, -1] if keeps_last else given.all(axis=1)
+    real = _whole_rows(offer)
     if not real.all():
         offer = offer.rows(np.flatnonzero(real))
     if len(set(offer.tags.tolist())) == len(offer.tags):  # sorting costs four times as much
@@ -87,3 +86,14 @@ def storable_rows(offer: Offer) -> Offer:
     if len(unique) < len(np.unique(offer.words, axis=0)):  # two keys share a tag
         _, first = np.unique(offer.words, axis=0, return_index=True)
     return offer.rows(np.sort(first))
+
+
+def broken_rows(offer: Offer) -> int:
+    """How many of the blocks are not whole."""
+    return len(offer.tags) - int(np.count_nonzero(_whole_rows(offer)))
+
+
+def _whole_rows(offer: Offer) -> npt.NDArray[np.bool_]:
+    given = offer.engine_blocks != NULL_ENGINE_BLOCK
+    keeps_last = offer.size_class.spec.kind is GroupKind.RECURRENT_STATE
+    return np.asarray(given[:, -1] if keeps_last else given.all(axis=1))

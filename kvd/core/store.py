@@ -23,7 +23,7 @@ from kvd.core.events import JobKind, JobStatus, LoadRequested, StoreRequested
 from kvd.core.index import NOWHERE
 from kvd.core.job import Follow, Job, Offer, Part
 from kvd.core.keys import ScopeId, Slots
-from kvd.core.offer import check_runs, read_offers, storable_rows
+from kvd.core.offer import broken_rows, check_runs, read_offers, storable_rows
 from kvd.core.room import make_room
 from kvd.core.rows import grant_spare
 from kvd.core.state import Session, State
@@ -40,6 +40,7 @@ class Plan:
     ready_blocks: Slots  # their places in the prompt
     followed: Offer
     blocked: bool  # some must be stored, but their engine block is being copied already
+    left: int  # neither copied, nor followed, nor there
 
 
 def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
@@ -124,7 +125,9 @@ def _admit(
     now_ns, actions = at
     account = event.context.account
     offers = read_offers(state, session, account, event.runs)
-    plans = [_divide(state, session, storable_rows(offer), event.request_level) for offer in offers]
+    whole = event.request_level
+    plans = [_divide(state, session, storable_rows(offer), whole) for offer in offers]
+    job.left += sum(broken_rows(offer) for offer in offers)
     needs = [(p.offer.size_class, len(p.fresh.tags)) for p in plans if len(p.fresh.tags)]
     # Neither what was just offered nor what the request used before it makes room for the rest:
     # a tail is worth nothing without its head.
@@ -171,6 +174,7 @@ def _start(
             _follow(state, session, job, plan.followed)
         if plan.blocked:
             transfer.fail_job(job, COPY_FAILED)
+        job.left += plan.left
     if parts:
         transfer.start_piece(state, job, tuple(parts), now_ns, actions)
         grant_spare(state, [part.size_class for part in parts], actions)
@@ -199,13 +203,15 @@ def _divide(state: State, session: Session, offer: Offer, whole: bool) -> Plan:
     is_ready = states == SlotState.READY
     ready = offer.slots[is_ready]
     state.counters.deduplicated += len(ready) + len(pending)
+    followed = pending if whole else pending[:0]
     return Plan(
         offer=offer,
         fresh=offer if len(fresh) == len(offer.tags) else offer.rows(fresh),
         ready=ready,
         ready_blocks=offer.blocks[is_ready],
-        followed=offer.rows(pending if whole else pending[:0]),
+        followed=offer.rows(followed),
         blocked=whole and bool(blocked.any()),
+        left=len(offer.tags) - len(fresh) - len(ready) - len(followed),
     )
 
 

@@ -224,6 +224,8 @@ def end_job_when_done(state: State, job: Job, actions: list[Action]) -> None:
         return
     session = state.sessions[job.session]
     del session.jobs[job.job]
+    if job.left and job.status is JobStatus.DONE:
+        job.status = JobStatus.PARTIAL
     copied = sum(job.bytes_by_mover.values())
     if job.kind is JobKind.LOAD:
         state.counters.load_bytes += copied
@@ -235,8 +237,9 @@ def end_job_when_done(state: State, job: Job, actions: list[Action]) -> None:
     if job.reason:
         refused = state.counters.refused
         refused[job.reason] = refused.get(job.reason, 0) + 1
+    left = job.left if job.status is JobStatus.PARTIAL else 0
     actions.append(
-        EndJob(job.session, job.job, job.kind, job.status, job.reason, job.blocks, copied)
+        EndJob(job.session, job.job, job.kind, job.status, job.reason, job.blocks, copied, left)
     )
 
 

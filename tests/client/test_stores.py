@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvd_client import NULL_BLOCK, ScheduledRequest, SchedulerOptions, StepOutcome, StoreMode
+from kvd_client import (
+    NULL_BLOCK,
+    JobReport,
+    ScheduledRequest,
+    SchedulerOptions,
+    StepOutcome,
+    StoreMode,
+    WorkerReport,
+)
+from kvd_client.scheduler.doubts import WAIT_S
 from tests.client.engine_rig import FULL, SLIDING, TOKENS, WIDE, Rig, blocks
 from tests.client.fake_daemon import ADMITTED
 
@@ -386,3 +395,66 @@ def test_admission_is_remembered_after_allocation() -> None:
     rig.allocate("r", [blocks(0, 4)])
     rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
     assert rig.stored_hashes() == keys[1:2]
+
+
+# -- what was left to other engines --------------------------------------------------------------
+
+
+def left(rig: Rig, *job_ids: int) -> StepOutcome:
+    """Each rank reports these stores as done, with some of their keys left to others."""
+    ended = tuple(JobReport(job_id, done=True, left=True) for job_id in job_ids)
+    return rig.scheduler.update_from_workers([WorkerReport(0, ended)])
+
+
+def test_a_partial_store_counts_only_what_the_page_shows() -> None:
+    rig = Rig()
+    keys = rig.keys("p", 3 * TOKENS)[0]
+    rig.arrive("p", 3 * TOKENS + 1)
+    rig.ask("p")
+    rig.allocate("p", [blocks(1, 3)])
+    plan = rig.step(("p", [blocks(1, 3)], 3 * TOKENS))
+    rig.daemon.on_page = {keys[1]}
+    outcome = left(rig, *plan.stores)
+    assert [stored.block_hashes for stored in outcome.stored] == [(keys[1],)]
+
+
+def test_what_was_left_to_another_engine_is_offered_again_until_it_is_there() -> None:
+    rig = Rig()
+    keys = rig.keys("p", 3 * TOKENS)[0]
+    running = ("p", [blocks(1, 3)], 3 * TOKENS)
+    rig.arrive("p", 3 * TOKENS + 1)
+    rig.ask("p")
+    rig.allocate("p", [blocks(1, 3)])
+    plan = rig.step(running)
+    rig.daemon.on_page = {keys[0]}
+    left(rig, *plan.stores)
+    rig.step(running)
+    assert rig.stored_hashes() == [], "the other store has some time"
+    rig.now += 2 * WAIT_S
+    plan = rig.step(running)
+    assert rig.stored_hashes() == keys[1:]
+    left(rig, *plan.stores)
+    rig.step(running)
+    rig.daemon.on_page = set(keys)
+    rig.now += 2 * WAIT_S
+    rig.step(running)
+    assert rig.stored_hashes() == []
+    (stored,) = rig.report().stored
+    assert stored.block_hashes == tuple(keys[1:])
+
+
+def test_what_the_reuse_filter_kept_out_is_not_offered_again_by_the_same_request() -> None:
+    rig = Rig(store_threshold=2)
+    running = ("p", [blocks(1, 3)], 3 * TOKENS)
+    rig.holds("p", 3 * TOKENS, status=ADMITTED)
+    rig.daemon.on_page = set()
+    rig.arrive("p", 3 * TOKENS + 1)
+    rig.ask("p")
+    rig.allocate("p", [blocks(1, 3)])
+    plan = rig.step(running)
+    assert plan.stores
+    left(rig, *plan.stores)
+    rig.step(running)
+    rig.now += 2 * WAIT_S
+    rig.step(running)
+    assert rig.stored_hashes() == []

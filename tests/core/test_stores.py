@@ -102,7 +102,7 @@ def test_key_that_any_engine_is_storing_is_not_stored_again(bench: Bench) -> Non
     actions = bench.store([1], 2)
     assert not only(actions, act.StartTransfer)
     (end,) = only(actions, act.EndJob)
-    assert (end.status, end.blocks) == (ev.JobStatus.DONE, 0)
+    assert (end.status, end.blocks, end.left) == (ev.JobStatus.PARTIAL, 0, 1)
 
 
 def test_key_named_twice_in_one_store_gets_one_slot(bench: Bench) -> None:
@@ -218,6 +218,35 @@ def test_jobs_in_flight_are_bounded() -> None:
         machine.handle(event, 0)
     with pytest.raises(LimitExceeded):
         machine.handle(ev.StoreRequested(1, session, JobId(10**6), context(), (), last=False), 0)
+
+
+def test_a_store_says_done_only_when_every_key_is_found(bench: Bench) -> None:
+    bench.open(1)
+    bench.open(2)
+    bench.stored([1])
+    bench.store([2], 1)
+    (end,) = only(bench.finish(bench.store([1, 2, 3], 2)), act.EndJob)
+    assert (end.status, end.blocks, end.left) == (ev.JobStatus.PARTIAL, 1, 1)
+    boards = [b.status for each in bench.history for b in only(each, act.PostBoard)]
+    assert boards[-1] is ev.JobStatus.PARTIAL
+    bench.finish()
+    (end,) = only(bench.store([1, 2, 3], 2), act.EndJob)
+    assert (end.status, end.left) == (ev.JobStatus.DONE, 0)
+
+
+def test_a_store_says_how_many_keys_it_left_for_each_reason() -> None:
+    bench = small(store_threshold=2)
+    bench.open()
+    (end,) = only(bench.store([1, 2]), act.EndJob)
+    assert (end.status, end.left) == (ev.JobStatus.PARTIAL, 2), "filtered"
+    bench.store([1], blocks=[7])
+    (end,) = only(bench.store([9], blocks=[8]), act.EndJob)
+    (end,) = only(bench.store([9], blocks=[7]), act.EndJob)
+    assert (end.status, end.left) == (ev.JobStatus.PARTIAL, 1), "its engine block is in flight"
+    null = ev.Run(0, keys(5), np.full((1, 1), NULL_ENGINE_BLOCK, dtype=np.uint32))
+    asked = ev.StoreRequested(9, SessionId(1), JobId(50), context(), (null,))
+    (end,) = only(bench.feed(asked), act.EndJob)
+    assert (end.status, end.left) == (ev.JobStatus.PARTIAL, 1), "null all over"
 
 
 # -- request-level stores -----------------------------------------------------------------------

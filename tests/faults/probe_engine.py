@@ -178,7 +178,13 @@ class ProbeEngine:
     # -- stores and loads -------------------------------------------------------------------
 
     def store(
-        self, prefix: str, count: int, first_block: int = 0, wait: bool = True, hold: bool = False
+        self,
+        prefix: str,
+        count: int,
+        first_block: int = 0,
+        wait: bool = True,
+        hold: bool = False,
+        finish: bool = True,
     ) -> dict[str, Any]:
         """Compute a prompt's blocks and let them be stored. The number stored when waited for."""
         keys = block_hashes(prefix, count)
@@ -191,9 +197,21 @@ class ProbeEngine:
             for block, key in zip(table, keys, strict=True):
                 rank.compute(block, key)
         self.step(ScheduledRequest(request, [table], count * TOKENS), hold=hold)
-        self.scheduler.request_finished(request, [table])
+        if finish:
+            self.scheduler.request_finished(request, [table])
         if wait:
             self.pump()
+        return {"stored": len(self._stored) - before, "request": request}
+
+    def go_on(
+        self, request: str, count: int, first_block: int = 0, seconds: float = 1.0
+    ) -> dict[str, Any]:
+        """Keep a request running that `store` has not finished; the number stored meanwhile."""
+        table, before = list(range(first_block, first_block + count)), len(self._stored)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.step(ScheduledRequest(request, [table], count * TOKENS))
+            time.sleep(0.01)
         return {"stored": len(self._stored) - before}
 
     def match(self, request: str, prefix: str, count: int, seconds: float = 5.0) -> dict[str, Any]:

@@ -29,6 +29,7 @@ class Job:
     generation: int  # of the session that it was sent in
     ranks_left: int = 0  # bit r set = rank r has not reported
     failed: bool = False
+    left: bool = False  # some of its keys were left to other stores
     stale: bool = False  # of before a reset
 
 
@@ -104,6 +105,7 @@ class JobTable:
             return None
         job.ranks_left &= ~(1 << rank)
         job.failed |= not report.done
+        job.left |= report.left
         return None if job.ranks_left else self.drop(report.job_id)
 
     def is_storing(self, group: int, account: str, block_hash: bytes) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvd_client.draft import JobDraft, StepDraft
+from kvd_client.draft import BlockRun, JobDraft, StepDraft
+from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
 from kvd_client.scheduler.lookup import LookupDesk
@@ -25,12 +26,14 @@ class JobEnds:
         fences: Fences,
         options: SchedulerOptions,
         requests: Mapping[str, Request],
+        doubts: Doubts,
     ) -> None:
         self._jobs = jobs
         self._desk = desk
         self._fences = fences
         self._options = options
         self._requests = requests
+        self._doubts = doubts
         self._generation = 0
         self._told: dict[int, tuple[bool, float]] = {}  # by the daemon, not yet by all ranks
         self._forget: list[int] = []
@@ -86,6 +89,7 @@ class JobEnds:
         self._generation = generation
         self._completed = StepDraft()
         self._told.clear()
+        self._doubts.clear()
         for job_id in self._jobs.of_earlier_sessions(generation):
             self._end_unreported(job_id, is_done=False)
 
@@ -94,6 +98,7 @@ class JobEnds:
         for job_id, done in ended:
             if job_id in self._jobs:
                 self._told[job_id] = (done, now)
+        self._doubts.look_again(now, self._note_stored)
         for job_id, (done, told_s) in list(self._told.items()):
             if now - told_s > REPORT_GRACE_S:
                 self._end_unreported(job_id, is_done=done)
@@ -141,8 +146,11 @@ class JobEnds:
             request.store_jobs.discard(job.draft.job_id)
         if job.stale:
             return
-        if not job.failed:
-            self._note_stored(job)
+        if not job.failed and job.left:
+            self._doubts.add(job, self._note_stored)
+        elif not job.failed:
+            for run in job.draft.runs:
+                self._note_stored(job, run)
         elif request is not None and request.request_level:
             self._store_again(request, job)
 
@@ -158,12 +166,11 @@ class JobEnds:
             request.lookup.state = LookupState.CLOSED
             request.store_from_start()
 
-    def _note_stored(self, job: Job) -> None:
-        for run in job.draft.runs:
-            stored = StoredKeys(job.request_id, run.group, tuple(run.block_hashes))
-            self._stored.append(stored)
-            if self._options.collect_events:
-                self._events.append(stored)
+    def _note_stored(self, job: Job, run: BlockRun) -> None:
+        stored = StoredKeys(job.request_id, run.group, tuple(run.block_hashes))
+        self._stored.append(stored)
+        if self._options.collect_events:
+            self._events.append(stored)
 
     def _store_again(self, request: Request, job: Job) -> None:
         """A request-level store must be whole: offer from the job's first block on again."""

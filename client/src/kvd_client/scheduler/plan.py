@@ -50,6 +50,7 @@ class JobReport(NamedTuple):
     done: bool
     bytes_copied: int = 0
     duration_ns: int = 0
+    left: bool = False  # done, but some keys were left to other stores, which may yet fail
 
 
 @dataclass(frozen=True, slots=True)

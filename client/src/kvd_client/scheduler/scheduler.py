@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvd_client.draft import MAX_PARTS, JobDraft, StepDraft, request_context, wire_account
 from kvd_client.scheduler.device import DeviceBlocks
+from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.hand_offs import HandOffDesk
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
@@ -69,7 +70,10 @@ class Scheduler:
         self._hand_offs = HandOffDesk(self._jobs, self.options)
         self._device = DeviceBlocks(self._groups)
         self._fences = Fences(self._groups, self._jobs, self._device)
-        self._ends = JobEnds(self._jobs, self._desk, self._fences, self.options, self._requests)
+        self._doubts = Doubts(connection, self._requests)
+        self._ends = JobEnds(
+            self._jobs, self._desk, self._fences, self.options, self._requests, self._doubts
+        )
         self._generation = 0
         # Collected for the next step.
         self._step = StepDraft()
@@ -328,6 +332,7 @@ class Scheduler:
         self._fences.flush(self._jobs.invalidate())
         self._finished_offers.clear()
         self._hand_offs.clear()
+        self._doubts.clear()
         self._device.clear()
         for request in self._requests.values():
             self._desk.forget(request)

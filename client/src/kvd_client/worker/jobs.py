@@ -135,8 +135,9 @@ class JobLedger:
     def take(self, records: Iterable[BoardRecord]) -> None:
         """What a board says."""
         for record in records:
-            done = record.status == common_pb2.JOB_STATUS_DONE
-            report = JobReport(record.job_id, done, record.bytes_copied, record.duration_ns)
+            left = record.status == common_pb2.JOB_STATUS_PARTIAL
+            done = left or record.status == common_pb2.JOB_STATUS_DONE
+            report = JobReport(record.job_id, done, record.bytes_copied, record.duration_ns, left)
             if self._open.pop(record.job_id, None) is not None:
                 self._ended.append(report)
                 continue

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13kvd/v1/common.proto\x12\x06kvd.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xc5\x01\n\nReqContext\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x33\n\x12kv_transfer_params\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12&\n\x05hints\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12#\n\rtiers_allowed\x18\x05 \x03(\x0e\x32\x0c.kvd.v1.Tier\x12\x0f\n\x07\x61\x63\x63ount\x18\x06 \x01(\t\"<\n\x06KeyRun\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\"X\n\x0bTransferRun\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x15\n\rengine_blocks\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r*L\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x12\x10\n\x0cTIER_CLUSTER\x10\x03*J\n\x07JobKind\x12\x18\n\x14JOB_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eJOB_KIND_STORE\x10\x01\x12\x11\n\rJOB_KIND_LOAD\x10\x02*k\n\tJobStatus\x12\x1a\n\x16JOB_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0fJOB_STATUS_DONE\x10\x01\x12\x15\n\x11JOB_STATUS_FAILED\x10\x02\x12\x16\n\x12JOB_STATUS_REFUSED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13kvd/v1/common.proto\x12\x06kvd.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xc5\x01\n\nReqContext\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08priority\x18\x02 \x01(\x05\x12\x33\n\x12kv_transfer_params\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\x12&\n\x05hints\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\x12#\n\rtiers_allowed\x18\x05 \x03(\x0e\x32\x0c.kvd.v1.Tier\x12\x0f\n\x07\x61\x63\x63ount\x18\x06 \x01(\t\"<\n\x06KeyRun\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\"X\n\x0bTransferRun\x12\r\n\x05group\x18\x01 \x01(\r\x12\x0e\n\x06hashes\x18\x02 \x01(\x0c\x12\x15\n\rengine_blocks\x18\x03 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r*L\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\r\n\tTIER_HOST\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x12\x10\n\x0cTIER_CLUSTER\x10\x03*J\n\x07JobKind\x12\x18\n\x14JOB_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0eJOB_KIND_STORE\x10\x01\x12\x11\n\rJOB_KIND_LOAD\x10\x02*\x83\x01\n\tJobStatus\x12\x1a\n\x16JOB_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0fJOB_STATUS_DONE\x10\x01\x12\x15\n\x11JOB_STATUS_FAILED\x10\x02\x12\x16\n\x12JOB_STATUS_REFUSED\x10\x03\x12\x16\n\x12JOB_STATUS_PARTIAL\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TIER']._serialized_end=489
   _globals['_JOBKIND']._serialized_start=491
   _globals['_JOBKIND']._serialized_end=565
-  _globals['_JOBSTATUS']._serialized_start=567
-  _globals['_JOBSTATUS']._serialized_end=674
+  _globals['_JOBSTATUS']._serialized_start=568
+  _globals['_JOBSTATUS']._serialized_end=699
   _globals['_REQCONTEXT']._serialized_start=62
   _globals['_REQCONTEXT']._serialized_end=259
   _globals['_KEYRUN']._serialized_start=261

@@ -27,6 +27,7 @@ class JobStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     JOB_STATUS_DONE: _ClassVar[JobStatus]
     JOB_STATUS_FAILED: _ClassVar[JobStatus]
     JOB_STATUS_REFUSED: _ClassVar[JobStatus]
+    JOB_STATUS_PARTIAL: _ClassVar[JobStatus]
 TIER_UNSPECIFIED: Tier
 TIER_HOST: Tier
 TIER_DISK: Tier
@@ -38,6 +39,7 @@ JOB_STATUS_UNSPECIFIED: JobStatus
 JOB_STATUS_DONE: JobStatus
 JOB_STATUS_FAILED: JobStatus
 JOB_STATUS_REFUSED: JobStatus
+JOB_STATUS_PARTIAL: JobStatus
 
 class ReqContext(_message.Message):
     __slots__ = ("request_id", "priority", "kv_transfer_params", "hints", "tiers_allowed", "account")

@@ -339,20 +339,22 @@ class StepReply(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., verdicts: _Optional[_Iterable[_Union[JobVerdict, _Mapping]]] = ...) -> None: ...
 
 class JobEnded(_message.Message):
-    __slots__ = ("job_id", "kind", "status", "reason", "blocks", "bytes")
+    __slots__ = ("job_id", "kind", "status", "reason", "blocks", "bytes", "left")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     kind: _common_pb2.JobKind
     status: _common_pb2.JobStatus
     reason: str
     blocks: int
     bytes: int
-    def __init__(self, job_id: _Optional[int] = ..., kind: _Optional[_Union[_common_pb2.JobKind, str]] = ..., status: _Optional[_Union[_common_pb2.JobStatus, str]] = ..., reason: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    left: int
+    def __init__(self, job_id: _Optional[int] = ..., kind: _Optional[_Union[_common_pb2.JobKind, str]] = ..., status: _Optional[_Union[_common_pb2.JobStatus, str]] = ..., reason: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., left: _Optional[int] = ...) -> None: ...
 
 class JobsEnded(_message.Message):
     __slots__ = ("jobs",)

@@ -26,6 +26,8 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_block_hash,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -245,6 +247,23 @@ class KvdManager(OffloadingManager):
         """VLLM will complete these as if they were stored; they were not."""
         self._failed.update(keys)
         self.stats.failed_stores += len(keys)
+
+    def leave_stores(
+        self, tracked: TrackedRequest, keys: Collection[OffloadKey]
+    ) -> set[OffloadKey]:
+        """A store left some of these to another engine's: those that the page lacks, by now not
+        stored, and worth another offer if that one fails.
+        """
+        session = self.enter_session()
+        if session is None:
+            return set()
+        missing: set[OffloadKey] = set()
+        for key in keys:
+            group = self.index_of[get_offload_group_idx(key)]
+            if not session.shows(group, tracked.request.account, get_offload_block_hash(key)):
+                missing.add(key)
+        self._failed.update(missing)
+        return missing if session.store_threshold <= 1 else set()
 
     def forget_failures(self) -> None:
         """VLLM has completed them."""

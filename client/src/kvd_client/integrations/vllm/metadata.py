@@ -56,12 +56,14 @@ class KvdWorkerMetadata(OffloadingWorkerMetadata):
     """vLLM's acknowledgements (by vLLM's job ids), and which of the jobs failed on some rank."""
 
     failed_jobs: set[int] = field(default_factory=set)
+    left_jobs: set[int] = field(default_factory=set)  # stores that left blocks to other engines'
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvdWorkerMetadata:
         """Both ranks' words as one; a job that failed on one has failed."""
         merged = super().aggregate(other)
         failed = self.failed_jobs | getattr(other, "failed_jobs", set())
-        return KvdWorkerMetadata(merged.completed_jobs, merged.transfer_stats, failed)
+        left = self.left_jobs | getattr(other, "left_jobs", set())
+        return KvdWorkerMetadata(merged.completed_jobs, merged.transfer_stats, failed, left)
 
 
 @dataclass

@@ -7,6 +7,8 @@ made, and carries failures, which vLLM's own side does not know.
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -54,6 +56,7 @@ from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
 from kvd_client.integrations.vllm.steps import StepJobs
 from kvd_client.integrations.vllm.stores import BlocksSpec
 from kvd_client.scheduler import StepPlan
+from kvd_client.scheduler.doubts import MAX_DOUBTS, WAIT_S
 from kvd_client.scheduler.lookup import Knowledge
 
 REQUEST_LEVEL_ATTEMPTS = 3
@@ -79,6 +82,9 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self._self_describing = self._events_tracker.self_describing_enabled
         self._kvd_groups = self.manager.groups
         self._width = self.config.blocks_per_chunk
+        self._left: deque[tuple[float, RequestOffloadState, set[OffloadKey]]] = deque(
+            maxlen=MAX_DOUBTS
+        )
         self._stores_simply = self._has_simple_stores()
         if self._width > 1:
             self.manager.leave_out_gaps(self._is_whole)
@@ -167,6 +173,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     # -- the step ---------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvdConnectorMetadata:
+        self._offer_left_again()
         made = super().build_connector_meta(scheduler_output)
         jobs = self._join(made)
         was_sent, lost = self.manager.send_step(jobs)
@@ -320,6 +327,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             sent = steps.report(kvd_job_id(job_id), ranks, failed=has_failed)
             if sent is not None and sent.has_failed:
                 self._fail(job_id)
+            elif sent is not None and job_id in meta.left_jobs:
+                self._leave(job_id)
 
     def _fail(self, job_id: int) -> None:
         """All ranks have spoken, and one of them had no success."""
@@ -335,12 +344,32 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         if tracked.request.request_level and not tracked.has_ended:
             self._offer_again(status, tracked, job.keys)
 
+    def _leave(self, job_id: int) -> None:
+        """The job has ended, but some of its blocks were left to another engine's store."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return
+        status = self._req_status[job.req_id]
+        missing = self.manager.leave_stores(self.manager.tracked(status.req_context), job.keys)
+        if missing:
+            self._left.append((time.monotonic() + WAIT_S, status, missing))
+
+    def _offer_left_again(self) -> None:
+        """Blocks whose other store has had its time: the planner passes over those there by now."""
+        while self._left and self._left[0][0] <= time.monotonic():
+            _, status, missing = self._left.popleft()
+            if not self.manager.tracked(status.req_context).has_ended:
+                self._rewind(status, missing)
+
     def _offer_again(
         self, status: RequestOffloadState, tracked: TrackedRequest, keys: set[OffloadKey]
     ) -> None:
         """A request-level store must be whole."""
-        if not tracked.store_attempt_failed(REQUEST_LEVEL_ATTEMPTS):
-            return
+        if tracked.store_attempt_failed(REQUEST_LEVEL_ATTEMPTS):
+            self._rewind(status, keys)
+
+    def _rewind(self, status: RequestOffloadState, keys: set[OffloadKey]) -> None:
+        """Offer from the first of these on again."""
         for key in keys:
             state = status.group_states[self.manager.index_of[get_offload_group_idx(key)]]
             block = self.manager.block_of(key, status.req_context)

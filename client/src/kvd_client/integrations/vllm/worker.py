@@ -257,6 +257,8 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
     def _acknowledge(self, report: JobReport, *, is_load: bool) -> None:
         job_id, told = vllm_job_id(report.job_id), self._acknowledged
         told.mark_completed(job_id)
+        if report.left:
+            told.left_jobs.add(job_id)
         if not report.done:
             told.failed_jobs.add(job_id)
         elif report.bytes_copied:

@@ -1,0 +1,83 @@
+"""Blocks that a store left to another engine's, until it is known what became of them.
+
+A store that ends as partial has copied what nobody else was storing. What it left is found once
+the other store is done, and never if that fails. The index page tells; what it lacks after a
+while is offered again as long as its request lives, and else is no loss but of a later hit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvd_client.draft import BlockRun
+from kvd_client.scheduler.jobs import Job
+from kvd_client.scheduler.request import Request
+from kvd_client.session import Connection
+
+WAIT_S = 0.25  # for the other store, before a block is offered again
+MAX_DOUBTS = 1024  # runs of blocks; beyond, the oldest is forgotten
+
+Stored = Callable[[Job, BlockRun], None]
+
+
+@dataclass(slots=True)
+class _Doubt:
+    job: Job
+    run: BlockRun  # not shown by the page when last looked
+    due_s: float | None = None  # from the first step after on
+
+
+class Doubts:
+    """What partial stores left, oldest first."""
+
+    def __init__(self, connection: Connection, requests: Mapping[str, Request]) -> None:
+        self._connection = connection
+        self._requests = requests
+        self._waiting: deque[_Doubt] = deque(maxlen=MAX_DOUBTS)
+
+    def clear(self) -> None:
+        """The cache was reset, or the session lost: nothing is known of them any more."""
+        self._waiting.clear()
+
+    def add(self, job: Job, stored: Stored) -> None:
+        """A store has ended as partial: call `stored` for what is there of it, await the rest."""
+        for run in job.draft.runs:
+            missing = self._settle(job, run, stored)
+            if missing is not None:
+                self._waiting.append(_Doubt(job, missing))
+
+    def look_again(self, now_s: float, stored: Stored) -> None:
+        """Once in a step: what is there by now is stored, what is overdue is offered again."""
+        for doubt in self._waiting:
+            if doubt.due_s is None:
+                doubt.due_s = now_s + WAIT_S
+        while self._waiting and (self._waiting[0].due_s or 0.0) <= now_s:
+            doubt = self._waiting.popleft()
+            missing = self._settle(doubt.job, doubt.run, stored)
+            if missing is not None:
+                self._offer_again(doubt.job, missing)
+
+    def _settle(self, job: Job, run: BlockRun, stored: Stored) -> BlockRun | None:
+        """Call `stored` for those of the blocks that the page shows; the others are given back."""
+        session = self._connection.session
+        if session is None or session.generation != job.generation:
+            return None
+        flags = session.present(run.group, job.account, run.block_hashes).tolist()
+        named = list(zip(run.block_hashes, flags, strict=True))
+        if any(flags):
+            stored(job, BlockRun(run.group, run.first_block, [h for h, shown in named if shown]))
+        if all(flags):
+            return None
+        first = run.first_block + flags.index(False)
+        return BlockRun(run.group, first, [h for h, shown in named if not shown])
+
+    def _offer_again(self, job: Job, missing: BlockRun) -> None:
+        request = self._requests.get(job.request_id)
+        session = self._connection.session
+        if request is None or session is None or session.store_threshold > 1:
+            return  # its blocks are gone; or it was the reuse filter that kept them out
+        first = min(request.next_store[missing.group], missing.first_block)
+        request.next_store[missing.group] = first
+        request.offer_at = 0
