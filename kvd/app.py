@@ -16,6 +16,7 @@ from typing import Any
 import uvloop
 
 import kvd
+from kvd import signals
 from kvd.config import Config
 from kvd.control import descriptors
 from kvd.control.gpu_room import GpuTerms
@@ -159,7 +160,8 @@ class Daemon:
     # -- life -------------------------------------------------------------------------------
 
     def _handle_signals(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        signals.ignore_meaningless()
+        for number in signals.STOPPING:
             self._loop.add_signal_handler(number, self._told_to_stop)
         self._loop.add_signal_handler(signal.SIGUSR1, self._toggle_debug)
         self._loop.set_exception_handler(_on_loop_exception)

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvd import signals
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import U64, RowId
@@ -347,8 +348,7 @@ def open_engine(config: MoverConfig) -> CopyEngine:
 def _bind_life_to(parent: int) -> None:
     # Control ends its movers itself; a terminal's or an init system's signal to the whole
     # group must not end them before their last copy.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+    signals.ignore_all()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(0)  # it went before the line above could see it

@@ -21,6 +21,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from kvd import signals
 from kvd_proto.v1 import events_pb2, operator_pb2
 from tests.control.daemon_rig import (
     Caller,
@@ -296,6 +297,27 @@ def test_a_second_sigterm_does_not_wait() -> None:
         began = time.monotonic()
         assert running.stop() == 0
         assert time.monotonic() - began < 10
+        engine.close()
+
+
+@pytest.mark.parametrize("number", signals.STOPPING, ids=lambda number: number.name)
+def test_a_signal_that_asks_for_an_end_gets_one_in_order(number: int) -> None:
+    with daemon() as running:
+        engine = RawEngine(running.socket, identity=identity("stopping"))
+        assert running.stop(number) == 0
+        engine.close()
+        assert [p.name for p in running.directory.iterdir()] == ["log"]
+
+
+def test_signals_without_a_meaning_leave_daemon_and_movers_alone() -> None:
+    with daemon() as running:
+        engine = RawEngine(running.socket, identity=identity("signalled"))
+        engine.store({1: block(1)})
+        for number in signals.IGNORED:
+            os.kill(running.pid, number)
+            os.kill(engine.mover_pid, number)
+        assert engine.load([1]) == [block(1)]
+        assert running.movers() == [engine.mover_pid]
         engine.close()
 
 

@@ -26,6 +26,7 @@ from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.frames import FrameKind, frame
 from kvd.mover.layout import CudaRegion, GpuConfig
 from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartFailed, Region
+from kvd.signals import IGNORED, STOPPING
 from kvd_proto import layout
 from tests.control.mover_rig import (
     BLOCKS,
@@ -42,6 +43,7 @@ from tests.control.mover_rig import (
 )
 
 DONE, FAILED = TransferOutcome.DONE, TransferOutcome.FAILED
+SENT_TO_GROUPS = (*STOPPING, *IGNORED, signal.SIGHUP, signal.SIGUSR1)
 
 
 # -- registrations that are refused -----------------------------------------------------------
@@ -216,6 +218,7 @@ async def test_garbage_in_the_ring_neither_stops_nor_grows_the_mover() -> None:
                 tail = layout.RING_TAIL_OFFSET // 8
                 words[8:] = noise.integers(0, 1 << 64, len(words) - 8, dtype=np.uint64)
                 words[tail] = round_ * 8000 if round_ % 2 else words[tail]
+                words[layout.RING_LEAVE_OFFSET // 8] = 0  # with which a worker ends its mover
                 os.eventfd_write(mover.event_fd, 1)
                 await asyncio.sleep(0.001)
             give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
@@ -310,7 +313,7 @@ async def test_a_stopped_process_is_killed_after_its_time(monkeypatch: pytest.Mo
 async def test_signals_to_the_whole_group_leave_the_mover_alone() -> None:
     async with rig() as r:
         mover = await r.start()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SENT_TO_GROUPS:
             os.kill(mover.pid, number)
         give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
         mover.mark_ready(JobId(1))
