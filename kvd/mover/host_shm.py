@@ -22,6 +22,7 @@ from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import LocatedPart, MoverConfig, Region, check_config
 from kvd.mover.mappings import WARM_BYTES, Bytes, Mapping, map_extent, populate, warm
+from kvd.mover.presence import I64, Presence
 from kvd.mover.ranges import Piece, Range, fold, ranges_of
 
 _U64 = np.dtype("<u8")
@@ -30,37 +31,76 @@ _HUGETLBFS = 0x958458F6
 _MEMORY_FILE_SYSTEMS = (_TMPFS, _HUGETLBFS)
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """A file of the engine's. The descriptor is ours."""
+
+    fd: int
+    mapping: Mapping
+    presence: Presence
+
+    @classmethod
+    def of(cls, fd: int, size: int) -> _Memory:
+        mapping = Mapping.of(fd, size)
+        return cls(os.dup(fd), mapping, Presence(mapping.address, size))
+
+    def read(self, at: int, into: Bytes) -> None:
+        """Read through the file: holes are zeros, and stay holes."""
+        view = into.data
+        while view:
+            count = os.preadv(self.fd, [view], at)
+            if count == 0:
+                raise OSError(f"the engine's memory ends at byte {at}")
+            view, at = view[count:], at + count
+
+    def close(self) -> None:
+        self.mapping.close()
+        os.close(self.fd)
 
 
 @dataclass(frozen=True, slots=True)
 class _PieceView:
     """How a piece of any run of engine blocks is seen as words, on both sides alike."""
 
-    memory: Bytes  # the file of the piece's region
+    file: _Memory  # of the piece's region
     start: int  # of engine block 0's piece in it
     stride: int
     at: int
     tail: tuple[int, ...]  # shape after the number of blocks
     engine_steps: tuple[int, ...]
     slot_steps: tuple[int, ...]
+    rows: I64  # where the stretches of one block begin, in their order
+    row_bytes: int
 
     @classmethod
-    def of(cls, piece: Piece, place: tuple[Mapping, Region], block_bytes: int) -> _PieceView:
-        mapping, region = place
+    def of(cls, piece: Piece, place: tuple[_Memory, Region], block_bytes: int) -> _PieceView:
+        file, region = place
         tail = (*piece.counts, piece.bytes // 8)
         packed = [8]  # in a slot the repetitions lie close together
         for count in tail[:0:-1]:
             packed.insert(0, packed[0] * count)
+        rows = np.zeros(1, dtype=np.int64)
+        for count, step in zip(piece.counts, piece.steps, strict=True):
+            rows = (rows[:, None] + np.arange(count) * step).ravel()
         return cls(
-            mapping.view,
+            file,
             region.offset + piece.base,
             piece.stride,
             piece.at,
             tail,
             (piece.stride, *piece.steps, 8),
             (block_bytes, *packed),
+            rows,
+            piece.bytes,
         )
+
+    def starts(self, first: int, blocks: int) -> I64:
+        """Where the stretches of these blocks begin in the file, in the slots' order."""
+        begin = self.start + first * self.stride
+        starts: I64 = begin + (np.arange(blocks) * self.stride)[:, None] + self.rows
+        return starts.ravel()
 
 
 class HostSharedMemory:
@@ -75,8 +115,8 @@ class HostSharedMemory:
         self.facts = MoverFacts()
         self._config = config
         self._extents: dict[int, Mapping] = {}
-        self._files: dict[tuple[int, int], Mapping] = {}
-        self._regions: list[tuple[Mapping, Region]] = []
+        self._files: dict[tuple[int, int], _Memory] = {}
+        self._regions: list[tuple[_Memory, Region]] = []
         for number, region in enumerate(config.regions):
             assert isinstance(region, Region), "a GPU's memory is not for this engine"
             self._regions.append((self._map_region(region, f"memories[{number}]"), region))
@@ -103,15 +143,15 @@ class HostSharedMemory:
     # -- the engine's memory ----------------------------------------------------------------
 
     def warm_memory(self, keep_going: KeepGoing) -> None:
-        for mapping, region in self._regions:
+        for file, region in self._regions:
             first = region.offset - region.offset % mmap.PAGESIZE
             end = region.offset + region.bytes
             for start in range(first, end, WARM_BYTES):
                 if not keep_going():
                     return
-                _populate_present(mapping.address + start, min(WARM_BYTES, end - start))
+                _populate_present(file, start, min(WARM_BYTES, end - start))
 
-    def _map_region(self, region: Region, name: str) -> Mapping:
+    def _map_region(self, region: Region, name: str) -> _Memory:
         try:
             status = os.fstat(region.fd)
         except OSError as error:
@@ -129,7 +169,7 @@ class HostSharedMemory:
         key = (status.st_dev, status.st_ino)
         if key not in self._files:
             try:
-                self._files[key] = Mapping.of(region.fd, status.st_size)
+                self._files[key] = _Memory.of(region.fd, status.st_size)
             except (OSError, ValueError) as error:
                 raise InvalidArgument(f"{name} can't be mapped: {error}", name) from error
         return self._files[key]
@@ -157,13 +197,29 @@ class HostSharedMemory:
         assert run.first is not None
         shape = (run.blocks, *piece.tail)
         start = piece.start + run.first * piece.stride
-        engine = np.ndarray(shape, _U64, piece.memory, start, piece.engine_steps)
+        if kind is JobKind.STORE and not piece.file.presence.full:
+            starts = piece.starts(run.first, run.blocks)
+            if not piece.file.presence.covers(starts, piece.row_bytes):
+                self._read_piece(run, piece, starts)
+                return
+        memory = piece.file.mapping.view
+        engine = np.ndarray(shape, _U64, memory, start, piece.engine_steps)
         extent = self._extents[run.extent].view
         slots = np.ndarray(shape, _U64, extent, run.offset + piece.at, piece.slot_steps)
         if kind is JobKind.STORE:
             np.copyto(slots, engine)
         else:
             np.copyto(engine, slots)
+
+    def _read_piece(self, run: Range, piece: _PieceView, starts: I64) -> None:
+        """Store what is partly holes, without making pages of them."""
+        extent = self._extents[run.extent].view
+        size, per_block = piece.row_bytes, len(piece.rows)
+        block_bytes = piece.slot_steps[0]
+        for number, start in enumerate(starts.tolist()):
+            block, row = divmod(number, per_block)
+            at = run.offset + piece.at + block * block_bytes + row * size
+            piece.file.read(start, extent[at : at + size])
 
     def close(self) -> None:
         for extent in list(self._extents):
@@ -182,13 +238,11 @@ def _in_memory(fd: int) -> bool:
     return status[0] & 0xFFFFFFFF in _MEMORY_FILE_SYSTEMS
 
 
-def _populate_present(address: int, size: int) -> None:
+def _populate_present(file: _Memory, start: int, size: int) -> None:
     """Map those pages that the file has. Holes stay: they would be charged to this process."""
-    pages = -(-size // mmap.PAGESIZE)
-    present = np.zeros(pages + 2, dtype=np.uint8)
-    if _libc.mincore(address, size, present[1:].ctypes.data) != 0:
-        return
-    edges = np.flatnonzero(np.diff(present & 1)).reshape(-1, 2)
-    for first, end in edges.tolist():
-        start = address + first * mmap.PAGESIZE
-        populate(start, (end - first) * mmap.PAGESIZE)
+    first = start // mmap.PAGESIZE
+    present = file.presence.learn(first, -(-size // mmap.PAGESIZE))
+    edges = np.flatnonzero(np.diff(present, prepend=np.uint8(0), append=np.uint8(0)))
+    for begin, end in edges.reshape(-1, 2).tolist():
+        address = file.mapping.address + (first + begin) * mmap.PAGESIZE
+        populate(address, (end - begin) * mmap.PAGESIZE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -114,3 +115,20 @@ def test_job_that_breaks_a_rule_ends_on_the_board_and_in_the_session(engine: Raw
         assert [(r.job_id, int(r.status)) for r in board.poll()] == [(9, JobStatus.REFUSED)]
     finally:
         board.close()
+
+
+def test_engine_memory_that_was_never_written_is_stored_as_zeros_and_stays_a_hole(
+    running: RunningDaemon,
+) -> None:
+    """Its pages would count as the daemon's: a store is no reason to make any."""
+    engine = RawEngine(running.socket, identity=identity("untouched"))
+    engine.worker.write(5, block(5))
+    before = os.fstat(engine.worker.fd).st_blocks
+    job = store_job(1, [1001, 1002, 1005, 1007], [1, 2, 5, 7])
+    assert engine.scheduler.step(stores=[job]).verdicts[0].accepted
+    engine.worker.ready(1)
+    assert engine.ended(1).blocks == 4
+    assert os.fstat(engine.worker.fd).st_blocks == before
+    zeros = bytes(BLOCK_BYTES)
+    assert engine.load([1001, 1002, 1005, 1007]) == [zeros, zeros, block(5), zeros]
+    engine.close()

@@ -1,0 +1,82 @@
+"""Which pages of a memory file are there, so that a copy need not make those that are not.
+
+To read a page of a mapped memory file that was never written is to make it: it counts against
+this process's control group, and stays. A copy reads such places through the file instead,
+where a hole is zeros and nothing is made.
+
+What is known here is a hint. A page that was there and is a hole by now is made again, a page
+that is there by now is read through the file: the bytes are right either way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+I64 = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.uint8]
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+# Pages that are asked about together, when one of them is missing: its neighbours come next. And
+# what is there as a whole is looked up by this unit.
+_STRETCH = 256
+
+
+class Presence:
+    """Pages of one mapped file. Any thread."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.full = False  # every page is known to be there
+        self._address = address
+        self._pages = -(-size // mmap.PAGESIZE)
+        self._missing = self._pages
+        # A byte a page, and no memory for those that nobody has asked about.
+        self._known: Flags = np.zeros(self._pages, dtype=np.uint8)
+        self._whole: Flags = np.zeros(-(-self._pages // _STRETCH), dtype=np.uint8)
+        self._lock = threading.Lock()
+
+    def learn(self, first: int, count: int) -> Flags:
+        """Ask the kernel about these pages; 1 for those that are there."""
+        count = min(count, self._pages - first)
+        found: Flags = np.zeros(count, dtype=np.uint8)
+        start = self._address + first * mmap.PAGESIZE
+        if _libc.mincore(start, count * mmap.PAGESIZE, found.ctypes.data) != 0:
+            return np.zeros(count, dtype=np.uint8)
+        found &= 1
+        with self._lock:
+            known = self._known[first : first + count]
+            self._missing -= int(np.count_nonzero(found > known))
+            known |= found
+            for stretch in range(first // _STRETCH, -(-(first + count) // _STRETCH)):
+                begin = stretch * _STRETCH
+                self._whole[stretch] = self._known[begin : begin + _STRETCH].all()
+            self.full = self._missing == 0
+        return found
+
+    def covers(self, starts: I64, size: int) -> bool:
+        """Whether every page of these stretches of `size` bytes is there."""
+        if self.full:
+            return True
+        if self._whole[_units_of(starts, size, _STRETCH * mmap.PAGESIZE)].all():
+            return True
+        pages = _units_of(starts, size, mmap.PAGESIZE)
+        missing = pages[self._known[pages] == 0]
+        if not len(missing):
+            return True
+        for stretch in np.unique(missing // _STRETCH).tolist():
+            self.learn(stretch * _STRETCH, _STRETCH)
+        return bool(self._known[missing].all())
+
+
+def _units_of(starts: I64, size: int, unit: int) -> I64:
+    """Numbers of the pages, or stretches of them, that are touched; some stand there twice."""
+    first = starts // unit
+    last = (starts + size - 1) // unit
+    most = int((last - first).max()) + 1
+    numbers: I64 = np.minimum(first[:, None] + np.arange(most), last[:, None]).ravel()
+    return numbers

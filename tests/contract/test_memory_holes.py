@@ -1,0 +1,163 @@
+"""Stores of engine memory that was never written: zeros arrive, and no page is made for it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd.core.events import JobKind
+from kvd.core.keys import MoverId
+from kvd.mover import presence
+from kvd.mover.host_shm import HostSharedMemory
+from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region, extent_path
+
+PAGE = 4096
+EXTENT_BYTES = 1 << 20
+BLOCKS = 48
+OFFSET = 8  # regions need not begin on a page
+
+Store = Callable[[HostSharedMemory, MoverConfig, list[int]], bytes]
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = os.memfd_create("engine")
+    yield fd
+    os.close(fd)
+
+
+@pytest.fixture
+def store(shared_directory: Path) -> Store:
+    """Store these engine blocks into slots from 0 on; the bytes of the slots."""
+    (shared_directory / "extents").mkdir()
+    path = extent_path(shared_directory, 0)
+    path.write_bytes(b"\xee" * EXTENT_BYTES)
+
+    def run(engine: HostSharedMemory, config: MoverConfig, blocks: list[int]) -> bytes:
+        size = config.groups[0].part_bytes
+        numbers = np.array(blocks, dtype=np.uint32).reshape(-1, 1)
+        places = np.arange(len(blocks), dtype=np.uint64) * np.uint64(size)
+        part = LocatedPart(0, np.zeros(len(blocks), dtype=np.uint32), places, numbers)
+        engine.open_extent(0)
+        engine.copy(JobKind.STORE, part, lambda: True)
+        engine.close_extent(0)
+        return path.read_bytes()[: len(blocks) * size]
+
+    return run
+
+
+def config_of(directory: Path, fd: int, fragments: tuple[FragmentSpec, ...]) -> MoverConfig:
+    end = max(f.base + (BLOCKS - 1) * f.stride + f.bytes for f in fragments)
+    os.ftruncate(fd, OFFSET + end)
+    group = GroupMap(BLOCKS, 1, sum(f.bytes for f in fragments), fragments)
+    return MoverConfig(MoverId(1), (Region(fd, OFFSET, end),), (group,), directory, EXTENT_BYTES)
+
+
+def tensors(count: int, size: int) -> tuple[FragmentSpec, ...]:
+    """As layers lie: one tensor after the other."""
+    return tuple(FragmentSpec(0, n * BLOCKS * size, size, size) for n in range(count))
+
+
+def interleaved(count: int, size: int) -> tuple[FragmentSpec, ...]:
+    """A block's fragments apart, with bytes of nobody's between them."""
+    stride = count * 2 * size
+    return tuple(FragmentSpec(0, 2 * n * size, stride, size) for n in range(count))
+
+
+LAYOUTS = {
+    "whole blocks": tensors(1, 16384),
+    "layers": tensors(4, 4096),
+    "small fragments": tensors(6, 1000),
+    "fragments apart": interleaved(3, 2048),
+}
+
+
+def there(fd: int) -> int:
+    """Bytes of memory behind the file."""
+    return os.fstat(fd).st_blocks * 512
+
+
+def as_file_says(fd: int, config: MoverConfig, blocks: list[int]) -> bytes:
+    return b"".join(
+        os.pread(fd, f.bytes, OFFSET + f.base + block * f.stride)
+        for block in blocks
+        for f in config.groups[0].fragments
+    )
+
+
+@pytest.mark.parametrize("fragments", LAYOUTS.values(), ids=LAYOUTS)
+def test_memory_written_here_and_there_is_stored_as_it_is_and_does_not_grow(
+    shared_directory: Path, memory: int, store: Store, fragments: tuple[FragmentSpec, ...]
+) -> None:
+    dice = random.Random(str(fragments))
+    config = config_of(shared_directory, memory, fragments)
+    engine = HostSharedMemory(config)
+    size = os.fstat(memory).st_size
+    for _ in range(30):
+        os.pwrite(memory, dice.randbytes(dice.choice([8, 3000, 9000])), dice.randrange(size - 9000))
+        before = there(memory)
+        first = dice.randrange(BLOCKS)
+        blocks = [*range(first, BLOCKS), *dice.sample(range(BLOCKS), 5)][:8]
+        assert store(engine, config, blocks) == as_file_says(memory, config, blocks)
+        assert there(memory) == before
+    engine.close()
+
+
+def test_memory_that_is_there_is_asked_about_once(
+    shared_directory: Path, memory: int, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So what a store costs beside its copy does not grow with the memory, nor come twice."""
+    asked: list[int] = []
+    learn = presence.Presence.learn
+
+    def counted(self: presence.Presence, first: int, count: int) -> presence.Flags:
+        asked.append(first)
+        return learn(self, first, count)
+
+    monkeypatch.setattr(presence.Presence, "learn", counted)
+    config = config_of(shared_directory, memory, tensors(4, 65536))
+    engine = HostSharedMemory(config)
+    for f in config.groups[0].fragments:
+        os.pwrite(memory, b"x" * f.bytes * 8, OFFSET + f.base)
+    blocks = [0, 1, 2]
+    store(engine, config, blocks)
+    assert len(asked) <= 4 * 3
+    asked.clear()
+    store(engine, config, blocks)
+    assert asked == []
+    os.pwrite(memory, b"y" * os.fstat(memory).st_size, 0)
+    engine.warm_memory(lambda: True)
+    asked.clear()
+    assert store(engine, config, blocks) == as_file_says(memory, config, blocks)
+    assert store(engine, config, list(range(4))) == as_file_says(memory, config, list(range(4)))
+    assert asked == []
+    engine.close()
+
+
+def test_memory_that_was_taken_back_since_is_still_stored_right(
+    shared_directory: Path, memory: int, store: Store
+) -> None:
+    config = config_of(shared_directory, memory, tensors(1, 16384))
+    engine = HostSharedMemory(config)
+    os.pwrite(memory, b"x" * 16384 * 4, OFFSET)
+    assert store(engine, config, [0, 1]) == b"x" * 32768
+    os.ftruncate(memory, 0)
+    os.ftruncate(memory, OFFSET + BLOCKS * 16384)
+    assert store(engine, config, [0, 1]) == bytes(32768)
+    engine.close()
+
+
+def test_hole_behind_the_files_end_fails_the_store(
+    shared_directory: Path, memory: int, store: Store
+) -> None:
+    config = config_of(shared_directory, memory, tensors(1, 16384))
+    engine = HostSharedMemory(config)
+    os.ftruncate(memory, 16384)
+    with pytest.raises(OSError, match="memory ends at byte"):
+        store(engine, config, [3])
+    engine.close()
