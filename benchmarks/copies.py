@@ -72,6 +72,12 @@ class Finishing:
         self.left = transfers
         self.all_ended.clear()
 
+    def process_started(self, mover: MoverId, pid: int, start_time: int) -> None:
+        """Nobody comes after us who would have to end it."""
+
+    def process_ended(self, mover: MoverId, pid: int) -> None:
+        """As above."""
+
     def transfer_finished(self, mover: MoverId, finished: Finished) -> None:
         assert finished.outcome is TransferOutcome.DONE, f"{finished} of mover {mover}"
         self.left -= 1

@@ -93,11 +93,10 @@ class MoverFleet:
         self._turns_left: int | None = None  # until the next report is posted; None: all are
 
     async def start(self, config: MoverConfig) -> MoverProcess:
-        """Start a rank's mover process and record it for the next owner of the pool."""
+        """Start a rank's mover process; from its first moment the pool's next owner knows of it."""
         process = await self._launch(config, self)
         self._processes[config.mover] = process
         self._gone[config.mover] = asyncio.get_running_loop().create_future()
-        self._pool.record_mover(process.pid, process.start_time)
         return process
 
     def attach(
@@ -191,6 +190,17 @@ class MoverFleet:
 
     # -- what movers report (MoverSink) -------------------------------------------------------
 
+    def process_started(self, mover: MoverId, pid: int, start_time: int) -> None:  # noqa: ARG002
+        """Note it for the pool's next owner, or let it not begin."""
+        self._pool.record_mover(pid, start_time)
+
+    def process_ended(self, mover: MoverId, pid: int) -> None:
+        """Nobody has to end it any more."""
+        try:
+            self._pool.forget_mover(pid)
+        except OSError:  # the next owner looks at the process and finds that it is another
+            log.exception("mover %d (pid %d) ended and stays noted", mover, pid)
+
     def transfer_finished(self, mover: MoverId, finished: Finished) -> None:
         """A mover's word on one transfer."""
         attached = self.attached.get(mover)
@@ -259,13 +269,14 @@ class MoverFleet:
         process = self._processes.pop(mover, None)
         if process is None:
             return
-        while self._reports:  # what it said before comes before its end
-            self._post(self._reports.popleft())
-        self._pool.forget_mover(process.pid)
-        attached = self.attached.pop(mover, None)
-        if attached is not None:
-            self._post(ev.MoverGone(mover, reason))
-            self.on_rank_lost(attached.session, attached.placement.rank, reason)
         gone = self._gone.pop(mover)
-        if not gone.done():
-            gone.set_result(None)
+        try:
+            while self._reports:  # what it said before comes before its end
+                self._post(self._reports.popleft())
+            attached = self.attached.pop(mover, None)
+            if attached is not None:
+                self._post(ev.MoverGone(mover, reason))
+                self.on_rank_lost(attached.session, attached.placement.rank, reason)
+        finally:  # whoever waits for the end must not wait for ever
+            if not gone.done():
+                gone.set_result(None)

@@ -28,6 +28,12 @@ class Launched:
     pidfd: int
     start_time: int
 
+    def discard(self) -> None:
+        """End the child and wait for that; the pidfd stays the caller's."""
+        self.end.close()
+        self.child.kill()
+        self.child.wait()
+
 
 def launch(fds: Iterable[int], gpu: GpuConfig | None = None) -> Launched:
     """Start a mover that inherits these descriptors under their numbers. OSError leaves nothing.

@@ -49,7 +49,14 @@ class MoverStartFailed(Exception):
 
 
 class MoverSink(Protocol):
-    """Hears what movers say. Called on the event loop, never from within a call to the mover."""
+    """Hears what movers say. Called on the event loop, never from within a call to the mover,
+    but for `process_started`."""
+
+    def process_started(self, mover: MoverId, pid: int, start_time: int) -> None:
+        """There is a process, which maps nothing before this returns. OSError ends the start."""
+
+    def process_ended(self, mover: MoverId, pid: int) -> None:
+        """The process is gone, whether or not it ever served. Once for each that started."""
 
     def transfer_finished(self, mover: MoverId, finished: Finished) -> None:
         """A copy has ended, or never will start."""
@@ -58,7 +65,7 @@ class MoverSink(Protocol):
         """The mover has unmapped a row."""
 
     def mover_gone(self, mover: MoverId, reason: str) -> None:
-        """The process has ended: no copy of it can land any more. Exactly once, last."""
+        """One that served has ended: no copy of it can land any more. Exactly once, last."""
 
 
 class _Channel(asyncio.Protocol):
@@ -104,6 +111,7 @@ class MoverProcess:
         self._transport: asyncio.WriteTransport | None = None
         self._board: BoardWriter | None = None
         self._reason = ""
+        self._noted = False
         self._serving = False
         self._closed = False
         self._reaped = False
@@ -113,7 +121,7 @@ class MoverProcess:
         """Start the process and return once it has mapped the rank's memory.
 
         Raises InvalidArgument or LayoutMismatch with the field that it refuses, or
-        MoverStartFailed; nothing is left then, and the sink hears nothing.
+        MoverStartFailed; nothing is left then, and the sink hears of no mover that is gone.
         """
         mover = cls(config, sink)
         try:
@@ -122,7 +130,7 @@ class MoverProcess:
             mover._close_channel()
             raise MoverStartFailed(f"the mover process can't be started: {error}") from error
         try:
-            await mover._greet(config, launched.end)
+            await mover._begin(config, launched.end)
             if mover._gone.done():
                 raise MoverStartFailed(f"the mover process ended at once: {mover._reason}")
         except BaseException:
@@ -267,8 +275,24 @@ class MoverProcess:
         self._child = launched.child
         self.pid, self.pidfd = launched.child.pid, launched.pidfd
         self.start_time = launched.start_time
-        self._loop.add_reader(self.pidfd, self._reap)
+        try:
+            self._loop.add_reader(self.pidfd, self._reap)
+        except OSError:
+            launched.discard()
+            raise
         return launched
+
+    async def _begin(self, config: MoverConfig, end: socket.socket) -> None:
+        """From a process that waits to one that serves."""
+        try:
+            self._sink.process_started(self.mover, self.pid, self.start_time)
+            self._noted = True
+            await self._greet(config, end)
+        except OSError as error:
+            raise MoverStartFailed(f"the mover process can't be used: {error}") from error
+        finally:
+            if self._transport is None:
+                end.close()
 
     async def _greet(self, config: MoverConfig, end: socket.socket) -> None:
         transport, _ = await self._loop.create_unix_connection(lambda: _Channel(self), sock=end)
@@ -301,6 +325,8 @@ class MoverProcess:
                 MoverStartFailed(f"the mover process ended at its start: {self._reason}")
             )
         self._close_channel()
+        if self._noted:
+            self._sink.process_ended(self.mover, self.pid)
         if self._serving:
             self._sink.mover_gone(self.mover, self._reason)
 

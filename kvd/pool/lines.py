@@ -11,9 +11,10 @@ from typing import Any
 _DIGEST_BYTES = 8
 
 
-def seal(record: dict[str, Any]) -> bytes:
-    """One line, newline included."""
+def seal(record: dict[str, Any], size: int = 0) -> bytes:
+    """One line, newline included; filled up with blanks to a size."""
     body = json.dumps(record, separators=(",", ":"), sort_keys=True).encode()
+    body = body.ljust(size - 2 * _DIGEST_BYTES - 2)
     return _digest(body) + b" " + body + b"\n"
 
 

@@ -8,6 +8,7 @@ with the start time that /proc gives, and only that very process is killed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -20,6 +21,10 @@ from typing import NamedTuple
 from kvd.pool import lines
 from kvd.pool.config import PoolError
 from kvd.pool.extents import Extents
+
+MOST_MOVERS = 512  # noted at a time: more than the fleet has, and those that outlived their daemon
+_LINE_BYTES = 128
+_BLANK = b"\n"
 
 
 class MoverRecord(NamedTuple):
@@ -82,11 +87,17 @@ class DirectoryLock:
 
 
 class MoverList:
-    """The file `movers`: who may be writing into the extents."""
+    """The file `movers`: who may be writing into the extents.
+
+    Its lines all have one length and are there from `replace` on, so that `add` and `remove`
+    need neither room in the file system nor a descriptor: whatever is short, a mover that
+    started is known to the next owner, and one that ended takes nothing along.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._movers: dict[int, int] = {}
+        self._fd = -1
+        self._lines: dict[int, int] = {}  # by pid
 
     def read_last_owner(self) -> list[MoverRecord]:
         """What the last owner left; damaged lines can't be acted on and are skipped."""
@@ -98,21 +109,43 @@ class MoverList:
         return [MoverRecord(r["pid"], r["start_time"]) for r in records if r is not None]
 
     def replace(self, movers: Iterable[MoverRecord]) -> None:
-        """Forget all others."""
-        self._movers = dict(movers)
-        self._write()
+        """Forget all others, and take the room for as many as there may be."""
+        kept = list(movers)
+        assert len(kept) <= MOST_MOVERS, "more movers were read than a list holds"
+        sealed = [_line(mover) for mover in kept]
+        lines.replace_file(self._path, b"".join(sealed).ljust(MOST_MOVERS * _LINE_BYTES, _BLANK))
+        self.close()
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+        self._lines = {mover.pid: line for line, mover in enumerate(kept)}
 
     def add(self, mover: MoverRecord) -> None:
-        self._movers[mover.pid] = mover.start_time
-        self._write()
+        """OSError where as many are noted as the list holds."""
+        taken = set(self._lines.values())
+        line = self._lines.get(mover.pid)
+        if line is None:
+            line = next((n for n in range(MOST_MOVERS) if n not in taken), None)
+        if line is None:
+            raise OSError(errno.ENOSPC, f"{MOST_MOVERS} movers are noted", str(self._path))
+        os.pwrite(self._fd, _line(mover), line * _LINE_BYTES)
+        self._lines[mover.pid] = line
 
     def remove(self, pid: int) -> None:
-        self._movers.pop(pid, None)
-        self._write()
+        """Nothing happens where no such mover is noted."""
+        line = self._lines.pop(pid, None)
+        if line is not None:
+            os.pwrite(self._fd, _BLANK * _LINE_BYTES, line * _LINE_BYTES)
 
-    def _write(self) -> None:
-        sealed = (lines.seal({"pid": p, "start_time": s}) for p, s in self._movers.items())
-        lines.replace_file(self._path, b"".join(sealed))
+    def close(self) -> None:
+        """Let go of the file, which stays for the next owner."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _line(mover: MoverRecord) -> bytes:
+    line = lines.seal({"pid": mover.pid, "start_time": mover.start_time}, _LINE_BYTES)
+    assert len(line) == _LINE_BYTES, f"{mover} doesn't fit in a line"
+    return line
 
 
 def end_movers(movers: Iterable[MoverRecord], deadline_s: float) -> list[MoverRecord]:

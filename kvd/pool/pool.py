@@ -79,6 +79,7 @@ class Pool:
         self._nodes = find_nodes()
         self._files = Extents(config, huge_page, self._nodes)
         self._movers = MoverList(config.directory / "movers")
+        self._resources.callback(self._movers.close)
         self._placement = Placement(config)
         self._pages: dict[NamespaceId, IndexPage] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from kvd.pool import Pool, PoolConfig, PoolError
-from kvd.pool.ownership import MoverRecord, end_movers, start_time_of
+from kvd.pool.ownership import (
+    MOST_MOVERS,
+    MoverList,
+    MoverRecord,
+    end_movers,
+    start_time_of,
+)
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, opened
 
@@ -126,6 +133,49 @@ def test_a_mover_that_was_forgotten_is_left_alone(
     with opened(config):
         assert kept.wait(1) == -signal.SIGKILL
         assert gone.poll() is None
+
+
+def test_movers_are_noted_and_forgotten_without_room_or_descriptors(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full file system must not keep the end of a mover from being handled."""
+    config = orders.config(shared_directory)
+    with opened(config) as pool, monkeypatch.context() as patch:
+
+        def full(*_: object, **__: object) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(os, "open", full)
+        patch.setattr(os, "write", full)
+        size = (config.directory / "movers").stat().st_size
+        for pid in range(MOST_MOVERS):
+            pool.record_mover(5_000_000 + pid, 1)
+        with pytest.raises(OSError, match=f"{MOST_MOVERS} movers"):
+            pool.record_mover(6_000_000, 1)
+        pool.forget_mover(5_000_007)
+        pool.forget_mover(5_000_007)
+        pool.record_mover(6_000_000, 99)
+        assert (config.directory / "movers").stat().st_size == size
+    noted = MoverList(config.directory / "movers").read_last_owner()
+    assert len(noted) == MOST_MOVERS
+    assert MoverRecord(6_000_000, 99) in noted
+    assert MoverRecord(5_000_007, 1) not in noted
+    with opened(config):
+        assert MoverList(config.directory / "movers").read_last_owner() == []
+
+
+def test_a_list_of_movers_with_a_damaged_line_gives_the_others(shared_directory: Path) -> None:
+    path = shared_directory / "movers"
+    movers = MoverList(path)
+    movers.replace([MoverRecord(5_000_000 + n, n) for n in range(3)])
+    with path.open("r+b") as file:
+        file.seek(128 + 20)
+        file.write(b"\xff")
+    assert MoverList(path).read_last_owner() == [
+        MoverRecord(5_000_000, 0),
+        MoverRecord(5_000_002, 2),
+    ]
+    movers.close()
 
 
 def test_rows_of_a_mover_that_can_not_be_killed_are_quarantined(

@@ -66,7 +66,14 @@ class HeardBySink:
         self.finished: dict[int, Finished] = {}
         self.unmapped: list[int] = []
         self.gone: list[tuple[int, str]] = []
+        self.living: set[int] = set()  # pids
         self._changed = asyncio.Event()
+
+    def process_started(self, mover: MoverId, pid: int, start_time: int) -> None:
+        self.living.add(pid)
+
+    def process_ended(self, mover: MoverId, pid: int) -> None:
+        self.living.remove(pid)
 
     def transfer_finished(self, mover: MoverId, finished: Finished) -> None:
         transfer = finished.transfer
@@ -165,6 +172,7 @@ async def rig() -> AsyncIterator[Rig]:
     for mover in made.movers:
         assert not proc_text(mover.pid, "stat"), "a mover process is left"
         assert [number for number, _ in made.sink.gone].count(mover.mover) == 1
+    assert not made.sink.living, "the end of a process was not told"
 
 
 def proc_text(pid: int, name: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -47,6 +49,7 @@ class SlowlyDying:
         self.kills += 1
 
     def die(self) -> None:
+        self.sink.process_ended(self.mover, self.pid)
         self.sink.mover_gone(self.mover, "killed")
 
 
@@ -114,6 +117,43 @@ async def test_mover_that_the_core_refused_is_ended_like_any_other(driver: Drive
     assert process.kills == 1
     process.die()
     await ending
+
+
+async def test_movers_end_is_handled_though_it_can_not_be_written_down(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_session(driver)
+    process = await start_mover(driver)
+    driver.attach_rank(session, PLACEMENT, process)
+
+    def full(_pid: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(driver.pool, "forget_mover", full)
+    ending = asyncio.create_task(driver.end_rank(MOVER, "its worker is gone"))
+    await asyncio.sleep(0)
+    process.die()
+    await asyncio.wait_for(ending, 5)
+    assert not driver.machine.state.movers
+
+
+async def test_who_waits_for_a_movers_end_hears_of_it_whatever_its_news_do(
+    driver: Driver,
+) -> None:
+    session = open_session(driver)
+    process = await start_mover(driver)
+    driver.attach_rank(session, PLACEMENT, process)
+
+    def broken(_session: SessionId, _rank: int, _reason: str) -> None:
+        raise OSError("no more descriptors")
+
+    driver.fleet.on_rank_lost = broken
+    ending = asyncio.create_task(driver.end_rank(MOVER, "its worker is gone"))
+    await asyncio.sleep(0)
+    with pytest.raises(OSError, match="descriptors"):
+        process.die()
+    await asyncio.wait_for(ending, 5)
+    assert not driver.machine.state.movers
 
 
 @pytest.mark.parametrize(

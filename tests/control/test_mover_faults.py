@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import mmap
 import os
 import select
@@ -67,6 +68,24 @@ def closing(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+@on_loop
+async def test_mover_that_can_not_be_noted_ends_before_it_maps_anything() -> None:
+    """Else the pool's next owner could not end it, and nobody would: control has no handle."""
+    async with rig() as r:
+        started: list[int] = []
+
+        def full(mover: MoverId, pid: int, start_time: int) -> None:
+            started.append(pid)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        r.sink.process_started = full  # type: ignore[method-assign]
+        with pytest.raises(MoverStartFailed, match="No space left"):
+            await r.start()
+        [pid] = started
+        assert not proc_text(pid, "stat")
+        assert not r.sink.gone
 
 
 @on_loop

@@ -17,7 +17,7 @@ from kvd_proto.v1 import companion_pb2
 from tests.control.daemon_rig import RawScheduler, identity, namespace, refusal
 from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, links
+from tests.faults.scene import Scene, links, wait_until
 
 LIMIT = 400
 
@@ -123,3 +123,22 @@ def test_connections_to_the_api_without_end_leave_the_daemon_whole(
         scene.status()
     assert engine.load("a", 8) == 8
     assert scene.status().state == "ready"
+
+
+def test_mover_that_dies_when_no_file_can_be_opened_is_replaced_later(
+    own_scene: MakeScene,
+) -> None:
+    """What it held is given back, and its engine registers again once there are descriptors."""
+    scene = own_scene()
+    engine = scene.engine("one")
+    assert engine.store("a", 8) == 8
+    [mover] = scene.movers_of(engine)
+    limits = resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, (8, limits[1]))
+    os.kill(mover, signal.SIGKILL)
+    wait_until(lambda: mover not in scene.daemon.movers(), "its end")
+    engine.ask("pump_for", seconds=1.0)
+    resource.prlimit(scene.daemon.pid, resource.RLIMIT_NOFILE, limits)
+    scene.wait_replaced(engine, mover)
+    assert engine.load("a", 8) == 8
+    assert engine.store("b", 8) == 8
