@@ -303,7 +303,7 @@ class SessionRooms:
             self.engines.check_scheduler(start, peer)
             start = await self.engines.claim(peer.uid, message.identity)
             self.engines.check_ranks(start, spec, message.world_size)
-            return self._admit(message, peer, start, (spec, fields))
+            return self._admit(message, peer, start, (spec, fields, private_to))
         finally:
             self.engines.forget_if_empty(start)
 
@@ -312,9 +312,9 @@ class SessionRooms:
         message: pb.OpenSession,
         peer: Peer,
         start: EngineStart,
-        described: tuple[NamespaceSpec, dict[str, str]],
+        described: tuple[NamespaceSpec, dict[str, str], str],
     ) -> SchedulerSession:
-        spec, fields = described
+        spec, fields, engine = described
         number = self.driver.allocate_session_id()
         sink = DeferredSink()
         accepted = self.driver.open_session(
@@ -325,6 +325,7 @@ class SessionRooms:
                 message.epoch,
                 message.world_size,
                 message.own_epoch,
+                engine,
             ),
             fields,
             sink,

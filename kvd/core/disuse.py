@@ -20,7 +20,7 @@ from itertools import islice
 import numpy as np
 
 from kvd.core import hand_off, residency
-from kvd.core.actions import Action, ForgetNamespace, ForgetScopes
+from kvd.core.actions import Action, ForgetNamespace, ForgetScopes, OpenScope
 from kvd.core.block import SlotState
 from kvd.core.keys import RowId, ScopeId, SessionId, Slots
 from kvd.core.reclaim import may_retire, retire_row
@@ -48,10 +48,11 @@ MAX_ROWS_FORGOTTEN = 64  # with a namespace whose room is needed in this very ev
 # -- use and its end ------------------------------------------------------------------------------
 
 
-def enter(state: State, session: Session, *, own: bool) -> None:
+def enter(state: State, session: Session, actions: list[Action], *, own: bool) -> None:
     """The session uses its namespace and its epoch from now on: neither goes.
 
-    An `own` epoch is of use to this session's engine alone.
+    An `own` epoch is of use to this session's engine alone: one that is new, or is its own already.
+    Once another engine has come to it, or it was shared before, it outlives them all.
     """
     disuse = state.disuse
     disuse.namespaces.pop(session.namespace, None)
@@ -60,8 +61,32 @@ def enter(state: State, session: Session, *, own: bool) -> None:
     if disuse.epochs.pop(epoch, None) is not None and disuse.sweep is not None:
         kept = [name for name in disuse.sweep.epochs if name != epoch]
         disuse.sweep = EpochSweep(kept, _scopes_of(state, kept), disuse.sweep.rows)
-    if own and session.epoch:
-        state.namespaces[session.namespace].own_epochs.add(session.epoch)
+    owned = state.namespaces[session.namespace].own_epochs
+    owner = owned.get(session.epoch)
+    if own and (owner in {"", session.engine} or not _is_known(state, session)):
+        if session.epoch:
+            owned[session.epoch] = session.engine
+    elif owner is not None:
+        del owned[session.epoch]
+        _write_shared(state, session, actions)
+
+
+def _is_known(state: State, session: Session) -> bool:
+    """Whether anybody has opened the session's epoch before."""
+    if (session.namespace, session.epoch, "", 0) in state.scope_ids:
+        return True
+    scopes = state.namespaces[session.namespace].scopes
+    return any(state.scopes[number].epoch == session.epoch for number in scopes)
+
+
+def _write_shared(state: State, session: Session, actions: list[Action]) -> None:
+    """Have the pool remember that the session's epoch is nobody's own; see `read_back`."""
+    for group in range(len(state.namespaces[session.namespace].classes)):
+        number = state.scope_ids.get((session.namespace, session.epoch, "", group))
+        if number is not None:
+            actions.append(
+                OpenScope(number, session.namespace, session.epoch, "", group, own=False)
+            )
 
 
 def leave(state: State, session: Session, now_ns: int, actions: list[Action]) -> None:
@@ -95,10 +120,13 @@ def engine_gone(state: State, session: SessionId, now_ns: int, actions: list[Act
 
 
 def read_back(state: State, namespace: Namespace, epoch: str, *, own: bool) -> None:
-    """The pool knows of these; nobody uses them until somebody comes."""
+    """The pool knows of these; nobody uses them until somebody comes.
+
+    `own` is what the scopes of the empty account say, which every session opens.
+    """
     state.disuse.namespaces[namespace.namespace] = Departure(NEVER, None)
     if own:
-        namespace.own_epochs.add(epoch)
+        namespace.own_epochs[epoch] = ""
         state.disuse.epochs[namespace.namespace, epoch] = Departure(NEVER, None)
 
 
@@ -234,7 +262,7 @@ def _forget_epochs(state: State, names: Iterable[EpochName], actions: list[Actio
         state.namespaces[scope.namespace].scopes.remove(number)
         del state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group]
     for namespace, epoch in known:
-        state.namespaces[namespace].own_epochs.remove(epoch)
+        del state.namespaces[namespace].own_epochs[epoch]
         del state.disuse.epochs[namespace, epoch]
     if scopes:
         actions.append(ForgetScopes(tuple(scopes)))

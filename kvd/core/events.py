@@ -114,6 +114,7 @@ class SessionOpened:
     epoch: str  # "" = the namespace's shared epoch
     world_size: int
     own_epoch: bool = False  # the epoch came of an EpochChanged of this engine
+    engine: str = ""  # names this start of the engine, the same over all of its sessions
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ def scope_recovered(state: State, event: ScopeRecovered) -> list[Action]:
     names = (event.epoch, event.account)
     state.recovered_scopes = None
     spaces.add_scope(state, event.scope, event.namespace, names, event.group)
-    disuse.read_back(state, state.namespaces[event.namespace], event.epoch, own=event.own)
+    own = event.own and not event.account
+    disuse.read_back(state, state.namespaces[event.namespace], event.epoch, own=own)
     return actions
 
 

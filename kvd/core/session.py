@@ -47,10 +47,12 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
     if spaces.lacks_room(state, event.spec) and (idle := disuse.forgettable(state)) is not None:
         disuse.forget(state, idle, actions)
     namespace = spaces.open_namespace(state, event.spec, actions)
-    session = Session(event.session, namespace.namespace, event.epoch, event.world_size)
+    session = Session(
+        event.session, namespace.namespace, event.epoch, event.world_size, event.engine
+    )
     session.renewed_ns = now_ns
     state.sessions[event.session] = session
-    disuse.enter(state, session, own=event.own_epoch)
+    disuse.enter(state, session, actions, own=event.own_epoch)
     epoch = spaces.open_epoch(state, session, actions)
     grant_spare(state, namespace.classes, actions)
     actions.append(Reply(event.token, SessionAccepted(namespace.namespace, epoch)))
@@ -174,7 +176,7 @@ def epoch_changed(state: State, event: EpochChanged, now_ns: int) -> list[Action
     actions: list[Action] = []
     lease.end_leases(state, session, list(session.leases))
     left, session.epoch = session.epoch, event.epoch
-    disuse.enter(state, session, own=True)
+    disuse.enter(state, session, actions, own=True)
     actions.append(Reply(event.token, spaces.open_epoch(state, session, actions)))
     if left != session.epoch:
         disuse.leave_epoch(state, session, left, now_ns)

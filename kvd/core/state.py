@@ -83,7 +83,8 @@ class Namespace:
     tally: Tally
     shard_nodes: dict[int, int] = field(default_factory=dict)  # as far as ranks have told
     scopes: set[ScopeId] = field(default_factory=set)
-    own_epochs: set[str] = field(default_factory=set)  # each of use to one session's engine alone
+    # Each of use to one start of an engine alone; by its name, "" where that is not known yet.
+    own_epochs: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +125,7 @@ class Session:
     namespace: NamespaceId
     epoch: str
     world_size: int
+    engine: str = ""  # as in SessionOpened
     movers: dict[int, Mover] = field(default_factory=dict)  # by rank
     jobs: dict[JobId, Job] = field(default_factory=dict)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)

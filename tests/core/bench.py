@@ -206,7 +206,7 @@ class Bench:
         assert len(replies) == 1
         return replies[0].payload
 
-    def open(
+    def open(  # noqa: PLR0917 - every test names what it changes
         self,
         session: int = 1,
         namespace: NamespaceSpec | None = None,
@@ -214,10 +214,13 @@ class Bench:
         epoch: str = "",
         attach: bool = True,
         own: bool = False,
+        engine: str = "",
     ) -> act.SessionAccepted:
         namespace = namespace or spec(shards=ranks)
         accepted = self.ask(
-            ev.SessionOpened(self._token(), SessionId(session), namespace, epoch, ranks, own)
+            ev.SessionOpened(
+                self._token(), SessionId(session), namespace, epoch, ranks, own, engine
+            )
         )
         assert isinstance(accepted, act.SessionAccepted)
         for rank in range(ranks if attach else 0):

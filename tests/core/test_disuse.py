@@ -283,7 +283,7 @@ def test_follower_in_an_epoch_that_was_left_may_still_lead() -> None:
     bench = small()
     bench.open(1)
     reset(bench, "first")
-    bench.open(2, epoch="first")
+    bench.open(2, epoch="first", own=True)
     leader = bench.store([5], 1)
     bench.store([5], 2, whole=True)
     reset(bench, "second")
@@ -294,15 +294,62 @@ def test_follower_in_an_epoch_that_was_left_may_still_lead() -> None:
     assert bench.machine.statistics().slots.ready == 0
 
 
-def test_epoch_that_two_engines_are_in_goes_with_the_second() -> None:
+def test_epoch_that_two_sessions_of_an_engine_are_in_goes_with_the_second() -> None:
     bench = small()
-    bench.open(1)
+    bench.open(1, engine="e")
     reset(bench, "weights 2")
-    bench.open(2, epoch="weights 2")
+    bench.open(2, epoch="weights 2", own=True, engine="e")
     bench.stored([5])
     assert removed(bench.leave(1, gone=True)) == []
     assert bench.statuses([5], 2) == "H"
     assert removed(bench.leave(2, gone=True)) == [5]
+
+
+@pytest.mark.parametrize("comes", ["opens it", "resets to it"])
+def test_nobody_makes_a_shared_epoch_its_own(comes: str) -> None:
+    bench = small()
+    bench.open(1, epoch="weights 2", engine="honest")
+    bench.stored([5])
+    bench.leave(1, gone=True)
+    if comes == "opens it":
+        bench.open(2, epoch="weights 2", own=True, engine="other")
+    else:
+        bench.open(2, engine="other")
+        reset(bench, "weights 2", 2)
+    bench.stored([6], 2)
+    assert removed(bench.leave(2, gone=True)) == []
+    bench.tick(1000 * GRACE)
+    bench.open(3, epoch="weights 2")
+    assert bench.statuses([5, 6], 3) == "HH"
+    replay(bench)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_own_epoch_to_which_another_engine_comes_is_shared_from_then_on(own: bool) -> None:
+    bench = small()
+    bench.open(1, engine="first")
+    reset(bench, "mine")
+    bench.stored([5], account="salt")
+    bench.leave(1)
+    bench.open(2, epoch="mine", own=own, engine="second")
+    assert removed(bench.leave(2, gone=True)) == []
+    bench.tick(GRACE)
+    again = restarted(bench)
+    again.tick(1000 * GRACE)
+    again.open(3, epoch="mine", own=True, engine="first")
+    assert again.statuses([5], 3, account="salt") == "H"
+    assert removed(again.leave(3, gone=True)) == []
+
+
+def test_engine_comes_back_to_its_own_epoch_after_a_restart_and_it_goes_with_it() -> None:
+    bench = small()
+    bench.open(1, engine="e")
+    reset(bench, "mine")
+    bench.stored([5])
+    again = restarted(bench)
+    again.open(2, epoch="mine", own=True, engine="e")
+    assert again.statuses([5], 2) == "H"
+    assert removed(again.leave(2, gone=True)) == [5]
 
 
 def test_epoch_that_an_operator_named_outlives_its_engines() -> None:
