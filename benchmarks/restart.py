@@ -39,6 +39,7 @@ from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
 from kvd.pool import Pool, PoolConfig
 from kvd.pool.registry import Registry
+from kvd.pool.reserve import Reserve
 from kvd_client import EngineIdentity, Group, Namespace, SchedulerConnection
 from kvd_client.draft import BlockRun, QueryDraft
 from kvd_proto.v1 import common_pb2
@@ -177,7 +178,9 @@ def run_step(step: str, directory: Path, size: Sequence[str], ends: int) -> str:
 def fill(directory: Path, slots: int, scopes: int) -> None:
     """Fill the daemon's pool with this many READY slots through the orders of a core, and die."""
     config = _config(directory, slots)
-    registry = Registry.open(config.directory / "registry.jsonl")
+    registry = Registry.open(
+        config.directory / "registry.jsonl", Reserve(config.directory / "reserve", 0)
+    )
     (known,), (scope,) = registry.namespaces.values(), registry.scopes.values()
     pool = Pool.open(config, lambda _done, _total: None)
     namespace = known.namespace

@@ -127,6 +127,7 @@ class Daemon:
             driver.call(ev.QuotaSet(driver.next_token(), rule.tenant, rule.quota_bytes))
         self.metrics.watch(machine.statistics)
         self.metrics.watch_ranks(driver.fleet.attached.values)
+        self.metrics.watch_registry(lambda: pool.unwritten)
         recovered = machine.statistics().counters.recovered
         if pool.cold_reason:
             log.warning("the pool is cold: %s", pool.cold_reason)
@@ -135,6 +136,11 @@ class Daemon:
                 "%d blocks were left out: they have no checksums of their bytes,"
                 " or others than were written",
                 pool.unchecked_records,
+            )
+        if pool.on_shared_filesystem:
+            log.warning(
+                "%s lies on a file system that others may fill: mount a tmpfs of its own there",
+                self.config.pool_directory,
             )
         log.info("extents lie in %s", pool.place)
         log.info("%d blocks recovered in %.3f s", recovered, time.perf_counter() - began)

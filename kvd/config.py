@@ -82,7 +82,7 @@ class Config:
 
 # -- the table ------------------------------------------------------------------------------------
 
-_POOL_DIRECTORY = "/dev/shm/kvd"  # noqa: S108 - the pool makes it with mode 0700
+_POOL_DIRECTORY = "/var/lib/kvd/pool"  # a tmpfs of its own, which nobody else can fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,10 @@ SETTINGS: tuple[Setting, ...] = (
         "socket_group", "", read_group, "group that owns the socket files; empty: the daemon's"
     ),
     Setting(
-        "pool_directory", _POOL_DIRECTORY, read_path, "directory on a tmpfs that holds the pool"
+        "pool_directory",
+        _POOL_DIRECTORY,
+        read_path,
+        "directory that holds the pool, on a tmpfs of its own",
     ),
     Setting(
         "extents_directory",

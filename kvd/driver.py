@@ -20,10 +20,10 @@ from kvd.clock import Clock, MonotonicClock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
-from kvd.core.errors import KvdError
+from kvd.core.errors import NO_ROOM, KvdError
 from kvd.core.events import Event, JobKind, JobStatus, Query
 from kvd.core.extents import NODE_UNKNOWN
-from kvd.core.keys import JobId, MoverId, NamespaceId, SessionId
+from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId
 from kvd.core.machine import Machine
 from kvd.event_log import EventLog, change_of, resident_changes
 from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
@@ -31,6 +31,7 @@ from kvd.job_board import JobBoard
 from kvd.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.mover.process import MoverProcess
 from kvd.pieces import answer_in_pieces, run_pieces
+from kvd.pool.config import PoolError
 from kvd.pool.pool import Pool
 from kvd.turns import Turns
 
@@ -87,6 +88,7 @@ class Driver:
         self._next_session = 0
         self._next_mover = 0
         self._follow_ups: deque[Event] = deque()
+        self._refused_rows: set[RowId] = set()  # the core has yet to take these back
         self._handling = False
         self._rooms_scheduled = False
         self._rooms_stale = False  # something has happened since the turns were dealt
@@ -110,14 +112,19 @@ class Driver:
         try:
             return self._handle(event)
         finally:
-            while self._follow_ups:
-                self._handle_unasked(self._follow_ups.popleft())
+            self._follow_up()
 
     def post(self, event: Event) -> None:
         """Handle an event that nobody waits for, now or right after the present one."""
         self._follow_ups.append(event)
-        while self._follow_ups and not self._handling:
+        if not self._handling:
+            self._follow_up()
+
+    def _follow_up(self) -> None:
+        while self._follow_ups:
             self._handle_unasked(self._follow_ups.popleft())
+        if self._refused_rows:
+            self._tell_refused_rows()
 
     def _handle_unasked(self, event: Event) -> None:
         """Handle what nobody waits for: a broken rule can only be logged."""
@@ -151,7 +158,7 @@ class Driver:
     def _carry_out(self, order: Action) -> None:
         match order:
             case act.StartTransfer():
-                self.fleet.start_transfer(order)
+                self._start_transfer(order)
             case act.WriteReady():
                 self.pool.write_ready(order)
             case act.WriteFree():
@@ -178,8 +185,7 @@ class Driver:
             case act.ForgetNamespace():
                 self.pool.forget_namespace(order)
             case act.GrantRow():
-                self.pool.grant_row(order)
-                self.fleet.map_row(order)
+                self._grant_row(order)
             case act.ZeroRow():
                 self._spawn(self._zero_row(order))
             case act.ReleaseRow():
@@ -188,6 +194,30 @@ class Driver:
                 raise AssertionError("a reply is no order")
             case _:
                 assert_never(order)
+
+    def _grant_row(self, order: act.GrantRow) -> None:
+        try:
+            self.pool.grant_row(order)
+        except PoolError as error:
+            log.warning("row %d can't be granted: %s", order.row, error)
+            self._refused_rows.add(order.row)
+            return
+        self.fleet.map_row(order)
+
+    def _start_transfer(self, order: act.StartTransfer) -> None:
+        if self._refused_rows and not all(self.pool.has(part.slots) for part in order.parts):
+            revoked = ev.TransferOutcome.REVOKED
+            self._follow_ups.append(
+                ev.TransferFinished(order.mover, order.transfer, revoked, 0, 0, reason=NO_ROOM)
+            )
+            return
+        self.fleet.start_transfer(order)
+
+    def _tell_refused_rows(self) -> None:
+        """The core gives back what was not granted, once nothing uses its slots."""
+        for row in sorted(self._refused_rows):
+            if self._handle(ev.RowRefused(self.next_token(), row)):
+                self._refused_rows.discard(row)
 
     def _end_job(self, order: EndJob) -> None:
         self.jobs.ended(order)
@@ -408,6 +438,7 @@ class Driver:
         """Tick the machine until cancelled."""
         while await asyncio.sleep(TICK_SECONDS, result=True):
             self.call(ev.TimerTicked())
+            self.pool.upkeep()
 
     async def drain(self, deadline_s: float) -> int:
         """Take no more stores and wait for the jobs under way; the number still running."""

@@ -83,7 +83,14 @@ class RowRecovered:
 
 @dataclass(frozen=True, slots=True)
 class PoolRecovered:
-    """Ends recovery. Extents named by no RowRecovered are free."""
+    """Ends recovery. Extents named by no RowRecovered are free.
+
+    Numbers of new namespaces and scopes start no lower than these: the pool's files may still
+    name what had lower ones and is forgotten.
+    """
+
+    next_namespace: int = 1
+    next_scope: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,18 @@ class RowUnmapped:
     """This mover has unmapped the row."""
 
     mover: MoverId
+    row: RowId
+
+
+@dataclass(frozen=True, slots=True)
+class RowRefused:
+    """The pool has no memory for this row's records: it was not granted, no mover maps it.
+
+    Said after the end of every transfer that was to write to it. Reply: whether the row is given
+    back; False while a slot of it is in use, to be said again.
+    """
+
+    token: int
     row: RowId
 
 
@@ -311,6 +330,7 @@ class TransferFinished:
     """A mover's word that a copy has ended, or never will start.
 
     `damaged`: slots of a failed load whose bytes are not those that were stored there.
+    `reason`: why it never started, where that was not the mover's full queue.
     """
 
     mover: MoverId
@@ -319,6 +339,7 @@ class TransferFinished:
     bytes_copied: int
     duration_ns: int
     damaged: tuple[int, ...] = ()
+    reason: str = ""
 
 
 # -- operator and time ------------------------------------------------------------------------
@@ -356,6 +377,7 @@ Event = (
     | RowRecovered
     | PoolRecovered
     | RowUnmapped
+    | RowRefused
     | RowZeroed
     | SessionOpened
     | SessionClosed

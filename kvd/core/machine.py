@@ -174,6 +174,7 @@ class Machine:
         | ev.RowRecovered
         | ev.PoolRecovered
         | ev.RowUnmapped
+        | ev.RowRefused
         | ev.RowZeroed
         | ev.NamespaceCleared
         | ev.QuotaSet
@@ -190,9 +191,11 @@ class Machine:
                 return recovery.row_recovered(state, event)
             case ev.PoolRecovered():
                 disuse.begin(state, now_ns)
-                return recovery.pool_recovered(state)
+                return recovery.pool_recovered(state, event)
             case ev.RowUnmapped():
                 reclaim.row_unmapped(state, event.row, event.mover, actions)
+            case ev.RowRefused():
+                return reclaim.row_refused(state, event)
             case ev.RowZeroed():
                 reclaim.row_zeroed(state, event.row, actions)
                 disuse.go_on(state, now_ns, actions)

@@ -83,6 +83,7 @@ def timer_ticked(state: State, now_ns: int) -> list[Action]:
     lease.expire_leases(state, now_ns)
     hand_off.expire(state, now_ns)
     _enforce_deadlines(state, now_ns, actions)
+    state.grant_pause.tick()
     disuse.prepare_room(state)
     disuse.go_on(state, now_ns, actions)
     for tenant in state.tenants.values():

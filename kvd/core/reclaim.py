@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.actions import Action, ReleaseRow, UnmapRow, ZeroRow
+from kvd.core.actions import Action, ReleaseRow, Reply, UnmapRow, ZeroRow
 from kvd.core.block import SlotState, coarse_stamp
+from kvd.core.events import RowRefused
 from kvd.core.keys import MoverId, RowId
 from kvd.core.residency import forget_ready
-from kvd.core.rows import RECLAIM_INTERVAL_NS, Row, SizeClass, grant_row
+from kvd.core.rows import RECLAIM_INTERVAL_NS, Row, SizeClass, grant_row, grantable_extents
 
 if TYPE_CHECKING:
     from kvd.core.state import State
@@ -103,18 +104,24 @@ def retire_row(state: State, row: Row, wanted_by: SizeClass | None, actions: lis
         owner.policy.remove(ready)
         state.counters.evicted += len(ready)
         forget_ready(state, owner, ready, actions)
-    slots = owner.free.drop(row.first_slot, row.slots)
-    assert len(slots) == row.slots, "a row is taken back with a slot in use"
-    state.slots.move(slots, SlotState.FREE, SlotState.ABSENT)
-    owner.count(capacity=-row.slots)
-    del owner.rows[row.row]
-    del state.rows[row.row]
+    _leave_class(state, row)
     row.wanted_by = wanted_by
     row.mapped_by = set(state.movers_of(owner.namespace))
     state.retiring[row.row] = row
     state.counters.rows_taken_back += 1
     actions.extend(UnmapRow(mover, row.row) for mover in sorted(row.mapped_by))
     _zero_when_unmapped(row, actions)
+
+
+def _leave_class(state: State, row: Row) -> None:
+    """The row's slots, all FREE, exist no more."""
+    owner = row.size_class
+    slots = owner.free.drop(row.first_slot, row.slots)
+    assert len(slots) == row.slots, "a row is taken back with a slot in use"
+    state.slots.move(slots, SlotState.FREE, SlotState.ABSENT)
+    owner.count(capacity=-row.slots)
+    del owner.rows[row.row]
+    del state.rows[row.row]
 
 
 def row_unmapped(state: State, row_id: RowId, mover: MoverId, actions: list[Action]) -> None:
@@ -140,5 +147,19 @@ def row_zeroed(state: State, row_id: RowId, actions: list[Action]) -> None:
     for extent in row.extents:
         state.free_extents.put(extent)
     wanting = row.wanted_by
-    if wanting is not None and len(state.free_extents) >= wanting.shards:
+    if wanting is not None and grantable_extents(state) >= wanting.shards:
         grant_row(state, wanting, actions)
+
+
+def row_refused(state: State, event: RowRefused) -> list[Action]:
+    """The extents of a row that could not be had are free; none is granted for a while."""
+    row = state.rows.get(event.row)
+    states = state.slots.state[row.span] if row is not None else np.empty(0)
+    if row is None or not bool((states == SlotState.FREE).all()):
+        return [Reply(event.token, row is None)]
+    _leave_class(state, row)
+    for extent in row.extents:
+        state.free_extents.put(extent)
+    state.grant_pause.begin()
+    state.counters.rows_refused += 1
+    return [Reply(event.token, True)]

@@ -7,7 +7,7 @@ import numpy as np
 from kvd.core import disuse, spaces
 from kvd.core.actions import Action, PublishTags, WriteFree
 from kvd.core.block import SlotState
-from kvd.core.events import RowRecovered, ScopeRecovered
+from kvd.core.events import PoolRecovered, RowRecovered, ScopeRecovered
 from kvd.core.index import NOWHERE
 from kvd.core.keys import U64, RowId, Slots
 from kvd.core.rows import Row, add_row
@@ -113,7 +113,7 @@ def _settle_free(state: State, row: Row) -> None:
     owner.tenant.used_bytes += len(free) * owner.block_bytes
 
 
-def pool_recovered(state: State) -> list[Action]:
+def pool_recovered(state: State, event: PoolRecovered) -> list[Action]:
     """The policies learn the blocks in the order of their last use."""
     for key, batches in state.recovered.items():
         slots: Slots = np.concatenate([batch[0] for batch in batches])
@@ -123,4 +123,6 @@ def pool_recovered(state: State) -> list[Action]:
         state.classes[key].policy.insert(slots[order], state.slots.tags[slots[order]])
     state.recovered = {}
     state.recovered_scopes = None
+    state.next_namespace = max(state.next_namespace, event.next_namespace)
+    state.next_scope = max(state.next_scope, event.next_scope)
     return []

@@ -11,7 +11,7 @@ from kvd.core.errors import NO_ROOM, QUOTA
 from kvd.core.keys import NamespaceId
 from kvd.core.quota import Tenant
 from kvd.core.reclaim import coldest_stamp, seek_row
-from kvd.core.rows import SizeClass, grant_row
+from kvd.core.rows import SizeClass, grant_row, grantable_extents
 from kvd.core.state import State
 
 CLASSES_WEIGHED = 128  # of a tenant, against each other, in one event
@@ -32,7 +32,7 @@ def make_room(state: State, needs: Needs, now_ns: int, actions: list[Action]) ->
     victims = _for_quota(state, needs, evictions)
     if victims is None:
         return QUOTA
-    extents = len(state.free_extents)
+    extents = grantable_extents(state)
     rows: list[tuple[SizeClass, int]] = []
     short: list[SizeClass] = []
     possible = True
@@ -141,7 +141,7 @@ def storable(state: State, namespace: NamespaceId) -> tuple[int, ...]:
 
 
 def _storable(state: State, owner: SizeClass) -> int:
-    rows = len(state.free_extents) // owner.shards
+    rows = grantable_extents(state) // owner.shards
     blocks = len(owner.free) + rows * owner.slots_per_row + owner.evictable
     if not blocks and (state.tally.evictable or state.tally.free):
         blocks = 1  # an offer is what makes the core take a row from another class

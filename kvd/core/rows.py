@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 MIN_SLOT_BYTES = 4096  # smaller parts leave their extent partly unused
 MAX_SPARE_ROWS_AT_ONCE = 8  # granted in one event
 RECLAIM_INTERVAL_NS = 50_000_000  # a class looks for another's row at most this often
+FIRST_PAUSE_TICKS = 4  # a second
+LONGEST_PAUSE_TICKS = 256
 SPARE_SHARE = 8  # at most 1/8 of the pool is granted ahead of need
 
 
@@ -170,6 +172,29 @@ class SizeClass:
         return min(self.capacity, self.tenant.quota_bytes // self.block_bytes)
 
 
+@dataclass(slots=True)
+class GrantPause:
+    """No row is granted for some ticks after the pool could not have one; longer each time."""
+
+    ticks_left: int = 0
+    next_ticks: int = FIRST_PAUSE_TICKS
+
+    def begin(self) -> None:
+        self.ticks_left = self.next_ticks
+        self.next_ticks = min(2 * self.next_ticks, LONGEST_PAUSE_TICKS)
+
+    def tick(self) -> None:
+        if self.ticks_left:
+            self.ticks_left -= 1
+        else:
+            self.next_ticks = max(FIRST_PAUSE_TICKS, self.next_ticks - 1)
+
+
+def grantable_extents(state: State) -> int:
+    """Extents of which rows may be made now."""
+    return 0 if state.grant_pause.ticks_left else len(state.free_extents)
+
+
 def slots_per_row(spec: GroupSpec, extent_bytes: int) -> int:
     """Slots that one row gives, 0 where a part is larger than an extent."""
     fitting = min(extent_bytes // part for part in spec.part_bytes)
@@ -240,7 +265,7 @@ def _spare_slots(state: State, owner: SizeClass) -> int:
 
 
 def _may_have_spare(state: State, owner: SizeClass) -> bool:
-    if len(state.free_extents) < owner.shards:
+    if grantable_extents(state) < owner.shards:
         return False
     idle = state.disuse.namespaces
     if any(c is not owner and c.namespace not in idle for c in state.waiting):

@@ -30,7 +30,7 @@ from kvd.core.keys import (
 )
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.quota import Tally, Tenant
-from kvd.core.rows import MIN_SLOT_BYTES, Row, SizeClass
+from kvd.core.rows import MIN_SLOT_BYTES, GrantPause, Row, SizeClass
 from kvd.core.spec import NamespaceSpec
 
 MAX_NAMESPACES = 4096
@@ -198,6 +198,7 @@ class Counters:
     namespaces_forgotten: int = 0  # namespaces
     rows_granted: int = 0  # rows
     rows_taken_back: int = 0  # rows
+    rows_refused: int = 0  # rows that the pool had no memory for
     leases_expired: int = 0  # leases
     handed_off: int = 0  # claimed by a hand-off
     hand_off_taken: int = 0  # of those, loaded by another session
@@ -221,6 +222,7 @@ class State:
         self.free_extents = FreeExtents(config.extents, config.extent_nodes)
         self.rows: dict[RowId, Row] = {}
         self.retiring: dict[RowId, Row] = {}
+        self.grant_pause = GrantPause()
         self.waiting: dict[SizeClass, None] = {}  # for extents of rows that are taken back
         self.spare_turns: deque[SizeClass] = deque()  # to be looked at by the next ticks
         self.tally = Tally()

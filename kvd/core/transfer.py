@@ -88,7 +88,7 @@ def transfer_finished(
         damaged = np.array(event.damaged, dtype=np.int64)
         _remove_damaged(state, transfer.piece, damaged, actions)
     if event.outcome is TransferOutcome.REVOKED and not transfer.revoked_because:
-        reason = QUEUE_FULL  # the mover never took it
+        reason = event.reason or QUEUE_FULL  # the mover never took it
         if job.kind is JobKind.LOAD:
             actions.append(PostBoard(transfer.mover, job.job, job.kind, JobStatus.FAILED, 0, 0))
     if done:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -62,6 +62,7 @@ _COUNTERS = (
     ),
     ("kvd_rows_granted", "Extent rows given to a size class.", "rows_granted"),
     ("kvd_rows_taken_back", "Extent rows taken from a size class for another.", "rows_taken_back"),
+    ("kvd_rows_refused", "Rows that there was no memory for.", "rows_refused"),
     ("kvd_leases_expired", "Leases that no step renewed in time.", "leases_expired"),
     ("kvd_handed_off_blocks", "Blocks left for another engine and held for it.", "handed_off"),
     (
@@ -320,6 +321,14 @@ class Metrics:
     def watch_ranks(self, ranks: Callable[[], Iterable[AttachedMover]]) -> None:
         """From now on a scrape reads what these movers say, too."""
         self.registry.register(RankCollector(ranks))
+
+    def watch_registry(self, unwritten: Callable[[], int]) -> None:
+        """From now on a scrape reads how much a restart would not know."""
+        Gauge(
+            "kvd_registry_unwritten",
+            "Namespaces and scopes that wait for room in the registry.",
+            registry=self.registry,
+        ).set_function(unwritten)
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus's text format."""

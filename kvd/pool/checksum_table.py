@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvd.core.keys import U64
 from kvd.pool.config import CHECKSUM_BYTES, PoolConfig, PoolError
+from kvd.pool.reserve import have_all
 from kvd_proto.tags import mix
 
 NO_DIGEST = np.uint64(0)
@@ -33,7 +34,7 @@ class ChecksumTable:
         self._per_extent = config.slots_per_extent
         count = config.extents * self._per_extent
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        os.ftruncate(self._fd, count * CHECKSUM_BYTES)
+        have_all(self._fd, count * CHECKSUM_BYTES, path)
         self._map = mmap.mmap(self._fd, count * CHECKSUM_BYTES)
         self._words: U64 = np.frombuffer(self._map, dtype=np.uint64)
 
@@ -43,7 +44,7 @@ class ChecksumTable:
         os.close(self._fd)
 
     def prepare(self, extents: tuple[int, ...], slots: int) -> None:
-        """Have the memory for the first words of these extents; PoolError where there is none."""
+        """Make sure of the memory for these extents' first words; PoolError where there is none."""
         for extent in extents:
             first = extent * self._per_extent * CHECKSUM_BYTES
             try:

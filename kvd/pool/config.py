@@ -12,6 +12,10 @@ ROW_HEADER_BYTES = 64
 CHECKSUM_BYTES = 8
 MAX_EXTENTS = 1 << 20
 MAX_THREADS = 64
+# What the registry may grow by on a file system that others fill: this part of the pool.
+RESERVE_SHARE = 256
+MAX_RESERVE_BYTES = 128 << 20
+START_BYTES = 256 << 10  # and what a start writes beside what is there
 
 
 class PoolError(Exception):
@@ -68,7 +72,12 @@ class PoolConfig:
         return self.extent_bytes // SMALLEST_BLOCK_BYTES
 
     @property
+    def reserve_bytes(self) -> int:
+        """Kept from the start for the registry, and for files that are written anew."""
+        return min(self.pool_bytes // RESERVE_SHARE, MAX_RESERVE_BYTES) + START_BYTES
+
+    @property
     def table_bytes(self) -> int:
-        """Slot table, row headers and checksums at their largest."""
+        """Slot table, row headers and checksums."""
         slot_bytes = RECORD_BYTES + (CHECKSUM_BYTES if self.payload_checksums else 0)
         return self.extents * (self.slots_per_extent * slot_bytes + ROW_HEADER_BYTES)

@@ -45,6 +45,10 @@ class Placement:
             self._row_after[first : first + int(self._slots[row])] = 0
             self._first_slot[row] = _NO_ROW
 
+    def knows(self, slots: Slots) -> bool:
+        """Whether each of these was granted."""
+        return bool(self._row_after[slots].all())
+
     def records(self, slots: Slots) -> Records:
         """Record numbers of granted slots."""
         rows = self._rows(slots)

@@ -45,12 +45,14 @@ from kvd.pool.ownership import (
 from kvd.pool.placement import Placement
 from kvd.pool.recovery import Books, Recovery
 from kvd.pool.registry import RegisteredNamespace, Registry
+from kvd.pool.reserve import Reserve
 from kvd.pool.row_table import Row, RowTable
 from kvd.pool.slot_table import SlotTable
 from kvd_proto.layout import require_ordered_stores
 
 TAG_SECRET_BYTES = 16
 INCARNATION_BYTES = 16
+REFILL_PIECES = 20  # of upkeep, between tries to have the whole reserve again
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +80,13 @@ class Pool:
         self._resources.callback(PoolLock(config.directory / "lock").release)
         self._nodes = find_nodes()
         self._files = Extents(config, huge_page, self._nodes)
+        self._reserve = Reserve(config.directory / "reserve", config.reserve_bytes)
+        self._resources.callback(self._reserve.close)
         self._movers = MoverList(config.directory / "movers")
         self._resources.callback(self._movers.close)
         self._placement = Placement(config)
         self._pages: dict[NamespaceId, IndexPage] = {}
+        self._refill_in = 0  # pieces of upkeep
 
     @classmethod
     def open(cls, config: PoolConfig, progress: Callable[[int, int], None]) -> Self:
@@ -105,6 +110,7 @@ class Pool:
             undead = pool._end_last_owner()
             pool._take_or_make(progress)
             pool._recover(undead)
+            pool._fill_reserve()
         except BaseException:
             pool.close()
             raise
@@ -156,6 +162,11 @@ class Pool:
         return "; ".join(words)
 
     @property
+    def on_shared_filesystem(self) -> bool:
+        """Whether others may fill the file system that the tables lie on."""
+        return space.is_shared(self._config.directory)
+
+    @property
     def extent_nodes(self) -> tuple[int, ...]:
         """The NUMA node that each extent was dealt to; empty on a machine of one node."""
         return self._files.nodes
@@ -182,19 +193,26 @@ class Pool:
         self._registry.forget_namespace(order.namespace)
 
     def grant_row(self, order: GrantRow) -> None:
-        """Give the row its slots and, unless it was recovered, its header."""
+        """Give the row its slots and, unless it was recovered, its header.
+
+        PoolError, and nothing was changed, where there is no memory for its records.
+        """
         row = Row(
             order.row, order.namespace, order.group, order.extents, order.part_bytes, order.slots
         )
         recovered = self._rows.get(order.row)
         assert recovered is None or recovered == row, f"{recovered} was granted as {row}"
-        if self._checksums is not None:
-            self._checksums.prepare(order.extents, order.slots)
         if recovered is None:
+            if self._checksums is not None:
+                self._checksums.prepare(order.extents, order.slots)
             self._slot_table.prepare(order.row, order.slots)
             self._rows[order.row] = row
             self._row_table.grant(row)
         self._placement.add(order)
+
+    def has(self, slots: Slots) -> bool:
+        """Whether each of these slots is in a row that was granted."""
+        return self._placement.knows(slots)
 
     def zero_row(self, order: ZeroRow) -> None:
         """Overwrite the row's extents with zeros; takes its time."""
@@ -294,6 +312,25 @@ class Pool:
         self._pages.clear()
         self._resources.close()
 
+    # -- upkeep -----------------------------------------------------------------------------------
+
+    def upkeep(self) -> None:
+        """A piece of the work that need not be done at once; called several times a second."""
+        self._registry.upkeep()
+        if not self._reserve.whole:
+            self._fill_reserve()
+
+    @property
+    def unwritten(self) -> int:
+        """Namespaces and scopes that a restart would not know, since the file system is full."""
+        return self._registry.unwritten
+
+    def _fill_reserve(self) -> None:
+        if self._refill_in:
+            self._refill_in -= 1
+        elif not self._reserve.fill():
+            self._refill_in = REFILL_PIECES
+
     # -- opening ----------------------------------------------------------------------------------
 
     def _end_last_owner(self) -> frozenset[int]:
@@ -340,7 +377,7 @@ class Pool:
         if self._config.payload_checksums:
             self._checksums = ChecksumTable(self._config, directory / "checksums.table")
             self._resources.callback(self._checksums.close)
-        self._registry = Registry.open(directory / "registry.jsonl")
+        self._registry = Registry.open(directory / "registry.jsonl", self._reserve)
         self._resources.callback(self._registry.close)
         books = Books(
             self._config.slots_per_extent,

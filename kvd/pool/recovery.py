@@ -74,7 +74,7 @@ class Recovery:
         groups = self._groups_by_scope()
         for rows in self._batches():
             yield from self._read(rows, groups[rows[0].namespace])
-        yield PoolRecovered()
+        yield PoolRecovered(registry.highest_namespace + 1, registry.highest_scope + 1)
 
     def _credible(self, row: Row) -> bool:
         """Whether the registry knows what the row holds, and the row fits its extents."""

@@ -1,16 +1,26 @@
 """registry.jsonl: namespaces and scopes, so that the numbers in records mean something.
 
-Append-only, one sealed line for each; the line is in the file before any record names it. A torn
-last line, of a daemon that died while writing, belongs to something that no record names yet.
+Append-only, one sealed line for each; the last one for a number counts. The line is in the file
+before any record names it, as long as the file can grow. A torn last line, of a daemon that died
+while writing, belongs to something that no record names yet.
+
+On a full file system a line waits, in memory, until there is room. Should the daemon die before
+that, recovery takes what the line is missing for as free: blocks are lost, none is mistaken.
+
 What is forgotten stays in the file until that is written anew: recovery forgets it likewise, since
-no record names it.
+no record names it. The new file is written in pieces beside the old one and then takes its place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Collection, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +28,14 @@ from kvd.core.actions import OpenScope
 from kvd.core.keys import NamespaceId, ScopeId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 from kvd.pool import lines
+from kvd.pool.reserve import Reserve
+
+log = logging.getLogger(__name__)
 
 SLACK_LINES = 1024  # of what is forgotten, before it is worth writing the file anew
+PIECE_LINES = 64  # written in one piece of upkeep
+PIECE_BYTES = 64 << 10
+TRY_AGAIN_PIECES = 20  # of upkeep, after the file system was full
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,38 +47,99 @@ class RegisteredNamespace:
     fields: Mapping[str, str]  # for display only
 
 
+class LineFile:
+    """Whole lines at the end of a file, or nothing: a line cut short is taken away again."""
+
+    def __init__(self, path: Path, reserve: Reserve, *, fresh: bool) -> None:
+        """`fresh`: in place of what was there. OSError where that can't be."""
+        if fresh:
+            path.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._fd = os.open(path, flags | (os.O_EXCL if fresh else 0), 0o600)
+        self._reserve = reserve
+        self._size = os.fstat(self._fd).st_size
+        self.lines = 0
+
+    def append(self, content: bytes, count: int) -> None:
+        """So many lines; OSError, and none of them, where there is no room."""
+        self._reserve.write(len(content), partial(self._append, content))
+        self._size += len(content)
+        self.lines += count
+
+    def _append(self, content: bytes) -> None:
+        try:
+            os.lseek(self._fd, self._size, os.SEEK_SET)
+            lines.write_all(self._fd, content)
+        except OSError:
+            self.cut(self._size)
+            raise
+
+    def cut(self, size: int) -> None:
+        """Shorten it to so many bytes."""
+        os.ftruncate(self._fd, size)
+        self._size = size
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+Name = tuple[bool, int]  # whether of a scope, and the number
+
+
 @dataclass(slots=True)
 class Registry:
     """What the file says, and the way to say more."""
 
     path: Path
+    reserve: Reserve
     namespaces: dict[NamespaceId, RegisteredNamespace] = field(default_factory=dict)
     scopes: dict[ScopeId, OpenScope] = field(default_factory=dict)
     damaged_lines: int = 0
-    _fd: int = -1
-    _lines: int = 0  # in the file
+    _file: LineFile = field(init=False)
+    # To be written when there is room, in order: a namespace's line comes before its scopes'.
+    _waiting: dict[Name, None] = field(default_factory=dict)
+    _fresh: LineFile | None = None  # to take the file's place
+    _left: deque[Name] = field(default_factory=deque)  # to be written there
+    _pause: int = 0  # pieces of upkeep to let pass, since the file system is full
+    _said: bool = False
+    _by_namespace: dict[NamespaceId, set[ScopeId]] = field(default_factory=dict)
+    # Numbers in the file, of what is forgotten too: used anew they could be mistaken for it.
+    highest_namespace: int = 0
+    highest_scope: int = 0
 
     @classmethod
-    def open(cls, path: Path) -> Registry:
+    def open(cls, path: Path, reserve: Reserve) -> Registry:
         """Read what is there; damaged lines are counted and left out."""
-        registry = cls(path)
-        if path.exists():
-            for line in path.read_bytes().splitlines():
-                record = lines.unseal(line)
-                if record is None:
-                    registry.damaged_lines += 1
-                else:
-                    registry._take(record)
-        registry._rewrite()
+        registry = cls(path, reserve)
+        registry._fresh_path.unlink(missing_ok=True)
+        content = path.read_bytes() if path.exists() else b""
+        for line in content.splitlines():
+            record = lines.unseal(line)
+            if record is None:
+                registry.damaged_lines += 1
+            else:
+                registry._take(record)
+        registry._file = LineFile(path, reserve, fresh=False)
+        registry._file.lines = content.count(b"\n")
+        # A torn line would be glued to whatever is appended to it.
+        registry._file.cut(content.rfind(b"\n") + 1)
         return registry
+
+    @property
+    def unwritten(self) -> int:
+        """Namespaces and scopes that a restart would not know."""
+        return len(self._waiting)
 
     def keep_only(self, namespaces: Collection[NamespaceId], scopes: Collection[ScopeId]) -> None:
         """Forget the others, in the file too, so that it doesn't grow with every restart."""
         if len(namespaces) == len(self.namespaces) and len(scopes) == len(self.scopes):
             return
         self.namespaces = {n: self.namespaces[n] for n in namespaces}
-        self.scopes = {s: self.scopes[s] for s in scopes}
-        self._rewrite()
+        for scope in self.scopes.keys() - set(scopes):
+            self._forget_scope(scope)
+        self._shrink()
+        while self._fresh is not None and not self._pause:
+            self.upkeep()
 
     def add_namespace(self, namespace: RegisteredNamespace) -> None:
         """Write the namespace down unless it stands there the same."""
@@ -73,35 +150,70 @@ class Registry:
                 return
             namespace = RegisteredNamespace(namespace.namespace, namespace.spec, fields)
         self.namespaces[namespace.namespace] = namespace
-        self._append(_namespace_record(namespace))
+        self._write((False, namespace.namespace))
 
     def add_scope(self, scope: OpenScope) -> None:
         """Write the scope down unless it stands there the same."""
         if self.scopes.get(scope.scope) == scope:
             return
-        self.scopes[scope.scope] = scope
-        self._append(_scope_record(scope))
+        self._know(scope)
+        self._write((True, scope.scope))
 
     def forget_scopes(self, scopes: Collection[ScopeId]) -> None:
         """Forget these."""
         for scope in scopes:
-            self.scopes.pop(scope, None)
+            self._forget_scope(scope)
         self._shrink()
 
     def forget_namespace(self, namespace: NamespaceId) -> None:
         """Forget this and its scopes."""
         del self.namespaces[namespace]
-        self.scopes = {n: s for n, s in self.scopes.items() if s.namespace != namespace}
+        self._waiting.pop((False, namespace), None)
+        self._forget_scopes_of(namespace)
         self._shrink()
 
+    def upkeep(self) -> None:
+        """A piece of what is left to do: lines that wait, then the file that is written anew."""
+        if self._pause:
+            self._pause -= 1
+        elif self._waiting:
+            self._write_waiting()
+        elif self._fresh is not None:
+            self._go_on_anew(self._fresh, PIECE_LINES)
+
     def close(self) -> None:
-        os.close(self._fd)
-        self._fd = -1
+        """What waits is tried a last time; what was begun is begun again by the next owner."""
+        while self._waiting and not self._pause:
+            self._write_waiting()
+        if self._fresh is not None:
+            self._give_up_anew(self._fresh)
+        self._file.close()
+
+    # -- what is known ------------------------------------------------------------------------
+
+    def _know(self, scope: OpenScope) -> None:
+        self.scopes[scope.scope] = scope
+        self._by_namespace.setdefault(scope.namespace, set()).add(scope.scope)
+
+    def _forget_scope(self, scope: ScopeId) -> None:
+        known = self.scopes.pop(scope, None)
+        self._waiting.pop((True, scope), None)
+        if known is not None:
+            self._by_namespace[known.namespace].discard(scope)
+
+    def _forget_scopes_of(self, namespace: NamespaceId) -> None:
+        for scope in list(self._by_namespace.get(namespace, ())):
+            self._forget_scope(scope)
+        self._by_namespace.pop(namespace, None)
 
     def _take(self, record: dict[str, Any]) -> None:
         if record["kind"] == "namespace":
             namespace = _namespace_of(record)
+            known = self.namespaces.get(namespace.namespace)
+            if known is not None and known.spec != namespace.spec:
+                self._forget_scopes_of(namespace.namespace)  # of one that was forgotten since
             self.namespaces[namespace.namespace] = namespace
+            self.highest_namespace = max(self.highest_namespace, namespace.namespace)
             return
         scope = OpenScope(
             ScopeId(record["scope"]),
@@ -111,30 +223,109 @@ class Registry:
             record["group"],
             record.get("own", False),
         )
+        self.highest_scope = max(self.highest_scope, scope.scope)
         known = self.namespaces.get(scope.namespace)
         if known is None or not 0 <= scope.group < len(known.spec.groups):
             self.damaged_lines += 1  # its namespace's line was damaged
             return
-        self.scopes[scope.scope] = scope
+        if scope.scope in self.scopes:
+            self._forget_scope(scope.scope)  # the number of one that was forgotten since
+        self._know(scope)
+
+    # -- writing ----------------------------------------------------------------------------------
+
+    @property
+    def _fresh_path(self) -> Path:
+        return self.path.with_name(self.path.name + ".new")
+
+    def _write(self, name: Name) -> None:
+        """Append its line, or have it wait behind those that wait already."""
+        if self._fresh is not None:
+            self._left.append(name)
+            self._go_on_anew(self._fresh, 2)  # so that it ends, however many more there are
+        if self._waiting:
+            self._waiting[name] = None
+            return
+        try:
+            self._file.append(b"".join(self._lines_of(name)), 1)
+        except OSError as error:
+            self._waiting[name] = None
+            self._wait(error)
+
+    def _write_waiting(self) -> None:
+        some = list(islice(self._waiting, PIECE_LINES))
+        if self._append(self._file, some):
+            for name in some:
+                del self._waiting[name]
+            if not self._waiting:
+                self._said = False
+                log.info("the registry is whole again")
+
+    def _append(self, file: LineFile, names: Collection[Name]) -> bool:
+        """The lines of those that are still known; False where there is no room for them."""
+        content = [line for name in names for line in self._lines_of(name)]
+        try:
+            file.append(b"".join(content), len(content))
+        except OSError as error:
+            self._wait(error)
+            return False
+        return True
+
+    def _wait(self, error: OSError) -> None:
+        if not self._said:
+            log.warning(
+                "the registry can't grow (%s): enlarge the file system of %s, or keep others' files"
+                " out of it; namespaces and accounts that are new would not outlive the daemon",
+                error.strerror,
+                self.path.parent,
+            )
+        self._said = True
+        self._pause = TRY_AGAIN_PIECES
+
+    def _lines_of(self, name: Name) -> Iterator[bytes]:
+        """Its line; none where it was forgotten."""
+        of_scope, number = name
+        if of_scope and (scope := self.scopes.get(ScopeId(number))) is not None:
+            yield lines.seal(_scope_record(scope))
+        if not of_scope and (known := self.namespaces.get(NamespaceId(number))) is not None:
+            yield lines.seal(_namespace_record(known))
+
+    # -- writing anew -----------------------------------------------------------------------------
 
     def _shrink(self) -> None:
-        """Write the file anew once most of its lines say what is forgotten."""
-        if self._lines > SLACK_LINES + 2 * (len(self.namespaces) + len(self.scopes)):
-            self._rewrite()
+        """Begin to write the file anew once most of its lines say what is forgotten."""
+        if self._fresh is not None:
+            return
+        if self._file.lines <= SLACK_LINES + 2 * (len(self.namespaces) + len(self.scopes)):
+            return
+        try:
+            self._fresh = LineFile(self._fresh_path, self.reserve, fresh=True)
+        except OSError as error:
+            self._wait(error)
+            return
+        self._left = deque((False, number) for number in self.namespaces)
+        self._left.extend((True, number) for number in self.scopes)
 
-    def _append(self, record: dict[str, Any]) -> None:
-        lines.write_all(self._fd, lines.seal(record))
-        self._lines += 1
+    def _go_on_anew(self, fresh: LineFile, most: int) -> None:
+        names: list[Name] = []
+        size = 0
+        while self._left and len(names) < most and size < PIECE_BYTES:
+            names.append(self._left.popleft())
+            size += sum(map(len, self._lines_of(names[-1])))
+        if not self._append(fresh, names):
+            self._give_up_anew(fresh)  # it would only shrink what can stay as it is
+            return
+        if not self._left:
+            self._fresh_path.rename(self.path)
+            self._file.close()
+            self._file, self._fresh = fresh, None
 
-    def _rewrite(self) -> None:
-        """Write the file anew: drops torn lines, which a further append would glue itself to."""
-        content = [lines.seal(_namespace_record(n)) for n in self.namespaces.values()]
-        content += [lines.seal(_scope_record(s)) for s in self.scopes.values()]
-        lines.replace_file(self.path, b"".join(content))
-        self._lines = len(content)
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW)
+    def _give_up_anew(self, fresh: LineFile) -> None:
+        fresh.close()
+        self._fresh = None
+        self._left.clear()
+        with contextlib.suppress(OSError):
+            self._fresh_path.unlink()
 
 
 def _namespace_record(namespace: RegisteredNamespace) -> dict[str, Any]:

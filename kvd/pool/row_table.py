@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvd.core.keys import U64, NamespaceId, RowId
 from kvd.pool.config import ROW_HEADER_BYTES, PoolConfig
+from kvd.pool.reserve import have_all
 from kvd_proto.tags import mix
 
 _WORDS = ROW_HEADER_BYTES // 8
@@ -60,9 +61,7 @@ class RowTable:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             size = self._count * ROW_HEADER_BYTES
-            if os.fstat(fd).st_size != size:
-                os.ftruncate(fd, size)
-                os.posix_fallocate(fd, 0, size)
+            have_all(fd, size, path)
             self._map = mmap.mmap(fd, size)
         finally:
             os.close(fd)

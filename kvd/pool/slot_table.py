@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvd.core.keys import U32, U64, KeyBatch
 from kvd.pool.config import RECORD_BYTES, PoolConfig, PoolError
 from kvd.pool.extents import MADV_POPULATE_READ, populate
+from kvd.pool.reserve import have_all
 from kvd_proto.tags import mix
 
 Records = npt.NDArray[np.int64]  # record numbers
@@ -44,7 +45,7 @@ class SlotTable:
         self._per_extent = config.slots_per_extent
         count = config.extents * self._per_extent
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        os.ftruncate(self._fd, count * RECORD_BYTES)
+        have_all(self._fd, count * RECORD_BYTES, path)
         self._map = mmap.mmap(self._fd, count * RECORD_BYTES)
         self._words: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(count, _WORDS)
 
@@ -54,9 +55,9 @@ class SlotTable:
         os.close(self._fd)
 
     def prepare(self, extent: int, slots: int) -> None:
-        """Have the memory for an extent's first records; PoolError where there is none.
+        """Make sure of the memory for an extent's first records; PoolError where there is none.
 
-        Without it the first touch of a page on a full file system would be a SIGBUS.
+        It was had at the start, and a file system may all the same have taken it back.
         """
         first = extent * self._per_extent * RECORD_BYTES
         try:

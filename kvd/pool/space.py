@@ -9,6 +9,7 @@ limit count it, unless its control group was told to.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,7 @@ class HugeFigures:
 class SpaceFigures:
     """What is there, in bytes. `held`: what the pool's own files take already.
 
+    standing: there is a pool already, which may have spent some of its reserve.
     extents_free: of the extents' file system where that is not the tables' own.
     huge: where that is a hugetlbfs.
     """
@@ -60,6 +62,7 @@ class SpaceFigures:
     memory_limit: int | None
     extents_free: int | None = None
     huge: HugeFigures | None = None
+    standing: bool = False
 
     @property
     def held(self) -> int:
@@ -179,6 +182,7 @@ def measure(config: PoolConfig) -> SpaceFigures:
         sum(_taken(path) for path in config.extents_place.glob("*.kv")),
         memory_available(),
         memory_limit(),
+        standing=(tables / "pool.header").exists(),
     )
     if tables.stat().st_dev == extents.stat().st_dev:
         return found
@@ -198,16 +202,17 @@ def measure(config: PoolConfig) -> SpaceFigures:
 
 
 def require_space(config: PoolConfig, figures: SpaceFigures) -> None:
-    """PoolError with the figures and the fix where the pool and its slot table don't fit."""
+    """PoolError with the figures and the fix where the pool and its tables don't fit."""
     extents = config.extents * config.extent_bytes
     together = figures.extents_free is None
-    need = config.table_bytes + (extents if together else 0)
+    tables = config.table_bytes + (0 if figures.standing else config.reserve_bytes)
+    need = tables + (extents if together else 0)
     held = figures.held if together else figures.tables_held
     if figures.filesystem_free + held < need:
         raise PoolError(
             f"{_need(config)}, but the file system of {config.directory} has"
             f" {_size(figures.filesystem_free + held)} ({_size(held)} of it held by the pool"
-            f" already){'' if together else f' for its {_size(need)} of slot table'}: enlarge it"
+            f" already){'' if together else f' for its {_size(need)} of tables'}: enlarge it"
             f" (mount -o remount,size={-(-need // (1 << 20))}m, or an emptyDir's sizeLimit)"
             " or lower the pool's size"
         )
@@ -244,14 +249,15 @@ def _require_memory(config: PoolConfig, figures: SpaceFigures) -> None:
     common = 0 if figures.huge is not None else extents
     held = figures.held if figures.huge is None else figures.tables_held
     counted = extents if figures.huge is not None and figures.huge.in_memory_limit else common
-    need = config.table_bytes + counted
+    tables = config.table_bytes + config.reserve_bytes
+    need = tables + counted
     if figures.memory_limit is not None and figures.memory_limit < need + PROCESS_BYTES:
         raise PoolError(
             f"{_need(config)} and {_size(PROCESS_BYTES)} for its processes, but the memory limit of"
             f" this control group is {_size(figures.memory_limit)}: raise the limit (MemoryMax=,"
             " or resources.limits.memory) or lower the pool's size"
         )
-    if figures.memory_available < config.table_bytes + common - held:
+    if figures.memory_available < tables + common - held:
         raise PoolError(
             f"{_need(config)}, of which it holds {_size(held)}, but only"
             f" {_size(figures.memory_available)} of memory are available: free memory or lower"
@@ -275,8 +281,8 @@ def require_memory_files(config: PoolConfig) -> int:
     if kind != "tmpfs" and not config.any_filesystem:
         raise PoolError(
             f"{config.directory} is on {kind}, not on tmpfs: the pool would go through a disk."
-            " Give it a directory on a tmpfs (huge=within_size for huge pages), or allow any file"
-            " system explicitly"
+            f" Mount one there ({_mount(config)}; huge=within_size for huge pages), give"
+            " pool_directory a directory on another, or allow any file system explicitly"
         )
     place = _standing(config.extents_place)
     kind = filesystem_type(place)
@@ -297,6 +303,26 @@ def require_memory_files(config: PoolConfig) -> int:
     return page
 
 
+def is_shared(directory: Path) -> bool:
+    """Whether the file system under the directory is one that others may fill."""
+    mount = mount_of(directory)
+    if mount is None:
+        return False
+    try:
+        return bool(Path(mount.point).stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    except OSError:
+        return False
+
+
+def _mount(config: PoolConfig) -> str:
+    """The command that makes a tmpfs for the tables and, unless they lie elsewhere, the extents."""
+    extents = 0 if config.extents_directory else config.extents * config.extent_bytes
+    size = -(-(extents + config.table_bytes + config.reserve_bytes) // (1 << 20))
+    user = os.geteuid()
+    owner = f",uid={user}" if user else ""
+    return f"mount -t tmpfs -o size={size}m,mode=0700{owner} kvd {config.directory}"
+
+
 def _standing(directory: Path) -> Path:
     """The directory, or the nearest one above it that is there already."""
     while not directory.exists():
@@ -314,9 +340,10 @@ def _taken(path: Path) -> int:
 
 def _need(config: PoolConfig) -> str:
     extents = config.extents * config.extent_bytes
+    tables = config.table_bytes + config.reserve_bytes
     return (
-        f"the pool needs {_size(extents + config.table_bytes)} ({_size(extents)} of extents and up"
-        f" to {_size(config.table_bytes)} of slot table)"
+        f"the pool needs {_size(extents + tables)} ({_size(extents)} of extents and {_size(tables)}"
+        " of tables)"
     )
 
 

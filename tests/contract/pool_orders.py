@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvd.core.actions import GrantRow, OpenNamespace, OpenScope, WriteFree, WriteReady
-from kvd.core.events import Event, RowRecovered, ScopeRecovered
+from kvd.core.events import Event, PoolRecovered, RowRecovered, ScopeRecovered
 from kvd.core.keys import KeyBatch, NamespaceId, RowId, ScopeId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 from kvd.pool import Pool, PoolConfig
@@ -97,3 +97,8 @@ def blocks_of(recovered: RowRecovered) -> dict[int, bytes]:
         int(ordinal): hashes[i * width : (i + 1) * width]
         for i, ordinal in enumerate(recovered.ordinals)
     }
+
+
+def tells_of_nothing(events: Sequence[Event]) -> bool:
+    """Whether a pool was read back without a scope, a row or a block."""
+    return [type(event) for event in events] == [PoolRecovered]

@@ -15,7 +15,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import reclaim, rows
 from kvd.core.errors import LayoutMismatch
-from kvd.core.keys import MoverId, RowId, SessionId
+from kvd.core.keys import JobId, MoverId, RowId, SessionId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.driver import Driver
 from kvd.fleet import RankPlacement
@@ -23,7 +23,7 @@ from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.process import MoverConfig, MoverProcess, MoverSink
 from kvd.pool.config import PoolConfig
 from kvd.pool.pool import Pool
-from tests.core.bench import spec
+from tests.core.bench import context, engine_blocks, keys, spec
 
 EXTENT_BYTES = 65536
 MOVER = MoverId(1)
@@ -233,3 +233,44 @@ async def test_rooms_of_many_namespaces_are_published_a_few_at_a_time(
     assert set(told) == set(namespaces)
     assert max(map(len, published)) == 3
     assert len(told) <= 3 * len(namespaces), "it goes on telling what has not changed"
+
+
+async def test_row_that_there_is_no_memory_for_costs_its_store_and_nothing_else(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_session(driver)
+    process = await start_mover(driver)
+    started: list[act.StartTransfer] = []
+    monkeypatch.setattr(driver.fleet, "start_transfer", started.append)
+    monkeypatch.setattr(driver.fleet, "carry_out", lambda _order: None)
+    driver.attach_rank(session, PLACEMENT, process)
+
+    def store(job: int) -> act.Verdict:
+        run = ev.Run(0, keys(job), engine_blocks([job]))
+        event = ev.StoreRequested(driver.next_token(), session, JobId(job), context(), (run,))
+        found: act.Verdict = driver.call(event)
+        return found
+
+    def full(*_arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ended: list[act.EndJob] = []
+    monkeypatch.setattr(driver.sessions[session].sink, "job_ended", ended.append)
+    state = driver.machine.state
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        store(1)
+        assert [order.reason for order in ended] == ["NO_ROOM"]
+        assert not started
+        assert not state.rows
+        assert len(state.free_extents) == driver.pool.extents
+        assert store(2).reason == "NO_ROOM"  # not asked again at once
+        for _ in range(rows.FIRST_PAUSE_TICKS):
+            driver.call(ev.TimerTicked())
+        store(3)
+        assert [order.reason for order in ended] == ["NO_ROOM"] * 3
+    for _ in range(rows.LONGEST_PAUSE_TICKS):
+        driver.call(ev.TimerTicked())
+    assert store(4).accepted
+    assert len(started) == 1
+    process.die()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import reclaim
+from kvd.core import reclaim, rows
 from kvd.core.errors import InvalidArgument, UnknownNamespace
 from kvd.core.events import LeaseMode
 from kvd.core.keys import JobId, MoverId, NamespaceId, RequestId, SessionId
@@ -396,3 +398,54 @@ def test_row_is_found_though_the_coldest_blocks_are_all_pinned(
 def _row_of(bench: Bench, key: int) -> int:
     (slot,) = [slot for slot, (_, number) in bench.pool.ready.items() if number == key]
     return slot // bench.machine.state.slots_per_extent
+
+
+def refuse(bench: Bench, row: act.GrantRow) -> object:
+    """As the driver says it, once the transfers that were to write to the row have ended."""
+    bench.pool.rows.pop(row.row, None)
+    return bench.ask(ev.RowRefused(1, row.row))
+
+
+def test_row_that_the_pool_could_not_have_is_no_room_and_is_tried_again_later() -> None:
+    bench = small(extents=2)
+    bench.open()
+    bench.stored(range(16))
+    started = bench.store(range(20, 24))
+    (row,) = only(started, act.GrantRow)
+    (order,) = only(started, act.StartTransfer)
+    assert refuse(bench, row) is False  # a transfer that was to write there has not ended
+    revoked = ev.TransferOutcome.REVOKED
+    ended = bench.feed(
+        ev.TransferFinished(order.mover, order.transfer, revoked, 0, 0, reason="NO_ROOM")
+    )
+    bench.transfers.pop(order.transfer)
+    assert only(ended, act.EndJob)[0].reason == "NO_ROOM"
+    assert refuse(bench, row) is True
+    assert len(bench.machine.state.free_extents) == 1
+    # Meanwhile the class makes do with what it has.
+    assert room(bench) == (16,)
+    assert only(bench.store(range(30, 32)), act.GrantRow) == []
+    bench.finish()
+    for _ in range(rows.FIRST_PAUSE_TICKS):
+        assert room(bench) == (16,)
+        bench.feed(ev.TimerTicked())
+    assert room(bench) == (32,)
+    assert len(only(bench.store(range(40, 44)), act.GrantRow)) == 1
+
+
+def test_pool_that_goes_on_having_no_memory_for_rows_is_asked_less_and_less_often() -> None:
+    pause = rows.GrantPause()
+    asked = []
+    for tick in range(2000):
+        if not pause.ticks_left:
+            asked.append(tick)
+            pause.begin()
+        pause.tick()
+    apart = [later - earlier for earlier, later in pairwise(asked)]
+    assert apart[0] == rows.FIRST_PAUSE_TICKS
+    assert max(apart) == rows.LONGEST_PAUSE_TICKS
+    assert sorted(apart) == apart
+    for _ in range(rows.LONGEST_PAUSE_TICKS * 2):
+        pause.tick()
+    pause.begin()
+    assert pause.ticks_left == rows.FIRST_PAUSE_TICKS

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvd import config
+from kvd.pool import PoolConfig
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "kvd"
 GIB = 1 << 30
@@ -128,8 +130,66 @@ def test_a_wrong_value_is_refused(chart: helm.Chart, wrong: dict[str, Any]) -> N
 
 def test_the_pool_outlives_the_pod(chart: helm.Chart) -> None:
     volumes = {volume["name"]: volume for volume in pod(chart)["volumes"]}
-    assert volumes["pool"]["hostPath"]["path"].startswith("/dev/shm/")
+    assert volumes["pool"]["hostPath"] == {
+        "path": "/var/lib/kvd/pool", "type": "DirectoryOrCreate",
+    }  # fmt: skip
     assert volumes["run"]["hostPath"]["path"] == "/run/kvd"
+
+
+def test_the_pool_has_a_mount_of_its_own_on_the_node(chart: helm.Chart) -> None:
+    spec = pod(chart)
+    (init,) = spec["initContainers"]
+    (mount,) = (m for m in init["volumeMounts"] if m["name"] == "pool")
+    assert mount["mountPropagation"] == "Bidirectional"
+    assert init["securityContext"]["privileged"] is True
+    (container,) = spec["containers"]
+    assert all("mountPropagation" not in mount for mount in container["volumeMounts"])
+
+
+def test_nodes_that_have_a_mount_need_no_privileged_container(chart: helm.Chart) -> None:
+    (init,) = pod(chart, {"pool": {"sizeGiB": 1, "hostPath": "/x", "mount": False}})[
+        "initContainers"
+    ]
+    assert init["securityContext"]["allowPrivilegeEscalation"] is False
+    assert "privileged" not in init["securityContext"]
+    assert "mount" not in init["command"][-1]
+    assert all("mountPropagation" not in mount for mount in init["volumeMounts"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a tmpfs")
+def test_the_init_container_mounts_a_tmpfs_that_the_pool_fits_and_enlarges_it(
+    chart: helm.Chart, tmp_path: Path
+) -> None:
+    mount = tmp_path / "pool"
+    mount.mkdir()
+    found = []
+    for size in (1, 1, 3):
+        (init,) = pod(chart, {"pool": {"sizeGiB": size}})["initContainers"]
+        script = init["command"][-1].replace("/var/lib/kvd/pool", str(mount))
+        script = script.replace("/run/kvd", str(tmp_path / "run"))
+        found.append(script)
+    ask = f"stat -c %u:%g:%a {mount}; stat -f -c '%T %b %S' {mount}; grep -c {mount} /proc/mounts"
+    whole = "\n".join(["set -eu", *(f"{script}\n{ask}" for script in found)])
+    said = subprocess.run(
+        ["unshare", "-m", "/bin/sh", "-euc", whole], check=False, capture_output=True, text=True
+    )
+    if said.returncode and "not permitted" in said.stderr:
+        pytest.skip(f"no tmpfs can be mounted: {said.stderr}")
+    assert said.returncode == 0, said.stderr
+    lines = said.stdout.splitlines()
+    assert len(lines) == 9
+    for size, (owner, kind, mounts) in zip((1, 1, 3), batched(lines, 3), strict=True):
+        assert owner == "10001:10001:700"
+        name, blocks, block_bytes = kind.split()
+        assert name == "tmpfs"
+        config = PoolConfig(mount, size * GIB)
+        need = size * GIB + config.table_bytes + config.reserve_bytes
+        assert int(blocks) * int(block_bytes) >= need
+        assert mounts == "1"
+
+
+def batched(lines: list[str], size: int) -> list[list[str]]:
+    return [lines[start : start + size] for start in range(0, len(lines), size)]
 
 
 def test_the_pods_memory_holds_pool_slot_table_and_processes(chart: helm.Chart) -> None:
@@ -137,7 +197,7 @@ def test_the_pods_memory_holds_pool_slot_table_and_processes(chart: helm.Chart) 
         (container,) = pod(chart, {"pool": {"sizeGiB": size}})["containers"]
         limit = container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["memory"] == limit
-        slot_table_gib = size * 128 / 4096
+        slot_table_gib = size / 28
         assert int(limit.removesuffix("Gi")) >= size + slot_table_gib + 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import configparser
+import re
 import shutil
 import subprocess
 import sys
@@ -166,3 +167,17 @@ def test_the_service_waits_longer_than_the_daemon_drains() -> None:
 
 def test_a_restart_keeps_the_sockets_directory_that_containers_have_mounted() -> None:
     assert service()["RuntimeDirectoryPreserve"] == "yes"
+
+
+def test_no_guide_puts_the_pool_where_others_can_fill_it() -> None:
+    default = next(s.default for s in config.SETTINGS if s.name == "pool_directory")
+    assert default == "/var/lib/kvd/pool" == sections("var-lib-kvd-pool.mount")["Mount"]["Where"]
+    assert sections("var-lib-kvd-pool.mount")["Mount"]["Type"] == "tmpfs"
+    root = UNITS.parents[1]
+    for guide in ("README.md", "deploy/README.md", "docs/gpu.md", "docs/vllm.md"):
+        for line in (root / guide).read_text().splitlines():
+            assert "src=/dev/shm" not in line, guide
+            assert not ("--pool-directory" in line and "/dev/shm" in line), guide
+        for command in (root / guide).read_text().split("```")[1::2]:
+            if re.search(r"kvd(:cuda12)? serve", command):
+                assert "mount -t tmpfs" in command, f"{guide}: {command}"

@@ -40,7 +40,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "kvd.memory" -}}
 {{- $pool := int .Values.pool.sizeGiB -}}
 {{- $common := ternary 0 $pool (ne .Values.pool.hugePages.size "") -}}
-{{- printf "%dGi" (add $common (div $pool 32) 1 (int .Values.pool.headroomGiB)) -}}
+{{- printf "%dGi" (add $common (div $pool 28) 1 (int .Values.pool.headroomGiB)) -}}
+{{- end -}}
+
+{{- /* Size of the tmpfs: tables, reserve and, unless they lie in huge pages, the blocks. */ -}}
+{{- define "kvd.tmpfsMiB" -}}
+{{- $pool := mul (int .Values.pool.sizeGiB) 1024 -}}
+{{- $common := ternary 0 $pool (ne .Values.pool.hugePages.size "") -}}
+{{- add $common (div $pool 28) 64 -}}
 {{- end -}}
 
 {{- /* Without such a claim the kubelet lets the pod have no huge page at all. */ -}}

@@ -1,0 +1,87 @@
+"""A neighbour fills the pool's file system: nothing ends, nothing is mixed up, and it heals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.scene import Scene, wait_until
+from tests.small_tmpfs import fill, small_tmpfs
+
+MIB = 1 << 20
+POOL_BYTES = 16 * MIB
+TMPFS_BYTES = 24 * MIB
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    with small_tmpfs(tmp_path / "mount", TMPFS_BYTES) as mounted:
+        yield mounted
+
+
+@pytest.fixture
+def scene(mount: Path) -> Iterator[Scene]:
+    scene = Scene()
+    scene.daemon.pool = mount / "pool"
+    scene.daemon.pool_bytes, scene.daemon.extent_bytes = POOL_BYTES, MIB
+    try:
+        scene.daemon.start()
+        yield scene
+    finally:
+        scene.close()
+
+
+def test_engines_that_come_to_a_full_file_system_store_and_find(scene: Scene, mount: Path) -> None:
+    fill(mount)
+    engine = scene.engine("one")
+    for prompt in ("a", "b", "c"):
+        assert engine.store(prompt, 200) == 200
+    other = scene.engine("two", model="another", block_bytes=8192)
+    assert other.store("d", 100) == 100
+    assert engine.load("a", 200) == 200
+    assert other.load("d", 100) == 100
+
+
+def test_a_daemon_started_anew_on_a_full_file_system_is_warm(scene: Scene, mount: Path) -> None:
+    engine = scene.engine("one")
+    assert engine.store("before", 200) == 200
+    fill(mount)
+    assert engine.store("after", 200) == 200
+    for _ in range(3):
+        scene.forget_caller()
+        scene.daemon.kill()
+        scene.daemon.start()
+    engine.wait_usable(after=1)
+    assert engine.load("before", 200) == 200
+    assert engine.load("after", 200) == 200
+
+
+def test_what_came_while_the_registry_was_full_outlives_the_daemon_once_there_is_room(
+    scene: Scene, mount: Path
+) -> None:
+    scene.engine("first").store("first", 8)
+    taken = fill(mount)
+    # The reserve goes as well: the registry can't grow by a byte.
+    (scene.daemon.pool / "reserve").write_bytes(b"")
+    fill_again = fill(mount, "more")
+    registry = scene.daemon.pool / "registry.jsonl"
+    size = registry.stat().st_size
+    engine = scene.engine("late", model="late", tenant="")
+    for number in range(30):
+        assert engine.store(f"{number}", 8) == 8
+    many = [scene.engine(f"{number}", model=f"model {number}" * 20) for number in range(8)]
+    assert [each.store("x", 8) for each in many] == [8] * len(many)
+    assert "registry can't grow" in scene.daemon.log.read_text()
+    taken.unlink()
+    fill_again.unlink()
+    log = scene.daemon.log
+    wait_until(lambda: "registry is whole again" in log.read_text(), "the registry")
+    assert registry.stat().st_size > size
+    scene.forget_caller()
+    scene.daemon.kill()
+    scene.daemon.start()
+    for each in many:
+        each.wait_usable(after=1)
+        assert each.load("x", 8) == 8

@@ -1,0 +1,38 @@
+"""A real tmpfs of a test's own size, and a neighbour who fills it; a skip with the reason else."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@contextlib.contextmanager
+def small_tmpfs(mount: Path, size: int) -> Iterator[Path]:
+    """A tmpfs of that many bytes at `mount`, which is made."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a tmpfs")
+    mount.mkdir()
+    options = f"size={size},mode=0700".encode()
+    if _libc.mount(b"none", str(mount).encode(), b"tmpfs", 0, options) != 0:
+        pytest.skip(f"no tmpfs can be mounted: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield mount
+    finally:
+        assert _libc.umount2(str(mount).encode(), 0) == 0, "something still uses the tmpfs"
+
+
+def fill(mount: Path, name: str = "a neighbour's") -> Path:
+    """Take every byte that is left; the file to remove again."""
+    path = mount / name
+    fs = os.statvfs(mount)
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(1, fs.f_bavail * fs.f_frsize))
+    assert os.statvfs(mount).f_bavail == 0
+    return path
