@@ -13,8 +13,35 @@ class Clock(Protocol):
         """Nanoseconds since some fixed moment."""
 
 
+# Between two readings the daemon's ticks leave a quarter of a second. Whoever read the clock
+# later than this did not run: it was stopped, starved, or busy with one thing.
+MOST_AWAKE_NS = 1_000_000_000
+
+
 class MonotonicClock:
     """The machine's own monotonic clock."""
 
     def now_ns(self) -> int:
         return time.monotonic_ns()
+
+
+class AwakeClock:
+    """A clock that stands still while this process does not run.
+
+    What others did meanwhile waits to be heard. Judged by a clock that ran on, copies that had
+    long ended would be late, and their movers ended for it. It is read at every tick; what
+    lies between two readings counts as a sleep where it is longer than MOST_AWAKE_NS.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or MonotonicClock()
+        self._read_ns = self._clock.now_ns()
+        self._slept_ns = 0
+
+    def now_ns(self) -> int:
+        now_ns = self._clock.now_ns()
+        gap_ns = now_ns - self._read_ns
+        self._read_ns = now_ns
+        if gap_ns > MOST_AWAKE_NS:
+            self._slept_ns += gap_ns
+        return now_ns - self._slept_ns

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
-from kvd.clock import Clock, MonotonicClock
+from kvd.clock import AwakeClock, Clock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
@@ -33,7 +33,7 @@ from kvd.mover.process import MoverProcess
 from kvd.pieces import answer_in_pieces, run_pieces
 from kvd.pool.config import PoolError
 from kvd.pool.pool import Pool
-from kvd.turns import Turns
+from kvd.turns import TURNS_BETWEEN_PIECES, Turns
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Driver:
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
         self.jobs = JobBoard()
         self.turns = Turns()
-        self._clock = clock or MonotonicClock()
+        self._clock = clock or AwakeClock()
         self._observer = observer or SilentObserver()
         self.fleet = MoverFleet(pool, self.post, self._observer, launch)
         self.fleet.on_rank_lost = self._rank_lost
@@ -435,8 +435,14 @@ class Driver:
     # -- life -------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Tick the machine until cancelled."""
+        """Tick the machine until cancelled.
+
+        Before a tick finds anything late, what movers have said by then is handled.
+        """
         while await asyncio.sleep(TICK_SECONDS, result=True):
+            for _ in range(TURNS_BETWEEN_PIECES):  # after a sleep the loop looks at its sockets
+                await asyncio.sleep(0)
+            await self.fleet.handle_reports()
             self.call(ev.TimerTicked())
             self.pool.upkeep()
 

@@ -89,7 +89,8 @@ class MoverFleet:
         self._launch = launch
         self._processes: dict[MoverId, MoverProcess] = {}
         self._gone: dict[MoverId, asyncio.Future[None]] = {}
-        self._reports: deque[Event] = deque()
+        # A future among them is somebody who waits until those before it are handled.
+        self._reports: deque[Event | asyncio.Future[None]] = deque()
         self._turns_left: int | None = None  # until the next report is posted; None: all are
 
     async def start(self, config: MoverConfig) -> MoverProcess:
@@ -245,7 +246,13 @@ class MoverFleet:
         """The mover no longer maps the row."""
         self._report(ev.RowUnmapped(mover, row))
 
-    def _report(self, event: Event) -> None:
+    async def handle_reports(self) -> None:
+        """Wait until what movers have said so far is handled."""
+        handled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._report(handled)
+        await handled
+
+    def _report(self, event: Event | asyncio.Future[None]) -> None:
         """Post events one by one, with turns of the loop between them: movers say much at once,
         and small calls must not wait for all of it."""
         self._reports.append(event)
@@ -256,13 +263,20 @@ class MoverFleet:
     def _post_next(self) -> None:
         assert self._turns_left is not None, "nobody scheduled this turn"
         if self._turns_left == 0 and self._reports:
-            self._post(self._reports.popleft())
+            self._post_first()
             self._turns_left = TURNS_BETWEEN_PIECES
         if self._turns_left == 0:
             self._turns_left = None
             return
         self._turns_left -= 1
         asyncio.get_running_loop().call_soon(self._post_next)
+
+    def _post_first(self) -> None:
+        first = self._reports.popleft()
+        if not isinstance(first, asyncio.Future):
+            self._post(first)
+        elif not first.done():
+            first.set_result(None)
 
     def mover_gone(self, mover: MoverId, reason: str) -> None:
         """The mover process has ended, and with it every copy of its."""
@@ -272,7 +286,7 @@ class MoverFleet:
         gone = self._gone.pop(mover)
         try:
             while self._reports:  # what it said before comes before its end
-                self._post(self._reports.popleft())
+                self._post_first()
             attached = self.attached.pop(mover, None)
             if attached is not None:
                 self._post(ev.MoverGone(mover, reason))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from kvd.clock import AwakeClock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import reclaim, rows
@@ -274,3 +275,42 @@ async def test_row_that_there_is_no_memory_for_costs_its_store_and_nothing_else(
     assert store(4).accepted
     assert len(started) == 1
     process.die()
+
+
+async def test_reports_that_wait_are_handled_before_anything_is_found_late(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    ticked = asyncio.Event()
+    handle = driver.machine.handle
+
+    def noted(event: ev.Event, now_ns: int) -> list[act.Action]:
+        heard.append(type(event).__name__)
+        if isinstance(event, ev.TimerTicked):
+            ticked.set()
+        return handle(event, now_ns)
+
+    driver.machine.handle = noted  # type: ignore[method-assign]
+    monkeypatch.setattr("kvd.driver.TICK_SECONDS", 0.0)
+    for row in range(50):
+        driver.fleet.row_unmapped(MOVER, RowId(row))
+    ticking = asyncio.create_task(driver.run())
+    await ticked.wait()
+    ticking.cancel()
+    assert heard.index("TimerTicked") == 50
+
+
+def test_the_drivers_clock_stands_still_while_the_process_does_not_run() -> None:
+    readings = iter([0, 250, 500, 70_500, 70_750, 72_000, 72_250])
+    clock = AwakeClock(Scripted(readings))
+    assert [clock.now_ns() // 1_000_000 for _ in range(6)] == [250, 500, 500, 750, 750, 1000]
+
+
+class Scripted:
+    """A clock that reads what it is told, in milliseconds."""
+
+    def __init__(self, readings: Iterator[int]) -> None:
+        self._readings = readings
+
+    def now_ns(self) -> int:
+        return next(self._readings) * 1_000_000
