@@ -20,7 +20,7 @@ from kvd import signals
 from kvd.config import Config
 from kvd.control import descriptors
 from kvd.control.gpu_room import GpuTerms
-from kvd.control.http import TEXT, HttpServer, Page
+from kvd.control.http import TEXT, HttpServer, Page, seldom
 from kvd.control.notify import feed_watchdog, notify
 from kvd.control.server import ControlServer, Place, make_directory, refuse_taken
 from kvd.control.session import SessionTerms
@@ -147,7 +147,9 @@ class Daemon:
         return driver
 
     def _control(self, driver: Driver) -> ControlServer:
-        terms = SessionTerms(self.config.lease_ttl_ms, self.config.store_threshold)
+        terms = SessionTerms(
+            self.config.lease_ttl_ms, self.config.store_threshold, self.config.sessions_per_user
+        )
         tenants = TenantPolicy(self.config.tenants, self.config.operators)
         return ControlServer(driver, tenants, terms, self.metrics, _exit_broken)
 
@@ -228,7 +230,7 @@ class Daemon:
 
     def _pages(self) -> dict[str, Page]:
         return {
-            "/metrics": self._metrics_page,
+            "/metrics": seldom(self._metrics_page),
             "/healthz": self._live_page,
             "/readyz": self._ready_page,
         }

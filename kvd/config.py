@@ -59,6 +59,7 @@ class Config:
     payload_checksums: bool
     policy: str
     store_threshold: int
+    sessions_per_user: int
     lease_ttl_ms: int
     lease_share: float
     private_grace_seconds: float
@@ -158,6 +159,12 @@ SETTINGS: tuple[Setting, ...] = (
         1,
         whole_number(1, 255),
         "store a block when it is offered for the n-th time; 1: at once",
+    ),
+    Setting(
+        "sessions_per_user",
+        32,
+        whole_number(1, 1024),
+        "most sessions of one user at a time; each may take a message's memory (6 MiB)",
     ),
     Setting(
         "lease_ttl_ms",

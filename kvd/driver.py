@@ -74,11 +74,11 @@ class Driver:
         self.machine = machine
         self.pool = pool
         self.incarnation = pool.incarnation
-        self.event_log = EventLog(pool.incarnation, partial(resident_changes, machine))
         self.on_broken_invariant: Callable[[Event, Exception], None] = exit_on_broken_invariant
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
         self.jobs = JobBoard()
         self.turns = Turns()
+        self.event_log = EventLog(pool.incarnation, partial(resident_changes, machine), self.turns)
         self._clock = clock or AwakeClock()
         self._observer = observer or SilentObserver()
         self.fleet = MoverFleet(pool, self.post, self._observer, launch)

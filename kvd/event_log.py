@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from kvd.core import actions as act
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
 from kvd.core.machine import Machine
+from kvd.turns import Turns
 
 KEPT_CHANGES = 16384  # batches, not blocks
 KEPT_BLOCKS = 1 << 19  # of all kept batches: 16 MiB of hashes of 32 bytes
 DELIVERY_CHANGES = 64  # most changes in one delivery
-# A snapshot names every block, so few may be in memory: those who want one take turns.
-SNAPSHOTS_AT_ONCE = 4
 
 
 class ChangeKind(enum.Enum):
@@ -56,8 +55,13 @@ class Delivery:
     changes: tuple[Change, ...]
 
 
-Wanted = Callable[[Change], bool]
-Snapshot = Callable[[], Iterator[Change]]
+Wanted = Callable[[TenantId, NamespaceId], bool]
+# The blocks resident in the wanted namespaces, piece by piece, each as it is when it is taken.
+Snapshot = Callable[[Wanted], Iterator[tuple[Change, ...]]]
+
+
+class FellBehind(Exception):
+    """A watcher took so long over its snapshot that the changes since then are not kept."""
 
 
 def change_of(
@@ -73,18 +77,29 @@ def change_of(
             return Change(ChangeKind.REMOVED, tenant, namespace, epoch, account, group, keys)
 
 
-def resident_changes(machine: Machine) -> Iterator[Change]:
-    """Every readable block, as if it had just been stored."""
-    for figures in machine.statistics().namespaces:
-        number, tenant = figures.namespace, figures.tenant
-        for epoch, account, group, keys in machine.resident(number):
-            yield Change(ChangeKind.STORED, tenant, number, epoch, account, group, keys)
+def resident_changes(machine: Machine, wanted: Wanted) -> Iterator[tuple[Change, ...]]:
+    """Every readable block that is wanted, as if it had just been stored; in pieces."""
+    for number in machine.namespaces():
+        tenant = machine.tenant_of(number)
+        if tenant is None or not wanted(tenant, number):
+            continue
+        for piece in machine.resident(number):
+            yield tuple(
+                Change(ChangeKind.STORED, tenant, number, epoch, account, group, keys)
+                for epoch, account, group, keys in piece
+            )
 
 
 class EventLog:
     """One writer, many watchers, all on one event loop."""
 
-    def __init__(self, incarnation: bytes, snapshot: Snapshot, kept: int = KEPT_CHANGES) -> None:
+    def __init__(
+        self,
+        incarnation: bytes,
+        snapshot: Snapshot,
+        turns: Turns | None = None,
+        kept: int = KEPT_CHANGES,
+    ) -> None:
         self.incarnation = incarnation
         self.sequence = 0  # of the newest change
         self._snapshot = snapshot
@@ -92,7 +107,7 @@ class EventLog:
         self._most_kept = kept
         self._blocks = 0  # in the kept changes
         self._news = asyncio.Event()
-        self._turns = asyncio.Semaphore(SNAPSHOTS_AT_ONCE)
+        self._turns = turns or Turns()
 
     def append(self, change: Change) -> None:
         """Number the change and wake the watchers."""
@@ -104,58 +119,79 @@ class EventLog:
         self._news.set()
 
     async def watch(
-        self, after: tuple[bytes, int] | None, wanted: Wanted
+        self, after: tuple[bytes, int] | None, wanted: Wanted, user: int = 0
     ) -> AsyncGenerator[Delivery, None]:
         """Changes after a place in the log, else a snapshot and then its tail. Never ends.
 
-        A watcher that falls further behind than the kept tail gets a new snapshot. It must
-        take a snapshot swiftly, because others wait for their turn, and close what it leaves.
+        A watcher that falls further behind than the kept tail gets a new snapshot; FellBehind
+        where that happens within one. Nobody waits for a watcher that takes its time.
         """
         cursor = -1
         if after is not None and after[0] == self.incarnation and after[1] <= self.sequence:
             cursor = after[1]
         while True:
-            if cursor < self.sequence - len(self._kept):
-                async with self._turns:
-                    cursor = self.sequence
-                    deliveries = self._snapshot_deliveries(wanted)
-                    while deliveries:
-                        yield deliveries.popleft()  # and keep nothing of it while it is written
+            if cursor < self._first_kept:
+                async for delivery in self._snapshot_deliveries(wanted, user):
+                    cursor = delivery.sequence
+                    yield delivery
+                    del delivery  # the next may be long in coming
                 continue
             if cursor == self.sequence:
                 await self._wait_for_news()
                 continue
-            start, cursor = cursor, min(cursor + DELIVERY_CHANGES, self.sequence)
-            yield self._tail_delivery(start, wanted)
+            delivery = self._tail_delivery(cursor, wanted)
+            cursor = delivery.sequence
+            yield delivery
+            del delivery
+            await self._turns.let_others_in(user)
+
+    @property
+    def _first_kept(self) -> int:
+        """The number behind which every change is kept."""
+        return self.sequence - len(self._kept)
 
     async def _wait_for_news(self) -> None:
         self._news.clear()
         await self._news.wait()
 
     def _tail_delivery(self, cursor: int, wanted: Wanted) -> Delivery:
-        first_kept = self.sequence - len(self._kept)
-        start = cursor - first_kept
+        start = cursor - self._first_kept
         stop = min(start + DELIVERY_CHANGES, len(self._kept))
         changes = [self._kept[i] for i in range(start, stop)]
         return Delivery(
-            sequence=first_kept + stop,
+            sequence=cursor + stop - start,
             snapshot=False,
             snapshot_end=False,
-            changes=tuple(c for c in changes if wanted(c)),
+            changes=tuple(c for c in changes if wanted(c.tenant, c.namespace)),
         )
 
-    def _snapshot_deliveries(self, wanted: Wanted) -> deque[Delivery]:
-        """The blocks resident now, taken at once so that the tail fits on without a gap."""
-        changes = [c for c in self._snapshot() if wanted(c)]
-        pieces = [
-            tuple(changes[i : i + DELIVERY_CHANGES])
-            for i in range(0, len(changes), DELIVERY_CHANGES)
-        ] or [()]
-        last = len(pieces) - 1
-        return deque(
-            Delivery(self.sequence, snapshot=True, snapshot_end=i == last, changes=piece)
-            for i, piece in enumerate(pieces)
-        )
+    async def _snapshot_deliveries(
+        self, wanted: Wanted, user: int
+    ) -> AsyncGenerator[Delivery, None]:
+        """The resident blocks piece by piece, then what changed meanwhile.
+
+        What a piece could not know stands among those changes, so that all of them, one after
+        the other, make what is resident at the end.
+        """
+        began = self.sequence
+        last: tuple[Change, ...] = ()  # held back: it may be the snapshot's end
+        for changes in self._snapshot(wanted):
+            if last:
+                yield Delivery(began, snapshot=True, snapshot_end=False, changes=last)
+            last = changes
+            del changes
+            await self._turns.let_others_in(user)
+        cursor = began
+        while cursor < self.sequence:
+            if cursor < self._first_kept:
+                raise FellBehind
+            tail = self._tail_delivery(cursor, wanted)
+            cursor = tail.sequence
+            if tail.changes:
+                yield Delivery(began, snapshot=True, snapshot_end=False, changes=last)
+                last = tail.changes
+            await self._turns.let_others_in(user)
+        yield Delivery(cursor, snapshot=True, snapshot_end=True, changes=last)
 
 
 def _blocks_of(change: Change) -> int:

@@ -21,14 +21,22 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from kvd.control import descriptors, errors
-from kvd.control.peers import Peer, Peers, Role, credentials_of, has_ended
-from kvd.core.errors import InvalidArgument, KvdError
+from kvd.control.peers import Peer, Peers, Role, credentials_of, has_ended, user_of
+from kvd.control.shares import Bound, Shares
+from kvd.core.errors import InvalidArgument, KvdError, LimitExceeded
 from kvd_proto.v1 import companion_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 65536
-MAX_CONNECTIONS = 1024
+MAX_ENGINE_CONNECTIONS = 1024  # of schedulers and workers
+MAX_ENGINE_CONNECTIONS_OF_A_USER = 512
+MAX_TOOL_CONNECTIONS = 256  # so that engines never keep operators out
+MAX_TOOL_CONNECTIONS_OF_A_USER = 128
+TOOL_CONNECTIONS_FOR_OPERATORS = 64
+MAX_STRANGERS = 256  # that have not said hello
+MAX_STRANGERS_OF_A_USER = 128
+STRANGERS_FOR_OPERATORS = 64
 MAX_PENDING_FDS = 4  # received but not named by a message yet
 MAX_UNSENT_MESSAGES = 64  # a client that doesn't read is dropped
 HELLO_SECONDS = 5.0
@@ -43,9 +51,41 @@ PageOf = Callable[[Peer, int], int]
 class CompanionServer:
     """Listens, and keeps the peers."""
 
-    def __init__(self, peers: Peers, page_of: PageOf, incarnation: bytes, version: str) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        page_of: PageOf,
+        incarnation: bytes,
+        version: str,
+        operates: Callable[[int], bool],
+    ) -> None:
         self.peers = peers
         self.page_of = page_of
+        self.operates = operates
+        self.strangers = Shares(
+            Bound(
+                "connections that have not said hello",
+                MAX_STRANGERS,
+                MAX_STRANGERS_OF_A_USER,
+                STRANGERS_FOR_OPERATORS,
+            )
+        )
+        engines = Shares(
+            Bound(
+                "companion connections of engines",
+                MAX_ENGINE_CONNECTIONS,
+                MAX_ENGINE_CONNECTIONS_OF_A_USER,
+            )
+        )
+        tools = Shares(
+            Bound(
+                "companion connections of tools",
+                MAX_TOOL_CONNECTIONS,
+                MAX_TOOL_CONNECTIONS_OF_A_USER,
+                TOOL_CONNECTIONS_FOR_OPERATORS,
+            )
+        )
+        self.shares = {Role.SCHEDULER: engines, Role.WORKER: engines, Role.TOOL: tools}
         self.welcome = pb.Welcome(incarnation=incarnation, daemon_version=version)
         self._listener: socket.socket | None = None
         self._connections: set[CompanionConnection] = set()
@@ -76,10 +116,13 @@ class CompanionServer:
                 log.warning("can't accept a companion connection: %s", error)
                 return
             connected.setblocking(False)
-            connection = CompanionConnection(self, connected)
-            full = len(self._connections) >= MAX_CONNECTIONS
-            if full or descriptors.are_scarce():
-                connection.refuse("LIMIT_EXCEEDED", "as many connections as there may be")
+            connection = CompanionConnection(self, connected, user_of(connected))
+            try:
+                if descriptors.are_scarce():
+                    raise LimitExceeded("the daemon is short of file descriptors")
+                connection.take_share(self.strangers)
+            except LimitExceeded as error:
+                connection.refuse(error.reason, str(error))
                 connection.close()
                 continue
             self._connections.add(connection)
@@ -101,8 +144,10 @@ class CompanionServer:
 class CompanionConnection:
     """One connection: bytes in, messages handled one by one, messages and descriptors out."""
 
-    def __init__(self, server: CompanionServer, connected: socket.socket) -> None:
+    def __init__(self, server: CompanionServer, connected: socket.socket, user: int) -> None:
         self._server = server
+        self._user = user
+        self._share: Shares | None = None
         self._socket = connected
         self._loop = asyncio.get_running_loop()
         self._peer: Peer | None = None
@@ -116,6 +161,17 @@ class CompanionConnection:
         """Read from now on; without a hello the connection is closed after HELLO_SECONDS."""
         self._loop.add_reader(self._socket.fileno(), self._readable)
         self._hello_timer = self._loop.call_later(HELLO_SECONDS, self.close)
+
+    def take_share(self, shares: Shares) -> None:
+        """Count as one of these from now on, and no more as one of others; or LimitExceeded."""
+        shares.take(self._user, operates=self._server.operates(self._user))
+        self._give_share_back()
+        self._share = shares
+
+    def _give_share_back(self) -> None:
+        share, self._share = self._share, None
+        if share is not None:
+            share.give_back(self._user)
 
     # -- in ---------------------------------------------------------------------------------
 
@@ -194,6 +250,7 @@ class CompanionConnection:
             role = Role(hello.role)
         except ValueError:
             raise InvalidArgument(f"role {hello.role} is not known", "role") from None
+        self.take_share(self._server.shares[role])
         program = hello.program.encode()[:PROGRAM_BYTES].decode(errors="replace")
         credentials = credentials_of(self._socket)
         self._peer = Peer(credentials, role, program, self.send)
@@ -275,6 +332,7 @@ class CompanionConnection:
         if self._closed:
             return
         self._closed = True
+        self._give_share_back()
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         self._loop.remove_reader(self._socket.fileno())

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 BOOT_NONCE_BYTES = 16
 MAX_ENGINES = 1024
+MAX_ENGINES_OF_A_USER = 512
 OLD_MOVERS_SECONDS = 5.0
 
 
@@ -195,6 +196,11 @@ class Engines:
             if start is None:
                 if len(self._starts) >= MAX_ENGINES:
                     raise LimitExceeded(f"more than {MAX_ENGINES} engines", "identity.engine_id")
+                if sum(1 for user, _ in self._starts if user == uid) >= MAX_ENGINES_OF_A_USER:
+                    raise LimitExceeded(
+                        f"uid {uid} has {MAX_ENGINES_OF_A_USER} engines, as many as one user may",
+                        "identity.engine_id",
+                    )
                 start = EngineStart(uid, identity.engine_id, identity.boot_nonce)
                 self._starts[key] = start
             if start.nonce == identity.boot_nonce:

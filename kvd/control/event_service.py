@@ -9,14 +9,18 @@ from kvd.control import convert
 from kvd.control.errors import DeadlinePassed
 from kvd.control.namespaces import Namespaces
 from kvd.control.peers import Context, Peers
-from kvd.core.errors import InvalidArgument, LimitExceeded
+from kvd.control.shares import Bound, Shares
+from kvd.core.errors import InvalidArgument
+from kvd.core.keys import NamespaceId, TenantId
 from kvd.driver import Driver
-from kvd.event_log import Change, Delivery
+from kvd.event_log import Delivery, FellBehind
 from kvd_proto.v1 import events_pb2, events_pb2_grpc
 
 MAX_WATCHERS = 256
+MAX_WATCHERS_OF_A_USER = 64
+WATCHERS_FOR_OPERATORS = 16
 INCARNATION_BYTES = 16
-SNAPSHOT_WRITE_SECONDS = 10.0  # a snapshot is large, and others wait for theirs
+WRITE_SECONDS = 10.0  # a watcher that takes nothing for so long is ended
 
 
 class EventServicer(events_pb2_grpc.EventServiceServicer):
@@ -26,7 +30,9 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
         self._driver = driver
         self._namespaces = namespaces
         self._peers = peers
-        self._watchers = 0
+        self._watchers = Shares(
+            Bound("event watchers", MAX_WATCHERS, MAX_WATCHERS_OF_A_USER, WATCHERS_FOR_OPERATORS)
+        )
 
     async def WatchEvents(  # noqa: N802 - gRPC's name
         self, request: events_pb2.WatchEventsRequest, context: Context
@@ -40,13 +46,11 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
             )
         if request.namespace_id:
             self._namespaces.require(peer, request.namespace_id)
-        if self._watchers >= MAX_WATCHERS:
-            raise LimitExceeded(f"more than {MAX_WATCHERS} watchers")
 
-        def wanted(change: Change) -> bool:
+        def wanted(tenant: TenantId, namespace: NamespaceId) -> bool:
             if request.namespace_id:
-                return change.namespace == request.namespace_id
-            return self._namespaces.may_see_of(peer, change.tenant)
+                return namespace == request.namespace_id
+            return self._namespaces.may_see_of(peer, tenant)
 
         after = (request.incarnation, request.after_sequence) if request.incarnation else None
         log = self._driver.event_log
@@ -57,29 +61,30 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
         def gone() -> None:
             watching.cancel()
 
-        self._watchers += 1
+        self._watchers.take(peer.uid, operates=self._namespaces.operates(peer))
         peer.on_end(gone)
         try:
-            async with contextlib.aclosing(log.watch(after, wanted)) as deliveries:
+            async with contextlib.aclosing(log.watch(after, wanted, peer.uid)) as deliveries:
                 async for delivery in deliveries:
                     reached = delivery.sequence
                     await _deliver(context, delivery, log.incarnation, previous)
                     previous = reached
-                    del delivery  # the next may be long in coming, and a snapshot is large
+                    del delivery  # the next may be long in coming
+        except FellBehind:
+            raise DeadlinePassed(
+                "the watcher took so long over its snapshot that it would have to begin again"
+            ) from None
         finally:
             peer.forget(gone)
-            self._watchers -= 1
+            self._watchers.give_back(peer.uid)
 
 
 async def _deliver(context: Context, delivery: Delivery, incarnation: bytes, previous: int) -> None:
     if not delivery.changes and not delivery.snapshot:
         return
-    patience_s = SNAPSHOT_WRITE_SECONDS if delivery.snapshot else None
     for message in convert.delivery_messages(delivery, incarnation, previous):
         try:
-            async with asyncio.timeout(patience_s):
+            async with asyncio.timeout(WRITE_SECONDS):
                 await context.write(message)
         except TimeoutError:
-            raise DeadlinePassed(
-                f"the watcher took no part of its snapshot for {patience_s} s"
-            ) from None
+            raise DeadlinePassed(f"the watcher took no message for {WRITE_SECONDS} s") from None

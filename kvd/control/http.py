@@ -4,17 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import Counter
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 8192
+# Beyond them the oldest of the address that has the most gives way: a probe is answered at once,
+# and who says nothing, or takes no answer, is as a rule one of many that do so.
 MAX_CONNECTIONS = 64
 READ_SECONDS = 5.0
+SCRAPE_SHARE = 0.05  # of the event loop's time for the pages that take long to make
 TEXT = "text/plain; charset=utf-8"
 
 # Gives status, content type and content.
 Page = Callable[[], tuple[int, str, bytes]]
+
+
+def seldom(page: Page, now: Callable[[], float] = time.perf_counter) -> Page:
+    """The page, made anew only so often that making it takes SCRAPE_SHARE of the time at most."""
+    made: tuple[int, str, bytes] | None = None
+    good_until = 0.0
+
+    def answer() -> tuple[int, str, bytes]:
+        nonlocal made, good_until
+        began = now()
+        if made is None or began >= good_until:
+            made = page()
+            ended = now()
+            good_until = ended + (ended - began) / SCRAPE_SHARE
+        return made
+
+    return answer
+
+
 _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
 
@@ -24,7 +48,7 @@ class HttpServer:
     def __init__(self, pages: dict[str, Page]) -> None:
         self._pages = pages
         self._server: asyncio.Server | None = None
-        self._open = 0
+        self._open: dict[asyncio.Task[None], str] = {}  # in the order in which they came
         self.port = 0
 
     async def listen(self, address: str, port: int) -> None:
@@ -46,18 +70,30 @@ class HttpServer:
             await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+        task = asyncio.current_task()
+        assert task is not None, "a connection is served in a task"
+        while len(self._open) >= MAX_CONNECTIONS:
+            self._give_way()
+        self._open[task] = str((writer.get_extra_info("peername") or ("",))[0])
         try:
-            if self._open <= MAX_CONNECTIONS:
-                async with asyncio.timeout(READ_SECONDS):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer(head))
-                    await writer.drain()
+            async with asyncio.timeout(READ_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head))
+                await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
             pass  # whoever sent it gets nothing
+        except asyncio.CancelledError:
+            writer.transport.abort()  # it gave way
         finally:
-            self._open -= 1
+            self._open.pop(task, None)
             writer.close()
+
+    def _give_way(self) -> None:
+        """End the oldest connection of the address that has the most."""
+        (most, _), *_ = Counter(self._open.values()).most_common(1)
+        oldest = next(task for task, address in self._open.items() if address == most)
+        del self._open[oldest]
+        oldest.cancel()
 
     def _answer(self, head: bytes) -> bytes:
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")

@@ -44,6 +44,10 @@ class Namespaces:
             return True
         return tenant is not None and self._tenants.may_see(peer, tenant)
 
+    def operates(self, peer: Peer) -> bool:
+        """True where the caller is an operator."""
+        return self._tenants.operates(peer)
+
     def visible(self, peer: Peer) -> list[NamespaceId]:
         """Every namespace that the caller may see."""
         return [n for n in self._driver.machine.namespaces() if self.may_see(peer, n)]

@@ -64,6 +64,13 @@ def credentials_of(connection: socket.socket) -> Credentials:
     return Credentials(uid, gid, pid, pidfd)
 
 
+def user_of(connection: socket.socket) -> int:
+    """The user at the other end, as the kernel says."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
+    uid: int = struct.unpack("iII", raw)[1]
+    return uid
+
+
 def has_ended(pidfd: int) -> bool:
     """True when the process behind the pidfd has ended."""
     poll = select.poll()

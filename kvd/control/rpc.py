@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import Message
 
 from kvd.control import errors, wire
+from kvd.control.memory import MemoryReturn
 from kvd.control.peers import Context
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.turns import Pace, Turns
@@ -51,6 +52,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._observer = observer
         self._turns = turns
         self._user_of = user_of
+        self._memory = MemoryReturn()
         self._on_broken_invariant = on_broken_invariant
 
     async def intercept_service(
@@ -115,6 +117,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     async def _read(self, kind: type[Message], content: bytes, context: Context) -> Message:
         """The message in these bytes; a large one is read in pieces."""
         message = kind()
+        if len(content) > wire.PIECE_BYTES:
+            self._memory.note(len(content))
         try:
             pace = Pace(self._turns, self._user_of(context))
             await wire.read_in_pieces(message, content, pace)

@@ -41,7 +41,10 @@ from kvd_proto.v1 import (
     worker_pb2_grpc,
 )
 
-MAX_MESSAGE_BYTES = 8 << 20
+# The largest legal one is a step of 16,384 keys of 64 bytes with 64 engine blocks each: 5 MiB and
+# what is around them. gRPC looks at a message's length before it takes it in (since 1.83).
+MAX_MESSAGE_BYTES = 6 << 20
+MAX_STREAMS = 64  # calls under way on one connection
 STOP_SECONDS = 1.0
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -56,7 +59,7 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),
-    ("grpc.max_concurrent_streams", 256),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
 )
 
@@ -97,7 +100,11 @@ class ControlServer:
         self.rooms.time_message = observer.message_answered
         self.namespaces = Namespaces(driver, tenants)
         self.companion = CompanionServer(
-            self.peers, self.namespaces.page_of, driver.incarnation, kvd.__version__
+            self.peers,
+            self.namespaces.page_of,
+            driver.incarnation,
+            kvd.__version__,
+            tenants.user_operates,
         )
         report = StatusReport(driver, self.engines, self.namespaces, self.rooms.sessions)
         self.operator = OperatorServicer(driver, self.peers, tenants, self.namespaces, report)

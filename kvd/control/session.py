@@ -56,6 +56,7 @@ class SessionTerms:
 
     lease_ttl_ms: int
     store_threshold: int
+    sessions_per_user: int = MAX_SESSIONS
 
 
 class SchedulerSession:
@@ -292,6 +293,12 @@ class SessionRooms:
             raise Draining("the daemon is about to stop")
         if len(self.sessions.by_id) >= MAX_SESSIONS:
             raise LimitExceeded(f"more than {MAX_SESSIONS} sessions")
+        most = self.terms.sessions_per_user
+        if sum(1 for live in self.sessions.by_id.values() if live.peer.uid == peer.uid) >= most:
+            raise LimitExceeded(
+                f"uid {peer.uid} has {most} sessions, as many as one user may"
+                " (sessions_per_user): end some"
+            )
         descriptors.require_room()
         check_open(message)
         check_identity(message.identity)

@@ -64,7 +64,11 @@ class TenantPolicy:
 
     def operates(self, peer: Peer) -> bool:
         """True where the caller may do what concerns everyone."""
-        return peer.uid in self._operators
+        return self.user_operates(peer.uid)
+
+    def user_operates(self, uid: int) -> bool:
+        """The same by the user alone."""
+        return uid in self._operators
 
     def require_operator(self, peer: Peer) -> None:
         if not self.operates(peer):

@@ -29,10 +29,16 @@ from kvd.core import (
 )
 from kvd.core import events as ev
 from kvd.core.actions import Action, GrantRow
-from kvd.core.keys import KeyBatch, NamespaceId, ScopeId
+from kvd.core.block import SlotState
+from kvd.core.keys import KeyBatch, NamespaceId, ScopeId, TenantId
 from kvd.core.policy import POLICY_NAMES, make_policy
+from kvd.core.rows import Row, SizeClass
 from kvd.core.state import MachineConfig, PolicyFactory, State
 from kvd.core.statistics import Statistics, gather
+
+# Looked at in one go for a snapshot: each may be of another account.
+RESIDENT_SLOTS = 256
+ResidentBlocks = tuple[str, str, int, KeyBatch]  # epoch, account, group, keys
 
 __all__ = ["Machine", "MachineConfig", "Statistics"]
 
@@ -64,26 +70,49 @@ class Machine:
         """Whether it is known, with or without sessions or blocks."""
         return namespace in self.state.namespaces
 
+    def tenant_of(self, namespace: NamespaceId) -> TenantId | None:
+        """None where the namespace is not known (any more)."""
+        known = self.state.namespaces.get(namespace)
+        return None if known is None else known.spec.tenant
+
     def granted_rows(self, namespace: NamespaceId) -> list[GrantRow]:
         """The rows that a mover of this namespace maps."""
         state = self.state
         classes = state.require_namespace(namespace).classes
         return [row.grant() for owner in classes for row in owner.rows.values()]
 
-    def resident(self, namespace: NamespaceId) -> Iterator[tuple[str, str, int, KeyBatch]]:
-        """Every readable block: epoch, account, group and keys."""
+    def resident(self, namespace: NamespaceId) -> Iterator[list[ResidentBlocks]]:
+        """Every readable block, in pieces of RESIDENT_SLOTS slots.
+
+        Each piece is as things are when it is taken, and the state may change between them: what
+        came to a place that was read before, or left one that was not yet, is not named.
+        """
+        known = self.state.namespaces.get(namespace)
+        for owner in known.classes if known is not None else ():
+            for row in list(owner.rows.values()):
+                for start in range(0, row.slots, RESIDENT_SLOTS):
+                    if owner.rows.get(row.row) is not row:
+                        break
+                    if found := self._resident_in(owner, row, start):
+                        yield found
+
+    def _resident_in(self, owner: SizeClass, row: Row, start: int) -> list[ResidentBlocks]:
+        """Those of a few slots of a row."""
         state = self.state
-        found = state.require_namespace(namespace)
-        for owner in found.classes:
-            slots = operate.ready_slots(state, owner)
-            # Sorted once: with an account a user, comparing all with each scope takes minutes.
-            slots = slots[np.argsort(state.slots.scopes[slots], kind="stable")]
-            numbers, starts = np.unique(state.slots.scopes[slots], return_index=True)
-            members = np.split(slots, starts[1:])
-            for number, inside in zip(numbers.tolist(), members, strict=False):
-                scope = state.scopes[ScopeId(number)]
-                keys = KeyBatch(state.slots.keys(owner.width)[inside], found.spec.hash_bytes)
-                yield scope.epoch, scope.account, scope.group, keys
+        first = row.first_slot + start
+        span = slice(first, min(first + RESIDENT_SLOTS, row.first_slot + row.slots))
+        slots = first + np.flatnonzero(state.slots.state[span] == SlotState.READY)
+        # Sorted once: with an account a user, comparing all with each scope takes minutes.
+        slots = slots[np.argsort(state.slots.scopes[slots], kind="stable")]
+        numbers, starts = np.unique(state.slots.scopes[slots], return_index=True)
+        members = np.split(slots, starts[1:])
+        hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
+        found = []
+        for number, inside in zip(numbers.tolist(), members, strict=False):
+            scope = state.scopes[ScopeId(number)]
+            keys = KeyBatch(state.slots.keys(owner.width)[inside], hash_bytes)
+            found.append((scope.epoch, scope.account, scope.group, keys))
+        return found
 
     def statistics(self) -> Statistics:
         return gather(self.state)

@@ -10,7 +10,7 @@ import pytest
 
 from kvd import event_log
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
-from kvd.event_log import Change, ChangeKind, Delivery, EventLog
+from kvd.event_log import Change, ChangeKind, Delivery, EventLog, FellBehind
 
 INCARNATION = b"a" * 16
 TENANT = TenantId("default")
@@ -31,9 +31,9 @@ async def take(watch: AsyncIterator[Delivery], count: int) -> list[Delivery]:
 
 
 async def test_new_watcher_gets_a_snapshot_and_then_the_tail() -> None:
-    log = EventLog(INCARNATION, lambda: iter([change(7)]))
+    log = EventLog(INCARNATION, lambda _: iter([(change(7),)]))
     log.append(change(7))
-    watch = log.watch(None, lambda _: True)
+    watch = log.watch(None, lambda _tenant, _namespace: True)
     (snapshot,) = await take(watch, 1)
     assert (snapshot.snapshot, snapshot.snapshot_end, snapshot.sequence) == (True, True, 1)
     log.append(change(8))
@@ -43,47 +43,84 @@ async def test_new_watcher_gets_a_snapshot_and_then_the_tail() -> None:
 
 
 async def test_returning_watcher_goes_on_without_a_gap() -> None:
-    log = EventLog(INCARNATION, lambda: iter([]))
+    log = EventLog(INCARNATION, lambda _: iter([]))
     for number in range(5):
         log.append(change(number))
-    (delivery,) = await take(log.watch((INCARNATION, 2), lambda _: True), 1)
+    (delivery,) = await take(log.watch((INCARNATION, 2), lambda _tenant, _namespace: True), 1)
     assert not delivery.snapshot
     assert first_words([delivery]) == [2, 3, 4]
 
 
 async def test_watcher_of_another_incarnation_starts_over() -> None:
-    log = EventLog(INCARNATION, lambda: iter([change(1)]))
+    log = EventLog(INCARNATION, lambda _: iter([(change(1),)]))
     log.append(change(1))
-    (delivery,) = await take(log.watch((b"b" * 16, 1), lambda _: True), 1)
+    (delivery,) = await take(log.watch((b"b" * 16, 1), lambda _tenant, _namespace: True), 1)
     assert delivery.snapshot
 
 
 async def test_watcher_that_fell_behind_the_kept_tail_gets_a_snapshot() -> None:
-    log = EventLog(INCARNATION, lambda: iter([change(9)]), kept=4)
+    log = EventLog(INCARNATION, lambda _: iter([(change(9),)]), kept=4)
     for number in range(10):
         log.append(change(number))
-    (delivery,) = await take(log.watch((INCARNATION, 2), lambda _: True), 1)
+    (delivery,) = await take(log.watch((INCARNATION, 2), lambda _tenant, _namespace: True), 1)
     assert delivery.snapshot
     assert delivery.sequence == 10
 
 
 async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
-    log = EventLog(INCARNATION, lambda: iter([]))
+    log = EventLog(INCARNATION, lambda _: iter([]))
     log.append(change(1, namespace=1))
     log.append(change(2, namespace=2))
-    (delivery,) = await take(log.watch((INCARNATION, 0), lambda c: c.namespace == 2), 1)
+    (delivery,) = await take(
+        log.watch((INCARNATION, 0), lambda _tenant, namespace: namespace == 2), 1
+    )
     assert first_words([delivery]) == [2]
     assert delivery.sequence == 2
 
 
 async def test_kept_tail_is_bounded_by_its_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "KEPT_BLOCKS", 8)
-    log = EventLog(INCARNATION, lambda: iter([change(0)]))
+    log = EventLog(INCARNATION, lambda _: iter([(change(0),)]))
     for number in range(5):
         words = np.full((3, 4), number, dtype=np.uint64)
         keys = KeyBatch(words, 32)
         log.append(Change(ChangeKind.STORED, TENANT, NamespaceId(1), "", "", 0, keys))
-    (tail,) = await take(log.watch((INCARNATION, 3), lambda _: True), 1)
+    (tail,) = await take(log.watch((INCARNATION, 3), lambda _tenant, _namespace: True), 1)
     assert first_words([tail]) == [3, 4]
-    (behind,) = await take(log.watch((INCARNATION, 2), lambda _: True), 1)
+    (behind,) = await take(log.watch((INCARNATION, 2), lambda _tenant, _namespace: True), 1)
     assert behind.snapshot
+
+
+async def test_changes_while_a_snapshot_is_taken_stand_in_it_behind_its_pieces() -> None:
+    pieces = iter([(change(1),), (change(2),), (change(3),)])
+    log = EventLog(INCARNATION, lambda _: pieces)
+    log.append(change(0))
+    watch = log.watch(None, lambda _tenant, _namespace: True)
+    (first,) = await take(watch, 1)
+    log.append(change(8))
+    deliveries = [first, *await take(watch, 3)]
+    assert all(d.snapshot for d in deliveries)
+    assert [d.snapshot_end for d in deliveries] == [False, False, False, True]
+    assert first_words(deliveries) == [1, 2, 3, 8]
+    assert [d.sequence for d in deliveries] == [1, 1, 1, 2]
+
+
+async def test_watcher_that_is_overtaken_within_its_snapshot_is_ended() -> None:
+    pieces = iter([(change(1),), (change(2),)])
+    log = EventLog(INCARNATION, lambda _: pieces, kept=4)
+    watch = log.watch(None, lambda _tenant, _namespace: True)
+    await take(watch, 1)
+    for number in range(10):
+        log.append(change(number))
+    with pytest.raises(FellBehind):
+        await take(watch, 3)
+
+
+async def test_nobody_waits_for_watchers_that_take_their_time() -> None:
+    log = EventLog(INCARNATION, lambda _: iter([(change(1),), (change(2),)]))
+    log.append(change(1))
+    idle = [log.watch(None, lambda _tenant, _namespace: True, user=7) for _ in range(200)]
+    for watch in idle:
+        await take(watch, 1)  # and nothing more
+    (_, end) = await take(log.watch(None, lambda _tenant, _namespace: True, user=8), 2)
+    assert end.snapshot_end

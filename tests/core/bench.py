@@ -151,7 +151,8 @@ class ToyPool:
         for namespace in machine.namespaces():
             resident = {
                 (epoch, account, group, key)
-                for epoch, account, group, batch in machine.resident(namespace)
+                for piece in machine.resident(namespace)
+                for epoch, account, group, batch in piece
                 for key in numbers_of(batch)
             }
             assert resident == self.announced.get(namespace, set()), "events = index"

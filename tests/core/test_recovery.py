@@ -59,7 +59,8 @@ def restarted(left: Bench, *, quarantined: bool = False) -> Bench:
     for namespace in bench.machine.namespaces():
         bench.pool.announced[namespace] = {
             (epoch, account, group, number)
-            for epoch, account, group, batch in bench.machine.resident(namespace)
+            for piece in bench.machine.resident(namespace)
+            for epoch, account, group, batch in piece
             for number in numbers_of(batch)
         }
     bench.feed(ev.PoolRecovered())

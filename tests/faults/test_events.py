@@ -10,8 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
+from kvd.control.event_service import MAX_WATCHERS_OF_A_USER
 from kvd_proto.v1 import events_pb2, operator_pb2
-from tests.control.daemon_rig import Caller
+from tests.control.daemon_rig import Caller, refusal
 from tests.faults.conftest import MakeScene
 from tests.faults.content import HASH_BYTES, block_hashes
 from tests.faults.scene import Scene, wait_until
@@ -56,11 +57,11 @@ class Validator:
             for each in cut(event.hashes)
         }
         if kind == "KIND_STORED":
-            if places & self.blocks:
+            if places & self.blocks and not self.in_snapshot:
                 self.faults.append("a block was announced twice")
             self.blocks |= places
         elif kind == "KIND_REMOVED":
-            if not places <= self.blocks:
+            if not places <= self.blocks and not self.in_snapshot:
                 self.faults.append("a block was removed that had not been announced")
             self.blocks -= places
         else:
@@ -190,6 +191,41 @@ def test_watcher_of_one_namespace_hears_of_no_other(small: Scene) -> None:
     assert {event.namespace_id for event in heard} == {watched}
     stream.cancel()
     caller.close()
+
+
+def test_honest_watcher_beside_many_that_never_read_gets_its_snapshot_and_the_news(
+    own_scene: MakeScene,
+) -> None:
+    scene = own_scene()
+    engine = scene.engine("one", num_blocks=4096)
+    assert engine.store("prompt", 4000) == 4000
+    request = events_pb2.WatchEventsRequest()
+    deaf = [Caller(scene.daemon.socket) for _ in range(MAX_WATCHERS_OF_A_USER - 2)]
+    streams = [c.events.WatchEvents(request, metadata=c.metadata) for c in deaf]
+    assert next(streams[-1]).snapshot
+    validator = Validator()
+    watcher = Watcher(scene.daemon.socket, validator)
+    wait_until(lambda: len(validator.blocks) == 4000 and not validator.in_snapshot, "a snapshot")
+    assert engine.store("more", 50) == 50
+    wait_until(lambda: len(validator.blocks) == 4050, "the news")
+    watcher.stop()
+    assert validator.faults == []
+    for caller in deaf:
+        caller.close()
+
+
+def test_user_with_as_many_watchers_as_it_may_have_is_told_so(own_scene: MakeScene) -> None:
+    scene = own_scene()
+    callers = [Caller(scene.daemon.socket) for _ in range(MAX_WATCHERS_OF_A_USER + 1)]
+    request = events_pb2.WatchEventsRequest()
+    streams: list[Any] = [c.events.WatchEvents(request, metadata=c.metadata) for c in callers[:-1]]
+    assert all(next(stream).snapshot for stream in streams)
+    last = callers[-1]
+    one_more: Any = last.events.WatchEvents(request, metadata=last.metadata, timeout=10)
+    code, reason, _ = refusal(lambda: next(one_more))
+    assert (code, reason) == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")
+    for caller in callers:
+        caller.close()
 
 
 def test_watchers_that_never_read_cost_the_daemon_little_each(own_scene: MakeScene) -> None:

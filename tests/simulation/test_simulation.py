@@ -7,6 +7,7 @@ failing seed is repeated with KVD_SIM_SEEDS=<seed>; KVD_SIM_COUNT asks for a lon
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import shutil
 import tempfile
@@ -248,7 +249,7 @@ class World:
 
 async def watch(driver: Driver, found: set[bytes]) -> None:
     """Apply the event stream to a set of blocks."""
-    async for delivery in driver.event_log.watch(None, lambda _: True):
+    async for delivery in driver.event_log.watch(None, lambda _tenant, _namespace: True):
         for change in delivery.changes:
             if change.keys is None:
                 continue
@@ -304,7 +305,8 @@ def check_rest(world: World, found: set[bytes]) -> None:
     assert {n.spec for n in state.namespaces.values()} <= shared, "a private namespace stayed"
     assert {s.epoch for s in state.scopes.values()} <= {""}, "an engine's own epoch stayed"
     resident = set()
-    for change in resident_changes(world.driver.machine):
+    pieces = resident_changes(world.driver.machine, lambda _tenant, _namespace: True)
+    for change in itertools.chain.from_iterable(pieces):
         assert change.keys is not None
         scope = f"{change.namespace}/{change.epoch}/{change.account}/{change.group}/".encode()
         resident |= {scope + change.keys[i : i + 1].to_bytes() for i in range(len(change.keys))}

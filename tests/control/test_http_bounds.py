@@ -1,0 +1,63 @@
+"""The HTTP page's connections are few: those that say nothing give way to those that ask."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+
+import pytest
+
+from kvd.control.http import MAX_CONNECTIONS, SCRAPE_SHARE, HttpServer, seldom
+from tests.control.running_daemon import daemon, free_port
+
+
+def test_probes_are_answered_beside_any_number_of_connections_that_say_nothing() -> None:
+    port = free_port()
+    with daemon("--http-port", str(port)):
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CONNECTIONS * 2)]
+        half = [socket.create_connection(("127.0.0.1", port)) for _ in range(MAX_CONNECTIONS)]
+        for each in half:
+            each.sendall(b"GET /healthz HTTP/1.1\r\n")
+        for _ in range(MAX_CONNECTIONS + 2):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+                assert answer.status == 200
+        for each in (*silent, *half):
+            each.close()
+
+
+async def test_the_oldest_of_the_address_with_most_gives_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = HttpServer({})
+    ended: list[str] = []
+
+    class Task:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def cancel(self) -> None:
+            ended.append(self.name)
+
+    for number, address in enumerate(["b", "a", "a", "c", "a"]):
+        server._open[Task(f"{address}{number}")] = address  # type: ignore[index]
+    server._give_way()
+    server._give_way()
+    assert ended == ["a1", "a2"]
+
+
+def test_a_page_that_takes_long_is_made_seldom() -> None:
+    clock = 0.0
+    made = 0
+
+    def page() -> tuple[int, str, bytes]:
+        nonlocal clock, made
+        clock += 0.05
+        made += 1
+        return 200, "", b""
+
+    answer = seldom(page, lambda: clock)
+    for _ in range(1000):
+        answer()
+        clock += 0.01
+    assert made * 0.05 <= clock * SCRAPE_SHARE + 0.05
+    assert made > 5
