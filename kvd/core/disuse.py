@@ -279,7 +279,7 @@ def _scopes_of(state: State, names: Iterable[EpochName]) -> Slots:
 def _epochs_in_flight(state: State) -> set[EpochName]:
     """Epochs of blocks that are being copied or wait for another's copy."""
     running = {part.scope for t in state.transfers.values() for part in t.piece.parts}
-    waiting = {follow.scope for follows in state.followers.values() for follow in follows}
+    waiting = {wait.scope for session in state.sessions.values() for wait in session.waits}
     scopes = [state.scopes[number] for number in running | waiting]
     return {(scope.namespace, scope.epoch) for scope in scopes}
 

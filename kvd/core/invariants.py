@@ -17,10 +17,11 @@ from kvd.core.block import SlotState
 from kvd.core.events import JobKind
 from kvd.core.hand_off import MAX_CLAIMS_PER_TENANT, MAX_HAND_OFFS_PER_TENANT
 from kvd.core.index import NOWHERE
-from kvd.core.job import Piece
+from kvd.core.job import Piece, Wait
 from kvd.core.keys import ScopeId, Slots
 from kvd.core.machine import Machine
 from kvd.core.quota import Tally
+from kvd.core.waits import MAX_TENANT_WAITING_BYTES, MAX_WAITING_BYTES
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.tags import tags_of
 
@@ -43,7 +44,7 @@ def check(machine: Machine) -> None:
     _check_tenants(state)
     _check_tallies(state)
     _check_jobs(state)
-    _check_followers(state)
+    _check_waits(state)
     _check_busy_blocks(state)
     _check_sessions(state)
     _check_disuse(state)
@@ -263,33 +264,52 @@ def _check_jobs(state: State) -> None:
             assert job.open or job.pieces or job.followed, "a job waits for nothing"
 
 
-def _check_followers(state: State) -> None:
-    assert not state.orphans, "followers without a leader"
+def _check_waits(state: State) -> None:
+    """Who waits for a piece waits for what it stores; the others are about to go on."""
+    stores = {p.number: p for p in _pieces(state) if p.job.kind is JobKind.STORE}
+    assert stores == state.pieces, "pieces by number"
     followed: Counter[int] = Counter()
-    for slot, follows in state.followers.items():
-        assert follows, "a leader is listed without followers"
-        assert state.slots.state[slot] == SlotState.RESERVED, "a follower of nothing in flight"
-        for follow in follows:
-            followed[id(follow.job)] += 1
+    waiting: Counter[str] = Counter()
+    known: list[Wait] = list(state.released)
+    for piece in stores.values():
+        known += piece.waits
+        assert not (piece.failed and piece.waits), "a wait for a piece that failed"
     for session in state.sessions.values():
+        for wait in session.waits:
+            followed[id(wait.job)] += len(wait.offer.slots)
+            assert wait.job.session == session.session, "a wait of another session's job"
+            if wait.leader is not None:
+                assert wait in wait.leader.waits, "a leader that doesn't know who waits"
+                assert wait.leader.job is not wait.job, "a job waits for itself"
+                slots = wait.offer.slots
+                assert bool((state.slots.state[slots] == SlotState.RESERVED).all())
+                assert bool((state.slots.pieces[slots] == wait.leader.number).all())
+        mine = sum(wait.nbytes for wait in session.waits)
+        assert session.waiting_bytes == mine <= MAX_WAITING_BYTES, "bytes that wait"
+        waiting[state.namespaces[session.namespace].tenant.tenant] += mine
         for job in session.jobs.values():
             assert job.followed == followed.pop(id(job), 0), "count of followed keys"
-    assert not followed, "a job that has ended follows a store"
+    assert not followed, "a job that has ended waits"
+    all_waits = {wait for session in state.sessions.values() for wait in session.waits}
+    assert set(known) == all_waits, "a wait that nobody will carry on with"
+    assert len(known) == len(all_waits), "a wait stands twice"
+    for tenant in state.tenants.values():
+        assert tenant.waiting_bytes == waiting[tenant.tenant] <= MAX_TENANT_WAITING_BYTES
 
 
 def _check_busy_blocks(state: State) -> None:
-    """Engine blocks marked as in flight are those of running stores and waiting followers."""
+    """Engine blocks marked as in flight are those of running stores and of waits."""
     busy: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for piece in _pieces(state):
         if piece.job.kind is JobKind.STORE:
             for part in piece.parts:
                 blocks = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK]
                 busy[piece.job.session, part.size_class.group].update(blocks.tolist())
-    for follows in state.followers.values():
-        for follow in follows:
-            blocks = follow.offer.engine_blocks
+    for session in state.sessions.values():
+        for wait in session.waits:
+            blocks = wait.offer.engine_blocks
             blocks = blocks[blocks != NULL_ENGINE_BLOCK]
-            busy[follow.job.session, follow.offer.size_class.group].update(blocks.tolist())
+            busy[session.session, wait.offer.size_class.group].update(blocks.tolist())
     for session in state.sessions.values():
         for group, counts in session.busy.items():
             marked = {int(b): int(counts[b]) for b in np.flatnonzero(counts)}

@@ -23,6 +23,8 @@ from kvd.core.keys import (
 )
 from kvd.core.rows import SizeClass
 
+WAIT_BYTES = 1024  # of a Wait without the content of its arrays
+
 
 @dataclass(slots=True, eq=False)
 class Offer:
@@ -37,6 +39,11 @@ class Offer:
     engine_blocks: U32  # [n, blocks_per_block]
     blocks: Slots
     slots: Slots
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.words, self.tags, self.engine_blocks, self.blocks, self.slots)
+        return sum(array.nbytes for array in arrays)
 
     def rows(self, rows: Slots) -> Offer:
         return Offer(
@@ -97,7 +104,9 @@ class Job:
 class Piece:
     job: Job
     parts: tuple[Part, ...]
+    number: int = 0  # of a store: what SlotTable.pieces says of its slots
     transfers: dict[TransferId, Transfer] = field(default_factory=dict)
+    waits: dict[Wait, None] = field(default_factory=dict)  # in the order in which they came
     failed: bool = False
 
 
@@ -113,9 +122,15 @@ class Transfer:
 
 
 @dataclass(slots=True, eq=False)
-class Follow:
-    """A request-level job that waits for another job's store of one key."""
+class Wait:
+    """Keys of a request-level job that a piece of another job is storing for it."""
 
     job: Job
-    offer: Offer  # of one block
+    offer: Offer  # in one scope
     scope: ScopeId
+    leader: Piece | None  # None: it has ended, and the wait stands in `State.released`
+    done: bool = False  # how it ended
+
+    @property
+    def nbytes(self) -> int:
+        return WAIT_BYTES + self.offer.nbytes

@@ -54,8 +54,9 @@ class Machine:
     def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
         """Apply one event. A KvdError means that nothing was changed."""
         actions = self._apply(event, now_ns)
-        if self.state.orphans:
-            follow.lead_orphans(self.state, now_ns, actions)
+        if self.state.released:
+            for each in follow.go_on(self.state, now_ns, actions):
+                session.forget_session(self.state, each, now_ns, actions)
         return actions
 
     def room(self, namespace: NamespaceId) -> tuple[int, ...]:

@@ -35,9 +35,9 @@ def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
     for owner in namespace.classes:
         assert not owner.policy.coldest(1).size, "the policy of a cleared class knows a block"
         owner.policy = owner.new_policy()  # without what it learned of blocks that are gone
-    for follows in state.orphans:
-        for waiting in follows:
-            transfer.fail_job(waiting.job, RESET)
+    for wait in state.released:
+        if wait.offer.size_class.namespace == event.namespace and not wait.done:
+            transfer.fail_job(wait.job, RESET)
     state.counters.cleared += removed
     actions.append(Reply(event.token, removed))
     return actions

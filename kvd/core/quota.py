@@ -44,6 +44,7 @@ class Tenant:
     quota_bytes: int = 0  # 0 = no quota
     used_bytes: int = 0
     leased_bytes: int = 0  # of distinct blocks, under leases or handed off
+    waiting_bytes: int = 0  # of keys that its sessions' jobs wait for
     hand_offs: int = 0
     hand_off_claims: int = 0  # blocks of those, one counted again for each that holds it
     shrinking: bool = False  # more than the quota is there still; nothing is admitted

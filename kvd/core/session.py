@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import disuse, follow, lease, spaces, transfer
+from kvd.core import disuse, lease, spaces, transfer, waits
 from kvd.core.actions import Action, KillMover, Reply, SessionAccepted
 from kvd.core.errors import (
     MOVER_GONE,
@@ -75,7 +75,7 @@ def session_closed(state: State, event: SessionClosed, now_ns: int) -> list[Acti
         return actions
     session.closed = True
     lease.end_leases(state, session, list(session.leases))
-    follow.drop_followers(state, session, actions)
+    waits.drop(state, session)
     for mover in transfer.ranks(session):
         transfer.revoke(state, mover.transfers.values(), SESSION_CLOSED, actions)
     for job in list(session.jobs.values()):

@@ -14,7 +14,7 @@ from kvd.core.block import SlotTable
 from kvd.core.errors import UnknownNamespace, UnknownSession
 from kvd.core.extents import FreeExtents
 from kvd.core.index import Index
-from kvd.core.job import Follow, Job, Prefix, Transfer
+from kvd.core.job import Job, Piece, Prefix, Transfer, Wait
 from kvd.core.keys import (
     JobId,
     LeaseId,
@@ -131,6 +131,8 @@ class Session:
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     by_request: dict[RequestId, set[LeaseId]] = field(default_factory=dict)
     prefixes: dict[RequestId, Prefix] = field(default_factory=dict)
+    waits: dict[Wait, None] = field(default_factory=dict)
+    waiting_bytes: int = 0  # of those
     loaded: dict[JobId, RequestId] = field(default_factory=dict)  # ended, not acknowledged
     busy: dict[int, npt.NDArray[np.int16]] = field(default_factory=dict)  # by group, by block
     renewed_ns: int = 0
@@ -237,8 +239,8 @@ class State:
         self.transfers: dict[TransferId, Transfer] = {}
         self.hand_offs: dict[tuple[SessionId, RequestId], HandOff] = {}
         self.handed_off: dict[int, list[HandOff]] = {}  # by slot
-        self.followers: dict[int, list[Follow]] = {}  # by the slot that they wait for
-        self.orphans: list[list[Follow]] = []  # whose leader failed in this event
+        self.pieces: dict[int, Piece] = {}  # of stores that run, by number
+        self.released: deque[Wait] = deque()  # whose leader has ended; they go on, some an event
         self.recovered: dict[tuple[NamespaceId, int], list[tuple[Slots, npt.NDArray[np.uint64]]]]
         self.recovered = {}
         self.recovered_scopes: tuple[npt.NDArray[np.uint64], Slots] | None = None
@@ -249,6 +251,7 @@ class State:
         self.next_namespace = 1
         self.next_scope = 1
         self.next_transfer = 1
+        self.next_piece = 1
         self.next_lease = 1
 
     def tenant(self, tenant: TenantId) -> Tenant:

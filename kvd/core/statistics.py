@@ -90,7 +90,9 @@ def gather(state: State) -> Statistics:
         leases=sum(s.leases for s in sessions),
         hand_offs=len(state.hand_offs),
         handed_off_blocks=len(state.handed_off),
-        followed_keys=sum(len(follows) for follows in state.followers.values()),
+        followed_keys=sum(
+            len(wait.offer.slots) for s in state.sessions.values() for wait in s.waits
+        ),
         draining=state.draining,
         tenants=_tenants(state),
         namespaces=_namespaces(state),

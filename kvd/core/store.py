@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core import prefix, residency, spaces, transfer
+from kvd.core import prefix, residency, spaces, transfer, waits
 from kvd.core.actions import Action, Reply, Verdict
 from kvd.core.block import SlotState
 from kvd.core.errors import (
@@ -21,7 +21,7 @@ from kvd.core.errors import (
 )
 from kvd.core.events import JobKind, JobStatus, LoadRequested, StoreRequested
 from kvd.core.index import NOWHERE
-from kvd.core.job import Follow, Job, Offer, Part
+from kvd.core.job import Job, Offer, Part
 from kvd.core.keys import ScopeId, Slots
 from kvd.core.offer import broken_rows, check_runs, read_offers, storable_rows
 from kvd.core.room import make_room
@@ -126,7 +126,9 @@ def _admit(
     account = event.context.account
     offers = read_offers(state, session, account, event.runs)
     whole = event.request_level
-    plans = [_divide(state, session, storable_rows(offer), whole) for offer in offers]
+    plans = [_divide(state, job, storable_rows(offer), whole) for offer in offers]
+    if not waits.waits_fit(state, session, [plan.followed for plan in plans]):
+        return LimitExceeded.reason, 0
     job.left += sum(broken_rows(offer) for offer in offers)
     needs = [(p.offer.size_class, len(p.fresh.tags)) for p in plans if len(p.fresh.tags)]
     # Neither what was just offered nor what the request used before it makes room for the rest:
@@ -171,7 +173,7 @@ def _start(
             parts.append(reserve_part(state, plan.fresh, scope, now_ns))
             prefix.grow(state, job.prefix, parts[-1].slots, plan.fresh.blocks, now_ns)
         if len(plan.followed.tags):
-            _follow(state, session, job, plan.followed)
+            waits.follow(state, job, plan.followed)
         if plan.blocked:
             transfer.fail_job(job, COPY_FAILED)
         job.left += plan.left
@@ -187,8 +189,12 @@ def reserve_part(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Par
     return Part(fresh.size_class, scope, slots, slots, fresh.engine_blocks)
 
 
-def _divide(state: State, session: Session, offer: Offer, whole: bool) -> Plan:
-    """What to copy, what is there, and (where all must be stored) what others are storing."""
+def _divide(state: State, job: Job, offer: Offer, whole: bool) -> Plan:
+    """What to copy, what is there, and (where all must be stored) what others are storing.
+
+    What an earlier piece of the job itself is storing is none of these.
+    """
+    session = state.sessions[job.session]
     states = state.slots.state[offer.slots]
     states[offer.slots == NOWHERE] = SlotState.ABSENT
     pending = np.flatnonzero(states == SlotState.RESERVED)
@@ -203,7 +209,9 @@ def _divide(state: State, session: Session, offer: Offer, whole: bool) -> Plan:
     is_ready = states == SlotState.READY
     ready = offer.slots[is_ready]
     state.counters.deduplicated += len(ready) + len(pending)
-    followed = pending if whole else pending[:0]
+    others = pending[~waits.stored_by(state, offer.slots[pending], job)]
+    own = len(pending) - len(others)
+    followed = others if whole else others[:0]
     return Plan(
         offer=offer,
         fresh=offer if len(fresh) == len(offer.tags) else offer.rows(fresh),
@@ -211,7 +219,7 @@ def _divide(state: State, session: Session, offer: Offer, whole: bool) -> Plan:
         ready_blocks=offer.blocks[is_ready],
         followed=offer.rows(followed),
         blocked=whole and bool(blocked.any()),
-        left=len(offer.tags) - len(fresh) - len(ready) - len(followed),
+        left=len(offer.tags) - len(fresh) - len(ready) - len(followed) - own,
     )
 
 
@@ -224,13 +232,3 @@ def _in_flight(session: Session, offer: Offer, rows: Slots) -> npt.NDArray[np.bo
     known = blocks < len(counts)  # so that a null engine block is never looked up
     busy = counts[np.where(known, blocks, 0)] > 0
     return np.asarray((busy & known).any(axis=1))
-
-
-def _follow(state: State, session: Session, job: Job, offer: Offer) -> None:
-    """Wait for the stores of these keys; the engine blocks stay in use meanwhile."""
-    group = offer.size_class.group
-    for row, slot in enumerate(offer.slots.tolist()):
-        follow = Follow(job, offer.rows(np.array([row])), state.scope_of(slot))
-        state.followers.setdefault(slot, []).append(follow)
-    job.followed += len(offer.slots)
-    transfer.mark_busy(session, group, offer.engine_blocks, +1)

@@ -18,7 +18,7 @@ from kvd.core.actions import (
 from kvd.core.block import SlotState
 from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FULL
 from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
-from kvd.core.job import Follow, Job, Part, Piece, Transfer
+from kvd.core.job import Job, Part, Piece, Transfer
 from kvd.core.keys import U32, JobId, Slots, TransferId
 from kvd.core.state import Mover, Session, State
 from kvd_proto.layout import NULL_ENGINE_BLOCK
@@ -33,6 +33,10 @@ def start_piece(
     session = state.sessions[job.session]
     store = job.kind is JobKind.STORE
     piece = Piece(job, parts)
+    if store:
+        piece.number = state.next_piece
+        state.next_piece += 1
+        state.pieces[piece.number] = piece
     job.pieces += 1
     job.started = True
     orders = tuple(
@@ -40,6 +44,7 @@ def start_piece(
     )
     if store:
         for part in parts:
+            state.slots.pieces[part.slots] = piece.number
             mark_busy(session, part.size_class.group, part.engine_blocks, +1)
     for mover in ranks(session):
         if store and not mover.writer:
@@ -143,6 +148,7 @@ def end_transfer(
         return
     session = state.sessions[job.session]
     if job.kind is JobKind.STORE:
+        del state.pieces[piece.number]
         for part in piece.parts:
             mark_busy(session, part.size_class.group, part.engine_blocks, -1)
     if not piece.failed:
@@ -152,21 +158,17 @@ def end_transfer(
             state.counters.stored += blocks
             for part in piece.parts:
                 residency.make_ready(state, part.size_class, part.slots, now_ns, actions)
-                _content_followers(state, part, actions)
+            _release(state, piece, done=True)
         else:
             state.counters.loaded += blocks
             for part in piece.parts:
                 hand_off.loaded(state, job.session, part.size_class, part.pinned)
-    # Only now: a job may wait for a key of its own piece, and must not end before the piece has.
     job.pieces -= 1
     end_job_when_done(state, job, actions)
 
 
 def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -> None:
-    """The piece's blocks will not be readable by it; a store's other ranks are called off.
-
-    Followers of a failed store are left in `state.orphans` for the caller's caller.
-    """
+    """The piece's blocks will not be readable by it; a store's other ranks are called off."""
     if piece.failed:
         return
     piece.failed = True
@@ -177,11 +179,7 @@ def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -
         state.counters.failed += len(part.slots)
         hand_off.blocks_lost(state, part.size_class, part.slots)
         residency.quarantine_reserved(state, part.size_class, part.slots)
-        if state.followers:
-            for slot in part.slots.tolist():
-                follows = state.followers.pop(slot, None)
-                if follows:
-                    state.orphans.append(follows)
+    _release(state, piece, done=False)
     revoke(state, piece.transfers.values(), reason, actions)
 
 
@@ -202,20 +200,12 @@ def revoke(state: State, transfers: Iterable[Transfer], reason: str, actions: li
             actions.append(RevokeTransfer(transfer.mover, transfer.transfer))
 
 
-def _content_followers(state: State, part: Part, actions: list[Action]) -> None:
-    if not state.followers:
-        return
-    for slot in part.slots.tolist():
-        for follow in state.followers.pop(slot, ()):
-            unfollow(state, follow)
-            end_job_when_done(state, follow.job, actions)
-
-
-def unfollow(state: State, follow: Follow) -> None:
-    """The job no longer waits for this key."""
-    follow.job.followed -= 1
-    session = state.sessions[follow.job.session]
-    mark_busy(session, follow.offer.size_class.group, follow.offer.engine_blocks, -1)
+def _release(state: State, piece: Piece, *, done: bool) -> None:
+    """Who waited for this piece goes on, a few in each event: see `follow`."""
+    for wait in piece.waits:
+        wait.leader, wait.done = None, done
+    state.released.extend(piece.waits)
+    piece.waits = {}
 
 
 def end_job_when_done(state: State, job: Job, actions: list[Action]) -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core import follow, waits
 from kvd.core.errors import DuplicateJob, InvalidArgument, LimitExceeded
 from kvd.core.keys import JobId, KeyBatch, MoverId, SessionId
 from kvd.core.state import MAX_ENGINE_BLOCKS
 from kvd_proto.layout import MAX_JOBS_IN_FLIGHT, NULL_ENGINE_BLOCK
-from tests.core.bench import Bench, context, engine_blocks, keys, only, small, spec, verdict
+from tests.core.bench import MS, Bench, context, engine_blocks, keys, only, small, spec, verdict
 
 DONE, FAILED, REVOKED = (
     ev.TransferOutcome.DONE,
@@ -384,6 +387,102 @@ def test_key_that_a_job_waits_for_twice_is_copied_once_when_its_leader_fails(ben
     (order,) = only(bench.finish(leader, FAILED), act.StartTransfer)
     (end,) = only(bench.finish([order]), act.EndJob)
     assert (end.session, end.job, end.status) == (2, 7, ev.JobStatus.DONE)
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Waits that each event carried on with."""
+    carried: list[int] = []
+    sound = follow.go_on
+
+    def go_on(state: Any, now_ns: int, actions: Any) -> Any:
+        before = len(state.released)
+        seen = sound(state, now_ns, actions)
+        carried.append(before - len(state.released))
+        return seen
+
+    monkeypatch.setattr(follow, "go_on", go_on)
+    return carried
+
+
+@pytest.mark.parametrize("outcome", [DONE, FAILED])
+def test_an_event_carries_on_with_few_of_those_who_wait_for_one_store(
+    monkeypatch: pytest.MonkeyPatch, outcome: ev.TransferOutcome
+) -> None:
+    """8 jobs of 16,384 keys that followed one another took 128 MiB and an event of 3 s."""
+    carried = counting(monkeypatch)
+    bench = small()
+    bench.open(1)
+    bench.open(2)
+    leader = bench.store([1, 2], 1)
+    jobs = 3 * follow.WAITS_AT_ONCE
+    for _ in range(jobs):
+        bench.store([1, 2], 2, whole=True)
+    news = bench.finish(leader, outcome)
+    while bench.machine.state.released or bench.transfers:
+        news += bench.tick(MS) + bench.finish()
+    assert max(carried) <= follow.WAITS_AT_ONCE
+    ends = [end.status for end in only(news, act.EndJob) if end.session == 2]
+    assert ends == [ev.JobStatus.DONE] * jobs
+    assert bench.statuses([1, 2]) == "HH"
+
+
+def test_waits_of_a_failed_store_copy_few_keys_in_one_event() -> None:
+    bench = small(extents=64)
+    bench.open(1)
+    bench.open(2)
+    per_job = follow.KEYS_AT_ONCE // 2
+    leaders = [bench.store(range(n * per_job, (n + 1) * per_job), 1) for n in range(4)]
+    bench.store(range(4 * per_job), 2, whole=True)
+    bench.feed(ev.RankEnding(MoverId(100), "test"))
+    copied: list[int] = []
+    while bench.machine.state.released or not copied:
+        orders = only(bench.history[-1], act.StartTransfer)
+        copied.append(sum(len(part.slots) for order in orders for part in order.parts))
+        bench.tick(MS)
+    orders = only(bench.history[-1], act.StartTransfer)
+    copied.append(sum(len(part.slots) for order in orders for part in order.parts))
+    assert max(copied) == follow.KEYS_AT_ONCE
+    assert sum(copied) == len(leaders) * per_job
+
+
+def test_what_a_session_and_a_tenant_may_wait_for_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waits, "MAX_WAITING_BYTES", 4096)
+    monkeypatch.setattr(waits, "MAX_TENANT_WAITING_BYTES", 6000)
+    bench = small()
+    for session in (1, 2, 3):
+        bench.open(session)
+    leader = bench.store([1], 1)
+
+    def until_refused(session: int) -> int:
+        for number in range(100):
+            answer = verdict(bench.store([1], session, whole=True))
+            if not answer.accepted:
+                assert answer.reason == "LIMIT_EXCEEDED"
+                return number
+        raise AssertionError("no bound")
+
+    assert until_refused(2) == 3, "its own bound"
+    assert until_refused(3) == 2, "what is left of its tenant's"
+    bench.finish(leader)
+    assert bench.machine.state.sessions[SessionId(2)].waiting_bytes == 0
+    assert verdict(bench.store([2, 1], 2, whole=True)).accepted
+
+
+def test_closed_session_with_many_waits_is_forgotten_over_some_events() -> None:
+    bench = small()
+    bench.open(1)
+    bench.open(2)
+    leader = bench.store([1], 1)
+    for _ in range(3 * follow.WAITS_AT_ONCE):
+        bench.store([1], 2, whole=True)
+    bench.leave(2)
+    for _ in range(3):
+        bench.tick(MS)
+    assert SessionId(2) not in bench.machine.state.sessions
+    (end,) = only(bench.finish(leader), act.EndJob)
+    assert end.session == 1
 
 
 # -- the reuse filter ----------------------------------------------------------------------------
