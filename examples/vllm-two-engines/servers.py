@@ -28,9 +28,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
 }
-# On a CPU a prompt takes seconds to compute, and two engines share few cores: an answer that comes
-# late is still worth waiting for. The defaults are made for GPUs.
-PATIENCE = {"lookup_give_up_s": 10.0, "silent_after_s": 10.0, "retry_deadline_s": 10.0}
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class VllmServer:
             "kv_connector_module_path": "kvd_client.integrations.vllm",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"socket_path": self._kvd_socket, **PATIENCE},
+            "kv_connector_extra_config": {"socket_path": self._kvd_socket},
         }
         flags = {
             "model": str(self._model),

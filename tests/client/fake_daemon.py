@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,7 @@ class FakeDaemon:
         self.steps: list[StepDraft] = []
         self.given_up: list[int] = []
         self.resets = 0
+        self.doubts: list[float] = []  # what the calls in question are worth, each time
         self.ended: list[tuple[int, bool]] = []
         self._answers: dict[int, tuple[Answer, ...]] = {}
         self._unanswered: dict[int, list[QueryDraft]] = {}
@@ -97,6 +98,9 @@ class FakeDaemon:
             self.blocking_calls += 1
             if self.answers_when_waited_for:
                 self.answer()
+
+    def doubt(self, call_ids: Sequence[int], patience_s: Callable[[], float]) -> None:
+        self.doubts.append(patience_s())
 
     def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
         return None if call_id in self._unanswered else self._answers.pop(call_id, ())

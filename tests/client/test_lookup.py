@@ -63,7 +63,7 @@ def test_a_daemon_that_never_answers_is_a_miss() -> None:
     rig.holds("p", 3 * TOKENS)
     rig.arrive("r", 5 * TOKENS)
     assert rig.ask("r") is None
-    rig.now += 0.2
+    rig.now += 1.1
     rig.step()
     assert rig.ask("r") == 0
 

@@ -5,8 +5,9 @@ thread finds the daemon, holds the session, and finds it again after 50 to 200 m
 lost. Serialising happens on gRPC's own writer thread.
 
 A daemon that is absent, hung or slow looks the same to the engine: no session, so no hits and
-no stores. A daemon that said nothing for `silent_after_s` while a lookup waited is left alone for
-SILENCE_S and then tried once more.
+no stores. A daemon that says nothing for longer than the lookups that wait for it are worth, and
+for `silent_after_s` at least, is left alone for SILENCE_S and then tried once more; for twice as
+long each time that it stays silent. Its first word ends that.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -39,10 +40,11 @@ BACKOFF_S = (0.05, 0.2)
 REFUSED_BACKOFF_S = (0.5, 1.0)  # the daemon is there and said no: it will say so again
 CONNECT_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 10.0  # the daemon may wait for an earlier engine's movers to end
-SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon hangs, if not said otherwise
+SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon may hang
 SILENCE_S = 1.0
+MAX_SILENCE_S = 32.0
 MAX_QUEUED_MESSAGES = 1024
-CAPABILITIES = ("request-level-store", "epochs")
+CAPABILITIES = ("request-level-store", "epochs", "quiet")  # ends are read from the boards
 PROTOCOL_MINOR = 0
 UNSENDABLE = "UNSENDABLE"  # our own word among the daemon's: a job that no message can carry
 CHANNEL_OPTIONS = (
@@ -104,6 +106,7 @@ class SchedulerConnection:
         self._heard_s = 0.0  # when the daemon last said something
         self._ended: list[tuple[int, bool]] = []
         self._silent_until = 0.0
+        self._silence_s = SILENCE_S  # the next time
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-session", daemon=True)
         self._thread.start()
@@ -157,14 +160,19 @@ class SchedulerConnection:
                 return
             self.blocking_calls += 1
             began = time.monotonic()
-            answered = self._changed.wait_for(lambda: not lookups.waits_for(call_ids), deadline_s)
+            self._changed.wait_for(lambda: not lookups.waits_for(call_ids), deadline_s)
+            self.waited_s += time.monotonic() - began
+
+    def doubt(self, call_ids: Sequence[int], patience_s: Callable[[], float]) -> None:
+        # Busy is not silent: whoever answers others will come to us.
+        with self._changed:
             now = time.monotonic()
-            self.waited_s += now - began
-            if answered:
-                return
-            # Busy is not silent: whoever answers others will come to us.
-            if now - max(lookups.oldest_s(call_ids), self._heard_s) > self._silent_after_s:
-                self._silent_until = now + SILENCE_S
+            silence_s = now - max(self._lookups.oldest_s(call_ids), self._heard_s)
+        if silence_s <= self._silent_after_s or silence_s <= patience_s():
+            return
+        with self._changed:
+            self._silent_until = now + self._silence_s
+            self._silence_s = min(2 * self._silence_s, MAX_SILENCE_S)
 
     def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
         with self._changed:
@@ -318,6 +326,7 @@ class SchedulerConnection:
             return
         with self._changed:
             self._silent_until = 0.0
+            self._silence_s = SILENCE_S
             self._heard_s = time.monotonic()
             session = self._session
             if kind == "lookup":

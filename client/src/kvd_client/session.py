@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -57,6 +57,12 @@ class Lookups(Protocol):
 
     def gather(self, call_ids: Sequence[int], deadline_s: float) -> None:
         """Return when all these calls are answered or lost, or at the deadline."""
+
+    def doubt(self, call_ids: Sequence[int], patience_s: Callable[[], float]) -> None:
+        """Leave the daemon alone for a while if it has been silent for so long beside these calls.
+
+        `patience_s` is asked only where the silence is remarkable at all.
+        """
 
     def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
         """A call's answers, once; None while there are none; empty when the call is lost."""

@@ -2,7 +2,8 @@
 
 A request's lookup leaves when the request arrives and nobody waits for it. The first request
 of a step that needs an answer which has not come waits for all unanswered lookups together,
-once, for milliseconds; whoever is still without an answer is asked again in the next step.
+once, for milliseconds; whoever is still without an answer is asked again in the next step. A
+request waits for its answer while computing what the page shows of it would take longer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from kvd_client.draft import BlockRun, QueryDraft
 from kvd_client.identity import GroupKind, Namespace
 from kvd_client.scheduler import hits
+from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Lookup, LookupState, Request
 from kvd_client.session import Lookups, SessionView
@@ -23,6 +25,9 @@ from kvd_proto import layout
 KEYS_PER_CALL = layout.MAX_KEYS_PER_MESSAGE // 2
 MAX_LOAD_BLOCKS = layout.MAX_KEYS_PER_MESSAGE // 2
 LEASE_MARGIN = 0.7  # of the daemon's time: both clocks start at different moments
+UNMEASURED_S = 1.0  # what a hit is worth waiting for before anything was computed
+ASK_AGAIN_SHARE = 1 / 8  # of the time that a request has been deferred
+ASK_AGAIN_MAX_S = 0.05
 
 
 class Knowledge(enum.Enum):
@@ -57,6 +62,8 @@ class LookupDesk:
         self._clock = clock
         self._unanswered: dict[int, Request] = {}  # by call id
         self._waited = False
+        self._is_busy = False  # the last step computed something: others wait behind a lookup
+        self.pace = TokenPace()
         self._renewed_s = 0.0
         self._renewed_generation = 0
         self.released_leases: list[int] = []  # to go with the next step
@@ -113,9 +120,13 @@ class LookupDesk:
         missed = lookup.missed_page and not lookup.answered
         return Knowledge.NOTHING if missed else Knowledge.STATUSES
 
-    def step_ended(self, was_sent: bool) -> None:
-        """The step's message was sent: the daemon renews this session's leases."""
+    def step_ended(self, was_sent: bool, *, has_run: bool = True) -> None:
+        """The step's message was sent: the daemon renews this session's leases.
+
+        `has_run`: the step computes something.
+        """
         self._waited = False
+        self._is_busy = has_run
         session = self._connection.session
         if was_sent and session is not None:
             self._renewed_s = self._clock()
@@ -124,7 +135,7 @@ class LookupDesk:
     def forget(self, request: Request) -> None:
         """Give up what was asked and leased; the request may look up again."""
         lookup = request.lookup
-        for call_id in lookup.calls:
+        for call_id in (*lookup.calls, *lookup.alone.values()):
             self._unanswered.pop(call_id, None)
             self._connection.give_up(call_id)
         self.released_leases += lookup.leases
@@ -238,21 +249,82 @@ class LookupDesk:
         """Take this request's answers, waiting if this step has not waited yet."""
         if self._take(request):
             return True
-        if not self._waited:
-            self._waited = True
-            waiting = [
-                call_id
-                for call_id, asker in self._unanswered.items()
-                if asker.lookup.state is LookupState.ASKED
-            ]
-            self._connection.gather(waiting, self._options.lookup_deadline_s)
-            if self._take(request):
-                return True
-        lookup = request.lookup
-        if self._clock() - lookup.first_asked_s > self._options.lookup_give_up_s:
+        if self._wait() and self._take(request):
+            return True
+        if self.is_too_late(request, request.lookup.first_asked_s, self._options.lookup_give_up_s):
             self.forget(request)
             request.lookup.state = LookupState.CLOSED
         return False
+
+    def _wait(self) -> bool:
+        """Wait for all that is unanswered, once in a step. False: this step has waited already.
+
+        While the engine has other work, a lookup is waited for once and then only looked at:
+        a slow daemon doesn't slow every step.
+        """
+        if self._waited:
+            return False
+        self._waited = True
+        waiting, is_new = [], False
+        for call_id, asker in self._unanswered.items():
+            lookup = asker.lookup
+            if lookup.state is LookupState.ASKED or lookup.alone:
+                waiting.append(call_id)
+                is_new |= not lookup.was_waited_for
+                lookup.was_waited_for = True
+        if is_new or not self._is_busy:
+            self._connection.gather(waiting, self._options.lookup_deadline_s)
+        askers = {id(asker): asker for asker in map(self._unanswered.get, waiting) if asker}
+        self._connection.doubt(waiting, lambda: max(map(self._worth_s, askers.values()), default=0))
+        return True
+
+    def is_too_late(self, request: Request, since_s: float, least_s: float) -> bool:
+        """Whether it has waited since then for longer than what it waits for is worth."""
+        waited_s = self._clock() - since_s
+        return waited_s >= least_s and waited_s >= self._worth_s(request)
+
+    def is_doubt_too_late(
+        self, request: Request, computed_tokens: int, since_s: float, least_s: float
+    ) -> bool:
+        """The same for doubtful statuses: only what they would add to the sure hit is at stake."""
+        waited_s = self._clock() - since_s
+        if waited_s < least_s:
+            return False
+        statuses = [row & np.uint8(hits.STATUS_BITS) for row in request.lookup.statuses]
+        cap = self._cap_tokens(request, computed_tokens)
+        boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
+        sure, hoped = (
+            hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
+            for usable in (
+                [row == hits.HIT for row in statuses],
+                [row != hits.MISS for row in statuses],
+            )
+        )
+        seconds = self.pace.seconds_for(hoped - sure) or 0.0
+        return waited_s >= min(seconds, self._options.patience_s)
+
+    def _worth_s(self, request: Request) -> float:
+        """What computing would take that the page shows to be there, within `patience_s`."""
+        lookup = request.lookup
+        if lookup.worth_tokens is None:
+            lookup.worth_tokens = self._shown_tokens(request)
+        seconds = self.pace.seconds_for(lookup.worth_tokens)
+        if seconds is None:
+            seconds = UNMEASURED_S if lookup.worth_tokens else 0.0
+        return min(seconds, self._options.patience_s)
+
+    def _shown_tokens(self, request: Request) -> int:
+        session = self._connection.session
+        if session is None:
+            return 0
+        present = [
+            session.present(group, request.account, request.hashes[group][:count])
+            for group, count in enumerate(self._known_counts(request))
+        ]
+        computed_tokens, cap = request.computed_tokens, self._cap_tokens(request, 0)
+        boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
+        found = hits.longest_hit(self._groups, present, computed_tokens, boundaries)
+        return found - computed_tokens
 
     def _take(self, request: Request) -> bool:
         lookup = request.lookup
@@ -314,7 +386,7 @@ class LookupDesk:
             since: float | None = getattr(lookup, field)
             if since is None:
                 setattr(lookup, field, since := now)
-            if now - since < deadline_s:
+            if not self.is_doubt_too_late(request, computed_tokens, since, deadline_s):
                 self.ask_again(request, now)
                 return None
             for row in statuses:  # too late: the run is cut before it
@@ -334,28 +406,50 @@ class LookupDesk:
         return False
 
     def ask_alone(self, request: Request, run: BlockRun) -> int:
-        """The status of one block that is none of the request's; RETRY when not answered.
+        """The status of one block that is none of the request's; RETRY while it is not answered.
 
-        Waits for it by itself. What it leases is the request's.
+        Waits only if its step has not waited yet, and then for all that is unanswered. What it
+        leases is the request's.
         """
-        query = QueryDraft(request.context, run, lease_all=True)
-        call_id = self._connection.start_lookup([query])
-        if call_id == 0:
-            return hits.MISS
-        self._connection.gather([call_id], self._options.lookup_deadline_s)
+        lookup, key = request.lookup, (run.group, run.block_hashes[0])
+        known = lookup.alone_known.get(key)
+        if known is not None:
+            return known
+        call_id = lookup.alone.get(key)
+        if call_id is None:
+            query = QueryDraft(request.context, run, lease_all=True)
+            call_id = self._connection.start_lookup([query])
+            if call_id == 0:
+                return hits.MISS
+            if not lookup.alone:
+                lookup.alone_since_s = self._clock()
+                lookup.was_waited_for = False
+            lookup.alone[key] = call_id
+            self._unanswered[call_id] = request
         answers = self._connection.take_answers(call_id)
+        if answers is None and self._wait():
+            answers = self._connection.take_answers(call_id)
         if answers is None:
+            if not self.is_too_late(request, lookup.alone_since_s, self._options.lookup_give_up_s):
+                return hits.RETRY
             self._connection.give_up(call_id)
-            return hits.RETRY
+            answers = ()
+        del lookup.alone[key]
+        self._unanswered.pop(call_id, None)
+        status = hits.MISS
         for answer in answers:
-            request.lookup.leases += [answer.lease_id] if answer.lease_id else []
-            return answer.statuses[0]
-        return hits.MISS
+            lookup.leases += [answer.lease_id] if answer.lease_id else []
+            status = answer.statuses[0] & hits.STATUS_BITS
+        if not status & hits.DOUBT_BIT:
+            lookup.alone_known[key] = status
+        return status
 
     def ask_again(self, request: Request, now: float) -> None:
         """Ask anew for all of a deferred request, unless it is asked or was just now."""
         lookup = request.lookup
-        if lookup.calls or now - lookup.asked_s < self._options.ask_again_s:
+        since = min(filter(None, (lookup.retry_since_s, lookup.pending_since_s)), default=now)
+        pause_s = min((now - since) * ASK_AGAIN_SHARE, ASK_AGAIN_MAX_S)
+        if lookup.calls or now - lookup.asked_s < max(self._options.ask_again_s, pause_s):
             return
         self.released_leases += lookup.leases
         lookup.leases = []

@@ -44,12 +44,14 @@ class SchedulerOptions:
     store_mode: StoreMode = StoreMode.EAGER
     prompt_only: bool = False  # store no generated tokens
     lookup_deadline_s: float = 0.005  # of the one wait in a step
-    lookup_give_up_s: float = 0.1  # a lookup unanswered for so long is a miss
+    lookup_give_up_s: float = 0.1  # a lookup may go unanswered for so long, whatever it is worth
     miss_ttl_s: float = 0.05  # a miss as old as this is probed for again when asked again
-    retry_deadline_s: float = 0.1  # how long RETRY may defer a request
+    retry_deadline_s: float = 0.1  # how long RETRY may defer a request, whatever it is worth
     # How long PENDING, its own stores, or another request's load of the same may defer it.
     pending_deadline_s: float = 2.0
-    ask_again_s: float = 0.002  # least time between two lookups of a deferred request
+    # All three go on while computing what the page shows would take longer, so long at most.
+    patience_s: float = 10.0
+    ask_again_s: float = 0.002  # least time between two lookups of a deferred request, at first
     request_level_attempts: int = 3
     null_block: int = NULL_BLOCK
     hand_off_s: float = 60.0  # how long a decode engine may take to fetch a prefill's blocks

@@ -12,6 +12,8 @@ from kvd_client.scheduler.hits import Statuses
 from kvd_client.scheduler.params import RequestParams
 from kvd_proto.v1 import common_pb2
 
+Alone = tuple[int, bytes]  # group, block hash
+
 
 class LookupState(enum.Enum):
     NEW = "new"  # nothing asked: not begun, or its session or lease is gone
@@ -33,6 +35,11 @@ class Lookup:
     missed_page: bool = False  # nothing was asked for but admission verdicts
     answered: bool = False  # the statuses are the daemon's, with its admission verdicts
     leases: list[int] = field(default_factory=list)
+    worth_tokens: int | None = None  # what the page shows of it, once somebody had to know
+    was_waited_for: bool = False  # by a step; while the engine is busy no other one waits again
+    alone: dict[Alone, int] = field(default_factory=dict)  # calls for single blocks beside the grid
+    alone_since_s: float = 0.0
+    alone_known: dict[Alone, int] = field(default_factory=dict)  # their statuses, once answered
     retry_since_s: float | None = None
     pending_since_s: float | None = None
 

@@ -78,6 +78,9 @@ class Scheduler:
         # Collected for the next step.
         self._step = StepDraft()
         self._finished_offers: list[Offer] = []
+        # Of the step that is being run.
+        self._step_tokens = 0
+        self._step_began_s = 0.0
 
     # -- arrival and lookup -----------------------------------------------------------------
 
@@ -186,8 +189,10 @@ class Scheduler:
             self._preempt(request_id)
         offers = self._finished_offers
         self._finished_offers = []
+        self._pace_of_step()
         for entry in scheduled:
             offers += self._advance(entry)
+        has_run, self._step_began_s = self._step_tokens > 0, self._clock()
         if self.options.store_mode is StoreMode.LAZY:
             offers += self._device.near_eviction(near_eviction)
         step, self._step = self._step, StepDraft()
@@ -201,11 +206,16 @@ class Scheduler:
         if not was_sent:
             self._take_back(step)
             new, computed = [], []
-        self._desk.step_ended(was_sent)
+        self._desk.step_ended(was_sent, has_run=has_run)
         flush = self._fences.take(computed)
         loads = tuple(job.job_id for job in step.loads) if was_sent else ()
         forget = self._ends.take_forget()
         return StepPlan(flush, loads, tuple(new), tuple(computed), forget)
+
+    def _pace_of_step(self) -> None:
+        """The step before has run: what it computed, in the time that it took."""
+        self._desk.pace.sample(self._clock() - self._step_began_s, self._step_tokens)
+        self._step_tokens = 0
 
     def _enter_session(self) -> SessionView | None:
         """The usable session; what belonged to an earlier one is given up."""
@@ -242,6 +252,8 @@ class Scheduler:
             return []
         if block_hashes is not None:
             request.hashes = block_hashes
+        before = max(request.computed_after, request.hit_tokens)
+        self._step_tokens += max(0, computed_tokens - before)
         request.computed_after = computed_tokens
         request.known_hashes = tuple(map(len, request.hashes))
         if request.seen_blocks != [len(table) for table in tables]:
@@ -274,6 +286,7 @@ class Scheduler:
 
         Reports of jobs from before a reset, or said twice, are ignored.
         """
+        self._pace_of_step()
         self._ends.report(reports)
         return self._ends.take_outcome()
 

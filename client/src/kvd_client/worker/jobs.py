@@ -68,10 +68,6 @@ class JobLedger:
         return self._open.get(job_id)
 
     @property
-    def has_open(self) -> bool:
-        return bool(self._open)
-
-    @property
     def has_ended(self) -> bool:
         """Whether there is something to report."""
         return bool(self._ended)

@@ -41,6 +41,7 @@ REGISTER_TIMEOUT_S = 30.0  # a new mover touches all of the rank's memory first
 GPU_REGISTER_TIMEOUT_S = 120.0  # the mover loads CUDA and makes a context before it answers
 MAX_DOUBLINGS = 4  # of the time that a rank on a GPU waits after a refusal
 MARK_READY_TIMEOUT_S = 5.0
+MAX_MARKING = 64  # calls under way that say ready; more come only from a daemon that hangs
 _FIGURES = re.compile(r"[0-9]+")
 
 
@@ -94,6 +95,7 @@ class Registrar:
         self._stub: worker_pb2_grpc.WorkerServiceStub | None = None
         self._metadata: tuple[tuple[str, str], ...] = ()
         self._registering: grpc.Future[worker_pb2.RegisterRankResponse] | None = None
+        self._marking: set[grpc.Future[worker_pb2.MarkReadyResponse]] = set()
         self._stopping = False
         self._refusals = 0  # since the last registration
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -119,17 +121,26 @@ class Registrar:
             return self._changed.wait_for(lambda: self._current is not None, timeout_s)
 
     def mark_ready_by_call(self, registration: Registration, job_ids: Sequence[int]) -> None:
-        """Fallback for a full ring. A failure leaves the jobs to the daemon's deadline."""
+        """Fallback for a full ring. Waits for nothing; a failure leaves the jobs to deadlines."""
         stub = self._stub
         if stub is None or registration is not self._current:
             return
         request = worker_pb2.MarkReadyRequest(
             registration_id=registration.registration_id, job_ids=job_ids
         )
-        try:
-            stub.MarkReady(request, timeout=MARK_READY_TIMEOUT_S, metadata=self._metadata)
-        except grpc.RpcError as error:
-            log.warning("kvd: %d jobs could not be marked ready: %s", len(job_ids), error)
+        if len(self._marking) >= MAX_MARKING:
+            log.warning("kvd: %d jobs could not be marked ready: the daemon hangs", len(job_ids))
+            return
+        call = stub.MarkReady.future(request, timeout=MARK_READY_TIMEOUT_S, metadata=self._metadata)
+        self._marking.add(call)
+        call.add_done_callback(self._marked)
+
+    def _marked(self, call: grpc.Future[worker_pb2.MarkReadyResponse]) -> None:
+        """On gRPC's thread."""
+        self._marking.discard(call)
+        error = None if call.cancelled() else call.exception()
+        if error is not None:
+            log.warning("kvd: jobs could not be marked ready: %s", error)
 
     def end_mover(self, timeout_s: float) -> bool:
         """End this registration and its mover; the thread then registers again.

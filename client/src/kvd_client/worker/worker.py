@@ -219,8 +219,8 @@ class Worker:
         """For every step, before `get_finished`: where it ran nothing, wait until a job ends here.
 
         At most an eighth of the time since the last step that ran something or brought an end,
-        and REST_MAX_S: an engine that waits for a load that takes long doesn't spin, one whose
-        load takes a millisecond hardly waits. Returns at once where no job is open.
+        and REST_MAX_S: an engine that waits for a load that takes long, or for an answer of the
+        daemon's, doesn't spin; one whose load takes a millisecond hardly waits.
         """
         if has_run:
             self._resting_since_s = None
@@ -230,7 +230,7 @@ class Worker:
             self._resting_since_s = now
         deadline = now + min(REST_MAX_S, (now - self._resting_since_s) * REST_SHARE)
         self._poll()
-        while now < deadline and self._jobs.has_open and not self._jobs.has_ended:
+        while now < deadline and not self._jobs.has_ended:
             time.sleep(min(POLL_MAX_S, deadline - now))
             self._poll()
             now = time.monotonic()

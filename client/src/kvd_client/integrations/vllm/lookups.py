@@ -65,12 +65,12 @@ class RequestLookups:
         knowledge = desk.resolve(request, prompt.computed_tokens)
         tracked.verdicts = {}
         if knowledge is Knowledge.STATUSES:
-            self._cut(tracked, prompt.computed_tokens)
+            self._cut(tracked, prompt.computed_tokens, desk)
         return knowledge
 
-    def _cut(self, tracked: TrackedRequest, computed_tokens: int) -> None:
+    def _cut(self, tracked: TrackedRequest, computed_tokens: int, desk: LookupDesk) -> None:
         """Take as a miss what was doubtful for too long, and what one load can't hold."""
-        lookup, now = tracked.request.lookup, self._clock()
+        lookup = tracked.request.lookup
         most = MAX_LOAD_BLOCKS // len(self._groups)
         for group, row in zip(self._groups, lookup.statuses, strict=True):
             row[computed_tokens // group.tokens_per_block + most :] = hits.MISS
@@ -78,7 +78,9 @@ class RequestLookups:
             (hits.RETRY, lookup.retry_since_s, self._options.retry_deadline_s),
             (hits.PENDING, lookup.pending_since_s, self._options.pending_deadline_s),
         ):
-            if since is not None and now - since >= deadline_s:
+            if since is not None and desk.is_doubt_too_late(
+                tracked.request, computed_tokens, since, deadline_s
+            ):
                 for row in lookup.statuses:
                     row[(row & hits.STATUS_BITS) == doubtful] = hits.MISS
 

@@ -41,6 +41,7 @@ from kvd_client.integrations.vllm.stats import KvdStats
 from kvd_client.integrations.vllm.steps import StepDesk, StepJobs
 from kvd_client.integrations.vllm.stores import BlocksSpec, IsWhole, StorePlanner, nothing
 from kvd_client.scheduler.lookup import Knowledge, LookupDesk
+from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.request import LookupState
 from kvd_client.session import Connection, SessionView
 
@@ -281,8 +282,16 @@ class KvdManager(OffloadingManager):
             if tracked is not None:
                 self._desk.forget(tracked.request)
 
-    def send_step(self, jobs: StepJobs) -> tuple[bool, list[int]]:
-        """Send the step's message: whether its jobs will run, and which earlier ones are lost."""
+    @property
+    def pace(self) -> TokenPace:
+        """What computing a token takes; says what a hit is worth waiting for."""
+        return TokenPace() if self._desk is None else self._desk.pace
+
+    def send_step(self, jobs: StepJobs, *, has_run: bool = True) -> tuple[bool, list[int]]:
+        """Send the step's message: whether its jobs will run, and which earlier ones are lost.
+
+        `has_run`: the step computes something.
+        """
         self._stores.next_step()
         if self._desk is None or self.steps is None:
             return False, []
@@ -290,7 +299,7 @@ class KvdManager(OffloadingManager):
         released, self._desk.released_leases = self._desk.released_leases, []
         lost, before = self.steps.lost_jobs(), self.steps.sent_s
         was_sent = self.steps.send(jobs, released, session)
-        self._desk.step_ended(self.steps.sent_s != before)
+        self._desk.step_ended(self.steps.sent_s != before, has_run=has_run)
         return was_sent, lost
 
     def take_events(self) -> Iterable[OffloadingEvent]:

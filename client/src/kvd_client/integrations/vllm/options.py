@@ -87,6 +87,12 @@ class KvdOptions:
         True, "with vLLM's KV events on: pass on what the daemon evicted of this engine's blocks"
     )
     lookup_deadline_s: float = _seconds(0.005, 1.0, "the one wait of a step for lookups")
+    patience_s: float = _seconds(
+        10.0,
+        600.0,
+        "how long a request waits at most for what would take as long to compute; what follows is"
+        " the least, whatever is at stake",
+    )
     lookup_give_up_s: float = _seconds(0.1, 60.0, "a lookup unanswered for so long is a miss")
     silent_after_s: float = _seconds(
         0.1, 60.0, "a daemon silent for so long is left alone for a second", at_least=0.001
@@ -139,6 +145,7 @@ class KvdOptions:
             lookup_give_up_s=self.lookup_give_up_s,
             retry_deadline_s=self.retry_deadline_s,
             pending_deadline_s=self.pending_deadline_s,
+            patience_s=self.patience_s,
             hand_off_s=self.hand_off_s,
         )
 

@@ -51,6 +51,7 @@ from kvd_client.integrations.vllm.metadata import (
     KvdWorkerMetadata,
     kvd_job_id,
 )
+from kvd_client.integrations.vllm.prompt_times import PromptTimes
 from kvd_client.integrations.vllm.requests import TrackedRequest
 from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
 from kvd_client.integrations.vllm.steps import StepJobs
@@ -86,6 +87,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             maxlen=MAX_DOUBTS
         )
         self._stores_simply = self._has_simple_stores()
+        self._prompt_times = PromptTimes(time.monotonic)
         if self._width > 1:
             self.manager.leave_out_gaps(self._is_whole)
 
@@ -170,15 +172,28 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             return sources
         return {CacheHitSource.HOST: num_external_tokens}
 
+    def request_finished(self, request: Request, *tables: Any) -> Any:
+        self._prompt_times.look_at(request, self.manager.pace, has_ended=True)
+        return super().request_finished(request, *tables)
+
     # -- the step ---------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvdConnectorMetadata:
         self._offer_left_again()
         made = super().build_connector_meta(scheduler_output)
         jobs = self._join(made)
-        was_sent, lost = self.manager.send_step(jobs)
+        has_run = scheduler_output.total_num_scheduled_tokens > 0
+        was_sent, lost = self.manager.send_step(jobs, has_run=has_run)
         orders = self._orders(made, jobs, lost, was_sent=was_sent)
-        orders.has_run = scheduler_output.total_num_scheduled_tokens > 0
+        orders.has_run = has_run
+        self._prompt_times.step(
+            (
+                (self._req_status[new.req_id].req, new.num_computed_tokens)
+                for new in scheduler_output.scheduled_new_reqs
+                if new.req_id in self._req_status
+            ),
+            self.manager.pace,
+        )
         return orders
 
     def _orders(

@@ -1,0 +1,298 @@
+"""Hits in `vllm bench serve` beside busy processes: kvd against vLLM's own in-process CPU cache.
+
+    python -m benchmarks.vllm served_hits
+
+Two vLLM servers (a tiny model on the CPU, one thread), one with KvdConnector over a daemon, one
+with vLLM's own offloading manager, whose copies cost nothing here. In each round each of them
+gets the same prompts from vLLM's own serving benchmark, forgets its prefix cache, and gets them
+once more: the tokens that its connector found then are its hits. All of it while other processes
+keep every core busy; kvd has the options that it has when nobody sets any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks import report
+from benchmarks.report import Spread
+from benchmarks.rig import MIB, daemon
+from benchmarks.vllm.processes import ENVIRONMENT, REPOSITORY, OrderedProcess, vllm_python
+
+PROMPTS = 64
+INPUT_TOKENS, OUTPUT_TOKENS, BLOCK_TOKENS = 512, 8, 32
+BUSY_PROCESSES = 4
+BYTES = 1024 * MIB  # of either cache
+BAR = 0.97
+START_SECONDS, ASK_SECONDS = 300.0, 120.0
+QUIET_SECONDS = 2.0  # without a new store: all of them have ended
+HITS = "vllm:external_prefix_cache_hits"
+FIGURES = (
+    HITS,
+    "vllm:external_prefix_cache_queries",
+    "vllm:kvd_failed_loads",
+    "vllm:kvd_failed_stores",
+    "vllm:kvd_no_room",
+    "vllm:kvd_sessions",
+    "vllm:kvd_blocking_calls",
+    "vllm:kvd_lookup_wait_seconds",
+)
+SAMPLE = re.compile(r"^([a-z_:]+?)(?:_total)?(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+
+
+class Server:
+    """vLLM's OpenAI server over one of the two caches; ready when entered."""
+
+    def __init__(self, transfer: dict[str, Any], model: Path, log: Path) -> None:
+        self._log, self._model = log, model
+        self._port = _free_port()
+        flags = {
+            "model": str(model),
+            "served-model-name": "tiny",
+            "host": "127.0.0.1",
+            "port": str(self._port),
+            "dtype": "float32",
+            "block-size": str(BLOCK_TOKENS),
+            "max-model-len": "2048",
+            "kv-cache-memory-bytes": str(512 * MIB),
+            "kv-transfer-config": json.dumps(transfer),
+        }
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        environment = {**_environment(), "VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
+        module = "vllm.entrypoints.openai.api_server"
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                [vllm_python(), "-m", module, *words, "--enforce-eager"],
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                self._ask("/health")
+            except (urllib.error.URLError, ConnectionError):
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    self._end()
+                    sys.exit(f"a server does not start:\n{self._log.read_text()[-4000:]}")
+                time.sleep(0.2)
+            else:
+                return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._end()
+
+    def serve(self, client: OrderedProcess, seed: int) -> dict[str, float]:
+        """What vLLM's own benchmark says of these prompts."""
+        flags = {
+            "model": "tiny",
+            "tokenizer": str(self._model),
+            "host": "127.0.0.1",
+            "port": str(self._port),
+            "dataset-name": "random",
+            "random-input-len": str(INPUT_TOKENS),
+            "random-output-len": str(OUTPUT_TOKENS),
+            "num-prompts": str(PROMPTS),
+            "seed": str(seed),
+        }
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        said = client.do("bench", flags=[*words, "--ignore-eos", "--disable-tqdm"])
+        assert said["completed"] == PROMPTS, said
+        return {"mean_ttft_ms": said["mean_ttft_ms"], "seconds": said["duration"]}
+
+    def settle(self) -> None:
+        """Returns once its stores have ended, as far as its metrics show."""
+        last: dict[str, float] = {}
+        since = time.monotonic()
+        while time.monotonic() - since < QUIET_SECONDS:
+            if (now := self._metrics()) != last:
+                last, since = now, time.monotonic()
+            time.sleep(0.2)
+
+    def forget(self) -> None:
+        """Empty its own prefix cache."""
+        self._ask("/reset_prefix_cache", {})
+
+    def figures(self) -> dict[str, float]:
+        """The counters that matter here."""
+        metrics = self._metrics()
+        return {name: metrics.get(name, 0.0) for name in FIGURES}
+
+    def _metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, value in SAMPLE.findall(self._ask("/metrics")):
+            if "kv_offload" in name or "kvd" in name or "prefix_cache" in name:
+                found[name] = found.get(name, 0.0) + float(value)
+        return found
+
+    def _ask(self, path: str, content: dict[str, Any] | None = None) -> str:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._port}{path}",
+            None if content is None else json.dumps(content).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=ASK_SECONDS) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def kvd_transfer(kvd_socket: str) -> dict[str, Any]:
+    """With no option but where the daemon is."""
+    return {
+        "kv_connector": "KvdConnector",
+        "kv_connector_module_path": "kvd_client.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"socket_path": kvd_socket},
+    }
+
+
+def vllm_transfer() -> dict[str, Any]:
+    """What vLLM has itself, with a worker that says of every copy that it is done."""
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "AcknowledgedCpuSpec",
+            "spec_module_path": "benchmarks.vllm.acknowledged",
+            "cpu_bytes_to_use": BYTES,
+        },
+    }
+
+
+@contextlib.contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Processes beside us that do nothing but compute."""
+    command = [sys.executable, "-c", "while True: pass"]
+    running = [subprocess.Popen(command) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def measure(server: Server, client: OrderedProcess, seed: int) -> dict[str, float]:
+    """The same prompts twice, and what its connector found the second time."""
+    server.serve(client, seed)
+    server.settle()
+    server.forget()
+    before = server.figures()
+    told = server.serve(client, seed)
+    server.settle()
+    after = server.figures()
+    server.forget()
+    return told | {name: after[name] - before[name] for name in FIGURES}
+
+
+def results_of(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    hits = {side: [each[HITS] for each in taken] for side, taken in rounds.items()}
+    return {
+        "hits": {side: Spread.of(values) for side, values in hits.items()},
+        "mean_ttft_ms": {
+            side: Spread.of([each["mean_ttft_ms"] for each in taken])
+            for side, taken in rounds.items()
+        },
+        "kvd_over_vllm": report.ratios(hits["kvd"], hits["vllm"]),
+        "all_kvd_over_all_vllm": sum(hits["kvd"]) / sum(hits["vllm"]),
+        "bar": BAR,
+        "rounds": rounds,
+    }
+
+
+def show(results: dict[str, Any]) -> None:
+    rows = [
+        [side, results["hits"][side], results["mean_ttft_ms"][side]] for side in results["hits"]
+    ]
+    print(report.table(["side", "tokens found", "mean ttft ms"], rows))
+    print(f"kvd / vLLM: {results['kvd_over_vllm']}, in all {results['all_kvd_over_all_vllm']:.3f}")
+    print(f"bar at least {BAR:g}")
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="one round: a smoke test")
+    parser.add_argument("--busy", type=int, default=BUSY_PROCESSES, help="processes beside us")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    options = parser.parse_args()
+    rounds: dict[str, list[dict[str, float]]] = {"kvd": [], "vllm": []}
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-bench-") as scratch,
+        daemon(BYTES) as running,
+    ):
+        model = _model(Path(scratch))
+        with (
+            Server(kvd_transfer(running.socket), model, Path(scratch, "kvd.log")) as kvd,
+            Server(vllm_transfer(), model, Path(scratch, "vllm.log")) as vllm,
+            OrderedProcess("benchmarks.vllm.serve_client", [], {}) as client,
+            busy(options.busy),
+        ):
+            for number in range(1 if options.quick else options.rounds):
+                pair = [("kvd", kvd), ("vllm", vllm)]
+                for side, server in pair if number % 2 else reversed(pair):
+                    rounds[side].append(measure(server, client, number))
+                    print(side, json.dumps(rounds[side][-1]), flush=True)
+    results = {"prompts": PROMPTS, "busy": options.busy, **results_of(rounds)}
+    show(results)
+    report.write("vllm.served_hits", results, options.output)
+
+
+def _model(folder: Path) -> Path:
+    made = folder / "tiny"
+    made.mkdir()
+    code = "import sys; from pathlib import Path; from tests.vllm.tiny_model import make_llama; "
+    code += "make_llama(Path(sys.argv[1]))"
+    command = [vllm_python(), "-c", code, str(made)]
+    subprocess.run(command, check=True, cwd=REPOSITORY, env=_environment())
+    return made
+
+
+def _environment() -> dict[str, str]:
+    own = {name: value for name, value in ENVIRONMENT.items() if "MULTIPROCESSING" not in name}
+    own |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(REPOSITORY)}
+    return os.environ | own
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+if __name__ == "__main__":
+    main()
