@@ -142,6 +142,17 @@ class Daemon:
                 "%s lies on a file system that others may fill: mount a tmpfs of its own there",
                 self.config.pool_directory,
             )
+        for orphan in pool.orphans():
+            log.warning(
+                "mover %d of an earlier daemon can't be ended (its state is %s): it maps %d extents"
+                " of the pool, so that %d free slots, %.1f MiB, are kept from use until a daemon"
+                " starts after its end",
+                orphan.pid,
+                orphan.state,
+                orphan.extents,
+                orphan.slots,
+                orphan.slot_bytes / (1 << 20),
+            )
         log.info("extents lie in %s", pool.place)
         log.info("%d blocks recovered in %.3f s", recovered, time.perf_counter() - began)
         return driver

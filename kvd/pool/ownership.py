@@ -15,6 +15,7 @@ import select
 import signal
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,14 +35,36 @@ class MoverRecord(NamedTuple):
     start_time: int  # clock ticks since boot: field 22 of /proc/<pid>/stat
 
 
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A mover of an earlier owner that can't be ended, and what it keeps from this one."""
+
+    pid: int
+    state: str  # as /proc has it: D waits in the kernel
+    extents: int  # that it maps, of this pool or of one that was here before
+    slots: int  # free ones, in rows that it may still write to
+    slot_bytes: int
+
+
 def start_time_of(pid: int) -> int | None:
     """Start time of a process as /proc gives it; None when there is none."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state; "gone" when there is none."""
+    return (_stat(pid) or ["gone"])[0]
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/<pid>/stat from the state on; empty when there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return None
+        return []
     # The name in parentheses may hold anything, so count from its end.
-    return int(stat.rpartition(")")[2].split()[19])
+    return stat.rpartition(")")[2].split()
 
 
 class PoolLock:

@@ -38,9 +38,11 @@ from kvd.pool.ownership import (
     DirectoryLock,
     MoverList,
     MoverRecord,
+    Orphan,
     PoolLock,
     end_movers,
     extents_mapped_by,
+    state_of,
 )
 from kvd.pool.placement import Placement
 from kvd.pool.recovery import Books, Recovery
@@ -87,6 +89,7 @@ class Pool:
         self._placement = Placement(config)
         self._pages: dict[NamespaceId, IndexPage] = {}
         self._refill_in = 0  # pieces of upkeep
+        self._undead: dict[int, frozenset[int]] = {}  # extents by pid
 
     @classmethod
     def open(cls, config: PoolConfig, progress: Callable[[int, int], None]) -> Self:
@@ -144,6 +147,24 @@ class Pool:
     def namespace_fields(self, namespace: NamespaceId) -> Mapping[str, str]:
         """The display fields that the namespace was first opened with."""
         return self._registry.namespaces[namespace].fields
+
+    def orphans(self) -> list[Orphan]:
+        """Movers of earlier owners that could not be ended; known once `recovered` was read."""
+        return [self._orphan(pid, extents) for pid, extents in self._undead.items()]
+
+    def _orphan(self, pid: int, extents: frozenset[int]) -> Orphan:
+        slots = {
+            row: count
+            for row, count in self._recovery.withheld.items()
+            if not extents.isdisjoint(self._recovery.rows[row].extents)
+        }
+        return Orphan(
+            pid,
+            state_of(pid),
+            len(extents),
+            sum(slots.values()),
+            sum(n * sum(self._recovery.rows[row].part_bytes) for row, n in slots.items()),
+        )
 
     @property
     def extents_directory(self) -> Path:
@@ -337,7 +358,8 @@ class Pool:
         """Kill what still lives of the last owner; returns extents that an undead mover maps."""
         undead = end_movers(self._movers.read_last_owner(), self._config.mover_kill_deadline_s)
         self._movers.replace(undead)
-        return frozenset().union(*(extents_mapped_by(m.pid, self._files) for m in undead))
+        self._undead = {m.pid: extents_mapped_by(m.pid, self._files) for m in undead}
+        return frozenset().union(*self._undead.values())
 
     def _take_or_make(self, progress: Callable[[int, int], None]) -> None:
         """Read the header; where the pool can't be used, remove it and make a new one."""

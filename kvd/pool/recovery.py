@@ -46,6 +46,7 @@ class Recovery:
     rows: dict[RowId, Row] = field(default_factory=dict)
     dropped_rows: int = 0  # extents that said granted, but not credibly
     dropped_records: int = 0  # READY records that were not whole or named nothing known
+    withheld: dict[RowId, int] = field(default_factory=dict)  # free slots that undead movers map
     unchecked_records: int = 0  # of those, whole ones without checksums where they are wanted
 
     def __post_init__(self) -> None:
@@ -157,6 +158,9 @@ class Recovery:
         stamps, generations = table.stamps(records), table.generations(records)
         bounds = np.searchsorted(leading, [row.row for row in rows] + [rows[-1].row + 1]).tolist()
         for row, start, end in zip(rows, bounds[:-1], bounds[1:], strict=True):
+            undead = not self.undead_extents.isdisjoint(row.extents)
+            if undead:
+                self.withheld[row.row] = row.slots - (end - start)
             yield RowRecovered(
                 row=row.row,
                 extents=row.extents,
@@ -167,7 +171,7 @@ class Recovery:
                 keys=KeyBatch(keys.words[start:end], hash_bytes),
                 stamps=stamps[start:end],
                 generations=generations[start:end],
-                quarantined=not self.undead_extents.isdisjoint(row.extents),
+                quarantined=undead,
             )
 
     def _checked(self, rows: list[Row], records: Records) -> npt.NDArray[np.bool_]:

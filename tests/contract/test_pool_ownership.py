@@ -194,6 +194,10 @@ def test_rows_of_a_mover_that_can_not_be_killed_are_quarantined(
         patch.setattr(signal, "pidfd_send_signal", lambda _fd, _signal: None)
         with opened(impatient) as pool:
             rows = orders.rows_of(list(pool.recovered()))
+            [orphan] = pool.orphans()
+    assert (orphan.pid, orphan.extents) == (mover.pid, 1)
+    assert orphan.slots == orders.row([1]).slots - 1
+    assert orphan.slot_bytes == orphan.slots * sum(orders.row([1]).part_bytes)
     assert {row: event.quarantined for row, event in rows.items()} == {0: False, 1: True}
     assert rows[1].ordinals.tolist() == [0]
     with opened(config):

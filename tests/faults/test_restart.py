@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from kvd.pool import lines
+from kvd.pool.ownership import MoverList, MoverRecord, start_time_of
 from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene
@@ -64,3 +70,52 @@ def starts_cold(scene: Scene, engine: Probe, because: str) -> None:
     assert engine.hits("a", 60) == (0, 0)
     assert engine.store("a", 60) == 60
     assert engine.load("a", 60) == 60
+
+
+NEVER_KILLS = """
+import signal
+signal.pidfd_send_signal = lambda *_: None
+"""
+MAPS_ALL = """
+import mmap, sys
+files = [open(path, "r+b") for path in sys.argv[1:]]
+held = [mmap.mmap(file.fileno(), 0) for file in files]
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_mover_that_can_not_be_ended_is_named_with_what_it_keeps(
+    own_scene: MakeScene, tmp_path: Path
+) -> None:
+    """As if it hung in the kernel: the signal is sent and nothing comes of it."""
+    scene = own_scene()
+    engine = scene.engine("one")
+    assert engine.store("a", 8) == 8
+    engine.close()
+    scene.forget_caller()
+    scene.daemon.end()
+    extents = sorted((scene.daemon.pool / "extents").glob("*.kv"))
+    (tmp_path / "sitecustomize.py").write_text(NEVER_KILLS)
+    scene.daemon.environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    with subprocess.Popen(
+        [sys.executable, "-c", MAPS_ALL, *map(str, extents)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as undead:
+        assert undead.stdout is not None
+        undead.stdout.readline()
+        began = start_time_of(undead.pid)
+        assert began is not None
+        noted = MoverList(scene.daemon.pool / "movers")
+        noted.replace([MoverRecord(undead.pid, began)])
+        noted.close()
+        scene.daemon.start()
+        pool = scene.status().pool
+        assert pool.slots_quarantined > 0
+        log = scene.daemon.log.read_text()
+        undead.kill()
+    size = pool.slots_quarantined * 4096 / (1 << 20)
+    assert f"mover {undead.pid} of an earlier daemon can't be ended (its state is S)" in log
+    assert f"it maps {len(extents)} extents" in log
+    assert f"{pool.slots_quarantined} free slots, {size:.1f} MiB" in log
