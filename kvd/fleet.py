@@ -10,13 +10,13 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.errors import UnknownRegistration
+from kvd.core.errors import LimitExceeded, UnknownRegistration
 from kvd.core.events import Event, JobKind, TransferOutcome
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, Slots, TransferId
 from kvd.mover.process import Finished, LocatedPart, MoverConfig, MoverProcess, MoverSink
@@ -28,6 +28,11 @@ log = logging.getLogger(__name__)
 # Starts a mover process and returns when it has said hello.
 MoverLauncher = Callable[[MoverConfig, MoverSink], Awaitable[MoverProcess]]
 MOST_PLACES_LOGGED = 16  # of blocks that one transfer found damaged
+# Each takes tens of MiB. Those that start and those that end count too, so that nobody has more by
+# letting them go and come.
+MAX_MOVERS = 128
+MAX_MOVERS_OF_USER = 64
+MAX_MOVERS_OF_WORKER = 4  # one, and while it changes registrations one or two more
 MoverOrder = act.RevokeTransfer | act.KillMover | act.PostBoard | act.UnmapRow
 
 
@@ -38,6 +43,13 @@ class TransferObserver(Protocol):
         self, kind: JobKind, outcome: TransferOutcome, bytes_copied: int, duration_ns: int
     ) -> None:
         """One rank's copy has ended."""
+
+
+class MoverOwner(NamedTuple):
+    """For whom a mover runs: a user, and one of the user's worker connections."""
+
+    uid: int
+    worker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +101,42 @@ class MoverFleet:
         self._launch = launch
         self._processes: dict[MoverId, MoverProcess] = {}
         self._gone: dict[MoverId, asyncio.Future[None]] = {}
+        self._owners: dict[MoverId, MoverOwner] = {}  # from before the start until the end
         # A future among them is somebody who waits until those before it are handled.
         self._reports: deque[Event | asyncio.Future[None]] = deque()
         self._turns_left: int | None = None  # until the next report is posted; None: all are
 
-    async def start(self, config: MoverConfig) -> MoverProcess:
-        """Start a rank's mover process; from its first moment the pool's next owner knows of it."""
-        process = await self._launch(config, self)
+    async def start(self, config: MoverConfig, owner: MoverOwner | None = None) -> MoverProcess:
+        """Start a rank's mover process; from its first moment the pool's next owner knows of it.
+
+        LimitExceeded where there are as many as there may be. Without an owner it is one's own.
+        """
+        owner = owner or MoverOwner(-1, f"mover {config.mover}")
+        self._require_share(owner)
+        self._owners[config.mover] = owner
+        try:
+            process = await self._launch(config, self)
+        except BaseException:
+            del self._owners[config.mover]
+            raise
         self._processes[config.mover] = process
         self._gone[config.mover] = asyncio.get_running_loop().create_future()
         return process
+
+    def _require_share(self, owner: MoverOwner) -> None:
+        owners = self._owners.values()
+        of_user = [other for other in owners if other.uid == owner.uid]
+        for held, most, whose in (
+            (of_user.count(owner), MAX_MOVERS_OF_WORKER, "this worker's connection"),
+            (len(of_user), MAX_MOVERS_OF_USER, f"user {owner.uid}"),
+            (len(owners), MAX_MOVERS, "this daemon"),
+        ):
+            if held >= most:
+                raise LimitExceeded(
+                    f"{whose} has {held} movers that start, run or end, and may have {most}: a rank"
+                    " has one; unregister ranks, or end engines",
+                    "rank",
+                )
 
     def attach(
         self,
@@ -283,6 +321,7 @@ class MoverFleet:
         process = self._processes.pop(mover, None)
         if process is None:
             return
+        del self._owners[mover]
         gone = self._gone.pop(mover)
         try:
             while self._reports:  # what it said before comes before its end

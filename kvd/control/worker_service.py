@@ -21,7 +21,7 @@ from kvd.control.peers import Context, Peer, Peers, Role
 from kvd.control.session import SessionRooms
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId
-from kvd.fleet import RankPlacement
+from kvd.fleet import MoverOwner, RankPlacement
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import GpuConfig
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess
@@ -67,7 +67,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             config = self._mover_config(request, agreed, rank_memory(request, peer), start)
             start = await self._claim_place(request, peer)
             require_kept(config, peer)
-            mover = await self._start(config)
+            mover = await self._start(config, MoverOwner(peer.uid, peer.token))
             start = await self._seat(request, peer, Rank(peer, agreed, mover))
             self._note(request, mover.facts)
         finally:
@@ -151,9 +151,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self._gpus.measured(facts.gpu)
         log.info("engine %r rank %d: %s", request.identity.engine_id, request.rank, in_words(facts))
 
-    async def _start(self, config: MoverConfig) -> MoverProcess:
+    async def _start(self, config: MoverConfig, owner: MoverOwner) -> MoverProcess:
         try:
-            return await self._driver.fleet.start(config)
+            return await self._driver.fleet.start(config, owner)
         except ProcessStartFailed as error:
             log.exception("no mover for rank")
             raise MoverStartFailed(str(error)) from error

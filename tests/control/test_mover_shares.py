@@ -1,0 +1,140 @@
+"""A worker, a user and the daemon have no more movers than they may, however they ask for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvd import fleet
+from kvd.core.errors import LimitExceeded
+from kvd.core.keys import MoverId
+from kvd.fleet import MoverFleet, MoverOwner
+from kvd.mover.process import MoverConfig, MoverStartFailed
+from tests.control.daemon_rig import (
+    RawEngine,
+    RawWorker,
+    RunningDaemon,
+    block,
+    daemon,
+    identity,
+    refusal,
+    wait_until,
+)
+
+CONFIG = MoverConfig(MoverId(0), (), (), Path(), 4096)
+
+
+class Started:
+    pid = 0
+
+    def __init__(self, mover: MoverId) -> None:
+        self.mover = mover
+
+
+def fleet_of(launch: Any) -> MoverFleet:
+    nobody: Any = None
+    return MoverFleet(nobody, lambda _event: None, nobody, launch)
+
+
+async def test_each_share_is_held_and_given_back_when_a_mover_has_ended() -> None:
+    async def launch(config: MoverConfig, _sink: object) -> Any:
+        return Started(config.mover)
+
+    movers = fleet_of(launch)
+    started: list[MoverId] = []
+
+    async def start(uid: int, worker: str) -> None:
+        number = MoverId(len(started) + 1)
+        await movers.start(replace(CONFIG, mover=number), MoverOwner(uid, worker))
+        started.append(number)
+
+    for _ in range(fleet.MAX_MOVERS_OF_WORKER):
+        await start(1, "a")
+    with pytest.raises(LimitExceeded, match="this worker's connection has 4 movers"):
+        await start(1, "a")
+    while len(started) < fleet.MAX_MOVERS_OF_USER:
+        await start(1, f"worker {len(started)}")
+    with pytest.raises(LimitExceeded, match="user 1 has 64 movers") as refused:
+        await start(1, "another")
+    assert refused.value.field == "rank"
+    while len(started) < fleet.MAX_MOVERS:
+        await start(2 + len(started) // 50, f"worker {len(started)}")
+    with pytest.raises(LimitExceeded, match="this daemon has 128 movers"):
+        await start(99, "a stranger")
+    movers.mover_gone(started[0], "ended")
+    await start(1, "a")
+
+
+async def test_starts_under_way_count_and_failed_ones_give_their_place_back() -> None:
+    go_on = asyncio.Event()
+
+    async def launch(_config: MoverConfig, _sink: object) -> Any:
+        await go_on.wait()
+        raise MoverStartFailed("it did not come up")
+
+    movers = fleet_of(launch)
+    owner = MoverOwner(1, "a")
+    starting = [
+        asyncio.create_task(movers.start(replace(CONFIG, mover=MoverId(number)), owner))
+        for number in range(fleet.MAX_MOVERS_OF_WORKER)
+    ]
+    await asyncio.sleep(0)
+    late = replace(CONFIG, mover=MoverId(50))
+    with pytest.raises(LimitExceeded):
+        await movers.start(late, owner)
+    starting[0].cancel()
+    await asyncio.wait(starting[:1])
+    go_on.set()
+    for task in starting[1:]:
+        with pytest.raises(MoverStartFailed):
+            await task
+    with pytest.raises(MoverStartFailed):
+        await movers.start(late, owner)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningDaemon]:
+    with daemon() as started:
+        yield started
+
+
+def test_a_worker_that_registers_rank_after_rank_has_no_more_movers_than_its_share(
+    running: RunningDaemon,
+) -> None:
+    honest = RawEngine(running.socket)
+    greedy = RawWorker(running.socket)
+    said: list[str] = []
+
+    def register(number: int) -> str:
+        request = greedy.request(identity=identity(f"greedy {number}"))
+        try:
+            greedy.call(greedy.worker.RegisterRank, request)
+        except grpc.RpcError as error:
+            return refusal_of(error)
+        return ""
+
+    def refusal_of(error: Exception) -> str:
+        def again() -> None:
+            raise error
+
+        return refusal(again)[1]
+
+    with ThreadPoolExecutor(10) as threads:  # at once, so that most are still starting
+        said = list(threads.map(register, range(10)))
+    assert said.count("") == fleet.MAX_MOVERS_OF_WORKER
+    assert set(said) == {"", "LIMIT_EXCEEDED"}
+    assert len(running.movers()) == fleet.MAX_MOVERS_OF_WORKER + 1
+    assert honest.store({1: block(1)}).blocks == 1
+    other = RawWorker(running.socket)
+    other.register(identity=identity("other"))
+    greedy.close()
+    wait_until(lambda: len(running.movers()) == 2, "the greedy worker's movers to end")
+    for each in (other, honest):
+        each.close()
