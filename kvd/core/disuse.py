@@ -183,12 +183,9 @@ def forget(state: State, namespace: Namespace, actions: list[Action]) -> None:
     number = namespace.namespace
     for owner in namespace.classes:
         for row in list(owner.rows.values()):
-            retire_row(state, row, None, actions)
+            retire_row(state, row, actions)
+        state.claims.drop(owner)
         del state.classes[number, owner.group]
-        state.waiting.pop(owner, None)
-    for row in state.retiring.values():
-        if row.wanted_by is not None and row.wanted_by.namespace == number:
-            row.wanted_by = None
     for scope_id in namespace.scopes:
         scope = state.scopes.pop(scope_id)
         del state.scope_ids[number, scope.epoch, scope.account, scope.group]
@@ -212,7 +209,7 @@ def _take_back(state: State, namespace: Namespace, actions: list[Action]) -> Non
                 return
             slots += row.slots
             _give_up(state, owner, _ready_in(state, row), actions)
-            retire_row(state, row, None, actions)
+            retire_row(state, row, actions)
     undead = [row for owner in namespace.classes for row in owner.rows.values() if row.undead]
     for row in undead:  # such a row stays; the next incarnation of the pool takes it back
         _give_up(state, row.size_class, _ready_in(state, row), actions)

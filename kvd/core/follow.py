@@ -57,7 +57,7 @@ def _take_over(
     if len(absent):
         reason = "" if store.can_store(state, session) else RANKS_MISSING
         needs = [(offer.size_class, len(absent))]
-        reason = reason or make_room(state, needs, now_ns, actions)
+        reason = reason or make_room(state, needs, actions)
         if reason:
             transfer.fail_job(job, reason)
             return 0

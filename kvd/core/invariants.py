@@ -60,6 +60,11 @@ def _check_extents(state: State) -> None:
     for number, row in state.rows.items():
         assert row.row == number == row.extents[0], "a row is filed under another number"
         assert row.size_class.rows.get(number) is row, "a row's class doesn't know it"
+    lost = [row for owner in state.classes.values() for row in owner.emptying.values()]
+    assert {row.row for row in lost} == state.emptying.keys(), "rows that are being emptied"
+    for row in state.emptying.values():
+        assert state.rows[row.row] is row, "a row that is gone is being emptied"
+        assert row.emptying, "a row that is being emptied doesn't know it"
     for row in state.retiring.values():
         assert row.row not in row.size_class.rows, "a class still owns a row taken from it"
         assert row.zeroing or row.mapped_by, "a row waits for nobody"
@@ -88,7 +93,9 @@ def _check_slots(state: State, owner: SizeClass) -> None:
     assert owner.capacity == sum(row.slots for row in owner.rows.values()), "capacity is wrong"
     total = len(free) + len(reserved) + len(ready) + len(quarantined)
     assert total == owner.capacity, f"{total} slots have a state, {owner.capacity} exist"
-    assert np.array_equal(np.sort(owner.free.all()), free), "the free slots aren't those free"
+    given_out = np.sort(owner.free.all())
+    expected = _given_out(owner, free)
+    assert np.array_equal(given_out, expected), "the free slots aren't those free"
     assert owner.reserved == len(reserved), "count of reserved slots"
     assert owner.ready == len(ready), "count of ready slots"
     assert owner.quarantined == len(quarantined), "count of quarantined slots"
@@ -98,6 +105,13 @@ def _check_slots(state: State, owner: SizeClass) -> None:
     assert bool((pins[quarantined] > 0).all()), "a quarantined slot waits for nobody"
     assert bool((pins[reserved] > 0).all()), "a reserved slot is copied by nobody"
     assert not state.slots.leases[free].any(), "a claim on a free slot"
+
+
+def _given_out(owner: SizeClass, free: Slots) -> Slots:
+    """Free slots without those of rows that the class loses."""
+    for row in owner.emptying.values():
+        free = free[(free < row.first_slot) | (free >= row.first_slot + row.slots)]
+    return free
 
 
 def _check_absent(state: State) -> None:
@@ -142,6 +156,7 @@ def _check_pins(state: State) -> None:
             pins[part.pinned] += 1
     for row in state.rows.values():
         pins[row.withheld] += 1
+        pins[row.copied_into] += 1
     assert np.array_equal(pins, state.slots.pins), "pins are not claims + transfers"
 
 
@@ -354,7 +369,6 @@ def _check_disuse(state: State) -> None:
     assert len(state.by_fingerprint) == len(state.namespaces), "a forgotten fingerprint"
     assert sum(len(n.classes) for n in state.namespaces.values()) == len(state.classes)
     assert disuse.epochs.keys() == own - epochs, "own epochs that nobody is in"
-    for row in state.retiring.values():
-        wanting = row.wanted_by
-        known = wanting is None or state.classes.get((wanting.namespace, wanting.group)) is wanting
-        assert known, "a row for a namespace that is forgotten"
+    for claim in state.claims:
+        known = state.classes.get(claim.owner.name) is claim.owner
+        assert known, "a row is claimed for a namespace that is forgotten"

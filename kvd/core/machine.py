@@ -53,10 +53,14 @@ class Machine:
 
     def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
         """Apply one event. A KvdError means that nothing was changed."""
+        state = self.state
+        state.now_ns = now_ns
         actions = self._apply(event, now_ns)
-        if self.state.released:
-            for each in follow.go_on(self.state, now_ns, actions):
-                session.forget_session(self.state, each, now_ns, actions)
+        if state.released:
+            for each in follow.go_on(state, now_ns, actions):
+                session.forget_session(state, each, now_ns, actions)
+        if state.claims or state.emptying:
+            reclaim.serve(state, actions)
         return actions
 
     def room(self, namespace: NamespaceId) -> tuple[int, ...]:

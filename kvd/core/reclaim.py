@@ -1,51 +1,42 @@
 """Rows taken back from one size class for another.
 
-A row is taken back only when no slot of it is pinned, reserved or quarantined: its blocks are
-evicted, every mover unmaps it, it is zeroed, then its extents are free for any class.
+Who takes is said by `claims`; here is from whom. A row is taken back only when no slot of it is
+pinned, reserved or quarantined: its blocks are evicted, every mover unmaps it, it is zeroed, then
+its extents are for the claims that wait, and without any, for all.
+
+Where a needy claim finds every row in use, one of them is *emptied* first: its free slots are given
+out no more, what is readable leaves the index, copies under way end. Rows with leased or handed-off
+blocks aren't: their wait has other bounds.
+
+A search looks at some rows in one event and goes on with the next ones in the next, so that it
+costs the same in a pool of any size. In one of up to ROWS_LOOKED_AT rows it finds the best.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kvd.core import claims
 from kvd.core.actions import Action, ReleaseRow, Reply, UnmapRow, ZeroRow
-from kvd.core.block import SlotState, coarse_stamp
+from kvd.core.block import SlotState
+from kvd.core.claims import Claim
 from kvd.core.events import RowRefused
-from kvd.core.keys import MoverId, RowId
-from kvd.core.residency import forget_ready
+from kvd.core.keys import MoverId, RowId, Slots
+from kvd.core.residency import forget_ready, pin, quarantine_ready, unpin
 from kvd.core.rows import RECLAIM_INTERVAL_NS, Row, SizeClass, grant_row, grantable_extents
 
 if TYPE_CHECKING:
     from kvd.core.state import State
 
-COLDEST_LOOKED_AT = 1024  # blocks of a class whose rows are weighed against each other
-
-
-def seek_row(
-    state: State, storing: list[SizeClass], owner: SizeClass, at: tuple[int, list[Action]]
-) -> None:
-    """Begin to take back a row of a class whose blocks are colder than this one's coldest.
-
-    Asked for when the class needs slots and no extent is free. Takes one row at a time: an
-    empty one first, whoever owns it, else the coldest unpinned row of the coldest class.
-    `storing` are the classes whose free slots the event in hand counts on; `at` = (now, actions).
-    """
-    now_ns, actions = at
-    if now_ns - owner.searched_ns < RECLAIM_INTERVAL_NS:
-        return
-    if any(row.wanted_by is owner for row in state.retiring.values()):
-        return
-    owner.searched_ns = now_ns
-    others = [c for c in state.classes.values() if c not in storing and c.rows]
-    found = next((r for c in others for r in _empty_rows(state, c)), None)
-    if found is None:
-        limit = coarse_stamp(now_ns) if not owner.rows else coldest_stamp(state, owner)
-        found = _coldest_row(state, others, None if not owner.rows else limit)
-    if found is not None:
-        state.waiting[owner] = None
-        retire_row(state, found, owner, actions)
+ROWS_LOOKED_AT = 256  # in one event
+ROWS_WEIGHED = 32  # of those: their slots are read
+SLOTS_WEIGHED = 1 << 18  # ... and so many slots
+MAX_EMPTYING = 8  # rows
+STUCK_NS = 2_000_000_000  # a row that movers don't unmap so long is not waited for
 
 
 def coldest_stamp(state: State, owner: SizeClass) -> np.uint32 | None:
@@ -60,52 +51,224 @@ def may_retire(state: State, row: Row) -> bool:
     return not row.undead and not busy.any() and not state.slots.pins[row.span].any()
 
 
-def _empty_rows(state: State, owner: SizeClass) -> list[Row]:
-    if len(owner.free) < owner.slots_per_row:
-        return []
-    extents = owner.free.all() // state.slots_per_extent
-    free = np.bincount(extents, minlength=state.config.extents)
-    whole = np.flatnonzero(free == owner.slots_per_row).tolist()
-    return [owner.rows[RowId(number)] for number in whole if not owner.rows[RowId(number)].undead]
+# -- for those who wait ---------------------------------------------------------------------------
 
 
-def _coldest_row(state: State, owners: list[SizeClass], limit: np.uint32 | None) -> Row | None:
-    """The unpinned row with the oldest blocks on average, older than `limit` where given.
+def serve(state: State, actions: list[Action]) -> None:
+    """Called after every event while somebody waits: give what is there, seek what is not.
 
-    Of each class those rows are looked at that hold its coldest blocks; all only where none of
-    those can be taken.
+    Does a bounded amount of work, and goes on after the next event.
     """
-    best: Row | None = None
-    best_stamp = float("inf") if limit is None else float(limit)
-    for owner in owners:
-        coldest = coldest_stamp(state, owner)
-        if coldest is None or float(coldest) >= best_stamp:
+    for row in list(state.emptying.values()):
+        _go_on_emptying(state, row, actions)
+    claims.drop_stale(state)
+    for claim in state.claims.first():
+        while claim.rows and grantable_extents(state) >= claim.owner.shards:
+            grant_row(state, claim.owner, actions)
+            claim.rows -= 1
+        if claim.rows:
+            break  # what is there is kept for it
+        state.claims.drop(claim.owner)
+    _seek(state, actions)
+
+
+def _seek(state: State, actions: list[Action]) -> None:
+    """Begin to take back rows for the claims that what is free and on its way doesn't cover."""
+    supply = len(state.free_extents) + _on_their_way(state)
+    for claim in state.claims.first():
+        supply -= claim.rows * claim.owner.shards
+        if supply >= 0 or state.now_ns < claim.search_ns:
             continue
-        rows = [row for row in _rows_of_coldest(state, owner) if may_retire(state, row)]
-        for row in rows or [row for row in owner.rows.values() if may_retire(state, row)]:
-            ready = state.slots.state[row.span] == SlotState.READY
-            stamp = float(state.slots.stamps[row.span][ready].mean()) if ready.any() else 0.0
-            if stamp < best_stamp:
-                best, best_stamp = row, stamp
-    return best
+        row = _search(state, claim)
+        if row is not None:
+            claim.looked, claim.second_best = 0, None
+            if may_retire(state, row):
+                retire_row(state, row, actions)
+            else:
+                _empty_row(state, row, actions)
+        elif claim.looked == 0 and claim.owner.name in state.claims.growing:
+            state.claims.drop(claim.owner)  # nothing is colder than what it has
+        return  # one search an event
 
 
-def _rows_of_coldest(state: State, owner: SizeClass) -> list[Row]:
-    extents = np.unique(owner.policy.coldest(COLDEST_LOOKED_AT) // state.slots_per_extent)
-    return [owner.rows[RowId(number)] for number in extents.tolist()]
+def _on_their_way(state: State) -> int:
+    """Extents of rows that will be free soon."""
+    now_ns = state.now_ns
+    retiring = (row for row in state.retiring.values() if now_ns - row.retired_ns < STUCK_NS)
+    return sum(len(row.extents) for row in (*retiring, *state.emptying.values()))
 
 
-def retire_row(state: State, row: Row, wanted_by: SizeClass | None, actions: list[Action]) -> None:
+class _Weight(NamedTuple):
+    """How well a row can be spared; the least is taken."""
+
+    crowding: bool  # its class has no more than its right
+    busy: bool  # it would have to be emptied
+    filled: bool
+    stamp: float  # mean of its blocks
+
+
+def _search(state: State, claim: Claim) -> Row | None:
+    """The best row for the claim among the next ones of the pool; None: none, or not yet.
+
+    After a whole round without a row that can be taken at once, the best of the others.
+    """
+    limit = _limit(state, claim)
+    stuck = _stuck_classes(state)
+    best: tuple[_Weight, Row] | None = None
+    weighed = slots = 0
+    for row in _next_rows(state):
+        claim.looked += 1
+        if not _is_spare(state, claim, row) or row.size_class.name in stuck:
+            continue
+        weight = _weigh(state, claim, row)
+        if weight is not None and weight.stamp < limit and (best is None or weight < best[0]):
+            best = weight, row
+        weighed, slots = weighed + 1, slots + row.slots
+        if weighed >= ROWS_WEIGHED or slots >= SLOTS_WEIGHED:
+            break
+    if best is not None and not best[0].crowding and not best[0].busy:
+        return best[1]
+    _keep_second_best(state, claim, best)
+    if claim.looked < len(state.rows):
+        return None
+    second = state.rows.get(claim.second_best) if claim.second_best is not None else None
+    claim.looked, claim.second_best = 0, None
+    claim.search_ns = state.now_ns + RECLAIM_INTERVAL_NS
+    if second is not None and _is_spare(state, claim, second):
+        return second if _weigh(state, claim, second) is not None else None
+    return None
+
+
+def _next_rows(state: State) -> Iterator[Row]:
+    """Rows in turn, those granted longest ago first; each that is yielded goes to the end."""
+    for number in list(islice(state.rows, ROWS_LOOKED_AT)):
+        state.rows.move_to_end(number)
+        yield state.rows[number]
+
+
+def _stuck_classes(state: State) -> set[claims.ClassName]:
+    """Classes whose movers don't unmap rows: another row of theirs wouldn't come either."""
+    late = (r for r in state.retiring.values() if state.now_ns - r.retired_ns >= STUCK_NS)
+    return {row.size_class.name for row in late}
+
+
+def _limit(state: State, claim: Claim) -> float:
+    """Blocks that may go for the claim are older than this."""
+    if claim.owner.name in state.claims.needy:
+        return float("inf")
+    coldest = coldest_stamp(state, claim.owner)
+    return -1.0 if coldest is None else float(coldest)
+
+
+def _is_spare(state: State, claim: Claim, row: Row) -> bool:
+    """Whether the claim may be served with this row, as far as rights go."""
+    owner = row.size_class
+    if owner is claim.owner or row.undead or row.emptying:
+        return False
+    safe = state.now_ns - row.granted_ns < claims.SAFE_NS
+    beyond_right = owner.lasting_rows > claims.kept_rows(state, owner)
+    if claim.owner.name in state.claims.growing:
+        return beyond_right and not safe
+    return beyond_right or (claims.is_crowded(state) and not safe)
+
+
+def _weigh(state: State, claim: Claim, row: Row) -> _Weight | None:
+    """None where the row can't be had, or not for this claim."""
+    owner = row.size_class
+    states = state.slots.state[row.span]
+    busy = not may_retire(state, row)
+    if busy:
+        leased = bool(state.slots.leases[row.span].any())
+        needy = claim.owner.name in state.claims.needy
+        if leased or not needy or len(state.emptying) >= MAX_EMPTYING:
+            return None
+    ready = states == SlotState.READY
+    filled = bool(ready.any())
+    stamp = float(state.slots.stamps[row.span][ready].mean()) if filled else 0.0
+    crowding = owner.lasting_rows <= claims.kept_rows(state, owner)
+    return _Weight(crowding, busy, filled or busy, stamp)
+
+
+def _keep_second_best(state: State, claim: Claim, best: tuple[_Weight, Row] | None) -> None:
+    """Of what this search found and what an earlier one of the same round did."""
+    if best is None:
+        return
+    before = state.rows.get(claim.second_best) if claim.second_best is not None else None
+    weight = None
+    if before is not None and _is_spare(state, claim, before):
+        weight = _weigh(state, claim, before)
+    if weight is None or best[0] < weight:
+        claim.second_best = best[1].row
+
+
+# -- one row's way back ---------------------------------------------------------------------------
+
+
+def _empty_row(state: State, row: Row, actions: list[Action]) -> None:
+    """Give no slot of it out any more, and make what is in it go as its copies end.
+
+    Slots that are being copied into get a pin, so that nobody takes them for evictable the
+    moment that they are READY.
+    """
+    owner = row.size_class
+    owner.free.drop(row.first_slot, row.slots)
+    owner.emptying[row.row] = state.emptying[row.row] = row
+    row.emptying = True
+    states = state.slots.state[row.span]
+    row.copied_into = row.first_slot + np.flatnonzero(states == SlotState.RESERVED)
+    pin(state, owner, row.copied_into)
+    _give_up(state, owner, row.first_slot + np.flatnonzero(states == SlotState.READY), actions)
+    _go_on_emptying(state, row, actions)
+
+
+def _go_on_emptying(state: State, row: Row, actions: list[Action]) -> None:
+    """Take it back once it is empty; leave it alone where somebody claimed a block of it."""
+    owner = row.size_class
+    if state.slots.leases[row.span].any():
+        _stop_emptying(state, row)
+        return
+    ended = state.slots.state[row.copied_into] != SlotState.RESERVED
+    if ended.any():
+        slots = row.copied_into[ended]
+        row.copied_into = row.copied_into[~ended]
+        unpin(state, owner, slots)
+        _give_up(state, owner, slots[state.slots.state[slots] == SlotState.READY], actions)
+    if may_retire(state, row):
+        retire_row(state, row, actions)
+
+
+def _stop_emptying(state: State, row: Row) -> None:
+    owner = row.size_class
+    row.emptying = False
+    del owner.emptying[row.row], state.emptying[row.row]
+    unpin(state, owner, row.copied_into)
+    row.copied_into = row.copied_into[:0]
+    free = np.flatnonzero(state.slots.state[row.span] == SlotState.FREE)
+    owner.free.drop(row.first_slot, row.slots)
+    owner.free.put(row.first_slot + free)
+
+
+def _give_up(state: State, owner: SizeClass, ready: Slots, actions: list[Action]) -> None:
+    """Unclaimed READY blocks leave; those that are being loaded keep their bytes till then."""
+    if not len(ready):
+        return
+    owner.policy.remove(ready)
+    state.counters.evicted += len(ready)
+    pinned = state.slots.pins[ready] > 0
+    if not pinned.all():
+        forget_ready(state, owner, ready[~pinned], actions)
+    if pinned.any():
+        quarantine_ready(state, owner, ready[pinned], actions)
+
+
+def retire_row(state: State, row: Row, actions: list[Action]) -> None:
     """Evict what the row holds, take its slots away, and have every mover unmap it."""
     owner = row.size_class
     states = state.slots.state[row.span]
     ready = row.first_slot + np.flatnonzero(states == SlotState.READY)
-    if len(ready):
-        owner.policy.remove(ready)
-        state.counters.evicted += len(ready)
-        forget_ready(state, owner, ready, actions)
+    _give_up(state, owner, ready, actions)
     _leave_class(state, row)
-    row.wanted_by = wanted_by
+    row.retired_ns = state.now_ns
     row.mapped_by = set(state.movers_of(owner.namespace))
     state.retiring[row.row] = row
     state.counters.rows_taken_back += 1
@@ -116,8 +279,13 @@ def retire_row(state: State, row: Row, wanted_by: SizeClass | None, actions: lis
 def _leave_class(state: State, row: Row) -> None:
     """The row's slots, all FREE, exist no more."""
     owner = row.size_class
-    slots = owner.free.drop(row.first_slot, row.slots)
-    assert len(slots) == row.slots, "a row is taken back with a slot in use"
+    slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
+    if row.emptying:
+        row.emptying = False
+        del owner.emptying[row.row], state.emptying[row.row]
+    else:
+        dropped = owner.free.drop(row.first_slot, row.slots)
+        assert len(dropped) == row.slots, "a row is taken back with a slot in use"
     state.slots.move(slots, SlotState.FREE, SlotState.ABSENT)
     owner.count(capacity=-row.slots)
     del owner.rows[row.row]
@@ -138,7 +306,7 @@ def _zero_when_unmapped(row: Row, actions: list[Action]) -> None:
 
 
 def row_zeroed(state: State, row_id: RowId, actions: list[Action]) -> None:
-    """The extents are free; the class that waited for them gets a row at once."""
+    """The extents are free; `serve` gives them to those who wait."""
     row = state.retiring.get(row_id)
     if row is None or not row.zeroing:
         return
@@ -146,9 +314,6 @@ def row_zeroed(state: State, row_id: RowId, actions: list[Action]) -> None:
     actions.append(ReleaseRow(row_id))
     for extent in row.extents:
         state.free_extents.put(extent)
-    wanting = row.wanted_by
-    if wanting is not None and grantable_extents(state) >= wanting.shards:
-        grant_row(state, wanting, actions)
 
 
 def row_refused(state: State, event: RowRefused) -> list[Action]:

@@ -94,7 +94,7 @@ def forget_ready(
     state.slots.move(slots, SlotState.READY, SlotState.FREE)
     owner.count(ready=-len(slots), evictable=-len(slots))
     owner.tenant.used_bytes -= len(slots) * owner.block_bytes
-    owner.free.put(slots)
+    owner.put_free(slots)
 
 
 def quarantine_ready(
@@ -160,7 +160,7 @@ def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:
     state.slots.move(slots, SlotState.QUARANTINED, SlotState.FREE)
     owner.count(quarantined=-len(slots))
     owner.tenant.used_bytes -= len(slots) * owner.block_bytes
-    owner.free.put(slots)
+    owner.put_free(slots)
 
 
 def _leave_index(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from kvd.core import residency
+from kvd.core import claims, residency
 from kvd.core.actions import Action
 from kvd.core.errors import NO_ROOM, QUOTA
 from kvd.core.keys import NamespaceId
 from kvd.core.quota import Tenant
-from kvd.core.reclaim import coldest_stamp, seek_row
-from kvd.core.rows import SizeClass, grant_row, grantable_extents
+from kvd.core.reclaim import coldest_stamp
+from kvd.core.rows import SizeClass, grant_row, unclaimed_extents
 from kvd.core.state import State
 
 CLASSES_WEIGHED = 128  # of a tenant, against each other, in one event
@@ -20,11 +20,11 @@ CLASSES_WEIGHED = 128  # of a tenant, against each other, in one event
 Needs = list[tuple[SizeClass, int]]
 
 
-def make_room(state: State, needs: Needs, now_ns: int, actions: list[Action]) -> str:
+def make_room(state: State, needs: Needs, actions: list[Action]) -> str:
     """Free as many slots as each class needs, within the tenant's quota.
 
     The answer is "" or the reason why there is no room; then nothing was evicted or granted,
-    though a row of another class may be on its way here.
+    though a claim for a row may have been made.
     """
     if not needs:
         return ""
@@ -32,11 +32,12 @@ def make_room(state: State, needs: Needs, now_ns: int, actions: list[Action]) ->
     victims = _for_quota(state, needs, evictions)
     if victims is None:
         return QUOTA
-    extents = grantable_extents(state)
+    extents = unclaimed_extents(state)
     rows: list[tuple[SizeClass, int]] = []
-    short: list[SizeClass] = []
+    short: list[tuple[SizeClass, int, int]] = []
     possible = True
     for owner, need in needs:
+        owner.stored_ns = state.now_ns
         missing = need - len(owner.free) - evictions.get(id(owner), 0)
         if missing <= 0:
             continue
@@ -45,14 +46,14 @@ def make_room(state: State, needs: Needs, now_ns: int, actions: list[Action]) ->
         rows.append((owner, granted))
         missing -= granted * owner.slots_per_row
         if missing > 0:
-            short.append(owner)
+            short.append((owner, need, missing))
             evictions[id(owner)] = evictions.get(id(owner), 0) + missing
             victims.append(owner)
             possible = possible and evictions[id(owner)] <= owner.evictable
     if possible:
         _commit(state, victims, evictions, rows, actions)
-    for owner in short:
-        seek_row(state, [storing for storing, _ in needs], owner, (now_ns, actions))
+    for owner, need, missing in short:
+        claims.ask(state, owner, need, missing)
     return "" if possible else NO_ROOM
 
 
@@ -141,7 +142,7 @@ def storable(state: State, namespace: NamespaceId) -> tuple[int, ...]:
 
 
 def _storable(state: State, owner: SizeClass) -> int:
-    rows = grantable_extents(state) // owner.shards
+    rows = unclaimed_extents(state) // owner.shards
     blocks = len(owner.free) + rows * owner.slots_per_row + owner.evictable
     if not blocks and (state.tally.evictable or state.tally.free):
         blocks = 1  # an offer is what makes the core take a row from another class

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 MIN_SLOT_BYTES = 4096  # smaller parts leave their extent partly unused
 MAX_SPARE_ROWS_AT_ONCE = 8  # granted in one event
 RECLAIM_INTERVAL_NS = 50_000_000  # a class looks for another's row at most this often
+LONG_AGO_NS = -(1 << 62)  # before all that counts
 FIRST_PAUSE_TICKS = 4  # a second
 LONGEST_PAUSE_TICKS = 256
 SPARE_SHARE = 8  # at most 1/8 of the pool is granted ahead of need
@@ -78,9 +79,12 @@ class Row:
     slots: int
     undead: bool = False  # a mover of an earlier incarnation may still write to it
     withheld: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ... here
+    granted_ns: int = LONG_AGO_NS
+    emptying: bool = False  # to be taken back once no slot of it is in use
+    copied_into: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ... here
+    retired_ns: int = 0
     mapped_by: set[MoverId] = field(default_factory=set)  # while retiring: yet to unmap
     zeroing: bool = False
-    wanted_by: SizeClass | None = None
 
     @property
     def span(self) -> slice:
@@ -120,6 +124,10 @@ class SizeClass:
     quarantined: int = 0
     evictable: int = 0
     searched_ns: int = -RECLAIM_INTERVAL_NS
+    stored_ns: int = LONG_AGO_NS  # when it last wanted room
+    needed_rows: int = 0  # the most that it lately wanted to fill at once, when all were taken
+    needed_ns: int = LONG_AGO_NS
+    emptying: dict[RowId, Row] = field(default_factory=dict)  # of its rows, those it loses
 
     block_bytes: int = field(init=False)
     shards: int = field(init=False)
@@ -165,6 +173,22 @@ class SizeClass:
             del self.tenant.evictable[self]
 
     @property
+    def name(self) -> tuple[NamespaceId, int]:
+        """What it is filed under."""
+        return self.namespace, self.group
+
+    @property
+    def lasting_rows(self) -> int:
+        """Rows that it has and doesn't lose yet."""
+        return len(self.rows) - len(self.emptying)
+
+    def put_free(self, slots: Slots) -> None:
+        """Slots that became FREE may be given out, but for those of rows that it loses."""
+        for row in self.emptying.values():
+            slots = slots[(slots < row.first_slot) | (slots >= row.first_slot + row.slots)]
+        self.free.put(slots)
+
+    @property
     def reach(self) -> int:
         """Slots that the class may have in use: those it owns, or fewer by the tenant's quota."""
         if not self.tenant.quota_bytes:
@@ -195,6 +219,11 @@ def grantable_extents(state: State) -> int:
     return 0 if state.grant_pause.ticks_left else len(state.free_extents)
 
 
+def unclaimed_extents(state: State) -> int:
+    """Of those, the ones that nobody waits for."""
+    return 0 if state.claims else grantable_extents(state)
+
+
 def slots_per_row(spec: GroupSpec, extent_bytes: int) -> int:
     """Slots that one row gives, 0 where a part is larger than an extent."""
     fitting = min(extent_bytes // part for part in spec.part_bytes)
@@ -216,11 +245,11 @@ def grant_row(state: State, owner: SizeClass, actions: list[Action]) -> None:
         extents,
         extents[0] * state.slots_per_extent,
         owner.slots_per_row,
+        granted_ns=state.now_ns,
     )
     add_row(state, row)
     slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
     owner.free.put(slots)
-    state.waiting.pop(owner, None)
     state.counters.rows_granted += 1
     actions.append(row.grant())
 
@@ -265,10 +294,7 @@ def _spare_slots(state: State, owner: SizeClass) -> int:
 
 
 def _may_have_spare(state: State, owner: SizeClass) -> bool:
-    if grantable_extents(state) < owner.shards:
-        return False
-    idle = state.disuse.namespaces
-    if any(c is not owner and c.namespace not in idle for c in state.waiting):
+    if unclaimed_extents(state) < owner.shards:
         return False
     return not state.free_extents.lie_apart or any(
         s.usable() for s in state.sessions.values() if s.namespace == owner.namespace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import disuse, lease, spaces, transfer, waits
+from kvd.core import claims, disuse, lease, spaces, transfer, waits
 from kvd.core.actions import Action, KillMover, Reply, SessionAccepted
 from kvd.core.errors import (
     MOVER_GONE,
@@ -53,6 +53,7 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
     session.renewed_ns = now_ns
     state.sessions[event.session] = session
     disuse.enter(state, session, actions, own=event.own_epoch)
+    claims.count_live(state)
     epoch = spaces.open_epoch(state, session, actions)
     grant_spare(state, namespace.classes, actions)
     actions.append(Reply(event.token, SessionAccepted(namespace.namespace, epoch)))
@@ -91,6 +92,7 @@ def forget_session(state: State, session: Session, now_ns: int, actions: list[Ac
     """Drop a closed session once no job and no mover of it is left."""
     if session.closed and not session.jobs and not session.movers:
         del state.sessions[session.session]
+        claims.count_live(state)
         disuse.leave(state, session, now_ns, actions)
 
 

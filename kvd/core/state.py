@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from kvd.core.admission import ReuseFilter
 from kvd.core.block import SlotTable
+from kvd.core.claims import Claims
 from kvd.core.errors import UnknownNamespace, UnknownSession
 from kvd.core.extents import FreeExtents
 from kvd.core.index import Index
@@ -222,12 +223,16 @@ class State:
         self.index = Index(self.slots)
         self.admission = ReuseFilter(config.store_threshold, config.tracker_blocks)
         self.free_extents = FreeExtents(config.extents, config.extent_nodes)
-        self.rows: dict[RowId, Row] = {}
+        # Those that a search for one to take back looks at next come first.
+        self.rows: OrderedDict[RowId, Row] = OrderedDict()
+        self.emptying: dict[RowId, Row] = {}  # of those, to be taken back when empty
         self.retiring: dict[RowId, Row] = {}
         self.grant_pause = GrantPause()
-        self.waiting: dict[SizeClass, None] = {}  # for extents of rows that are taken back
         self.spare_turns: deque[SizeClass] = deque()  # to be looked at by the next ticks
         self.tally = Tally()
+        self.claims = Claims()
+        self.live_classes = 0  # of namespaces with a session
+        self.live_shards = 0  # of all of those
         self.tenants: dict[TenantId, Tenant] = {}
         self.namespaces: dict[NamespaceId, Namespace] = {}
         self.by_fingerprint: dict[str, Namespace] = {}
@@ -247,6 +252,7 @@ class State:
         self.disuse = Disuse()
         self.counters = Counters()
         self.draining = False
+        self.now_ns = 0  # of the event in hand
         self.scopes_sought_at = -SCOPES_FORGOTTEN_AT_LEAST  # blocks gone when last sought
         self.next_namespace = 1
         self.next_scope = 1

@@ -136,7 +136,7 @@ def _admit(
     kept = [_kept(state, session, job, account, plan) for plan in plans]
     for plan, slots in zip(plans, kept, strict=True):
         residency.pin(state, plan.offer.size_class, slots)
-    reason = make_room(state, needs, now_ns, actions)
+    reason = make_room(state, needs, actions)
     for plan, slots in zip(plans, kept, strict=True):
         residency.unpin(state, plan.offer.size_class, slots)
     for plan in plans:

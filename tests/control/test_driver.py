@@ -196,7 +196,7 @@ async def test_row_that_could_not_be_zeroed_is_zeroed_later(
     open_session(driver)
     owner = next(iter(state.classes.values()))
     rows.grant_row(state, owner, orders)
-    reclaim.retire_row(state, next(iter(owner.rows.values())), None, orders)
+    reclaim.retire_row(state, next(iter(owner.rows.values())), orders)
     for order in orders:
         driver._carry_out(order)
     await asyncio.wait_for(released.wait(), 10)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import reclaim, rows
+from kvd.core import rows
 from kvd.core.errors import InvalidArgument, UnknownNamespace
 from kvd.core.events import LeaseMode
 from kvd.core.keys import JobId, MoverId, NamespaceId, RequestId, SessionId
@@ -230,16 +231,49 @@ def test_dead_mover_counts_as_unmapped() -> None:
     assert only(bench.gone(100), act.ZeroRow)
 
 
-def test_row_with_a_pinned_block_is_not_taken() -> None:
-    bench = small(extents=1)
+def test_row_with_a_leased_block_is_not_taken() -> None:
+    bench = small(extents=1, lease_share=1.0)
     bench.open(1, spec("a"))
     bench.open(2, spec("b"))
     bench.stored(range(16), 1)
-    loading = bench.load([3], 1)
+    bench.now_ns += 3 * SECOND
+    bench.lookup([3], 1, lease=LeaseMode.PREFIX)
     assert not only(bench.store([1], 2), act.UnmapRow)
-    bench.finish(loading)
-    bench.now_ns += SECOND
-    assert only(bench.store([1], 2), act.UnmapRow)
+    bench.feed(ev.RequestsEnded(SessionId(1), (RequestId("r"),)))
+    assert only(bench.tick(100 * MS), act.UnmapRow)
+
+
+def test_row_in_use_is_emptied_for_a_class_that_has_none() -> None:
+    bench = small(extents=1)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(12), 1)
+    loading, storing = bench.load([3], 1), bench.store([12], 1)
+    bench.now_ns += 3 * SECOND
+    asked = bench.store([1], 2)
+    (removed,) = [r for r in only(asked, act.AnnounceRemoved) if len(r.keys) > 1]
+    assert 12 not in numbers_of(removed.keys)
+    assert verdict(bench.store([13], 1)).reason == "NO_ROOM", "it gives no slot out any more"
+    assert not only(bench.finish(loading), act.UnmapRow)
+    done = bench.finish(storing)
+    assert [e.status for e in only(done, act.EndJob)] == [ev.JobStatus.DONE]
+    assert only(bench.unmap(done), act.GrantRow)[0].namespace == 2
+    assert verdict(bench.store([1], 2)).accepted
+
+
+def test_row_whose_block_is_claimed_while_it_is_emptied_stays() -> None:
+    bench = small(extents=1)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    storing = bench.store(range(4), 1)
+    bench.now_ns += 3 * SECOND
+    bench.store([1], 2)
+    assert bench.machine.state.emptying
+    bench.feed(ev.HandOffRequested(SessionId(1), context(), 0, keys(2), SECOND))
+    assert not bench.machine.state.emptying
+    bench.finish(storing)
+    assert bench.statuses(range(4), 1) == "HHHH"
+    bench.stored(range(20, 32), 1)
 
 
 def test_empty_row_is_taken_before_one_with_blocks() -> None:
@@ -252,16 +286,45 @@ def test_empty_row_is_taken_before_one_with_blocks() -> None:
 
 
 def test_class_with_colder_blocks_of_its_own_takes_no_row() -> None:
-    bench = small(extents=2)
+    bench = small(extents=4)
     bench.open(1, spec("a"))
     bench.open(2, spec("b"))
-    bench.stored(range(16), 1)
+    bench.stored(range(32), 1)
     bench.now_ns += SECOND
-    bench.stored(range(16), 2)
+    bench.stored(range(32), 2)
     bench.now_ns += SECOND
     assert not only(bench.store([100], 1), act.UnmapRow), "its own are the oldest"
     bench.finish()
     assert only(bench.store([100], 2), act.UnmapRow)
+
+
+def test_row_just_granted_is_not_taken_for_one_who_grows() -> None:
+    bench = small(extents=4)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(32), 1)
+    bench.now_ns += SECOND
+    bench.stored(range(32), 2)
+    assert not only(bench.store([100], 2), act.UnmapRow)
+    bench.now_ns += SECOND
+    assert only(bench.store([101], 2), act.UnmapRow)
+
+
+def test_class_that_stores_keeps_one_row_however_cold_it_is() -> None:
+    bench = small(extents=4)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(16), 1)
+    bench.stored(range(48), 2)
+    for _ in range(20):
+        bench.now_ns += SECOND
+        assert not only(bench.store([next_key()], 2), act.UnmapRow)
+        bench.finish()
+    assert bench.statuses(range(16), 1) == "H" * 16
+
+
+def next_key(keys: itertools.count[int] = itertools.count(1000)) -> int:  # noqa: B008 - goes on
+    return next(keys)
 
 
 def test_one_row_at_a_time_is_taken_for_a_class() -> None:
@@ -377,11 +440,8 @@ def test_class_that_waits_for_extents_holds_nobody_up_once_its_engine_is_gone() 
     assert only(bench.tick(), act.GrantRow)
 
 
-def test_row_is_found_though_the_coldest_blocks_are_all_pinned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(reclaim, "COLDEST_LOOKED_AT", 8)
-    bench = small(extents=2)
+def test_row_is_found_though_the_coldest_blocks_are_all_pinned() -> None:
+    bench = small(extents=2, lease_share=1.0)
     bench.open(1, spec("a"))
     bench.open(2, spec("b"))
     bench.stored(range(32), 1)
@@ -389,8 +449,8 @@ def test_row_is_found_though_the_coldest_blocks_are_all_pinned(
     row = int(coldest[0]) // bench.machine.state.slots_per_extent
     pinned = [k for k in range(32) if _row_of(bench, k) == row]
     assert len(pinned) == 16
-    bench.load(pinned, 1)
     bench.now_ns += SECOND
+    bench.lookup(pinned, 1, lease=LeaseMode.ALL)
     (order,) = only(bench.store([1], 2), act.UnmapRow)
     assert order.row != row
 
@@ -426,11 +486,13 @@ def test_row_that_the_pool_could_not_have_is_no_room_and_is_tried_again_later() 
     assert room(bench) == (16,)
     assert only(bench.store(range(30, 32)), act.GrantRow) == []
     bench.finish()
+    granted = []
     for _ in range(rows.FIRST_PAUSE_TICKS):
         assert room(bench) == (16,)
-        bench.feed(ev.TimerTicked())
+        granted += only(bench.feed(ev.TimerTicked()), act.GrantRow)
     assert room(bench) == (32,)
-    assert len(only(bench.store(range(40, 44)), act.GrantRow)) == 1
+    assert len(granted) == 1, "the class has asked for it meanwhile"
+    assert verdict(bench.store(range(40, 44))).accepted
 
 
 def test_pool_that_goes_on_having_no_memory_for_rows_is_asked_less_and_less_often() -> None:
