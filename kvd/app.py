@@ -262,6 +262,7 @@ def serve(config: Config) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     logs.start(config.log_level, config.log_format)
     descriptors.raise_limit()
+    descriptors.require_enough(config.pool_bytes // config.extent_bytes)
 
     async def run() -> int:
         return await Daemon(config).run()

@@ -7,13 +7,21 @@ while as few as RESERVED are left.
 
 from __future__ import annotations
 
+import logging
 import resource
 from pathlib import Path
 
 from kvd.core.errors import LimitExceeded
 
 RESERVED = 256
+# Below this nothing is left for clients beside what the daemon needs for itself: it holds 26 when
+# it serves nobody, 16 more for an engine of one rank, and needs some at any moment.
+LEAST = 128
+COMFORTABLE = 1024
+BESIDE_EXTENTS = 64  # of a mover, which holds one for each extent that it maps
 MAX_GRPC_CONNECTIONS = 4096
+log = logging.getLogger(__name__)
+
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -22,6 +30,26 @@ def raise_limit() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
+
+
+def require_enough(extents: int) -> None:
+    """OSError, with the fix, where the daemon could not work; a warning where it is tight."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < LEAST:
+        raise OSError(
+            f"this process may have {limit} file descriptors, and needs {LEAST} at least:"
+            f" raise the limit, best to {COMFORTABLE} or more"
+            " (LimitNOFILE= in the unit, ulimit -n, --ulimit nofile= of a container)"
+        )
+    wanted = max(COMFORTABLE, extents + BESIDE_EXTENTS)
+    if limit < wanted:
+        log.warning(
+            "this process may have %d file descriptors; with fewer than %d (a mover may map %d"
+            " extents) engines and rows may be refused: raise LimitNOFILE",
+            limit,
+            wanted,
+            extents,
+        )
 
 
 def most_connections() -> int:

@@ -7,11 +7,14 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 
+from kvd.control import descriptors
 from kvd_client.companion import CompanionRefused, CompanionSocket
 from kvd_proto.v1 import companion_pb2
 from tests.control.daemon_rig import RawScheduler, identity, namespace, refusal
@@ -142,3 +145,48 @@ def test_mover_that_dies_when_no_file_can_be_opened_is_replaced_later(
     scene.wait_replaced(engine, mover)
     assert engine.load("a", 8) == 8
     assert engine.store("b", 8) == 8
+
+
+def limited(tmp_path: Path, limit: int) -> str:
+    """A Python that may have so many descriptors."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -n {limit}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return str(python)
+
+
+def test_daemon_that_may_have_too_few_says_so_and_does_not_start(tmp_path: Path) -> None:
+    scene = Scene()
+    scene.daemon.python = limited(tmp_path, descriptors.LEAST - 1)
+    try:
+        with pytest.raises(AssertionError, match="127 file descriptors, and needs 128 at least"):
+            scene.daemon.start()
+    finally:
+        scene.close()
+
+
+def test_daemon_with_the_least_that_it_takes_works_again_after_a_shortage(tmp_path: Path) -> None:
+    scene = Scene()
+    scene.daemon.python = limited(tmp_path, descriptors.LEAST)
+    try:
+        scene.daemon.start()
+        assert "may have 128 file descriptors" in scene.daemon.log.read_text()
+        engine = scene.engine("one")
+        assert engine.store("a", 8) == 8
+        held = [socket.socket(socket.AF_UNIX) for _ in range(200)]
+        for number, connected in enumerate(held):
+            connected.settimeout(1.0)
+            with contextlib.suppress(OSError):
+                connected.connect(scene.daemon.socket + (".companion" if number % 2 else ""))
+        goes_on_after = engine.load("a", 8)
+        for connected in held:
+            connected.close()
+        assert goes_on_after == 8
+        [mover] = scene.movers_of(engine)
+        os.kill(mover, signal.SIGKILL)
+        scene.wait_replaced(engine, mover)
+        other = scene.engine("two")
+        assert other.load("a", 8) == 8
+        assert engine.store("b", 8) == 8
+    finally:
+        scene.close()
