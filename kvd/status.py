@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import grpc
 from google.protobuf.json_format import MessageToDict
@@ -75,12 +75,30 @@ def ask(path: str, timeout_s: float) -> operator_pb2.StatusResponse:
         with grpc.insecure_channel(f"unix:{path}") as channel:
             stub = operator_pb2_grpc.OperatorServiceStub(channel)
             metadata = (("kvd-token", welcome.token),)
-            answer: operator_pb2.StatusResponse = stub.Status(
-                operator_pb2.StatusRequest(), timeout=timeout_s, metadata=metadata
-            )
-            return answer
+            return whole_status(lambda r: stub.Status(r, timeout=timeout_s, metadata=metadata))
     finally:
         companion.close()
+
+
+def whole_status(
+    call: Callable[[operator_pb2.StatusRequest], operator_pb2.StatusResponse],
+) -> operator_pb2.StatusResponse:
+    """The first page, with the sessions and namespaces of all further ones added to it."""
+    whole = page = call(operator_pb2.StatusRequest())
+    sessions, namespaces = page.more_sessions, page.more_namespaces
+    while sessions or namespaces:
+        last_session = whole.sessions[-1].session_id if whole.sessions else 0
+        last_namespace = whole.namespaces[-1].namespace_id if whole.namespaces else 0
+        page = call(
+            operator_pb2.StatusRequest(
+                after_session_id=last_session, after_namespace_id=last_namespace
+            )
+        )
+        whole.sessions.extend(page.sessions)
+        whole.namespaces.extend(page.namespaces)
+        sessions, namespaces = page.more_sessions, page.more_namespaces
+    whole.more_sessions = whole.more_namespaces = False
+    return whole
 
 
 def as_json(status: operator_pb2.StatusResponse) -> dict[str, object]:

@@ -43,16 +43,18 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         # Takes no more sessions, then waits for the copies; the number still running.
         self.drain: Callable[[float], Awaitable[int]] = driver.drain
 
-    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:  # noqa: ARG002
-        return self._report.status(self._peers.behind(context), self._tenants, self.place)
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        peer = self._peers.behind(context)
+        return await self._report.status(peer, self._tenants, self.place, request)
 
     async def ListNamespaces(
         self,
-        request: pb.ListNamespacesRequest,  # noqa: ARG002
+        request: pb.ListNamespacesRequest,
         context: Context,
     ) -> pb.ListNamespacesResponse:
-        namespaces = self._report.namespaces(self._peers.behind(context))
-        return pb.ListNamespacesResponse(namespaces=namespaces)
+        peer = self._peers.behind(context)
+        page, more = await self._report.namespaces(peer, request.after_namespace_id)
+        return pb.ListNamespacesResponse(namespaces=page, more=more)
 
     async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:
         peer = self._peers.behind(context)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import kvd
 from kvd.control.engines import Engines
@@ -19,7 +20,29 @@ from kvd.core.statistics import NamespaceFigures, SessionFigures, Statistics
 from kvd.driver import Driver
 from kvd.fleet import AttachedMover
 from kvd.mover.facts import MoverFacts
+from kvd.turns import Pace
 from kvd_proto.v1 import operator_pb2 as pb
+
+MAX_PAGE = 256  # sessions, and namespaces, in one answer
+SESSION_UNITS, NAMESPACE_UNITS = 16, 64  # of a pace
+MAX_PAGE_BYTES = 1 << 20  # of either; the last one may pass it
+Figures = TypeVar("Figures", SessionFigures, NamespaceFigures)
+Told = TypeVar("Told", pb.SessionStatus, pb.NamespaceStatus)
+
+
+async def _page(
+    figures: Sequence[Figures], tell: Callable[[Figures], Told], pace: Pace, units: int
+) -> tuple[list[Told], bool]:
+    """The first of them, as many as an answer may name, and whether there are more."""
+    told: list[Told] = []
+    size = 0
+    for each in figures:
+        if len(told) == MAX_PAGE or size > MAX_PAGE_BYTES:
+            return told, True
+        await pace.spend(units)
+        told.append(tell(each))
+        size += told[-1].ByteSize()
+    return told, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +65,23 @@ class StatusReport:
         self._sessions = sessions
         self._began = time.monotonic()
 
-    def status(self, peer: Peer, tenants: TenantPolicy, place: PoolPlace) -> pb.StatusResponse:
-        """All that the caller may see. Operators see everything."""
+    async def status(
+        self, peer: Peer, tenants: TenantPolicy, place: PoolPlace, request: pb.StatusRequest
+    ) -> pb.StatusResponse:
+        """All that the caller may see, a page of it. Operators see everything."""
         now = self._driver.machine.statistics()
-        visible = set(self._namespaces.visible(peer))
-        return pb.StatusResponse(
+        pace = Pace(self._driver.turns, peer.uid)
+        sessions = [
+            s
+            for s in now.sessions
+            if s.session > request.after_session_id and self._namespaces.may_see(peer, s.namespace)
+        ]
+        status = pb.StatusResponse(
             version=kvd.__version__,
             incarnation=self._driver.incarnation,
             uptime_seconds=time.monotonic() - self._began,
             state="draining" if now.draining else "ready",
             pool=_pool(now, place, self._driver.pool.extent_bytes),
-            sessions=[self._session(s) for s in now.sessions if s.namespace in visible],
             tenants=[
                 pb.TenantStatus(
                     tenant=t.tenant,
@@ -65,25 +94,44 @@ class StatusReport:
                 for t in now.tenants
                 if tenants.may_see(peer, t.tenant)
             ],
-            namespaces=self._namespace_statuses(peer, now),
             policy=self._driver.machine.config.policy,
             recovered_blocks=now.counters.recovered,
             process_id=os.getpid(),
             event_sequence=self._driver.event_log.sequence,
         )
+        sessions.sort(key=lambda s: s.session)
+        page_of_sessions, status.more_sessions = await _page(
+            sessions, self._session, pace, SESSION_UNITS
+        )
+        status.sessions.extend(page_of_sessions)
+        page, status.more_namespaces = await self._namespace_statuses(
+            peer, now, request.after_namespace_id, pace
+        )
+        status.namespaces.extend(page)
+        return status
 
-    def namespaces(self, peer: Peer) -> list[pb.NamespaceStatus]:
-        """Every namespace that the caller may see."""
-        return self._namespace_statuses(peer, self._driver.machine.statistics())
+    async def namespaces(self, peer: Peer, after: int) -> tuple[list[pb.NamespaceStatus], bool]:
+        """A page of the namespaces that the caller may see, and whether there are more."""
+        now = self._driver.machine.statistics()
+        pace = Pace(self._driver.turns, peer.uid)
+        return await self._namespace_statuses(peer, now, after, pace)
 
-    def _namespace_statuses(self, peer: Peer, now: Statistics) -> list[pb.NamespaceStatus]:
+    async def _namespace_statuses(
+        self, peer: Peer, now: Statistics, after: int, pace: Pace
+    ) -> tuple[list[pb.NamespaceStatus], bool]:
         families = self._namespaces.families(peer)
-        visible = {namespace for family in families.values() for namespace in family}
-        return [
-            self._namespace(n, families[self._namespaces.family_of(n.namespace)])
+        behind = [
+            n
             for n in now.namespaces
-            if n.namespace in visible
+            if n.namespace > after and self._namespaces.may_see(peer, n.namespace)
         ]
+        behind.sort(key=lambda n: n.namespace)
+
+        def tell(figures: NamespaceFigures) -> pb.NamespaceStatus:
+            family = families.get(self._namespaces.family_of(figures.namespace), ())
+            return self._namespace(figures, family)
+
+        return await _page(behind, tell, pace, NAMESPACE_UNITS)
 
     def _namespace(
         self, figures: NamespaceFigures, family: Sequence[NamespaceId]

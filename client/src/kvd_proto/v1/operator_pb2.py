@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvd/v1/operator.proto\x12\x06kvd.v1\"\x0f\n\rStatusRequest\"\xd2\x02\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\r\n\x05state\x18\x04 \x01(\t\x12 \n\x04pool\x18\x05 \x01(\x0b\x32\x12.kvd.v1.PoolStatus\x12\'\n\x08sessions\x18\x06 \x03(\x0b\x32\x15.kvd.v1.SessionStatus\x12%\n\x07tenants\x18\x07 \x03(\x0b\x32\x14.kvd.v1.TenantStatus\x12+\n\nnamespaces\x18\x08 \x03(\x0b\x32\x17.kvd.v1.NamespaceStatus\x12\x0e\n\x06policy\x18\t \x01(\t\x12\x18\n\x10recovered_blocks\x18\n \x01(\x04\x12\x12\n\nprocess_id\x18\x0b \x01(\x04\x12\x16\n\x0e\x65vent_sequence\x18\x0c \x01(\x04\"\xdc\x01\n\nPoolStatus\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x65xtent_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x65xtents\x18\x04 \x01(\x04\x12\x14\n\x0c\x65xtents_free\x18\x05 \x01(\x04\x12\x12\n\nslots_free\x18\x06 \x01(\x04\x12\x16\n\x0eslots_reserved\x18\x07 \x01(\x04\x12\x13\n\x0bslots_ready\x18\x08 \x01(\x04\x12\x19\n\x11slots_quarantined\x18\t \x01(\x04\x12\x13\n\x0b\x62ytes_ready\x18\n \x01(\x04\"\xc8\x01\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x04\x12\x0b\n\x03uid\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12!\n\x05ranks\x18\x06 \x03(\x0b\x32\x12.kvd.v1.RankStatus\x12\x16\n\x0ejobs_in_flight\x18\x07 \x01(\x04\x12\x0e\n\x06leases\x18\x08 \x01(\x04\x12\x0e\n\x06usable\x18\t \x01(\x08\"\x8a\x02\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tmover_pid\x18\x02 \x01(\r\x12\x12\n\nworker_pid\x18\x03 \x01(\r\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x14\n\x0c\x62ytes_stored\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ytes_loaded\x18\x06 \x01(\x04\x12\x1e\n\x16store_bytes_per_second\x18\x07 \x01(\x01\x12\x1d\n\x15load_bytes_per_second\x18\x08 \x01(\x01\x12\x14\n\x0cstore_copier\x18\t \x01(\t\x12\x13\n\x0bload_copier\x18\n \x01(\t\x12\x1e\n\x03gpu\x18\x0b \x01(\x0b\x32\x11.kvd.v1.GpuStatus\"\x8c\x02\n\tGpuStatus\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x64river_version\x18\x03 \x01(\t\x12\x15\n\rcontext_bytes\x18\x04 \x01(\x04\x12\x18\n\x10registered_bytes\x18\x05 \x01(\x04\x12\x1c\n\x14unregistered_extents\x18\x06 \x01(\x04\x12\x14\n\x0cstaged_bytes\x18\x07 \x01(\x04\x12)\n!calibrated_store_bytes_per_second\x18\x08 \x01(\x01\x12(\n calibrated_load_bytes_per_second\x18\t \x01(\x01\x12\x11\n\tnuma_node\x18\n \x01(\x05\"\x8e\x01\n\x0cTenantStatus\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nbytes_used\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x62ytes_leased\x18\x04 \x01(\x04\x12\x16\n\x0e\x62ytes_reserved\x18\x05 \x01(\x04\x12\x17\n\x0f\x62ytes_evictable\x18\x06 \x01(\x04\"\xc8\x02\n\x0fNamespaceStatus\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x33\n\x06\x66ields\x18\x04 \x03(\x0b\x32#.kvd.v1.NamespaceStatus.FieldsEntry\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x35\n\x07\x64iffers\x18\x08 \x03(\x0b\x32$.kvd.v1.NamespaceStatus.DiffersEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0c\x44iffersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x17\n\x15ListNamespacesRequest\"E\n\x16ListNamespacesResponse\x12+\n\nnamespaces\x18\x01 \x03(\x0b\x32\x17.kvd.v1.NamespaceStatus\"$\n\x0c\x43learRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\"\'\n\rClearResponse\x12\x16\n\x0e\x62locks_removed\x18\x01 \x01(\x04\"6\n\x0fSetQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\"*\n\x10SetQuotaResponse\x12\x16\n\x0e\x62locks_evicted\x18\x01 \x01(\x04\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"\"\n\rDrainResponse\x12\x11\n\tjobs_left\x18\x01 \x01(\x04\x32\xc6\x02\n\x0fOperatorService\x12\x37\n\x06Status\x12\x15.kvd.v1.StatusRequest\x1a\x16.kvd.v1.StatusResponse\x12O\n\x0eListNamespaces\x12\x1d.kvd.v1.ListNamespacesRequest\x1a\x1e.kvd.v1.ListNamespacesResponse\x12\x34\n\x05\x43lear\x12\x14.kvd.v1.ClearRequest\x1a\x15.kvd.v1.ClearResponse\x12=\n\x08SetQuota\x12\x17.kvd.v1.SetQuotaRequest\x1a\x18.kvd.v1.SetQuotaResponse\x12\x34\n\x05\x44rain\x12\x14.kvd.v1.DrainRequest\x1a\x15.kvd.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvd/v1/operator.proto\x12\x06kvd.v1\"E\n\rStatusRequest\x12\x18\n\x10\x61\x66ter_session_id\x18\x01 \x01(\x04\x12\x1a\n\x12\x61\x66ter_namespace_id\x18\x02 \x01(\x04\"\x82\x03\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\r\n\x05state\x18\x04 \x01(\t\x12 \n\x04pool\x18\x05 \x01(\x0b\x32\x12.kvd.v1.PoolStatus\x12\'\n\x08sessions\x18\x06 \x03(\x0b\x32\x15.kvd.v1.SessionStatus\x12%\n\x07tenants\x18\x07 \x03(\x0b\x32\x14.kvd.v1.TenantStatus\x12+\n\nnamespaces\x18\x08 \x03(\x0b\x32\x17.kvd.v1.NamespaceStatus\x12\x0e\n\x06policy\x18\t \x01(\t\x12\x18\n\x10recovered_blocks\x18\n \x01(\x04\x12\x12\n\nprocess_id\x18\x0b \x01(\x04\x12\x16\n\x0e\x65vent_sequence\x18\x0c \x01(\x04\x12\x15\n\rmore_sessions\x18\r \x01(\x08\x12\x17\n\x0fmore_namespaces\x18\x0e \x01(\x08\"\xdc\x01\n\nPoolStatus\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x65xtent_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x65xtents\x18\x04 \x01(\x04\x12\x14\n\x0c\x65xtents_free\x18\x05 \x01(\x04\x12\x12\n\nslots_free\x18\x06 \x01(\x04\x12\x16\n\x0eslots_reserved\x18\x07 \x01(\x04\x12\x13\n\x0bslots_ready\x18\x08 \x01(\x04\x12\x19\n\x11slots_quarantined\x18\t \x01(\x04\x12\x13\n\x0b\x62ytes_ready\x18\n \x01(\x04\"\xc8\x01\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x04\x12\x0b\n\x03uid\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12!\n\x05ranks\x18\x06 \x03(\x0b\x32\x12.kvd.v1.RankStatus\x12\x16\n\x0ejobs_in_flight\x18\x07 \x01(\x04\x12\x0e\n\x06leases\x18\x08 \x01(\x04\x12\x0e\n\x06usable\x18\t \x01(\x08\"\x8a\x02\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tmover_pid\x18\x02 \x01(\r\x12\x12\n\nworker_pid\x18\x03 \x01(\r\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x14\n\x0c\x62ytes_stored\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ytes_loaded\x18\x06 \x01(\x04\x12\x1e\n\x16store_bytes_per_second\x18\x07 \x01(\x01\x12\x1d\n\x15load_bytes_per_second\x18\x08 \x01(\x01\x12\x14\n\x0cstore_copier\x18\t \x01(\t\x12\x13\n\x0bload_copier\x18\n \x01(\t\x12\x1e\n\x03gpu\x18\x0b \x01(\x0b\x32\x11.kvd.v1.GpuStatus\"\x8c\x02\n\tGpuStatus\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x64river_version\x18\x03 \x01(\t\x12\x15\n\rcontext_bytes\x18\x04 \x01(\x04\x12\x18\n\x10registered_bytes\x18\x05 \x01(\x04\x12\x1c\n\x14unregistered_extents\x18\x06 \x01(\x04\x12\x14\n\x0cstaged_bytes\x18\x07 \x01(\x04\x12)\n!calibrated_store_bytes_per_second\x18\x08 \x01(\x01\x12(\n calibrated_load_bytes_per_second\x18\t \x01(\x01\x12\x11\n\tnuma_node\x18\n \x01(\x05\"\x8e\x01\n\x0cTenantStatus\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nbytes_used\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x62ytes_leased\x18\x04 \x01(\x04\x12\x16\n\x0e\x62ytes_reserved\x18\x05 \x01(\x04\x12\x17\n\x0f\x62ytes_evictable\x18\x06 \x01(\x04\"\xc8\x02\n\x0fNamespaceStatus\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x33\n\x06\x66ields\x18\x04 \x03(\x0b\x32#.kvd.v1.NamespaceStatus.FieldsEntry\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x35\n\x07\x64iffers\x18\x08 \x03(\x0b\x32$.kvd.v1.NamespaceStatus.DiffersEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0c\x44iffersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"3\n\x15ListNamespacesRequest\x12\x1a\n\x12\x61\x66ter_namespace_id\x18\x01 \x01(\x04\"S\n\x16ListNamespacesResponse\x12+\n\nnamespaces\x18\x01 \x03(\x0b\x32\x17.kvd.v1.NamespaceStatus\x12\x0c\n\x04more\x18\x02 \x01(\x08\"$\n\x0c\x43learRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\"\'\n\rClearResponse\x12\x16\n\x0e\x62locks_removed\x18\x01 \x01(\x04\"6\n\x0fSetQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\"*\n\x10SetQuotaResponse\x12\x16\n\x0e\x62locks_evicted\x18\x01 \x01(\x04\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"\"\n\rDrainResponse\x12\x11\n\tjobs_left\x18\x01 \x01(\x04\x32\xc6\x02\n\x0fOperatorService\x12\x37\n\x06Status\x12\x15.kvd.v1.StatusRequest\x1a\x16.kvd.v1.StatusResponse\x12O\n\x0eListNamespaces\x12\x1d.kvd.v1.ListNamespacesRequest\x1a\x1e.kvd.v1.ListNamespacesResponse\x12\x34\n\x05\x43lear\x12\x14.kvd.v1.ClearRequest\x1a\x15.kvd.v1.ClearResponse\x12=\n\x08SetQuota\x12\x17.kvd.v1.SetQuotaRequest\x1a\x18.kvd.v1.SetQuotaResponse\x12\x34\n\x05\x44rain\x12\x14.kvd.v1.DrainRequest\x1a\x15.kvd.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,41 +36,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_NAMESPACESTATUS_DIFFERSENTRY']._loaded_options = None
   _globals['_NAMESPACESTATUS_DIFFERSENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREQUEST']._serialized_start=33
-  _globals['_STATUSREQUEST']._serialized_end=48
-  _globals['_STATUSRESPONSE']._serialized_start=51
-  _globals['_STATUSRESPONSE']._serialized_end=389
-  _globals['_POOLSTATUS']._serialized_start=392
-  _globals['_POOLSTATUS']._serialized_end=612
-  _globals['_SESSIONSTATUS']._serialized_start=615
-  _globals['_SESSIONSTATUS']._serialized_end=815
-  _globals['_RANKSTATUS']._serialized_start=818
-  _globals['_RANKSTATUS']._serialized_end=1084
-  _globals['_GPUSTATUS']._serialized_start=1087
-  _globals['_GPUSTATUS']._serialized_end=1355
-  _globals['_TENANTSTATUS']._serialized_start=1358
-  _globals['_TENANTSTATUS']._serialized_end=1500
-  _globals['_NAMESPACESTATUS']._serialized_start=1503
-  _globals['_NAMESPACESTATUS']._serialized_end=1831
-  _globals['_NAMESPACESTATUS_FIELDSENTRY']._serialized_start=1738
-  _globals['_NAMESPACESTATUS_FIELDSENTRY']._serialized_end=1783
-  _globals['_NAMESPACESTATUS_DIFFERSENTRY']._serialized_start=1785
-  _globals['_NAMESPACESTATUS_DIFFERSENTRY']._serialized_end=1831
-  _globals['_LISTNAMESPACESREQUEST']._serialized_start=1833
-  _globals['_LISTNAMESPACESREQUEST']._serialized_end=1856
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=1858
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=1927
-  _globals['_CLEARREQUEST']._serialized_start=1929
-  _globals['_CLEARREQUEST']._serialized_end=1965
-  _globals['_CLEARRESPONSE']._serialized_start=1967
-  _globals['_CLEARRESPONSE']._serialized_end=2006
-  _globals['_SETQUOTAREQUEST']._serialized_start=2008
-  _globals['_SETQUOTAREQUEST']._serialized_end=2062
-  _globals['_SETQUOTARESPONSE']._serialized_start=2064
-  _globals['_SETQUOTARESPONSE']._serialized_end=2106
-  _globals['_DRAINREQUEST']._serialized_start=2108
-  _globals['_DRAINREQUEST']._serialized_end=2143
-  _globals['_DRAINRESPONSE']._serialized_start=2145
-  _globals['_DRAINRESPONSE']._serialized_end=2179
-  _globals['_OPERATORSERVICE']._serialized_start=2182
-  _globals['_OPERATORSERVICE']._serialized_end=2508
+  _globals['_STATUSREQUEST']._serialized_end=102
+  _globals['_STATUSRESPONSE']._serialized_start=105
+  _globals['_STATUSRESPONSE']._serialized_end=491
+  _globals['_POOLSTATUS']._serialized_start=494
+  _globals['_POOLSTATUS']._serialized_end=714
+  _globals['_SESSIONSTATUS']._serialized_start=717
+  _globals['_SESSIONSTATUS']._serialized_end=917
+  _globals['_RANKSTATUS']._serialized_start=920
+  _globals['_RANKSTATUS']._serialized_end=1186
+  _globals['_GPUSTATUS']._serialized_start=1189
+  _globals['_GPUSTATUS']._serialized_end=1457
+  _globals['_TENANTSTATUS']._serialized_start=1460
+  _globals['_TENANTSTATUS']._serialized_end=1602
+  _globals['_NAMESPACESTATUS']._serialized_start=1605
+  _globals['_NAMESPACESTATUS']._serialized_end=1933
+  _globals['_NAMESPACESTATUS_FIELDSENTRY']._serialized_start=1840
+  _globals['_NAMESPACESTATUS_FIELDSENTRY']._serialized_end=1885
+  _globals['_NAMESPACESTATUS_DIFFERSENTRY']._serialized_start=1887
+  _globals['_NAMESPACESTATUS_DIFFERSENTRY']._serialized_end=1933
+  _globals['_LISTNAMESPACESREQUEST']._serialized_start=1935
+  _globals['_LISTNAMESPACESREQUEST']._serialized_end=1986
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=1988
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=2071
+  _globals['_CLEARREQUEST']._serialized_start=2073
+  _globals['_CLEARREQUEST']._serialized_end=2109
+  _globals['_CLEARRESPONSE']._serialized_start=2111
+  _globals['_CLEARRESPONSE']._serialized_end=2150
+  _globals['_SETQUOTAREQUEST']._serialized_start=2152
+  _globals['_SETQUOTAREQUEST']._serialized_end=2206
+  _globals['_SETQUOTARESPONSE']._serialized_start=2208
+  _globals['_SETQUOTARESPONSE']._serialized_end=2250
+  _globals['_DRAINREQUEST']._serialized_start=2252
+  _globals['_DRAINREQUEST']._serialized_end=2287
+  _globals['_DRAINRESPONSE']._serialized_start=2289
+  _globals['_DRAINRESPONSE']._serialized_end=2323
+  _globals['_OPERATORSERVICE']._serialized_start=2326
+  _globals['_OPERATORSERVICE']._serialized_end=2652
 # @@protoc_insertion_point(module_scope)

@@ -7,11 +7,15 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class StatusRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("after_session_id", "after_namespace_id")
+    AFTER_SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    AFTER_NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    after_session_id: int
+    after_namespace_id: int
+    def __init__(self, after_session_id: _Optional[int] = ..., after_namespace_id: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id", "event_sequence")
+    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id", "event_sequence", "more_sessions", "more_namespaces")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +28,8 @@ class StatusResponse(_message.Message):
     RECOVERED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    MORE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MORE_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     version: str
     incarnation: bytes
     uptime_seconds: float
@@ -36,7 +42,9 @@ class StatusResponse(_message.Message):
     recovered_blocks: int
     process_id: int
     event_sequence: int
-    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ..., event_sequence: _Optional[int] = ...) -> None: ...
+    more_sessions: bool
+    more_namespaces: bool
+    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ..., event_sequence: _Optional[int] = ..., more_sessions: bool = ..., more_namespaces: bool = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("directory", "bytes", "extent_bytes", "extents", "extents_free", "slots_free", "slots_reserved", "slots_ready", "slots_quarantined", "bytes_ready")
@@ -185,14 +193,18 @@ class NamespaceStatus(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., differs: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("after_namespace_id",)
+    AFTER_NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    after_namespace_id: int
+    def __init__(self, after_namespace_id: _Optional[int] = ...) -> None: ...
 
 class ListNamespacesResponse(_message.Message):
-    __slots__ = ("namespaces",)
+    __slots__ = ("namespaces", "more")
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStatus]
-    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ...) -> None: ...
+    more: bool
+    def __init__(self, namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., more: bool = ...) -> None: ...
 
 class ClearRequest(_message.Message):
     __slots__ = ("namespace_id",)

@@ -1,0 +1,86 @@
+"""Status names everything, however much there is, page by page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvd.control import status as control_status
+from kvd.control.status import MAX_PAGE
+from kvd.status import ask
+from kvd_proto.v1 import operator_pb2
+from tests.control.daemon_rig import Caller, RawScheduler, daemon, group, identity, namespace
+
+NAMESPACES = MAX_PAGE * 2 + 20
+
+
+def test_status_of_many_namespaces_and_sessions_comes_in_pages_that_make_the_whole() -> None:
+    with daemon("--sessions-per-user", "1024") as running:
+        held: list[RawScheduler] = []
+        for number in range(NAMESPACES):
+            name = f"e{number % 300}"  # the later ones take the earlier ones' places
+            if number >= 300:
+                held[number - 300].close()
+            scheduler = RawScheduler(
+                running.socket, identity=identity(name), namespace=namespace(model=f"m{number}")
+            )
+            assert scheduler.opened.session_id
+            held.append(scheduler)
+        caller = Caller(running.socket)
+        first = caller.status()
+        assert (len(first.sessions), len(first.namespaces)) == (MAX_PAGE, MAX_PAGE)
+        assert first.more_sessions
+        assert first.more_namespaces
+        whole = ask(running.socket, 20.0)
+        numbers = [n.namespace_id for n in whole.namespaces]
+        assert len(set(numbers)) == len(numbers) == NAMESPACES
+        assert {s.engine_id for s in whole.sessions} == {f"e{n}" for n in range(300)}
+        listed: list[int] = []
+        more = True
+        while more:
+            after = listed[-1] if listed else 0
+            request = operator_pb2.ListNamespacesRequest(after_namespace_id=after)
+            answer = caller.call(caller.operator.ListNamespaces, request)
+            listed += [n.namespace_id for n in answer.namespaces]
+            more = answer.more
+        assert listed == numbers
+        for each in (*held[-300:], caller):
+            each.close()
+
+
+async def test_page_ends_where_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoPace:
+        async def spend(self, units: int) -> None:
+            pass
+
+    monkeypatch.setattr(control_status, "MAX_PAGE_BYTES", 1000)
+
+    def tell(number: Any) -> operator_pb2.NamespaceStatus:
+        return operator_pb2.NamespaceStatus(namespace_id=number, fingerprint="f" * 300)
+
+    page: Any = control_status._page
+    told, more = await page(list(range(1, 100)), tell, NoPace(), 1)
+    assert (len(told), more) == (4, True)
+    told, more = await page([1, 2], tell, NoPace(), 1)
+    assert (len(told), more) == (2, False)
+
+
+def test_group_of_many_shards_fits_a_page() -> None:
+    """The largest namespace that there can be is small beside the largest message."""
+    with daemon() as running:
+        groups = [group(shard_bytes=[4096] * 256)] * 64
+        many = RawScheduler(running.socket, namespace=namespace(groups=groups), world_size=256)
+        assert many.opened.session_id
+        other = RawScheduler(
+            running.socket,
+            identity=identity("other"),
+            namespace=namespace(groups=groups, kv_layout="another"),
+            world_size=256,
+        )
+        assert other.opened.session_id
+        whole = ask(running.socket, 20.0)
+        assert len(whole.namespaces) == 2
+        assert whole.ByteSize() < 3 << 20
+        for each in (many, other):
+            each.close()
