@@ -30,6 +30,7 @@ from kvd.control.tenants import TenantPolicy
 from kvd.control.worker_service import WorkerServicer
 from kvd.driver import Driver
 from kvd.own_directory import Wanted, require_place
+from kvd_proto.layout import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import (
     engine_pb2,
     engine_pb2_grpc,
@@ -41,9 +42,6 @@ from kvd_proto.v1 import (
     worker_pb2_grpc,
 )
 
-# The largest legal one is a step of 16,384 keys of 64 bytes with 64 engine blocks each: 5 MiB and
-# what is around them. gRPC looks at a message's length before it takes it in (since 1.83).
-MAX_MESSAGE_BYTES = 6 << 20
 MAX_STREAMS = 64  # calls under way on one connection
 STOP_SECONDS = 1.0
 SERVICES = tuple(
@@ -56,6 +54,7 @@ SERVICES = tuple(
     )
 )
 _OPTIONS = (
+    # gRPC looks at a message's length before it takes it in since 1.83.
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),

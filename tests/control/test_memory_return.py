@@ -9,9 +9,9 @@ import grpc
 import pytest
 
 from kvd.control import memory
-from kvd.control.server import MAX_MESSAGE_BYTES
 from kvd.control.shares import Bound, Shares
 from kvd.core.errors import LimitExceeded
+from kvd_proto.layout import MAX_MESSAGE_BYTES
 from tests.control.daemon_rig import Caller, daemon
 from tests.control.test_malformed_requests import resident_kib
 
