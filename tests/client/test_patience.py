@@ -119,12 +119,24 @@ def test_a_busy_engine_waits_for_a_lookup_once_and_an_idle_one_in_every_step() -
     assert rig.daemon.blocking_calls == 11
 
 
-def test_the_daemon_is_doubted_by_what_the_dearest_of_those_who_wait_has_at_stake() -> None:
+def test_the_daemon_is_doubted_by_what_all_who_wait_have_at_stake() -> None:
     rig = slow_daemon(0.05)
     rig.arrive("small", TOKENS + 1)
     rig.arrive("large", 6 * TOKENS)
     assert rig.ask("small") is None
-    assert rig.daemon.doubts == [pytest.approx(SHOWN * 0.05)]
+    assert rig.daemon.doubts == [pytest.approx((SHOWN + TOKENS) * 0.05)]
+
+
+def test_many_that_wait_for_the_same_answer_wait_for_what_it_is_worth_to_all() -> None:
+    rig = slow_daemon(0.001)
+    names = [f"r{number}" for number in range(20)]
+    for name in names:
+        rig.arrive(name, 6 * TOKENS)
+    began = rig.now
+    while None in [rig.ask(name) for name in names]:
+        rig.step()
+        rig.now += 0.01
+    assert rig.now - began == pytest.approx(20 * SHOWN * 0.001, abs=0.03)
 
 
 # -- the pace ---------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class LookupDesk:
         self._unanswered: dict[int, Request] = {}  # by call id
         self._waited = False
         self._is_busy = False  # the last step computed something: others wait behind a lookup
+        self._stake_s: float | None = None  # of this step, once somebody had to know
         self.pace = TokenPace()
         self._renewed_s = 0.0
         self._renewed_generation = 0
@@ -126,6 +127,7 @@ class LookupDesk:
         `has_run`: the step computes something.
         """
         self._waited = False
+        self._stake_s = None
         self._is_busy = has_run
         session = self._connection.session
         if was_sent and session is not None:
@@ -251,7 +253,7 @@ class LookupDesk:
             return True
         if self._wait() and self._take(request):
             return True
-        if self.is_too_late(request, request.lookup.first_asked_s, self._options.lookup_give_up_s):
+        if self.is_too_late(request.lookup.first_asked_s, self._options.lookup_give_up_s):
             self.forget(request)
             request.lookup.state = LookupState.CLOSED
         return False
@@ -274,14 +276,15 @@ class LookupDesk:
                 lookup.was_waited_for = True
         if is_new or not self._is_busy:
             self._connection.gather(waiting, self._options.lookup_deadline_s)
-        askers = {id(asker): asker for asker in map(self._unanswered.get, waiting) if asker}
-        self._connection.doubt(waiting, lambda: max(map(self._worth_s, askers.values()), default=0))
+        self._connection.doubt(waiting, self._at_stake_s)
         return True
 
-    def is_too_late(self, request: Request, since_s: float, least_s: float) -> bool:
+    def is_too_late(self, since_s: float, least_s: float) -> bool:
         """Whether it has waited since then for longer than what it waits for is worth."""
         waited_s = self._clock() - since_s
-        return waited_s >= least_s and waited_s >= self._worth_s(request)
+        if waited_s < least_s or waited_s >= self._options.patience_s:
+            return waited_s >= least_s
+        return waited_s >= self._at_stake_s()
 
     def is_doubt_too_late(
         self, request: Request, computed_tokens: int, since_s: float, least_s: float
@@ -303,15 +306,26 @@ class LookupDesk:
         seconds = self.pace.seconds_for(hoped - sure) or 0.0
         return waited_s >= min(seconds, self._options.patience_s)
 
-    def _worth_s(self, request: Request) -> float:
-        """What computing would take that the page shows to be there, within `patience_s`."""
-        lookup = request.lookup
-        if lookup.worth_tokens is None:
-            lookup.worth_tokens = self._shown_tokens(request)
-        seconds = self.pace.seconds_for(lookup.worth_tokens)
-        if seconds is None:
-            seconds = UNMEASURED_S if lookup.worth_tokens else 0.0
-        return min(seconds, self._options.patience_s)
+    def _at_stake_s(self) -> float:
+        """What computing would take that the page shows of all who wait, within `patience_s`.
+
+        Of all together: the daemon answers them together, and the engine would compute them one
+        after the other.
+        """
+        if self._stake_s is None:
+            askers = {id(asker): asker for asker in self._unanswered.values()}
+            tokens = 0
+            for asker in askers.values():
+                lookup = asker.lookup
+                if lookup.state is LookupState.ASKED or lookup.alone:
+                    if lookup.worth_tokens is None:
+                        lookup.worth_tokens = self._shown_tokens(asker)
+                    tokens += lookup.worth_tokens
+            seconds = self.pace.seconds_for(tokens)
+            if seconds is None:
+                seconds = UNMEASURED_S if tokens else 0.0
+            self._stake_s = min(seconds, self._options.patience_s)
+        return self._stake_s
 
     def _shown_tokens(self, request: Request) -> int:
         session = self._connection.session
@@ -430,7 +444,7 @@ class LookupDesk:
         if answers is None and self._wait():
             answers = self._connection.take_answers(call_id)
         if answers is None:
-            if not self.is_too_late(request, lookup.alone_since_s, self._options.lookup_give_up_s):
+            if not self.is_too_late(lookup.alone_since_s, self._options.lookup_give_up_s):
                 return hits.RETRY
             self._connection.give_up(call_id)
             answers = ()

@@ -21,26 +21,37 @@ class Prompted(Protocol):
 
 
 class PromptTimes:
-    """Times a prompt from the step that begins it to the first step after its first token."""
+    """Times prompts from the step that begins them to the first step after their first tokens.
+
+    Prompts that are computed together share that time: it is the engine's, not each one's.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._computing: dict[str, tuple[Prompted, float, int]] = {}
+        self._counted_s = 0.0  # up to then, time was counted for others
 
     def step(self, begun: Iterable[tuple[Prompted, int]], pace: TokenPace) -> None:
         """A step begins: requests that are new to it, with the tokens that they have already."""
-        for request, _, _ in list(self._computing.values()):
-            self.look_at(request, pace)
+        self._count([each for each in self._computing.values() if each[0].num_output_tokens], pace)
         for request, had_tokens in begun:
             if len(self._computing) < MAX_COMPUTING and not request.num_output_tokens:
                 tokens = request.num_prompt_tokens - had_tokens
                 self._computing[request.request_id] = (request, self._clock(), tokens)
 
-    def look_at(self, request: Prompted, pace: TokenPace, *, has_ended: bool = False) -> None:
-        """Take its time if it is computed by now."""
+    def ended(self, request: Prompted, pace: TokenPace) -> None:
+        """The request is over, perhaps with its first token."""
         known = self._computing.get(request.request_id)
-        if known is None or not (request.num_output_tokens or has_ended):
+        if known is not None and request.num_output_tokens:
+            self._count([known], pace)
+        self._computing.pop(request.request_id, None)
+
+    def _count(self, computed: list[tuple[Prompted, float, int]], pace: TokenPace) -> None:
+        if not computed:
             return
-        del self._computing[request.request_id]
-        if request.num_output_tokens:
-            pace.sample(self._clock() - known[1], known[2])
+        now = self._clock()
+        began_s = max(self._counted_s, min(began_s for _, began_s, _ in computed))
+        pace.sample(now - began_s, sum(tokens for _, _, tokens in computed))
+        self._counted_s = now
+        for request, _, _ in computed:
+            del self._computing[request.request_id]

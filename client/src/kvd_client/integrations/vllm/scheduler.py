@@ -173,7 +173,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         return {CacheHitSource.HOST: num_external_tokens}
 
     def request_finished(self, request: Request, *tables: Any) -> Any:
-        self._prompt_times.look_at(request, self.manager.pace, has_ended=True)
+        self._prompt_times.ended(request, self.manager.pace)
         return super().request_finished(request, *tables)
 
     # -- the step ---------------------------------------------------------------------------
