@@ -15,6 +15,7 @@ from typing import Any
 
 from kvd.control.tenants import TenantRule
 from kvd.core.keys import TenantId
+from kvd.pool.config import MAX_POOL_BYTES
 from kvd.setting_values import (
     number,
     one_of,
@@ -355,6 +356,11 @@ def _check_sizes(config: Config) -> None:
         raise ConfigError(
             f"pool_bytes is {config.pool_bytes}, less than one extent of {config.extent_bytes};"
             " raise pool_bytes or lower extent_bytes"
+        )
+    if config.pool_bytes > MAX_POOL_BYTES:
+        raise ConfigError(
+            f"pool_bytes is {config.pool_bytes}; it must be less than 8 TiB, at most"
+            f" {MAX_POOL_BYTES}: lower it, or run a second daemon with a pool of its own"
         )
 
 

@@ -11,6 +11,8 @@ RECORD_BYTES = 128
 ROW_HEADER_BYTES = 64
 CHECKSUM_BYTES = 8
 MAX_EXTENTS = 1 << 20
+MAX_SLOTS = (1 << 31) - 1  # eviction policies keep slot numbers in 31 bits
+MAX_POOL_BYTES = MAX_SLOTS * SMALLEST_BLOCK_BYTES
 MAX_THREADS = 64
 # What the registry may grow by on a file system that others fill: this part of the pool.
 RESERVE_SHARE = 256
@@ -50,6 +52,11 @@ class PoolConfig:
             raise PoolError(
                 f"{self.pool_bytes} bytes in extents of {self.extent_bytes} make {self.extents}"
                 f" extents, more than {MAX_EXTENTS}; raise extent_bytes"
+            )
+        if self.extents * self.slots_per_extent > MAX_SLOTS:
+            raise PoolError(
+                f"pool_bytes is {self.pool_bytes}: a pool has less than 8 TiB; lower pool_bytes to"
+                f" at most {MAX_POOL_BYTES}, or run a second daemon with a pool of its own"
             )
         if not 1 <= self.threads <= MAX_THREADS:
             raise PoolError(f"threads is {self.threads}: it must lie in 1..{MAX_THREADS}")

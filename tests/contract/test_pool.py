@@ -341,6 +341,7 @@ def test_opening_a_namespace_again_keeps_its_page_and_fields(shared_directory: P
         ({"threads": 0}, "threads"),
         ({"mover_kill_deadline_s": -1.0}, "mover_kill_deadline_s"),
         ({"pool_bytes": 1 << 40, "extent_bytes": 4096}, "raise extent_bytes"),
+        ({"pool_bytes": 1 << 43, "extent_bytes": 64 << 20}, "less than 8 TiB"),
     ],
 )
 def test_an_impossible_configuration_is_refused(values: dict[str, int], said: str) -> None:

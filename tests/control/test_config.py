@@ -71,6 +71,7 @@ def test_a_share_of_memory_is_a_share_of_what_there_is() -> None:
         (["--pool-bytes", "lots"], "pool_bytes"),
         (["--extent-bytes", "100"], "extent_bytes"),
         (["--pool-bytes", "1MiB"], "pool_bytes"),
+        (["--pool-bytes", "8TiB"], "pool_bytes"),
         (["--policy", "mru"], "policy"),
         (["--http-port", "99999"], "http_port"),
         (["--socket", "relative.sock"], "socket"),
