@@ -85,6 +85,13 @@ def neighbour(results: dict[str, Any]) -> Iterator[Line]:
     yield Line(what, spread(ratio), f"≤ {bar:g}", ratio["median"] <= bar)
 
 
+def fairness(results: dict[str, Any]) -> Iterator[Line]:
+    for row in results["engines"]:
+        what = f"full pool, {row['scene']}: stores accepted of '{row['engine']}'"
+        figure = f"{row['accepted']} of {row['tried']}"
+        yield Line(what, figure, f"≥ {row['bar']:.0%}", row["share"] >= row["bar"])
+
+
 def footprint(results: dict[str, Any]) -> Iterator[Line]:
     for row in results["idle"]:
         name, cpu = row["process"], row["idle_cpu_percent"]
@@ -176,6 +183,7 @@ READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "capacity": capacity,
     "calls": calls,
     "neighbour": neighbour,
+    "fairness": fairness,
     "footprint": footprint,
     "core_store": core_store,
     "restart": restart,
