@@ -161,6 +161,8 @@ class Driver:
                 self._start_transfer(order)
             case act.WriteReady():
                 self.pool.write_ready(order)
+            case act.WriteStamps():
+                self.pool.write_stamps(order)
             case act.WriteFree():
                 self.pool.write_free(order)
             case act.PublishTags():

@@ -157,6 +157,14 @@ class WriteReady:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class WriteStamps:
+    """Write down when these READY blocks were last used, beside their records."""
+
+    slots: Slots
+    stamps: U64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class WriteFree:
     """Write FREE records for these slots."""
 
@@ -270,6 +278,7 @@ Action = (
     | ZeroRow
     | ReleaseRow
     | WriteReady
+    | WriteStamps
     | WriteFree
     | PublishTags
     | RetractTags

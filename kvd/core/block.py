@@ -59,6 +59,7 @@ class SlotTable:
         self.scopes: U32 = sparse_zeros(slots, np.uint32)
         self.stamps: U32 = sparse_zeros(slots, np.uint32)
         self.pieces: Slots = sparse_zeros(slots, np.int64)  # of RESERVED ones: who stores them
+        self.noted: U32 = sparse_zeros(slots, np.uint32)  # of the stamps, as the pool has them
         self._marks: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # scratch of a call
         self._keys: dict[int, U64] = {}
 

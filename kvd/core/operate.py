@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core import disuse, hand_off, lease, residency, room, session, transfer
+from kvd.core import disuse, hand_off, lease, recency, residency, room, session, transfer
 from kvd.core.actions import Action, AnnounceCleared, Reply
 from kvd.core.block import SlotState
 from kvd.core.errors import EXPIRED, RESET, InvalidArgument
@@ -90,6 +90,7 @@ def timer_ticked(state: State, now_ns: int) -> list[Action]:
         if tenant.shrinking:
             room.shrink_to_quota(state, tenant, actions)
     grant_spare(state, _next_in_use(state), actions)
+    recency.write_down(state, actions)
     return actions
 
 

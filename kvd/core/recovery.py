@@ -49,7 +49,7 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
     slots = first + event.ordinals.astype(np.int64)
     table.scopes[slots] = event.scopes
     table.keys(owner.width)[slots] = event.keys.words
-    table.stamps[slots] = (event.stamps >> _STAMP_SHIFT).astype(np.uint32)
+    table.stamps[slots] = table.noted[slots] = (event.stamps >> _STAMP_SHIFT).astype(np.uint32)
     kept = _kept(state, slots, event)
     slots, stamps = slots[kept], event.stamps[kept]
     table.move(slots, SlotState.FREE, SlotState.READY)

@@ -59,6 +59,7 @@ def make_ready(
     tags = table.tags[slots]
     words = table.keys(owner.width)[slots]
     hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
+    table.noted[slots] = table.stamps[slots]
     stamps = np.full(len(slots), now_ns, dtype=np.uint64)
     keys = KeyBatch(words, hash_bytes)
     actions.append(WriteReady(slots, table.scopes[slots], keys, stamps))

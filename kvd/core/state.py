@@ -31,6 +31,7 @@ from kvd.core.keys import (
 )
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.quota import Tally, Tenant
+from kvd.core.recency import RecencyTurns
 from kvd.core.rows import MIN_SLOT_BYTES, GrantPause, Row, SizeClass
 from kvd.core.spec import NamespaceSpec
 
@@ -228,6 +229,7 @@ class State:
         self.emptying: dict[RowId, Row] = {}  # of those, to be taken back when empty
         self.retiring: dict[RowId, Row] = {}
         self.grant_pause = GrantPause()
+        self.recency_turns = RecencyTurns()
         self.spare_turns: deque[SizeClass] = deque()  # to be looked at by the next ticks
         self.tally = Tally()
         self.claims = Claims()

@@ -22,6 +22,7 @@ from kvd.core.actions import (
     RetractTags,
     WriteFree,
     WriteReady,
+    WriteStamps,
     ZeroRow,
 )
 from kvd.core.events import Event
@@ -260,6 +261,10 @@ class Pool:
         shards = self._placement.shards_of(int(slots[0]))
         places = [self._placement.parts(slots, shard) for shard in range(shards)]
         return self._checksums.digests(np.stack([extents for extents, _ in places]), places[0][1])
+
+    def write_stamps(self, order: WriteStamps) -> None:
+        """Write down when READY blocks were last used."""
+        self._slot_table.write_stamps(self._placement.records(order.slots), order.stamps)
 
     def write_free(self, order: WriteFree) -> None:
         self._slot_table.write_free(self._placement.records(order.slots))

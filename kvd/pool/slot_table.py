@@ -1,9 +1,11 @@
 """slots.table: one record for each slot, the truth about what host memory holds.
 
 A record is 16 words of 64 bits: state and generation in the first, then scope and key length,
-stamp, checksum of the record, digest of the bytes' checksums (0: none), three spare words, and 64
-bytes of key. The body is stored before the first word: on x86-64 whoever sees READY, a later daemon
-after a kill -9 included, sees the body too. Record i of extent e is e * slots_per_extent + i.
+stamp of the store, checksum of the record, digest of the bytes' checksums (0: none), stamp of the
+last use (0: none since the store), two spare words, and 64 bytes of key. The last use is not in
+the checksum: it is written while the record stands, and a wrong one costs no more than a recompute.
+The body is stored before the first word: on x86-64 whoever sees READY, a later daemon after a kill
+-9 included, sees the body too. Record i of extent e is e * slots_per_extent + i.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _LENGTH_SHIFT = np.uint64(32)
 _SCOPE_MASK = np.uint64(0xFFFFFFFF)
 
 _WORDS = RECORD_BYTES // 8
-_STATE, _SCOPE_LENGTH, _STAMP, _CHECKSUM, _PAYLOAD, _KEY = 0, 1, 2, 3, 4, 8
+_STATE, _SCOPE_LENGTH, _STAMP, _CHECKSUM, _PAYLOAD, _USED, _KEY = 0, 1, 2, 3, 4, 5, 8
 _CHECKSUM_SEED = np.uint64(0x6B76642D736C6F74)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
@@ -92,6 +94,10 @@ class SlotTable:
         self._words[records] = body
         self._words[records, _STATE] = body[:, _STATE] | READY
 
+    def write_stamps(self, records: Records, stamps: U64) -> None:
+        """Note when the blocks of READY records were last used."""
+        self._words[records, _USED] = stamps
+
     def write_free(self, records: Records) -> None:
         """Make records FREE; their generation stays."""
         self._words[records, _STATE] &= ~_STATE_MASK
@@ -116,7 +122,9 @@ class SlotTable:
         return mask
 
     def stamps(self, records: Records) -> U64:
-        stamps: U64 = self._words[records, _STAMP]
+        """When the block was last used, as far as that was noted, or stored."""
+        words = self._words
+        stamps: U64 = np.maximum(words[records, _STAMP], words[records, _USED])
         return stamps
 
     def digests(self, records: Records) -> U64:

@@ -17,6 +17,7 @@ from kvd.core.actions import (
     PublishTags,
     ReleaseRow,
     RetractTags,
+    WriteStamps,
     ZeroRow,
 )
 from kvd.core.events import PoolRecovered
@@ -348,3 +349,27 @@ def test_an_impossible_configuration_is_refused(values: dict[str, int], said: st
     possible = {"pool_bytes": 1 << 30, "extent_bytes": 1 << 20}
     with pytest.raises(PoolError, match=said):
         PoolConfig(Path("/nowhere"), **{**possible, **values})  # type: ignore[arg-type]
+
+
+def test_when_a_block_was_last_used_is_read_back_and_does_not_make_it_doubtful(
+    shared_directory: Path,
+) -> None:
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        pool.write_ready(orders.ready([1, 2, 3], orders.keys(3)))
+        used = np.array([700, 5], dtype=np.uint64)
+        pool.write_stamps(WriteStamps(np.array([1, 2]), used))
+    with opened(config) as pool:
+        row = orders.rows_of(list(pool.recovered()))[0]
+        assert dict(zip(row.ordinals.tolist(), row.stamps.tolist(), strict=True)) == {
+            1: 700, 2: 20, 3: 30,
+        }  # fmt: skip
+        assert pool.dropped_records == 0
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        pool.write_free(orders.free([1]))
+        pool.write_ready(orders.ready([1], orders.keys(1, 9)))
+    with opened(config) as pool:
+        assert orders.rows_of(list(pool.recovered()))[0].stamps.tolist() == [10, 20, 30]

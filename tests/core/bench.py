@@ -111,6 +111,10 @@ class ToyPool:
                     assert scope in self.scopes, "a record names an unknown scope"
                     self.ready[slot] = (scope, key)
                     self.stamps[slot] = stamp
+            case act.WriteStamps():
+                for slot, stamp in zip(action.slots.tolist(), action.stamps.tolist(), strict=True):
+                    assert slot in self.ready, "the stamp of a block that isn't there"
+                    self.stamps[slot] = max(self.stamps[slot], stamp)
             case act.WriteFree():
                 for slot in action.slots.tolist():
                     assert slot in self.ready, "FREE over FREE"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvd.pool import lines
 from kvd.pool.ownership import MoverList, MoverRecord, start_time_of
 from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene
+from tests.faults.scene import Scene, wait_until
 
 
 @pytest.fixture
@@ -119,3 +121,29 @@ def test_mover_that_can_not_be_ended_is_named_with_what_it_keeps(
     assert f"mover {undead.pid} of an earlier daemon can't be ended (its state is S)" in log
     assert f"it maps {len(extents)} extents" in log
     assert f"{pool.slots_quarantined} free slots, {size:.1f} MiB" in log
+
+
+def used_since(scene: Scene, monotonic_ns: int) -> int:
+    """Records that say that their block was used after that time."""
+    records = np.fromfile(scene.daemon.pool / "slots.table", dtype=np.uint64).reshape(-1, 16)
+    return int(np.count_nonzero(records[:, 5] > monotonic_ns))
+
+
+def test_blocks_in_use_outlive_others_after_a_crash(own_scene: MakeScene) -> None:
+    scene = own_scene(pool_bytes=4 << 20)
+    engine = scene.engine("one")
+    assert engine.store("hot", 50) == 50
+    for number in range(3):
+        assert engine.store(f"cold {number}", 256) == 256
+    assert engine.store("rest", 1024 - 50 - 3 * 256) == 1024 - 50 - 3 * 256
+    time.sleep(0.1)  # so that the stamps, of 17 ms, tell apart what follows
+    before = time.monotonic_ns()
+    assert engine.load("hot", 50) == 50
+    wait_until(lambda: used_since(scene, before) >= 50, "the stamps")
+    scene.forget_caller()
+    scene.daemon.kill()
+    scene.daemon.start()
+    engine.wait_usable(after=1)
+    for number in range(4):
+        assert engine.store(f"new {number}", 100) == 100
+    assert engine.load("hot", 50) == 50
