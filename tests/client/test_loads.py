@@ -166,3 +166,21 @@ def test_what_was_found_is_not_evicted_before_it_is_loaded(
         reader.close()
         writer.close()
         daemon.end()
+
+
+def test_a_load_waits_for_a_free_job_instead_of_being_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd_proto.layout.MAX_JOBS_IN_FLIGHT", 1)
+    rig = Rig()
+    rig.holds("p", 3 * TOKENS)
+    rig.holds("q", 3 * TOKENS)
+    rig.arrive("r", 4 * TOKENS)
+    rig.arrive("s", 4 * TOKENS, prefix="q")
+    assert (rig.ask("r"), rig.ask("s")) == (3 * TOKENS, 3 * TOKENS)
+    rig.allocate("r", [blocks(0, 4)], 3 * TOKENS)
+    assert rig.ask("s") is None
+    [job] = rig.step().loads
+    assert rig.ask("s") is None
+    rig.report(job)
+    assert rig.ask("s") == 3 * TOKENS

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvd_client import ScheduledRequest
-from tests.client.small_engine import TOKENS, SmallEngine
+from kvd_client import ScheduledRequest, StepPlan
+from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, StepDraft
+from kvd_proto.v1 import common_pb2
+from tests.client.small_engine import TOKENS, SmallEngine, block_hashes
 from tests.daemon_process import DaemonProcess
 
 Start = Callable[..., SmallEngine]
@@ -273,3 +275,43 @@ def test_a_broken_stream_is_mended_and_the_ranks_register_again(start_engine: St
         engine.step()
         time.sleep(0.01)
     assert engine.load("b", "hello", 6) == 6
+
+
+def test_a_refused_step_fails_its_own_jobs_and_keeps_the_session(start_engine: Start) -> None:
+    engine = start_engine()
+    connection = engine.connection
+    context = common_pb2.ReqContext(request_id="bad")
+    bad = JobDraft(10_000, context, [BlockRun(7, 0, [bytes(32)], [0])])  # there is no group 7
+    assert connection.send_step(StepDraft(stores=[bad], finished=["nobody"]))
+    ended: list[tuple[int, bool]] = []
+    deadline = time.monotonic() + 30
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+        ended += connection.take_ended()
+    assert ended == [(10_000, False)]
+    assert connection.refusals["INVALID_ARGUMENT"] == 1
+    engine.store("a", "hello", 8)
+    assert engine.load("b", "hello", 8) == 8
+    assert connection.sessions == 1
+
+
+def test_more_loads_in_a_step_than_a_message_has_all_hit(start_engine: Start) -> None:
+    engine = start_engine()
+    engine.store("a", "hello", 1)
+    names = [f"r{number}" for number in range(MAX_PARTS + 100)]
+    draft = StepDraft()
+    [content] = block_hashes("hello", 1)
+    for number, name in enumerate(names):
+        context = common_pb2.ReqContext(request_id=name)
+        run = BlockRun(0, 0, [content], [number % 100])
+        draft.loads.append(JobDraft(1000 + number, context, [run]))
+    assert engine.connection.send_step(draft)
+    jobs = tuple(draft.job_ids())
+    engine.ranks[0].worker.start_loads(StepPlan(loads=jobs))
+    done: dict[int, bool] = {}
+    deadline = time.monotonic() + 60
+    while len(done) < len(jobs) and time.monotonic() < deadline:
+        time.sleep(0.01)
+        done |= {end.job_id: end.done for end in engine.ranks[0].worker.get_finished().ended}
+    assert [number for number in jobs if not done.get(number)] == []
+    assert engine.connection.sessions == 1

@@ -49,6 +49,15 @@ def settings_of(model: Path, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
+def fork_server() -> None:
+    """Runs from here on, so that no module is thought to have left it behind."""
+    started = FORKS.Process()
+    started.start()
+    started.join()
+    started.close()
+
+
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama."""
     return _made(tiny_model.make_llama, tmp_path_factory.mktemp("llama"))

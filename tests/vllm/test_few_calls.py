@@ -19,15 +19,6 @@ LOADED = BLOCKS * 16 - 1  # the last token is computed anew, for what follows it
 Ask = Callable[[str], dict[str, Any]]
 
 
-@pytest.fixture(scope="session")
-def fork_server() -> None:
-    """Runs from here on, so that no module is thought to have left it behind."""
-    started = FORKS.Process()
-    started.start()
-    started.join()
-    started.close()
-
-
 @pytest.fixture(scope="module")
 def ask(fork_server: None, kvd: NodeDaemon) -> Iterator[Ask]:
     """Runs a case on a stand: vLLM's scheduler, connector and worker hooks without a model."""

@@ -29,6 +29,7 @@ from kvd_client.companion import CompanionRefused, CompanionSocket
 from kvd_client.draft import QueryDraft, StepDraft
 from kvd_client.identity import EngineIdentity, Namespace
 from kvd_client.lookup_calls import LookupCalls
+from kvd_client.messages import messages_of
 from kvd_client.outgoing import Message, as_is, lookup_bytes, serialised, step_bytes
 from kvd_client.session import Answer, Session
 from kvd_proto import layout
@@ -189,13 +190,13 @@ class SchedulerConnection:
             step.released_leases += self._lookups.stray_leases
             self._lookups.stray_leases = []
             self._lookups.close_open()
-            return self._put(self._step_message(step))
+            return all(self._put(self._step_message(part)) for part in messages_of(step))
 
     def _step_message(self, step: StepDraft) -> Message:
         """Number the step and remember it, for a refusal. Called under the lock."""
         self._sequence += 1
         sequence = self._sequence
-        job_ids = tuple(job.job_id for job in (*step.loads, *step.stores))
+        job_ids = tuple(step.job_ids())
         # Of a step with both, the daemon may have begun loads before a hand-off made it refuse.
         is_whole = step.has_orders and not (step.loads and step.hand_offs)
         self._steps[sequence] = SentStep(job_ids, is_whole, step.without_orders())

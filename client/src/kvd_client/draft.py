@@ -22,7 +22,7 @@ MAX_STRUCT_DEPTH = 16  # objects and lists within each other; protobuf itself en
 MAX_RUNS = 64  # of a job
 MIN_NUMBER, MAX_NUMBER = -1e308, 1e308  # of a JSON number, which is a double on the wire
 TOO_LONG, TOO_DEEP, NO_JSON = "too long", "nested too deep", "no JSON"
-MAX_PARTS = 1024  # loads, stores, touches, hand-offs of one step: of each so many
+MAX_PARTS = 1024  # loads, stores, touches, hand-offs of one message: of each so many
 
 
 class BlockRun(NamedTuple):
@@ -54,16 +54,18 @@ def within_limit(runs: list[BlockRun], most: int = MAX_RUNS) -> list[BlockRun]:
     """
     if len(runs) <= most:
         return runs
-    joined: dict[int, BlockRun] = {}
+    by_group: dict[int, list[BlockRun]] = {}
     for run in runs:
-        before = joined.get(run.group, BlockRun(run.group, run.first_block, ()))
-        joined[run.group] = BlockRun(
-            run.group,
-            before.first_block,
-            [*before.block_hashes, *run.block_hashes],
-            [*before.engine_blocks, *run.engine_blocks],
+        by_group.setdefault(run.group, []).append(run)
+    return [
+        BlockRun(
+            group,
+            same[0].first_block,
+            list(chain.from_iterable(run.block_hashes for run in same)),
+            list(chain.from_iterable(run.engine_blocks for run in same)),
         )
-    return list(joined.values())
+        for group, same in by_group.items()
+    ]
 
 
 @dataclass(slots=True)
@@ -104,7 +106,7 @@ class HandOffDraft:
 
 @dataclass(slots=True)
 class StepDraft:
-    """One `Step` but for its number, which the session gives."""
+    """One `Step` but for its number, which the session gives; see `messages_of`."""
 
     touches: list[tuple[common_pb2.ReqContext, BlockRun]] = field(default_factory=list)
     loads: list[JobDraft] = field(default_factory=list)
@@ -115,6 +117,18 @@ class StepDraft:
     released_leases: list[int] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
+    ends_step: bool = True
+
+    def job_ids(self) -> list[int]:
+        return [job.job_id for job in (*self.loads, *self.stores)]
+
+    def take_ends(self, other: StepDraft) -> None:
+        """What has ended and what is released, from another."""
+        self.completed_loads = other.completed_loads
+        self.completed_stores = other.completed_stores
+        self.released_leases = other.released_leases
+        self.preempted = other.preempted
+        self.finished = other.finished
 
     def count_keys(self) -> int:
         """Keys of all parts: what the daemon's limit for one message counts."""
@@ -165,7 +179,7 @@ class StepDraft:
             released_leases=self.released_leases,
             preempted_request_ids=[wire_id(each) for each in self.preempted],
             finished_request_ids=[wire_id(each) for each in self.finished],
-            end_step=True,
+            end_step=self.ends_step,
         )
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
 
-from kvd_client.draft import BlockRun, HandOffDraft, StepDraft
+from kvd_client.draft import MAX_RUNS, BlockRun, HandOffDraft, StepDraft
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Request
 from kvd_proto import layout
@@ -47,12 +47,12 @@ class HandOffDesk:
         """Add what may leave to a step whose stores are all in, as far as there is room."""
         if not self._waiting:
             return
-        room = layout.MAX_KEYS_PER_MESSAGE - step.count_keys()
+        room = max(0, layout.MAX_KEYS_PER_MESSAGE - step.count_keys())
         left: list[_Waiting] = []
         for waiting in self._waiting:
             stores = waiting.request.store_jobs
-            may_leave = room > 0 and len(step.hand_offs) < MAX_PER_STEP
-            if may_leave and not any(job_id in self._jobs for job_id in stores):
+            may_leave = not any(job_id in self._jobs for job_id in stores)
+            while may_leave and waiting.runs and room and len(step.hand_offs) < MAX_PER_STEP:
                 runs = _take(waiting.runs, room)
                 room -= sum(len(run.block_hashes) for run in runs)
                 draft = HandOffDraft(waiting.request.context, runs, waiting.deadline_ms)
@@ -66,9 +66,12 @@ class HandOffDesk:
 
 
 def _take(runs: deque[BlockRun], room: int) -> list[BlockRun]:
-    """Take runs of at most `room` keys together; what is cut off stays."""
-    taken = []
-    while runs and room:
+    """Take runs of at most `room` keys together, as many as a message part has; the rest stays.
+
+    What a request hands off in several parts is one hand-off to the daemon.
+    """
+    taken: list[BlockRun] = []
+    while runs and room and len(taken) < MAX_RUNS:
         run = runs.popleft()
         if len(run.block_hashes) > room:
             group, first, hashes, _ = run

@@ -59,6 +59,8 @@ class Matcher:
         request.awaited_load = 0
         request.computed_tokens = num_computed_tokens
         found = self._desk.hit_tokens(request, num_computed_tokens)
+        if found is not None and found > num_computed_tokens and self._jobs.is_full:
+            return None  # one of those in flight ends first
         if found is None or found <= num_computed_tokens or not self._options.share_loads:
             return found
         request.awaited_load = self._loader(request, num_computed_tokens, found)

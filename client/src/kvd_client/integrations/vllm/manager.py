@@ -137,7 +137,10 @@ class KvdManager(OffloadingManager):
             if self._desk is not None:
                 self._lookups.defer(tracked, self._desk)
             return True
-        return self._stores.budget.holds_load(self._lookups.settle(tracked, hit_tokens))
+        blocks = self._lookups.settle(tracked, hit_tokens)
+        if not blocks or self.steps is None:
+            return True
+        return self._stores.budget.holds_load(blocks, self.steps.free_jobs)
 
     def hit_run(self, req_context: ReqContext, group: int, stretch: range) -> int | None:
         """Leading blocks of a stretch that can be loaded; None: doubtful, ask again."""

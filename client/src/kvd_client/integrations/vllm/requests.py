@@ -28,7 +28,6 @@ from kvd_client.scheduler.hits import HIT, MISS, PENDING, RETRY, STATUS_BITS
 from kvd_client.scheduler.request import Request
 
 GROUP_BYTES = 4
-MAX_RUNS = 64
 
 LOOKUP_RESULTS = {
     MISS: LookupResult.MISS,
@@ -133,17 +132,12 @@ def verdicts_of(request: Request, groups: Sequence[OffloadGroup]) -> dict[Offloa
 
 
 def stretches(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive block numbers as (start, end) places in the list, 64 at most.
-
-    Beyond that the last run holds all that is left, though it has gaps: block numbers order
-    blocks within their request, and their order stays.
-    """
+    """Runs of consecutive block numbers as (start, end) places in the list."""
     if not blocks:
         return []
     if blocks[-1] - blocks[0] == len(blocks) - 1:
         return [(0, len(blocks))]
     cuts = [0, *(i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1)]
-    cuts = cuts[:MAX_RUNS]
     return list(zip(cuts, [*cuts[1:], len(blocks)], strict=True))
 
 
@@ -155,4 +149,4 @@ def offered_runs(tracked: TrackedRequest) -> list[BlockRun]:
         for start, end in stretches(blocks):
             hashes = [offered[block] for block in blocks[start:end]]
             runs.append(BlockRun(group, blocks[start], hashes))
-    return runs[:MAX_RUNS]
+    return runs

@@ -170,8 +170,13 @@ class StepDesk:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more jobs may be in flight."""
+        """Whether no more stores may be in flight; loads may have the rest."""
         return len(self._jobs) + MAX_JOBS_PER_STEP >= layout.MAX_JOBS_IN_FLIGHT
+
+    @property
+    def free_jobs(self) -> int:
+        """How many more jobs may be in flight."""
+        return layout.MAX_JOBS_IN_FLIGHT - len(self._jobs)
 
     def clear(self) -> None:
         """The cache was reset: nothing is handed off any more."""

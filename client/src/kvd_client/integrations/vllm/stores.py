@@ -18,11 +18,11 @@ from vllm.v1.kv_offload.base import (
 from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, by_group
 from kvd_client.integrations.vllm.stats import KvdStats
 from kvd_client.integrations.vllm.steps import MAX_JOBS_PER_STEP
-from kvd_client.scheduler.lookup import MAX_LOAD_BLOCKS
 from kvd_client.session import SessionView
 from kvd_proto import layout
 
-KEYS_PER_STEP = layout.MAX_KEYS_PER_MESSAGE
+KEYS_PER_STEP = layout.MAX_KEYS_PER_MESSAGE  # to store
+LOAD_KEYS_PER_STEP = 4 * layout.MAX_KEYS_PER_MESSAGE  # in some messages
 
 Admitted = Callable[[TrackedRequest, int, int], bool]  # (request, group, block)
 IsWhole = Callable[[ReqContext, int, int], bool]  # likewise: all its engine blocks are there
@@ -44,17 +44,24 @@ class StepBudget:
     """What one step has taken of the limits and of the room that the page's header showed."""
 
     load_keys: int = 0
-    keys: int = 0
+    loads: int = 0
+    store_keys: int = 0
     stores: int = 0
     room: dict[int, int] = field(default_factory=dict)
 
     def take_load(self, keys: int) -> None:
         self.load_keys += keys
-        self.keys += keys
+        self.loads += 1
 
-    def holds_load(self, keys: int) -> bool:
-        """Whether another load of so many blocks still goes with this step; one always does."""
-        return not self.load_keys or self.load_keys + keys <= MAX_LOAD_BLOCKS
+    def holds_load(self, keys: int, free_jobs: int) -> bool:
+        """Whether another load of so many blocks still goes with this step.
+
+        Of the jobs that may still be in flight some are this step's already. For its size none
+        is put off twice: one always goes.
+        """
+        if self.loads + self.stores >= free_jobs:
+            return False
+        return not self.load_keys or self.load_keys + keys <= LOAD_KEYS_PER_STEP
 
 
 def nothing() -> PrepareStoreOutput:
@@ -183,7 +190,7 @@ class StorePlanner:
     ) -> int | None:
         """How many of the keys find room, the first ones of each group; None: wait for room."""
         budget = self.budget
-        if budget.keys + keys > KEYS_PER_STEP or budget.stores >= MAX_JOBS_PER_STEP:
+        if budget.store_keys + keys > KEYS_PER_STEP or budget.stores >= MAX_JOBS_PER_STEP:
             return None
         lacking = 0
         for group, hashes in parts:
@@ -195,7 +202,7 @@ class StorePlanner:
                 return None
             budget.room[index] = room - len(hashes)
             lacking += max(0, len(hashes) - room)
-        budget.keys += keys
+        budget.store_keys += keys
         budget.stores += 1
         return keys - lacking
 

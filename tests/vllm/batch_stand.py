@@ -1,0 +1,61 @@
+"""A stand for an offline batch: more short requests at once than one message has room for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.vllm.engine import prompt
+from tests.vllm.node_daemon import with_kvd
+from tests.vllm.scheduler_stand import Stand, StandOptions, write_model
+
+REQUESTS = 1300
+BLOCK_TOKENS = 16
+LENGTH = BLOCK_TOKENS + 1
+OPTIONS = StandOptions(
+    block_tokens=BLOCK_TOKENS,
+    num_blocks=4 * REQUESTS,
+    max_requests=REQUESTS,
+    step_tokens=REQUESTS * 2 * BLOCK_TOKENS,
+)
+
+
+def serve(orders: Connection, socket: str) -> None:
+    """Run the batch as often as it is asked for."""
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    with tempfile.TemporaryDirectory() as folder:
+        transfer = with_kvd(socket)["kv_transfer_config"]
+        del transfer["kv_role"]
+        stand = Stand(write_model(Path(folder)), transfer, OPTIONS)
+        connection = stand.connector.connector_scheduler.manager.connection
+        assert connection.wait_usable(60), connection.problem
+        while (name := orders.recv()) is not None:
+            orders.send(run(stand, connection, name))
+        stand.close()
+
+
+def run(stand: Stand, connection: Any, name: str) -> dict[str, Any]:
+    """The whole batch, from arrival to rest."""
+    requests = [
+        stand.request(f"{name}-{number}", prompt(f"batch {number}", LENGTH), max_tokens=4)
+        for number in range(REQUESTS)
+    ]
+    for request in requests:
+        stand.add(request)
+    loads = []
+    while stand.is_busy:
+        before = stand.taken.load_jobs
+        stand.step()
+        loads.append(stand.taken.load_jobs - before)
+    taken = stand.take()
+    stand.forget_device()
+    return {
+        "cached": sorted(taken.cached_tokens.values()),
+        "loads": [number for number in loads if number],
+        "sessions": connection.sessions,
+        "refusals": dict(connection.refusals),
+        "failed": stand.connector.connector_scheduler.manager.stats.failed_loads,
+    }

@@ -1,0 +1,48 @@
+"""1,300 requests at once that all hit: more loads in one step than one message may have."""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+from tests.vllm.engine import FORKS
+from tests.vllm.node_daemon import PATIENCE_SECONDS, NodeDaemon, wait_until
+
+REQUESTS = 1300
+MOST_LOADS = 1024  # in one message
+BLOCK_TOKENS = 16
+
+
+def test_every_request_of_a_big_batch_hits(fork_server: None, kvd: NodeDaemon) -> None:
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=_serve, args=(theirs, kvd.socket))
+    process.start()
+    theirs.close()
+
+    def run(name: str) -> dict[str, object]:
+        ours.send(name)
+        assert ours.poll(PATIENCE_SECONDS), "the stand says nothing any more"
+        told: dict[str, object] = ours.recv()
+        return told
+
+    try:
+        assert run("cold")["cached"] == [0] * REQUESTS
+        wait_until(lambda: kvd.ready_blocks() == REQUESTS)
+        warm = run("warm")
+        assert warm["cached"] == [BLOCK_TOKENS] * REQUESTS
+        assert warm["loads"] == [REQUESTS], "all of them in one step"
+        assert max(warm["loads"]) > MOST_LOADS
+        assert (warm["sessions"], warm["refusals"], warm["failed"]) == (1, {}, 0)
+        ours.send(None)
+        process.join(PATIENCE_SECONDS)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        ours.close()
+
+
+def _serve(orders: Connection, socket: str) -> None:
+    from tests.vllm.batch_stand import serve  # imports vLLM: in the forked process only
+
+    serve(orders, socket)
