@@ -132,9 +132,12 @@ class Engine:
         self._tell("settle")
         self._wait_for("settled")
 
-    def reset(self, connector: bool = False) -> bool:
-        """Forget the prefix cache, on request also the connector's; whether vLLM did so."""
-        self._tell("reset", connector=connector)
+    def reset(self, connector: bool = False, running: bool = False) -> bool:
+        """Forget the prefix cache, on request also the connector's; whether vLLM did so.
+
+        With `running` the requests that run are preempted for it, and begin anew.
+        """
+        self._tell("reset", connector=connector, running=running)
         return bool(self._wait_for("reset")["done"])
 
     def count(self, name: str) -> float:

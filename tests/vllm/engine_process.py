@@ -91,8 +91,10 @@ class EngineProcess:
     def _settle(self) -> None:
         self._settling = True
 
-    def _reset(self, connector: bool) -> None:
-        done = self._engine.reset_prefix_cache(reset_connector=connector)
+    def _reset(self, connector: bool, running: bool) -> None:
+        done = self._engine.reset_prefix_cache(
+            reset_running_requests=running, reset_connector=connector
+        )
         self._connection.send({"event": "reset", "done": done})
 
     def _count(self) -> None:

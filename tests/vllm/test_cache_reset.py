@@ -58,3 +58,19 @@ def test_a_reset_amid_stores_still_gives_the_right_tokens(
     one.settle()
     assert one.reset()
     assert tokens(one.generate(*prompts)) == plain.tokens(*prompts)
+
+
+def test_a_request_that_a_reset_preempts_is_loaded_again_in_the_same_step(
+    engines: tuple[Engine, Engine], plain: Plain
+) -> None:
+    one, _ = engines
+    known = prompt("reset while it runs", LENGTH)
+    one.generate(known)
+    one.settle()
+    assert one.reset()
+    before = one.count(HITS)
+    request = one.submit(known, max_tokens=60)
+    one.wait(lambda: len(one.tokens_of(request)) > 3)
+    assert one.reset(running=True)
+    assert tokens(one.finish(request)) == plain.tokens(known, max_tokens=60)
+    assert one.count(HITS) == before + 2 * WHOLE, "it was loaded twice"

@@ -10,12 +10,18 @@ from typing import NoReturn
 import pytest
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVConnectorRole
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 from kvd_client.integrations.vllm import worker as rank_side
 from kvd_client.integrations.vllm.connector import KvdConnector
-from kvd_client.integrations.vllm.gpu_rules import check_step_order, start_up_error
+from kvd_client.integrations.vllm.gpu_rules import (
+    SLEEP_HOOK,
+    check_sleep,
+    check_step_order,
+    start_up_error,
+)
 from kvd_client.worker import CudaMemoryRefused, cuda_memory
 from kvd_client.worker.cuda_refusals import Refusal
 from kvd_proto.libcuda import CudaUnavailable
@@ -111,3 +117,36 @@ def test_a_rank_that_finds_no_driver_ends_at_its_start(
     socket = str(tmp_path / "nobody.sock")
     with pytest.raises(RuntimeError, match=r"can't share this engine's KV cache.*libcuda\.so\.1"):
         Rank(0, 1, "alone", caches=cache_config(), socket_path=socket, register_wait_s=0.05)
+
+
+# -- sleep ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "on_cpu", "told", "refused"),
+    [
+        (True, False, False, True),
+        (True, False, True, False),
+        (True, True, False, False),
+        (False, False, False, False),
+    ],
+)
+def test_sleep_that_the_connector_is_not_told_of_is_refused_on_a_gpu(
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sleeps: bool,
+    on_cpu: bool,
+    told: bool,
+    refused: bool,
+) -> None:
+    made = configure(model)
+    monkeypatch.setattr(made.vllm.model_config, "enable_sleep_mode", sleeps)
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: on_cpu)
+    monkeypatch.delattr(KVConnectorBase_V1, SLEEP_HOOK, raising=False)
+    if told:
+        monkeypatch.setattr(KVConnectorBase_V1, SLEEP_HOOK, lambda self: None, raising=False)
+    if not refused:
+        check_sleep(made.vllm)
+        return
+    with pytest.raises(ValueError, match="Take --enable-sleep-mode away"):
+        check_sleep(made.vllm)

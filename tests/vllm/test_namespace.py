@@ -238,6 +238,7 @@ def test_long_names_stay_within_a_fields_limit_and_apart(base: Configuration) ->
     [
         (setting("load_config.load_format", "dummy"), "weights_id"),
         (setting("cache_config.prefix_caching_hash_algo", "xxhash"), "PYTHONHASHSEED"),
+        (setting("weight_transfer_config", object()), "weight transfer"),
     ],
 )
 def test_what_can_t_be_known_is_kept_to_this_start_with_the_way_out(

@@ -7,9 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from kvd_client.integrations.vllm.rank_layout import RankLayout, describe_rank
-from tests.vllm.configurations import LAYERS, Configuration, cache_of, configure, full_attention
+from tests.vllm.configurations import (
+    BLOCK_TOKENS,
+    LAYERS,
+    Configuration,
+    cache_of,
+    configure,
+    full_attention,
+)
 
 pytestmark = pytest.mark.usefixtures("model")  # its maker, a process, outlives this module
 
@@ -60,3 +69,37 @@ def test_the_layouts_name_is_vllms(base: Configuration, monkeypatch: pytest.Monk
     assert describe_rank(base.vllm, base.cache).layout == "LBHNC"
     monkeypatch.setenv("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1")
     assert describe_rank(base.vllm, base.cache).layout == "LBHNC+shuffled"
+
+
+def split_by(size: int, backend: str = "SPLITS") -> SimpleNamespace:
+    """A layer whose kernel knows blocks of one size only."""
+    named = SimpleNamespace(
+        get_name=lambda: backend,
+        get_supported_kernel_block_sizes=lambda *_: [size],
+        supports_block_size=lambda tokens, *_: tokens == size,
+    )
+    return SimpleNamespace(get_attn_backend=lambda: named)
+
+
+def test_kernel_blocks_smaller_than_the_engines_are_part_of_the_layout(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base.vllm.cache_config, "kv_cache_layout", "LBHNC")
+    names = [f"0.{name}" for name in LAYERS]
+    cache = cache_of(full_attention())
+    layouts = []
+    for size in (BLOCK_TOKENS, BLOCK_TOKENS // 2):
+        layers = dict.fromkeys(names, split_by(size))
+        monkeypatch.setattr(base.vllm.compilation_config, "static_forward_context", layers)
+        layouts.append(describe_rank(base.vllm, cache).layout)
+    assert layouts == ["LBHNC", f"LBHNC+kernel{BLOCK_TOKENS // 2}"]
+
+
+def test_on_a_gpu_the_processor_is_its_compute_capability(
+    base: Configuration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(
+        current_platform, "get_device_capability", lambda _device: DeviceCapability(9, 0)
+    )
+    assert describe_rank(base.vllm, base.cache).processor == "sm9.0"

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
+    OffloadingConnector,
+)
 
 from kvd_client.integrations.vllm.connector import KvdConnector
 from kvd_client.integrations.vllm.stats import MAX_ALLOCATIONS, KvdStats, build_metric_definitions
@@ -30,14 +33,13 @@ class Frontend:
     """The API server's side: takes a step's figures in, and answers as a scrape would."""
 
     def __init__(self, model: Path) -> None:
-        known = set(REGISTRY._names_to_collectors.values())
+        self._known = set(REGISTRY._collector_to_names)
         types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
         vllm_config = configure(model).vllm
         labels = ["model_name", "engine"]
         self._metrics = KvdConnector.build_prom_metrics(
             vllm_config, types, labels, {0: ["tiny", "0"]}
         )
-        self._made = set(REGISTRY._names_to_collectors.values()) - known
 
     def observe(self, stats: KvdStats) -> bool:
         """Whether there was anything to send."""
@@ -54,7 +56,7 @@ class Frontend:
         self._metrics.observe(data, 0)
 
     def close(self) -> None:
-        for collector in self._made:
+        for collector in set(REGISTRY._collector_to_names) - self._known:
             REGISTRY.unregister(collector)
 
 
@@ -157,3 +159,44 @@ def test_vllms_older_totals_count_for_kvd_too(frontend: Frontend) -> None:
     total = "vllm:kv_offload_total_bytes_total"
     assert frontend.value(total, transfer_type="CPU_to_GPU") == 4096
     assert frontend.value(total, transfer_type="GPU_to_CPU") == 512
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_vllms_own_offloading_beside_it_counts_under_the_same_names(
+    model: Path, ours_first: bool
+) -> None:
+    known = set(REGISTRY._collector_to_names)
+    types = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+    ours = configure(model).vllm
+    theirs = configure(model).vllm
+    assert theirs.kv_transfer_config is not None
+    theirs.kv_transfer_config.kv_connector_extra_config = {
+        "spec_name": "CPUOffloadingSpec",
+        "cpu_bytes_to_use": 1 << 20,
+    }
+    order = [(KvdConnector, ours), (OffloadingConnector, theirs)]
+    made = {
+        connector: connector.build_prom_metrics(
+            config, types, ["model_name", "engine"], {0: ["tiny", "0"]}
+        )
+        for connector, config in (order if ours_first else order[::-1])
+    }
+    try:
+        generate_latest(REGISTRY)  # a scrape before any figure
+        data = {
+            "types": {"vllm:kv_offload_store_bytes": "counter"},
+            "data": {"vllm:kv_offload_store_bytes": {(): 5}},
+        }
+        for metrics in made.values():
+            metrics.observe(data, 0)
+        text = generate_latest(REGISTRY).decode()
+        samples = [line for line in text.splitlines() if not line.startswith("#")]
+        names = [line.rsplit(" ", 1)[0] for line in samples]
+        assert len(names) == len(set(names)), "a scrape has each series once"
+        (total,) = [
+            line for line in samples if line.startswith("vllm:kv_offload_store_bytes_total")
+        ]
+        assert float(total.rsplit(" ", 1)[1]) == 10
+    finally:
+        for collector in set(REGISTRY._collector_to_names) - known:
+            REGISTRY.unregister(collector)

@@ -27,7 +27,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.connection import SchedulerConnection
 from kvd_client.integrations.vllm.events import RemovalWatcher
-from kvd_client.integrations.vllm.gpu_rules import check_step_order
+from kvd_client.integrations.vllm.gpu_rules import check_sleep, check_step_order
 from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.namespace import (
     build_namespace,
@@ -36,6 +36,7 @@ from kvd_client.integrations.vllm.namespace import (
 )
 from kvd_client.integrations.vllm.plugin import register_spec
 from kvd_client.integrations.vllm.scheduler import KvdConnectorScheduler
+from kvd_client.integrations.vllm.shared_metrics import shareable
 from kvd_client.integrations.vllm.spec import SPEC_NAME, KvdOffloadingSpec
 from kvd_client.integrations.vllm.stats import keep_deprecated_totals
 from kvd_client.integrations.vllm.worker import KvdConnectorWorker
@@ -63,6 +64,7 @@ class KvdConnector(OffloadingConnector):
         if is_ours:
             check_config(vllm_config)
             check_step_order(vllm_config, kv_cache_config)
+            check_sleep(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._kvd_scheduler: KvdConnectorScheduler | None = None
         self._kvd_worker: KvdConnectorWorker | None = None
@@ -162,10 +164,12 @@ class KvdConnector(OffloadingConnector):
     # -- metrics (in the API server's process) ----------------------------------------------
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: VllmConfig, *args: Any) -> Any:
-        is_ours = choose_spec(vllm_config)
-        metrics = super().build_prom_metrics(vllm_config, *args)
-        return keep_deprecated_totals(metrics) if is_ours else metrics
+    def build_prom_metrics(cls, vllm_config: VllmConfig, metric_types: Any, *labels: Any) -> Any:
+        """Under names that vLLM's own offloading beside this one may declare as well."""
+        if not choose_spec(vllm_config):
+            return super().build_prom_metrics(vllm_config, metric_types, *labels)
+        metrics = super().build_prom_metrics(vllm_config, shareable(metric_types), *labels)
+        return keep_deprecated_totals(metrics)
 
 
 def choose_spec(vllm_config: VllmConfig) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 
 from kvd_client.worker import CudaMemoryRefused
 from kvd_client.worker.cuda_refusals import Refusal
@@ -40,6 +41,12 @@ ZEROED_TOO_EARLY = (
     " still read them, so a stored block could hold zeros. Set VLLM_USE_V2_MODEL_RUNNER=0 in"
     " vLLM's environment, " + WITHOUT_KVD
 )
+SLEEP_HOOK = "unregister_kv_caches"  # of vLLM's connectors, since 0.33
+SLEEPS_UNTOLD = (
+    "this vLLM frees its KV cache when it sleeps and does not tell the connector, so kvd's copies"
+    " would go into freed memory. Take --enable-sleep-mode away, use vLLM 0.33 or later, "
+    + WITHOUT_KVD
+)
 
 
 def check_step_order(vllm_config: Any, kv_cache_config: Any) -> None:
@@ -52,6 +59,19 @@ def check_step_order(vllm_config: Any, kv_cache_config: Any) -> None:
     """
     if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
         raise ValueError(ZEROED_TOO_EARLY)
+
+
+def check_sleep(vllm_config: Any) -> None:
+    """Raise ValueError where vLLM may free the KV's memory without telling the connector.
+
+    vLLM 0.32 has no hooks around sleep. The mover would go on copying into what was freed, or
+    after waking lies elsewhere. Its CPU backend frees nothing when it sleeps.
+    """
+    from vllm.platforms import current_platform  # noqa: PLC0415 - finds out the platform
+
+    sleeps = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+    if sleeps and not current_platform.is_cpu() and not hasattr(KVConnectorBase_V1, SLEEP_HOOK):
+        raise ValueError(SLEEPS_UNTOLD)
 
 
 def check_devices(tensors: Mapping[str, torch.Tensor]) -> torch.device:

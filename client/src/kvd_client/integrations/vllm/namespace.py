@@ -157,6 +157,9 @@ def _doubts(vllm_config: Any, options: KvdOptions) -> Iterator[str]:
         yield f"{algorithm} hashes with a random seed; set {HASH_SEED_VARIABLE}, or use sha256"
     if getattr(cache, "calculate_kv_scales", False):
         yield "KV scales are calculated from the first batch; give a checkpoint that has them"
+    if vllm_config.weight_transfer_config is not None:
+        # Of an update itself vLLM tells the connector nothing: other weights, the same name.
+        yield "weight transfer is configured, so the weights may change as the engine runs"
     if vllm_config.lora_config is not None and not options.lora_id:
         yield "vLLM's hash has an adapter's name, not what is in it; set lora_id"
 

@@ -14,7 +14,7 @@ class RankLayout(NamedTuple):
 
     layout: str  # vLLM's name of the order of layers, blocks, heads, tokens
     backends: str  # attention backends of the cached layers
-    processor: str  # instruction set that shapes the bytes; empty on a GPU
+    processor: str  # instruction set that shapes the bytes; on a GPU its compute capability
 
     def __str__(self) -> str:
         return SEPARATOR.join(self)
@@ -32,8 +32,10 @@ def describe_rank(vllm_config: Any, kv_cache_config: Any) -> RankLayout:
         vllm_config.cache_config, "kv_cache_layout", None
     )
     shuffled = os.environ.get(SHUFFLE_VARIABLE, "").lower() in ("1", "true")
+    sizes = _kernel_block_sizes(vllm_config, kv_cache_config)
+    parts = [str(name or ""), *(["shuffled"] if shuffled else []), *([sizes] if sizes else [])]
     return RankLayout(
-        layout=str(name or "") + ("+shuffled" if shuffled else ""),
+        layout="+".join(parts),
         backends=",".join(_backends(vllm_config, kv_cache_config)),
         processor=_processor(vllm_config, kv_cache_config),
     )
@@ -66,13 +68,45 @@ def _backend_name(layer: Any) -> str:
         return type(layer).__name__
 
 
+def _kernel_block_sizes(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Tokens of a kernel's block where it is smaller than the engine's; else empty.
+
+    An engine block is several of the kernel's then, one after the other, each laid out by itself.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    sizes = []
+    for group in kv_cache_config.kv_cache_groups:
+        engine = group.kv_cache_spec.block_size
+        kernel = _kernel_block_size(engine, [layers[n] for n in group.layer_names if n in layers])
+        sizes.append(engine if kernel is None else kernel)
+    whole = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+    return "" if sizes == whole else "kernel" + ",".join(map(str, sizes))
+
+
+def _kernel_block_size(block_tokens: int, layers: list[Any]) -> int | None:
+    """As vLLM chooses it for a group's layers; None for layers that have no such choice."""
+    try:
+        from vllm.v1.worker.utils import select_common_block_size  # noqa: PLC0415 - vLLM's own
+
+        backends = [layer.get_attn_backend() for layer in layers]
+        return int(select_common_block_size(block_tokens, backends)) if backends else None
+    except (ImportError, AttributeError, NotImplementedError, TypeError, ValueError):
+        return None
+
+
 def _processor(vllm_config: Any, kv_cache_config: Any) -> str:
-    """The CPU's instruction set, and the form vLLM chose by it for each group."""
+    """The CPU's instruction set, and the form vLLM chose by it for each group; or what the GPU
+    can do, by which kernels differ in what they compute.
+    """
+    import torch  # noqa: PLC0415 - only where vLLM has it anyway
     from vllm.platforms import current_platform  # noqa: PLC0415 - finds out the platform
 
     if not current_platform.is_cpu():
-        return ""
-    import torch  # noqa: PLC0415 - only where vLLM has it anyway
+        has_begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        capability = current_platform.get_device_capability(
+            torch.cuda.current_device() if has_begun else 0
+        )
+        return "" if capability is None else f"sm{capability.major}.{capability.minor}"
 
     if torch.cpu._is_avx512_supported():
         widest = "avx512"

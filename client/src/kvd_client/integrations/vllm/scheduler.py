@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -51,6 +52,7 @@ from kvd_client.integrations.vllm.metadata import (
     KvdWorkerMetadata,
     kvd_job_id,
 )
+from kvd_client.integrations.vllm.named_inputs import NamedInputs
 from kvd_client.integrations.vllm.prompt_times import PromptTimes
 from kvd_client.integrations.vllm.requests import TrackedRequest
 from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
@@ -86,6 +88,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self._left: deque[tuple[float, RequestOffloadState, set[OffloadKey]]] = deque(
             maxlen=MAX_DOUBTS
         )
+        self._named_inputs = NamedInputs()
         self._stores_simply = self._has_simple_stores()
         self._prompt_times = PromptTimes(time.monotonic)
         if self._width > 1:
@@ -121,6 +124,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
 
     def on_new_request(self, request: Request) -> None:
         super().on_new_request(request)
+        if request.mm_features:
+            self._named_inputs.look_at(request)
         if not request.skip_reading_prefix_cache:
             context = self._req_status[request.request_id].req_context
             self.manager.arrive(context, self._prompt(request))
@@ -180,7 +185,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvdConnectorMetadata:
         self._offer_left_again()
-        made = super().build_connector_meta(scheduler_output)
+        made = super().build_connector_meta(self._without_reloaded(scheduler_output))
         jobs = self._join(made)
         has_run = scheduler_output.total_num_scheduled_tokens > 0
         was_sent, lost = self.manager.send_step(jobs, has_run=has_run)
@@ -195,6 +200,24 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             self.manager.pace,
         )
         return orders
+
+    def _without_reloaded(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """The step without those preempted that it loads again already.
+
+        A reset preempts what runs, and the next step may begin a load of it. vLLM takes the jobs
+        of everyone preempted for stores that must be flushed, and asserts it; those of before
+        have ended, or it would not load.
+        """
+        preempted = scheduler_output.preempted_req_ids or set()
+        reloaded = {req_id for req_id in preempted if self._loads_now(req_id)}
+        if not reloaded:
+            return scheduler_output
+        return replace(scheduler_output, preempted_req_ids=preempted - reloaded)
+
+    def _loads_now(self, req_id: str) -> bool:
+        status = self._req_status.get(req_id)
+        jobs = () if status is None else status.transfer_jobs
+        return any(not self._jobs[job_id].is_store for job_id in jobs)
 
     def _orders(
         self,
