@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, Engine, prompt, tokens
 
+LOADED = "vllm:kv_offload_load_bytes"
 LENGTH = 6 * BLOCK_TOKENS + 8
 WHOLE = 6 * BLOCK_TOKENS
 
@@ -68,9 +69,9 @@ def test_a_request_that_a_reset_preempts_is_loaded_again_in_the_same_step(
     one.generate(known)
     one.settle()
     assert one.reset()
-    before = one.count(HITS)
+    before = one.count(LOADED)
     request = one.submit(known, max_tokens=60)
     one.wait(lambda: len(one.tokens_of(request)) > 3)
     assert one.reset(running=True)
     assert tokens(one.finish(request)) == plain.tokens(known, max_tokens=60)
-    assert one.count(HITS) == before + 2 * WHOLE, "it was loaded twice"
+    assert one.count(LOADED) == before + 2 * 6 * BLOCK_BYTES, "it was loaded twice"

@@ -91,7 +91,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self._named_inputs = NamedInputs()
         self._stores_simply = self._has_simple_stores()
         self._prompt_times = PromptTimes(time.monotonic)
-        if self._width > 1:
+        if self._width > 1 or self._sliding_window_groups:
             self.manager.leave_out_gaps(self._is_whole)
 
     def _has_simple_stores(self) -> bool:
@@ -112,13 +112,22 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
 
         vLLM 0.32 looks at the last of them only. Where the request began on a device hit, the
         block that its window begins in has null ones before that, and so has one whose first
-        engine blocks the window has left and another request was given.
+        engine blocks the window has left and another request was given. It notes such a loss
+        only from the next block to be stored on: one before that, which it considers again at
+        the request's end, may be another request's by now.
         """
-        if self.config.kv_group_configs[group].requires_cow_source:
+        config = self.config.kv_group_configs[group]
+        if config.requires_cow_source:
             return True  # nothing but the last state counts, and vLLM names where that lies
         state, width = self._req_status[req_context.req_id].group_states[group], self._width
+        if self._has_window(group) and block < state.next_stored_chunk_idx:
+            return False
         row = state.block_ids[block * width : (block + 1) * width]
         return len(row) == width and VLLM_NULL_BLOCK not in row
+
+    def _has_window(self, group: int) -> bool:
+        """Whether the request may lose blocks of the group before it ends."""
+        return self.config.kv_group_configs[group].sliding_window_size_in_chunks is not None
 
     # -- arrival and lookup -----------------------------------------------------------------
 
@@ -407,9 +416,16 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             self._rewind(status, keys)
 
     def _rewind(self, status: RequestOffloadState, keys: set[OffloadKey]) -> None:
-        """Offer from the first of these on again."""
+        """Offer from the first of these on again.
+
+        Not in a group with a window: what was offered there may be another request's by now,
+        and vLLM does not look back for that.
+        """
         for key in keys:
-            state = status.group_states[self.manager.index_of[get_offload_group_idx(key)]]
+            group = self.manager.index_of[get_offload_group_idx(key)]
+            if self._has_window(group):
+                continue
+            state = status.group_states[group]
             block = self.manager.block_of(key, status.req_context)
             state.next_stored_chunk_idx = min(state.next_stored_chunk_idx, block)
 
