@@ -416,6 +416,7 @@ class Driver:
             placement.shard,
             placement.writer,
             NODE_UNKNOWN if gpu is None else gpu.numa_node,
+            process.engine_blocks,
         )
         try:
             self.call(attached)

@@ -157,6 +157,7 @@ class RankAttached:
     shard: int
     writer: bool
     node: int = NODE_UNKNOWN  # the memory node next to the rank's device
+    engine_blocks: tuple[int, ...] = ()  # by group: their ids are below this; () = not known
 
 
 @dataclass(frozen=True, slots=True)

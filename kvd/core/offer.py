@@ -12,7 +12,7 @@ from kvd.core.events import Run
 from kvd.core.job import Offer
 from kvd.core.lookup import check_key_count, check_keys, read_keys
 from kvd.core.spec import GroupKind
-from kvd.core.state import MAX_ENGINE_BLOCKS, Session, State
+from kvd.core.state import Session, State
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 
@@ -28,9 +28,11 @@ def check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
                 "engine_blocks",
             )
         real = run.engine_blocks[run.engine_blocks != NULL_ENGINE_BLOCK]
-        if len(real) and int(real.max()) >= MAX_ENGINE_BLOCKS:
+        known = session.engine_blocks(run.group)
+        if len(real) and int(real.max()) >= known:
             raise InvalidArgument(
-                f"engine block {int(real.max())}, must be under {MAX_ENGINE_BLOCKS}",
+                f"engine block {int(real.max())} of group {run.group}, which has {known} as its"
+                " ranks registered it: ids are below that",
                 "engine_blocks",
             )
 

@@ -24,7 +24,15 @@ from kvd.core.events import (
 from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.reclaim import row_unmapped
 from kvd.core.rows import grant_spare
-from kvd.core.state import MAX_SESSIONS, Mover, Session, State
+from kvd.core.state import (
+    MAX_ENGINE_BLOCKS,
+    MAX_SESSION_ENGINE_BLOCKS,
+    MAX_SESSIONS,
+    MAX_TENANT_ENGINE_BLOCKS,
+    Mover,
+    Session,
+    State,
+)
 from kvd_proto.layout import MAX_RANKS
 
 
@@ -111,7 +119,10 @@ def rank_attached(state: State, event: RankAttached) -> list[Action]:
     others = session.movers.values()
     if event.writer and any(m.writer and m.shard == event.shard for m in others):
         raise LayoutMismatch(f"shard {event.shard} has another writer", "writer")
-    mover = Mover(event.mover, event.session, event.rank, event.shard, event.writer)
+    _check_engine_blocks(state, session, event.engine_blocks)
+    mover = Mover(
+        event.mover, event.session, event.rank, event.shard, event.writer, event.engine_blocks
+    )
     session.movers[event.rank] = mover
     state.movers[event.mover] = mover
     if event.node != NODE_UNKNOWN and (event.writer or event.shard not in namespace.shard_nodes):
@@ -120,6 +131,39 @@ def rank_attached(state: State, event: RankAttached) -> list[Action]:
     if state.free_extents.lie_apart and session.usable():
         grant_spare(state, namespace.classes, actions)
     return actions
+
+
+def _check_engine_blocks(state: State, session: Session, said: tuple[int, ...]) -> None:
+    """Raise LimitExceeded where the maps of engine blocks in flight could grow too large."""
+    for group, count in enumerate(said):
+        if count > MAX_ENGINE_BLOCKS:
+            raise LimitExceeded(
+                f"group {group} has {count} engine blocks, at most {MAX_ENGINE_BLOCKS}",
+                f"groups[{group}].num_blocks",
+            )
+    tenant = state.namespace_of(session).tenant
+    others = (
+        s
+        for s in state.sessions.values()
+        if s is not session and state.namespace_of(s).tenant is tenant
+    )
+    for count, most, whose in (
+        (sum(said), MAX_SESSION_ENGINE_BLOCKS, "of an engine"),
+        (
+            sum(said) + sum(map(_engine_blocks, others)),
+            MAX_TENANT_ENGINE_BLOCKS,
+            f"of all engines of tenant {tenant.tenant!r}",
+        ),
+    ):
+        if count > most:
+            raise LimitExceeded(
+                f"{count} engine blocks in all groups {whose}, at most {most}", "groups.num_blocks"
+            )
+
+
+def _engine_blocks(session: Session) -> int:
+    """In all groups, on the rank that has most."""
+    return max((sum(mover.engine_blocks) for mover in session.movers.values()), default=0)
 
 
 def rank_ending(state: State, event: RankEnding) -> list[Action]:

@@ -41,7 +41,11 @@ MAX_SCOPES = 65536
 SCOPES_FORGOTTEN_AT_LEAST = MAX_SCOPES // 64
 MAX_SESSIONS = 1024
 NEVER = 1 << 63  # as a time
-MAX_ENGINE_BLOCKS = 1 << 22  # of one group; bounds the map of blocks whose copy is in flight
+# Engine blocks of one group, of all groups of a session, and of all sessions of a tenant: two bytes
+# each, once used, in the map of those whose copy is in flight.
+MAX_ENGINE_BLOCKS = 1 << 22
+MAX_SESSION_ENGINE_BLOCKS = 1 << 24
+MAX_TENANT_ENGINE_BLOCKS = 1 << 25
 
 PolicyFactory = Callable[[str, Callable[[], int], int], EvictionPolicy]
 
@@ -96,6 +100,7 @@ class Mover:
     rank: int
     shard: int
     writer: bool
+    engine_blocks: tuple[int, ...] = ()  # by group, registered: ids are below this
     ending: str = ""  # why, once nothing new may go to it
     transfers: dict[TransferId, Transfer] = field(default_factory=dict)
 
@@ -140,6 +145,18 @@ class Session:
     renewed_ns: int = 0
     closed: bool = False
     gone: bool = False  # its engine has ended
+
+    def engine_blocks(self, group: int) -> int:
+        """Ids of the group's engine blocks are below this on every rank."""
+        said = [m.engine_blocks[group] for m in self.movers.values() if m.engine_blocks]
+        return min(said, default=MAX_ENGINE_BLOCKS)
+
+    def map_size(self, group: int) -> int:
+        """Ids for which the group's map of blocks in flight has to have room, as far as is known;
+        of its memory only what is written to is ever used.
+        """
+        said = [m.engine_blocks[group] for m in self.movers.values() if m.engine_blocks]
+        return max(said, default=0)
 
     def usable(self) -> bool:
         """Every rank stands and none is about to end."""

@@ -71,7 +71,7 @@ def mark_busy(session: Session, group: int, engine_blocks: U32, step: int) -> No
     counts = session.busy.get(group)
     highest = int(blocks.max())
     if counts is None or highest >= len(counts):
-        larger = np.zeros(max(1024, 2 * (highest + 1)), dtype=np.int16)
+        larger = np.zeros(max(highest + 1, session.map_size(group)), dtype=np.int16)
         if counts is not None:
             larger[: len(counts)] = counts
         counts = session.busy[group] = larger

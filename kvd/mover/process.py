@@ -95,6 +95,7 @@ class MoverProcess:
 
     def __init__(self, config: MoverConfig, sink: MoverSink) -> None:
         self.mover = config.mover
+        self.engine_blocks = tuple(group.num_blocks for group in config.groups)
         self._sink = sink
         self._gpu_uuid = "" if config.gpu is None else config.gpu.uuid
         self._loop = asyncio.get_running_loop()

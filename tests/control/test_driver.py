@@ -42,6 +42,7 @@ class SlowlyDying:
         self.sink = sink
         self.kills = 0
         self.facts = MoverFacts()
+        self.engine_blocks = ()
 
     def map_row(self, row: RowId, extent: int) -> None:
         pass

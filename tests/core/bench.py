@@ -233,11 +233,20 @@ class Bench:
         return accepted
 
     def attach(
-        self, session: int, rank: int = 0, shard: int | None = None, writer: bool = True
+        self,
+        session: int,
+        rank: int = 0,
+        shard: int | None = None,
+        writer: bool = True,
+        blocks: tuple[int, ...] = (),
     ) -> int:
         mover = 100 * session + rank
         shard = rank if shard is None else shard
-        self.feed(ev.RankAttached(SessionId(session), MoverId(mover), rank, shard, writer))
+        self.feed(
+            ev.RankAttached(
+                SessionId(session), MoverId(mover), rank, shard, writer, engine_blocks=blocks
+            )
+        )
         return mover
 
     def store(

@@ -8,8 +8,14 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.errors import InvalidArgument, LayoutMismatch, UnknownRegistration
+from kvd.core.errors import (
+    InvalidArgument,
+    LayoutMismatch,
+    LimitExceeded,
+    UnknownRegistration,
+)
 from kvd.core.keys import MoverId, SessionId
+from kvd.core.state import MAX_ENGINE_BLOCKS
 from tests.core.bench import SECOND, Bench, only, small, spec, verdict
 
 DONE, FAILED, REVOKED = (
@@ -229,6 +235,48 @@ def test_reset_ends_the_session_s_leases(bench: Bench) -> None:
     bench.lookup([1], lease=ev.LeaseMode.PREFIX)
     bench.feed(ev.EpochChanged(5, SessionId(1), "mine"))
     assert bench.machine.statistics().leases == 0
+
+
+def test_engine_block_that_no_rank_registered_is_refused_naming_the_field(bench: Bench) -> None:
+    bench.open(1, spec(shards=2), ranks=2, attach=False)
+    bench.attach(1, 0, blocks=(64,))
+    bench.attach(1, 1, blocks=(32,))
+    assert verdict(bench.store([1], blocks=[31])).accepted
+    with pytest.raises(InvalidArgument, match="which has 32") as refused:
+        bench.store([2], blocks=[32])
+    assert refused.value.field == "engine_blocks"
+    (busy,) = bench.machine.state.sessions[SessionId(1)].busy.values()
+    assert len(busy) == 64, "the map is as large as the largest rank, and no larger"
+
+
+@pytest.mark.parametrize(
+    ("blocks", "field"),
+    [
+        ((MAX_ENGINE_BLOCKS + 1, 1), "groups[0].num_blocks"),
+        ((MAX_ENGINE_BLOCKS,) * 5, "groups.num_blocks"),
+    ],
+)
+def test_rank_with_too_many_engine_blocks_is_refused_naming_the_field(
+    bench: Bench, blocks: tuple[int, ...], field: str
+) -> None:
+    bench.open(1, spec(groups=len(blocks)), attach=False)
+    with pytest.raises(LimitExceeded) as refused:
+        bench.attach(1, blocks=blocks)
+    assert refused.value.field == field
+    assert not bench.machine.state.movers
+
+
+def test_engine_blocks_of_a_tenant_are_bounded_over_its_engines(bench: Bench) -> None:
+    groups = spec(groups=4)
+    most = (MAX_ENGINE_BLOCKS,) * 4
+    for session in (1, 2, 3):
+        bench.open(session, groups, attach=False)
+    bench.attach(1, blocks=most)
+    bench.attach(2, blocks=most)
+    with pytest.raises(LimitExceeded, match="tenant"):
+        bench.attach(3, blocks=(1, 1, 1, 1))
+    bench.open(4, spec("other", "other tenant"), attach=False)
+    bench.attach(4, blocks=(1,))
 
 
 def test_session_may_come_back_to_its_own_epoch(bench: Bench) -> None:
