@@ -62,7 +62,7 @@ def _take_over(
             transfer.fail_job(job, reason)
             return 0
         part = store.reserve_part(state, offer.rows(absent), wait.scope, now_ns)
-        prefix.grow(state, job.prefix, part.slots, offer.blocks[absent], now_ns)
+        prefix.grow(state, session, job.prefix, part.slots, offer.blocks[absent], now_ns)
         transfer.start_piece(state, job, (part,), now_ns, actions)
     pending = np.flatnonzero(states == SlotState.RESERVED)
     pending = pending[~waits.stored_by(state, offer.slots[pending], job)]

@@ -343,6 +343,9 @@ def _check_sessions(state: State) -> None:
         for request, leases in session.by_request.items():
             assert leases, "a request is listed without leases"
             assert all(session.leases[n].request == request for n in leases), "a lease's request"
+        used = [used for each in session.prefixes.values() for used in each.used.values()]
+        remembered = sum(len(each.slots) for each in used)
+        assert session.remembered.blocks == remembered, "blocks remembered of requests"
         assert sum(map(len, session.by_request.values())) == len(session.leases), "leases"
 
 

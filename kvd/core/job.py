@@ -21,6 +21,7 @@ from kvd.core.keys import (
     Slots,
     TransferId,
 )
+from kvd.core.quota import Remembered
 from kvd.core.rows import SizeClass
 
 WAIT_BYTES = 1024  # of a Wait without the content of its arrays
@@ -78,7 +79,21 @@ class Used(NamedTuple):
 class Prefix:
     """What one request has used, by scope."""
 
+    remembered: Remembered = field(default_factory=Remembered)  # of its session
     used: dict[ScopeId, Used] = field(default_factory=dict)
+    renewed: dict[ScopeId, int] = field(default_factory=dict)  # blocks that last became young
+    is_forgotten: bool = False
+
+    def set(self, scope: ScopeId, used: Used) -> None:
+        before = self.used.get(scope)
+        self.remembered.add(len(used.slots) - (0 if before is None else len(before.slots)))
+        self.used[scope] = used
+
+    def forget(self) -> None:
+        """Remember nothing any more, whoever still has it."""
+        self.remembered.add(-sum(len(used.slots) for used in self.used.values()))
+        self.used.clear()
+        self.is_forgotten = True
 
 
 @dataclass(slots=True, eq=False)

@@ -82,7 +82,8 @@ def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_
             held = lease.hold(state, session, query, owner, (claimed, now_ns))
             residency.touch(state, owner, claimed, now_ns)
             places = query.first_block + run[:leased]
-            prefix.note(state, prefix.of(session, query.context.request), claimed, places)
+            used = prefix.of(session, query.context.request)
+            prefix.note(state, session, used, claimed, places)
     counts = np.bincount(statuses & 3, minlength=4)
     counters.misses += int(counts[MISS])
     counters.hits += int(counts[HIT])

@@ -22,6 +22,13 @@ from kvd.core.state import Session, State
 
 MAX_PREFIXES = 4096  # requests of one session; the oldest is forgotten
 MAX_PREFIX_BLOCKS = 65536  # of one request and scope; what is behind them is not remembered
+# Of all its requests, 16 bytes each: beyond, the session's oldest requests are forgotten.
+MAX_SESSION_BLOCKS = 524_288
+MAX_TENANT_BLOCKS = 2_097_152  # of all its sessions
+# A request is renewed once it has grown by this part since it last was, a short one always: so
+# each of its blocks is renewed some eight times, however long its prompt and small its pieces.
+GROWTH = 8
+SHORT_BLOCKS = 512
 
 
 def of(session: Session, request: RequestId) -> Prefix:
@@ -29,8 +36,8 @@ def of(session: Session, request: RequestId) -> Prefix:
     found = session.prefixes.get(request)
     if found is None:
         if len(session.prefixes) >= MAX_PREFIXES:
-            del session.prefixes[next(iter(session.prefixes))]
-        found = session.prefixes[request] = Prefix()
+            _forget_oldest(session, None)
+        found = session.prefixes[request] = Prefix(session.remembered)
     return found
 
 
@@ -42,11 +49,19 @@ def end(state: State, session: Session, requests: Iterable[RequestId], now_ns: i
             continue
         for scope in prefix.used:
             _renew(state, prefix, scope, now_ns)
+        prefix.forget()
 
 
-def note(state: State, prefix: Prefix, slots: Slots, blocks: Slots) -> None:
+def forget_all(session: Session) -> None:
+    """The session is over."""
+    for prefix in session.prefixes.values():
+        prefix.forget()
+    session.prefixes.clear()
+
+
+def note(state: State, session: Session, prefix: Prefix, slots: Slots, blocks: Slots) -> None:
     """The request has used these blocks of one scope, that stand at `blocks` in its prompt."""
-    if not len(slots):
+    if not len(slots) or prefix.is_forgotten or not _fits(session, prefix, len(slots)):
         return
     scope = state.scope_of(int(slots[0]))
     firsts = state.slots.firsts(slots)
@@ -59,16 +74,53 @@ def note(state: State, prefix: Prefix, slots: Slots, blocks: Slots) -> None:
     if (blocks[1:] < blocks[:-1]).any():
         order = np.argsort(blocks, kind="stable")
         slots, blocks = slots[order], blocks[order]
-    prefix.used[scope] = Used(slots[:MAX_PREFIX_BLOCKS], blocks[:MAX_PREFIX_BLOCKS])
+    prefix.set(scope, Used(_first(slots), _first(blocks)))
 
 
-def grow(state: State, prefix: Prefix, slots: Slots, blocks: Slots, now_ns: int) -> None:
-    """These blocks were admitted for the request: note them, and renew all that it has used."""
+def _first(places: Slots) -> Slots:
+    """As many as are remembered, in an array of their own."""
+    return places if len(places) <= MAX_PREFIX_BLOCKS else places[:MAX_PREFIX_BLOCKS].copy()
+
+
+def _fits(session: Session, prefix: Prefix, blocks: int) -> bool:
+    """Whether so many more may be remembered; older requests of the session make room."""
+    mine, tenant = session.remembered, session.remembered.tenant
+    while mine.blocks + blocks > MAX_SESSION_BLOCKS or (
+        tenant is not None and tenant.blocks + blocks > MAX_TENANT_BLOCKS
+    ):
+        if not _forget_oldest(session, prefix):
+            return False
+    return True
+
+
+def _forget_oldest(session: Session, keep: Prefix | None) -> bool:
+    """Forget the session's oldest request but this one. False: there is none."""
+    for request, each in session.prefixes.items():
+        if each is not keep:
+            each.forget()
+            del session.prefixes[request]
+            return True
+    return False
+
+
+def grow(
+    state: State, session: Session, prefix: Prefix, slots: Slots, blocks: Slots, now_ns: int
+) -> None:
+    """These blocks were admitted for the request: note them, and renew all that it has used, now
+    or with one of the next if there is much of it.
+    """
     scope = state.scope_of(int(slots[0]))
     in_order = scope not in prefix.used and not (blocks[1:] < blocks[:-1]).any()
-    note(state, prefix, slots, blocks)
-    if not in_order:  # else they are its only ones, and stand right as they came in
+    note(state, session, prefix, slots, blocks)
+    used = prefix.used.get(scope)
+    if used is None:
+        return
+    size, before = len(used.slots), prefix.renewed.get(scope, 0)
+    if in_order:  # they are its only ones, and stand right as they came in
+        prefix.renewed[scope] = size
+    elif size <= SHORT_BLOCKS or size >= before + before // GROWTH:
         _renew(state, prefix, scope, now_ns)
+        prefix.renewed[scope] = size
 
 
 def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
@@ -80,7 +132,8 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
     still = (states == SlotState.READY) | (states == SlotState.RESERVED)
     still &= state.slots.scopes[used.slots] == scope
     if not still.all():
-        used = prefix.used[scope] = Used(used.slots[still], used.blocks[still])
+        used = Used(used.slots[still], used.blocks[still])
+        prefix.set(scope, used)
     return used.slots
 
 

@@ -37,6 +37,19 @@ class Tally:
 
 
 @dataclass(slots=True, eq=False)
+class Remembered:
+    """Blocks that are remembered of all requests of a session, or of a tenant's sessions."""
+
+    blocks: int = 0
+    tenant: Remembered | None = None
+
+    def add(self, blocks: int) -> None:
+        self.blocks += blocks
+        if self.tenant is not None:
+            self.tenant.blocks += blocks
+
+
+@dataclass(slots=True, eq=False)
 class Tenant:
     """`used_bytes` counts every slot that is reserved, ready or quarantined."""
 
@@ -44,6 +57,7 @@ class Tenant:
     quota_bytes: int = 0  # 0 = no quota
     used_bytes: int = 0
     leased_bytes: int = 0  # of distinct blocks, under leases or handed off
+    remembered: Remembered = field(default_factory=Remembered)  # of its sessions' requests
     waiting_bytes: int = 0  # of keys that its sessions' jobs wait for
     hand_offs: int = 0
     hand_off_claims: int = 0  # blocks of those, one counted again for each that holds it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import claims, disuse, lease, spaces, transfer, waits
+from kvd.core import claims, disuse, lease, prefix, spaces, transfer, waits
 from kvd.core.actions import Action, KillMover, Reply, SessionAccepted
 from kvd.core.errors import (
     MOVER_GONE,
@@ -59,6 +59,7 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
         event.session, namespace.namespace, event.epoch, event.world_size, event.engine
     )
     session.renewed_ns = now_ns
+    session.remembered.tenant = namespace.tenant.remembered
     state.sessions[event.session] = session
     disuse.enter(state, session, actions, own=event.own_epoch)
     claims.count_live(state)
@@ -101,6 +102,7 @@ def forget_session(state: State, session: Session, now_ns: int, actions: list[Ac
     if session.closed and not session.jobs and not session.movers:
         del state.sessions[session.session]
         claims.count_live(state)
+        prefix.forget_all(session)
         disuse.leave(state, session, now_ns, actions)
 
 

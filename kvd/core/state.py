@@ -30,7 +30,7 @@ from kvd.core.keys import (
     TransferId,
 )
 from kvd.core.policy.base import EvictionPolicy
-from kvd.core.quota import Tally, Tenant
+from kvd.core.quota import Remembered, Tally, Tenant
 from kvd.core.recency import RecencyTurns
 from kvd.core.rows import MIN_SLOT_BYTES, GrantPause, Row, SizeClass
 from kvd.core.spec import NamespaceSpec
@@ -138,6 +138,7 @@ class Session:
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
     by_request: dict[RequestId, set[LeaseId]] = field(default_factory=dict)
     prefixes: dict[RequestId, Prefix] = field(default_factory=dict)
+    remembered: Remembered = field(default_factory=Remembered)  # of `prefixes`
     waits: dict[Wait, None] = field(default_factory=dict)
     waiting_bytes: int = 0  # of those
     loaded: dict[JobId, RequestId] = field(default_factory=dict)  # ended, not acknowledged

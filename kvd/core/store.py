@@ -141,7 +141,7 @@ def _admit(
         residency.unpin(state, plan.offer.size_class, slots)
     for plan in plans:
         residency.touch(state, plan.offer.size_class, plan.ready, now_ns)
-        prefix.note(state, job.prefix, plan.ready, plan.ready_blocks)
+        prefix.note(state, session, job.prefix, plan.ready, plan.ready_blocks)
     if reason:
         return reason, 0
     parts = _start(state, session, job, plans, (account, now_ns, actions))
@@ -171,7 +171,7 @@ def _start(
         if len(plan.fresh.tags):
             scope = spaces.open_scope(state, session, account, owner.group, actions).scope
             parts.append(reserve_part(state, plan.fresh, scope, now_ns))
-            prefix.grow(state, job.prefix, parts[-1].slots, plan.fresh.blocks, now_ns)
+            prefix.grow(state, session, job.prefix, parts[-1].slots, plan.fresh.blocks, now_ns)
         if len(plan.followed.tags):
             waits.follow(state, job, plan.followed)
         if plan.blocked:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import prefix
+from kvd.core import prefix, residency
 from kvd.core.events import LeaseMode
-from kvd.core.keys import RequestId, SessionId
+from kvd.core.keys import RequestId, SessionId, TenantId
 from tests.core.bench import Bench, context, engine_blocks, keys, small
 
 
@@ -163,3 +164,50 @@ def test_request_that_never_ends_is_remembered_up_to_a_bound(
     assert [len(used.slots) for used in remembered.used.values()] == [8]
     assert bench.statuses(range(8)) == "H" * 8
     assert bench.statuses(range(60, 64)) == "HHHH"
+
+
+def test_what_is_remembered_of_requests_that_never_end_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix, "MAX_SESSION_BLOCKS", 20)
+    monkeypatch.setattr(prefix, "MAX_TENANT_BLOCKS", 30)
+    bench = small(extents=8)
+    bench.open(1)
+    bench.open(2)
+    for first in range(0, 60, 6):
+        bench.stored(range(first, first + 6), 1)
+        assert bench.machine.state.sessions[SessionId(1)].remembered.blocks <= 20
+    sessions = bench.machine.state.sessions
+    assert sessions[SessionId(1)].remembered.blocks == 18, "of its three newest requests"
+    for first in range(60, 120, 6):
+        bench.stored(range(first, first + 6), 2)
+    tenant = bench.machine.state.tenants[TenantId("tenant")]
+    assert tenant.remembered.blocks == 30
+    assert sessions[SessionId(2)].remembered.blocks == 12, "what was left of its tenant's"
+    bench.leave(1)
+    bench.leave(2)
+    assert tenant.remembered.blocks == 0
+
+
+def test_a_long_prompt_is_not_renewed_with_every_small_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = small(extents=200)
+    bench.check_every = 1000
+    bench.open(1)
+    renewed = []
+    sound = residency.touch
+
+    def touch(state: Any, owner: Any, slots: Any, *rest: Any, **named: Any) -> None:
+        renewed.append(len(slots))
+        sound(state, owner, slots, *rest, **named)
+
+    monkeypatch.setattr(residency, "touch", touch)
+    started: list[act.Action] = []
+    pieces, piece = 64, 32
+    for number in range(pieces):
+        last = number == pieces - 1
+        keys = range(number * piece, (number + 1) * piece)
+        started += bench.store(keys, job=1, last=last)
+    assert sum(renewed) <= 12 * pieces * piece, "each block some times, not with each piece"
+    bench.finish(started)
