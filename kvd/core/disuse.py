@@ -42,6 +42,7 @@ ROWS_SWEPT_AT_ONCE = 256
 SLOTS_SWEPT_AT_ONCE = 65536
 # From here on namespaces without sessions and blocks are taken apart ahead of need.
 ROOMY_NAMESPACES = MAX_NAMESPACES - MAX_NAMESPACES // 64
+SCOPES_SHARED_AT_ONCE = 256  # one of them with a block is enough: see `read_back`
 MAX_ROWS_FORGOTTEN = 64  # with a namespace whose room is needed in this very event
 
 
@@ -81,12 +82,12 @@ def _is_known(state: State, session: Session) -> bool:
 
 def _write_shared(state: State, session: Session, actions: list[Action]) -> None:
     """Have the pool remember that the session's epoch is nobody's own; see `read_back`."""
-    for group in range(len(state.namespaces[session.namespace].classes)):
-        number = state.scope_ids.get((session.namespace, session.epoch, "", group))
-        if number is not None:
-            actions.append(
-                OpenScope(number, session.namespace, session.epoch, "", group, own=False)
-            )
+    scopes = (state.scopes[number] for number in state.namespaces[session.namespace].scopes)
+    found = (scope for scope in scopes if scope.epoch == session.epoch)
+    actions.extend(
+        OpenScope(s.scope, s.namespace, s.epoch, s.account, s.group, own=False)
+        for s in islice(found, SCOPES_SHARED_AT_ONCE)
+    )
 
 
 def leave(state: State, session: Session, now_ns: int, actions: list[Action]) -> None:
@@ -122,12 +123,16 @@ def engine_gone(state: State, session: SessionId, now_ns: int, actions: list[Act
 def read_back(state: State, namespace: Namespace, epoch: str, *, own: bool) -> None:
     """The pool knows of these; nobody uses them until somebody comes.
 
-    `own` is what the scopes of the empty account say, which every session opens.
+    An epoch is somebody's own if all of its scopes say so; only those with blocks come back.
     """
     state.disuse.namespaces[namespace.namespace] = Departure(NEVER, None)
-    if own:
+    if own and epoch not in namespace.shared_epochs:
         namespace.own_epochs[epoch] = ""
         state.disuse.epochs[namespace.namespace, epoch] = Departure(NEVER, None)
+    elif not own:
+        namespace.shared_epochs.add(epoch)
+        namespace.own_epochs.pop(epoch, None)
+        state.disuse.epochs.pop((namespace.namespace, epoch), None)
 
 
 def begin(state: State, now_ns: int) -> None:

@@ -26,8 +26,7 @@ def scope_recovered(state: State, event: ScopeRecovered) -> list[Action]:
     names = (event.epoch, event.account)
     state.recovered_scopes = None
     spaces.add_scope(state, event.scope, event.namespace, names, event.group)
-    own = event.own and not event.account
-    disuse.read_back(state, state.namespaces[event.namespace], event.epoch, own=own)
+    disuse.read_back(state, state.namespaces[event.namespace], event.epoch, own=event.own)
     return actions
 
 

@@ -91,6 +91,7 @@ class Namespace:
     scopes: set[ScopeId] = field(default_factory=set)
     # Each of use to one start of an engine alone; by its name, "" where that is not known yet.
     own_epochs: dict[str, str] = field(default_factory=dict)
+    shared_epochs: set[str] = field(default_factory=set)  # as they were read back from the pool
 
 
 @dataclass(slots=True, eq=False)

@@ -54,6 +54,7 @@ class SimMover:
     pid: int = 4_194_304  # above the largest that Linux gives: never a real process
     start_time: int = 1
     facts: MoverFacts = field(default_factory=MoverFacts)
+    engine_blocks: tuple[int, ...] = ()  # not known
     board: deque[tuple[JobId, JobKind, JobStatus]] = field(default_factory=deque)
     alive: bool = True
     ready: set[JobId] = field(default_factory=set)
