@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from benchmarks import report
 from kvd.core.keys import Slots
-from kvd.core.policy import POLICY_NAMES, make_policy
+from kvd.core.policy import POLICY_NAMES, PolicyMemory, make_policy
 
 BATCH = 2048
 SIZES = (10_000, 1_000_000)
@@ -29,7 +29,7 @@ def all_may_go(slots: Slots) -> npt.NDArray[np.bool_]:
 def measure(name: str, resident: int, rounds: int) -> dict[str, list[float]]:
     """Milliseconds by call, after one full turn of the blocks."""
     rng = np.random.default_rng(1)
-    policy = make_policy(name, lambda: resident, resident)
+    policy = make_policy(name, lambda: resident, PolicyMemory(resident))
     order = rng.permutation(resident)
     for first in range(0, resident, BATCH):
         slots = order[first : first + BATCH]

@@ -34,7 +34,7 @@ def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
             transfer.fail_piece(state, piece, RESET, actions)
     for owner in namespace.classes:
         assert not owner.policy.coldest(1).size, "the policy of a cleared class knows a block"
-        owner.policy = owner.new_policy()  # without what it learned of blocks that are gone
+        owner.policy.forget_gone()  # without what it learned of blocks that are gone
     for wait in state.released:
         if wait.offer.size_class.namespace == event.namespace and not wait.done:
             transfer.fail_job(wait.job, RESET)

@@ -6,7 +6,7 @@ the same ordinal in each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,7 @@ class FreeSlots:
     """A stack of slot numbers; the last put is taken first, so that few rows stay in use."""
 
     def __init__(self) -> None:
-        self._slots = np.empty(1024, dtype=np.int64)
+        self._slots = np.empty(0, dtype=np.int64)
         self._count = 0
 
     def __len__(self) -> int:
@@ -45,16 +45,16 @@ class FreeSlots:
     def put(self, slots: Slots) -> None:
         end = self._count + len(slots)
         if end > len(self._slots):
-            larger = np.empty(max(end, 2 * len(self._slots)), dtype=np.int64)
-            larger[: self._count] = self._slots[: self._count]
-            self._slots = larger
+            self._resize(max(end, 2 * len(self._slots)))
         self._slots[self._count : end] = slots[::-1]
         self._count = end
 
     def take(self, count: int) -> Slots:
         assert count <= self._count, "more slots taken than are free"
         self._count -= count
-        return self._slots[self._count : self._count + count][::-1].copy()
+        taken = self._slots[self._count : self._count + count][::-1].copy()
+        self._shrink()
+        return taken
 
     def drop(self, first: int, slots: int) -> Slots:
         """Forget those in first .. first+slots-1 and return them."""
@@ -64,7 +64,18 @@ class FreeSlots:
         rest = held[~inside]
         self._slots[: len(rest)] = rest
         self._count = len(rest)
+        self._shrink()
         return dropped
+
+    def _shrink(self) -> None:
+        """Give memory back that a class needed when it had many more free slots."""
+        if len(self._slots) > max(1024, 8 * self._count):
+            self._resize(2 * self._count)
+
+    def _resize(self, size: int) -> None:
+        other = np.empty(size, dtype=np.int64)
+        other[: self._count] = self._slots[: self._count]
+        self._slots = other
 
     def all(self) -> Slots:
         return self._slots[: self._count].copy()
@@ -112,7 +123,6 @@ class SizeClass:
     spec: GroupSpec
     width: int  # words of a key
     tenant: Tenant
-    new_policy: Callable[[], EvictionPolicy]
     policy: EvictionPolicy
     slots_per_row: int
     tallies: tuple[Tally, ...]  # of the pool, the tenant and the namespace

@@ -10,7 +10,6 @@ from kvd.core.actions import Action, EpochOpened, ForgetScopes, OpenNamespace, O
 from kvd.core.block import SlotState
 from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
 from kvd.core.keys import NamespaceId, ScopeId
-from kvd.core.policy.base import EvictionPolicy
 from kvd.core.quota import Tally
 from kvd.core.rows import SizeClass, slots_per_row
 from kvd.core.spec import GroupSpec, NamespaceSpec
@@ -127,9 +126,6 @@ def _make_class(
     def capacity() -> int:
         return found[0].reach if found else 0
 
-    def new_policy() -> EvictionPolicy:
-        return state.make_policy(state.config.policy, capacity, state.slots.size)
-
     groups = spec.groups
     owner = SizeClass(
         namespace=number,
@@ -137,8 +133,7 @@ def _make_class(
         spec=groups[group],
         width=-(-spec.hash_bytes // 8),
         tenant=state.tenant(spec.tenant),
-        new_policy=new_policy,
-        policy=new_policy(),
+        policy=state.make_policy(state.config.policy, capacity, state.policy_memory),
         slots_per_row=slots_per_row(groups[group], state.config.extent_bytes),
         tallies=tallies,
     )

@@ -14,6 +14,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+SMALL_BYTES = 64 * 1024
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
@@ -22,6 +23,8 @@ def sparse_zeros(shape: int | tuple[int, ...], dtype: type[_Scalar]) -> npt.NDAr
     sizes = (shape,) if isinstance(shape, int) else shape
     count = math.prod(sizes)
     bytes_wanted = max(1, count * np.dtype(dtype).itemsize)
+    if bytes_wanted <= SMALL_BYTES:
+        return np.zeros(sizes, dtype)  # the kernel bounds how many mappings a process may have
     memory = mmap.mmap(-1, bytes_wanted, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype=dtype, count=count).reshape(sizes)

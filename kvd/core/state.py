@@ -30,6 +30,7 @@ from kvd.core.keys import (
     TransferId,
 )
 from kvd.core.policy.base import EvictionPolicy
+from kvd.core.policy.slot_queue import PolicyMemory
 from kvd.core.quota import Remembered, Tally, Tenant
 from kvd.core.recency import RecencyTurns
 from kvd.core.rows import MIN_SLOT_BYTES, GrantPause, Row, SizeClass
@@ -47,7 +48,7 @@ MAX_ENGINE_BLOCKS = 1 << 22
 MAX_SESSION_ENGINE_BLOCKS = 1 << 24
 MAX_TENANT_ENGINE_BLOCKS = 1 << 25
 
-PolicyFactory = Callable[[str, Callable[[], int], int], EvictionPolicy]
+PolicyFactory = Callable[[str, Callable[[], int], PolicyMemory], EvictionPolicy]
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,7 @@ class State:
         self.pool_bytes = config.extents * config.extent_bytes
         self.slots_per_extent = max(1, config.extent_bytes // MIN_SLOT_BYTES)
         self.slots = SlotTable(config.extents * self.slots_per_extent)
+        self.policy_memory = PolicyMemory(self.slots.size)
         self.index = Index(self.slots)
         self.admission = ReuseFilter(config.store_threshold, config.tracker_blocks)
         self.free_extents = FreeExtents(config.extents, config.extent_nodes)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +15,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvd.core.keys import Slots
-from kvd.core.policy import POLICY_NAMES, ArcPolicy, EvictionPolicy, make_policy
-from kvd.core.policy.slot_queue import FIRST_RING
+from kvd.core.policy import POLICY_NAMES, ArcPolicy, EvictionPolicy, PolicyMemory, make_policy
+from kvd.core.policy.ghosts import Ghosts
 from tests.contract.policy_references import REFERENCES, ReferenceArc
 
-MAX_SLOTS = 4 * FIRST_RING
+MAX_SLOTS = 4096
 
 
 def batch(*slots: int) -> Slots:
@@ -57,7 +59,7 @@ def evicted(policy: EvictionPolicy, count: int) -> list[int]:
 @pytest.fixture(params=POLICY_NAMES)
 def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
     """A policy whose class owns 100 slots."""
-    return make_policy(request.param, lambda: 100, MAX_SLOTS)
+    return make_policy(request.param, lambda: 100, PolicyMemory(MAX_SLOTS))
 
 
 def test_new_policy_has_nothing_to_evict(policy: EvictionPolicy) -> None:
@@ -122,7 +124,7 @@ def test_batch_made_young_leaves_tail_first_behind_the_others(policy: EvictionPo
 
 @pytest.mark.parametrize("name", ["arc", "s3fifo"])
 def test_block_made_young_is_not_taken_for_one_used_again(name: str) -> None:
-    policy = make_policy(name, lambda: 100, MAX_SLOTS)
+    policy = make_policy(name, lambda: 100, PolicyMemory(MAX_SLOTS))
     insert(policy, span(0, 50))
     policy.touch(span(0, 10))
     policy.touch(span(0, 10))
@@ -223,7 +225,70 @@ def test_state_does_not_grow_with_the_number_of_operations(policy: EvictionPolic
     churn(200, 10_000)
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert after - before < 16 * FIRST_RING
+    assert after - before < 16384
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_policies_of_thousands_of_classes_share_what_each_slot_needs(name: str) -> None:
+    """Each once had arrays of its own for every slot of the pool: terabytes of addresses."""
+    memory, policies = PolicyMemory(1 << 20), []
+    before = address_space()
+    for number in range(2000):
+        policies.append(make_policy(name, lambda: 1 << 20, memory))
+        insert(policies[-1], span(100 * number, 100))
+    assert address_space() - before < 256 << 20
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_slot_of_one_policy_may_be_another_s_next(name: str) -> None:
+    """As when a row is taken from one class and granted to another."""
+    memory = PolicyMemory(MAX_SLOTS)
+    first, second = (make_policy(name, lambda: 100, memory) for _ in range(2))
+    insert(first, span(0, 100))
+    first.touch(span(0, 50))
+    taken = evicted(first, 30)
+    insert(second, batch(*taken))
+    assert first.coldest(200).size == 70
+    assert not set(first.coldest(100).tolist()) & set(taken)
+    assert sorted(second.coldest(100).tolist()) == sorted(taken)
+    second.remove(batch(*taken))
+    insert(first, batch(*taken))
+    assert sorted(first.coldest(200).tolist()) == list(range(100))
+
+
+@pytest.mark.parametrize("name", ["arc", "s3fifo"])
+def test_what_is_gone_can_be_forgotten(name: str) -> None:
+    """It comes back like a block that never was there."""
+    tables = [make_policy(name, lambda: 100, PolicyMemory(MAX_SLOTS)) for _ in range(3)]
+    for policy in tables[:2]:
+        insert(policy, span(0, 100))
+        evicted(policy, 100)
+    tables[0].forget_gone()
+    for policy in tables:
+        insert(policy, span(0, 20))
+        insert(policy, span(50, 50), first_tag=5000)
+    forgot, remembers, never_had = (evicted(policy, 30) for policy in tables)
+    assert forgot == never_had
+    assert remembers != never_had
+
+
+def test_table_of_ghosts_follows_a_class_that_grows_and_shrinks() -> None:
+    capacity = 16
+    ghosts = Ghosts(lambda: capacity)
+    assert ghosts.counted.nbytes <= 64, "memory of a class that never evicted"
+    sizes = []
+    for capacity in (16, 2000, 3000, 16):
+        tags = np.arange(capacity, dtype=np.uint64) * np.uint64(977) + np.uint64(capacity)
+        ghosts.add(0, tags)
+        found, _ = ghosts.find(tags)
+        assert found.sum() > 0.98 * capacity
+        sizes.append(ghosts.counted.size)
+    assert sizes[1] == sizes[2] >= 4 * 2000
+    assert sizes[0] == sizes[3] <= 1024
 
 
 class AgainstReference(RuleBasedStateMachine):
@@ -234,7 +299,7 @@ class AgainstReference(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.policy = make_policy(self.name, lambda: self.capacity, MAX_SLOTS)
+        self.policy = make_policy(self.name, lambda: self.capacity, PolicyMemory(MAX_SLOTS))
         self.reference = REFERENCES[self.name](self.capacity)
         self.free = list(range(self.capacity))
         self.tag_of: dict[int, int] = {}
@@ -332,7 +397,7 @@ def test_large_batches_decide_as_the_reference_does(name: str) -> None:
     """Rings wrap, grow and are squeezed; hundreds of slots move at once."""
     rng = np.random.default_rng(7)
     capacity = 1000
-    policy = make_policy(name, lambda: capacity, MAX_SLOTS)
+    policy = make_policy(name, lambda: capacity, PolicyMemory(MAX_SLOTS))
     reference = REFERENCES[name](capacity)
     tag_of: dict[int, int] = {}
     for _ in range(250):

@@ -12,7 +12,8 @@ PURE_STANDARD = {
     "functools", "hashlib", "heapq", "itertools", "math", "operator", "types", "typing",
 }  # fmt: skip
 # Anonymous memory of small pages, as numpy can't be asked for it; no file, no other effect.
-PURE_BUT = {("sparse.py", "mmap")}
+# Which numbers of queues are taken: no decision depends on when they are free again.
+PURE_BUT = {("sparse.py", "mmap"), ("slot_queue.py", "weakref")}
 CLIENT_DISTRIBUTIONS = {"numpy", "grpc", "google", "kvd_client", "kvd_proto"}
 
 

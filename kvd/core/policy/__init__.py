@@ -6,25 +6,25 @@ from kvd.core.policy.arc import ArcPolicy
 from kvd.core.policy.base import Evictable, EvictionPolicy
 from kvd.core.policy.lru import LruPolicy
 from kvd.core.policy.s3fifo import S3FifoPolicy
-from kvd.core.policy.slot_queue import Capacity
+from kvd.core.policy.slot_queue import Capacity, PolicyMemory
 
 POLICY_NAMES = ("lru", "arc", "s3fifo")
 
 
-def make_policy(name: str, capacity: Capacity, max_slots: int) -> EvictionPolicy:
+def make_policy(name: str, capacity: Capacity, memory: PolicyMemory) -> EvictionPolicy:
     """A policy for one size class.
 
-    `capacity` answers with the slots that the class may have in use now; `max_slots` bounds
-    the slot numbers. A name outside POLICY_NAMES is a broken invariant: the configuration
-    checks it.
+    `capacity` answers with the slots that the class may have in use now; `memory` is shared by
+    all policies of the pool. A name outside POLICY_NAMES is a broken invariant: the
+    configuration checks it.
     """
     match name:
         case "lru":
-            return LruPolicy(max_slots)
+            return LruPolicy(memory)
         case "arc":
-            return ArcPolicy(capacity, max_slots)
+            return ArcPolicy(capacity, memory)
         case "s3fifo":
-            return S3FifoPolicy(capacity, max_slots)
+            return S3FifoPolicy(capacity, memory)
         case _:
             raise AssertionError(f"unknown policy {name!r}; known: {', '.join(POLICY_NAMES)}")
 
@@ -35,6 +35,7 @@ __all__ = [
     "Evictable",
     "EvictionPolicy",
     "LruPolicy",
+    "PolicyMemory",
     "S3FifoPolicy",
     "make_policy",
 ]

@@ -17,7 +17,7 @@ frequent. A ghost moves the target once, when it is first missed or when it come
 however often it is asked for in between. Within a batch the tail of the prefix is put in
 first, so that it leaves before its head.
 
-Memory: 16 bytes a slot, rings of 4 to 16 bytes a resident block, about 44 bytes a ghost.
+Memory: 16 bytes a slot, rings of 4 to 16 bytes a resident block, 72 to 280 bytes a ghost.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ import numpy as np
 from kvd.core.keys import U64, Slots
 from kvd.core.policy.base import Evictable
 from kvd.core.policy.ghosts import Ghosts
-from kvd.core.policy.slot_queue import Capacity, SlotQueue, new_places
-from kvd.core.sparse import sparse_zeros
+from kvd.core.policy.slot_queue import Capacity, PolicyMemory, SlotQueue
 
 RECENT, FREQUENT = 0, 1
 
@@ -38,14 +37,12 @@ RECENT, FREQUENT = 0, 1
 class ArcPolicy:
     """Balances recency and frequency by its own misses."""
 
-    def __init__(self, capacity: Capacity, max_slots: int) -> None:
+    def __init__(self, capacity: Capacity, memory: PolicyMemory) -> None:
         self._capacity = capacity
-        places = new_places(max_slots)
-        self._recent = SlotQueue(places, RECENT)
-        self._frequent = SlotQueue(places, FREQUENT)
-        self._tags = sparse_zeros(max_slots, np.uint64)
-        self._ghosts = Ghosts(max_slots, lists=2)
-        self._counted = sparse_zeros(self._ghosts.numbers, np.bool_)  # has moved the target
+        self._recent = SlotQueue(memory.places)
+        self._frequent = SlotQueue(memory.places)
+        self._tags = memory.tags
+        self._ghosts = Ghosts(capacity, lists=2)
         self._target = 0.0  # the paper's p: how many blocks recent should hold
 
     def __len__(self) -> int:
@@ -100,10 +97,10 @@ class ArcPolicy:
     def missed(self, tags: U64) -> None:
         """Move the target by the ghosts among these tags that have not moved it yet."""
         _, ghosts = self._ghosts.find(tags)
-        ghosts = np.unique(ghosts[~self._counted[ghosts]])
+        ghosts = np.unique(ghosts[~self._ghosts.counted[ghosts]])
         if ghosts.size == 0:
             return
-        self._counted[ghosts] = True
+        self._ghosts.counted[ghosts] = True
         of_frequent = int(self._ghosts.list_of(ghosts).sum())
         of_recent = int(ghosts.size) - of_frequent
         recent, frequent = self._ghosts.count(RECENT), self._ghosts.count(FREQUENT)
@@ -113,6 +110,10 @@ class ArcPolicy:
         if of_frequent:
             step = max(1.0, recent / frequent)
             self._target = max(self._target - of_frequent * step, 0.0)
+
+    def forget_gone(self) -> None:
+        self._ghosts.forget_all()
+        self._target = 0.0
 
     def coldest(self, count: int) -> Slots:
         queues = [self._recent, self._frequent]
@@ -127,7 +128,8 @@ class ArcPolicy:
         return min(max(room, 0), count)
 
     def _remember(self, which: int, victims: Slots) -> None:
-        self._counted[self._ghosts.add(which, self._tags[victims])] = False
+        added = self._ghosts.add(which, self._tags[victims])
+        self._ghosts.counted[added] = False  # has not moved the target
 
     def _trim_ghosts(self) -> None:
         capacity = min(self._capacity(), self._ghosts.limit)

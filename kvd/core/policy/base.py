@@ -44,5 +44,8 @@ class EvictionPolicy(Protocol):
     def missed(self, tags: U64) -> None:
         """These blocks were looked for and not resident: a ghost hit may adapt the policy."""
 
+    def forget_gone(self) -> None:
+        """What has left before is of no interest any more; what is known stays as it is."""
+
     def coldest(self, count: int) -> Slots:
         """Up to `count` known slots near the eviction end, evictable or not; changes nothing."""

@@ -1,4 +1,4 @@
-"""Memory of what has left: tags of evicted blocks, in a table of fixed size.
+"""Memory of what has left: tags of evicted blocks, in a table as large as their class.
 
 A ghost is a 64-bit tag in a bucket of eight ways; its number (bucket and way) stands in one of
 up to four queues, so that each list of ghosts has an exact order and length. A bucket that is
@@ -13,37 +13,62 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U64, Slots
-from kvd.core.policy.slot_queue import MARK_MASK, NO_SLOTS, SlotQueue, new_places
+from kvd.core.policy.slot_queue import NO_SLOTS, NUMBER_MASK, Capacity, Places, SlotQueue
 from kvd.core.sparse import sparse_zeros
 
 WAYS = 8
-GHOSTS_MAX = 1 << 20  # most ghosts of one policy; the table is twice that
+GHOSTS_MAX = 1 << 20  # most ghosts of one policy
+LEAST_GHOSTS = 64  # that a table is made for
+LOAD = 4  # a new table has so many places for each ghost that there may be now
+GROWS_AT = 2  # times as many ghosts as it was made for: then it is half full at most
+SHRINKS_AT = 16  # times fewer
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the top bits choose the bucket
 
 
 class Ghosts:
     """Up to `limit` remembered tags in `lists` ordered lists."""
 
-    def __init__(self, max_slots: int, lists: int = 1) -> None:
-        self.limit = min(max_slots, GHOSTS_MAX)
-        bits = max(7, (2 * self.limit - 1).bit_length() - 3)
-        self._shift = np.uint64(64 - bits)
-        self._tags = sparse_zeros((1 << bits, WAYS), np.uint64)
-        self._places = new_places(WAYS << bits)
-        self._lists = [SlotQueue(self._places, mark) for mark in range(lists)]
+    def __init__(self, capacity: Capacity, lists: int = 1) -> None:
+        self._capacity = capacity
+        self._count = lists
+        self.forget_all()
 
     @property
-    def numbers(self) -> int:
-        """Ghosts are numbered below this."""
-        return int(self._places.size)
+    def limit(self) -> int:
+        """Most that may be remembered."""
+        return min(self._count * self._capacity(), GHOSTS_MAX)
+
+    def forget_all(self) -> None:
+        """Remember nothing, and take no memory until there is something to remember."""
+        self._make(0)
+
+    def _make(self, limit: int) -> None:
+        self._made_for = limit
+        bits = max(1, (LOAD * limit - 1).bit_length() - 3) if limit else 0
+        self._shift = np.uint64(64 - bits)
+        self._tags = sparse_zeros((1 << bits, WAYS), np.uint64)
+        places = Places(WAYS << bits)
+        self._places = places.array
+        self._lists = [SlotQueue(places) for _ in range(self._count)]
+        self.counted = sparse_zeros(WAYS << bits, np.bool_)  # a mark for whoever asks
+
+    def _fit(self) -> None:
+        """Follow the class: one that outgrew its table by far begins with a larger one, empty.
+
+        So no event has to hash a million ghosts anew, and a class that never evicted has no
+        table. What is lost is a little of the policy's judgement.
+        """
+        wanted = max(self.limit, LEAST_GHOSTS)
+        if wanted > GROWS_AT * self._made_for or SHRINKS_AT * wanted < self._made_for:
+            self._make(wanted)
 
     def count(self, which: int) -> int:
         return len(self._lists[which])
 
     def find(self, tags: U64) -> tuple[npt.NDArray[np.bool_], Slots]:
         """Which tags are remembered, and the ghosts' numbers (only for those found, in order)."""
-        if tags.size == 0:
-            return np.zeros(0, np.bool_), NO_SLOTS
+        if tags.size == 0 or not self._made_for:
+            return np.zeros(tags.size, np.bool_), NO_SLOTS
         buckets = self._buckets(tags)
         same = (self._tags[buckets] == tags[:, None]) & (self._ways(buckets) != 0)
         found = same.any(axis=1)
@@ -52,7 +77,10 @@ class Ghosts:
 
     def list_of(self, numbers: Slots) -> npt.NDArray[np.int64]:
         """The list in which each of these ghosts stands."""
-        return self._places[numbers] & MARK_MASK
+        places, found = self._places[numbers] & NUMBER_MASK, np.zeros(numbers.size, np.int64)
+        for which, queue in enumerate(self._lists[1:], 1):
+            found[places == queue.number] = which
+        return found
 
     def add(self, which: int, tags: U64) -> Slots:
         """Remember tags at the young end of a list, the first of them oldest. Their numbers.
@@ -62,6 +90,7 @@ class Ghosts:
         """
         if tags.size == 0:
             return NO_SLOTS
+        self._fit()
         buckets = self._buckets(tags)
         order = np.argsort(buckets, kind="stable")
         grouped = buckets[order]
@@ -88,9 +117,8 @@ class Ghosts:
         if numbers.size == 0:
             return
         numbers = np.unique(numbers)
-        lists = self.list_of(numbers)
-        for mark, queue in enumerate(self._lists):
-            queue.drop(numbers[lists == mark])
+        for queue in self._lists:
+            queue.drop(numbers[queue.holds(numbers)])
 
     def trim(self, which: int, count: int) -> None:
         """Forget the oldest ghosts of a list until at most `count` remain."""

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from kvd.core.keys import U64, Slots
 from kvd.core.policy.base import Evictable
-from kvd.core.policy.slot_queue import SlotQueue, new_places
+from kvd.core.policy.slot_queue import PolicyMemory, SlotQueue
 
 
 class LruPolicy:
     """The least recently used evictable block leaves first."""
 
-    def __init__(self, max_slots: int) -> None:
-        self._queue = SlotQueue(new_places(max_slots))
+    def __init__(self, memory: PolicyMemory) -> None:
+        self._queue = SlotQueue(memory.places)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -43,6 +43,9 @@ class LruPolicy:
 
     def missed(self, tags: U64) -> None:
         """Nothing to learn: no ghosts."""
+
+    def forget_gone(self) -> None:
+        """Nothing of them is known."""
 
     def coldest(self, count: int) -> Slots:
         return self._queue.first(count)

@@ -15,7 +15,7 @@ WALK blocks in one call; after that the oldest leave whatever their counter, so 
 time is bounded. Blocks that may not be evicted go to the young end of their queue. Within a
 batch the tail of the prefix is put in first, so that it leaves before its head.
 
-Memory: 17 bytes a slot, rings of 4 to 16 bytes a resident block, about 44 bytes a ghost.
+Memory: 17 bytes a slot, rings of 4 to 16 bytes a resident block, 72 to 280 bytes a ghost.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ import numpy as np
 from kvd.core.keys import U64, Slots
 from kvd.core.policy.base import Evictable
 from kvd.core.policy.ghosts import Ghosts
-from kvd.core.policy.slot_queue import PIECE, Capacity, SlotQueue, joined, new_places, nth_true
-from kvd.core.sparse import sparse_zeros
+from kvd.core.policy.slot_queue import PIECE, Capacity, PolicyMemory, SlotQueue, joined, nth_true
 
-SMALL, MAIN = 0, 1
 SMALL_SHARE = 10  # small's share is one in so many
 MOST_USES = 3
 PROMOTED_ABOVE = 1  # uses in small
@@ -38,14 +36,13 @@ WALK = 2 * PIECE  # most blocks of main looked at in one call
 class S3FifoPolicy:
     """Quick demotion of what is used once; everything else in first-in-first-out rounds."""
 
-    def __init__(self, capacity: Capacity, max_slots: int) -> None:
+    def __init__(self, capacity: Capacity, memory: PolicyMemory) -> None:
         self._capacity = capacity
-        places = new_places(max_slots)
-        self._small = SlotQueue(places, SMALL)
-        self._main = SlotQueue(places, MAIN)
-        self._tags = sparse_zeros(max_slots, np.uint64)
-        self._uses = sparse_zeros(max_slots, np.uint8)
-        self._ghosts = Ghosts(max_slots)
+        self._small = SlotQueue(memory.places)
+        self._main = SlotQueue(memory.places)
+        self._tags = memory.tags
+        self._uses = memory.uses
+        self._ghosts = Ghosts(capacity)
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
@@ -96,6 +93,9 @@ class S3FifoPolicy:
 
     def missed(self, tags: U64) -> None:
         """Ghosts are asked only when a block comes in."""
+
+    def forget_gone(self) -> None:
+        self._ghosts.forget_all()
 
     def coldest(self, count: int) -> Slots:
         small = self._small.first(count)

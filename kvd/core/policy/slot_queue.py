@@ -12,23 +12,30 @@ ring that doubles when the live slots need it; memory follows what is in use.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import Slots
+from kvd.core.keys import U64, Slots
 from kvd.core.policy.base import Evictable
 from kvd.core.sparse import sparse_zeros
 
-Places = npt.NDArray[np.int64]
+Positions = npt.NDArray[np.int64]
 Capacity = Callable[[], int]  # slots that the size class may have in use now
 
 PIECE = 65536  # most positions that are looked at in one go
-FIRST_RING = 1024  # positions of a new queue's ring
-MARK_BITS = 2  # up to four queues share one array of places
-MARK_MASK = (1 << MARK_BITS) - 1
+FIRST_RING = 256  # positions of a queue's first ring; one that never held anything has none
+SLACK = 256  # stale mentions that are not worth squeezing out
+SPARSE_RING = 16  # a ring with so many positions for each live slot is made smaller
+# A place is a position and the number of its queue. Positions go round: they only have to differ
+# within one ring, and a ring holds fewer than 2**31.
+NUMBER_BITS = 24
+NUMBER_MASK = (1 << NUMBER_BITS) - 1
+POSITION_MASK = (1 << 63 - NUMBER_BITS) - 1
 NO_SLOTS: Slots = np.zeros(0, np.int64)
 
 
@@ -40,10 +47,44 @@ class Scan(NamedTuple):
     end: int  # the position after the last one looked at
 
 
-def new_places(max_slots: int) -> Places:
-    """Places for slots 0 .. max_slots - 1, all unknown; memory is taken where it is touched."""
-    assert 0 < max_slots < 2**31, "slot numbers must fit in 31 bits"
-    return sparse_zeros(max_slots, np.int64)
+class Places:
+    """Where slots 0 .. max_slots - 1 stand, in the queues that share it; 0: in none.
+
+    Memory is taken where it is touched. A queue's number is free again when the queue is gone.
+    """
+
+    def __init__(self, max_slots: int) -> None:
+        assert 0 < max_slots < 2**31, "slot numbers must fit in 31 bits"
+        self.array: npt.NDArray[np.int64] = sparse_zeros(max_slots, np.int64)
+        self._queues: weakref.WeakValueDictionary[int, SlotQueue] = weakref.WeakValueDictionary()
+        self._last = 0
+
+    def number(self, queue: SlotQueue) -> int:
+        """A number for the queue that no other has."""
+        assert len(self._queues) < NUMBER_MASK, "too many queues"
+        while True:
+            self._last = self._last % NUMBER_MASK + 1
+            if self._last not in self._queues:
+                self._queues[self._last] = queue
+                return self._last
+
+
+class PolicyMemory:
+    """Arrays by slot that all policies of one pool share: a slot is of one size class at a time."""
+
+    def __init__(self, max_slots: int) -> None:
+        self.max_slots = max_slots
+        self.places = Places(max_slots)
+
+    @cached_property
+    def tags(self) -> U64:
+        """The tag of the block that the slot holds."""
+        return sparse_zeros(self.max_slots, np.uint64)
+
+    @cached_property
+    def uses(self) -> npt.NDArray[np.uint8]:
+        """How often it was used."""
+        return sparse_zeros(self.max_slots, np.uint8)
 
 
 class SlotQueue:
@@ -52,14 +93,22 @@ class SlotQueue:
     Batches may hold a slot twice: the last mention counts.
     """
 
-    __slots__ = ("_first", "_live", "_mark", "_next", "_places", "_ring", "_squeeze")
+    __slots__ = (
+        "__weakref__",
+        "_first",
+        "_live",
+        "_next",
+        "_places",
+        "_ring",
+        "_squeeze",
+        "number",
+    )
 
-    def __init__(self, places: Places, mark: int = 0) -> None:
-        assert 0 <= mark < 1 << MARK_BITS
-        self._places = places
-        self._mark = mark
-        self._ring: npt.NDArray[np.int32] = np.zeros(FIRST_RING, np.int32)
-        self._first = 1  # position of the oldest mention; 0 would look like "unknown"
+    def __init__(self, places: Places) -> None:
+        self._places = places.array
+        self.number = places.number(self)  # never 0, so that no place of ours is
+        self._ring: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._first = 1  # position of the oldest mention
         self._next = 1
         self._live = 0
         # (read, write): [first, read) is to be squeezed, [read, write) is stale, [write, …) done
@@ -75,10 +124,11 @@ class SlotQueue:
 
     def holds(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of these slots stand in this queue."""
-        places = self._places.take(slots)
-        held: npt.NDArray[np.bool_] = places & MARK_MASK == self._mark
-        held &= places != 0
+        held: npt.NDArray[np.bool_] = self._places.take(slots) & NUMBER_MASK == self.number
         return held
+
+    def _as_places(self, positions: Positions) -> Positions:
+        return ((positions & POSITION_MASK) << NUMBER_BITS) | self.number
 
     def append(self, slots: Slots) -> None:
         """Put slots that stand in no queue at the young end, the first of them oldest."""
@@ -106,7 +156,11 @@ class SlotQueue:
         self._places[slots] = 0
         self._live -= int(slots.size)
         assert self._live >= 0
-        self._trim(min(PIECE, 2 * int(slots.size) + 64))
+        if self._live:
+            self._tidy(int(slots.size))
+        else:
+            self._ring = self._ring[:0].copy()
+            self._first, self._squeeze = self._next, None
 
     def first(self, count: int) -> Slots:
         """Up to `count` slots from the old end, oldest first; changes nothing."""
@@ -119,7 +173,7 @@ class SlotQueue:
             missing -= int(found[-1].size)
         return joined(found)
 
-    def pieces(self, count: int) -> Iterator[tuple[Places, Slots]]:
+    def pieces(self, count: int) -> Iterator[tuple[Positions, Slots]]:
         """The queue from its old end: (positions, slots) of live mentions, a piece at a time.
 
         Pieces start near `count` and grow to PIECE. The queue must not change meanwhile.
@@ -180,18 +234,19 @@ class SlotQueue:
 
     def _is_in_order(self, slots: Slots) -> bool:
         start = self._next - int(slots.size)
-        expected = (np.arange(start, self._next) << MARK_BITS) | self._mark
+        expected = self._as_places(np.arange(start, self._next))
         return bool((self._places[slots] == expected).all())
 
-    def _live_mentions(self, start: int, size: int) -> tuple[Places, Slots]:
+    def _live_mentions(self, start: int, size: int) -> tuple[Positions, Slots]:
         positions = np.arange(start, start + size)
         slots = self._read(start, size)
-        live = self._places.take(slots) == ((positions << MARK_BITS) | self._mark)
+        live = self._places.take(slots) == self._as_places(positions)
         return positions[live], slots[live].astype(np.int64)
 
     def _is_live(self, position: int) -> bool:
         slot = self._ring[position % self._ring.size]
-        return bool(self._places[slot] == (position << MARK_BITS) | self._mark)
+        place = ((position & POSITION_MASK) << NUMBER_BITS) | self.number
+        return bool(self._places[slot] == place)
 
     def _read(self, start: int, size: int) -> npt.NDArray[np.int32]:
         ring = self._ring
@@ -209,25 +264,30 @@ class SlotQueue:
 
     def _write(self, slots: Slots) -> None:
         count = int(slots.size)
+        if not count:
+            return
         self._make_space(count)
         self._store(self._next, slots)
         positions = np.arange(self._next, self._next + count)
-        self._places[slots] = (positions << MARK_BITS) | self._mark
+        self._places[slots] = self._as_places(positions)
         self._next += count
 
     def _make_space(self, count: int) -> None:
         """Room for `count` more mentions. The ring grows when half of it would be live."""
         if self._next - self._first + count <= self._ring.size:
             return
-        while self._live + count > self._ring.size // 2:
-            self._grow()
+        size = max(self._ring.size, FIRST_RING)
+        while self._live + count > size // 2:
+            size *= 2
+        if size != self._ring.size:
+            self._resize(size)
         while self._next - self._first + count > self._ring.size:
             self._squeeze_piece(PIECE)
 
-    def _grow(self) -> None:
-        size = self._next - self._first
-        mentions = self._read(self._first, size).copy()
-        self._ring = np.zeros(2 * self._ring.size, np.int32)
+    def _resize(self, size: int) -> None:
+        used = self._next - self._first
+        mentions = self._read(self._first, used).copy() if used else self._ring[:0]
+        self._ring = np.zeros(size, np.int32)
         self._store(self._first, mentions)
 
     # -- stale mentions -----------------------------------------------------------------------
@@ -236,13 +296,15 @@ class SlotQueue:
         """Pay for `count` new mentions: drop stale ones, in work bounded by a few times count."""
         self._trim(min(PIECE, 2 * count + 64))
         used = self._next - self._first
-        if self._squeeze is not None or used > self._live + self._live // 2 + FIRST_RING // 4:
+        if self._squeeze is not None or used > self._live + self._live // 2 + SLACK:
             self._squeeze_piece(min(PIECE, 4 * count + 64))
+        elif self._ring.size > SPARSE_RING * max(self._live, FIRST_RING):
+            self._resize(self._ring.size // 4)
 
     def _trim(self, size: int) -> None:
         """Drop stale mentions at the old end, looking at up to `size`."""
         size = min(size, self._next - self._first)
-        if size and self._is_live(self._first):
+        if not size or self._is_live(self._first):
             return
         positions, _ = self._live_mentions(self._first, size)
         self._first = int(positions[0]) if positions.size else self._first + size
@@ -256,7 +318,7 @@ class SlotQueue:
             write -= int(slots.size)
             self._store(write, slots)
             positions = np.arange(write, write + slots.size)
-            self._places[slots] = (positions << MARK_BITS) | self._mark
+            self._places[slots] = self._as_places(positions)
         if start > self._first:
             self._squeeze = (start, write)
         else:
