@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 CLAIMS_SERVED = 16  # looked at in one event, the first that were made
 CLAIM_NS = 10_000_000_000  # life of a claim that is not asked for again
+FIRST_NS = 10_000_000_000  # so long what is free is kept for the first claim, then for the next
 SAFE_NS = 2_000_000_000  # of a row from when it was granted
 IN_USE_NS = 60_000_000_000  # since its last store a class counts as one that needs its rights
 SMALL_SHARE = 4  # 1/4 of what one row for each class leaves is shared out as a right
@@ -50,6 +51,8 @@ class Claim:
     owner: SizeClass
     rows: int  # still to come
     asked_ns: int
+    since_ns: int  # when it was made, or last given a row
+    first_ns: int = 0  # since when it has stood first
     search_ns: int = 0  # no search before
     looked: int = 0  # rows
     second_best: RowId | None = None  # taken when none is better
@@ -77,10 +80,21 @@ class Claims:
         self.needy.pop(owner.name, None)
         self.growing.pop(owner.name, None)
 
+    def give_way(self, claim: Claim, now_ns: int) -> None:
+        """It stands first without enough: after a while the others of its kind come before it."""
+        claim.first_ns = claim.first_ns or now_ns
+        if now_ns - claim.first_ns <= FIRST_NS:
+            return
+        claim.first_ns = 0
+        kind = self.needy if claim.owner.name in self.needy else self.growing
+        kind[claim.owner.name] = kind.pop(claim.owner.name)
+
 
 def ask(state: State, owner: SizeClass, need: int, missing: int) -> None:
     """The class wants `need` slots, and would have to evict, or do without, for `missing`."""
     now_ns, claims = state.now_ns, state.claims
+    if owner.shards > state.usable_extents:
+        return  # what is free would be kept for it for ever
     _note_need(state, owner, -(-need // owner.slots_per_row))
     claim = claims.needy.get(owner.name) or claims.growing.get(owner.name)
     if claim is not None:
@@ -90,10 +104,10 @@ def ask(state: State, owner: SizeClass, need: int, missing: int) -> None:
         rows = max(1, min(lacking, -(-missing // owner.slots_per_row)))
         if owner.name not in claims.needy:
             claims.growing.pop(owner.name, None)
-            claims.needy[owner.name] = Claim(owner, rows, now_ns)
+            claims.needy[owner.name] = Claim(owner, rows, now_ns, now_ns)
     elif claim is None and now_ns - owner.searched_ns >= RECLAIM_INTERVAL_NS:
         owner.searched_ns = now_ns
-        claims.growing[owner.name] = Claim(owner, 1, now_ns)
+        claims.growing[owner.name] = Claim(owner, 1, now_ns, now_ns)
 
 
 def _note_need(state: State, owner: SizeClass, rows: int) -> None:
@@ -105,7 +119,7 @@ def _note_need(state: State, owner: SizeClass, rows: int) -> None:
 
 def entitled_rows(state: State, owner: SizeClass) -> int:
     """Rows that a class in use may have before anybody else has more than that."""
-    left = max(0, state.config.extents - state.live_shards) // max(1, state.live_classes)
+    left = max(0, state.usable_extents - state.live_shards) // max(1, state.live_classes)
     most = 1 + left // owner.shards
     small = 1 + left // SMALL_SHARE // owner.shards
     return min(most, max(small, owner.needed_rows))
@@ -121,12 +135,12 @@ def kept_rows(state: State, owner: SizeClass) -> int:
         return 0
     if state.now_ns - owner.stored_ns <= IN_USE_NS:
         return entitled_rows(state, owner)
-    return 0 if 2 * state.live_shards > state.config.extents else 1
+    return 0 if 2 * state.live_shards > state.usable_extents else 1
 
 
 def is_crowded(state: State) -> bool:
     """Whether the pool has too few extents for a row of each class in use."""
-    return state.live_shards > state.config.extents
+    return state.live_shards > state.usable_extents
 
 
 def drop_stale(state: State) -> None:
@@ -138,8 +152,9 @@ def drop_stale(state: State) -> None:
 
 
 def count_live(state: State) -> None:
-    """A session came or went: count the classes in use anew."""
+    """A session came or went: count the classes in use anew, of those that can have a row."""
     live = {session.namespace for session in state.sessions.values()}
-    classes = [state.namespaces[number].classes for number in live]
+    known = [state.namespaces[number].classes for number in live]
+    classes = [some for some in known if some[0].shards <= state.usable_extents]
     state.live_classes = sum(map(len, classes))
     state.live_shards = sum(len(some) * some[0].shards for some in classes)

@@ -57,6 +57,8 @@ def _check_extents(state: State) -> None:
         held.update(row.extents)
     assert held == Counter(range(state.config.extents)), "extents leaked or owned twice"
     state.free_extents.check()
+    undead = sum(len(row.extents) for row in state.rows.values() if row.undead)
+    assert state.usable_extents == state.config.extents - undead, "extents that can be had"
     for number, row in state.rows.items():
         assert row.row == number == row.extents[0], "a row is filed under another number"
         assert row.size_class.rows.get(number) is row, "a row's class doesn't know it"

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvd.core import residency
 from kvd.core.events import Query
-from kvd.core.keys import LeaseId, RequestId, Slots
+from kvd.core.keys import LeaseId, RequestId, SessionId, Slots
 from kvd.core.state import Lease, Session, State
 
 if TYPE_CHECKING:
     from kvd.core.rows import SizeClass
 
 MAX_LEASES_PER_SESSION = 16384
+LEASES_LOOKED_AT = 512  # in one event
+SLOTS_LOOKED_AT = 1 << 16  # of those, but for the last one's
 
 
 def leasable(state: State, session: Session, owner: SizeClass, slots: Slots) -> int:
@@ -96,6 +99,38 @@ def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> Non
 def end_leases_of(state: State, session: Session, requests: Iterable[RequestId]) -> None:
     for request in requests:
         end_leases(state, session, sorted(session.by_request.get(request, ())))
+
+
+@dataclass(slots=True, eq=False)
+class LeasesLeft:
+    """Leases yet to be looked at: of one session, and of others."""
+
+    sessions: list[SessionId]
+    session: SessionId | None = None
+    leases: list[LeaseId] = field(default_factory=list)
+
+
+def end_leases_on(state: State, owner: SizeClass, span: slice, left: LeasesLeft) -> None:
+    """End those of the next few leases that hold a slot of the span, which takes no new ones."""
+    slots = 0
+    for _ in range(LEASES_LOOKED_AT):
+        if slots >= SLOTS_LOOKED_AT:
+            return
+        while not left.leases:
+            if not left.sessions:
+                return
+            left.session = left.sessions.pop()
+            opened = state.sessions.get(left.session)
+            left.leases = list(opened.leases) if opened is not None else []
+        number = left.leases.pop()
+        session = state.sessions.get(left.session) if left.session is not None else None
+        lease = session.leases.get(number) if session is not None else None
+        if session is None or lease is None or lease.size_class is not owner:
+            continue
+        slots += len(lease.slots)
+        if ((lease.slots >= span.start) & (lease.slots < span.stop)).any():
+            state.counters.leases_expired += 1
+            end_leases(state, session, [number])
 
 
 def expire_leases(state: State, now_ns: int) -> None:

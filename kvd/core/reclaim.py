@@ -6,7 +6,8 @@ its extents are for the claims that wait, and without any, for all.
 
 Where a needy claim finds every row in use, one of them is *emptied* first: its free slots are given
 out no more, what is readable leaves the index, copies under way end. Rows with leased or handed-off
-blocks aren't: their wait has other bounds.
+blocks, which were promised, are the last that are taken, and only for a claim that has waited
+PROMISED_NS: engines renew leases as long as requests wait, and may have one in each row.
 
 A search looks at some rows in one event and goes on with the next ones in the next, so that it
 costs the same in a pool of any size. In one of up to ROWS_LOOKED_AT rows it finds the best.
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvd.core import claims
+from kvd.core import claims, hand_off, lease
 from kvd.core.actions import Action, ReleaseRow, Reply, UnmapRow, ZeroRow
 from kvd.core.block import SlotState
 from kvd.core.claims import Claim
@@ -36,7 +37,8 @@ ROWS_LOOKED_AT = 256  # in one event
 ROWS_WEIGHED = 32  # of those: their slots are read
 SLOTS_WEIGHED = 1 << 18  # ... and so many slots
 MAX_EMPTYING = 8  # rows
-STUCK_NS = 2_000_000_000  # a row that movers don't unmap so long is not waited for
+STUCK_NS = 2_000_000_000  # a row that is not unmapped, or not empty, so long is not waited for
+PROMISED_NS = 3_000_000_000  # a claim waits so long before leases and hand-offs end for it
 
 
 def coldest_stamp(state: State, owner: SizeClass) -> np.uint32 | None:
@@ -66,7 +68,9 @@ def serve(state: State, actions: list[Action]) -> None:
         while claim.rows and grantable_extents(state) >= claim.owner.shards:
             grant_row(state, claim.owner, actions)
             claim.rows -= 1
+            claim.since_ns = state.now_ns
         if claim.rows:
+            state.claims.give_way(claim, state.now_ns)
             break  # what is there is kept for it
         state.claims.drop(claim.owner)
     _seek(state, actions)
@@ -95,12 +99,14 @@ def _on_their_way(state: State) -> int:
     """Extents of rows that will be free soon."""
     now_ns = state.now_ns
     retiring = (row for row in state.retiring.values() if now_ns - row.retired_ns < STUCK_NS)
-    return sum(len(row.extents) for row in (*retiring, *state.emptying.values()))
+    emptying = (row for row in state.emptying.values() if now_ns - row.emptied_ns < STUCK_NS)
+    return sum(len(row.extents) for row in (*retiring, *emptying))
 
 
 class _Weight(NamedTuple):
     """How well a row can be spared; the least is taken."""
 
+    promised: bool  # blocks of it are leased or handed off
     crowding: bool  # its class has no more than its right
     busy: bool  # it would have to be emptied
     filled: bool
@@ -177,16 +183,23 @@ def _weigh(state: State, claim: Claim, row: Row) -> _Weight | None:
     owner = row.size_class
     states = state.slots.state[row.span]
     busy = not may_retire(state, row)
+    promised = bool(state.slots.leases[row.span].any())
     if busy:
-        leased = bool(state.slots.leases[row.span].any())
         needy = claim.owner.name in state.claims.needy
-        if leased or not needy or len(state.emptying) >= MAX_EMPTYING:
+        if not needy or len(state.emptying) >= MAX_EMPTYING or _hangs(state, owner):
+            return None
+        if promised and state.now_ns - claim.since_ns < PROMISED_NS:
             return None
     ready = states == SlotState.READY
     filled = bool(ready.any())
     stamp = float(state.slots.stamps[row.span][ready].mean()) if filled else 0.0
     crowding = owner.lasting_rows <= claims.kept_rows(state, owner)
-    return _Weight(crowding, busy, filled or busy, stamp)
+    return _Weight(promised, crowding, busy, filled or busy, stamp)
+
+
+def _hangs(state: State, owner: SizeClass) -> bool:
+    """Whether copies of the class don't end: another busy row of it wouldn't come either."""
+    return any(state.now_ns - row.emptied_ns >= STUCK_NS for row in owner.emptying.values())
 
 
 def _keep_second_best(state: State, claim: Claim, best: tuple[_Weight, Row] | None) -> None:
@@ -214,19 +227,25 @@ def _empty_row(state: State, row: Row, actions: list[Action]) -> None:
     owner.free.drop(row.first_slot, row.slots)
     owner.emptying[row.row] = state.emptying[row.row] = row
     row.emptying = True
+    row.emptied_ns = state.now_ns
     states = state.slots.state[row.span]
     row.copied_into = row.first_slot + np.flatnonzero(states == SlotState.RESERVED)
     pin(state, owner, row.copied_into)
+    if state.slots.leases[row.span].any():
+        sessions = (s.session for s in state.sessions.values() if s.namespace == owner.namespace)
+        row.leases = lease.LeasesLeft(list(sessions))
     _give_up(state, owner, row.first_slot + np.flatnonzero(states == SlotState.READY), actions)
     _go_on_emptying(state, row, actions)
 
 
 def _go_on_emptying(state: State, row: Row, actions: list[Action]) -> None:
-    """Take it back once it is empty; leave it alone where somebody claimed a block of it."""
+    """Take it back once it is empty; leave it alone where a block of it was promised meanwhile."""
     owner = row.size_class
     if state.slots.leases[row.span].any():
-        _stop_emptying(state, row)
-        return
+        if row.leases is None:
+            _stop_emptying(state, row)
+            return
+        lease.end_leases_on(state, owner, row.span, row.leases)
     ended = state.slots.state[row.copied_into] != SlotState.RESERVED
     if ended.any():
         slots = row.copied_into[ended]
@@ -240,6 +259,7 @@ def _go_on_emptying(state: State, row: Row, actions: list[Action]) -> None:
 def _stop_emptying(state: State, row: Row) -> None:
     owner = row.size_class
     row.emptying = False
+    row.leases = None
     del owner.emptying[row.row], state.emptying[row.row]
     unpin(state, owner, row.copied_into)
     row.copied_into = row.copied_into[:0]
@@ -253,6 +273,7 @@ def _give_up(state: State, owner: SizeClass, ready: Slots, actions: list[Action]
     if not len(ready):
         return
     owner.policy.remove(ready)
+    hand_off.blocks_lost(state, owner, ready[state.slots.leases[ready] > 0])
     state.counters.evicted += len(ready)
     pinned = state.slots.pins[ready] > 0
     if not pinned.all():

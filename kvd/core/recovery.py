@@ -42,6 +42,7 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
     first = event.extents[0] * state.slots_per_extent
     row = Row(RowId(event.row), owner, event.extents, first, owner.slots_per_row)
     row.undead = event.quarantined
+    state.usable_extents -= len(event.extents) if row.undead else 0
     add_row(state, row)
     actions: list[Action] = [row.grant()]
     table = state.slots

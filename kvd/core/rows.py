@@ -21,6 +21,7 @@ from kvd.core.quota import Tally, Tenant
 from kvd.core.spec import GroupSpec
 
 if TYPE_CHECKING:
+    from kvd.core.lease import LeasesLeft
     from kvd.core.state import State
 
 MIN_SLOT_BYTES = 4096  # smaller parts leave their extent partly unused
@@ -93,6 +94,8 @@ class Row:
     granted_ns: int = LONG_AGO_NS
     emptying: bool = False  # to be taken back once no slot of it is in use
     copied_into: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ... here
+    emptied_ns: int = 0  # since when
+    leases: LeasesLeft | None = None  # leases that may hold its blocks, and will be ended
     retired_ns: int = 0
     mapped_by: set[MoverId] = field(default_factory=set)  # while retiring: yet to unmap
     zeroing: bool = False

@@ -254,6 +254,7 @@ class State:
         self.spare_turns: deque[SizeClass] = deque()  # to be looked at by the next ticks
         self.tally = Tally()
         self.claims = Claims()
+        self.usable_extents = config.extents  # but for those of rows that an undead mover maps
         self.live_classes = 0  # of namespaces with a session
         self.live_shards = 0  # of all of those
         self.tenants: dict[TenantId, Tenant] = {}

@@ -1,0 +1,144 @@
+"""Rows that a class in need can't be given, or not soon: nobody waits for them for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core import actions as act
+from kvd.core import claims, lease, reclaim
+from kvd.core import events as ev
+from kvd.core.events import LeaseMode
+from kvd.core.keys import SessionId
+from tests.core.bench import MS, SECOND, Bench, context, keys, small, spec, verdict
+
+STEP = 100 * MS
+SLOTS = 16  # of a row
+
+
+def full(extents: int = 4) -> Bench:
+    """Session 1 has all rows, full of blocks that could be evicted."""
+    bench = small(extents=extents, lease_share=1.0, lease_ttl_ns=2 * SECOND)
+    bench.open(1, spec("a"))
+    bench.stored(range(extents * SLOTS), 1)
+    return bench
+
+
+def promise(bench: Bench, each: int = SLOTS) -> None:
+    """Lease every so many blocks, with a lease each, as long as the engine takes steps."""
+    for number in range(0, len(bench.pool.ready), each):
+        answer = bench.lookup([number], 1, lease=LeaseMode.ALL, request=f"r{number}")
+        assert answer.leased_blocks == 1
+
+
+def settle(bench: Bench, made: list[act.Action]) -> None:
+    """Movers and the pool do what takes rows back, and what follows from it."""
+    while made:
+        made = bench.unmap(made)[len(made) :]
+
+
+def seconds_until_stored(bench: Bench, session: int, most: int) -> float:
+    """How long the session asks until its store is accepted, while session 1 takes its steps."""
+    began = bench.now_ns
+    while not verdict(made := bench.store([10_000 + session], session)).accepted:
+        settle(bench, made)
+        settle(bench, bench.feed(ev.StepEnded(SessionId(1))))
+        settle(bench, bench.tick(STEP))
+        assert bench.now_ns - began < most * SECOND, "it waits for ever"
+    return (bench.now_ns - began) / SECOND
+
+
+def test_leases_in_every_row_keep_nobody_out_for_ever() -> None:
+    bench = full()
+    promise(bench)
+    bench.open(2, spec("b"))
+    waited = seconds_until_stored(bench, 2, 10)
+    assert waited >= reclaim.PROMISED_NS / SECOND, "what was promised is kept for a while"
+    assert len(bench.machine.state.sessions[SessionId(1)].leases) == 3
+
+
+def test_row_without_leases_is_taken_instead() -> None:
+    bench = full()
+    bench.lookup(range(3 * SLOTS), 1, lease=LeaseMode.ALL)
+    bench.open(2, spec("b"))
+    assert seconds_until_stored(bench, 2, 10) < 1
+    assert len(bench.machine.state.sessions[SessionId(1)].leases) == 1
+
+
+def test_hand_offs_in_every_row_keep_nobody_out_for_ever() -> None:
+    bench = full()
+    bench.feed(
+        ev.HandOffRequested(
+            SessionId(1), context("", "r"), 0, keys(*range(0, 4 * SLOTS, SLOTS)), 600 * SECOND
+        )
+    )
+    bench.open(2, spec("b"))
+    seconds_until_stored(bench, 2, 10)
+    assert bench.machine.state.tenant(spec().tenant).hand_off_claims == 3
+
+
+def test_leases_are_ended_a_few_in_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "LEASES_LOOKED_AT", 4)
+    bench = full()
+    promise(bench, each=1)
+    bench.open(2, spec("b"))
+    held = [64]
+
+    def count() -> int:
+        held.append(len(bench.machine.state.sessions[SessionId(1)].leases))
+        return held[-2] - held[-1]
+
+    while not verdict(bench.store([1], 2)).accepted:
+        assert count() <= 4
+        bench.feed(ev.StepEnded(SessionId(1)))
+        assert count() <= 4
+        settle(bench, bench.tick(STEP))
+        count()
+    assert held[-1] == 64 - SLOTS
+
+
+def test_class_of_more_shards_than_the_pool_has_extents_keeps_nothing_from_others() -> None:
+    bench = full()
+    bench.open(2, spec("b", shards=5), ranks=5)
+    bench.open(3, spec("c"))
+    assert verdict(bench.store([1], 2)).reason == "NO_ROOM"
+    assert not bench.machine.state.claims
+    assert seconds_until_stored(bench, 3, 10) < 1
+
+
+def test_claim_that_never_has_enough_gives_way_to_the_next() -> None:
+    bench = full()
+    bench.load(range(2 * SLOTS), 1)  # into an engine that never says ready
+    bench.open(2, spec("b", shards=3), ranks=3)
+    settle(bench, bench.store([1], 2))
+    bench.open(3, spec("c"))
+
+    def ask() -> bool:
+        made = bench.store([1], 2)
+        assert not verdict(made).accepted, "two of its three extents are all that there is"
+        settle(bench, made)
+        made = bench.store([2], 3)
+        settle(bench, made)
+        return verdict(made).accepted
+
+    began = bench.now_ns
+    while not ask():
+        settle(bench, bench.tick(STEP))
+        assert bench.now_ns - began < claims.FIRST_NS + SECOND, "what is free is kept for ever"
+
+
+def test_row_whose_copies_hang_is_not_waited_for_where_another_comes_free() -> None:
+    bench = small(extents=4)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(2 * SLOTS), 1)
+    bench.now_ns += SECOND
+    bench.stored(range(2 * SLOTS), 2)
+    bench.load(range(2 * SLOTS), 1)  # into an engine that never says ready
+    held = bench.load(range(2 * SLOTS), 2)
+    bench.open(3, spec("c"))
+    settle(bench, bench.store([1], 3))
+    [hanging] = bench.machine.state.emptying.values()
+    assert hanging.size_class.namespace == 1
+    bench.tick(STEP)
+    bench.finish(held)
+    assert seconds_until_stored(bench, 3, 4) < (reclaim.STUCK_NS + SECOND) / SECOND
