@@ -13,7 +13,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "embed_engine.py"
 
 def run(socket: str) -> str:
     command = [sys.executable, str(EXAMPLE), socket]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
 def test_the_second_run_loads_what_the_first_stored(daemon: DaemonProcess) -> None:
