@@ -91,6 +91,24 @@ def test_doubtful_blocks_defer_a_request_for_what_they_are_worth(status: int) ->
     assert len(rig.daemon.lookups) - asked < 100, "it asks less and less often"
 
 
+def test_what_is_given_up_is_counted_by_its_reason() -> None:
+    rig = slow_daemon(0.01)
+    given_up = rig.scheduler.lookups_given_up
+    waited(rig)
+    assert given_up == {"unanswered": 1}
+    rig.daemon.is_there = False
+    rig.arrive("s", 6 * TOKENS)
+    assert rig.ask("s") == 0
+    assert given_up == {"unanswered": 1, "no_session": 1}
+    for status, reason in ((RETRY, "retry"), (PENDING, "pending")):
+        rig = Rig(options=SchedulerOptions(pending_deadline_s=0.1))
+        keys = rig.keys("p", SHOWN)[0]
+        rig.daemon.holds(keys, status)
+        rig.daemon.on_page = set(keys)
+        waited(rig)
+        assert rig.scheduler.lookups_given_up == {reason: 1}
+
+
 def test_a_late_answer_counts() -> None:
     rig = slow_daemon(0.05)
     rig.arrive("r", 6 * TOKENS)

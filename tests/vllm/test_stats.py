@@ -112,6 +112,19 @@ def test_the_connections_own_figures_are_counted_from_its_beginning(frontend: Fr
     assert frontend.value("vllm:kvd_connected") == 0
 
 
+def test_lookups_given_up_are_counted_by_reason_and_once(frontend: Frontend) -> None:
+    stats, given_up = KvdStats(), collections.Counter[str]()
+    stats.watch_lookups(given_up)
+    assert not frontend.observe(stats)
+    given_up.update(["unanswered", "unanswered", "pending"])
+    assert frontend.observe(stats)
+    assert not frontend.observe(stats)
+    given_up.update(["unanswered"])
+    assert frontend.observe(stats)
+    assert frontend.value("vllm:kvd_given_up_total", reason="unanswered") == 3
+    assert frontend.value("vllm:kvd_given_up_total", reason="pending") == 1
+
+
 def test_steps_figures_add_up_where_vllm_joins_them() -> None:
     one, two = KvdStats(), KvdStats()
     one.no_room, two.no_room = 1, 2
@@ -143,6 +156,7 @@ def test_everything_that_is_reported_is_defined() -> None:
     figures.waited_s = 1.0
     figures.refusals["QUOTA"] = 1
     stats.watch(figures)
+    stats.watch_lookups(collections.Counter(unanswered=1))
     stats.failed_loads = stats.failed_stores = stats.no_room = 1
     stats.removals = stats.stores_skipped = 1
     stats.note_allocation(1)

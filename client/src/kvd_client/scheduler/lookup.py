@@ -8,6 +8,7 @@ request waits for its answer while computing what the page shows of it would tak
 
 from __future__ import annotations
 
+import collections
 import enum
 from collections.abc import Callable
 
@@ -28,6 +29,15 @@ LEASE_MARGIN = 0.7  # of the daemon's time: both clocks start at different momen
 UNMEASURED_S = 1.0  # what a hit is worth waiting for before anything was computed
 ASK_AGAIN_SHARE = 1 / 8  # of the time that a request has been deferred
 ASK_AGAIN_MAX_S = 0.05
+
+
+class GivenUp(enum.StrEnum):
+    """Why a request is computed that the daemon might have had blocks of."""
+
+    UNANSWERED = "unanswered"  # the lookup, for longer than it was worth
+    NO_SESSION = "no_session"  # absent, not registered yet, or left alone for its silence
+    RETRY = "retry"  # the daemon could not say for sure, for too long
+    PENDING = "pending"  # they are being stored, for too long
 
 
 class Knowledge(enum.Enum):
@@ -68,6 +78,7 @@ class LookupDesk:
         self._renewed_s = 0.0
         self._renewed_generation = 0
         self.released_leases: list[int] = []  # to go with the next step
+        self.given_up: collections.Counter[str] = collections.Counter()  # lookups, by `GivenUp`
 
     # -- for the scheduler ------------------------------------------------------------------
 
@@ -104,6 +115,7 @@ class LookupDesk:
             return Knowledge.NOTHING
         if session is None:
             self.forget(request)
+            self.given_up[GivenUp.NO_SESSION] += 1
             return Knowledge.NOTHING
         if lookup.state is not LookupState.NEW and not self._is_fresh(lookup, session):
             self._outdate(request)
@@ -256,6 +268,7 @@ class LookupDesk:
         if self.is_too_late(request.lookup.first_asked_s, self._options.lookup_give_up_s):
             self.forget(request)
             request.lookup.state = LookupState.CLOSED
+            self.given_up[GivenUp.UNANSWERED] += 1
         return False
 
     def _wait(self) -> bool:
@@ -403,10 +416,19 @@ class LookupDesk:
             if not self.is_doubt_too_late(request, computed_tokens, since, deadline_s):
                 self.ask_again(request, now)
                 return None
-            for row in statuses:  # too late: the run is cut before it
-                row[row == doubtful] = hits.MISS
+            self.give_up_doubtful(statuses, doubtful)  # too late: the run is cut before it
         usable = [row == hits.HIT for row in statuses]
         return hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
+
+    def give_up_doubtful(self, statuses: list[hits.Statuses], doubtful: int) -> None:
+        """Take as a miss what has been doubtful in this way for too long."""
+        had_any = False
+        for row in statuses:
+            late = (row & np.uint8(hits.STATUS_BITS)) == doubtful
+            had_any |= bool(late.any())
+            row[late] = hits.MISS
+        if had_any:
+            self.given_up[GivenUp.RETRY if doubtful == hits.RETRY else GivenUp.PENDING] += 1
 
     def _uses(
         self, statuses: list[hits.Statuses], status: int, computed_tokens: int, found: int
@@ -447,6 +469,7 @@ class LookupDesk:
             if not self.is_too_late(lookup.alone_since_s, self._options.lookup_give_up_s):
                 return hits.RETRY
             self._connection.give_up(call_id)
+            self.given_up[GivenUp.UNANSWERED] += 1
             answers = ()
         del lookup.alone[key]
         self._unanswered.pop(call_id, None)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvd_client.draft import MAX_PARTS, JobDraft, StepDraft, request_context, wire_account
 from kvd_client.scheduler.device import DeviceBlocks
@@ -355,6 +355,11 @@ class Scheduler:
     def take_events(self) -> list[StoredKeys]:
         """Blocks stored since the last call. Only drains."""
         return self._ends.take_events()
+
+    @property
+    def lookups_given_up(self) -> Mapping[str, int]:
+        """Since the beginning: lookups whose requests are computed all the same, by `GivenUp`."""
+        return self._desk.given_up
 
     def take_stats(self) -> SchedulerStats:
         """Delays and counts since the last call, for the engine's metrics."""

@@ -81,8 +81,7 @@ class RequestLookups:
             if since is not None and desk.is_doubt_too_late(
                 tracked.request, computed_tokens, since, deadline_s
             ):
-                for row in lookup.statuses:
-                    row[(row & hits.STATUS_BITS) == doubtful] = hits.MISS
+                desk.give_up_doubtful(lookup.statuses, doubtful)
 
     def defer(self, tracked: TrackedRequest, desk: LookupDesk) -> None:
         """VLLM put the request off: what was doubtful is asked again, and its time runs."""

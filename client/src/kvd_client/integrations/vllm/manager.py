@@ -40,7 +40,7 @@ from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, 
 from kvd_client.integrations.vllm.stats import KvdStats
 from kvd_client.integrations.vllm.steps import StepDesk, StepJobs
 from kvd_client.integrations.vllm.stores import BlocksSpec, IsWhole, StorePlanner, nothing
-from kvd_client.scheduler.lookup import Knowledge, LookupDesk
+from kvd_client.scheduler.lookup import GivenUp, Knowledge, LookupDesk
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.request import LookupState
 from kvd_client.session import Connection, SessionView
@@ -89,6 +89,7 @@ class KvdManager(OffloadingManager):
         self._connection = connection
         self._desk = LookupDesk(connection, connection.namespace, self._options, self._clock)
         self.steps = StepDesk(connection, self._options, self._clock)
+        self.stats.watch_lookups(self._desk.given_up)
 
     @property
     def is_open(self) -> bool:
@@ -126,7 +127,10 @@ class KvdManager(OffloadingManager):
         """Bring what is known of the request's blocks up to date. May wait, once in a step."""
         tracked = self.tracked(req_context)
         tracked.request.stores_end = False  # it begins anew: what it computes will be of now
-        if self.enter_session() is None or self._desk is None:
+        if self._desk is None:
+            return Knowledge.NOTHING
+        if self.enter_session() is None:
+            self._desk.given_up[GivenUp.NO_SESSION] += 1
             return Knowledge.NOTHING
         return self._lookups.begin(tracked, prompt, self._desk)
 

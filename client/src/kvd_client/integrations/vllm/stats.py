@@ -30,6 +30,7 @@ NO_ROOM = "vllm:kvd_no_room"
 BLOCKING_CALLS = "vllm:kvd_blocking_calls"
 LOOKUP_WAIT = "vllm:kvd_lookup_wait_seconds"
 REMOVALS = "vllm:kvd_removals"
+GIVEN_UP = "vllm:kvd_given_up"
 
 ALLOCATION_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)  # as vLLM's
 MAX_ALLOCATIONS = 1024  # in one step; what is beyond is not in the histogram
@@ -76,6 +77,11 @@ def build_metric_definitions(
     definitions[REFUSALS] = OffloadingCounterMetadata(
         documentation="What the daemon refused, by its reason.", labelnames=("reason",)
     )
+    definitions[GIVEN_UP] = OffloadingCounterMetadata(
+        documentation="Lookups given up, whatever the daemon had: unanswered or in doubt for longer"
+        " than computing takes, or without a session.",
+        labelnames=("reason",),
+    )
     definitions[CONNECTED] = OffloadingGaugeMetadata(
         documentation="1 while the daemon answers and every rank is registered, else 0."
     )
@@ -96,7 +102,9 @@ class KvdStats:
         "_allocations",
         "_connected",
         "_connection",
+        "_given_up",
         "_seen",
+        "_seen_given_up",
         "_seen_refusals",
         "failed_loads",
         "failed_stores",
@@ -116,11 +124,17 @@ class KvdStats:
         self._connected: bool | None = None
         self._seen: tuple[int, int, float] = (0, 0, 0.0)
         self._seen_refusals: dict[str, int] = {}
+        self._given_up: collections.Counter[str] = collections.Counter()
+        self._seen_given_up: dict[str, int] = {}
 
     def watch(self, connection: ConnectionFigures) -> None:
         """Report what this connection counts, too; from its beginning."""
         self._connection = connection
         self._seen, self._seen_refusals = (0, 0, 0.0), {}
+
+    def watch_lookups(self, given_up: collections.Counter[str]) -> None:
+        """Report these, too: lookups that were given up, by reason."""
+        self._given_up, self._seen_given_up = given_up, {}
 
     def note_allocation(self, blocks: int) -> None:
         """A store of so many blocks is sent."""
@@ -149,6 +163,7 @@ class KvdStats:
         if self.removals:
             stats.increase_counter(REMOVALS, self.removals)
             self.removals = 0
+        self._seen_given_up = _add_news(stats, GIVEN_UP, self._given_up, self._seen_given_up)
         if self._connection is not None:
             self._add_connection(stats, self._connection)
         return None if stats.is_empty() else stats
@@ -167,15 +182,26 @@ class KvdStats:
                 if value != before:
                     stats.increase_counter(name, value - before)
             self._seen = now
-        if connection.refusals:
-            # Copied at once: the connection's thread adds to it meanwhile.
-            refusals = dict(connection.refusals)
-            if refusals != self._seen_refusals:
-                for reason, count in refusals.items():
-                    more = count - self._seen_refusals.get(reason, 0)
-                    if more:
-                        stats.increase_counter(REFUSALS, more, (reason,))
-                self._seen_refusals = refusals
+        refusals = connection.refusals
+        self._seen_refusals = _add_news(stats, REFUSALS, refusals, self._seen_refusals)
+
+
+def _add_news(
+    stats: OffloadingConnectorStats,
+    name: str,
+    counts: collections.Counter[str],
+    seen: dict[str, int],
+) -> dict[str, int]:
+    """Add to the counter what is more than was seen, by reason. What is seen now."""
+    if not counts:
+        return seen
+    now = dict(counts)  # copied at once: another thread may add to it meanwhile
+    if now != seen:
+        for reason, count in now.items():
+            more = count - seen.get(reason, 0)
+            if more:
+                stats.increase_counter(name, more, (reason,))
+    return now
 
 
 def keep_deprecated_totals(prom_metrics: Any) -> Any:
