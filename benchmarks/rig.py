@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,20 @@ def daemon(
     pool_bytes: int, extent_bytes: int = 64 * MIB, **flags: object
 ) -> Iterator[DaemonProcess]:
     """`kvd serve` with a pool of its own on shared memory, removed at the end."""
+    with daemon_in_session(pool_bytes, extent_bytes, flags, is_own=False) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def daemon_in_session(
+    pool_bytes: int, extent_bytes: int, flags: Mapping[str, object], *, is_own: bool
+) -> Iterator[DaemonProcess]:
+    """The same, in a login session of its own or in this process's."""
     scratch = Path(tempfile.mkdtemp(prefix="kvd-bench-"))
     pool = Path(tempfile.mkdtemp(prefix=f"kvd-bench-{os.getpid()}-", dir="/dev/shm"))
     running = DaemonProcess(scratch, pool)
     running.pool_bytes, running.extent_bytes = pool_bytes, extent_bytes
+    running.own_session = is_own
     running.flags = {"log-level": "warning", **flags}
     try:
         running.start()

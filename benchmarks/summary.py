@@ -178,6 +178,16 @@ def first_token(results: dict[str, Any]) -> Iterator[Line]:
     yield at_most(what, results["kvd_over_allowed"], 1.0)
 
 
+def served_hits(results: dict[str, Any]) -> Iterator[Line]:
+    for side, found in results["hits"].items():
+        yield Line(f"tokens found the second time, {side}", spread(found, 0), "", None)
+    yield at_least("found, kvd over vLLM's own", results["kvd_over_vllm"], results["bar"])
+    for name, sides in results["mean_ttft_ms"].items():
+        for side, value in sides.items():
+            what = f"mean time to the first token, {name}, {side}, ms"
+            yield Line(what, spread(value, 0), "", None)
+
+
 READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "throughput": throughput,
     "capacity": capacity,
@@ -190,6 +200,9 @@ READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "copies": copies,
     "vllm.scheduler_time": scheduler_time,
     "vllm.first_token": first_token,
+    "vllm.served_hits": served_hits,
+    "vllm.served_hits --sessions": served_hits,
+    "vllm.served_hits --crowded": served_hits,
     "lmcache": lmcache,
 }
 
@@ -197,7 +210,7 @@ READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
 def print_summary(folder: Path) -> None:
     """One table for each benchmark, with where and of what commit its figures are."""
     for name, read in READERS.items():
-        path = folder / f"{name}.json"
+        path = folder / f"{name.replace(' --', '.')}.json"
         print(f"\n`python -m benchmarks.{name}`", end="")
         if not path.exists():
             print(": not measured\n")

@@ -29,6 +29,7 @@ class DaemonProcess:
         self.environment: dict[str, str] = {}
         self.python = sys.executable
         self.module = "kvd"
+        self.own_session = False  # as a service has one: Linux may share processors out by it
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -54,6 +55,7 @@ class DaemonProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                start_new_session=self.own_session,
             )
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():

@@ -7,6 +7,12 @@ with vLLM's own offloading manager, whose copies cost nothing here. In each roun
 gets the same prompts from vLLM's own serving benchmark, forgets its prefix cache, and gets them
 once more: the tokens that its connector found then are its hits. All of it while other processes
 keep every core busy; kvd has the options that it has when nobody sets any.
+
+Linux shares processors out between login sessions before it does between threads
+(`sched_autogroup_enabled`), and between services where they have control groups. All processes
+here are in one session, so that each thread counts as one; with `--sessions`, each server, the
+daemon and all of the busy processes together are in one of their own, as services would be. With
+`--crowded` the servers have one each, and the daemon shares what is left with the busy ones.
 """
 
 from __future__ import annotations
@@ -24,41 +30,49 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from benchmarks import report
 from benchmarks.report import Spread
-from benchmarks.rig import MIB, daemon
+from benchmarks.rig import MIB, daemon_in_session
 from benchmarks.vllm.processes import ENVIRONMENT, REPOSITORY, OrderedProcess, vllm_python
+from tests.daemon_process import DaemonProcess
 
 PROMPTS = 64
 INPUT_TOKENS, OUTPUT_TOKENS, BLOCK_TOKENS = 512, 8, 32
 BUSY_PROCESSES = 4
 BYTES = 1024 * MIB  # of either cache
 BAR = 0.97
+PASSES = ("cold", "again")
 START_SECONDS, ASK_SECONDS = 300.0, 120.0
 QUIET_SECONDS = 2.0  # without a new store: all of them have ended
 HITS = "vllm:external_prefix_cache_hits"
 FIGURES = (
     HITS,
     "vllm:external_prefix_cache_queries",
+    "vllm:kv_offload_store_bytes",
     "vllm:kvd_failed_loads",
     "vllm:kvd_failed_stores",
+    "vllm:kvd_given_up",
     "vllm:kvd_no_room",
+    "vllm:kvd_refusals",
     "vllm:kvd_sessions",
     "vllm:kvd_blocking_calls",
     "vllm:kvd_lookup_wait_seconds",
 )
-SAMPLE = re.compile(r"^([a-z_:]+?)(?:_total)?(?:\{[^}]*\})? ([0-9.e+-]+)$", re.MULTILINE)
+SAMPLE = re.compile(r"^([a-z_:]+?)(?:_total)?(?:\{([^}]*)\})? ([0-9.e+-]+)$", re.MULTILINE)
+REASON = re.compile(r'reason="([^"]*)"')
 
 
 class Server:
     """vLLM's OpenAI server over one of the two caches; ready when entered."""
 
-    def __init__(self, transfer: dict[str, Any], model: Path, log: Path) -> None:
+    def __init__(
+        self, transfer: dict[str, Any], model: Path, log: Path, own_session: bool = False
+    ) -> None:
         self._log, self._model = log, model
         self._port = _free_port()
         flags = {
@@ -83,7 +97,8 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                start_new_session=True,
+                start_new_session=own_session,
+                process_group=None if own_session else 0,
             )
 
     def __enter__(self) -> Self:
@@ -139,15 +154,17 @@ class Server:
         self._ask("/reset_prefix_cache", {})
 
     def figures(self) -> dict[str, float]:
-        """The counters that matter here."""
+        """The counters that matter here, with a reason behind the name where there is one."""
         metrics = self._metrics()
-        return {name: metrics.get(name, 0.0) for name in FIGURES}
+        return {name: value for name, value in metrics.items() if name.split(" ")[0] in FIGURES}
 
     def _metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}
-        for name, value in SAMPLE.findall(self._ask("/metrics")):
+        for name, labels, value in SAMPLE.findall(self._ask("/metrics")):
             if "kv_offload" in name or "kvd" in name or "prefix_cache" in name:
-                found[name] = found.get(name, 0.0) + float(value)
+                reason = REASON.search(labels)
+                full = f"{name} {reason[1]}" if reason else name
+                found[full] = found.get(full, 0.0) + float(value)
         return found
 
     def _ask(self, path: str, content: dict[str, Any] | None = None) -> str:
@@ -192,38 +209,72 @@ def vllm_transfer() -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def busy(processes: int) -> Iterator[None]:
+def busy(processes: int, own_session: bool) -> Iterator[None]:
     """Processes beside us that do nothing but compute."""
-    command = [sys.executable, "-c", "while True: pass"]
-    running = [subprocess.Popen(command) for _ in range(processes)]
+    code = "import os\nfor _ in range(%d - 1):\n    if not os.fork(): break\nwhile True: pass"
+    command = [sys.executable, "-c", code % processes]
+    if not processes:
+        yield
+        return
+    group = None if own_session else 0
+    running = subprocess.Popen(command, start_new_session=own_session, process_group=group)
     try:
         yield
     finally:
-        for process in running:
-            process.kill()
-            process.wait()
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
 
 
-def measure(server: Server, client: OrderedProcess, seed: int) -> dict[str, float]:
-    """The same prompts twice, and what its connector found the second time."""
-    server.serve(client, seed)
-    server.settle()
-    server.forget()
-    before = server.figures()
-    told = server.serve(client, seed)
-    server.settle()
-    after = server.figures()
-    server.forget()
-    return told | {name: after[name] - before[name] for name in FIGURES}
+Round = dict[str, dict[str, float]]  # by pass
 
 
-def results_of(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    hits = {side: [each[HITS] for each in taken] for side, taken in rounds.items()}
+def measure(
+    server: Server, client: OrderedProcess, seed: int, waits: Callable[[], dict[str, float]]
+) -> Round:
+    """The same prompts twice, and in each pass what its connector found and counted.
+
+    `waits` says how long whose threads have run, and waited for a processor, up to now.
+    """
+    passes: Round = {}
+    for name in PASSES:
+        before = server.figures() | waits()
+        told = server.serve(client, seed)
+        at_end = waits()
+        server.settle()
+        after = server.figures() | at_end
+        changed = {key: after[key] - before.get(key, 0.0) for key in sorted(after)}
+        passes[name] = told | {key: value for key, value in changed.items() if value}
+        server.forget()
+    return passes
+
+
+def processor_times(control: DaemonProcess) -> dict[str, float]:
+    """Of all threads of control, and of its movers: seconds on a processor, and ready without."""
+    found: dict[str, float] = {}
+    for name, pids in {"control": [control.pid], "mover": control.movers()}.items():
+        ran = waited = 0
+        for stat in (
+            path for pid in pids for path in Path(f"/proc/{pid}/task").glob("*/schedstat")
+        ):
+            with contextlib.suppress(OSError):
+                running, waiting, _ = stat.read_text().split()
+                ran, waited = ran + int(running), waited + int(waiting)
+        found |= {f"{name} ran s": ran / 1e9, f"{name} waited s": waited / 1e9}
+    return found
+
+
+def results_of(rounds: dict[str, list[Round]]) -> dict[str, Any]:
+    hits = {
+        side: [each["again"].get(HITS, 0.0) for each in taken] for side, taken in rounds.items()
+    }
     return {
         "hits": {side: Spread.of(values) for side, values in hits.items()},
         "mean_ttft_ms": {
-            side: Spread.of([each["mean_ttft_ms"] for each in taken])
-            for side, taken in rounds.items()
+            name: {
+                side: Spread.of([each[name]["mean_ttft_ms"] for each in taken])
+                for side, taken in rounds.items()
+            }
+            for name in PASSES
         },
         "kvd_over_vllm": report.ratios(hits["kvd"], hits["vllm"]),
         "all_kvd_over_all_vllm": sum(hits["kvd"]) / sum(hits["vllm"]),
@@ -233,10 +284,12 @@ def results_of(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any]) -> None:
+    ttft = results["mean_ttft_ms"]
     rows = [
-        [side, results["hits"][side], results["mean_ttft_ms"][side]] for side in results["hits"]
+        [side, found, *(ttft[name][side] for name in PASSES)]
+        for side, found in results["hits"].items()
     ]
-    print(report.table(["side", "tokens found", "mean ttft ms"], rows))
+    print(report.table(["side", "tokens found", "mean ttft ms cold", "and again"], rows))
     print(f"kvd / vLLM: {results['kvd_over_vllm']}, in all {results['all_kvd_over_all_vllm']:.3f}")
     print(f"bar at least {BAR:g}")
 
@@ -247,28 +300,42 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="one round: a smoke test")
     parser.add_argument("--busy", type=int, default=BUSY_PROCESSES, help="processes beside us")
+    parser.add_argument("--sessions", action="store_true", help="one each, as services have")
+    parser.add_argument("--crowded", action="store_true", help="one for each but the daemon")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
-    rounds: dict[str, list[dict[str, float]]] = {"kvd": [], "vllm": []}
+    apart = options.sessions or options.crowded
+    rounds: dict[str, list[Round]] = {"kvd": [], "vllm": []}
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as scratch,
-        daemon(BYTES) as running,
+        daemon_in_session(BYTES, 64 * MIB, {}, is_own=options.sessions) as running,
     ):
         model = _model(Path(scratch))
         with (
-            Server(kvd_transfer(running.socket), model, Path(scratch, "kvd.log")) as kvd,
-            Server(vllm_transfer(), model, Path(scratch, "vllm.log")) as vllm,
+            Server(kvd_transfer(running.socket), model, Path(scratch, "kvd.log"), apart) as kvd,
+            Server(vllm_transfer(), model, Path(scratch, "vllm.log"), apart) as vllm,
             OrderedProcess("benchmarks.vllm.serve_client", [], {}) as client,
-            busy(options.busy),
+            busy(options.busy, options.sessions),
         ):
+            waits: dict[str, Callable[[], dict[str, float]]] = {
+                "kvd": lambda: processor_times(running),
+                "vllm": dict,
+            }
             for number in range(1 if options.quick else options.rounds):
                 pair = [("kvd", kvd), ("vllm", vllm)]
                 for side, server in pair if number % 2 else reversed(pair):
-                    rounds[side].append(measure(server, client, number))
+                    rounds[side].append(measure(server, client, number, waits[side]))
                     print(side, json.dumps(rounds[side][-1]), flush=True)
-    results = {"prompts": PROMPTS, "busy": options.busy, **results_of(rounds)}
+    scene = {
+        "prompts": PROMPTS,
+        "busy": options.busy,
+        "sessions": options.sessions,
+        "crowded": options.crowded,
+    }
+    results = {**scene, **results_of(rounds)}
     show(results)
-    report.write("vllm.served_hits", results, options.output)
+    sharing = ".crowded" if options.crowded else ".sessions" if options.sessions else ""
+    report.write(f"vllm.served_hits{sharing}", results, options.output)
 
 
 def _model(folder: Path) -> Path:
