@@ -34,6 +34,7 @@ class FakeDaemon:
         self.on_page: set[bytes] | None = None  # None: what is HIT
         self.rooms: dict[int, int] = {}
         self.is_there = True
+        self.is_silent = False  # and left alone for it
         self.answers_at_once = True
         self.answers_when_waited_for = True
         self.blocking_calls = 0
@@ -51,6 +52,10 @@ class FakeDaemon:
 
     @property
     def session(self) -> FakeDaemon | None:
+        return None if self.is_silent else self.open_session
+
+    @property
+    def open_session(self) -> FakeDaemon | None:
         return self if self.is_there else None
 
     def present(

@@ -252,6 +252,47 @@ def test_a_silent_daemon_is_left_alone_for_longer_and_longer(
     assert (connection._silent_until, connection._silence_s) == (0.0, SILENCE_S)
 
 
+class UsableSession:
+    is_usable = True
+
+
+def test_a_session_that_is_silent_for_the_first_time_takes_stores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("kvd_client.connection.time", SimpleNamespace(monotonic=lambda: clock.now))
+    connection = object.__new__(SchedulerConnection)
+    connection._changed = threading.Condition()
+    connection._lookups = LookupCalls()
+    connection._silent_after_s, connection._heard_s = 0.1, 0.0
+    connection._silent_until, connection._silence_s = 0.0, SILENCE_S
+    session: Any = UsableSession()
+    connection._session = session
+    for takes_stores in (True, False, False):
+        assert connection.session is connection.open_session is session
+        call, _ = connection._lookups.start([], clock.now)
+        clock.now += 1.0
+        connection.doubt([call], lambda: 0.5)
+        assert connection.session is None
+        assert (connection.open_session is session) == takes_stores
+        clock.now = connection._silent_until
+        connection._lookups.give_up(call)
+    connection._session = None
+    assert connection.open_session is None
+
+
+def test_what_is_computed_beside_a_late_daemon_is_stored() -> None:
+    rig = Rig()
+    table = [blocks(0, 4)]
+    rig.daemon.is_silent = True
+    rig.arrive("r", SHOWN)
+    assert rig.ask("r") == 0
+    rig.allocate("r", table)
+    rig.step(("r", table, SHOWN))
+    [store] = rig.daemon.last_step.stores
+    assert len(store.runs[0].block_hashes) == 4
+
+
 # -- calls that nobody needs ------------------------------------------------------------------
 
 

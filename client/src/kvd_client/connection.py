@@ -124,6 +124,14 @@ class SchedulerConnection:
         return session
 
     @property
+    def open_session(self) -> Session | None:
+        session = self._session
+        if session is None or not session.is_usable:
+            return None
+        was_silent_before = self._silence_s > 2 * SILENCE_S  # the next one's length
+        return self.session if was_silent_before else session
+
+    @property
     def sessions(self) -> int:
         """Sessions opened so far."""
         return self._generation

@@ -77,6 +77,14 @@ class Connection(Lookups, Protocol):
     namespace: Namespace
     world_size: int
 
+    @property
+    def open_session(self) -> SessionView | None:
+        """The session that takes steps: `session`, and also one that is silent for the first time.
+
+        What is stored meanwhile would be lost where the daemon is only late. One that goes on
+        being silent takes none, for its stores would have to be waited for when blocks go.
+        """
+
     def send_step(self, step: StepDraft) -> bool:
         """Queue the step's one message. False: no session, nothing will be done."""
 

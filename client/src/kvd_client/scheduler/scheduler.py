@@ -218,8 +218,8 @@ class Scheduler:
         self._step_tokens = 0
 
     def _enter_session(self) -> SessionView | None:
-        """The usable session; what belonged to an earlier one is given up."""
-        session = self._connection.session
+        """The session that takes steps; what belonged to an earlier one is given up."""
+        session = self._connection.open_session
         if session is not None and session.generation != self._generation:
             self._generation = session.generation
             self._desk.session_lost()

@@ -100,10 +100,15 @@ class KvdManager(OffloadingManager):
         return self._connection
 
     def enter_session(self) -> SessionView | None:
-        """The usable session. What belonged to an earlier one is given up."""
+        """The session to ask. What belonged to an earlier one is given up."""
+        session = self._enter_open_session()
+        return None if session is None or self._connection is None else self._connection.session
+
+    def _enter_open_session(self) -> SessionView | None:
+        """The session that takes stores, likewise."""
         if self._connection is None or self.steps is None or self._desk is None:
             return None
-        session = self._connection.session
+        session = self._connection.open_session
         if session is not None and self.steps.enter(session.generation):
             self._desk.session_lost()
         return session
@@ -216,7 +221,7 @@ class KvdManager(OffloadingManager):
         Without a daemon nothing is stored, which is final: offered again, it would cost time.
         """
         tracked = self.tracked(req_context)
-        session = self.enter_session()
+        session = self._enter_open_session()
         if session is None or self.steps is None or tracked.request.stores_end:
             return nothing()
         if self.steps.is_full:
@@ -230,7 +235,7 @@ class KvdManager(OffloadingManager):
 
     def expect_stores(self, keys: list[OffloadKey]) -> None:
         """The step will offer these, request by request: probe for them together."""
-        session = self.enter_session()
+        session = self._enter_open_session()
         if session is not None:
             self._stores.probe(keys, self._account, session)
 
@@ -262,7 +267,7 @@ class KvdManager(OffloadingManager):
         """A store left some of these to another engine's: those that the page lacks, by now not
         stored, and worth another offer if that one fails.
         """
-        session = self.enter_session()
+        session = self._enter_open_session()
         if session is None:
             return set()
         missing: set[OffloadKey] = set()
@@ -302,7 +307,7 @@ class KvdManager(OffloadingManager):
         self._stores.next_step()
         if self._desk is None or self.steps is None:
             return False, []
-        session = self.enter_session()
+        session = self._enter_open_session()
         released, self._desk.released_leases = self._desk.released_leases, []
         lost, before = self.steps.lost_jobs(), self.steps.sent_s
         was_sent = self.steps.send(jobs, released, session)
