@@ -302,6 +302,7 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=BUSY_PROCESSES, help="processes beside us")
     parser.add_argument("--sessions", action="store_true", help="one each, as services have")
     parser.add_argument("--crowded", action="store_true", help="one for each but the daemon")
+    parser.add_argument("--nice", type=int, default=0, help="of the daemon; below 0 needs root")
     parser.add_argument("--output", type=Path, help="JSON file")
     options = parser.parse_args()
     apart = options.sessions or options.crowded
@@ -310,6 +311,8 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as scratch,
         daemon_in_session(BYTES, 64 * MIB, {}, is_own=options.sessions) as running,
     ):
+        for thread in Path(f"/proc/{running.pid}/task").iterdir():  # movers inherit it
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), options.nice)
         model = _model(Path(scratch))
         with (
             Server(kvd_transfer(running.socket), model, Path(scratch, "kvd.log"), apart) as kvd,
@@ -331,6 +334,7 @@ def main() -> None:
         "busy": options.busy,
         "sessions": options.sessions,
         "crowded": options.crowded,
+        "nice": options.nice,
     }
     results = {**scene, **results_of(rounds)}
     show(results)
