@@ -100,6 +100,7 @@ class SchedulerConnection:
         self._session: Session | None = None
         self._outgoing: SimpleQueue[Message | None] | None = None
         self._call: grpc.Call | None = None
+        self._companion: CompanionSocket | None = None  # of the open session
         self._sequence = 0
         self._steps: dict[int, SentStep] = {}  # the last ones, by sequence
         self._generation = 0
@@ -119,9 +120,31 @@ class SchedulerConnection:
         session = self._session
         if session is None or not session.is_usable:
             return None
+        if session.has_old_page and not session.renewing:
+            self._renew_page(session)
         if self._silent_until and time.monotonic() < self._silent_until:
             return None
         return session
+
+    def _renew_page(self, session: Session) -> None:
+        """Ask for the page that took the place of ours, which serves meanwhile."""
+        session.renewing = True
+        asking = threading.Thread(
+            target=self._fetch_page, args=(session,), name="kvd-page", daemon=True
+        )
+        asking.start()
+
+    def _fetch_page(self, session: Session) -> None:
+        companion = self._companion
+        try:
+            if companion is not None and session is self._session:
+                fd, _ = companion.get_page(session.namespace_id)
+                session.map_page(fd)
+        except (OSError, ValueError, CompanionRefused) as error:
+            self._note(f"no index page: {error}")
+            self._cancel()  # with an old one every lookup might miss: begin anew
+        finally:
+            session.renewing = False
 
     @property
     def open_session(self) -> Session | None:
@@ -391,6 +414,7 @@ class SchedulerConnection:
             self._steps.clear()
             self._silent_until = 0.0
             self._session, self._outgoing = session, outgoing
+            self._companion = companion
             if self._epoch and self._epoch != session.epoch:
                 # The cache was reset while the session was being opened.
                 session.enter_epoch(self._epoch, ())
@@ -401,7 +425,7 @@ class SchedulerConnection:
 
     def _lose_session(self) -> None:
         with self._changed:
-            self._session = self._outgoing = None
+            self._session = self._outgoing = self._companion = None
             self._lookups.clear()
             self._ended.clear()
             self._changed.notify_all()
