@@ -230,6 +230,15 @@ class Peer:
             self._pidfd_open = False
 
 
+def no_peer() -> Unauthenticated:
+    """The error of a caller who is not known."""
+    return Unauthenticated(
+        f"the metadata entry {TOKEN_KEY} names no live companion connection; say hello on the"
+        " companion socket first",
+        TOKEN_KEY,
+    )
+
+
 class Peers:
     """Live peers by token."""
 
@@ -262,11 +271,7 @@ class Peers:
         """The caller, if its token is that of a live peer in one of these roles (any if none)."""
         peer = self._find(context)
         if peer is None:
-            raise Unauthenticated(
-                f"the metadata entry {TOKEN_KEY} names no live companion connection; say hello"
-                " on the companion socket first",
-                TOKEN_KEY,
-            )
+            raise no_peer()
         if roles and peer.role not in roles:
             wanted = " or ".join(role.name for role in roles)
             raise PermissionDenied(f"a {peer.role.name} called what only a {wanted} may", "role")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
 
 from kvd.control import errors, wire
+from kvd.control.intake import TAKE_IN_SECONDS, Intake
 from kvd.control.memory import MemoryReturn
-from kvd.control.peers import Context
+from kvd.control.peers import Context, no_peer
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.turns import Pace, Turns
 
@@ -53,6 +55,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self._turns = turns
         self._user_of = user_of
         self._memory = MemoryReturn()
+        self._intake = Intake()
         self._on_broken_invariant = on_broken_invariant
 
     async def intercept_service(
@@ -72,12 +75,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 handler.response_serializer,
             )
         if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(
+            return grpc.stream_stream_rpc_method_handler(
                 self._unary(method, kind, handler.unary_stream),
                 None,
                 handler.response_serializer,
             )
-        return grpc.unary_unary_rpc_method_handler(
+        return grpc.stream_unary_rpc_method_handler(
             self._unary(method, kind, handler.unary_unary),
             None,
             _serializer(handler.response_serializer),
@@ -86,31 +89,60 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _unary(
         self, method: str, kind: type[Message], behaviour: Callable[..., Any]
     ) -> Callable[..., Any]:
-        async def call(content: bytes, context: Context) -> Any:
+        # On the wire a call of one message is a stream of one. Taken as such, its message comes
+        # only when it is asked for, and who has many calls half said holds only his own share.
+        async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
             async def read_and_behave() -> Any:
-                return await behaviour(await self._read(kind, content, context), context)
+                user = self._user_of(context)
+                if user is None:
+                    raise no_peer()
+                content = await self._take_in(user, requests)
+                async with self._intake.for_message(user, len(content)):
+                    message = await self._read(kind, content, context)
+                    del content
+                    return await behaviour(message, context)
 
             return await self._run(method, context, read_and_behave)
 
         return call
 
+    async def _take_in(self, user: int, requests: AsyncIterator[bytes]) -> bytes:
+        """The one message of a call, as soon as it is the user's turn."""
+        async with self._intake.unary.hold(user, 1):
+            try:
+                async with asyncio.timeout(TAKE_IN_SECONDS):
+                    return await anext(requests)
+            except TimeoutError:
+                raise errors.DeadlinePassed(
+                    f"the message did not come whole within {TAKE_IN_SECONDS:.0f} s"
+                ) from None
+            except StopAsyncIteration:
+                raise InvalidArgument(
+                    "the call came without a message", reason=errors.MALFORMED_MESSAGE
+                ) from None
+
     def _stream_stream(
         self, method: str, kind: type[Message], behaviour: Callable[..., Any]
     ) -> Callable[..., Any]:
-        async def read_each(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        async def read_each(
+            requests: AsyncIterator[bytes], context: Context
+        ) -> AsyncGenerator[Any]:
+            user = self._user_of(context)
             async for content in requests:
-                try:
-                    request: Any = await self._read(kind, content, context)
-                except KvdError as error:
-                    request = wire.unreadable_request(content, error)
-                del content  # the next may be long in coming
-                yield request
-                del request
+                # Held until the next is asked for: until this one is worked off.
+                async with self._intake.for_message(user, len(content)):
+                    try:
+                        request: Any = await self._read(kind, content, context)
+                    except KvdError as error:
+                        request = wire.unreadable_request(content, error)
+                    del content  # the next may be long in coming
+                    yield request
+                    del request
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> None:
-            await self._run(
-                method, context, lambda: behaviour(read_each(requests, context), context)
-            )
+            # Closed at once: what it holds for its last message would else stay for the collector.
+            async with contextlib.aclosing(read_each(requests, context)) as each:
+                await self._run(method, context, lambda: behaviour(each, context))
 
         return call
 

@@ -24,6 +24,8 @@ PIECE_BYTES = 16 * 1024  # read in one go: at worst half a millisecond
 BYTES_A_UNIT = 256  # of a pace
 FIELDS_A_UNIT = 16
 MAX_DEPTH = 100  # as protobuf's own reader
+# Beside each other in one message: more than the most ids in two lists, and 1,024 of each part.
+MAX_FIELDS = 3 * 16_384
 MAX_PACKED_BYTES = 256 * 1024  # of one field of numbers: three times what 16,384 job ids take
 
 _STRUCT = "google.protobuf.Struct"
@@ -61,6 +63,8 @@ async def _read(message: Message, content: memoryview, pace: Pace, depth: int) -
         raise Unreadable("its parts are nested too deeply")
     begin = 0  # of what is not merged yet
     for count, field in enumerate(_fields(content)):
+        if count >= MAX_FIELDS:
+            raise Unreadable(f"it has more than {MAX_FIELDS} fields beside each other")
         if count % FIELDS_A_UNIT == 0:
             await pace.spend(1)
         if field.end - begin <= PIECE_BYTES:

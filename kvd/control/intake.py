@@ -1,0 +1,93 @@
+"""What a user may have the daemon take in and hold at a time, in messages.
+
+A message that is read takes many times its own bytes, and one that stops half-way keeps what has
+come. So a user's calls are taken in a few at a time, and of its large messages so many are read
+and worked off at once as make up one of the largest. Who sends more waits for himself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Hashable
+from dataclasses import dataclass, field
+
+from kvd_proto.layout import MAX_MESSAGE_BYTES
+
+UNARY_AT_ONCE = 4  # messages of unary calls that are taken in at once, of one user
+BYTES_AT_ONCE = MAX_MESSAGE_BYTES  # of large messages that are read and worked off, of one user
+TAKE_IN_SECONDS = 10.0  # for the message of a unary call to come whole
+LARGE_BYTES = 16 * 1024  # smaller ones count for nothing
+
+
+@dataclass(slots=True)
+class _Room:
+    """So much of a user's share is left; who wants some stands in line."""
+
+    left: int
+    line: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
+
+
+class Share:
+    """A number of units for each user. Lives on one event loop."""
+
+    def __init__(self, each: int) -> None:
+        self.each = each
+        self._rooms: dict[Hashable, _Room] = {}
+
+    def __len__(self) -> int:
+        """Users who hold or want some."""
+        return len(self._rooms)
+
+    @contextlib.asynccontextmanager
+    async def hold(self, user: Hashable, units: int) -> AsyncIterator[None]:
+        """Hold so many while in the block, all of the share at most; waits in line for them."""
+        units = min(units, self.each)
+        room = self._rooms.setdefault(user, _Room(self.each))
+        if room.line or room.left < units:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            room.line.append((units, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._give_back(user, room, units)
+                else:
+                    self._give_back(user, room, 0)
+                raise
+        else:
+            room.left -= units
+        try:
+            yield
+        finally:
+            self._give_back(user, room, units)
+
+    def _give_back(self, user: Hashable, room: _Room, units: int) -> None:
+        room.left += units
+        while room.line:
+            wanted, turn = room.line[0]
+            if not turn.done():
+                if wanted > room.left:
+                    return
+                room.left -= wanted
+                turn.set_result(None)
+            room.line.popleft()
+        if room.left == self.each:
+            self._rooms.pop(user, None)
+
+
+class Intake:
+    """Both shares of each user."""
+
+    def __init__(self) -> None:
+        self.unary = Share(UNARY_AT_ONCE)
+        self.large = Share(BYTES_AT_ONCE)
+
+    def for_message(
+        self, user: Hashable, size: int
+    ) -> contextlib.AbstractAsyncContextManager[None]:
+        """Held while a message of so many bytes is read and worked off."""
+        if size <= LARGE_BYTES:
+            return contextlib.nullcontext()
+        return self.large.hold(user, size)

@@ -1,0 +1,118 @@
+"""What a user may have the daemon take in at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from kvd.control import intake
+from kvd_proto.layout import MAX_MESSAGE_BYTES
+from kvd_proto.v1 import engine_pb2
+from tests.control.daemon_rig import Caller, RawScheduler, daemon, identity, namespace
+from tests.control.test_malformed_requests import resident_kib
+
+MIB = 1 << 20
+
+
+async def test_user_waits_for_his_own_share_and_no_other_does() -> None:
+    share = intake.Share(4)
+    order: list[str] = []
+    release = asyncio.Event()
+
+    async def hold(user: int, units: int, name: str) -> None:
+        async with share.hold(user, units):
+            order.append(name)
+            await release.wait()
+
+    tasks = [
+        asyncio.create_task(hold(*each))
+        for each in ((1, 3, "a"), (1, 9, "all of it"), (1, 1, "behind"), (2, 4, "other"))
+    ]
+    await asyncio.sleep(0.01)
+    assert order == ["a", "other"]
+    tasks[1].cancel()  # who waits may go: the next gets on
+    await asyncio.sleep(0.01)
+    assert order == ["a", "other", "behind"]
+    release.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert len(share) == 0
+
+
+async def test_share_comes_back_from_whoever_is_cancelled_as_his_turn_comes() -> None:
+    share = intake.Share(1)
+    entered: list[int] = []
+
+    async def hold(number: int) -> None:
+        async with share.hold(7, 1):
+            entered.append(number)
+            await asyncio.sleep(0.001)
+
+    for number in range(50):
+        tasks = [asyncio.create_task(hold(number)) for _ in range(3)]
+        await asyncio.sleep(0.0005 * (number % 5))
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert len(share) == 0
+    assert entered
+
+
+def varint(number: int) -> bytes:
+    out = b""
+    while number > 0x7F:
+        out += bytes([number & 0x7F | 0x80])
+        number >>= 7
+    return out + bytes([number])
+
+
+def field(message: Any, name: str, content: bytes) -> bytes:
+    number = message.DESCRIPTOR.fields_by_name[name].number
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def test_messages_of_tiny_parts_take_little_memory_however_many_come_at_once() -> None:
+    """Each became 160 MiB, and those of all sessions were read at the same time."""
+    part = field(engine_pb2.Step, "touches", b"")
+    step = b"\x08\x01" + part * ((MAX_MESSAGE_BYTES - 64) // len(part))
+    content = field(engine_pb2.SessionRequest, "step", step)
+    with daemon() as running:
+        sessions = [
+            RawScheduler(
+                running.socket, identity=identity(f"e{n}"), namespace=namespace(model=f"m{n}")
+            )
+            for n in range(4)
+        ]
+        idle = [resident_kib(running.pid) for each in sessions if each.opened.session_id][-1]
+        most = 0
+        calls = []
+        for each in sessions:
+            channel: Any = each.channel
+            stream = channel.stream_stream("/kvd.v1.EngineService/Session")
+            calls.append(stream(iter([content]), metadata=each.metadata))
+        while not all(call.done() for call in calls):
+            most = max(most, resident_kib(running.pid))
+            time.sleep(0.01)
+        for call in calls:
+            assert call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        for each in sessions:
+            each.close()
+    assert most - idle < 150 * 1024, f"{(most - idle) // 1024} MiB"
+
+
+def test_who_has_not_said_hello_sends_nothing() -> None:
+    with daemon() as running:
+        caller = Caller(running.socket)
+        channel: Any = caller.channel
+        call = channel.unary_unary("/kvd.v1.OperatorService/Status")
+        idle = resident_kib(running.pid)
+        calls = [call.future(b"\x12" * MAX_MESSAGE_BYTES, timeout=30) for _ in range(40)]
+        for each in calls:
+            with pytest.raises(grpc.RpcError) as caught:
+                each.result()
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert caller.status().state
+        caller.close()
+        assert resident_kib(running.pid) - idle < 100 * 1024
