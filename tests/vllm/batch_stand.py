@@ -15,7 +15,6 @@ from tests.vllm.scheduler_stand import Stand, StandOptions, write_model
 REQUESTS = 1300
 BLOCK_TOKENS = 16
 LENGTH = BLOCK_TOKENS + 1
-LONG_SECONDS = 1.0  # the one wait of a step: all answers shall be there in the same one
 OPTIONS = StandOptions(
     block_tokens=BLOCK_TOKENS,
     num_blocks=4 * REQUESTS,
@@ -28,7 +27,7 @@ def serve(orders: Connection, socket: str) -> None:
     """Run the batch as often as it is asked for."""
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     with tempfile.TemporaryDirectory() as folder:
-        transfer = with_kvd(socket, lookup_deadline_s=LONG_SECONDS)["kv_transfer_config"]
+        transfer = with_kvd(socket)["kv_transfer_config"]
         del transfer["kv_role"]
         stand = Stand(write_model(Path(folder)), transfer, OPTIONS)
         connection = stand.connector.connector_scheduler.manager.connection
@@ -46,6 +45,8 @@ def run(stand: Stand, connection: Any, name: str) -> dict[str, Any]:
     ]
     for request in requests:
         stand.add(request)
+    # The one wait of a step is short; all answers shall be there in the same one.
+    connection.gather(list(stand.connector.connector_scheduler.manager._desk._unanswered), 30.0)
     loads = []
     while stand.is_busy:
         before = stand.taken.load_jobs

@@ -37,7 +37,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvd_client.connection import SchedulerConnection
 from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
 from kvd_client.identity import Group, GroupKind, Namespace
-from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata, vllm_job_id
+from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata
 from kvd_client.integrations.vllm.namespace import engine_identity
 from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
 from kvd_client.integrations.vllm.worker import KvdConnectorWorker
@@ -277,10 +277,12 @@ class RankRig:
             stores=tuple(job for job in store_ids if job not in flush),
             computed_stores=tuple(job for job in store_ids if job in flush),
         )
-        requests = {job.job_id: job.context.request_id for job in loads}
-        return KvdConnectorMetadata(
+        requests = {vllm_job(job.job_id): job.context.request_id for job in loads}
+        orders = KvdConnectorMetadata(
             load_jobs={}, store_jobs={}, plan=plan, load_requests=requests, **more
         )
+        orders.owners = {each: vllm_job(each) for each in (*load_ids, *store_ids, *orders.refused)}
+        return orders
 
     # -- the ranks' side of a step ----------------------------------------------------------
 
@@ -369,5 +371,10 @@ def keys(name: str, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{name}-{place}".encode()).digest() for place in range(count)]
 
 
+def vllm_job(job_id: int) -> int:
+    """The vLLM job that one of kvd's is, here."""
+    return job_id - 1
+
+
 def vllm_jobs(*jobs: JobDraft) -> set[int]:
-    return {vllm_job_id(job.job_id) for job in jobs}
+    return {vllm_job(job.job_id) for job in jobs}

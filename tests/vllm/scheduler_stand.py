@@ -85,6 +85,7 @@ class StandOptions:
     num_blocks: int = 16_384
     max_requests: int = 256
     step_tokens: int = 8192
+    longest: int = 16_384  # request
     asynchronous: bool = True
     model_seconds: float = 0.005
 
@@ -316,7 +317,7 @@ def _sampled(request: Request) -> int:
 
 
 def _vllm_config(model: str, transfer: dict[str, Any], options: StandOptions) -> VllmConfig:
-    longest = 16_384
+    longest = options.longest
     model_config = ModelConfig(
         model=model,
         skip_tokenizer_init=True,

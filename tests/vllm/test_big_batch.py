@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+
+import pytest
 
 from tests.vllm.engine import FORKS
 from tests.vllm.node_daemon import PATIENCE_SECONDS, NodeDaemon, wait_until
@@ -10,6 +13,19 @@ from tests.vllm.node_daemon import PATIENCE_SECONDS, NodeDaemon, wait_until
 REQUESTS = 1300
 MOST_LOADS = 1024  # in one message
 BLOCK_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def kvd(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
+    """A daemon whose leases outlive the arrival of the whole batch on a busy machine.
+
+    By default an answer is worth 1.4 s; what arrived earlier than that is asked again, and its
+    load begins in another step.
+    """
+    daemon = make_daemon()
+    daemon.flags = {"lease-ttl-ms": 60_000}
+    daemon.start()
+    return daemon
 
 
 def test_every_request_of_a_big_batch_hits(fork_server: None, kvd: NodeDaemon) -> None:

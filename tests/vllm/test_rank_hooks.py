@@ -15,8 +15,8 @@ from kvd_client.integrations.vllm import memory
 from kvd_client.integrations.vllm.memory import compute_end
 from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata, RankHandshake
 from kvd_client.integrations.vllm.worker import KvdConnectorWorker
-from kvd_client.scheduler import StepPlan
-from tests.vllm.rank_rig import LAYER_BYTES, Rank, cache_config
+from kvd_client.scheduler import JobReport, StepPlan, WorkerReport
+from tests.vllm.rank_rig import LAYER_BYTES, Rank, cache_config, vllm_job
 
 
 def make_rank(directory: Path, **more: Any) -> Rank:
@@ -33,7 +33,11 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 
 
 def orders(plan: StepPlan, **more: Any) -> KvdConnectorMetadata:
-    return KvdConnectorMetadata(load_jobs={}, store_jobs={}, plan=plan, **more)
+    """A step's; `load_requests` are of vLLM's jobs, whose ids are one less than kvd's here."""
+    made = KvdConnectorMetadata(load_jobs={}, store_jobs={}, plan=plan, **more)
+    jobs = (*plan.loads, *plan.stores, *plan.computed_stores, *made.refused)
+    made.owners = {job: vllm_job(job) for job in jobs}
+    return made
 
 
 def told(worker: KvdConnectorWorker) -> tuple[dict[int, int], set[int]]:
@@ -44,7 +48,7 @@ def told(worker: KvdConnectorWorker) -> tuple[dict[int, int], set[int]]:
 
 def test_without_a_daemon_every_job_fails_at_once_and_is_acknowledged_once(rank: Rank) -> None:
     worker = rank.worker
-    step = orders(StepPlan(loads=(1,), stores=(2,), computed_stores=(3,)), load_requests={1: "r"})
+    step = orders(StepPlan(loads=(1,), stores=(2,), computed_stores=(3,)), load_requests={0: "r"})
     worker.handle_preemptions(step)
     worker.start_kv_transfers(step)
     worker.prepare_store_kv(step)
@@ -59,7 +63,7 @@ def test_without_a_daemon_every_job_fails_at_once_and_is_acknowledged_once(rank:
 
 def test_jobs_that_never_left_are_told_as_failed_in_the_same_step(rank: Rank) -> None:
     worker = rank.worker
-    step = orders(StepPlan(), refused=(7, 8), load_requests={7: "r"})
+    step = orders(StepPlan(), refused=(7, 8), load_requests={6: "r"})
     worker.handle_preemptions(step)
     worker.start_kv_transfers(step)
     worker.prepare_store_kv(step)
@@ -68,9 +72,25 @@ def test_jobs_that_never_left_are_told_as_failed_in_the_same_step(rank: Rank) ->
     assert told(worker) == ({6: 1, 7: 1}, {6, 7})
 
 
+def test_a_job_in_parts_is_told_once_its_last_part_has_ended_and_fails_with_any(rank: Rank) -> None:
+    worker = rank.worker
+    step = orders(StepPlan(loads=(1, 2), stores=(3, 4, 5)), load_requests={0: "r"})
+    step.owners = {1: 0, 2: 0, 3: 1, 4: 1, 5: 2}
+    worker.handle_preemptions(step)
+    ends: list[JobReport] = []
+    worker._worker.get_finished = lambda: WorkerReport(0, tuple(ends))  # type: ignore[method-assign]
+    ends[:] = [JobReport(1, done=False), JobReport(3, done=True), JobReport(5, done=True)]
+    assert not worker.get_transfer_results(set()).finished_recving, "2 may still write"
+    assert told(worker) == ({2: 1}, set())
+    ends[:] = [JobReport(2, done=True), JobReport(3, done=True), JobReport(4, done=True)]
+    results = worker.get_transfer_results(set())
+    assert results.finished_recving == results.failed_recving == {"r"}
+    assert told(worker) == ({0: 1, 1: 1}, {0})
+
+
 def test_a_step_whose_hooks_come_twice_is_carried_out_once(rank: Rank) -> None:
     worker = rank.worker
-    step = orders(StepPlan(loads=(1,), stores=(2,)), refused=(3,), load_requests={1: "r"})
+    step = orders(StepPlan(loads=(1,), stores=(2,)), refused=(3,), load_requests={0: "r"})
     for _ in range(2):
         worker.handle_preemptions(step)
         worker.start_kv_transfers(step)
@@ -119,7 +139,7 @@ def test_equal_steps_are_not_taken_for_the_same(rank: Rank) -> None:
 
 
 def test_get_finished_says_the_same_in_two_sets(rank: Rank) -> None:
-    rank.worker.handle_preemptions(orders(StepPlan(), refused=(1,), load_requests={1: "r"}))
+    rank.worker.handle_preemptions(orders(StepPlan(), refused=(1,), load_requests={0: "r"}))
     assert rank.worker.get_finished(set()) == (set(), {"r"})
 
 
@@ -150,7 +170,7 @@ def test_registering_again_takes_the_new_tensors(rank: Rank) -> None:
 
 
 def test_shutdown_leaves_nothing_to_tell(rank: Rank) -> None:
-    rank.worker.handle_preemptions(orders(StepPlan(), refused=(1,), load_requests={1: "r"}))
+    rank.worker.handle_preemptions(orders(StepPlan(), refused=(1,), load_requests={0: "r"}))
     rank.worker.shutdown()
     rank.worker.shutdown()
     assert not rank.worker.get_transfer_results(set()).finished_recving

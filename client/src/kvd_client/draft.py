@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf import struct_pb2
 
+from kvd_proto import layout
 from kvd_proto.v1 import common_pb2, engine_pb2
 
 log = logging.getLogger(__name__)
@@ -66,6 +67,32 @@ def within_limit(runs: list[BlockRun], most: int = MAX_RUNS) -> list[BlockRun]:
         )
         for group, same in by_group.items()
     ]
+
+
+def in_parts(runs: list[BlockRun], most: int = layout.MAX_KEYS_PER_MESSAGE) -> list[list[BlockRun]]:
+    """The same blocks, cut into what one job may have: `most` keys in MAX_RUNS runs."""
+    if sum(len(run.block_hashes) for run in runs) <= most:
+        return [within_limit(runs)]
+    parts: list[list[BlockRun]] = [[]]
+    room = most
+    for group, first, hashes, engine_blocks in runs:
+        width = len(engine_blocks) // len(hashes)
+        start = 0
+        while start < len(hashes):
+            if not room:
+                parts.append([])
+                room = most
+            end = min(start + room, len(hashes))
+            row = engine_blocks[start * width : end * width]
+            parts[-1].append(BlockRun(group, first + start, hashes[start:end], row))
+            room -= end - start
+            start = end
+    return [within_limit(part) for part in parts]
+
+
+def count_parts(keys: int) -> int:
+    """In how many parts `in_parts` cuts so many keys."""
+    return max(1, -(-keys // layout.MAX_KEYS_PER_MESSAGE))
 
 
 @dataclass(slots=True)

@@ -21,6 +21,21 @@ class Kind(enum.Enum):
 
 
 @dataclass(slots=True)
+class Load:
+    """What one request loads, in as many jobs as its size asks for; the first names it."""
+
+    first_job: int
+    parts_left: int
+    has_failed: bool = False
+
+    def end_part(self, *, failed: bool) -> bool:
+        """One more of its jobs has ended. True: that was the last."""
+        self.parts_left -= 1
+        self.has_failed |= failed
+        return not self.parts_left
+
+
+@dataclass(slots=True)
 class Job:
     draft: JobDraft
     kind: Kind
@@ -31,6 +46,7 @@ class Job:
     failed: bool = False
     left: bool = False  # some of its keys were left to other stores
     stale: bool = False  # of before a reset
+    load: Load | None = None  # that it is a part of
 
 
 class JobTable:
@@ -47,9 +63,9 @@ class JobTable:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._jobs) >= layout.MAX_JOBS_IN_FLIGHT
+    def has_room(self, jobs: int) -> bool:
+        """Whether so many more may be in flight."""
+        return len(self._jobs) + jobs <= layout.MAX_JOBS_IN_FLIGHT
 
     def next_id(self) -> int:
         self._last_job_id += 1

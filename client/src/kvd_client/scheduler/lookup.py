@@ -24,7 +24,6 @@ from kvd_client.session import Lookups, SessionView
 from kvd_proto import layout
 
 KEYS_PER_CALL = layout.MAX_KEYS_PER_MESSAGE // 2
-MAX_LOAD_BLOCKS = layout.MAX_KEYS_PER_MESSAGE // 2
 LEASE_MARGIN = 0.7  # of the daemon's time: both clocks start at different moments
 UNMEASURED_S = 1.0  # what a hit is worth waiting for before anything was computed
 ASK_AGAIN_SHARE = 1 / 8  # of the time that a request has been deferred
@@ -507,12 +506,11 @@ class LookupDesk:
         return age_s < session.lease_ttl_s * LEASE_MARGIN
 
     def _cap_tokens(self, request: Request, computed_tokens: int) -> int:
-        """At least one token stays to be computed; a load fits into one message."""
+        """At least one token stays to be computed."""
         cap = request.num_tokens - 1
         if request.params.max_load_tokens is not None:
             cap = min(cap, computed_tokens + max(0, request.params.max_load_tokens))
-        blocks = MAX_LOAD_BLOCKS // len(self._groups)
-        return min(cap, computed_tokens + blocks * min(self._widths))
+        return cap
 
     def _known_counts(self, request: Request) -> list[int]:
         return [request.known_blocks(group, width) for group, width in enumerate(self._widths)]

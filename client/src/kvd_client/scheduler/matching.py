@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvd_client.draft import count_parts
 from kvd_client.scheduler.hits import loaded_blocks
 from kvd_client.scheduler.jobs import JobTable
 from kvd_client.scheduler.lookup import LookupDesk
@@ -59,9 +60,11 @@ class Matcher:
         request.awaited_load = 0
         request.computed_tokens = num_computed_tokens
         found = self._desk.hit_tokens(request, num_computed_tokens)
-        if found is not None and found > num_computed_tokens and self._jobs.is_full:
-            return None  # one of those in flight ends first
-        if found is None or found <= num_computed_tokens or not self._options.share_loads:
+        if found is None or found <= num_computed_tokens:
+            return found
+        if not self._jobs.has_room(self._parts(num_computed_tokens, found)):
+            return None  # some of those in flight end first
+        if not self._options.share_loads:
             return found
         request.awaited_load = self._loader(request, num_computed_tokens, found)
         if not request.awaited_load:
@@ -71,6 +74,11 @@ class Matcher:
             request.sharing_since_s = now
             self.tally.shared_load()
         return None if self._awaits_load(request, now) else found
+
+    def _parts(self, computed_tokens: int, found: int) -> int:
+        """Jobs that loading this hit may take."""
+        blocks = (loaded_blocks(spec, computed_tokens, found) for spec in self._groups)
+        return count_parts(sum(map(len, blocks)))
 
     def _awaits_load(self, request: Request, now: float) -> bool:
         if request.awaited_load not in self._jobs or self._connection.session is None:

@@ -29,6 +29,7 @@ class Offer:
     advances: bool = True  # next_store follows what becomes of it
     passed_over: int = 0  # blocks behind it that are not offered, now or later
     is_dealt_with: bool = False
+    is_last: bool = False  # its request has ended: no later step can offer it
 
     def dealt_with(self, blocks: int) -> None:
         """So many of its blocks need no other offer."""
@@ -110,7 +111,7 @@ class OfferDesk:
             if hashes:
                 held.append(BlockRun(group, whole[0].first_block, hashes))
         for offer in offers:
-            offer.computed, offer.advances = True, False
+            offer.computed, offer.advances, offer.is_last = True, False, True
         return offers, held
 
     # -- how far ------------------------------------------------------------------------------

@@ -155,9 +155,13 @@ class JobEnds:
             self._store_again(request, job)
 
     def _end_load(self, job: Job, request: Request | None) -> None:
-        failed = job.failed or job.stale
+        load = job.load
+        assert load is not None, "a load's job is a part of one"
+        if not load.end_part(failed=job.failed or job.stale):
+            return  # the others may still write to the request's blocks
+        failed = load.has_failed
         (self._failed_loads if failed else self._finished_loads).append(job.request_id)
-        if request is None or request.loading_job != job.draft.job_id:
+        if request is None or request.loading_job != load.first_job:
             return
         request.loading_job = 0
         if failed:

@@ -19,12 +19,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvd_client.draft import MAX_PARTS, JobDraft, StepDraft, request_context, wire_account
+from kvd_client.draft import JobDraft, StepDraft, in_parts, request_context, wire_account
 from kvd_client.scheduler.device import DeviceBlocks
 from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.hand_offs import HandOffDesk
-from kvd_client.scheduler.jobs import Job, JobTable, Kind
+from kvd_client.scheduler.jobs import Job, JobTable, Kind, Load
 from kvd_client.scheduler.loads import load_runs
 from kvd_client.scheduler.lookup import LookupDesk
 from kvd_client.scheduler.matching import Matcher
@@ -160,11 +160,15 @@ class Scheduler:
 
     def _begin_load(self, request: Request, tables: BlockTables, hit_tokens: int) -> None:
         runs = load_runs(self._groups, request, tables, hit_tokens, self.options.null_block)
-        draft = JobDraft(self._jobs.next_id(), request.context, runs)
-        generation = request.lookup.generation
-        self._jobs.add(Job(draft, Kind.LOAD, request.request_id, request.account, generation))
-        request.loading_job = draft.job_id
-        self._step.loads.append(draft)
+        parts, generation = in_parts(runs), request.lookup.generation
+        drafts = [JobDraft(self._jobs.next_id(), request.context, part) for part in parts]
+        load = Load(drafts[0].job_id, len(drafts))
+        for draft in drafts:
+            job = Job(draft, Kind.LOAD, request.request_id, request.account, generation)
+            job.load = load
+            self._jobs.add(job)
+        request.loading_job = load.first_job
+        self._step.loads += drafts
         if not request.request_level:
             request.next_store = [-(-hit_tokens // g.tokens_per_block) for g in self._groups]
         self._desk.release(request)  # the step's message names loads before released leases
@@ -234,11 +238,9 @@ class Scheduler:
             self._take_back(step)
             return [], []
         keys = sum(len(run.block_hashes) for load in step.loads for run in load.runs)
-        while keys > layout.MAX_KEYS_PER_MESSAGE or len(step.loads) > MAX_PARTS:
-            late = step.loads.pop()
-            self._step.loads.insert(0, late)
-            keys -= sum(len(run.block_hashes) for run in late.runs)
-        return self._stores.submit(offers, session, step, layout.MAX_KEYS_PER_MESSAGE - keys)
+        # All loads leave: their leases do so with the same step.
+        room = max(0, layout.MAX_KEYS_PER_MESSAGE - keys)
+        return self._stores.submit(offers, session, step, room)
 
     def _take_back(self, step: StepDraft) -> None:
         self._ends.take_back([*step.loads, *step.stores])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, StepDraft, within_limit
+from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, StepDraft, in_parts, within_limit
 from kvd_client.identity import Namespace
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
 from kvd_client.scheduler.lookup import LookupDesk
@@ -17,7 +17,6 @@ from kvd_client.scheduler.offers import Offer
 from kvd_client.scheduler.request import Request
 from kvd_client.scheduler.stats import Tally
 from kvd_client.session import SessionView
-from kvd_proto import layout
 
 
 @dataclass(slots=True)
@@ -57,7 +56,8 @@ class StoreDesk:
     def submit(
         self, offers: Iterable[Offer], session: SessionView, step: StepDraft, key_room: int
     ) -> tuple[list[int], list[int]]:
-        """Add jobs to the step for what is worth storing, `key_room` keys at most.
+        """Add jobs to the step for what is worth storing, `key_room` keys at most, and all that
+        ended requests offer.
 
         Gives the job ids of blocks that this step computes, and of those computed before.
         What found no room is offered again by the next step.
@@ -70,7 +70,9 @@ class StoreDesk:
         for offer in offers:
             owner = offer.request.request_id, offer.group
             done = 0 if owner in blocked else self._choose(offer, choice)
-            choice.key_room -= done  # blocks passed over count too: simpler, and still a bound
+            choice.key_room = max(
+                0, choice.key_room - done
+            )  # blocks passed over count too: simpler, and still a bound
             if owner not in blocked:
                 offer.dealt_with(done)
             if done < len(offer.block_hashes):
@@ -82,7 +84,7 @@ class StoreDesk:
         new: tuple[list[int], list[int]] = ([], [])
         for (request_id, computed), runs in choice.runs.items():
             request = choice.requests[request_id]
-            new[computed].append(self._add_job(request, runs, step, session.generation))
+            new[computed].extend(self._add_jobs(request, runs, step, session.generation))
         return new
 
     def _probe(self, offers: list[Offer], session: SessionView) -> None:
@@ -101,11 +103,15 @@ class StoreDesk:
         """Blocks of the offer that may become part of a job."""
         if (offer.request.request_id, offer.computed) not in choice.runs:
             new = len(choice.runs)
-            if new >= MAX_PARTS or len(self._jobs) + new >= layout.MAX_JOBS_IN_FLIGHT:
+            if (new >= MAX_PARTS and not offer.is_last) or not self._jobs.has_room(new + 1):
                 return 0
         # A request-level store must be whole: there the daemon decides about room, and says so.
-        room = choice.key_room if offer.request.request_level else choice.room[offer.group]
-        return min(room, choice.key_room)
+        most = self._most(offer, choice)
+        return most if offer.request.request_level else min(most, choice.room[offer.group])
+
+    def _most(self, offer: Offer, choice: _Choice) -> int:
+        """Blocks of the offer that the step may deal with."""
+        return len(offer.block_hashes) if offer.is_last else choice.key_room
 
     def _choose(self, offer: Offer, choice: _Choice) -> int:
         """Add to the choice what to store of the offer; how many of its blocks are dealt with."""
@@ -120,9 +126,7 @@ class StoreDesk:
         blocks: list[int] = []
         sighted: list[bytes] = []  # known: there already, or kept out by the reuse filter
         done = 0
-        for place, block_hash in enumerate(offer.block_hashes):
-            if done >= choice.key_room:
-                break
+        for place, block_hash in enumerate(offer.block_hashes[: self._most(offer, choice)]):
             if self._needs_no_copy(offer, place, choice.session):
                 sighted.append(block_hash)
             elif self._is_wanted(offer, place):
@@ -165,12 +169,14 @@ class StoreDesk:
         rows = offer.engine_blocks[place * width : (place + 1) * width]
         return not self._jobs.readers(group, rows)
 
-    def _add_job(
+    def _add_jobs(
         self, request: Request, runs: list[BlockRun], step: StepDraft, generation: int
-    ) -> int:
-        runs = within_limit(runs)
-        draft = JobDraft(self._jobs.next_id(), request.context, runs, request.request_level)
-        self._jobs.add(Job(draft, Kind.STORE, request.request_id, request.account, generation))
-        request.store_jobs.add(draft.job_id)
-        step.stores.append(draft)
-        return draft.job_id
+    ) -> list[int]:
+        added = []
+        for part in in_parts(runs):
+            draft = JobDraft(self._jobs.next_id(), request.context, part, request.request_level)
+            self._jobs.add(Job(draft, Kind.STORE, request.request_id, request.account, generation))
+            request.store_jobs.add(draft.job_id)
+            step.stores.append(draft)
+            added.append(draft.job_id)
+        return added

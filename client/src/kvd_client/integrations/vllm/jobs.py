@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
-from kvd_client.draft import BlockRun, within_limit
+from kvd_client.draft import BlockRun
 from kvd_client.integrations.vllm.requests import OffloadGroup, stretches
 from kvd_client.integrations.vllm.stores import BlocksSpec
 from kvd_proto.layout import NULL_ENGINE_BLOCK
@@ -58,10 +58,7 @@ def store_runs(
     target: BlocksSpec,
     positions: Mapping[OffloadKey, int],
 ) -> list[BlockRun]:
-    """Runs of consecutive blocks, as many as a job may have: beyond that one with gaps a group.
-
-    `positions` has the end of each key's tokens in its request.
-    """
+    """Runs of consecutive blocks. `positions` has the end of each key's tokens in its request."""
     index_of = {group.vllm_index: index for index, group in enumerate(groups)}
     starts = np.cumsum([0, *source.group_sizes])
     runs: list[BlockRun] = []
@@ -78,7 +75,7 @@ def store_runs(
         for start, end in stretches(blocks):
             row = ids[start * group.blocks_per_block : end * group.blocks_per_block]
             runs.append(BlockRun(index, blocks[start], hashes[start:end], _sequence(row)))
-    return within_limit(runs)
+    return runs
 
 
 def _block_numbers(

@@ -22,7 +22,7 @@ from kvd_client.integrations.vllm.requests import (
     verdicts_of,
 )
 from kvd_client.scheduler import hits
-from kvd_client.scheduler.lookup import MAX_LOAD_BLOCKS, Knowledge, LookupDesk
+from kvd_client.scheduler.lookup import Knowledge, LookupDesk
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import LookupState
 from kvd_client.session import SessionView
@@ -69,11 +69,8 @@ class RequestLookups:
         return knowledge
 
     def _cut(self, tracked: TrackedRequest, computed_tokens: int, desk: LookupDesk) -> None:
-        """Take as a miss what was doubtful for too long, and what one load can't hold."""
+        """Take as a miss what was doubtful for too long."""
         lookup = tracked.request.lookup
-        most = MAX_LOAD_BLOCKS // len(self._groups)
-        for group, row in zip(self._groups, lookup.statuses, strict=True):
-            row[computed_tokens // group.tokens_per_block + most :] = hits.MISS
         for doubtful, since, deadline_s in (
             (hits.RETRY, lookup.retry_since_s, self._options.retry_deadline_s),
             (hits.PENDING, lookup.pending_since_s, self._options.pending_deadline_s),

@@ -1,13 +1,12 @@
 """What passes between the connector's two sides, in each step and once at start.
 
-vLLM pickles these to and from its workers. Jobs are named by kvd's job ids, which are vLLM's
-plus one: kvd has no job 0.
+vLLM pickles these to and from its workers. Orders name kvd's jobs, acknowledgements vLLM's: one of
+vLLM's is several of kvd's where it is too large for one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NewType
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -20,18 +19,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 
 from kvd_client.scheduler import StepPlan
 
-KvdJobId = NewType("KvdJobId", int)
-
-
-def kvd_job_id(job_id: int) -> KvdJobId:
-    """Kvd's id of a vLLM job."""
-    return KvdJobId(job_id + 1)
-
-
-def vllm_job_id(job_id: int) -> int:
-    """VLLM's id of a kvd job."""
-    return job_id - 1
-
 
 @dataclass
 class KvdConnectorMetadata(OffloadingConnectorMetadata):
@@ -40,11 +27,13 @@ class KvdConnectorMetadata(OffloadingConnectorMetadata):
     `plan` is what `kvd_client.worker.Worker` takes. `refused` are new jobs that never left for the
     daemon: each worker reports them as failed, once. `lost` are jobs of earlier plans whose
     session is gone: a worker that has one open still reports it as failed, one that has reported
-    it already says nothing. `load_requests` has the request of every load, also of refused ones.
+    it already says nothing. `owners` has vLLM's job of every new one, also of refused ones, and
+    `load_requests` the request of vLLM's job where that is a load.
     `has_run` is False for a step that computes nothing: vLLM makes one after the other then.
     """
 
     plan: StepPlan = field(default_factory=StepPlan)
+    owners: dict[int, int] = field(default_factory=dict)
     load_requests: dict[int, str] = field(default_factory=dict)
     refused: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()

@@ -7,6 +7,7 @@ made, and carries failures, which vLLM's own side does not know.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -50,7 +51,6 @@ from kvd_client.integrations.vllm.manager import KvdManager
 from kvd_client.integrations.vllm.metadata import (
     KvdConnectorMetadata,
     KvdWorkerMetadata,
-    kvd_job_id,
 )
 from kvd_client.integrations.vllm.named_inputs import NamedInputs
 from kvd_client.integrations.vllm.prompt_times import PromptTimes
@@ -91,6 +91,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self._named_inputs = NamedInputs()
         self._stores_simply = self._has_simple_stores()
         self._prompt_times = PromptTimes(time.monotonic)
+        # Dense, as kvd wants them, and in the order in which a step names them.
+        self._job_ids = itertools.count(1)
         if self._width > 1 or self._sliding_window_groups:
             self.manager.leave_out_gaps(self._is_whole)
 
@@ -237,11 +239,13 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         was_sent: bool,
     ) -> KvdConnectorMetadata:
         """What every worker is to do: job ids only."""
-        flush: set[int] = {kvd_job_id(job_id) for job_id in made.jobs_to_flush or ()}
+        steps = self.manager.steps
+        flush = set[int]() if steps is None else steps.parts_of(made.jobs_to_flush or ())
         loads = tuple(draft.job_id for draft in jobs.loads)
         stores = tuple(draft.job_id for draft in jobs.stores)
         orders = KvdConnectorMetadata(load_jobs={}, store_jobs={}, lost=tuple(lost))
-        orders.load_requests = {kvd_job_id(i): job.req_id for i, job in made.load_jobs.items()}
+        orders.owners = jobs.owners
+        orders.load_requests = {i: job.req_id for i, job in made.load_jobs.items()}
         if not was_sent:
             orders.refused = loads + stores
             flush = flush.difference(orders.refused)
@@ -337,12 +341,12 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
 
     def _join(self, made: OffloadingConnectorMetadata) -> StepJobs:
         """The step's jobs with their engine blocks."""
-        jobs = StepJobs()
+        jobs = StepJobs(self._job_ids)
         groups, manager = self._kvd_groups, self.manager
         for job_id, job in made.load_jobs.items():
             runs = load_runs(groups, blocks_of(job.src_spec), job.dst_spec)
             tracked = manager.tracked(self._req_status[job.req_id].req_context)
-            jobs.add(kvd_job_id(job_id), tracked, runs, is_load=True)
+            jobs.add(job_id, tracked, runs, is_load=True)
         for job_id, job in made.store_jobs.items():
             status = self._req_status.get(job.req_id)
             assert status is not None, "a request with a job in flight is known"
@@ -352,7 +356,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             else:
                 positions = context._offload_key_positions
                 runs = store_runs(groups, job.src_spec, target, positions)
-            jobs.add(kvd_job_id(job_id), manager.tracked(context), runs, is_load=False)
+            jobs.add(job_id, manager.tracked(context), runs, is_load=False)
         return jobs
 
     # -- ends -------------------------------------------------------------------------------
@@ -371,7 +375,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             return
         for job_id, ranks in meta.completed_jobs.items():
             has_failed = job_id in meta.failed_jobs
-            sent = steps.report(kvd_job_id(job_id), ranks, failed=has_failed)
+            sent = steps.report(job_id, ranks, failed=has_failed)
             if sent is not None and sent.has_failed:
                 self._fail(job_id)
             elif sent is not None and job_id in meta.left_jobs:

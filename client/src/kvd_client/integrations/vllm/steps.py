@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from kvd_client.draft import BlockRun, JobDraft, StepDraft
+from kvd_client.draft import BlockRun, JobDraft, StepDraft, in_parts
 from kvd_client.integrations.vllm.requests import TrackedRequest, offered_runs
 from kvd_client.scheduler.hand_offs import HandOffDesk
 from kvd_client.scheduler.params import SchedulerOptions
@@ -22,30 +22,39 @@ MAX_WAITING_ENDS = 256
 
 @dataclass(slots=True)
 class SentJob:
-    """A job on its way. `reports_left` counts the ranks that have not acknowledged it."""
+    """A job of vLLM's on its way. `reports_left` counts the ranks that have not acknowledged it."""
 
     tracked: TrackedRequest
     is_load: bool
     generation: int
     reports_left: int
+    parts: list[int] = field(default_factory=list)  # kvd's jobs
     has_failed: bool = False
 
 
 @dataclass(slots=True)
 class StepJobs:
-    """What vLLM scheduled in one step, joined with its engine blocks; by kvd's job ids."""
+    """What vLLM scheduled in one step, joined with its engine blocks, as kvd's jobs.
 
+    Each has the next number of `ids`; a job of vLLM's that is too large for one is several.
+    """
+
+    ids: Iterator[int]
     loads: list[JobDraft] = field(default_factory=list)
     stores: list[JobDraft] = field(default_factory=list)
-    owners: dict[int, TrackedRequest] = field(default_factory=dict)
+    owners: dict[int, int] = field(default_factory=dict)  # kvd's job id -> vLLM's
+    tracked: dict[int, TrackedRequest] = field(default_factory=dict)  # by vLLM's job id
 
     def add(
-        self, job_id: int, tracked: TrackedRequest, runs: list[BlockRun], *, is_load: bool
+        self, vllm_job: int, tracked: TrackedRequest, runs: list[BlockRun], *, is_load: bool
     ) -> None:
         request = tracked.request
-        draft = JobDraft(job_id, request.context, runs, request.request_level and not is_load)
-        self.owners[job_id] = tracked
-        (self.loads if is_load else self.stores).append(draft)
+        self.tracked[vllm_job] = tracked
+        for part in in_parts(runs):
+            job_id = next(self.ids)
+            draft = JobDraft(job_id, request.context, part, request.request_level and not is_load)
+            self.owners[job_id] = vllm_job
+            (self.loads if is_load else self.stores).append(draft)
 
 
 class StepDesk:
@@ -56,7 +65,8 @@ class StepDesk:
     ) -> None:
         self._connection = connection
         self._clock = clock
-        self._jobs: dict[int, SentJob] = {}
+        self._jobs: dict[int, SentJob] = {}  # by vLLM's job id
+        self._owners: dict[int, int] = {}  # kvd's job id -> vLLM's, of those
         self._told: dict[int, float] = {}  # the daemon says ended, ranks don't yet: since when
         self._hand_offs = HandOffDesk(self._jobs, options)
         self._generation = 0
@@ -114,27 +124,37 @@ class StepDesk:
         self._hand_offs.clear()
 
     def _note(self, draft: JobDraft, jobs: StepJobs, generation: int, *, is_load: bool) -> None:
-        tracked = jobs.owners[draft.job_id]
-        ranks = self._connection.world_size
-        self._jobs[draft.job_id] = SentJob(tracked, is_load, generation, ranks)
-        if not is_load:
-            tracked.request.store_jobs.add(draft.job_id)
+        vllm_job = self._owners[draft.job_id] = jobs.owners[draft.job_id]
+        job = self._jobs.get(vllm_job)
+        if job is None:
+            tracked, ranks = jobs.tracked[vllm_job], self._connection.world_size
+            job = self._jobs[vllm_job] = SentJob(tracked, is_load, generation, ranks)
+            if not is_load:
+                tracked.request.store_jobs.add(vllm_job)
+        job.parts.append(draft.job_id)
 
-    def report(self, job_id: int, ranks: int, *, failed: bool) -> SentJob | None:
-        """So many more ranks acknowledge the job. The job once all have; None before."""
-        job = self._jobs.get(job_id)
+    def parts_of(self, vllm_jobs: Iterable[int]) -> set[int]:
+        """Kvd's jobs of these of vLLM's that are on their way."""
+        return {part for each in vllm_jobs if each in self._jobs for part in self._jobs[each].parts}
+
+    def report(self, vllm_job: int, ranks: int, *, failed: bool) -> SentJob | None:
+        """So many more ranks acknowledge vLLM's job. The job once all have; None before."""
+        job = self._jobs.get(vllm_job)
         if job is None:
             return None
         job.reports_left -= ranks
         job.has_failed |= failed
         if job.reports_left > 0:
             return None
-        del self._jobs[job_id]
-        self._told.pop(job_id, None)
-        job.tracked.request.store_jobs.discard(job_id)
+        del self._jobs[vllm_job]
+        for part in job.parts:
+            del self._owners[part]
+            self._told.pop(part, None)
+        job.tracked.request.store_jobs.discard(vllm_job)
         if job.generation == self._generation:
             step = self.draft
-            (step.completed_loads if job.is_load else step.completed_stores).append(job_id)
+            completed = step.completed_loads if job.is_load else step.completed_stores
+            completed += job.parts
         return job
 
     def enter(self, generation: int) -> bool:
@@ -160,23 +180,28 @@ class StepDesk:
             return []
         now = self._clock()
         for job_id, _ in self._connection.take_ended():
-            if job_id in self._jobs:
+            if job_id in self._owners:
                 self._told[job_id] = now
         overdue = [job_id for job_id, told in self._told.items() if now - told > REPORT_GRACE_S]
         for job_id in overdue:
             self._told[job_id] = now  # said again, should this be lost too
         current = (self._generation, NEVER_SENT)
-        return overdue + [i for i, job in self._jobs.items() if job.generation not in current]
+        return overdue + [
+            part
+            for job in self._jobs.values()
+            if job.generation not in current
+            for part in job.parts
+        ]
 
     @property
     def is_full(self) -> bool:
         """Whether no more stores may be in flight; loads may have the rest."""
-        return len(self._jobs) + MAX_JOBS_PER_STEP >= layout.MAX_JOBS_IN_FLIGHT
+        return len(self._owners) + MAX_JOBS_PER_STEP >= layout.MAX_JOBS_IN_FLIGHT
 
     @property
     def free_jobs(self) -> int:
         """How many more jobs may be in flight."""
-        return layout.MAX_JOBS_IN_FLIGHT - len(self._jobs)
+        return layout.MAX_JOBS_IN_FLIGHT - len(self._owners)
 
     def clear(self) -> None:
         """The cache was reset: nothing is handed off any more."""

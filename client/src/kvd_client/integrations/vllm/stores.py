@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
+from kvd_client.draft import count_parts
 from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, by_group
 from kvd_client.integrations.vllm.stats import KvdStats
 from kvd_client.integrations.vllm.steps import MAX_JOBS_PER_STEP
@@ -51,7 +52,7 @@ class StepBudget:
 
     def take_load(self, keys: int) -> None:
         self.load_keys += keys
-        self.loads += 1
+        self.loads += count_parts(keys)
 
     def holds_load(self, keys: int, free_jobs: int) -> bool:
         """Whether another load of so many blocks still goes with this step.
@@ -59,7 +60,7 @@ class StepBudget:
         Of the jobs that may still be in flight some are this step's already. For its size none
         is put off twice: one always goes.
         """
-        if self.loads + self.stores >= free_jobs:
+        if self.loads + self.stores + count_parts(keys) > free_jobs:
             return False
         return not self.load_keys or self.load_keys + keys <= LOAD_KEYS_PER_STEP
 
@@ -190,8 +191,11 @@ class StorePlanner:
     ) -> int | None:
         """How many of the keys find room, the first ones of each group; None: wait for room."""
         budget = self.budget
-        if budget.store_keys + keys > KEYS_PER_STEP or budget.stores >= MAX_JOBS_PER_STEP:
-            return None
+        jobs = count_parts(keys)
+        if budget.stores and (
+            budget.store_keys + keys > KEYS_PER_STEP or budget.stores + jobs > MAX_JOBS_PER_STEP
+        ):
+            return None  # but for its size none is put off for ever: one always goes
         lacking = 0
         for group, hashes in parts:
             index = self._index_of[group]
@@ -203,7 +207,7 @@ class StorePlanner:
             budget.room[index] = room - len(hashes)
             lacking += max(0, len(hashes) - room)
         budget.store_keys += keys
-        budget.stores += 1
+        budget.stores += jobs
         return keys - lacking
 
     def _note_offered(

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +38,6 @@ from kvd_client.integrations.vllm.metadata import (
     KvdConnectorMetadata,
     KvdWorkerMetadata,
     RankHandshake,
-    vllm_job_id,
 )
 from kvd_client.integrations.vllm.namespace import engine_identity
 from kvd_client.integrations.vllm.options import KvdOptions
@@ -62,6 +62,27 @@ class Part(enum.Enum):
     FLUSH = "flush"
     LOADS = "loads"
     STORES = "stores"
+
+
+@dataclass(slots=True)
+class OpenJob:
+    """A job of vLLM's on this rank, until the last of its parts, kvd's jobs, has ended."""
+
+    request_id: str | None  # a load's
+    parts: int = 0
+    has_failed: bool = False
+    left: bool = False
+    bytes_copied: int = 0
+    duration_ns: int = 0
+
+    def end_part(self, report: JobReport) -> bool:
+        """One more has ended. True: that was the last."""
+        self.parts -= 1
+        self.has_failed |= not report.done
+        self.left |= report.left
+        self.bytes_copied += report.bytes_copied
+        self.duration_ns += report.duration_ns
+        return not self.parts
 
 
 class StepParts:
@@ -113,7 +134,8 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._steps = StepParts()
         self._launched: tuple[KvdConnectorMetadata, WaitForCompute | None] | None = None
         self._unfinalized: KvdConnectorMetadata | None = None  # its stores have not begun
-        self._requests: dict[int, str | None] = {}  # open jobs; a load's request
+        self._jobs: dict[int, OpenJob] = {}  # by vLLM's job id
+        self._owners: dict[int, int] = {}  # kvd's job id -> vLLM's, of parts that have not ended
         self._refused: list[JobReport] = []
         self._has_run = True  # the last step that began: its plan's own word
         self._acknowledged = KvdWorkerMetadata()
@@ -190,13 +212,13 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
             self._finalize(self._unfinalized)
         self._unfinalized = step
         self._has_run = step.has_run
-        for job_id in (*plan.computed_stores, *plan.stores):
-            self._requests[job_id] = None
-        for job_id in plan.loads:
-            self._requests[job_id] = step.load_requests.get(job_id)
-        for job_id in step.refused:
-            self._requests[job_id] = step.load_requests.get(job_id)
-            self._refused.append(JobReport(job_id, done=False))
+        self._owners.update(step.owners)
+        for vllm_job in step.owners.values():
+            job = self._jobs.get(vllm_job)
+            if job is None:
+                job = self._jobs[vllm_job] = OpenJob(step.load_requests.get(vllm_job))
+            job.parts += 1
+        self._refused += [JobReport(job_id, done=False) for job_id in step.refused]
         if step.lost:
             self._worker.write_off(step.lost)
         self._worker.flush_step(plan, compute_end(self._device) if plan.computed_stores else None)
@@ -244,26 +266,31 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
             self._worker.rest(has_run=self._has_run)
         refused, self._refused = self._refused, []
         for report in (*refused, *self._worker.get_finished().ended):
-            if report.job_id not in self._requests:
+            vllm_job = self._owners.pop(report.job_id, None)
+            if vllm_job is None:
                 continue  # it was acknowledged already
-            request_id = self._requests.pop(report.job_id)
-            self._acknowledge(report, is_load=request_id is not None)
-            if request_id is not None:
-                results.finished_recving.add(request_id)
-                if not report.done:
-                    results.failed_recving.add(request_id)
+            job = self._jobs[vllm_job]
+            if not job.end_part(report):
+                continue  # a copy of another part may still write to its blocks
+            del self._jobs[vllm_job]
+            self._acknowledge(vllm_job, job)
+            if job.request_id is not None:
+                results.finished_recving.add(job.request_id)
+                if job.has_failed:
+                    results.failed_recving.add(job.request_id)
         return results
 
-    def _acknowledge(self, report: JobReport, *, is_load: bool) -> None:
-        job_id, told = vllm_job_id(report.job_id), self._acknowledged
+    def _acknowledge(self, job_id: int, job: OpenJob) -> None:
+        told = self._acknowledged
         told.mark_completed(job_id)
-        if report.left:
+        if job.left:
             told.left_jobs.add(job_id)
-        if not report.done:
+        if job.has_failed:
             told.failed_jobs.add(job_id)
-        elif report.bytes_copied:
+        elif job.bytes_copied:
+            is_load = job.request_id is not None
             stats = told.transfer_stats.load if is_load else told.transfer_stats.store
-            stats.record(report.bytes_copied, report.duration_ns / 1e9)
+            stats.record(job.bytes_copied, job.duration_ns / 1e9)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
         results = self.get_transfer_results(finished_req_ids)
@@ -282,6 +309,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._is_registered = False
         self._caches = None
         self._launched = self._unfinalized = None
-        self._requests.clear()
+        self._jobs.clear()
+        self._owners.clear()
         self._refused.clear()
         self._acknowledged = KvdWorkerMetadata()
