@@ -126,6 +126,9 @@ class LoneDriver(Driver):
     def _schedule_room_turn(self) -> None:
         """The next event's turn goes on."""
 
+    def _schedule_work(self) -> None:
+        """It goes on when it is told to."""
+
 
 class LateClock:
     """Goes on by as much as it is told to."""
@@ -371,6 +374,8 @@ def busy(rig: Rig, session: keys.SessionId, mover: keys.MoverId) -> None:
 
 def settle(rig: Rig) -> None:
     """Let everything that goes in pieces go on to its end."""
+    while rig.machine.has_work():
+        rig.call(events.WorkContinued())
     rig.call(events.TimerTicked(), "going on")
 
 

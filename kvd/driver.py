@@ -94,6 +94,7 @@ class Driver:
         self._rooms_stale = False  # something has happened since the turns were dealt
         self._room_turns: deque[NamespaceId] = deque()
         self._rooms: dict[NamespaceId, tuple[int, ...]] = {}  # as they were published last
+        self._working: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # -- events in --------------------------------------------------------------------------
@@ -151,6 +152,7 @@ class Driver:
         finally:
             self._handling = False
         self._schedule_rooms()
+        self._schedule_work()
         return payload
 
     # -- orders out -------------------------------------------------------------------------
@@ -461,6 +463,19 @@ class Driver:
             self.call(ev.TimerTicked())
             self.pool.upkeep()
 
+    def _schedule_work(self) -> None:
+        if self._working is None and self.machine.has_work():
+            self._working = self._spawn(self._work())
+
+    async def _work(self) -> None:
+        """Go on with long work, a piece at a time, while there is any."""
+        try:
+            while self.machine.has_work():
+                await self.turns.let_others_in(None)
+                self.call(ev.WorkContinued())
+        finally:
+            self._working = None
+
     async def drain(self, deadline_s: float) -> int:
         """Take no more stores and wait for the jobs under way; the number still running."""
         self.call(ev.DrainStarted())
@@ -476,10 +491,11 @@ class Driver:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.pool.close()
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(partial(_report_failure, self._tasks))
+        return task
 
 
 def _report_failure(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:

@@ -37,7 +37,7 @@ from kvd.core.state import (
 
 ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
 SLOTS_AT_ONCE = 8192  # given up in one event, but for those of its first row
-ROWS_SWEPT_AT_ONCE = 256
+ROWS_SWEPT_AT_ONCE = 64
 SLOTS_SWEPT_AT_ONCE = 65536
 # That part of all namespaces is kept free: some without sessions and blocks are taken apart for it.
 ROOMY_SHARE = 64
@@ -155,7 +155,7 @@ def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
     for number in list(disuse.ending):
         _take_back(state, state.namespaces[number], actions)
     if any(departure.until_ns <= now_ns for departure in disuse.epochs.values()):
-        _sweep_epochs(state, now_ns, actions)
+        sweep_epochs(state, now_ns, actions)
 
 
 def prepare_room(state: State) -> None:
@@ -230,7 +230,7 @@ def _holds_nothing(namespace: Namespace) -> bool:
 # -- epochs ---------------------------------------------------------------------------------------
 
 
-def _sweep_epochs(state: State, now_ns: int, actions: list[Action]) -> None:
+def sweep_epochs(state: State, now_ns: int, actions: list[Action]) -> None:
     """Give up the blocks of epochs that are due, a few rows at a time; at the end their scopes."""
     disuse = state.disuse
     if disuse.sweep is None:
@@ -238,7 +238,9 @@ def _sweep_epochs(state: State, now_ns: int, actions: list[Action]) -> None:
         due = [
             name
             for name, departure in disuse.epochs.items()
-            if departure.until_ns <= now_ns and name not in busy
+            if departure.until_ns <= now_ns
+            and name not in busy
+            and not state.namespaces[name[0]].ended_leases
         ]
         disuse.sweep = EpochSweep(due, _scopes_of(state, due), deque(_rows_of(state, due)))
     sweep, slots = disuse.sweep, 0

@@ -373,6 +373,11 @@ class TimerTicked:
     """Expires leases, revokes and kills what is past its deadline. About every 250 ms."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkContinued:
+    """The next piece of work that is too long for one event; see `backlog`."""
+
+
 Event = (
     ScopeRecovered
     | RowRecovered
@@ -400,4 +405,5 @@ Event = (
     | QuotaSet
     | DrainStarted
     | TimerTicked
+    | WorkContinued
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvd.core.backlog import CallOff
 from kvd.core.block import SlotState
 from kvd.core.events import JobKind
 from kvd.core.hand_off import MAX_CLAIMS_PER_TENANT, MAX_HAND_OFFS_PER_TENANT
@@ -44,6 +45,7 @@ def check(machine: Machine) -> None:
     _check_tenants(state)
     _check_tallies(state)
     _check_jobs(state)
+    _check_backlog(state)
     _check_waits(state)
     _check_busy_blocks(state)
     _check_sessions(state)
@@ -148,6 +150,8 @@ def _check_pins(state: State) -> None:
         "a lease on a block that is not readable"
     )
     leases = handed_off
+    for ended in state.backlog.leases:
+        leases[ended.slots] += 1
     for session in state.sessions.values():
         for lease in session.leases.values():
             leases[lease.slots] += 1
@@ -261,10 +265,14 @@ def _pieces(state: State) -> list[Piece]:
 def _check_jobs(state: State) -> None:
     """I5, I11: each transfer belongs to a live job, each live job has something to wait for."""
     running: Counter[int] = Counter()
+    called_off = state.backlog.transfers
+    ending = {each.transfer.transfer for each in called_off if each.how is CallOff.END}
     for number, transfer in state.transfers.items():
         assert transfer.piece.transfers.get(number) is transfer, "a transfer without its piece"
         mover = state.movers.get(transfer.mover)
-        assert mover is not None, "a transfer of a mover that is gone"
+        if mover is None:
+            assert number in ending, "a transfer of a mover that is gone"
+            continue
         assert mover.transfers.get(number) is transfer, "a mover that doesn't know its transfer"
     for piece in _pieces(state):
         running[id(piece.job)] += 1
@@ -279,6 +287,19 @@ def _check_jobs(state: State) -> None:
         for job in session.jobs.values():
             assert job.pieces == running[id(job)], "count of a job's pieces"
             assert job.open or job.pieces or job.followed, "a job waits for nothing"
+
+
+def _check_backlog(state: State) -> None:
+    """I10: ended leases are counted, and whoever had them is known."""
+    leases = state.backlog.leases
+    of_sessions = Counter(each.session for each in leases)
+    of_namespaces = Counter(each.size_class.namespace for each in leases)
+    assert of_sessions.keys() <= state.sessions.keys(), "an ended lease of nobody"
+    for session in state.sessions.values():
+        assert session.ended_leases == of_sessions[session.session], "a session's ended leases"
+    for namespace in state.namespaces.values():
+        ended = of_namespaces[namespace.namespace]
+        assert namespace.ended_leases == ended, "a namespace's ended leases"
 
 
 def _check_waits(state: State) -> None:
@@ -340,7 +361,8 @@ def _check_sessions(state: State) -> None:
         session = state.sessions[mover.session]
         assert session.movers.get(mover.rank) is mover, "a rank's mover is another"
     for session in state.sessions.values():
-        assert not session.closed or session.jobs or session.movers, "a closed session stays"
+        waits = session.jobs or session.movers or session.ended_leases
+        assert not session.closed or waits, "a closed session stays"
         assert not session.closed or not session.leases, "a closed session holds leases"
         for request, leases in session.by_request.items():
             assert leases, "a request is listed without leases"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core import residency
+from kvd.core import backlog, residency
 from kvd.core.events import Query
 from kvd.core.keys import LeaseId, RequestId, SessionId, Slots
 from kvd.core.state import Lease, Session, State
@@ -23,7 +23,7 @@ SLOTS_LOOKED_AT = 1 << 16  # of those, but for the last one's
 
 def leasable(state: State, session: Session, owner: SizeClass, slots: Slots) -> int:
     """How many of these slots, from the first on, a lease of this session may take."""
-    if len(session.leases) >= MAX_LEASES_PER_SESSION:
+    if len(session.leases) + session.ended_leases >= MAX_LEASES_PER_SESSION:
         return 0
     return within_cap(state, owner, slots)
 
@@ -85,6 +85,7 @@ def unclaim(state: State, owner: SizeClass, slots: Slots) -> None:
 
 def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> None:
     """End the leases that are still held; ids that are not are ignored."""
+    ended = []
     for number in list(leases):
         lease = session.leases.pop(number, None)
         if lease is None:
@@ -93,12 +94,52 @@ def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> Non
         siblings.discard(number)
         if not siblings:
             del session.by_request[lease.request]
+        ended.append(lease)
+    _give_up(state, session, ended)
+
+
+def end_all(state: State, session: Session) -> None:
+    """End every lease of the session."""
+    ended = list(session.leases.values())
+    session.leases, session.by_request = {}, {}
+    _give_up(state, session, ended)
+
+
+def _give_up(state: State, session: Session, ended: list[Lease]) -> None:
+    """Take the claims of a few leases away now, those of the others in pieces."""
+    blocks = 0
+    for count, lease in enumerate(ended):
+        if count >= backlog.LEASES_AT_ONCE or blocks >= backlog.LEASED_BLOCKS_AT_ONCE:
+            later = ended[count:]
+            state.backlog.leases.extend(later)
+            session.ended_leases += len(later)
+            state.namespaces[session.namespace].ended_leases += len(later)
+            return
         unclaim(state, lease.size_class, lease.slots)
+        blocks += len(lease.slots)
+
+
+def unclaim_ended(state: State) -> list[Session]:
+    """Take the claims of some ended leases away. The sessions of which none is left now."""
+    queue, blocks, over = state.backlog.leases, 0, []
+    for _ in range(min(backlog.LEASES_AT_ONCE, len(queue))):
+        lease = queue.popleft()
+        unclaim(state, lease.size_class, lease.slots)
+        session = state.sessions[lease.session]
+        session.ended_leases -= 1
+        state.namespaces[session.namespace].ended_leases -= 1
+        if not session.ended_leases:
+            over.append(session)
+        blocks += len(lease.slots)
+        if blocks >= backlog.LEASED_BLOCKS_AT_ONCE:
+            break
+    return over
 
 
 def end_leases_of(state: State, session: Session, requests: Iterable[RequestId]) -> None:
-    for request in requests:
-        end_leases(state, session, sorted(session.by_request.get(request, ())))
+    """End what is held for these requests."""
+    numbers = (sorted(session.by_request.get(request, ())) for request in requests)
+    end_leases(state, session, [number for several in numbers for number in several])
 
 
 @dataclass(slots=True, eq=False)

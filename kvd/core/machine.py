@@ -12,6 +12,7 @@ from typing import assert_never
 import numpy as np
 
 from kvd.core import (
+    chores,
     disuse,
     follow,
     hand_off,
@@ -85,6 +86,10 @@ class Machine:
         """None where the namespace is not known (any more)."""
         known = self.state.namespaces.get(namespace)
         return None if known is None else known.spec.tenant
+
+    def has_work(self) -> bool:
+        """Whether long work waits for its next piece."""
+        return chores.waiting(self.state)
 
     def granted_rows(self, namespace: NamespaceId) -> list[GrantRow]:
         """The rows that a mover of this namespace maps."""
@@ -219,7 +224,8 @@ class Machine:
         | ev.NamespaceCleared
         | ev.QuotaSet
         | ev.DrainStarted
-        | ev.TimerTicked,
+        | ev.TimerTicked
+        | ev.WorkContinued,
         now_ns: int,
     ) -> list[Action]:
         state = self.state
@@ -245,6 +251,8 @@ class Machine:
                 return operate.quota_set(state, event)
             case ev.DrainStarted():
                 state.draining = True
+            case ev.WorkContinued():
+                chores.go_on(state, now_ns, actions)
             case ev.TimerTicked():
                 return operate.timer_ticked(state, now_ns)
             case _:

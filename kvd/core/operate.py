@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core import disuse, hand_off, lease, recency, residency, room, session, transfer
+from kvd.core import chores, disuse, hand_off, lease, recency, residency, room, session, transfer
 from kvd.core.actions import Action, AnnounceCleared, Reply
 from kvd.core.block import SlotState
 from kvd.core.errors import EXPIRED, RESET, InvalidArgument
@@ -86,6 +86,7 @@ def timer_ticked(state: State, now_ns: int) -> list[Action]:
     state.grant_pause.tick()
     disuse.prepare_room(state)
     disuse.go_on(state, now_ns, actions)
+    chores.go_on(state, now_ns, actions)
     for tenant in state.tenants.values():
         if tenant.shrinking:
             room.shrink_to_quota(state, tenant, actions)
@@ -113,7 +114,9 @@ def _enforce_deadlines(state: State, now_ns: int, actions: list[Action]) -> None
     for running in list(state.transfers.values()):
         if running.submitted_ns > submitted_by:
             break  # the dict is in the order of submission
-        mover = state.movers[running.mover]
+        mover = state.movers.get(running.mover)
+        if mover is None:
+            continue  # that it ends stands in the backlog
         if running.submitted_ns <= copied_by:
             if not mover.ending:
                 session.kill_mover(state, mover, "a copy passed its deadline", actions)

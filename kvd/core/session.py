@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.core import claims, disuse, lease, prefix, spaces, transfer, waits
 from kvd.core.actions import Action, KillMover, Reply, SessionAccepted
+from kvd.core.backlog import CallOff
 from kvd.core.errors import (
     MOVER_GONE,
     SESSION_CLOSED,
@@ -14,7 +15,6 @@ from kvd.core.errors import (
 )
 from kvd.core.events import (
     EpochChanged,
-    JobKind,
     MoverGone,
     RankAttached,
     RankEnding,
@@ -84,10 +84,11 @@ def session_closed(state: State, event: SessionClosed, now_ns: int) -> list[Acti
     if session.closed:
         return actions
     session.closed = True
-    lease.end_leases(state, session, list(session.leases))
+    lease.end_all(state, session)
     waits.drop(state, session)
-    for mover in transfer.ranks(session):
-        transfer.revoke(state, mover.transfers.values(), SESSION_CLOSED, actions)
+    running = [each for mover in transfer.ranks(session) for each in mover.transfers.values()]
+    few = state.backlog.call_off(running, CallOff.REVOKE, SESSION_CLOSED)
+    transfer.revoke(state, few, SESSION_CLOSED, actions)
     for job in list(session.jobs.values()):
         if job.open:
             transfer.fail_job(job, SESSION_CLOSED)
@@ -98,8 +99,9 @@ def session_closed(state: State, event: SessionClosed, now_ns: int) -> list[Acti
 
 
 def forget_session(state: State, session: Session, now_ns: int, actions: list[Action]) -> None:
-    """Drop a closed session once no job and no mover of it is left."""
-    if session.closed and not session.jobs and not session.movers:
+    """Drop a closed session once no job, no mover and no ended lease of it is left."""
+    known = state.sessions.get(session.session) is session
+    if known and session.closed and not (session.jobs or session.movers or session.ended_leases):
         del state.sessions[session.session]
         claims.count_live(state)
         prefix.forget_all(session)
@@ -125,11 +127,12 @@ def rank_attached(state: State, event: RankAttached) -> list[Action]:
     mover = Mover(
         event.mover, event.session, event.rank, event.shard, event.writer, event.engine_blocks
     )
+    actions: list[Action] = []
+    transfer.end_those_of_gone_movers(state, session, actions)
     session.movers[event.rank] = mover
     state.movers[event.mover] = mover
     if event.node != NODE_UNKNOWN and (event.writer or event.shard not in namespace.shard_nodes):
         namespace.shard_nodes[event.shard] = event.node
-    actions: list[Action] = []
     if state.free_extents.lie_apart and session.usable():
         grant_spare(state, namespace.classes, actions)
     return actions
@@ -185,12 +188,10 @@ def end_rank(state: State, mover: Mover, reason: str, actions: list[Action]) -> 
     if mover.ending:
         return
     mover.ending = reason
-    for running in list(mover.transfers.values()):
-        if running.piece.job.kind is JobKind.STORE:
-            transfer.fail_piece(state, running.piece, MOVER_GONE, actions)
-        else:
-            transfer.fail_job(running.piece.job, MOVER_GONE)
-            running.piece.failed = True
+    # What of the others ends meanwhile fails all the same: its mover is ending.
+    running = list(mover.transfers.values())
+    for each in state.backlog.call_off(running, CallOff.FAIL, MOVER_GONE):
+        transfer.fail_running(state, each, MOVER_GONE, actions)
 
 
 def kill_mover(state: State, mover: Mover, reason: str, actions: list[Action]) -> None:
@@ -222,7 +223,7 @@ def epoch_changed(state: State, event: EpochChanged, now_ns: int) -> list[Action
     spaces.check_name(event.epoch, "epoch")
     spaces.check_scopes(state, state.namespace_of(session).spec, event.epoch)
     actions: list[Action] = []
-    lease.end_leases(state, session, list(session.leases))
+    lease.end_all(state, session)
     left, session.epoch = session.epoch, event.epoch
     disuse.enter(state, session, actions, own=True)
     actions.append(Reply(event.token, spaces.open_epoch(state, session, actions)))

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.admission import ReuseFilter
+from kvd.core.backlog import Backlog
 from kvd.core.block import SlotTable
 from kvd.core.claims import Claims
 from kvd.core.errors import UnknownNamespace, UnknownSession
@@ -89,6 +90,7 @@ class Namespace:
     tenant: Tenant
     page_blocks: int
     tally: Tally
+    ended_leases: int = 0  # of its sessions, in the backlog
     shard_nodes: dict[int, int] = field(default_factory=dict)  # as far as ranks have told
     scopes: set[ScopeId] = field(default_factory=set)
     # Each of use to one start of an engine alone; by its name, "" where that is not known yet.
@@ -147,6 +149,7 @@ class Session:
     loaded: dict[JobId, RequestId] = field(default_factory=dict)  # ended, not acknowledged
     busy: dict[int, npt.NDArray[np.int16]] = field(default_factory=dict)  # by group, by block
     renewed_ns: int = 0
+    ended_leases: int = 0  # in the backlog
     closed: bool = False
     gone: bool = False  # its engine has ended
 
@@ -275,6 +278,7 @@ class State:
         self.recovered = {}
         self.recovered_scopes: tuple[npt.NDArray[np.uint64], Slots] | None = None
         self.disuse = Disuse()
+        self.backlog = Backlog()
         self.counters = Counters()
         self.draining = False
         self.now_ns = 0  # of the event in hand

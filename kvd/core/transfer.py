@@ -15,6 +15,7 @@ from kvd.core.actions import (
     StartTransfer,
     TransferPart,
 )
+from kvd.core.backlog import CalledOff, CallOff
 from kvd.core.block import SlotState
 from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FULL
 from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
@@ -83,7 +84,8 @@ def transfer_finished(
 ) -> None:
     """A copy has ended, or never will start. Unknown ones were given up with their mover."""
     transfer = state.transfers.get(event.transfer)
-    if transfer is None or transfer.mover != event.mover:
+    mover = state.movers.get(event.mover)
+    if transfer is None or transfer.mover != event.mover or mover is None:
         return
     job = transfer.piece.job
     done = event.outcome is TransferOutcome.DONE
@@ -101,6 +103,9 @@ def transfer_finished(
         job.bytes_by_mover[transfer.mover] = copied
         spent = job.duration_ns.get(transfer.mover, 0) + event.duration_ns
         job.duration_ns[transfer.mover] = spent
+    if mover.ending:
+        reason = MOVER_GONE  # perhaps its failing still waits in the backlog
+    done = done and not mover.ending
     end_transfer(state, transfer, "" if done else reason, now_ns, actions)
 
 
@@ -120,13 +125,42 @@ def _remove_damaged(state: State, piece: Piece, damaged: Slots, actions: list[Ac
 
 
 def mover_gone(state: State, mover: Mover, now_ns: int, actions: list[Action]) -> None:
-    """No copy of this mover runs any more: all that it still had has failed."""
+    """No copy of this mover runs any more: all that it still had has failed, or soon will have."""
     session = state.sessions[mover.session]
     mover.ending = mover.ending or MOVER_GONE
     del state.movers[mover.mover]
     del session.movers[mover.rank]
-    for transfer in list(mover.transfers.values()):
+    running = list(mover.transfers.values())
+    for transfer in state.backlog.call_off(running, CallOff.END, MOVER_GONE):
         end_transfer(state, transfer, MOVER_GONE, now_ns, actions)
+
+
+def call_off(state: State, item: CalledOff, now_ns: int, actions: list[Action]) -> None:
+    """What was put off with a transfer that still stands."""
+    match item.how:
+        case CallOff.REVOKE:
+            revoke(state, [item.transfer], item.reason, actions)
+        case CallOff.FAIL:
+            fail_running(state, item.transfer, item.reason, actions)
+        case CallOff.END:
+            end_transfer(state, item.transfer, item.reason, now_ns, actions)
+
+
+def fail_running(state: State, transfer: Transfer, reason: str, actions: list[Action]) -> None:
+    """What it copies is of no use, though the copy may run on."""
+    if transfer.piece.job.kind is JobKind.STORE:
+        fail_piece(state, transfer.piece, reason, actions)
+    else:
+        fail_job(transfer.piece.job, reason)
+        transfer.piece.failed = True
+
+
+def end_those_of_gone_movers(state: State, session: Session, actions: list[Action]) -> None:
+    """Nothing of the session's former movers waits any more: another may come in their place."""
+    for item in [each for each in state.backlog.transfers if each.how is CallOff.END]:
+        running = state.transfers.get(item.transfer.transfer)
+        if running is item.transfer and running.piece.job.session == session.session:
+            end_transfer(state, running, item.reason, state.now_ns, actions)
 
 
 def end_transfer(
@@ -249,7 +283,5 @@ def _remember_load(session: Session, number: JobId, job: Job) -> None:
 
 def jobs_completed(state: State, session: Session, jobs: Iterable[JobId]) -> None:
     """The engine has what it loaded: the leases of those requests have served their purpose."""
-    for number in jobs:
-        request = session.loaded.pop(number, None)
-        if request is not None:
-            lease.end_leases_of(state, session, [request])
+    requests = [session.loaded.pop(number, None) for number in jobs]
+    lease.end_leases_of(state, session, [each for each in requests if each is not None])

@@ -278,6 +278,34 @@ async def test_row_that_there_is_no_memory_for_costs_its_store_and_nothing_else(
     process.die()
 
 
+async def test_long_work_goes_on_by_itself_and_lets_others_in(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_session(driver)
+    process = await start_mover(driver)
+    started: list[act.StartTransfer] = []
+    monkeypatch.setattr(driver.fleet, "start_transfer", started.append)
+    monkeypatch.setattr(driver.fleet, "carry_out", lambda _order: None)
+    driver.attach_rank(session, PLACEMENT, process)
+    for job in range(1, 33):
+        run = ev.Run(0, keys(job), engine_blocks([job]))
+        driver.call(ev.StoreRequested(driver.next_token(), session, JobId(job), context(), (run,)))
+    assert len(started) == 32
+    ended: list[act.EndJob] = []
+    monkeypatch.setattr(driver.sessions[session].sink, "job_ended", ended.append)
+    driver.call(ev.MoverGone(process.mover, "killed"))
+    assert len(ended) < 32
+    seen = {len(ended)}
+    for _ in range(200):
+        await asyncio.sleep(0)
+        seen.add(len(ended))
+    assert len(ended) == 32
+    assert len(seen) > 2
+    assert not driver.machine.has_work()
+    assert driver._working is None
+    process.die()
+
+
 async def test_reports_that_wait_are_handled_before_anything_is_found_late(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

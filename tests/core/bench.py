@@ -334,10 +334,17 @@ class Bench:
         for number, order in list(self.transfers.items()):
             if order.mover == mover:
                 del self.transfers[number]
-        return self.feed(ev.MoverGone(MoverId(mover), "killed"))
+        return self.feed(ev.MoverGone(MoverId(mover), "killed")) + self.work_off()
 
     def close(self, session: int = 1, *, gone: bool = False) -> list[act.Action]:
-        return self.feed(ev.SessionClosed(SessionId(session), gone))
+        return self.feed(ev.SessionClosed(SessionId(session), gone)) + self.work_off()
+
+    def work_off(self) -> list[act.Action]:
+        """Let long work go on to its end."""
+        made: list[act.Action] = []
+        while self.machine.has_work():
+            made += self.feed(ev.WorkContinued())
+        return made
 
     def leave(self, session: int = 1, ranks: int = 1, *, gone: bool = False) -> list[act.Action]:
         """The session and its movers are gone, one after the other; the pool has caught up."""

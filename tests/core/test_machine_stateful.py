@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -13,6 +15,7 @@ from hypothesis.stateful import (
 )
 
 from kvd.core import actions as act
+from kvd.core import backlog
 from kvd.core import events as ev
 from kvd.core.keys import JobId, MoverId, RequestId, SessionId
 from kvd.core.machine import MachineConfig
@@ -43,8 +46,11 @@ class MachineRules(RuleBasedStateMachine):
         policy=st.sampled_from(["lru", "arc", "s3fifo"]),
         extents=st.integers(2, 8),
         nodes=drawn.node_counts,
+        at_once=st.sampled_from([1, 2, 64]),
     )
-    def begin(self, threshold: int, policy: str, extents: int, nodes: int) -> None:
+    def begin(self, threshold: int, policy: str, extents: int, nodes: int, at_once: int) -> None:
+        self.pieces = patch.multiple(backlog, LEASES_AT_ONCE=at_once, PARTS_AT_ONCE=at_once)
+        self.pieces.start()
         config = MachineConfig(
             extents=extents,
             extent_bytes=EXTENT,
@@ -369,9 +375,17 @@ class MachineRules(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "bench"):
             return
-        self.next_incarnation_serves_the_same()
-        self.everything_ends()
-        replay(self.bench)
+        try:
+            self.next_incarnation_serves_the_same()
+            self.everything_ends()
+            replay(self.bench)
+        finally:
+            self.pieces.stop()
+
+    @precondition(lambda self: self.bench.machine.has_work())
+    @rule()
+    def long_work_goes_on(self) -> None:
+        self.feed(ev.WorkContinued())
 
     def next_incarnation_serves_the_same(self) -> None:
         """Killed now, the daemon would serve exactly what was announced."""
@@ -389,6 +403,8 @@ class MachineRules(RuleBasedStateMachine):
                 n: t for n, t in self.bench.transfers.items() if t.mover != mover
             }
             self.feed(ev.MoverGone(MoverId(mover), "test"))
+        while self.bench.machine.has_work():
+            self.feed(ev.WorkContinued())
         state = self.bench.machine.state
         assert not self.jobs, "a job never ended"
         assert len(state.sessions) + len(state.transfers) == 0

@@ -1,0 +1,60 @@
+"""What one event has ended and others tidy up, so that none takes long.
+
+A session that dies may hold 16,384 leases and a thousand copies. What its end promises holds at
+once: an ended lease is its session's no more, and of a mover that ends nothing more becomes
+readable or is loaded. What is left to be done stands here, and each `WorkContinued` and each tick
+does a piece of it (`chores`). Until that is done a session is not forgotten.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvd.core.job import Transfer
+    from kvd.core.state import Lease
+
+LEASES_AT_ONCE = 64
+LEASED_BLOCKS_AT_ONCE = 4096  # but for those of the last lease
+PARTS_AT_ONCE = 8  # of transfers, but for those of the last one
+
+
+class CallOff(enum.Enum):
+    """What becomes of a transfer that nobody wants any more."""
+
+    REVOKE = "its mover is asked to give it up"
+    FAIL = "its blocks will not be readable; its copy may run on"
+    END = "its mover is gone"
+
+
+class CalledOff(NamedTuple):
+    transfer: Transfer
+    how: CallOff
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Backlog:
+    """What waits to be done; oldest first."""
+
+    leases: deque[Lease] = field(default_factory=deque)  # ended; their claims still stand
+    transfers: deque[CalledOff] = field(default_factory=deque)
+
+    def __bool__(self) -> bool:
+        return bool(self.leases or self.transfers)
+
+    def call_off(self, transfers: Iterable[Transfer], how: CallOff, reason: str) -> list[Transfer]:
+        """Those that the caller calls off itself now; each of the others ends so in its turn."""
+        few: list[Transfer] = []
+        parts = 0
+        for each in transfers:
+            if parts < PARTS_AT_ONCE:
+                few.append(each)
+                parts += len(each.piece.parts)
+            else:
+                self.transfers.append(CalledOff(each, how, reason))
+        return few

@@ -1,0 +1,36 @@
+"""A piece of what waits in the backlog."""
+
+from __future__ import annotations
+
+from kvd.core import backlog, disuse, lease, session, transfer
+from kvd.core.actions import Action
+from kvd.core.state import State
+
+
+def waiting(state: State) -> bool:
+    """Whether there is anything that could go on now."""
+    return bool(state.backlog or state.released or state.disuse.sweep is not None)
+
+
+def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
+    """Do a piece of what has waited longest of its kind: a few milliseconds at most."""
+    if state.backlog.transfers:
+        _call_off(state, now_ns, actions)
+    elif state.backlog.leases:
+        for each in lease.unclaim_ended(state):
+            session.forget_session(state, each, now_ns, actions)
+    elif state.disuse.sweep is not None:
+        disuse.sweep_epochs(state, now_ns, actions)
+
+
+def _call_off(state: State, now_ns: int, actions: list[Action]) -> None:
+    queue, parts = state.backlog.transfers, 0
+    while queue and parts < backlog.PARTS_AT_ONCE:
+        item = queue.popleft()
+        if state.transfers.get(item.transfer.transfer) is not item.transfer:
+            parts += 1  # it has ended by itself
+            continue
+        parts += len(item.transfer.piece.parts)
+        owner = state.sessions[item.transfer.piece.job.session]
+        transfer.call_off(state, item, now_ns, actions)
+        session.forget_session(state, owner, now_ns, actions)

@@ -1,0 +1,183 @@
+"""Much that ends at once is tidied up in pieces, and what its end promises holds before that."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.backlog import LEASES_AT_ONCE, PARTS_AT_ONCE
+from kvd.core.errors import MOVER_GONE, SESSION_CLOSED
+from kvd.core.keys import MoverId, SessionId
+from tests.core.bench import SECOND, Bench, finished, only, small
+from tests.core.replaying import replay
+
+HIT, RETRY = 1, 3
+MANY = 3 * LEASES_AT_ONCE
+
+
+def leased(bench: Bench, session: int = 1) -> None:
+    """MANY leases, each on the same four blocks."""
+    for number in range(MANY):
+        bench.lookup(range(4), session, lease=ev.LeaseMode.PREFIX, request=f"r{number}")
+
+
+def storing(jobs: int = 4 * PARTS_AT_ONCE) -> Bench:
+    """That many stores of one block each under way, none of them finished."""
+    bench = small()
+    bench.open()
+    for number in range(jobs):
+        bench.store([number])
+    return bench
+
+
+def pins(bench: Bench) -> int:
+    return int(bench.machine.state.slots.pins.sum())
+
+
+def ended(actions: list[act.Action]) -> list[act.EndJob]:
+    return only(actions, act.EndJob)
+
+
+# -- leases --------------------------------------------------------------------------------------
+
+
+def test_claims_of_many_leases_go_a_few_in_each_event() -> None:
+    bench = small()
+    bench.open()
+    bench.stored(range(4))
+    bench.open(2, attach=False)
+    leased(bench, 2)
+    left = pins(bench)
+    bench.feed(ev.SessionClosed(SessionId(2)))
+    while bench.machine.has_work():
+        assert 0 < left - pins(bench) <= 4 * LEASES_AT_ONCE
+        left = pins(bench)
+        bench.feed(ev.WorkContinued())
+    assert pins(bench) == 0
+    assert list(bench.machine.state.sessions) == [1]
+    replay(bench)
+
+
+def test_ticks_alone_end_long_work_too() -> None:
+    bench = small()
+    bench.open()
+    bench.stored(range(4))
+    leased(bench)
+    bench.feed(ev.SessionClosed(SessionId(1)))
+    for _ in range(MANY // LEASES_AT_ONCE):
+        bench.tick()
+    assert not bench.machine.has_work()
+    assert pins(bench) == 0
+
+
+def test_ended_leases_count_until_their_claims_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.core.lease.MAX_LEASES_PER_SESSION", MANY)
+    bench = small()
+    bench.open()
+    bench.stored(range(4))
+    leased(bench)
+    assert list(_one_more(bench).statuses) == [RETRY] * 4
+    bench.feed(ev.EpochChanged(9, SessionId(1), "next"))
+    bench.feed(ev.EpochChanged(9, SessionId(1), ""))
+    state = bench.machine.state
+    assert state.sessions[SessionId(1)].ended_leases == MANY - LEASES_AT_ONCE
+    bench.work_off()
+    assert list(_one_more(bench).statuses) == [HIT] * 4
+
+
+def _one_more(bench: Bench) -> act.Answer:
+    return bench.lookup(range(4), lease=ev.LeaseMode.PREFIX, request="one more")
+
+
+def test_blocks_of_an_epoch_go_after_the_leases_on_them() -> None:
+    bench = small()
+    bench.open(epoch="own", own=True)
+    bench.stored(range(4))
+    leased(bench)
+    bench.feed(ev.EpochChanged(9, SessionId(1), "next"))
+    assert bench.machine.statistics().slots.ready == 4, "a claimed block was given up"
+    bench.work_off()
+    bench.tick()
+    bench.work_off()
+    assert bench.machine.statistics().slots.ready == 0
+    assert {scope.epoch for scope in bench.machine.state.scopes.values()} == {"next"}
+
+
+# -- transfers -----------------------------------------------------------------------------------
+
+
+def test_jobs_of_a_mover_that_is_gone_end_a_few_in_each_event() -> None:
+    bench = storing()
+    started = len(bench.transfers)
+    bench.transfers.clear()
+    made = ended(bench.feed(ev.MoverGone(MoverId(100), "killed")))
+    assert len(made) == PARTS_AT_ONCE
+    while bench.machine.has_work():
+        some = ended(bench.feed(ev.WorkContinued()))
+        assert 0 < len(some) <= PARTS_AT_ONCE
+        made += some
+    assert len(made) == started
+    assert {end.reason for end in made} == {MOVER_GONE}
+    assert pins(bench) == 0
+    assert bench.machine.statistics().slots.quarantined == 0
+    replay(bench)
+
+
+def test_store_that_ends_before_its_turn_is_not_readable_once_its_rank_is_ending() -> None:
+    bench = storing()
+    order = list(bench.transfers.values())[-1]
+    bench.feed(ev.RankEnding(MoverId(100), "test"))
+    assert bench.machine.has_work()
+    (end,) = ended(bench.finish([order]))
+    assert (end.status, end.reason) == (ev.JobStatus.FAILED, MOVER_GONE)
+    made = bench.work_off()
+    made += bench.gone(100)
+    assert {each.reason for each in ended(made)} == {MOVER_GONE}
+    assert bench.machine.statistics().slots.ready == 0
+    assert not bench.machine.state.sessions[SessionId(1)].jobs
+
+
+def test_word_of_a_mover_after_its_end_changes_nothing() -> None:
+    bench = storing()
+    order = list(bench.transfers.values())[-1]
+    bench.feed(ev.MoverGone(MoverId(100), "killed"))
+    assert bench.feed(finished(order, ev.TransferOutcome.DONE)) == []
+    bench.transfers.clear()
+    bench.work_off()
+    assert bench.machine.statistics().slots.ready == 0
+
+
+def test_next_mover_of_a_rank_hears_nothing_of_the_jobs_of_the_one_before() -> None:
+    bench = storing()
+    bench.transfers.clear()
+    made = bench.feed(ev.MoverGone(MoverId(100), "killed"))
+    attached = bench.feed(ev.RankAttached(SessionId(1), MoverId(7), 0, 0, True))
+    made += attached + bench.work_off()
+    assert len(ended(made)) == 4 * PARTS_AT_ONCE
+    assert only(made, act.PostBoard) == []
+    assert len(ended(attached)) == 3 * PARTS_AT_ONCE
+    assert not bench.machine.state.sessions[SessionId(1)].jobs
+
+
+def test_movers_are_asked_a_few_at_a_time_to_give_up_what_a_session_left() -> None:
+    bench = storing()
+    waiting = {order.transfer for order in bench.transfers.values()}
+    made = bench.feed(ev.SessionClosed(SessionId(1)))
+    while bench.machine.has_work():
+        assert len(only(made, act.RevokeTransfer)) <= PARTS_AT_ONCE
+        waiting -= {order.transfer for order in only(made, act.RevokeTransfer)}
+        made = bench.feed(ev.WorkContinued())
+    waiting -= {order.transfer for order in only(made, act.RevokeTransfer)}
+    assert waiting == set()
+    made = bench.finish(outcome=ev.TransferOutcome.REVOKED)
+    assert {end.reason for end in ended(made)} == {SESSION_CLOSED}
+
+
+def test_late_transfers_are_looked_for_while_others_wait_for_their_end() -> None:
+    bench = storing()
+    bench.transfers.clear()
+    bench.feed(ev.MoverGone(MoverId(100), "killed"))
+    for _ in range(3):
+        bench.tick(100 * SECOND)
+    assert not bench.machine.state.transfers
