@@ -84,7 +84,7 @@ def test_ready_blocks_come_back_and_freed_ones_do_not(shared_directory: Path) ->
 
 
 def test_recovery_of_a_scope_for_each_slot_takes_a_moment(shared_directory: Path) -> None:
-    """It took time that grew with the square of the scopes: 8 s of these, 45 s of 36,000."""
+    """It took time that grew with the square of the scopes."""
     count = 16384
     config = orders.config(shared_directory, extents=1, extent_bytes=count * 4096)
     with opened(config) as pool:
