@@ -26,11 +26,12 @@ from kvd.control.server import ControlServer, Place, make_directory, refuse_take
 from kvd.control.session import SessionTerms
 from kvd.control.tenants import TenantPolicy
 from kvd.core import events as ev
+from kvd.core.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.state import MAX_NAMESPACES
 from kvd.driver import Driver
 from kvd.observability import logs, metrics
-from kvd.pool.config import PoolConfig
+from kvd.pool.config import COMFORTABLE_EXTENTS, PoolConfig
 from kvd.pool.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -96,7 +97,8 @@ class Daemon:
         return PoolConfig(
             directory=config.pool_directory,
             pool_bytes=config.pool_bytes,
-            extent_bytes=config.extent_bytes,
+            extent_bytes=config.new_extent_bytes,
+            extent_bytes_chosen=config.extent_bytes is None,
             threads=config.prefault_threads,
             any_filesystem=config.any_filesystem,
             payload_checksums=config.payload_checksums,
@@ -139,11 +141,7 @@ class Daemon:
                 " or others than were written",
                 pool.unchecked_records,
             )
-        if pool.on_shared_filesystem:
-            log.warning(
-                "%s lies on a file system that others may fill: mount a tmpfs of its own there",
-                self.config.pool_directory,
-            )
+        self._warn_of_place_and_size(pool)
         for orphan in pool.orphans():
             log.warning(
                 "mover %d of an earlier daemon can't be ended (its state is %s): it maps %d extents"
@@ -158,6 +156,24 @@ class Daemon:
         log.info("extents lie in %s", pool.place)
         log.info("%d blocks recovered in %.3f s", recovered, time.perf_counter() - began)
         return driver
+
+    def _warn_of_place_and_size(self, pool: Pool) -> None:
+        """What the operator could choose better."""
+        if pool.on_shared_filesystem:
+            log.warning(
+                "%s lies on a file system that others may fill: mount a tmpfs of its own there",
+                self.config.pool_directory,
+            )
+        descriptors.warn_where_tight(pool.extents)
+        if pool.extents < COMFORTABLE_EXTENTS:
+            log.warning(
+                "the pool has %d extents of %s, fewer than %d: a group's rows are whole extents, so"
+                " much of the pool may lie idle with one group while another lacks room; raise"
+                " pool_bytes or lower extent_bytes (another size is a cold start)",
+                pool.extents,
+                size(pool.extent_bytes),
+                COMFORTABLE_EXTENTS,
+            )
 
     def _control(self, driver: Driver) -> ControlServer:
         terms = SessionTerms(
@@ -264,7 +280,7 @@ def serve(config: Config) -> int:
     sys.setswitchinterval(SWITCH_SECONDS)
     logs.start(config.log_level, config.log_format)
     descriptors.raise_limit()
-    descriptors.require_enough(config.pool_bytes // config.extent_bytes)
+    descriptors.require_enough()
 
     async def run() -> int:
         return await Daemon(config).run()

@@ -15,12 +15,13 @@ from typing import Any
 
 from kvd.control.tenants import TenantRule
 from kvd.core.keys import TenantId
-from kvd.pool.config import MAX_POOL_BYTES
+from kvd.pool.config import MAX_POOL_BYTES, chosen_extent_bytes
 from kvd.setting_values import (
     number,
     one_of,
     parse_size,
     read_address,
+    read_extent_size,
     read_gpu_size,
     read_group,
     read_mode,
@@ -54,7 +55,7 @@ class Config:
     pool_directory: Path
     extents_directory: Path | None
     pool_bytes: int
-    extent_bytes: int
+    extent_bytes: int | None  # None: by the pool's size
     prefault_threads: int
     any_filesystem: bool
     payload_checksums: bool
@@ -76,6 +77,11 @@ class Config:
     drain_seconds: float
     operators: tuple[int, ...]
     tenants: tuple[TenantRule, ...]
+
+    @property
+    def new_extent_bytes(self) -> int:
+        """The extents' size that a new pool gets."""
+        return self.extent_bytes or chosen_extent_bytes(self.pool_bytes)
 
     @property
     def companion_socket(self) -> Path:
@@ -145,7 +151,12 @@ SETTINGS: tuple[Setting, ...] = (
         "directory of the extents, on a tmpfs or hugetlbfs; empty: extents in the pool's directory",
     ),
     Setting("pool_bytes", "1GiB", read_size, 'size of the pool: bytes, "4GiB", "60%%" of memory'),
-    Setting("extent_bytes", "64MiB", read_size, "size of one extent, the unit of a row"),
+    Setting(
+        "extent_bytes",
+        "auto",
+        read_extent_size,
+        "size of one extent, the unit of a row; auto: by the pool's size, 4 to 64 MiB",
+    ),
     Setting("prefault_threads", 2, whole_number(1, 64), "threads that touch a new pool's memory"),
     Setting("any_filesystem", False, read_switch, "take a pool directory that is not on a tmpfs"),
     Setting(
@@ -348,13 +359,12 @@ def _tenant(name: str, rule: Any, pool_bytes: int) -> TenantRule:
 
 
 def _check_sizes(config: Config) -> None:
-    if config.extent_bytes < 4096 or config.extent_bytes % 4096:
+    extent_bytes = config.new_extent_bytes
+    if extent_bytes < 4096 or extent_bytes % 4096:
+        raise ConfigError(f"extent_bytes is {extent_bytes}; it must be a positive multiple of 4096")
+    if config.pool_bytes < extent_bytes:
         raise ConfigError(
-            f"extent_bytes is {config.extent_bytes}; it must be a positive multiple of 4096"
-        )
-    if config.pool_bytes < config.extent_bytes:
-        raise ConfigError(
-            f"pool_bytes is {config.pool_bytes}, less than one extent of {config.extent_bytes};"
+            f"pool_bytes is {config.pool_bytes}, less than one extent of {extent_bytes};"
             " raise pool_bytes or lower extent_bytes"
         )
     if config.pool_bytes > MAX_POOL_BYTES:
@@ -370,7 +380,7 @@ def as_toml(config: Config) -> str:
     for setting in SETTINGS:
         value = getattr(config, setting.name)
         if value is None:
-            value = ""
+            value = setting.default
         if setting.name == "socket_mode":
             value = f"{value:04o}"
         lines += [f"# {setting.meaning.replace('%%', '%')}", f"{setting.name} = {_toml(value)}"]

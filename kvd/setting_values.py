@@ -53,6 +53,19 @@ def read_size(value: Any) -> int:
     return parse_size(value, memory_bytes)
 
 
+def read_extent_size(value: Any) -> int | None:
+    """None where it is for the daemon to choose."""
+    if value == "auto":
+        return None
+    try:
+        size = read_size(value)
+    except ValueError as error:
+        raise ValueError(f'{error}, or "auto"') from None
+    if size < 1:
+        raise ValueError('a positive multiple of 4096 bytes, such as "16MiB", or "auto"')
+    return size
+
+
 def read_gpu_size(least: int, most: int) -> Callable[[Any], int]:
     """Bytes of a range, as a whole number of 4 KiB; no share, for of which memory would it be."""
 

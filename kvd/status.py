@@ -16,6 +16,7 @@ from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"
 EXIT_NO_ANSWER = 1
+WASTE_SHOWN = 0.01  # of extents; less is not worth a line
 # Fields whose text may look like a number.
 _TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory", "policy"}) | {
     "name",
@@ -251,7 +252,19 @@ def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str
         ],
         "no namespaces yet",
     )
+    yield from _waste(status)
     yield from _differences(status)
+
+
+def _waste(status: operator_pb2.StatusResponse) -> Iterator[str]:
+    """Groups whose blocks leave much of their extents unused."""
+    for namespace in status.namespaces:
+        for group, share in enumerate(namespace.wasted_shares):
+            if share > WASTE_SHOWN:
+                yield (
+                    f"  namespace {namespace.namespace_id} group {group}: {share:.1%} of its"
+                    " extents is used by no block"
+                )
 
 
 def _differences(status: operator_pb2.StatusResponse) -> Iterator[str]:

@@ -33,8 +33,8 @@ def raise_limit() -> int:
     return hard
 
 
-def require_enough(extents: int) -> None:
-    """OSError, with the fix, where the daemon could not work; a warning where it is tight."""
+def require_enough() -> None:
+    """OSError, with the fix, where the daemon could not work."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < LEAST:
         raise OSError(
@@ -42,6 +42,11 @@ def require_enough(extents: int) -> None:
             f" raise the limit, best to {COMFORTABLE} or more"
             " (LimitNOFILE= in the unit, ulimit -n, --ulimit nofile= of a container)"
         )
+
+
+def warn_where_tight(extents: int) -> None:
+    """Say so where movers may come to need more than there are."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max(COMFORTABLE, extents + BESIDE_EXTENTS)
     if limit < wanted:
         log.warning(

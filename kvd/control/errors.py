@@ -56,6 +56,8 @@ STATUS_OF: dict[str, grpc.StatusCode] = {
     errors.JobNotRising.reason: _Code.FAILED_PRECONDITION,
     errors.SequenceGap.reason: _Code.FAILED_PRECONDITION,
     errors.LayoutMismatch.reason: _Code.FAILED_PRECONDITION,
+    errors.ExtentWaste.reason: _Code.FAILED_PRECONDITION,
+    errors.TooFewExtents.reason: _Code.FAILED_PRECONDITION,
     refusals.GPU_UNKNOWN: _Code.FAILED_PRECONDITION,
     refusals.GPU_HANDLE_REFUSED: _Code.FAILED_PRECONDITION,
     refusals.GPU_MODE_UNSUPPORTED: _Code.FAILED_PRECONDITION,

@@ -27,6 +27,7 @@ from kvd.control.wire import UnreadableRequest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
+from kvd.core.extent_fit import wasted_share
 from kvd.core.keys import MoverId
 from kvd.core.spec import NamespaceSpec
 from kvd.driver import Driver
@@ -351,8 +352,19 @@ class SessionRooms:
         except BaseException:
             session.end("its ranks could not be attached")
             raise
-        log.info("session %d: engine %r, namespace %d", number, live.engine_id, live.namespace)
+        log.info(
+            "session %d: engine %r, namespace %d; of its extents no block uses %s",
+            number,
+            live.engine_id,
+            live.namespace,
+            self._wasted(spec),
+        )
         return session
+
+    def _wasted(self, spec: NamespaceSpec) -> str:
+        """The share of each group's extents that is lost, as the log says it."""
+        extent_bytes = self.driver.pool.extent_bytes
+        return ", ".join(f"{wasted_share(g, extent_bytes):.1%}" for g in spec.groups)
 
     def _opened(
         self, message: pb.OpenSession, accepted: act.SessionAccepted, live: LiveSession

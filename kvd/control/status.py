@@ -145,6 +145,7 @@ class StatusReport:
             bytes=figures.bytes,
             sessions=figures.sessions,
             differs=self._namespaces.differences(figures.namespace, family),
+            wasted_shares=figures.wasted_shares,
         )
 
     def _session(self, figures: SessionFigures) -> pb.SessionStatus:

@@ -80,6 +80,18 @@ class LimitExceeded(KvdError):
             self.reason = reason
 
 
+class ExtentWaste(KvdError):
+    """More than a tenth of each extent would be lost behind this namespace's blocks."""
+
+    reason = "EXTENT_WASTE"
+
+
+class TooFewExtents(KvdError):
+    """The pool has no row for each group of this namespace at once."""
+
+    reason = "TOO_FEW_EXTENTS"
+
+
 class PermissionDenied(KvdError):
     reason = "PERMISSION_DENIED"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import claims, disuse, lease, prefix, spaces, transfer, waits
+from kvd.core import claims, disuse, extent_fit, lease, prefix, spaces, transfer, waits
 from kvd.core.actions import Action, KillMover, Reply, SessionAccepted
 from kvd.core.backlog import CallOff
 from kvd.core.errors import (
@@ -50,6 +50,8 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
         )
     spaces.check_name(event.epoch, "epoch")
     spaces.check_spec(state, event.spec)
+    if event.spec.fingerprint not in state.by_fingerprint:
+        extent_fit.require_fit(state, event.spec)
     spaces.check_scopes(state, event.spec, event.epoch)
     actions: list[Action] = []
     if spaces.lacks_room(state, event.spec) and (idle := disuse.forgettable(state)) is not None:

@@ -9,6 +9,7 @@ import numpy as np
 from kvd.core.actions import Action, EpochOpened, ForgetScopes, OpenNamespace, OpenScope
 from kvd.core.block import SlotState
 from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
+from kvd.core.extent_fit import fitting_size, size, wasted_share
 from kvd.core.keys import NamespaceId, ScopeId
 from kvd.core.quota import Tally
 from kvd.core.rows import SizeClass, slots_per_row
@@ -65,7 +66,8 @@ def _check_group(state: State, number: int, group: GroupSpec) -> None:
     if slots_per_row(group, state.config.extent_bytes) < 1:
         raise InvalidArgument(
             f"a block's part of {max(group.part_bytes)} bytes is larger than an extent of "
-            f"{state.config.extent_bytes} bytes: raise extent_bytes",
+            f"{state.config.extent_bytes} bytes: raise extent_bytes, to "
+            f"{size(fitting_size((group,)))} or more",
             field,
         )
 
@@ -113,6 +115,9 @@ def add_namespace(
         state.config.extents // owner.shards * owner.slots_per_row for owner in classes
     )
     namespace = Namespace(number, spec, classes, tenant, page_blocks, tally)
+    namespace.wasted_shares = tuple(
+        wasted_share(group, state.config.extent_bytes) for group in spec.groups
+    )
     state.namespaces[number] = namespace
     state.next_namespace = max(state.next_namespace, number + 1)
     state.by_fingerprint[spec.fingerprint] = namespace

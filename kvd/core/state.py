@@ -91,6 +91,7 @@ class Namespace:
     page_blocks: int
     tally: Tally
     ended_leases: int = 0  # of its sessions, in the backlog
+    wasted_shares: tuple[float, ...] = ()  # of the extents of each group's rows
     shard_nodes: dict[int, int] = field(default_factory=dict)  # as far as ranks have told
     scopes: set[ScopeId] = field(default_factory=set)
     # Each of use to one start of an engine alone; by its name, "" where that is not known yet.

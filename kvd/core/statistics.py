@@ -42,6 +42,7 @@ class NamespaceFigures:
     blocks: int  # readable
     bytes: int
     sessions: int
+    wasted_shares: tuple[float, ...]  # of the extents of each group's rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,7 @@ def _namespaces(state: State) -> tuple[NamespaceFigures, ...]:
             namespace.tally.ready,
             namespace.tally.ready_bytes,
             sessions.get(namespace.namespace, 0),
+            namespace.wasted_shares,
         )
         for namespace in state.namespaces.values()
     )

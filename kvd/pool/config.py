@@ -11,6 +11,10 @@ RECORD_BYTES = 128
 ROW_HEADER_BYTES = 64
 CHECKSUM_BYTES = 8
 MAX_EXTENTS = 1 << 20
+# A row is whole extents of one namespace: in few large ones much lies idle with who has them.
+COMFORTABLE_EXTENTS = 32
+LEAST_CHOSEN_BYTES = 4 * MIB  # smaller extents would be many files for little
+MOST_CHOSEN_BYTES = 64 * MIB
 MAX_SLOTS = (1 << 31) - 1  # eviction policies keep slot numbers in 31 bits
 MAX_POOL_BYTES = MAX_SLOTS * SMALLEST_BLOCK_BYTES
 MAX_THREADS = 64
@@ -24,9 +28,19 @@ class PoolError(Exception):
     """The pool can't be opened, or its memory can't be had. The message names the fix."""
 
 
+def chosen_extent_bytes(pool_bytes: int) -> int:
+    """The extents' size where none is set: the greatest power of two that makes 32, in bounds."""
+    share = max(1, pool_bytes // COMFORTABLE_EXTENTS)
+    return min(max(1 << (share.bit_length() - 1), LEAST_CHOSEN_BYTES), MOST_CHOSEN_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """Where the pool lies and how large it is; PoolError where a value is impossible."""
+    """Where the pool lies and how large it is; PoolError where a value is impossible.
+
+    extent_bytes_chosen: nobody set extent_bytes, so a pool that is there may have another, and
+    huge pages may ask for more.
+    """
 
     directory: Path
     pool_bytes: int
@@ -36,6 +50,7 @@ class PoolConfig:
     mover_kill_deadline_s: float = 5.0
     payload_checksums: bool = False
     extents_directory: Path | None = None  # None: `extents` in the directory
+    extent_bytes_chosen: bool = False
 
     def __post_init__(self) -> None:
         if self.extent_bytes < SMALLEST_BLOCK_BYTES or self.extent_bytes % SMALLEST_BLOCK_BYTES:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kvd.pool import lines
@@ -12,6 +13,7 @@ from kvd.pool.config import RECORD_BYTES, PoolConfig
 
 POOL_LAYOUT_VERSION = 2
 EXTENTS_MARK_BYTES = 16
+MAX_HEADER_BYTES = 1 << 20
 NO_POOL = "no pool was here before"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -57,10 +59,9 @@ class PoolHeader:
 def read_header(path: Path, wanted: PoolHeader) -> tuple[PoolHeader | None, str]:
     """The header found, None where it can't be read; and why the pool starts cold, or ""."""
     try:
-        content = path.read_bytes()
+        record = lines.unseal(_content(path))
     except FileNotFoundError:
         return None, NO_POOL
-    record = lines.unseal(content)
     if record is None:
         return None, "the pool's header is damaged"
     version = record.get("layout_version")
@@ -76,3 +77,29 @@ def read_header(path: Path, wanted: PoolHeader) -> tuple[PoolHeader | None, str]
         if before != now:
             return found, f"the pool was made with {name} = {before}, configured is {now}"
     return found, ""
+
+
+def standing_extent_bytes(config: PoolConfig) -> int:
+    """The extents' size of the pool that lies there, if that would be warm with it; else 0.
+
+    The directory must have been found to be the daemon's own.
+    """
+    path = config.directory / "pool.header"
+    now = PoolHeader.wanted(config, [], b"")
+    found, _ = read_header(path, now)
+    if found is None or config.pool_bytes // found.extent_bytes != found.extents:
+        return 0
+    _, cold_reason = read_header(
+        path, replace(now, extents=found.extents, extent_bytes=found.extent_bytes)
+    )
+    return 0 if cold_reason else found.extent_bytes
+
+
+def _content(path: Path) -> bytes:
+    """What a regular file of the daemon's user holds; of anything else, nothing."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            return b""
+        return file.read(MAX_HEADER_BYTES)

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -33,7 +33,7 @@ from kvd.pool import space
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.extents import Extents, has_mark, remove_files
-from kvd.pool.header import PoolHeader, read_header
+from kvd.pool.header import PoolHeader, read_header, standing_extent_bytes
 from kvd.pool.nodes import deal, find_nodes
 from kvd.pool.ownership import (
     DirectoryLock,
@@ -105,6 +105,7 @@ class Pool:
         _own(Wanted("pool_directory", config.directory))
         if config.extents_directory is not None:
             _own(Wanted("extents_directory", config.extents_directory))
+        config = _sized(config)
         huge_page = space.require_memory_files(config)
         pool = cls(config, huge_page)
         try:
@@ -427,6 +428,20 @@ def _own(wanted: Wanted) -> None:
             f"{wanted.setting} {wanted.path} can't be used: {error.strerror}; name a directory that"
             " the daemon's user may write to"
         ) from error
+
+
+def _sized(config: PoolConfig) -> PoolConfig:
+    """With the extents' size of the pool that is there, or else with one that its files can have.
+
+    Only where nobody set one.
+    """
+    if not config.extent_bytes_chosen:
+        return config
+    page = space.huge_page(config)
+    standing = standing_extent_bytes(config)
+    if standing and not (page and standing % page):
+        return replace(config, extent_bytes=standing)
+    return replace(config, extent_bytes=max(config.extent_bytes, page))
 
 
 def _taken(path: Path) -> int:

@@ -292,15 +292,19 @@ def require_memory_files(config: PoolConfig) -> int:
             " pool would go through a disk. Give it a directory on one of these, or allow any file"
             " system explicitly"
         )
-    if kind != HUGETLBFS:
-        return 0
-    page = os.statvfs(place).f_bsize
-    if config.extent_bytes % page:
+    page = huge_page(config)
+    if page and config.extent_bytes % page:
         raise PoolError(
             f"extent_bytes is {config.extent_bytes}, but the huge pages of extents_directory"
             f" {config.extents_place} have {page} bytes each: make extent_bytes a multiple of that"
         )
     return page
+
+
+def huge_page(config: PoolConfig) -> int:
+    """Size of the huge pages under the extents, 0 where there are none."""
+    place = _standing(config.extents_place)
+    return os.statvfs(place).f_bsize if filesystem_type(place) == HUGETLBFS else 0
 
 
 def is_shared(directory: Path) -> bool:

@@ -70,6 +70,7 @@ def test_a_share_of_memory_is_a_share_of_what_there_is() -> None:
     [
         (["--pool-bytes", "lots"], "pool_bytes"),
         (["--extent-bytes", "100"], "extent_bytes"),
+        (["--extent-bytes", "0"], "extent_bytes"),
         (["--pool-bytes", "1MiB"], "pool_bytes"),
         (["--pool-bytes", "8TiB"], "pool_bytes"),
         (["--policy", "mru"], "policy"),
@@ -139,3 +140,14 @@ def test_the_printed_settings_say_the_same_when_read_again(write) -> None:  # ty
     tenants = '[tenants."a b"]\nuids = [7]\ngids = [8, 9]\nquota = 4096\n'
     first = load("--policy", "arc", "--operators", "5,6", file=write(tenants))
     assert load(file=write(config.as_toml(first))) == first
+
+
+@pytest.mark.parametrize(("said", "meant"), [("auto", None), ("16MiB", 16 << 20)])
+def test_a_size_of_extents_that_is_left_to_the_daemon_is_printed_so(  # type: ignore[no-untyped-def]
+    write, said: str, meant: int | None
+) -> None:
+    first = load("--extent-bytes", said)
+    assert first.extent_bytes == meant
+    assert load(file=write(config.as_toml(first))) == first
+    with pytest.raises(ConfigError, match=r"extent_bytes is 'autos'.*\"auto\""):
+        load("--extent-bytes", "autos")

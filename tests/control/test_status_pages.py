@@ -68,7 +68,7 @@ async def test_page_ends_where_it_is_large(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_group_of_many_shards_fits_a_page() -> None:
     """The largest namespace that there can be is small beside the largest message."""
-    with daemon() as running:
+    with daemon("--pool-bytes", "64MiB", "--extent-bytes", "4KiB") as running:
         groups = [group(shard_bytes=[4096] * 256)] * 64
         many = RawScheduler(running.socket, namespace=namespace(groups=groups), world_size=256)
         assert many.opened.session_id

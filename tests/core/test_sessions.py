@@ -257,8 +257,9 @@ def test_engine_block_that_no_rank_registered_is_refused_naming_the_field(bench:
     ],
 )
 def test_rank_with_too_many_engine_blocks_is_refused_naming_the_field(
-    bench: Bench, blocks: tuple[int, ...], field: str
+    blocks: tuple[int, ...], field: str
 ) -> None:
+    bench = small(extents=8)
     bench.open(1, spec(groups=len(blocks)), attach=False)
     with pytest.raises(LimitExceeded) as refused:
         bench.attach(1, blocks=blocks)

@@ -159,7 +159,7 @@ class TenantStatus(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., bytes_used: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., bytes_leased: _Optional[int] = ..., bytes_reserved: _Optional[int] = ..., bytes_evictable: _Optional[int] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
-    __slots__ = ("namespace_id", "fingerprint", "tenant", "fields", "blocks", "bytes", "sessions", "differs")
+    __slots__ = ("namespace_id", "fingerprint", "tenant", "fields", "blocks", "bytes", "sessions", "differs", "wasted_shares")
     class FieldsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +182,7 @@ class NamespaceStatus(_message.Message):
     BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     DIFFERS_FIELD_NUMBER: _ClassVar[int]
+    WASTED_SHARES_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     fingerprint: str
     tenant: str
@@ -190,7 +191,8 @@ class NamespaceStatus(_message.Message):
     bytes: int
     sessions: int
     differs: _containers.ScalarMap[str, str]
-    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., differs: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    wasted_shares: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., differs: _Optional[_Mapping[str, str]] = ..., wasted_shares: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
     __slots__ = ("after_namespace_id",)
