@@ -254,6 +254,8 @@ def test_a_silent_daemon_is_left_alone_for_longer_and_longer(
 
 class UsableSession:
     is_usable = True
+    has_old_page = False
+    renewing = False
 
 
 def test_a_session_that_is_silent_for_the_first_time_takes_stores(
