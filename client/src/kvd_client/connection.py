@@ -12,6 +12,7 @@ long each time that it stays silent. Its first word ends that.
 
 from __future__ import annotations
 
+import _thread
 import collections
 import contextlib
 import logging
@@ -129,10 +130,8 @@ class SchedulerConnection:
     def _renew_page(self, session: Session) -> None:
         """Ask for the page that took the place of ours, which serves meanwhile."""
         session.renewing = True
-        asking = threading.Thread(
-            target=self._fetch_page, args=(session,), name="kvd-page", daemon=True
-        )
-        asking.start()
+        # Thread.start would wait until the thread runs, and an engine's step waits for nothing.
+        _thread.start_new_thread(self._fetch_page, (session,))
 
     def _fetch_page(self, session: Session) -> None:
         companion = self._companion
