@@ -13,7 +13,7 @@ from kvd.core.errors import UnknownNamespace
 from kvd.core.keys import NamespaceId, TenantId
 from kvd.driver import Driver
 
-_MOST_DIFFERENCES = 4  # other namespaces compared with one: each takes a tenth of a millisecond
+_MOST_DIFFERENCES = 16  # other namespaces compared with one: each takes a tenth of a millisecond
 
 
 class Namespaces:
