@@ -1,0 +1,233 @@
+"""kill -9 of daemon, movers and engines in any order, for as long as wanted.
+
+Every byte that is loaded is checked, and what was said to be stored is expected to be found: the
+pool has room for all of it, so nothing may be missing but what an operator cleared.
+
+    python -m tests.faults.crash_loop --seconds 600 --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from tests.faults.content import block_hashes
+from tests.faults.probe import Probe, ProbeFailed
+from tests.faults.scene import Scene, wait_until
+
+MOST = 40  # blocks of a prompt
+PROMPTS = 5  # a turn, for each model
+ROUNDS = 12  # stores and loads that an engine does in a turn
+TURNS_BETWEEN_CLEARS = 30
+SETTLED_SECONDS = 30.0
+LINES_SHOWN = 60  # of the daemon's log, where something is wrong
+DEADLINES = {"submit-deadline-seconds": 2, "copy-deadline-seconds": 2}
+
+
+@dataclass(slots=True)
+class Engine:
+    """One engine's place: its process comes and goes."""
+
+    name: str
+    changes: dict[str, object]
+    probe: Probe | None = None
+    answers_due: bool = False  # for the churn that it was given
+
+    @property
+    def model(self) -> str:
+        return str(self.changes["model"])
+
+
+@dataclass(slots=True)
+class CrashLoop:
+    """Remembers outside the daemon what must be there."""
+
+    scene: Scene
+    dice: random.Random
+    engines: list[Engine]
+    stored: dict[str, set[str]] = field(default_factory=dict)  # keys by model, in hex
+    prompts: list[str] = field(default_factory=list)
+    done: Counter[str] = field(default_factory=Counter)
+    turn: int = 0
+
+    def start(self) -> None:
+        for engine in self.engines:
+            self.stored.setdefault(engine.model, set())
+            self._start(engine)
+        for engine in self.engines:
+            self._probe(engine).wait_usable()
+
+    def one_turn(self) -> None:
+        """Everybody works, some are killed; then all is whole again and nothing is missing."""
+        self.turn += 1
+        prompts = [f"turn {self.turn} prompt {number}" for number in range(PROMPTS)]
+        self.prompts += prompts
+        for engine in self.engines:
+            self._probe(engine).order("churn", prefixes=prompts, rounds=ROUNDS, most=MOST)
+            engine.answers_due = True
+        strikes: list[Callable[[], None]] = [
+            self.kill_daemon,
+            self.kill_daemon,
+            self.kill_mover,
+            self.kill_mover,
+            self.kill_engine,
+            self.freeze_daemon,
+            self.freeze_mover,
+        ]
+        for strike in self.dice.choices(strikes, k=self.dice.randint(1, 4)):
+            time.sleep(self.dice.uniform(0.0, 0.3))
+            strike()
+            self.done[strike.__name__] += 1
+        self._make_whole()
+        self._check([*prompts, *self.dice.sample(self.prompts, min(3, len(self.prompts)))])
+        if self.turn % TURNS_BETWEEN_CLEARS == 0:
+            self.scene.clear()
+            self.prompts.clear()
+            for keys in self.stored.values():
+                keys.clear()
+
+    # -- strikes ----------------------------------------------------------------------------
+
+    def kill_daemon(self) -> None:
+        self.scene.forget_caller()
+        self.scene.daemon.kill()
+        time.sleep(self.dice.choice([0.0, 0.0, 0.1, 0.6]))
+        self.scene.daemon.start()
+
+    def kill_mover(self) -> None:
+        movers = self.scene.daemon.movers()
+        if movers:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.dice.choice(movers), signal.SIGKILL)
+
+    def kill_engine(self) -> None:
+        engine = self.dice.choice(self.engines)
+        self._probe(engine).kill()
+        engine.answers_due = False
+        self._start(engine)
+
+    def freeze_daemon(self) -> None:
+        self.scene.daemon.freeze()
+        time.sleep(self.dice.uniform(0.1, 1.5))
+        self.scene.daemon.thaw()
+
+    def freeze_mover(self) -> None:
+        movers = self.scene.daemon.movers()
+        if not movers:
+            return
+        mover = self.dice.choice(movers)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(mover, signal.SIGSTOP)
+            time.sleep(self.dice.choice([0.1, 0.9, 3.0]))
+            os.kill(mover, signal.SIGCONT)
+
+    # -- after them -------------------------------------------------------------------------
+
+    def _start(self, engine: Engine) -> None:
+        if engine.probe in self.scene.probes:
+            self.scene.probes.remove(engine.probe)
+        engine.probe = self.scene.start_engine(engine.name, **engine.changes)
+
+    def _probe(self, engine: Engine) -> Probe:
+        assert engine.probe is not None, "it was never started"
+        return engine.probe
+
+    def _make_whole(self) -> None:
+        for engine in self.engines:
+            if engine.answers_due:
+                said = self._probe(engine).answer()
+                engine.answers_due = False
+                assert said["wrong"] == [], (engine.name, said)
+                self.done["loaded"] += said["loaded"]
+                self.done["stored"] += said["stored"]
+        for engine in self.engines:
+            probe = self._probe(engine)
+            probe.wait_usable()
+            wait_until(partial(self._is_whole, probe), f"{engine.name}'s ranks")
+            assert probe.ask("pump")["idle"], f"a job of {engine.name} never ends"
+        for engine in self.engines:
+            self.stored[engine.model].update(self._probe(engine).ask("take_stored"))
+        wait_until(self._is_quiet, "the slots", SETTLED_SECONDS)
+
+    def _is_whole(self, probe: Probe) -> bool:
+        said = probe.ask("wait_usable")
+        return said["usable"] and not any(said["rank_problems"])
+
+    def _is_quiet(self) -> bool:
+        pool = self.scene.status().pool
+        return pool.slots_reserved + pool.slots_quarantined == 0
+
+    def _check(self, prompts: list[str]) -> None:
+        for model, stored in self.stored.items():
+            engine = self.dice.choice([each for each in self.engines if each.model == model])
+            found = self._probe(engine).ask("verify", prefixes=prompts, most=MOST)
+            for prompt, answer in found.items():
+                keys = [key.hex() for key in block_hashes(prompt, MOST)]
+                due = next((n for n, key in enumerate(keys) if key not in stored), MOST)
+                assert answer["wrong"] == [], (engine.name, prompt, answer)
+                assert answer["loaded"] == answer["found"], (engine.name, prompt, answer)
+                if answer["found"] < due:
+                    self._ask_again(self._probe(engine), prompt, due)
+                self.done["verified"] += answer["loaded"]
+                self.done["expected"] += due
+
+    def _ask_again(self, probe: Probe, prompt: str, due: int) -> None:
+        """A lookup may have been given up on a busy machine; a block that is lost stays lost."""
+        self.done["lookups given up"] += 1
+        page, call = probe.hits(prompt, MOST)
+        assert min(page, call) >= due, (probe.engine_id, prompt, due, page, call)
+
+
+def last_words(scene: Scene) -> str:
+    lines = scene.daemon.log.read_text(errors="replace").splitlines()
+    return "\n".join(lines[-LINES_SHOWN:])
+
+
+def crash_loop(seconds: float, seed: int, turns: int | None = None) -> Counter[str]:
+    """What was done; AssertionError or ProbeFailed where anything was wrong."""
+    scene = Scene(**DEADLINES)
+    scene.daemon.pool_bytes, scene.daemon.extent_bytes = 512 << 20, 1 << 20
+    alike: dict[str, object] = {"model": "alike", "block_bytes": 16 << 10, "num_blocks": 256}
+    ranks: dict[str, object] = {"model": "ranks", "world_size": 2}
+    engines = [Engine("one", alike), Engine("two", alike), Engine("ranks", ranks)]
+    loop = CrashLoop(scene, random.Random(seed), engines)
+    until = time.monotonic() + seconds
+    try:
+        scene.daemon.start()
+        loop.start()
+        while time.monotonic() < until and (turns is None or loop.turn < turns):
+            loop.one_turn()
+    except (AssertionError, ProbeFailed) as error:
+        error.add_note(f"turn {loop.turn}; the daemon said last:\n{last_words(scene)}")
+        raise
+    finally:
+        scene.close()
+    loop.done["turns"] = loop.turn
+    return loop.done
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seed", type=int, default=1)
+    given = parser.parse_args()
+    try:
+        done = crash_loop(given.seconds, given.seed)
+    except (AssertionError, ProbeFailed) as error:
+        sys.stdout.write(f"seed {given.seed}: {error}\n" + "\n".join(error.__notes__) + "\n")
+        return 1
+    sys.stdout.write(f"seed {given.seed}: {dict(done)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
