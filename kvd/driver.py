@@ -20,7 +20,7 @@ from kvd.clock import AwakeClock, Clock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
-from kvd.core.errors import NO_ROOM, KvdError, LimitExceeded
+from kvd.core.errors import NO_ROOM, KvdError
 from kvd.core.events import Event, JobKind, JobStatus, Query
 from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId
@@ -288,12 +288,7 @@ class Driver:
     def open_session(
         self, event: ev.SessionOpened, fields: dict[str, str], sink: SessionSink, user: int = 0
     ) -> SessionAccepted:
-        """Open a user's session; `fields` describe its namespace to operators.
-
-        LimitExceeded, and nothing has changed, where a new namespace can't have an index page.
-        """
-        if not self.machine.has(event.spec):
-            self._require_page()
+        """Open a user's session; `fields` describe its namespace to operators."""
         self._fields[event.spec.fingerprint] = fields
         try:
             accepted: SessionAccepted = self.call(event)
@@ -302,13 +297,6 @@ class Driver:
         self.sessions[event.session] = OpenSessionRecord(accepted.namespace, sink, user)
         self._schedule_rooms()
         return accepted
-
-    def _require_page(self) -> None:
-        try:
-            self.pool.pages.prepare()
-        except PoolError as error:
-            log.warning("a session is refused: %s", error)
-            raise LimitExceeded(str(error), "namespace") from error
 
     def close_session(self, session: SessionId, *, gone: bool = False) -> None:
         """End a session: its claims go at once, its submitted copies may end, then its movers.

@@ -69,7 +69,7 @@ class Namespaces:
         if tenant is None or tenant not in self._tenants.tenants_of(peer):
             raise UnknownNamespace(f"there is no namespace {namespace}", "namespace_id")
         try:
-            return self._driver.pool.pages.read_only_fd(known)
+            return self._driver.pool.page_fd(known)
         except KeyError:
             raise UnknownNamespace(
                 f"namespace {namespace} has no index page yet; open a session", "namespace_id"

@@ -26,6 +26,7 @@ from kvd.core.keys import RowId, ScopeId, SessionId, Slots
 from kvd.core.reclaim import may_retire, retire_row
 from kvd.core.rows import Row, SizeClass
 from kvd.core.state import (
+    MAX_NAMESPACES,
     NEVER,
     Departure,
     EpochName,
@@ -39,8 +40,8 @@ ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
 SLOTS_AT_ONCE = 8192  # given up in one event, but for those of its first row
 ROWS_SWEPT_AT_ONCE = 64
 SLOTS_SWEPT_AT_ONCE = 65536
-# That part of all namespaces is kept free: some without sessions and blocks are taken apart for it.
-ROOMY_SHARE = 64
+# From here on namespaces without sessions and blocks are taken apart ahead of need.
+ROOMY_NAMESPACES = MAX_NAMESPACES - MAX_NAMESPACES // 64
 SCOPES_SHARED_AT_ONCE = 256  # one of them with a block is enough: see `read_back`
 MAX_ROWS_FORGOTTEN = 64  # with a namespace whose room is needed in this very event
 
@@ -161,8 +162,7 @@ def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
 def prepare_room(state: State) -> None:
     """Begin to take namespaces without sessions and blocks apart before their room is needed."""
     disuse = state.disuse
-    most = state.config.namespaces
-    surplus = len(state.namespaces) - (most - most // ROOMY_SHARE) - len(disuse.ending)
+    surplus = len(state.namespaces) - ROOMY_NAMESPACES - len(disuse.ending)
     if surplus > 0:
         idle = (n for n in disuse.namespaces if n not in disuse.ending)
         empty = (n for n in idle if _holds_nothing(state.namespaces[n]))

@@ -25,7 +25,6 @@ from kvd.core import (
     recovery,
     room,
     session,
-    spaces,
     store,
     transfer,
 )
@@ -35,7 +34,6 @@ from kvd.core.block import SlotState
 from kvd.core.keys import KeyBatch, NamespaceId, ScopeId, TenantId
 from kvd.core.policy import POLICY_NAMES, make_policy
 from kvd.core.rows import Row, SizeClass
-from kvd.core.spec import NamespaceSpec
 from kvd.core.state import MachineConfig, PolicyFactory, State
 from kvd.core.statistics import Statistics, gather
 
@@ -77,10 +75,6 @@ class Machine:
     def knows(self, namespace: NamespaceId) -> bool:
         """Whether it is known, with or without sessions or blocks."""
         return namespace in self.state.namespaces
-
-    def has(self, spec: NamespaceSpec) -> bool:
-        """Whether a session of this fingerprint would need no new namespace."""
-        return spaces.is_known(self.state, spec)
 
     def tenant_of(self, namespace: NamespaceId) -> TenantId | None:
         """None where the namespace is not known (any more)."""

@@ -15,6 +15,7 @@ from kvd.core.quota import Tally
 from kvd.core.rows import SizeClass, slots_per_row
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.core.state import (
+    MAX_NAMESPACES,
     MAX_SCOPES,
     SCOPES_FORGOTTEN_AT_LEAST,
     Namespace,
@@ -74,12 +75,7 @@ def _check_group(state: State, number: int, group: GroupSpec) -> None:
 
 def lacks_room(state: State, spec: NamespaceSpec) -> bool:
     """Whether this would be one namespace too many."""
-    return not is_known(state, spec) and len(state.namespaces) >= state.config.namespaces
-
-
-def is_known(state: State, spec: NamespaceSpec) -> bool:
-    """Whether there is a namespace of its fingerprint."""
-    return spec.fingerprint in state.by_fingerprint
+    return spec.fingerprint not in state.by_fingerprint and len(state.namespaces) >= MAX_NAMESPACES
 
 
 def open_namespace(state: State, spec: NamespaceSpec, actions: list[Action]) -> Namespace:
@@ -93,11 +89,7 @@ def open_namespace(state: State, spec: NamespaceSpec, actions: list[Action]) -> 
         return found
     check_spec(state, spec)
     if lacks_room(state, spec):
-        raise LimitExceeded(
-            f"{state.config.namespaces} namespaces hold blocks or sessions, as many as may"
-            " (LimitNOFILE bounds them too)",
-            "namespace",
-        )
+        raise LimitExceeded(f"{MAX_NAMESPACES} namespaces hold blocks or sessions", "namespace")
     number = NamespaceId(state.next_namespace)
     return add_namespace(state, number, spec, actions)
 

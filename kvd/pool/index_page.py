@@ -40,28 +40,19 @@ class IndexPage:
     """The writer's side. `spilled` counts resident tags that found no place."""
 
     def __init__(self, name: str, blocks: int) -> None:
-        """Make a page for at most `blocks` tags and seal it against every other writer.
-
-        OSError where there is no memory or no descriptor for it.
-        """
+        """Make a page for at most `blocks` tags and seal it against every other writer."""
         wanted = max(_SMALLEST_BUCKETS, -(-2 * blocks // _WORDS))
         self.buckets = 1 << (wanted - 1).bit_length()
         self.page_bytes = layout.HEADER_BYTES + self.buckets * _WORDS * 8
         self.spilled = 0
-        self.tags = 0  # that stand in it
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, self.page_bytes)
             self._map = mmap.mmap(fd, self.page_bytes)
-            try:
-                # This mapping stays writable; whoever gets the descriptor can make no other.
-                seals = _F_SEAL_FUTURE_WRITE | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
-                fcntl.fcntl(fd, _F_ADD_SEALS, seals)
-                flags = os.O_RDONLY | os.O_CLOEXEC
-                self.read_only_fd = os.open(f"/proc/self/fd/{fd}", flags)
-            except OSError:
-                self._map.close()
-                raise
+            # This mapping stays writable; whoever gets the descriptor can make no other.
+            seals = _F_SEAL_FUTURE_WRITE | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
+            fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+            self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(fd)
         all_words: U64 = np.frombuffer(self._map, dtype=np.uint64)
@@ -79,7 +70,6 @@ class IndexPage:
         for start in range(0, len(tags), step):
             spilled += self._insert_batch(tags[start : start + step])
         self.spilled += spilled
-        self.tags += len(tags) - spilled
         return spilled
 
     def remove(self, tags: U64) -> None:
@@ -89,40 +79,15 @@ class IndexPage:
         if left.any():
             left[left] = self._clear(tags[left], second[left])
             self.spilled = max(0, self.spilled - int(left.sum()))
-        self.tags -= len(tags) - int(left.sum())
 
     def set_room(self, rooms: Sequence[int]) -> None:
         """Say for each group how many blocks a store could get now."""
         first = layout.PAGE_ROOM_OFFSET // 8
         self._header[first : first + len(rooms)] = rooms
 
-    @property
-    def capacity(self) -> int:
-        """Tags that it holds well."""
-        return self.buckets * _WORDS // 2
-
-    def copy_from(self, old: IndexPage, first: int, count: int) -> None:
-        """Take what stands in these buckets of an older page and not yet in this one."""
-        words = old._rows[first : first + count].reshape(-1)
-        tags = words[words != 0]
-        self.insert(tags[~self._holds(tags)])
-
-    def take_room_from(self, old: IndexPage) -> None:
-        """Say what an older page says of room."""
-        first = layout.PAGE_ROOM_OFFSET // 8
-        room = slice(first, first + layout.PAGE_ROOM_GROUPS)
-        self._header[room] = old._header[room]
-
-    def _holds(self, tags: U64) -> Flags:
-        first, second = bucket_pair(tags, self.buckets)
-        found = self._rows[first] == tags[:, None]
-        found |= self._rows[second] == tags[:, None]
-        held: Flags = _as_words(found) != 0
-        return held
-
-    def close(self, word: int = layout.PAGE_CLOSED) -> None:
+    def close(self) -> None:
         """Tell readers that nobody keeps the page any more, and let go of it."""
-        self._header[layout.PAGE_CLOSED_OFFSET // 8] = word
+        self._header[layout.PAGE_CLOSED_OFFSET // 8] = 1
         del self._header, self._words, self._rows
         self._map.close()
         os.close(self.read_only_fd)

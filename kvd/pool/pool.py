@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.extents import Extents, has_mark, remove_files
 from kvd.pool.header import PoolHeader, read_header, standing_extent_bytes
+from kvd.pool.index_page import IndexPage
 from kvd.pool.nodes import deal, find_nodes
 from kvd.pool.ownership import (
     DirectoryLock,
@@ -45,7 +45,6 @@ from kvd.pool.ownership import (
     extents_mapped_by,
     state_of,
 )
-from kvd.pool.pages import Pages
 from kvd.pool.placement import Placement
 from kvd.pool.recovery import Books, Recovery
 from kvd.pool.registry import RegisteredNamespace, Registry
@@ -89,7 +88,7 @@ class Pool:
         self._movers = MoverList(config.directory / "movers")
         self._resources.callback(self._movers.close)
         self._placement = Placement(config)
-        self.pages = Pages()
+        self._pages: dict[NamespaceId, IndexPage] = {}
         self._refill_in = 0  # pieces of upkeep
         self._undead: dict[int, frozenset[int]] = {}  # extents by pid
 
@@ -201,7 +200,9 @@ class Pool:
         """Write the namespace down and give it an index page. Empty fields keep the known ones."""
         known = RegisteredNamespace(order.namespace, order.spec, dict(fields))
         self._registry.add_namespace(known)
-        self.pages.open(order.namespace)
+        if order.namespace not in self._pages:
+            page = IndexPage(f"kvd-page-{order.namespace}", order.page_blocks)
+            self._pages[order.namespace] = page
 
     def open_scope(self, order: OpenScope) -> None:
         self._registry.add_scope(order)
@@ -211,7 +212,7 @@ class Pool:
 
     def forget_namespace(self, order: ForgetNamespace) -> None:
         """Tell those who map its page that nobody keeps it any more, and forget it all."""
-        self.pages.forget(order.namespace)
+        self._pages.pop(order.namespace).close()
         self._registry.forget_namespace(order.namespace)
 
     def grant_row(self, order: GrantRow) -> None:
@@ -230,7 +231,6 @@ class Pool:
             self._slot_table.prepare(order.row, order.slots)
             self._rows[order.row] = row
             self._row_table.grant(row)
-            self.pages.granted(order.namespace, order.slots)
         self._placement.add(order)
 
     def has(self, slots: Slots) -> bool:
@@ -248,7 +248,6 @@ class Pool:
         self._row_table.release(row.extents)
         self._placement.remove(row.row)
         del self._rows[order.row]
-        self.pages.released(row.namespace, row.slots)
 
     def write_ready(self, order: WriteReady) -> None:
         """Write the records, with the digest of the checksums that were noted for the slots."""
@@ -273,16 +272,23 @@ class Pool:
 
     def publish(self, order: PublishTags) -> int:
         """Make tags visible to clients; returns how many found no place (a probe misses them)."""
-        return self.pages.insert(order.namespace, order.tags)
+        return self._pages[order.namespace].insert(order.tags)
 
     def retract(self, order: RetractTags) -> None:
-        self.pages.remove(order.namespace, order.tags)
+        self._pages[order.namespace].remove(order.tags)
 
     # -- for clients and movers -------------------------------------------------------------------
 
     def set_room(self, namespace: NamespaceId, rooms: Sequence[int]) -> None:
         """Say by group how many blocks a store could get now."""
-        self.pages.set_room(namespace, rooms)
+        self._pages[namespace].set_room(rooms)
+
+    def page_fd(self, namespace: NamespaceId) -> int:
+        """A read-only descriptor of the index page; the pool keeps it open."""
+        return self._pages[namespace].read_only_fd
+
+    def page_bytes(self, namespace: NamespaceId) -> int:
+        return self._pages[namespace].page_bytes
 
     def locate(self, slots: Slots, shard: int) -> tuple[U32, U64]:
         """Where one shard's parts lie: extent numbers, byte offsets in the extent."""
@@ -316,18 +322,21 @@ class Pool:
         """Bytes taken by extents, tables and index pages."""
         directory = self._config.directory
         tables = sum(_taken(path) for path in directory.glob("*.table"))
-        return PoolMemory(self.extents * self.extent_bytes, tables, self.pages.taken())
+        pages = sum(os.fstat(p.read_only_fd).st_blocks * 512 for p in self._pages.values())
+        return PoolMemory(self.extents * self.extent_bytes, tables, pages)
 
     def spilled(self, namespace: NamespaceId) -> int:
         """Resident blocks that the namespace's index page has no place for."""
-        return self.pages.spilled(namespace)
+        return self._pages[namespace].spilled
 
     def close(self) -> None:
         """Mark every page closed and let go of the pool; its files stay for the next owner.
 
         Called again it does nothing.
         """
-        self.pages.close()
+        for page in self._pages.values():
+            page.close()
+        self._pages.clear()
         self._resources.close()
 
     # -- upkeep -----------------------------------------------------------------------------------
@@ -335,7 +344,6 @@ class Pool:
     def upkeep(self) -> None:
         """A piece of the work that need not be done at once; called several times a second."""
         self._registry.upkeep()
-        self.pages.upkeep()
         if not self._reserve.whole:
             self._fill_reserve()
 
@@ -410,11 +418,6 @@ class Pool:
         # On a cold start an undead mover maps files that are gone; the new ones are nobody's.
         self._recovery = Recovery(books, frozenset() if self.cold_reason else undead_extents)
         self._rows: dict[RowId, Row] = dict(self._recovery.rows)
-        slots: Counter[NamespaceId] = Counter()
-        for row in self._rows.values():
-            slots[row.namespace] += row.slots
-        for namespace, count in slots.items():
-            self.pages.recovered(namespace, count)
 
 
 def _own(wanted: Wanted) -> None:

@@ -50,18 +50,6 @@ def test_two_engines_share(start_engine: Start) -> None:
     assert two.load("b", "hello", 6) == 6
 
 
-def test_an_engine_follows_its_index_page_as_that_grows(start_engine: Start) -> None:
-    engine = start_engine()
-    for number in range(40):
-        engine.store(f"a{number}", f"prompt {number}", 16)
-    assert engine.load("b", "prompt 39", 16) == 16
-    assert engine.load("c", "prompt 0", 16) == 16
-    session = engine.connection.session
-    assert session is not None
-    assert not session.has_old_page
-    assert engine.connection.sessions == 1
-
-
 def test_two_ranks_store_and_load_their_shards(start_engine: Start) -> None:
     engine = start_engine(world_size=2)
     engine.store("a", "hello", 5)

@@ -258,13 +258,13 @@ def test_forgotten_namespace_closes_its_page_and_comes_back_with_nothing(
     with opened(config) as pool:
         orders.introduce(pool)
         orders.introduce(pool, namespace=2)
-        reader = PageReader(pool.pages.read_only_fd(orders.NAMESPACE))
+        reader = PageReader(pool.page_fd(orders.NAMESPACE))
         before = leaks.descriptors()
         pool.forget_namespace(ForgetNamespace(orders.NAMESPACE))
         assert reader.closed
         assert len(leaks.descriptors()) == len(before) - 2  # the page's and its mapping's
         with pytest.raises(KeyError):
-            pool.pages.read_only_fd(orders.NAMESPACE)
+            pool.page_fd(orders.NAMESPACE)
         pool.grant_row(orders.row([0], namespace=2))
         reader.close()
     with opened(config) as pool:
@@ -306,20 +306,18 @@ def test_registry_of_before_tells_private_namespaces_by_their_fields(
 
 
 def test_clients_see_what_is_published_and_whether_there_is_room(shared_directory: Path) -> None:
-    tags = mix(np.arange(1, 65, dtype=np.uint64))
+    tags = mix(np.arange(1, 101, dtype=np.uint64))
     with opened(orders.config(shared_directory)) as pool:
         orders.introduce(pool)
-        for extent in range(4):
-            pool.grant_row(orders.row([extent]))
-        reader = PageReader(pool.pages.read_only_fd(orders.NAMESPACE))
+        reader = PageReader(pool.page_fd(orders.NAMESPACE))
         assert pool.publish(PublishTags(orders.NAMESPACE, tags)) == 0
         assert reader.probe(tags).all()
-        pool.retract(RetractTags(orders.NAMESPACE, tags[:30]))
-        assert reader.probe(tags).tolist() == [False] * 30 + [True] * 34
+        pool.retract(RetractTags(orders.NAMESPACE, tags[:50]))
+        assert reader.probe(tags).tolist() == [False] * 50 + [True] * 50
         pool.set_room(orders.NAMESPACE, (17,))
         assert (reader.room(0), reader.room(1)) == (17, 0)
         closed_before = reader.closed
-        assert pool.pages.page_bytes(orders.NAMESPACE) >= 4096
+        assert pool.page_bytes(orders.NAMESPACE) >= 4096
     assert (closed_before, reader.closed) == (False, True)
     reader.close()
 
@@ -328,9 +326,9 @@ def test_opening_a_namespace_again_keeps_its_page_and_fields(shared_directory: P
     config = orders.config(shared_directory)
     with opened(config) as pool:
         orders.introduce(pool)
-        fd = pool.pages.read_only_fd(orders.NAMESPACE)
+        fd = pool.page_fd(orders.NAMESPACE)
         pool.open_namespace(OpenNamespace(orders.NAMESPACE, orders.spec(), 512), {})
-        assert pool.pages.read_only_fd(orders.NAMESPACE) == fd
+        assert pool.page_fd(orders.NAMESPACE) == fd
         assert pool.namespace_fields(orders.NAMESPACE) == {"model": "tiny"}
     assert len((config.directory / "registry.jsonl").read_bytes().splitlines()) == 2
 

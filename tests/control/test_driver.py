@@ -15,7 +15,7 @@ from kvd.clock import AwakeClock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import reclaim, rows
-from kvd.core.errors import LayoutMismatch, LimitExceeded
+from kvd.core.errors import LayoutMismatch
 from kvd.core.keys import JobId, MoverId, RowId, SessionId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.driver import Driver
@@ -343,32 +343,3 @@ class Scripted:
 
     def now_ns(self) -> int:
         return next(self._readings) * 1_000_000
-
-
-@pytest.mark.parametrize("call", ["memfd_create", "open"])
-async def test_session_whose_index_page_cannot_be_had_is_refused_and_nobody_else_is(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    broken: list[Exception] = []
-    driver.on_broken_invariant = lambda _event, error: broken.append(error)
-    one = open_session(driver)
-
-    def refuse(*_args: object) -> int:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    def open_another() -> SessionId:
-        session = driver.allocate_session_id()
-        opened = ev.SessionOpened(driver.next_token(), session, spec("another"), "", 1)
-        driver.open_session(opened, {}, NoSession())
-        return session
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, refuse)
-        with pytest.raises(LimitExceeded, match="LimitNOFILE"):
-            open_another()
-        again = open_session(driver)
-    assert not broken
-    assert {one, again} == set(driver.machine.state.sessions)
-    assert len(driver.machine.namespaces()) == 1
-    open_another()
-    assert len(driver.machine.namespaces()) == 2

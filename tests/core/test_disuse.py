@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvd.core import actions as act
-from kvd.core import disuse
+from kvd.core import disuse, spaces
 from kvd.core import events as ev
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import NamespaceId, SessionId
@@ -155,7 +155,8 @@ def test_engines_that_crash_in_a_loop_leave_nothing() -> None:
 
 @pytest.fixture
 def few_namespaces(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(disuse, "ROOMY_SHARE", 4)
+    monkeypatch.setattr(spaces, "MAX_NAMESPACES", 8)
+    monkeypatch.setattr(disuse, "ROOMY_NAMESPACES", 6)
     return 8
 
 
@@ -170,7 +171,7 @@ def test_shared_namespace_outlives_its_engines() -> None:
 
 
 def test_namespace_longest_unused_and_empty_makes_room_for_a_new_one(few_namespaces: int) -> None:
-    bench = small(extents=16, namespaces=8)
+    bench = small(extents=16)
     for number in range(few_namespaces):
         bench.open(number + 1, spec(f"ns {number}"))
         if number % 2:
@@ -187,7 +188,7 @@ def test_namespace_longest_unused_and_empty_makes_room_for_a_new_one(few_namespa
 
 
 def test_new_namespace_is_refused_where_all_are_used_or_hold_blocks(few_namespaces: int) -> None:
-    bench = small(extents=16, namespaces=8)
+    bench = small(extents=16)
     for number in range(few_namespaces):
         bench.open(number + 1, spec(f"ns {number}"))
         bench.stored([number], number + 1)
@@ -200,7 +201,7 @@ def test_new_namespace_is_refused_where_all_are_used_or_hold_blocks(few_namespac
 
 
 def test_empty_namespaces_are_taken_apart_ahead_of_need(few_namespaces: int) -> None:
-    bench = small(extents=16, namespaces=8)
+    bench = small(extents=16)
     for number in range(few_namespaces):
         bench.open(number + 1, spec(f"ns {number}"))
         bench.leave(number + 1)
@@ -211,7 +212,7 @@ def test_empty_namespaces_are_taken_apart_ahead_of_need(few_namespaces: int) -> 
 def test_namespace_that_is_opened_again_after_it_was_forgotten_begins_anew(
     few_namespaces: int,
 ) -> None:
-    bench = small(extents=16, namespaces=8)
+    bench = small(extents=16)
     for number in range(few_namespaces):
         bench.open(number + 1, spec(f"ns {number}"))
         bench.leave(number + 1)

@@ -12,7 +12,6 @@ long each time that it stays silent. Its first word ends that.
 
 from __future__ import annotations
 
-import _thread
 import collections
 import contextlib
 import logging
@@ -101,7 +100,6 @@ class SchedulerConnection:
         self._session: Session | None = None
         self._outgoing: SimpleQueue[Message | None] | None = None
         self._call: grpc.Call | None = None
-        self._companion: CompanionSocket | None = None  # of the open session
         self._sequence = 0
         self._steps: dict[int, SentStep] = {}  # the last ones, by sequence
         self._generation = 0
@@ -121,29 +119,9 @@ class SchedulerConnection:
         session = self._session
         if session is None or not session.is_usable:
             return None
-        if session.has_old_page and not session.renewing:
-            self._renew_page(session)
         if self._silent_until and time.monotonic() < self._silent_until:
             return None
         return session
-
-    def _renew_page(self, session: Session) -> None:
-        """Ask for the page that took the place of ours, which serves meanwhile."""
-        session.renewing = True
-        # Thread.start would wait until the thread runs, and an engine's step waits for nothing.
-        _thread.start_new_thread(self._fetch_page, (session,))
-
-    def _fetch_page(self, session: Session) -> None:
-        companion = self._companion
-        try:
-            if companion is not None and session is self._session:
-                fd, _ = companion.get_page(session.namespace_id)
-                session.map_page(fd)
-        except (OSError, ValueError, CompanionRefused) as error:
-            self._note(f"no index page: {error}")
-            self._cancel()  # with an old one every lookup might miss: begin anew
-        finally:
-            session.renewing = False
 
     @property
     def open_session(self) -> Session | None:
@@ -413,7 +391,6 @@ class SchedulerConnection:
             self._steps.clear()
             self._silent_until = 0.0
             self._session, self._outgoing = session, outgoing
-            self._companion = companion
             if self._epoch and self._epoch != session.epoch:
                 # The cache was reset while the session was being opened.
                 session.enter_epoch(self._epoch, ())
@@ -424,7 +401,7 @@ class SchedulerConnection:
 
     def _lose_session(self) -> None:
         with self._changed:
-            self._session = self._outgoing = self._companion = None
+            self._session = self._outgoing = None
             self._lookups.clear()
             self._ended.clear()
             self._changed.notify_all()

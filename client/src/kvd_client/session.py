@@ -111,21 +111,15 @@ class Session:
         self.ranks_ready = False
         self._hash_bytes = hash_bytes
         self._page: PageReader | None = None
-        self.renewing = False  # the page is being asked for anew
         self._seeds = tuple(opened.epoch.group_seeds)
         self._account_seeds: dict[tuple[int, str], int] = {}
 
     def map_page(self, fd: int) -> None:
-        """Map the index page, in place of an older one; closes the descriptor."""
+        """Map the index page; closes the descriptor."""
         try:
             self._page = PageReader(fd)
         finally:
             os.close(fd)
-
-    @property
-    def has_old_page(self) -> bool:
-        """The daemon keeps another page by now, which is to be asked for."""
-        return self._page is not None and self._page.replaced
 
     def enter_epoch(self, epoch: str, seeds: Sequence[int]) -> None:
         """Probe under these seeds from now on; no seeds = nothing is known yet."""
@@ -148,15 +142,14 @@ class Session:
         joined = b"".join(block_hashes)
         if len(joined) != len(block_hashes) * self._hash_bytes:
             raise ValueError(f"every block hash must have {self._hash_bytes} bytes")
-        page = self._page
-        if page is None or not self._seeds:
+        if self._page is None or not self._seeds:
             return np.zeros(len(block_hashes), dtype=np.bool_)
         seed = self._seed(group, account)
         if len(block_hashes) <= FEW_HASHES:
-            probe = page.probe_first
+            probe = self._page.probe_first
             return np.array([probe(each, seed) for each in block_hashes], dtype=np.bool_)
         words = tags.hash_words(joined, self._hash_bytes)
-        return page.probe(tags.tags_of(words, seed))
+        return self._page.probe(tags.tags_of(words, seed))
 
     def shows(self, group: int, account: str, block_hash: bytes) -> bool:
         if len(block_hash) != self._hash_bytes:

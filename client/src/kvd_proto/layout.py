@@ -21,14 +21,12 @@ HEADER_BYTES = 4096
 NULL_ENGINE_BLOCK = 0xFFFFFFFF
 
 # -- index page -------------------------------------------------------------------------------
-# header: u64 magic, u64 version, u64 buckets, u64 closed (PAGE_CLOSED, PAGE_REPLACED), then at
-# ROOM_OFFSET one u64 for each group (64 at most): blocks that a store could get now, free or by
-# eviction. 0 = no room.
+# header: u64 magic, u64 version, u64 buckets, u64 closed, then at ROOM_OFFSET one u64 for each
+# group (64 at most): blocks that a store could get now, free or by eviction. 0 = no room.
 # After the header: buckets x 8 u64 words, each 0 or the tag of one readable block.
 PAGE_MAGIC = int.from_bytes(b"KVDPAGE1", "little")
 PAGE_BUCKET_WORDS = 8
 PAGE_CLOSED_OFFSET = 24
-PAGE_CLOSED, PAGE_REPLACED = 1, 2  # nobody keeps it; there is another one, to be asked for anew
 PAGE_ROOM_OFFSET = 64
 PAGE_ROOM_GROUPS = 64
 

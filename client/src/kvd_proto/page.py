@@ -48,12 +48,7 @@ class PageReader:
     @property
     def closed(self) -> bool:
         """The daemon no longer keeps the page: what it says is of the past."""
-        return self._words[_CLOSED_WORD] == layout.PAGE_CLOSED
-
-    @property
-    def replaced(self) -> bool:
-        """Another page took its place: what it says grows old from now on."""
-        return self._words[_CLOSED_WORD] == layout.PAGE_REPLACED
+        return bool(self._words[_CLOSED_WORD])
 
     def room(self, group: int) -> int:
         """Blocks that a store of this group could get now; 0 means: ask later."""
