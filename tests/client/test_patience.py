@@ -225,9 +225,8 @@ def test_a_single_block_that_nobody_answers_for_is_a_miss_in_the_end() -> None:
 # -- silence ----------------------------------------------------------------------------------
 
 
-def test_a_silent_daemon_is_left_alone_for_longer_and_longer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def unthreaded(monkeypatch: pytest.MonkeyPatch) -> tuple[SchedulerConnection, SimpleNamespace]:
+    """A connection without its threads, heard of last at 0 s, and the clock that it reads."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr("kvd_client.connection.time", SimpleNamespace(monotonic=lambda: clock.now))
     connection = object.__new__(SchedulerConnection)
@@ -235,6 +234,13 @@ def test_a_silent_daemon_is_left_alone_for_longer_and_longer(
     connection._lookups = LookupCalls()
     connection._silent_after_s, connection._heard_s = 0.1, 0.0
     connection._silent_until, connection._silence_s = 0.0, SILENCE_S
+    return connection, clock
+
+
+def test_a_silent_daemon_is_left_alone_for_longer_and_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connection, clock = unthreaded(monkeypatch)
     lengths = []
     for _ in range(7):
         call, _ = connection._lookups.start([], clock.now)
@@ -254,20 +260,12 @@ def test_a_silent_daemon_is_left_alone_for_longer_and_longer(
 
 class UsableSession:
     is_usable = True
-    has_old_page = False
-    renewing = False
 
 
 def test_a_session_that_is_silent_for_the_first_time_takes_stores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr("kvd_client.connection.time", SimpleNamespace(monotonic=lambda: clock.now))
-    connection = object.__new__(SchedulerConnection)
-    connection._changed = threading.Condition()
-    connection._lookups = LookupCalls()
-    connection._silent_after_s, connection._heard_s = 0.1, 0.0
-    connection._silent_until, connection._silence_s = 0.0, SILENCE_S
+    connection, clock = unthreaded(monkeypatch)
     session: Any = UsableSession()
     connection._session = session
     for takes_stores in (True, False, False):
