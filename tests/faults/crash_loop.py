@@ -184,7 +184,8 @@ class CrashLoop:
         """A lookup may have been given up on a busy machine; a block that is lost stays lost."""
         self.done["lookups given up"] += 1
         page, call = probe.hits(prompt, MOST)
-        assert min(page, call) >= due, (probe.engine_id, prompt, due, page, call)
+        said = f"{probe.ask('probe', prefix=prompt, count=MOST)}, {self.scene.status().pool}"
+        assert min(page, call) >= due, (probe.engine_id, prompt, due, page, call, said)
 
 
 def last_words(scene: Scene) -> str:

@@ -95,8 +95,12 @@ class Probe:
         return int(answer["stored"])
 
     def hits(self, prefix: str, count: int) -> tuple[int, int]:
-        """Leading blocks by page and by call."""
-        answer = self.ask("probe", prefix=prefix, count=count)
+        """Leading blocks by page and by call; ProbeFailed where the daemon answers neither."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while "unanswered" in (answer := self.ask("probe", prefix=prefix, count=count)):
+            if time.monotonic() > deadline:
+                raise ProbeFailed(f"{self.engine_id} hears nothing: {answer['unanswered']}")
+            self.wait_usable()
         return answer["page"], answer["call"]
 
     def kill(self) -> float:

@@ -302,22 +302,29 @@ class ProbeEngine:
         return {"wrong": wrong, "right": count - len(wrong)}
 
     def probe(self, prefix: str, count: int) -> dict[str, Any]:
-        """How many leading blocks the index page shows, and how many a call finds."""
+        """How many leading blocks the index page shows, and how many a call finds.
+
+        `unanswered` says why nothing is known of them, where nothing is: none were found then,
+        and none were missed.
+        """
         keys = block_hashes(prefix, count)
         session = self.connection.session
         if session is None:
-            return {"page": 0, "call": 0}
+            return {"unanswered": f"no usable session: {self.connection.problem}"}
         page = session.present(0, "", keys).tolist()
         context = request_context("probe", "", 0, ())
         query = QueryDraft(context, BlockRun(0, 0, keys), False)
         call = self.connection.start_lookup([query])
         self.connection.gather([call], 5.0)
         answers = self.connection.take_answers(call) or ()
-        statuses = answers[0].statuses if answers else b""
         for answer in answers:
             self.scheduler._step.released_leases += [answer.lease_id] if answer.lease_id else []
         self.step()
-        return {"page": leading(page), "call": leading([s & 3 == 1 for s in statuses])}
+        if not answers or self.connection.session is not session:
+            return {"unanswered": "the lookup was not answered by the session that it was sent in"}
+        statuses = answers[0].statuses
+        found = [status & 3 == 1 for status in statuses]
+        return {"page": leading(page), "call": leading(found), "statuses": list(statuses)}
 
     def reset(self) -> dict[str, Any]:
         self.scheduler.reset_cache()
