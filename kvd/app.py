@@ -123,8 +123,7 @@ class Daemon:
         )
         driver = Driver(machine, pool, observer=self.metrics)
         began = time.perf_counter()
-        for event in pool.recovered():
-            driver.call(event)
+        driver.recover()
         for rule in config.tenants:
             driver.call(ev.QuotaSet(driver.next_token(), rule.tenant, rule.quota_bytes))
         self.metrics.watch(machine.statistics)

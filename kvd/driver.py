@@ -20,11 +20,12 @@ from kvd.clock import AwakeClock, Clock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
-from kvd.core.errors import NO_ROOM, KvdError
+from kvd.core.errors import NO_ROOM, KvdError, LimitExceeded
 from kvd.core.events import Event, JobKind, JobStatus, Query
 from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId
 from kvd.core.machine import Machine
+from kvd.core.spec import NamespaceSpec
 from kvd.event_log import EventLog, change_of, resident_changes
 from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
 from kvd.job_board import JobBoard
@@ -288,7 +289,15 @@ class Driver:
     def open_session(
         self, event: ev.SessionOpened, fields: dict[str, str], sink: SessionSink, user: int = 0
     ) -> SessionAccepted:
-        """Open a user's session; `fields` describe its namespace to operators."""
+        """Open a user's session; `fields` describe its namespace to operators.
+
+        LimitExceeded, and nothing has changed, where its namespace can't have an index page.
+        """
+        try:
+            self._prepare_page(event.spec)
+        except PoolError as error:
+            log.warning("a session is refused: %s", error)
+            raise LimitExceeded(str(error), "namespace") from error
         self._fields[event.spec.fingerprint] = fields
         try:
             accepted: SessionAccepted = self.call(event)
@@ -297,6 +306,12 @@ class Driver:
         self.sessions[event.session] = OpenSessionRecord(accepted.namespace, sink, user)
         self._schedule_rooms()
         return accepted
+
+    def _prepare_page(self, spec: NamespaceSpec) -> None:
+        """What an order to open this namespace will take is had before the core decides."""
+        blocks = self.machine.blocks_of_new(spec)
+        if blocks is not None:
+            self.pool.prepare_page(blocks)
 
     def close_session(self, session: SessionId, *, gone: bool = False) -> None:
         """End a session: its claims go at once, its submitted copies may end, then its movers.
@@ -438,6 +453,13 @@ class Driver:
             record.sink.rank_lost(rank, reason)
 
     # -- life -------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Tell the core what the pool holds; PoolError where there is no index page for it."""
+        for event in self.pool.recovered():
+            if isinstance(event, ev.ScopeRecovered):
+                self._prepare_page(event.spec)
+            self.call(event)
 
     async def run(self) -> None:
         """Tick the machine until cancelled.

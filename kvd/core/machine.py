@@ -25,6 +25,7 @@ from kvd.core import (
     recovery,
     room,
     session,
+    spaces,
     store,
     transfer,
 )
@@ -34,6 +35,7 @@ from kvd.core.block import SlotState
 from kvd.core.keys import KeyBatch, NamespaceId, ScopeId, TenantId
 from kvd.core.policy import POLICY_NAMES, make_policy
 from kvd.core.rows import Row, SizeClass
+from kvd.core.spec import NamespaceSpec
 from kvd.core.state import MachineConfig, PolicyFactory, State
 from kvd.core.statistics import Statistics, gather
 
@@ -75,6 +77,16 @@ class Machine:
     def knows(self, namespace: NamespaceId) -> bool:
         """Whether it is known, with or without sessions or blocks."""
         return namespace in self.state.namespaces
+
+    def blocks_of_new(self, spec: NamespaceSpec) -> int | None:
+        """Most blocks of the namespace that a session of this spec would make; None: it is known.
+
+        KvdError where the spec can't be served.
+        """
+        if spec.fingerprint in self.state.by_fingerprint:
+            return None
+        spaces.check_spec(self.state, spec)
+        return spaces.most_blocks(self.state, spec)
 
     def tenant_of(self, namespace: NamespaceId) -> TenantId | None:
         """None where the namespace is not known (any more)."""

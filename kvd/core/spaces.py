@@ -78,6 +78,15 @@ def lacks_room(state: State, spec: NamespaceSpec) -> bool:
     return spec.fingerprint not in state.by_fingerprint and len(state.namespaces) >= MAX_NAMESPACES
 
 
+def most_blocks(state: State, spec: NamespaceSpec) -> int:
+    """How many blocks of a namespace of this spec, which was checked, the pool could hold."""
+    config = state.config
+    return max(
+        config.extents // len(group.shard_bytes) * slots_per_row(group, config.extent_bytes)
+        for group in spec.groups
+    )
+
+
 def open_namespace(state: State, spec: NamespaceSpec, actions: list[Action]) -> Namespace:
     """The namespace of this fingerprint, made if it is new; raises and changes nothing else."""
     found = state.by_fingerprint.get(spec.fingerprint)
@@ -103,9 +112,7 @@ def add_namespace(
     tallies = (state.tally, tenant.tally, tally)
     groups = range(len(spec.groups))
     classes = tuple(_make_class(state, number, group, spec, tallies) for group in groups)
-    page_blocks = max(
-        state.config.extents // owner.shards * owner.slots_per_row for owner in classes
-    )
+    page_blocks = most_blocks(state, spec)
     namespace = Namespace(number, spec, classes, tenant, page_blocks, tally)
     namespace.wasted_shares = tuple(
         wasted_share(group, state.config.extent_bytes) for group in spec.groups

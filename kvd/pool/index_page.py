@@ -40,19 +40,30 @@ class IndexPage:
     """The writer's side. `spilled` counts resident tags that found no place."""
 
     def __init__(self, name: str, blocks: int) -> None:
-        """Make a page for at most `blocks` tags and seal it against every other writer."""
+        """Make a page for at most `blocks` tags and seal it against every other writer.
+
+        OSError, and nothing is left, where there is no memory or no descriptor for it.
+        """
         wanted = max(_SMALLEST_BUCKETS, -(-2 * blocks // _WORDS))
         self.buckets = 1 << (wanted - 1).bit_length()
         self.page_bytes = layout.HEADER_BYTES + self.buckets * _WORDS * 8
         self.spilled = 0
+        self.blocks = blocks
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, self.page_bytes)
+            # The first touch of the header must not be what finds that there is no memory.
+            os.posix_fallocate(fd, 0, layout.HEADER_BYTES)
             self._map = mmap.mmap(fd, self.page_bytes)
-            # This mapping stays writable; whoever gets the descriptor can make no other.
-            seals = _F_SEAL_FUTURE_WRITE | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
-            fcntl.fcntl(fd, _F_ADD_SEALS, seals)
-            self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                # This mapping stays writable; whoever gets the descriptor can make no other.
+                seals = _F_SEAL_FUTURE_WRITE | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
+                fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+                flags = os.O_RDONLY | os.O_CLOEXEC
+                self.read_only_fd = os.open(f"/proc/self/fd/{fd}", flags)
+            except OSError:
+                self._map.close()
+                raise
         finally:
             os.close(fd)
         all_words: U64 = np.frombuffer(self._map, dtype=np.uint64)

@@ -89,6 +89,7 @@ class Pool:
         self._resources.callback(self._movers.close)
         self._placement = Placement(config)
         self._pages: dict[NamespaceId, IndexPage] = {}
+        self._spare_page: IndexPage | None = None  # for the next namespace
         self._refill_in = 0  # pieces of upkeep
         self._undead: dict[int, frozenset[int]] = {}  # extents by pid
 
@@ -197,12 +198,37 @@ class Pool:
     # -- the core's orders ------------------------------------------------------------------------
 
     def open_namespace(self, order: OpenNamespace, fields: Mapping[str, str]) -> None:
-        """Write the namespace down and give it an index page. Empty fields keep the known ones."""
+        """Write the namespace down and give it an index page. Empty fields keep the known ones.
+
+        PoolError where the page can't be had; never where `prepare_page` had it.
+        """
         known = RegisteredNamespace(order.namespace, order.spec, dict(fields))
         self._registry.add_namespace(known)
         if order.namespace not in self._pages:
-            page = IndexPage(f"kvd-page-{order.namespace}", order.page_blocks)
-            self._pages[order.namespace] = page
+            self.prepare_page(order.page_blocks)
+            assert self._spare_page is not None, "it was prepared"
+            self._pages[order.namespace], self._spare_page = self._spare_page, None
+
+    def prepare_page(self, blocks: int) -> None:
+        """Have the index page that a new namespace of at most so many blocks will be given.
+
+        PoolError, and nothing has changed, where there is no memory or descriptor for it.
+        """
+        if self._spare_page is not None and self._spare_page.blocks == blocks:
+            return
+        self._drop_spare_page()
+        try:
+            self._spare_page = IndexPage("kvd-page", blocks)
+        except (OSError, MemoryError) as error:
+            raise PoolError(
+                f"no index page for another namespace ({_said(error)}): give the daemon more file"
+                " descriptors (LimitNOFILE), addresses (LimitAS) or memory, or use fewer namespaces"
+            ) from error
+
+    def _drop_spare_page(self) -> None:
+        page, self._spare_page = self._spare_page, None
+        if page is not None:
+            page.close()
 
     def open_scope(self, order: OpenScope) -> None:
         self._registry.add_scope(order)
@@ -337,6 +363,7 @@ class Pool:
         for page in self._pages.values():
             page.close()
         self._pages.clear()
+        self._drop_spare_page()
         self._resources.close()
 
     # -- upkeep -----------------------------------------------------------------------------------
@@ -445,6 +472,10 @@ def _sized(config: PoolConfig) -> PoolConfig:
     if standing and not (page and standing % page):
         return replace(config, extent_bytes=standing)
     return replace(config, extent_bytes=max(config.extent_bytes, page))
+
+
+def _said(error: OSError | MemoryError) -> str:
+    return (isinstance(error, OSError) and error.strerror) or "Cannot allocate memory"
 
 
 def _taken(path: Path) -> int:

@@ -15,15 +15,17 @@ from kvd.clock import AwakeClock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import reclaim, rows
-from kvd.core.errors import LayoutMismatch
+from kvd.core.errors import LayoutMismatch, LimitExceeded
 from kvd.core.keys import JobId, MoverId, RowId, SessionId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.driver import Driver
 from kvd.fleet import RankPlacement
 from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.process import MoverConfig, MoverProcess, MoverSink
-from kvd.pool.config import PoolConfig
+from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
+from tests import leaks
+from tests.contract import pool_orders as orders
 from tests.core.bench import context, engine_blocks, keys, spec
 
 EXTENT_BYTES = 65536
@@ -343,3 +345,59 @@ class Scripted:
 
     def now_ns(self) -> int:
         return next(self._readings) * 1_000_000
+
+
+@pytest.mark.parametrize("call", ["memfd_create", "open", "posix_fallocate"])
+async def test_session_whose_index_page_cannot_be_had_is_refused_and_nobody_else_is(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    broken: list[Exception] = []
+    driver.on_broken_invariant = lambda _event, error: broken.append(error)
+    one = open_session(driver)
+    before = leaks.descriptors()
+
+    def refuse(*_args: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def open_another() -> SessionId:
+        session = driver.allocate_session_id()
+        opened = ev.SessionOpened(driver.next_token(), session, spec("another"), "", 1)
+        driver.open_session(opened, {}, NoSession())
+        return session
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, refuse)
+        with pytest.raises(LimitExceeded, match="LimitNOFILE") as refused:
+            open_another()
+        again = open_session(driver)
+    assert refused.value.field == "namespace"
+    assert not broken
+    assert leaks.descriptors() == before
+    assert {one, again} == set(driver.machine.state.sessions)
+    assert len(driver.machine.namespaces()) == 1
+    open_another()
+    assert len(driver.machine.namespaces()) == 2
+
+
+async def test_recovery_without_memory_for_an_index_page_says_so(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = orders.config(shared_directory)
+    with orders.opened(config) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        pool.write_ready(orders.ready([0], orders.keys(1)))
+
+    def refuse(*_args: object) -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    machine = Machine(MachineConfig(orders.EXTENTS, orders.EXTENT_BYTES))
+    second = Driver(machine, Pool.open(config, lambda _done, _all: None), launch=_launch)
+    broken: list[Exception] = []
+    second.on_broken_invariant = lambda _event, error: broken.append(error)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "memfd_create", refuse)
+        with pytest.raises(PoolError, match="Cannot allocate memory"):
+            second.recover()
+    assert not broken
+    await second.close()

@@ -69,6 +69,47 @@ def test_namespaces_without_end_are_refused_and_nobody_else_is_hurt(
     goes_on(scene, engine)
 
 
+NO_PAGES = """
+import errno, os, pathlib
+make = os.memfd_create
+def memfd_create(name, *rest):
+    if name.startswith("kvd-page") and pathlib.Path(__file__).with_name("full").exists():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+    return make(name, *rest)
+os.memfd_create = memfd_create
+"""
+
+
+def test_namespace_that_finds_no_memory_is_refused_and_the_daemon_goes_on(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    (tmp_path / "sitecustomize.py").write_text(NO_PAGES)
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    scene = Scene()
+    scene.daemon.python = str(python)
+    try:
+        scene.daemon.start()
+        engine = scene.engine("one")
+        assert engine.store("a", 8) == 8
+        (tmp_path / "full").touch()
+
+        def open_another() -> None:
+            fields = namespace(model="another")
+            raw = RawScheduler(scene.daemon.socket, identity=identity("x"), namespace=fields)
+            try:
+                assert raw.opened.session_id
+            finally:
+                raw.close()
+
+        assert refusal(open_another) == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED", "namespace")
+        assert "no index page for another namespace (Cannot alloc" in scene.daemon.log.read_text()
+        goes_on(scene, engine)
+        (tmp_path / "full").unlink()
+        open_another()
+    finally:
+        scene.close()
+
+
 def test_memories_and_connections_without_end_are_refused_and_come_back(
     stocked: tuple[Scene, Probe],
 ) -> None:
