@@ -265,10 +265,12 @@ class KvdManager(OffloadingManager):
         self, tracked: TrackedRequest, keys: Collection[OffloadKey]
     ) -> set[OffloadKey]:
         """A store left some of these to another engine's: those that the page lacks, by now not
-        stored, and worth another offer if that one fails.
+        stored, and worth another offer if that one fails. Without a session nothing is known of
+        them: none counts as stored, and none is offered again.
         """
         session = self._enter_open_session()
         if session is None:
+            self._failed.update(keys)
             return set()
         missing: set[OffloadKey] = set()
         for key in keys:
