@@ -383,6 +383,7 @@ class Driver:
             accepted=any(v.accepted for v in verdicts),
             reason=refused.reason if refused else "",
             blocks=sum(v.blocks for v in verdicts),
+            message=refused.message if refused else "",
         )
 
     def load(self, event: ev.LoadRequested) -> Verdict:

@@ -16,7 +16,7 @@ from kvd.control import errors
 from kvd.control.namespace import STRING_BYTES, check_string
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.errors import InvalidArgument
+from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.hand_off import MAX_HAND_OFF_NS
 from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
@@ -40,6 +40,7 @@ DEFAULT_HAND_OFF_MS = 60_000
 MAX_IDS = 16384
 MAX_TIERS = 8
 EPOCH_BYTES = 64
+MESSAGE_BYTES = 1024  # for people, in a verdict
 EVENT_KEYS = 2048  # in one message to a watcher; one that reads nothing costs us two of them
 
 _LEASES: dict[int, ev.LeaseMode] = {
@@ -305,12 +306,23 @@ def verdict_message(verdict: act.Verdict) -> pb.JobVerdict:
         accepted=verdict.accepted,
         reason=verdict.reason,
         blocks=verdict.blocks,
+        message=_cut_short(verdict.message),
     )
 
 
-def refusal_message(job: int, kind: ev.JobKind, reason: str) -> pb.JobVerdict:
+def refusal_message(job: int, kind: ev.JobKind, error: KvdError) -> pb.JobVerdict:
     """The verdict on a job whose own message broke a rule."""
-    return pb.JobVerdict(job_id=job, kind=common_pb2.JobKind.Name(kind), reason=reason)
+    return pb.JobVerdict(
+        job_id=job,
+        kind=common_pb2.JobKind.Name(kind),
+        reason=error.reason,
+        message=_cut_short(str(error)),
+    )
+
+
+def _cut_short(message: str) -> str:
+    """No longer than the protocol says."""
+    return message.encode()[:MESSAGE_BYTES].decode(errors="ignore")
 
 
 def ended_message(order: act.EndJob) -> pb.JobEnded:

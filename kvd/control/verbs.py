@@ -290,7 +290,7 @@ class Verbs:
         except UnknownSession:
             raise
         except KvdError as error:
-            verdict = convert.refusal_message(load.job, ev.JobKind.LOAD, error.reason)
+            verdict = convert.refusal_message(load.job, ev.JobKind.LOAD, error)
         await self._driver.let_others_in(live.id)
         return verdict
 
@@ -305,7 +305,7 @@ class Verbs:
         except UnknownSession:
             raise
         except KvdError as error:
-            verdict = convert.refusal_message(store.job, ev.JobKind.STORE, error.reason)
+            verdict = convert.refusal_message(store.job, ev.JobKind.STORE, error)
         await self._driver.let_others_in(live.id)
         return verdict
 

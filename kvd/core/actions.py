@@ -59,6 +59,7 @@ class Verdict:
     accepted: bool
     reason: str  # "" when accepted
     blocks: int  # blocks that will be copied
+    message: str = ""  # which rule was broken, for people
 
 
 # -- orders -----------------------------------------------------------------------------------

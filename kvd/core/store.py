@@ -53,13 +53,13 @@ def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
     job = session.jobs.get(event.job)
     if job is not None and (job.kind is not JobKind.STORE or not job.open):
         raise DuplicateJob(f"job {event.job} is in flight", "job_id")
-    reason = ""
+    reason = message = ""
     try:
         _check(state, session, event)
     except KvdError as error:
         if job is None:
             raise
-        reason = error.reason
+        reason, message = error.reason, str(error)
     if job is None:
         check_new_job(session, event)
         job = Job(session.session, event.job, JobKind.STORE, event.context.request)
@@ -74,7 +74,7 @@ def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
         job.reason = reason
         job.status = JobStatus.FAILED if job.started or job.followed else JobStatus.REFUSED
     actions.append(
-        Reply(event.token, Verdict(event.job, JobKind.STORE, not reason, reason, blocks))
+        Reply(event.token, Verdict(event.job, JobKind.STORE, not reason, reason, blocks, message))
     )
     job.open = not event.last
     transfer.end_job_when_done(state, job, actions)

@@ -86,6 +86,7 @@ def test_a_job_that_clashes_is_refused_alone(engine: RawEngine) -> None:
         (False, "DUPLICATE_JOB"),
         (True, ""),
     ]
+    assert [v.message for v in verdicts] == ["", "job 1003 is in flight", ""]
     engine.worker.ready(1003, 1004)
     assert {engine.ended(1003).status, engine.ended(1004).status} == {common_pb2.JOB_STATUS_DONE}
 
@@ -256,6 +257,7 @@ def test_a_job_id_of_an_earlier_message_is_refused_and_its_ranks_hear_of_it(
     verdicts = engine.scheduler.step(stores=jobs).verdicts
     reasons = [verdict.reason for verdict in verdicts]
     assert reasons == ["JOB_NOT_RISING", "JOB_NOT_RISING", "", ""]
+    assert verdicts[1].message == f"job {last - 1} comes after job {last}"
     refused = engine.ended(last)
     assert (refused.status, refused.reason) == (common_pb2.JOB_STATUS_REFUSED, "JOB_NOT_RISING")
     engine.worker.ready(last + 1, last + 2)

@@ -317,18 +317,20 @@ class Step(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., touches: _Optional[_Iterable[_Union[Touch, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadJob, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreJob, _Mapping]]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., completed_loads: _Optional[_Iterable[int]] = ..., completed_stores: _Optional[_Iterable[int]] = ..., released_leases: _Optional[_Iterable[int]] = ..., preempted_request_ids: _Optional[_Iterable[str]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., end_step: bool = ...) -> None: ...
 
 class JobVerdict(_message.Message):
-    __slots__ = ("job_id", "kind", "accepted", "reason", "blocks")
+    __slots__ = ("job_id", "kind", "accepted", "reason", "blocks", "message")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     kind: _common_pb2.JobKind
     accepted: bool
     reason: str
     blocks: int
-    def __init__(self, job_id: _Optional[int] = ..., kind: _Optional[_Union[_common_pb2.JobKind, str]] = ..., accepted: bool = ..., reason: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+    message: str
+    def __init__(self, job_id: _Optional[int] = ..., kind: _Optional[_Union[_common_pb2.JobKind, str]] = ..., accepted: bool = ..., reason: _Optional[str] = ..., blocks: _Optional[int] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("sequence", "verdicts")
