@@ -334,6 +334,7 @@ class SessionRooms:
                 message.world_size,
                 message.own_epoch,
                 engine,
+                self.tenants.payer(peer.uid, spec.tenant),
             ),
             fields,
             sink,

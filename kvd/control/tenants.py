@@ -58,6 +58,10 @@ class TenantPolicy:
             )
         return TenantId(wanted)
 
+    def payer(self, uid: int, tenant: TenantId) -> str:
+        """Whose shares of what all use are taken: without rules all users are one tenant."""
+        return tenant if self.rules else f"uid {uid}"
+
     def may_see(self, peer: Peer, tenant: TenantId) -> bool:
         """True for the caller's own tenants, and for operators."""
         return tenant in self.tenants_of(peer) or self.operates(peer)

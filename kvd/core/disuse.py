@@ -19,7 +19,7 @@ from itertools import islice
 
 import numpy as np
 
-from kvd.core import hand_off, residency
+from kvd.core import hand_off, residency, spaces
 from kvd.core.actions import Action, ForgetNamespace, ForgetScopes, OpenScope
 from kvd.core.block import SlotState
 from kvd.core.keys import RowId, ScopeId, SessionId, Slots
@@ -40,8 +40,8 @@ ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
 SLOTS_AT_ONCE = 8192  # given up in one event, but for those of its first row
 ROWS_SWEPT_AT_ONCE = 64
 SLOTS_SWEPT_AT_ONCE = 65536
-# From here on namespaces without sessions and blocks are taken apart ahead of need.
-ROOMY_NAMESPACES = MAX_NAMESPACES - MAX_NAMESPACES // 64
+# With less room in its share a payer's namespaces without sessions and blocks are taken apart.
+ROOM_KEPT = MAX_NAMESPACES // 64
 SCOPES_SHARED_AT_ONCE = 256  # one of them with a block is enough: see `read_back`
 MAX_ROWS_FORGOTTEN = 64  # with a namespace whose room is needed in this very event
 
@@ -162,24 +162,32 @@ def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
 def prepare_room(state: State) -> None:
     """Begin to take namespaces without sessions and blocks apart before their room is needed."""
     disuse = state.disuse
-    surplus = len(state.namespaces) - ROOMY_NAMESPACES - len(disuse.ending)
-    if surplus > 0:
-        idle = (n for n in disuse.namespaces if n not in disuse.ending)
-        empty = (n for n in idle if _holds_nothing(state.namespaces[n]))
-        disuse.ending.update(dict.fromkeys(islice(empty, surplus)))
-
-
-def forgettable(state: State) -> Namespace | None:
-    """The namespace longest without a session that holds nothing and can be forgotten now."""
-    for number in state.disuse.namespaces:
+    left = {payer: spaces.namespaces_left(state, payer) for payer in state.namespaces_of}
+    wanted = {payer: ROOM_KEPT - spare for payer, spare in left.items() if spare < ROOM_KEPT}
+    for number in disuse.ending if wanted else ():
+        payer = state.namespaces[number].payer
+        wanted[payer] = wanted.get(payer, 0) - 1
+    for number in disuse.namespaces if wanted else ():
         namespace = state.namespaces[number]
-        rows = [row for owner in namespace.classes for row in owner.rows.values()]
-        if (
-            _holds_nothing(namespace)
-            and len(rows) <= MAX_ROWS_FORGOTTEN
-            and all(may_retire(state, row) for row in rows)
-        ):
-            return namespace
+        more = wanted.get(namespace.payer, 0) > 0 and number not in disuse.ending
+        if more and _is_empty(namespace, None):
+            wanted[namespace.payer] -= 1
+            disuse.ending[number] = None
+
+
+def forgettable(state: State, payer: str) -> Namespace | None:
+    """The namespace longest without a session that holds nothing and can be forgotten now.
+
+    One of this payer's, or anybody's where it has none.
+    """
+    for owner in (payer, None):
+        for number in state.disuse.namespaces:
+            namespace = state.namespaces[number]
+            if not _is_empty(namespace, owner):
+                continue
+            rows = [row for each in namespace.classes for row in each.rows.values()]
+            if len(rows) <= MAX_ROWS_FORGOTTEN and all(may_retire(state, row) for row in rows):
+                return namespace
     return None
 
 
@@ -192,14 +200,16 @@ def forget(state: State, namespace: Namespace, actions: list[Action]) -> None:
         state.claims.drop(owner)
         del state.classes[number, owner.group]
     for scope_id in namespace.scopes:
-        scope = state.scopes.pop(scope_id)
-        del state.scope_ids[number, scope.epoch, scope.account, scope.group]
+        spaces.drop_scope(state, scope_id)
     for epoch in namespace.own_epochs:
         state.disuse.epochs.pop((number, epoch), None)
     del state.disuse.namespaces[number]
     state.disuse.ending.pop(number, None)
     del state.by_fingerprint[namespace.spec.fingerprint]
     del state.namespaces[number]
+    state.namespaces_of[namespace.payer] -= 1
+    if not state.namespaces_of[namespace.payer]:
+        del state.namespaces_of[namespace.payer]
     state.counters.namespaces_forgotten += 1
     actions.append(ForgetNamespace(number))
 
@@ -222,9 +232,11 @@ def _take_back(state: State, namespace: Namespace, actions: list[Action]) -> Non
         forget(state, namespace, actions)
 
 
-def _holds_nothing(namespace: Namespace) -> bool:
+def _is_empty(namespace: Namespace, payer: str | None) -> bool:
+    """Whether it is this payer's (None: anybody's) and holds nothing."""
     tally = namespace.tally
-    return not (tally.ready or tally.reserved or tally.quarantined)
+    used = tally.ready or tally.reserved or tally.quarantined
+    return not used and payer in {None, namespace.payer}
 
 
 # -- epochs ---------------------------------------------------------------------------------------
@@ -262,9 +274,8 @@ def _forget_epochs(state: State, names: Iterable[EpochName], actions: list[Actio
     known = [(number, epoch) for number, epoch in names if number in state.namespaces]
     scopes = [ScopeId(number) for number in _scopes_of(state, known).tolist()]
     for number in scopes:
-        scope = state.scopes.pop(number)
+        scope = spaces.drop_scope(state, number)
         state.namespaces[scope.namespace].scopes.remove(number)
-        del state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group]
     for namespace, epoch in known:
         del state.namespaces[namespace].own_epochs[epoch]
         del state.disuse.epochs[namespace, epoch]
@@ -284,7 +295,8 @@ def _epochs_in_flight(state: State) -> set[EpochName]:
     """Epochs of blocks that are being copied or wait for another's copy."""
     running = {part.scope for t in state.transfers.values() for part in t.piece.parts}
     waiting = {wait.scope for session in state.sessions.values() for wait in session.waits}
-    scopes = [state.scopes[number] for number in running | waiting]
+    # A store that failed may still run when its scope holds nothing more and is forgotten.
+    scopes = [state.scopes[number] for number in running | waiting if number in state.scopes]
     return {(scope.namespace, scope.epoch) for scope in scopes}
 
 

@@ -134,6 +134,7 @@ class SessionOpened:
     world_size: int
     own_epoch: bool = False  # the epoch came of an EpochChanged of this engine
     engine: str = ""  # names this start of the engine, the same over all of its sessions
+    payer: str = ""  # whose shares of namespaces and scopes count; "" = the tenant
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,7 @@ def check(machine: Machine) -> None:
     _check_busy_blocks(state)
     _check_sessions(state)
     _check_disuse(state)
+    _check_shares(state)
 
 
 def _check_extents(state: State) -> None:
@@ -399,3 +400,17 @@ def _check_disuse(state: State) -> None:
     for claim in state.claims:
         known = state.classes.get(claim.owner.name) is claim.owner
         assert known, "a row is claimed for a namespace that is forgotten"
+
+
+def _check_shares(state: State) -> None:
+    """Who pays for what, and which scopes hold nothing, is as the tables say."""
+    states = state.slots.state
+    held = np.flatnonzero((states == SlotState.READY) | (states == SlotState.RESERVED))
+    shares = state.scope_shares
+    blocks = Counter(state.slots.scopes[held].tolist())
+    assert shares.blocks == blocks, "blocks by scope"
+    empty = {scope for scopes in shares.empty.values() for scope in scopes}
+    assert empty == state.scopes.keys() - blocks.keys(), "scopes without a block"
+    assert shares.taken.total() == len(state.scopes), "scopes by payer"
+    paid = Counter(namespace.payer for namespace in state.namespaces.values())
+    assert state.namespaces_of == paid, "namespaces by payer"

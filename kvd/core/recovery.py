@@ -22,10 +22,10 @@ def scope_recovered(state: State, event: ScopeRecovered) -> list[Action]:
     actions: list[Action] = []
     if event.namespace not in state.namespaces:
         spaces.check_spec(state, event.spec)
-        spaces.add_namespace(state, event.namespace, event.spec, actions)
+        spaces.add_namespace(state, event.namespace, event.spec, event.spec.tenant, actions)
     names = (event.epoch, event.account)
     state.recovered_scopes = None
-    spaces.add_scope(state, event.scope, event.namespace, names, event.group)
+    spaces.add_scope(state, event.scope, event.namespace, names, event.group, event.spec.tenant)
     disuse.read_back(state, state.namespaces[event.namespace], event.epoch, own=event.own)
     return actions
 
@@ -56,6 +56,7 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
     owner.count(ready=len(slots), evictable=len(slots))
     owner.tenant.used_bytes += len(slots) * owner.block_bytes
     state.index.insert(slots)
+    state.scope_shares.put_each(table.scopes[slots])
     state.recovered.setdefault((event.namespace, event.group), []).append((slots, stamps))
     state.counters.recovered += len(slots)
     _settle_free(state, row)

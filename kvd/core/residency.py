@@ -42,6 +42,7 @@ def reserve(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Slots:
     table.stamps[slots] = coarse_stamp(now_ns)
     table.keys(owner.width)[slots] = fresh.words
     state.index.insert(slots)
+    state.scope_shares.put(scope, len(slots))
     owner.policy.insert(slots, fresh.tags)
     owner.count(reserved=len(slots))
     owner.tenant.used_bytes += len(slots) * owner.block_bytes
@@ -117,6 +118,7 @@ def quarantine_ready(
 def quarantine_reserved(state: State, owner: SizeClass, slots: Slots) -> None:
     """RESERVED -> QUARANTINED, and on to FREE where no copy is left."""
     state.index.remove(slots)
+    state.scope_shares.take_each(state.slots.scopes[slots])
     owner.policy.remove(slots)
     state.slots.move(slots, SlotState.RESERVED, SlotState.QUARANTINED)
     owner.count(reserved=-len(slots), quarantined=len(slots))
@@ -166,6 +168,7 @@ def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:
 
 def _leave_index(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
     state.index.remove(slots)
+    state.scope_shares.take_each(state.slots.scopes[slots])
     actions.append(RetractTags(owner.namespace, state.slots.tags[slots]))
 
 

@@ -52,13 +52,16 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
     spaces.check_spec(state, event.spec)
     if event.spec.fingerprint not in state.by_fingerprint:
         extent_fit.require_fit(state, event.spec)
-    spaces.check_scopes(state, event.spec, event.epoch)
+    payer = event.payer or event.spec.tenant
+    spaces.check_scopes(state, event.spec, event.epoch, payer)
     actions: list[Action] = []
-    if spaces.lacks_room(state, event.spec) and (idle := disuse.forgettable(state)) is not None:
-        disuse.forget(state, idle, actions)
-    namespace = spaces.open_namespace(state, event.spec, actions)
+    if spaces.lacks_room(state, event.spec, payer):
+        idle = disuse.forgettable(state, payer)
+        if idle is not None and spaces.namespaces_left(state, payer, idle):
+            disuse.forget(state, idle, actions)
+    namespace = spaces.open_namespace(state, event.spec, payer, actions)
     session = Session(
-        event.session, namespace.namespace, event.epoch, event.world_size, event.engine
+        event.session, namespace.namespace, event.epoch, event.world_size, event.engine, payer
     )
     session.renewed_ns = now_ns
     session.remembered.tenant = namespace.tenant.remembered
@@ -223,7 +226,7 @@ def epoch_changed(state: State, event: EpochChanged, now_ns: int) -> list[Action
     """
     session = state.require_session(event.session)
     spaces.check_name(event.epoch, "epoch")
-    spaces.check_scopes(state, state.namespace_of(session).spec, event.epoch)
+    spaces.check_scopes(state, state.namespace_of(session).spec, event.epoch, session.payer)
     actions: list[Action] = []
     lease.end_all(state, session)
     left, session.epoch = session.epoch, event.epoch

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import hashlib
 
-import numpy as np
-
 from kvd.core.actions import Action, EpochOpened, ForgetScopes, OpenNamespace, OpenScope
-from kvd.core.block import SlotState
 from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
 from kvd.core.extent_fit import fitting_size, size, wasted_share
 from kvd.core.keys import NamespaceId, ScopeId
 from kvd.core.quota import Tally
 from kvd.core.rows import SizeClass, slots_per_row
+from kvd.core.scope_shares import share_left
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.core.state import (
     MAX_NAMESPACES,
     MAX_SCOPES,
-    SCOPES_FORGOTTEN_AT_LEAST,
     Namespace,
     Scope,
     Session,
@@ -73,9 +70,11 @@ def _check_group(state: State, number: int, group: GroupSpec) -> None:
         )
 
 
-def lacks_room(state: State, spec: NamespaceSpec) -> bool:
-    """Whether this would be one namespace too many."""
-    return spec.fingerprint not in state.by_fingerprint and len(state.namespaces) >= MAX_NAMESPACES
+def lacks_room(state: State, spec: NamespaceSpec, payer: str) -> bool:
+    """Whether this would be one namespace too many for the payer."""
+    if spec.fingerprint in state.by_fingerprint:
+        return False
+    return not namespaces_left(state, payer)
 
 
 def most_blocks(state: State, spec: NamespaceSpec) -> int:
@@ -87,7 +86,17 @@ def most_blocks(state: State, spec: NamespaceSpec) -> int:
     )
 
 
-def open_namespace(state: State, spec: NamespaceSpec, actions: list[Action]) -> Namespace:
+def namespaces_left(state: State, payer: str, gone: Namespace | None = None) -> int:
+    """How many more the payer may open, once the one that is to go has gone."""
+    has, whole = state.namespaces_of[payer], len(state.namespaces)
+    if gone is not None:
+        has, whole = has - (gone.payer == payer), whole - 1
+    return share_left(has, whole, MAX_NAMESPACES)
+
+
+def open_namespace(
+    state: State, spec: NamespaceSpec, payer: str, actions: list[Action]
+) -> Namespace:
     """The namespace of this fingerprint, made if it is new; raises and changes nothing else."""
     found = state.by_fingerprint.get(spec.fingerprint)
     if found is not None:
@@ -97,14 +106,19 @@ def open_namespace(state: State, spec: NamespaceSpec, actions: list[Action]) -> 
             )
         return found
     check_spec(state, spec)
-    if lacks_room(state, spec):
-        raise LimitExceeded(f"{MAX_NAMESPACES} namespaces hold blocks or sessions", "namespace")
+    if lacks_room(state, spec, payer):
+        raise LimitExceeded(
+            f"{payer} has {state.namespaces_of[payer]} of {len(state.namespaces)} namespaces that"
+            f" hold blocks or sessions, and others need what is left of {MAX_NAMESPACES}: end some"
+            " sessions, or clear some namespaces",
+            "namespace",
+        )
     number = NamespaceId(state.next_namespace)
-    return add_namespace(state, number, spec, actions)
+    return add_namespace(state, number, spec, payer, actions)
 
 
 def add_namespace(
-    state: State, number: NamespaceId, spec: NamespaceSpec, actions: list[Action]
+    state: State, number: NamespaceId, spec: NamespaceSpec, payer: str, actions: list[Action]
 ) -> Namespace:
     """Make a namespace whose spec was checked."""
     tenant = state.tenant(spec.tenant)
@@ -113,11 +127,12 @@ def add_namespace(
     groups = range(len(spec.groups))
     classes = tuple(_make_class(state, number, group, spec, tallies) for group in groups)
     page_blocks = most_blocks(state, spec)
-    namespace = Namespace(number, spec, classes, tenant, page_blocks, tally)
+    namespace = Namespace(number, spec, classes, tenant, page_blocks, tally, payer)
     namespace.wasted_shares = tuple(
         wasted_share(group, state.config.extent_bytes) for group in spec.groups
     )
     state.namespaces[number] = namespace
+    state.namespaces_of[payer] += 1
     state.next_namespace = max(state.next_namespace, number + 1)
     state.by_fingerprint[spec.fingerprint] = namespace
     for owner in classes:
@@ -175,54 +190,71 @@ def find_scope(state: State, session: Session, account: str, group: int) -> Scop
     return None if number is None else state.scopes[number]
 
 
-def check_scopes(state: State, spec: NamespaceSpec, epoch: str) -> None:
-    """Raise LimitExceeded unless a session may go to this epoch."""
-    if not scopes_fit(state, spec, epoch, ""):
-        raise LimitExceeded(f"{MAX_SCOPES} scopes are open", "epoch")
+def check_scopes(state: State, spec: NamespaceSpec, epoch: str, payer: str) -> None:
+    """Raise LimitExceeded unless a session of this payer may go to this epoch."""
+    if not scopes_fit(state, spec, payer, epoch, ""):
+        raise LimitExceeded(
+            f"{payer} has {state.scope_shares.taken[payer]} of {len(state.scopes)} scopes that hold"
+            f" blocks, and others need what is left of {MAX_SCOPES}: use fewer epochs and cache"
+            " salts",
+            "epoch",
+        )
 
 
-def scopes_fit(state: State, spec: NamespaceSpec, epoch: str, account: str) -> bool:
-    """Whether these names' scopes, in every group, are open or can be opened."""
+def scopes_fit(state: State, spec: NamespaceSpec, payer: str, epoch: str, account: str) -> bool:
+    """Whether these names' scopes, in every group, are open or can be opened by the payer."""
     known = state.by_fingerprint.get(spec.fingerprint)
-    groups = range(len(spec.groups))
-    new = [
+    new = sum(
         known is None or (known.namespace, epoch, account, group) not in state.scope_ids
-        for group in groups
-    ]
-    if not any(new) or len(state.scopes) + sum(new) <= MAX_SCOPES:
+        for group in range(len(spec.groups))
+    )
+    if not new:
         return True
-    counters = state.counters
-    gone = counters.evicted + counters.failed + counters.cleared
-    if gone - state.scopes_sought_at < SCOPES_FORGOTTEN_AT_LEAST:
-        return False  # as when last sought
-    found = len(_unused_scopes(state)) >= SCOPES_FORGOTTEN_AT_LEAST
-    if not found:
-        state.scopes_sought_at = gone
-    return found
+    taken, whole = state.scope_shares.taken[payer], len(state.scopes)
+    if share_left(taken, whole, MAX_SCOPES) >= new:
+        return True
+    mine, others = _forgettable_scopes(state, payer, new)
+    gone = len(mine) + len(others)
+    return share_left(taken - len(mine), whole - gone, MAX_SCOPES) >= new
 
 
-def _unused_scopes(state: State) -> list[ScopeId]:
-    """Scopes without a block that no session opened for itself. Reads every slot."""
-    used: set[int] = set()
-    for row in state.rows.values():
-        held = state.slots.state[row.span] != SlotState.FREE
-        used.update(np.unique(state.slots.scopes[row.span][held]).tolist())
+def _forgettable_scopes(
+    state: State, payer: str, wanted: int
+) -> tuple[list[ScopeId], list[ScopeId]]:
+    """Scopes without a block that no session opened for itself: the payer's, and others'.
+
+    Only where the payer has none they are of whoever has most of those.
+    """
     epochs = {(session.namespace, session.epoch) for session in state.sessions.values()}
-    return [
-        number
-        for number, scope in state.scopes.items()
-        if number not in used and (scope.account or (scope.namespace, scope.epoch) not in epochs)
-    ]
+
+    def may_go(number: ScopeId) -> bool:
+        scope = state.scopes[number]
+        return bool(scope.account) or (scope.namespace, scope.epoch) not in epochs
+
+    shares = state.scope_shares
+    mine = shares.forgettable(payer, wanted, may_go)
+    others = [other for other in shares.empty if other != payer]
+    if mine or not others:
+        return mine, []
+    most = max(others, key=lambda other: len(shares.empty[other]))
+    return [], shares.forgettable(most, wanted, may_go)
 
 
-def _forget_unused_scopes(state: State, actions: list[Action]) -> None:
+def _forget_unused_scopes(state: State, payer: str, actions: list[Action]) -> None:
     """Their numbers never come back in this incarnation; their tags are the same when they do."""
-    forgotten = _unused_scopes(state)
-    for number in forgotten:
-        scope = state.scopes.pop(number)
-        del state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group]
-        state.namespaces[scope.namespace].scopes.remove(number)
-    actions.append(ForgetScopes(tuple(forgotten)))
+    mine, others = _forgettable_scopes(state, payer, MAX_GROUPS)
+    for number in (*mine, *others):
+        state.namespaces[state.scopes[number].namespace].scopes.remove(number)
+        drop_scope(state, number)
+    actions.append(ForgetScopes((*mine, *others)))
+
+
+def drop_scope(state: State, number: ScopeId) -> Scope:
+    """Make it unknown, but to its namespace."""
+    scope = state.scopes.pop(number)
+    del state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group]
+    state.scope_shares.forgotten(number)
+    return scope
 
 
 def open_scope(
@@ -232,23 +264,31 @@ def open_scope(
     found = find_scope(state, session, account, group)
     if found is not None:
         return found
-    if len(state.scopes) >= MAX_SCOPES:
-        _forget_unused_scopes(state, actions)
+    payer = session.payer
+    if not share_left(state.scope_shares.taken[payer], len(state.scopes), MAX_SCOPES):
+        _forget_unused_scopes(state, payer, actions)
     number = ScopeId(state.next_scope)
-    scope = add_scope(state, number, session.namespace, (session.epoch, account), group)
+    names = (session.epoch, account)
+    scope = add_scope(state, number, session.namespace, names, group, payer)
     own = session.epoch in state.namespaces[session.namespace].own_epochs
     actions.append(OpenScope(number, scope.namespace, scope.epoch, scope.account, scope.group, own))
     return scope
 
 
 def add_scope(
-    state: State, number: ScopeId, namespace: NamespaceId, names: tuple[str, str], group: int
+    state: State,
+    number: ScopeId,
+    namespace: NamespaceId,
+    names: tuple[str, str],
+    group: int,
+    payer: str,
 ) -> Scope:
     epoch, account = names
     owner = state.namespaces[namespace]
     seed = scope_seed(state, owner, epoch, account, group)
     scope = Scope(number, namespace, epoch, account, group, seed)
     state.scopes[number] = scope
+    state.scope_shares.opened(number, payer)
     owner.scopes.add(number)
     state.next_scope = max(state.next_scope, number + 1)
     state.scope_ids[namespace, epoch, account, group] = number

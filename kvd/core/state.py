@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -35,12 +35,11 @@ from kvd.core.policy.slot_queue import PolicyMemory
 from kvd.core.quota import Remembered, Tally, Tenant
 from kvd.core.recency import RecencyTurns
 from kvd.core.rows import MIN_SLOT_BYTES, GrantPause, Row, SizeClass
+from kvd.core.scope_shares import ScopeShares
 from kvd.core.spec import NamespaceSpec
 
 MAX_NAMESPACES = 4096
 MAX_SCOPES = 65536
-# Fewer are not worth reading every slot and writing the registry anew.
-SCOPES_FORGOTTEN_AT_LEAST = MAX_SCOPES // 64
 MAX_SESSIONS = 1024
 NEVER = 1 << 63  # as a time
 # Engine blocks of one group, of all groups of a session, and of all sessions of a tenant: two bytes
@@ -89,6 +88,7 @@ class Namespace:
     tenant: Tenant
     page_blocks: int
     tally: Tally
+    payer: str
     ended_leases: int = 0  # of its sessions, in the backlog
     wasted_shares: tuple[float, ...] = ()  # of the extents of each group's rows
     shard_nodes: dict[int, int] = field(default_factory=dict)  # as far as ranks have told
@@ -138,6 +138,7 @@ class Session:
     epoch: str
     world_size: int
     engine: str = ""  # as in SessionOpened
+    payer: str = ""
     movers: dict[int, Mover] = field(default_factory=dict)  # by rank
     jobs: dict[JobId, Job] = field(default_factory=dict)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
@@ -263,10 +264,12 @@ class State:
         self.live_shards = 0  # of all of those
         self.tenants: dict[TenantId, Tenant] = {}
         self.namespaces: dict[NamespaceId, Namespace] = {}
+        self.namespaces_of: Counter[str] = Counter()  # by payer
         self.by_fingerprint: dict[str, Namespace] = {}
         self.classes: dict[tuple[NamespaceId, int], SizeClass] = {}
         self.scopes: dict[ScopeId, Scope] = {}
         self.scope_ids: dict[tuple[NamespaceId, str, str, int], ScopeId] = {}
+        self.scope_shares = ScopeShares()
         self.sessions: dict[SessionId, Session] = {}
         self.movers: dict[MoverId, Mover] = {}
         self.transfers: dict[TransferId, Transfer] = {}
@@ -282,7 +285,6 @@ class State:
         self.counters = Counters()
         self.draining = False
         self.now_ns = 0  # of the event in hand
-        self.scopes_sought_at = -SCOPES_FORGOTTEN_AT_LEAST  # blocks gone when last sought
         self.next_namespace = 1
         self.next_scope = 1
         self.next_transfer = 1

@@ -102,7 +102,7 @@ def _refusal(state: State, session: Session, event: StoreRequested) -> str:
     if not can_store(state, session):
         return RANKS_MISSING
     spec = state.namespace_of(session).spec
-    if not spaces.scopes_fit(state, spec, session.epoch, event.context.account):
+    if not spaces.scopes_fit(state, spec, session.payer, session.epoch, event.context.account):
         return LimitExceeded.reason
     return ""
 

@@ -220,11 +220,12 @@ class Bench:
         attach: bool = True,
         own: bool = False,
         engine: str = "",
+        payer: str = "",
     ) -> act.SessionAccepted:
         namespace = namespace or spec(shards=ranks)
         accepted = self.ask(
             ev.SessionOpened(
-                self._token(), SessionId(session), namespace, epoch, ranks, own, engine
+                self._token(), SessionId(session), namespace, epoch, ranks, own, engine, payer
             )
         )
         assert isinstance(accepted, act.SessionAccepted)

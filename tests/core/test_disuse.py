@@ -155,8 +155,8 @@ def test_engines_that_crash_in_a_loop_leave_nothing() -> None:
 
 @pytest.fixture
 def few_namespaces(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(spaces, "MAX_NAMESPACES", 8)
-    monkeypatch.setattr(disuse, "ROOMY_NAMESPACES", 6)
+    monkeypatch.setattr(spaces, "MAX_NAMESPACES", 10)  # a quarter is left for others
+    monkeypatch.setattr(disuse, "ROOM_KEPT", 2)
     return 8
 
 
@@ -198,6 +198,27 @@ def test_new_namespace_is_refused_where_all_are_used_or_hold_blocks(few_namespac
     assert len(known(bench)) == few_namespaces
     bench.open(51, spec("ns 0"))
     assert bench.statuses([0], 51) == "H"
+
+
+def test_payer_with_all_namespaces_it_may_have_leaves_some_for_others(few_namespaces: int) -> None:
+    bench = small(extents=32)
+    for number in range(few_namespaces):
+        bench.open(number + 1, spec(f"ns {number}"), payer="greedy")
+        bench.stored([number], number + 1)
+    with pytest.raises(LimitExceeded, match="greedy has 8 of 8 namespaces") as refused:
+        bench.open(50, spec("one more"), payer="greedy")
+    assert refused.value.field == "namespace"
+    bench.open(51, spec("another's"), payer="other")
+    bench.leave(51)
+    for number in (1, 2):
+        bench.clear(number)
+        bench.leave(number)
+    with pytest.raises(LimitExceeded):
+        bench.open(52, spec("too early"), payer="greedy")  # its share is smaller beside another
+    assert {"ns 0", "ns 1", "another's"} <= set(known(bench))
+    bench.settle(bench.tick())
+    bench.open(53, spec("in its own place"), payer="greedy")
+    assert "ns 0" not in known(bench)
 
 
 def test_empty_namespaces_are_taken_apart_ahead_of_need(few_namespaces: int) -> None:

@@ -9,7 +9,8 @@ from kvd.core import events as ev
 from kvd.core import spaces
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import SessionId
-from tests.core.bench import Bench, only, small, verdict
+from kvd.core.scope_shares import share_left
+from tests.core.bench import Bench, only, small, spec, verdict
 from tests.core.replaying import replay
 
 MOST = 8
@@ -17,8 +18,7 @@ MOST = 8
 
 @pytest.fixture(autouse=True)
 def few_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spaces, "MAX_SCOPES", MOST)
-    monkeypatch.setattr(spaces, "SCOPES_FORGOTTEN_AT_LEAST", 2)
+    monkeypatch.setattr(spaces, "MAX_SCOPES", MOST + 2)  # a quarter is left for others
 
 
 def store_for_accounts(bench: Bench, numbers: range) -> None:
@@ -80,3 +80,42 @@ def test_epochs_that_no_session_is_in_any_more_make_room() -> None:
     for number in range(10 * MOST):
         bench.feed(ev.EpochChanged(number, SessionId(1), f"epoch {number}"))
     bench.stored([1])
+
+
+def test_payer_that_takes_all_scopes_it_gets_leaves_some_for_each_other() -> None:
+    bench = small(extents=8)
+    bench.open(payer="greedy")
+    for number in range(2 * MOST):
+        bench.store([number], account=f"account {number}")
+        bench.finish()
+    shares = bench.machine.state.scope_shares
+    assert shares.taken["greedy"] == MOST
+    bench.open(2, spec("b"), payer="other")
+    assert verdict(bench.store([100], account="one more")).reason == "LIMIT_EXCEEDED"
+    assert shares.taken == {"greedy": MOST, "other": 1}
+
+
+def test_payer_at_its_share_loses_its_own_empty_scopes_first() -> None:
+    bench = small(extents=8)
+    bench.open(1, spec("b"), payer="other")
+    bench.stored([1], account="soon empty")
+    bench.clear(1)
+    bench.open(2, spec("a"), payer="greedy")
+    for number in range(100):
+        bench.stored([number], 2, account=f"account {number}")
+        bench.clear(2)
+    assert "soon empty" in {scope.account for scope in bench.machine.state.scopes.values()}
+
+
+def test_shares_leave_a_part_of_what_is_free_however_many_take_all_they_can() -> None:
+    whole, most = 0, 65536
+    shares: list[int] = []
+    for _ in range(7):
+        taken = 0
+        while more := share_left(taken, whole, most):
+            taken += more
+            whole += more
+        shares.append(taken)
+    assert shares[0] == 49152
+    assert all(shares), shares
+    assert whole < most
