@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvd.core import reclaim
 from kvd_proto.v1 import engine_pb2
 from tests.control.daemon_rig import RawEngine, block, hashes, identity, namespace, store_job
 from tests.faults.probe import Probe
@@ -17,6 +18,7 @@ from tests.faults.scene import Scene, wait_until
 
 MIB = 1 << 20
 CAPACITY = 1024  # blocks of 4 KiB in 4 MiB
+PROMISED_SECONDS = reclaim.PROMISED_NS / 1e9
 PROMPTS = [f"prompt {number}" for number in range(8)]
 
 
@@ -192,3 +194,60 @@ def test_tenant_can_not_see_another_tenants_blocks_by_naming_its_keys(tenants: S
     assert (verdict.accepted, verdict.reason) == (False, "KEY_MISSING")
     small.close()
     large.close()
+
+
+@pytest.fixture
+def fresh() -> Iterator[Scene]:
+    """As `small`, and no other model has a row of it."""
+    with running(4 * MIB) as scene:
+        yield scene
+
+
+def served_beside(holder: Probe, newcomer: Probe, seconds: float) -> bool:
+    """Whether the newcomer, of another model, gets to store while the holder renews its leases."""
+    holder.order("pump_for", seconds=seconds)
+    until, number, stored = time.monotonic() + seconds, 0, 0
+    while not stored and time.monotonic() < until:
+        number += 1
+        stored = newcomer.store(f"newcomer {number}", 4)
+    holder.answer()
+    return stored > 0
+
+
+def test_leases_held_too_long_end_and_their_loads_fail_without_a_wrong_byte(fresh: Scene) -> None:
+    holder = fresh.engine("holder", num_blocks=CAPACITY)
+    prompts = fill(holder)
+    for prompt in prompts:
+        assert holder.ask("match", request=prompt, prefix=prompt, count=256)["found"] == 256
+    newcomer = fresh.engine("newcomer", model="another")
+    assert served_beside(holder, newcomer, 3 * PROMISED_SECONDS)
+    ends = []
+    for number, prompt in enumerate(prompts):
+        first = 256 * number
+        holder.ask("start_load", request=prompt, found=256, first_block=first)
+        ends.append(holder.ask("wait_for_end", request=prompt)["failed"])
+        if not ends[-1]:
+            assert holder.ask("check", prefix=prompt, count=256, first_block=first)["wrong"] == []
+    assert True in ends, "a row was taken from under leases"
+    assert False in ends, "and no more than was needed"
+    lost = prompts[ends.index(True)]
+    assert holder.ask("match_again", request=lost)["found"] == 0, "it is computed"
+    for prompt in prompts:
+        holder.ask("finish", request=prompt)
+        holder.load(prompt, 256)
+
+
+def test_load_under_way_keeps_its_bytes_though_its_lease_is_ended(fresh: Scene) -> None:
+    holder = fresh.engine("holder", num_blocks=CAPACITY)
+    prompts = fill(holder)
+    for number, prompt in enumerate(prompts):
+        assert holder.ask("match", request=prompt, prefix=prompt, count=256)["found"] == 256
+        holder.ask("start_load", request=prompt, found=256, first_block=256 * number, hold=True)
+    newcomer = fresh.engine("newcomer", model="another")
+    assert not served_beside(holder, newcomer, 2 * PROMISED_SECONDS), "no copy has ended yet"
+    holder.ask("ready")
+    assert served_beside(holder, newcomer, 2 * PROMISED_SECONDS)
+    assert sorted(holder.ask("status")["finished"]) == prompts
+    for number, prompt in enumerate(prompts):
+        said = holder.ask("check", prefix=prompt, count=256, first_block=256 * number)
+        assert said["wrong"] == [], prompt
