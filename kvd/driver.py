@@ -236,7 +236,8 @@ class Driver:
             try:
                 await asyncio.to_thread(self.pool.zero_row, order)
                 break
-            except OSError as error:  # of descriptors or memory there may be more later
+            # Of descriptors, memory or threads (a RuntimeError) there may be more later.
+            except (OSError, MemoryError, RuntimeError) as error:
                 log.warning("row %d can't be zeroed yet: %s", order.row, error)
                 await asyncio.sleep(ZERO_AGAIN_SECONDS)
         self.post(ev.RowZeroed(order.row))

@@ -229,6 +229,10 @@ class CompanionConnection:
             self.refuse(error.reason, str(error))
             if self._peer is None:
                 self.close()
+        except OSError as error:  # the kernel has no memory to watch its process
+            log.warning("can't serve a companion connection: %s", error)
+            self.refuse(LimitExceeded.reason, f"the daemon is short of resources: {error.strerror}")
+            self.close()
 
     def _answer(self, request: pb.CompanionRequest) -> None:
         kind = request.WhichOneof("kind")
@@ -280,7 +284,10 @@ class CompanionConnection:
     # -- out --------------------------------------------------------------------------------
 
     def send(self, response: pb.CompanionResponse, fds: Sequence[int]) -> None:
-        """Send one message; the descriptors are duplicated while they wait."""
+        """Send one message; the descriptors are duplicated while they wait.
+
+        LimitExceeded, and nothing was sent, where they can't be.
+        """
         if self._closed:
             return
         if len(self._unsent) >= MAX_UNSENT_MESSAGES:
@@ -289,7 +296,7 @@ class CompanionConnection:
             return
         content = response.SerializeToString()
         message = memoryview(_LENGTH.pack(len(content)) + content)
-        self._unsent.append((message, [os.dup(fd) for fd in fds]))
+        self._unsent.append((message, _copies_of(fds)))
         if len(self._unsent) == 1:
             self._writable()
 
@@ -353,3 +360,18 @@ class CompanionConnection:
                 how = "ended" if has_ended(pidfd) else how
             log.info("peer %s pid=%d %s", peer.role.name, peer.pid, how)
             peer.end()
+
+
+def _copies_of(fds: Sequence[int]) -> list[int]:
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))  # noqa: PERF401 - what was had is closed if one fails
+    except OSError as error:
+        for copy in copies:
+            os.close(copy)
+        raise LimitExceeded(
+            f"no descriptor to answer with ({error.strerror}): end some clients, or raise the"
+            " daemon's limit (LimitNOFILE)"
+        ) from error
+    return copies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 from collections.abc import Callable
@@ -40,4 +41,5 @@ class MemoryReturn:
         self._waiting = False
         self._noted = 0
         # On a thread: it takes milliseconds, and no lock of ours.
-        self._task = asyncio.get_running_loop().run_in_executor(None, self._give_back)
+        with contextlib.suppress(RuntimeError):  # without a thread: after the next large messages
+            self._task = asyncio.get_running_loop().run_in_executor(None, self._give_back)

@@ -172,7 +172,10 @@ class Peer:
         pidfd = self.credentials.pidfd
         if pidfd is None or not self._pidfd_open or descriptors.are_scarce():
             return None
-        return os.dup(pidfd)
+        try:
+            return os.dup(pidfd)
+        except OSError:
+            return None
 
     def on_end(self, then: Callable[[], None]) -> None:
         """Call `then` once when the peer ends; at once if it has."""

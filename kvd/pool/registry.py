@@ -316,7 +316,12 @@ class Registry:
             self._give_up_anew(fresh)  # it would only shrink what can stay as it is
             return
         if not self._left:
-            self._fresh_path.rename(self.path)
+            try:
+                self._fresh_path.rename(self.path)
+            except OSError as error:
+                self._wait(error)
+                self._give_up_anew(fresh)  # and begin again with the next that is forgotten
+                return
             self._file.close()
             self._file, self._fresh = fresh, None
 

@@ -157,6 +157,30 @@ def test_lines_that_there_is_no_room_for_are_written_in_their_order_when_there_i
     assert found.damaged_lines == 0
 
 
+def test_a_new_file_that_cannot_take_the_old_ones_place_is_begun_again_later(
+    made: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(1, 3001):
+        made.add_scope(scope(number))
+    before = made.path.stat().st_size
+
+    def refuse(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", refuse)
+        made.forget_scopes([ScopeId(number) for number in range(1, 2501)])
+        for _ in range(3000 // registry.PIECE_LINES + 2):
+            made.upkeep()
+    assert made.path.stat().st_size == before
+    assert len(read(made).scopes) == 3000
+    made.forget_scopes([ScopeId(2501)])
+    for _ in range(registry.TRY_AGAIN_PIECES + 3000 // registry.PIECE_LINES):
+        made.upkeep()
+    assert made.path.stat().st_size < before
+    assert read(made).scopes.keys() == set(range(2502, 3001))
+
+
 def test_the_registry_grows_into_the_reserve_which_is_had_back_later(
     made: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

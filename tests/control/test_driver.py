@@ -175,11 +175,15 @@ async def test_the_core_is_told_the_node_of_a_ranks_gpu(
     process.die()
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [OSError(24, "Too many open files"), MemoryError(), RuntimeError("can't start new thread")],
+)
 async def test_row_that_could_not_be_zeroed_is_zeroed_later(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
     monkeypatch.setattr("kvd.driver.ZERO_AGAIN_SECONDS", 0.01)
-    zero_row, failures = driver.pool.zero_row, [OSError(24, "Too many open files")]
+    zero_row, failures = driver.pool.zero_row, [failure]
 
     def zero(order: act.ZeroRow) -> None:
         if failures:
