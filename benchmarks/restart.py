@@ -19,6 +19,7 @@ holds blocks of most of them.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -208,6 +209,7 @@ def fill(directory: Path, slots: int, scopes: int) -> None:
 
 def rebuild(directory: Path, slots: int, started: float) -> dict[str, float]:
     """Seconds of each phase of one restart. `started`: this clock at exec."""
+    gc.disable()  # as the daemon does while it starts
     clock = time.monotonic
     imported = clock()
     pool = Pool.open(_config(directory, slots), lambda _done, _total: None)

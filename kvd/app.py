@@ -275,6 +275,7 @@ class Daemon:
 def serve(config: Config) -> int:
     """Run a daemon in this process until it is told to stop; the exit status."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    gc.disable()  # what is read back is all kept: collections would visit it over and over
     logs.start(config.log_level, config.log_format)
     descriptors.raise_limit()
     descriptors.require_enough()
@@ -287,6 +288,7 @@ def serve(config: Config) -> int:
 
 def _settle_memory() -> None:
     # What was imported and recovered lives as long as the daemon: no collection need visit it.
+    gc.enable()
     gc.collect()
     gc.freeze()
 

@@ -459,7 +459,7 @@ class Driver:
     def recover(self) -> None:
         """Tell the core what the pool holds; PoolError where there is no index page for it."""
         for event in self.pool.recovered():
-            if isinstance(event, ev.ScopeRecovered):
+            if isinstance(event, ev.ScopesRecovered):
                 self._prepare_page(event.spec)
             self.call(event)
 

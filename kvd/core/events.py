@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import (
@@ -48,17 +49,23 @@ class JobStatus(enum.IntEnum):
 # -- life of the pool -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ScopeRecovered:
-    """A (namespace, epoch, account, group) read back from the registry, before its rows."""
+class RecoveredScope(NamedTuple):
+    """A scope as the registry knows it; `own` as in OpenScope."""
 
     scope: ScopeId
-    namespace: NamespaceId
-    spec: NamespaceSpec
     epoch: str
     account: str
     group: int
-    own: bool = False  # as in OpenScope
+    own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScopesRecovered:
+    """Scopes of one namespace read back from the registry, before its rows."""
+
+    namespace: NamespaceId
+    spec: NamespaceSpec
+    scopes: tuple[RecoveredScope, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -380,7 +387,7 @@ class WorkContinued:
 
 
 Event = (
-    ScopeRecovered
+    ScopesRecovered
     | RowRecovered
     | PoolRecovered
     | RowUnmapped

@@ -221,7 +221,7 @@ class Machine:
 
     def _apply_upkeep(
         self,
-        event: ev.ScopeRecovered
+        event: ev.ScopesRecovered
         | ev.RowRecovered
         | ev.PoolRecovered
         | ev.RowUnmapped
@@ -237,8 +237,8 @@ class Machine:
         state = self.state
         actions: list[Action] = []
         match event:
-            case ev.ScopeRecovered():
-                return recovery.scope_recovered(state, event)
+            case ev.ScopesRecovered():
+                return recovery.scopes_recovered(state, event)
             case ev.RowRecovered():
                 return recovery.row_recovered(state, event)
             case ev.PoolRecovered():

@@ -7,26 +7,34 @@ import numpy as np
 from kvd.core import disuse, spaces
 from kvd.core.actions import Action, PublishTags, WriteFree
 from kvd.core.block import SlotState
-from kvd.core.events import PoolRecovered, RowRecovered, ScopeRecovered
+from kvd.core.events import PoolRecovered, RowRecovered, ScopesRecovered
 from kvd.core.index import NOWHERE
 from kvd.core.keys import U64, RowId, Slots
 from kvd.core.rows import Row, add_row
-from kvd.core.state import State
+from kvd.core.state import Scope, State
 from kvd_proto.layout import MAX_GROUPS
-from kvd_proto.tags import tags_of
+from kvd_proto.tags import account_seed, tags_of
 
 _STAMP_SHIFT = np.uint64(24)  # as block.coarse_stamp
 
 
-def scope_recovered(state: State, event: ScopeRecovered) -> list[Action]:
+def scopes_recovered(state: State, event: ScopesRecovered) -> list[Action]:
     actions: list[Action] = []
-    if event.namespace not in state.namespaces:
+    number = event.namespace
+    if number not in state.namespaces:
         spaces.check_spec(state, event.spec)
-        spaces.add_namespace(state, event.namespace, event.spec, event.spec.tenant, actions)
-    names = (event.epoch, event.account)
+        spaces.add_namespace(state, number, event.spec, event.spec.tenant, actions)
+    namespace = state.namespaces[number]
     state.recovered_scopes = None
-    spaces.add_scope(state, event.scope, event.namespace, names, event.group, event.spec.tenant)
-    disuse.read_back(state, state.namespaces[event.namespace], event.epoch, own=event.own)
+    seeds: dict[tuple[str, int], int] = {}
+    for scope, epoch, account, group, _ in event.scopes:
+        seed = seeds.get((epoch, group))
+        if seed is None:
+            seed = seeds[epoch, group] = spaces.group_seed(state, namespace, epoch, group)
+        known = Scope(scope, number, epoch, account, group, account_seed(seed, account))
+        spaces.add_scope(state, known, event.spec.tenant)
+    for epoch, own in dict.fromkeys((scope.epoch, scope.own) for scope in event.scopes):
+        disuse.read_back(state, namespace, epoch, own=own)
     return actions
 
 

@@ -177,11 +177,16 @@ def check_name(name: str, field: str) -> None:
 
 def scope_seed(state: State, namespace: Namespace, epoch: str, account: str, group: int) -> int:
     """Seed of the tags of a scope; the same in every incarnation of the pool."""
+    return account_seed(group_seed(state, namespace, epoch, group), account)
+
+
+def group_seed(state: State, namespace: Namespace, epoch: str, group: int) -> int:
+    """`scope_seed` of the empty account; of all of them it is what takes longer."""
     digest = hashlib.blake2b(digest_size=8, key=state.config.tag_secret)
     for text in (namespace.spec.fingerprint, epoch, str(group)):
         encoded = text.encode()
         digest.update(len(encoded).to_bytes(4, "little") + encoded)
-    return account_seed(int.from_bytes(digest.digest(), "little"), account)
+    return int.from_bytes(digest.digest(), "little")
 
 
 def find_scope(state: State, session: Session, account: str, group: int) -> Scope | None:
@@ -267,32 +272,23 @@ def open_scope(
     payer = session.payer
     if not share_left(state.scope_shares.taken[payer], len(state.scopes), MAX_SCOPES):
         _forget_unused_scopes(state, payer, actions)
-    number = ScopeId(state.next_scope)
-    names = (session.epoch, account)
-    scope = add_scope(state, number, session.namespace, names, group, payer)
-    own = session.epoch in state.namespaces[session.namespace].own_epochs
+    number, namespace = ScopeId(state.next_scope), state.namespaces[session.namespace]
+    seed = scope_seed(state, namespace, session.epoch, account, group)
+    scope = Scope(number, session.namespace, session.epoch, account, group, seed)
+    add_scope(state, scope, payer)
+    own = session.epoch in namespace.own_epochs
     actions.append(OpenScope(number, scope.namespace, scope.epoch, scope.account, scope.group, own))
     return scope
 
 
-def add_scope(
-    state: State,
-    number: ScopeId,
-    namespace: NamespaceId,
-    names: tuple[str, str],
-    group: int,
-    payer: str,
-) -> Scope:
-    epoch, account = names
-    owner = state.namespaces[namespace]
-    seed = scope_seed(state, owner, epoch, account, group)
-    scope = Scope(number, namespace, epoch, account, group, seed)
+def add_scope(state: State, scope: Scope, payer: str) -> None:
+    """Make a scope known, which counts against the payer's share."""
+    number = scope.scope
     state.scopes[number] = scope
     state.scope_shares.opened(number, payer)
-    owner.scopes.add(number)
+    state.namespaces[scope.namespace].scopes.add(number)
     state.next_scope = max(state.next_scope, number + 1)
-    state.scope_ids[namespace, epoch, account, group] = number
-    return scope
+    state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group] = number
 
 
 def open_epoch(state: State, session: Session, actions: list[Action]) -> EpochOpened:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.actions import OpenScope
-from kvd.core.events import Event, PoolRecovered, RowRecovered, ScopeRecovered
+from kvd.core.events import Event, PoolRecovered, RecoveredScope, RowRecovered, ScopesRecovered
 from kvd.core.keys import KeyBatch, NamespaceId, RowId
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.extents import Extents
@@ -23,6 +23,7 @@ from kvd.pool.slot_table import Records, SlotTable
 
 # Records verified together: enough to make numpy's cost per call small, few enough for the cache.
 _BATCH_SLOTS = 16384
+_BATCH_SCOPES = 4096  # in one event: what is due once a namespace is little beside them
 
 
 @dataclass(slots=True)
@@ -61,21 +62,22 @@ class Recovery:
     def events(self) -> Iterator[Event]:
         """Scopes, then rows with their READY slots, then the end. Drops what isn't whole."""
         registry = self.books.registry
-        for scope in registry.scopes.values():
-            spec = registry.namespaces[scope.namespace].spec
-            yield ScopeRecovered(
-                scope.scope,
-                scope.namespace,
-                spec,
-                scope.epoch,
-                scope.account,
-                scope.group,
-                scope.own,
-            )
+        for namespace, scopes in self._scopes():
+            yield ScopesRecovered(namespace, registry.namespaces[namespace].spec, scopes)
         groups = self._groups_by_scope()
         for rows in self._batches():
             yield from self._read(rows, groups[rows[0].namespace])
         yield PoolRecovered(registry.highest_namespace + 1, registry.highest_scope + 1)
+
+    def _scopes(self) -> Iterator[tuple[NamespaceId, tuple[RecoveredScope, ...]]]:
+        """_BATCH_SCOPES of a namespace at a time."""
+        of_namespace: dict[NamespaceId, list[RecoveredScope]] = {}
+        for s in self.books.registry.scopes.values():
+            found = RecoveredScope(s.scope, s.epoch, s.account, s.group, s.own)
+            of_namespace.setdefault(s.namespace, []).append(found)
+        for namespace, scopes in of_namespace.items():
+            for first in range(0, len(scopes), _BATCH_SCOPES):
+                yield namespace, tuple(scopes[first : first + _BATCH_SCOPES])
 
     def _credible(self, row: Row) -> bool:
         """Whether the registry knows what the row holds, and the row fits its extents."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvd.core.actions import GrantRow, OpenNamespace, OpenScope, WriteFree, WriteReady
-from kvd.core.events import Event, PoolRecovered, RowRecovered, ScopeRecovered
+from kvd.core.events import Event, PoolRecovered, RowRecovered, ScopesRecovered
 from kvd.core.keys import KeyBatch, NamespaceId, RowId, ScopeId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 from kvd.pool import Pool, PoolConfig
@@ -85,8 +85,17 @@ def rows_of(events: Sequence[Event]) -> dict[int, RowRecovered]:
     return {int(e.row): e for e in events if isinstance(e, RowRecovered)}
 
 
-def scopes_of(events: Sequence[Event]) -> list[ScopeRecovered]:
-    return [e for e in events if isinstance(e, ScopeRecovered)]
+def scopes_of(events: Sequence[Event]) -> list[OpenScope]:
+    found = [e for e in events if isinstance(e, ScopesRecovered)]
+    return [
+        OpenScope(s.scope, e.namespace, s.epoch, s.account, s.group, s.own)
+        for e in found
+        for s in e.scopes
+    ]
+
+
+def specs_of(events: Sequence[Event]) -> list[NamespaceSpec]:
+    return [e.spec for e in events if isinstance(e, ScopesRecovered)]
 
 
 def blocks_of(recovered: RowRecovered) -> dict[int, bytes]:

@@ -66,12 +66,8 @@ def test_ready_blocks_come_back_and_freed_ones_do_not(shared_directory: Path) ->
         events = list(pool.recovered())
         assert pool.namespace_fields(orders.NAMESPACE) == {"model": "tiny"}
     (scope,) = orders.scopes_of(events)
-    assert (scope.scope, scope.spec, scope.epoch, scope.account) == (
-        orders.SCOPE,
-        orders.spec(),
-        "epoch 1",
-        "salt",
-    )
+    assert (scope.scope, scope.epoch, scope.account) == (orders.SCOPE, "epoch 1", "salt")
+    assert orders.specs_of(events) == [orders.spec()]
     found = orders.rows_of(events)[2]
     raw = hashes.to_bytes()
     wanted = {s - first: raw[i * 32 : i * 32 + 32] for i, s in enumerate(slots[:5])}
@@ -281,9 +277,9 @@ def test_what_is_an_engines_own_is_known_to_be_after_a_restart(shared_directory:
         pool.write_ready(orders.ready([0], orders.keys(1), scope=1))
         pool.write_ready(orders.ready([1], orders.keys(1), scope=2))
     with opened(config) as pool:
-        found = orders.scopes_of(list(pool.recovered()))
-        assert [(s.scope, s.own) for s in found] == [(1, False), (2, True)]
-        assert [s.spec for s in found] == [private, private]
+        events = list(pool.recovered())
+    assert [(s.scope, s.own) for s in orders.scopes_of(events)] == [(1, False), (2, True)]
+    assert orders.specs_of(events) == [private]
 
 
 def test_registry_of_before_tells_private_namespaces_by_their_fields(
@@ -300,9 +296,10 @@ def test_registry_of_before_tells_private_namespaces_by_their_fields(
     kept = [{k: v for k, v in each.items() if k not in ("unshared", "own")} for each in older]
     path.write_bytes(b"".join(lines.seal(each) for each in kept))
     with opened(config) as pool:
-        (scope,) = orders.scopes_of(list(pool.recovered()))
-        assert scope.spec.unshared
-        assert not scope.own
+        events = list(pool.recovered())
+    (scope,), (spec,) = orders.scopes_of(events), orders.specs_of(events)
+    assert spec.unshared
+    assert not scope.own
 
 
 def test_clients_see_what_is_published_and_whether_there_is_room(shared_directory: Path) -> None:

@@ -95,8 +95,8 @@ def test_what_no_size_of_extent_mends_is_served_and_told(spec: NamespaceSpec, sh
 def test_what_a_pool_holds_already_goes_on_being_served() -> None:
     bench = pool(2, MIB)
     spec = of(group(600 * KIB), group(64 * KIB), group(64 * KIB))
-    for number in range(3):
-        bench.feed(ev.ScopeRecovered(ScopeId(1 + number), NamespaceId(1), spec, "", "", number))
+    scopes = tuple(ev.RecoveredScope(ScopeId(1 + group), "", "", group) for group in range(3))
+    bench.feed(ev.ScopesRecovered(NamespaceId(1), spec, scopes))
     bench.feed(ev.PoolRecovered())
     opened(bench, spec)
     with pytest.raises(ExtentWaste):

@@ -13,18 +13,15 @@ from kvd.core.keys import U32, U64, NamespaceId, RowId, ScopeId, Slots
 from tests.core.bench import SECOND, Bench, keys, numbers_of, only, small, spec, verdict
 
 
-def scopes_read_back(left: Bench) -> list[ev.ScopeRecovered]:
+def scopes_read_back(left: Bench) -> list[ev.ScopesRecovered]:
+    """Each in an event of its own, as where a namespace has more than go into one."""
     return [
-        ev.ScopeRecovered(
-            scope.scope,
-            scope.namespace,
-            left.machine.state.namespaces[scope.namespace].spec,
-            scope.epoch,
-            scope.account,
-            scope.group,
-            scope.own,
+        ev.ScopesRecovered(
+            s.namespace,
+            left.machine.state.namespaces[s.namespace].spec,
+            (ev.RecoveredScope(s.scope, s.epoch, s.account, s.group, s.own),),
         )
-        for scope in left.pool.scopes.values()
+        for s in left.pool.scopes.values()
     ]
 
 
@@ -47,9 +44,9 @@ def row_read_back(left: Bench, row: act.GrantRow, *, quarantined: bool) -> ev.Ro
 def restarted(left: Bench, *, quarantined: bool = False) -> Bench:
     """The next incarnation over what `left` wrote to its pool, at any moment of its life."""
     bench = Bench(left.config, now_ns=left.now_ns)
-    for scope in scopes_read_back(left):
-        bench.pool.scopes[scope.scope] = left.pool.scopes[scope.scope]
-        bench.machine.handle(scope, bench.now_ns)
+    bench.pool.scopes.update(left.pool.scopes)
+    for scopes in scopes_read_back(left):
+        bench.machine.handle(scopes, bench.now_ns)
     known = set(bench.machine.namespaces())
     # A row of a namespace that was forgotten is only yet to be zeroed: the pool leaves it out.
     for row in (r for r in left.pool.rows.values() if r.namespace in known):
