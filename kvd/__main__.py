@@ -78,7 +78,7 @@ def serve(arguments: argparse.Namespace) -> int:
         print(config.as_toml(settings), end="")
         return 0
     from kvd import app
-    from kvd.control.server import SocketTaken
+    from kvd.control.sockets import SocketTaken
     from kvd.own_directory import NotTrustedError
     from kvd.pool.config import PoolError
 

@@ -22,8 +22,9 @@ from kvd.control import descriptors
 from kvd.control.gpu_room import GpuTerms
 from kvd.control.http import TEXT, HttpServer, Page, seldom
 from kvd.control.notify import feed_watchdog, notify
-from kvd.control.server import ControlServer, Place, make_directory, refuse_taken
+from kvd.control.server import ControlServer, Place, make_directory
 from kvd.control.session import SessionTerms
+from kvd.control.sockets import refuse_taken
 from kvd.control.tenants import TenantPolicy
 from kvd.core import events as ev
 from kvd.core.extent_fit import size

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from kvd.control.operator_service import OperatorServicer
 from kvd.control.peers import Peers
 from kvd.control.rpc import CallInterceptor, CallObserver
 from kvd.control.session import SessionRooms, SessionTerms
+from kvd.control.sockets import SocketFile, alone_in, refuse_taken, unused_name
 from kvd.control.status import PoolPlace, StatusReport
 from kvd.control.tenants import TenantPolicy
 from kvd.control.worker_service import WorkerServicer
@@ -61,10 +61,6 @@ _OPTIONS = (
     ("grpc.max_concurrent_streams", MAX_STREAMS),
     ("grpc.so_reuseport", 0),
 )
-
-
-class SocketTaken(Exception):
-    """Another daemon answers on the socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +109,11 @@ class ControlServer:
         )
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
-        self._place: Place | None = None
+        self._files: list[SocketFile] = []
 
     async def listen(self, place: Place) -> None:
         """Take calls from now on. SocketTaken where another daemon does."""
         make_directory(place.socket)
-        refuse_taken(place.companion)
         self.operator.place = PoolPlace(str(place.pool_directory), place.pool_bytes)
         most = ("grpc.max_allowed_incoming_connections", descriptors.most_connections())
         server = grpc.aio.server(interceptors=[self._interceptor], options=(*_OPTIONS, most))
@@ -137,9 +132,10 @@ class ControlServer:
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         await self._say_health(health_pb2.HealthCheckResponse.SERVING)
-        self._place = place
         try:
-            self._bind(server, place)
+            async with alone_in(place.socket.parent):
+                refuse_taken(place.companion)
+                self._bind(server, place)
         except (OSError, RuntimeError) as error:  # gRPC's is a RuntimeError
             raise OSError(
                 f"can't listen on {place.socket}: {error}; choose another --socket"
@@ -150,15 +146,19 @@ class ControlServer:
     def _bind(self, server: grpc.aio.Server, place: Place) -> None:
         # The companion first: whoever reaches the gRPC socket can say hello.
         self.companion.listen(str(place.companion), place.mode)
+        self._files.append(SocketFile.of(place.companion))
+        bound = unused_name(place.socket)
         old_mask = os.umask(0o777 & ~place.mode)
         try:
-            server.add_insecure_port(f"unix:{place.socket}")
+            server.add_insecure_port(f"unix:{bound}")
         finally:
             os.umask(old_mask)
-        for path in (place.socket, place.companion):
+        for path in (bound, place.companion):
             path.chmod(place.mode)
             if place.group:
                 shutil.chown(path, group=place.group)
+        bound.rename(place.socket)
+        self._files.append(SocketFile.of(place.socket))
 
     async def drain(self, deadline_s: float) -> int:
         """No new session or store from now on; waits for the copies under way."""
@@ -167,16 +167,16 @@ class ControlServer:
         return await self.driver.drain(deadline_s)
 
     async def close(self) -> None:
-        """End every call and peer; leave no socket file."""
+        """End every call and peer; leave no socket file of ours."""
         self.companion.close()  # ends the peers, and with them their streams
         if self._server is not None:
             await self._server.stop(STOP_SECONDS)
             self._server = None
         self.rooms.departures.close()
-        if self._place is not None:
-            for path in (self._place.socket, self._place.companion):
-                if path.is_socket():
-                    path.unlink()
+        if self._files:
+            async with alone_in(self._files[0].path.parent):
+                for file in self._files:
+                    file.remove()
 
     async def _say_health(self, status: int) -> None:
         for name in ("", *SERVICES):
@@ -195,14 +195,3 @@ def make_directory(path: Path) -> None:
             f"the socket's directory {path.parent} can't be made: {error.strerror}; choose another"
             " --socket, or have it made"
         ) from error
-
-
-def refuse_taken(companion: Path) -> None:
-    """Raise SocketTaken where a living daemon answers; a socket file left behind is nobody's."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(companion))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return
-    raise SocketTaken(f"another daemon answers on {companion}; stop it or choose another --socket")

@@ -1,0 +1,96 @@
+"""The daemon's socket files: made by one daemon at a time, removed by none but the one that did.
+
+A path says nothing about who listens there. Two daemons that start at once would each find nobody
+and then take the other's files away, and one that ends late those of its successor: that one
+would go on, in good health, where nobody can reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+log = logging.getLogger(__name__)
+
+ALONE_SECONDS = 2.0  # a daemon needs milliseconds
+_AGAIN_SECONDS = 0.02
+
+
+class SocketTaken(Exception):
+    """Another daemon answers on the socket."""
+
+
+def refuse_taken(companion: Path) -> None:
+    """Raise SocketTaken where a living daemon answers; a socket file left behind is nobody's."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(companion))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+    raise SocketTaken(f"another daemon answers on {companion}; stop it or choose another --socket")
+
+
+@contextlib.asynccontextmanager
+async def alone_in(directory: Path) -> AsyncIterator[None]:
+    """No other daemon looks for sockets, makes or removes them in the directory meanwhile.
+
+    Whoever may read the directory could keep us out: after ALONE_SECONDS it is done all the same.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        until = time.monotonic() + ALONE_SECONDS
+        while not _locked(fd):
+            if time.monotonic() > until:
+                log.warning("somebody keeps %s locked: another kvd may start there", directory)
+                break
+            await asyncio.sleep(_AGAIN_SECONDS)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class SocketFile:
+    """A socket's file as it was made; another one of its name is somebody else's."""
+
+    path: Path
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """The file that is there now."""
+        found = path.lstat()
+        return cls(path, found.st_dev, found.st_ino)
+
+    def remove(self) -> None:
+        """Take it away if it still is this one."""
+        with contextlib.suppress(FileNotFoundError):
+            if SocketFile.of(self.path) == self:
+                self.path.unlink()
+
+
+def unused_name(path: Path) -> Path:
+    """A name beside the path for a socket that is renamed to it, no longer than the companion's.
+
+    GRPC removes the file of the name that it bound, whoever's it is by then.
+    """
+    return path.with_name(f"{path.name}.{os.urandom(4).hex()}")
