@@ -57,6 +57,7 @@ class CrashLoop:
     stored: dict[str, set[str]] = field(default_factory=dict)  # keys by model, in hex
     prompts: list[str] = field(default_factory=list)
     done: Counter[str] = field(default_factory=Counter)
+    killed: set[int] = field(default_factory=set)  # movers, in this turn
     turn: int = 0
 
     def start(self) -> None:
@@ -83,6 +84,7 @@ class CrashLoop:
             self.freeze_daemon,
             self.freeze_mover,
         ]
+        self.killed.clear()
         for strike in self.dice.choices(strikes, k=self.dice.randint(1, 4)):
             time.sleep(self.dice.uniform(0.0, 0.3))
             strike()
@@ -106,8 +108,10 @@ class CrashLoop:
     def kill_mover(self) -> None:
         movers = self.scene.daemon.movers()
         if movers:
+            mover = self.dice.choice(movers)
+            self.killed.add(mover)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.dice.choice(movers), signal.SIGKILL)
+                os.kill(mover, signal.SIGKILL)
 
     def kill_engine(self) -> None:
         engine = self.dice.choice(self.engines)
@@ -159,8 +163,13 @@ class CrashLoop:
         wait_until(self._is_quiet, "the slots", SETTLED_SECONDS)
 
     def _is_whole(self, probe: Probe) -> bool:
+        """Once nobody takes a mover for alive that was killed: on a busy machine it dies slowly."""
+        sessions = {each.engine_id: each for each in self.scene.status().sessions}
+        session = sessions.get(probe.engine_id)
+        if session is None or self.killed & {rank.mover_pid for rank in session.ranks}:
+            return False
         said = probe.ask("wait_usable")
-        return said["usable"] and not any(said["rank_problems"])
+        return session.usable and said["usable"] and not any(said["rank_problems"])
 
     def _is_quiet(self) -> bool:
         pool = self.scene.status().pool
