@@ -31,7 +31,7 @@ from kvd.core.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
 from kvd.driver import Driver
 from kvd.observability import logs, metrics
-from kvd.pool.config import COMFORTABLE_EXTENTS, PoolConfig
+from kvd.pool.config import COMFORTABLE_EXTENTS, PoolConfig, PoolError
 from kvd.pool.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -235,7 +235,11 @@ class Daemon:
         if feeding.done() and not feeding.cancelled():
             feeding.result()
         if driving.done():  # it never ends by itself
-            log.critical("the driver ended", exc_info=driving.exception())
+            error = driving.exception()
+            if isinstance(error, PoolError):  # nobody doubts what was served until now
+                log.critical("the pool is lost: %s", error)
+                raise error
+            log.critical("the driver ended", exc_info=error)
             _exit_broken(AssertionError("the driver ended"))
 
     async def _drain(self, control: ControlServer) -> None:

@@ -71,6 +71,11 @@ class DaemonProcess:
                 return False
         return True
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._process is not None and self._process.poll() is not None
+
     def kill(self) -> None:
         """Kill -9."""
         self._signal(signal.SIGKILL)

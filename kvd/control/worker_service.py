@@ -134,6 +134,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             checksums=self._driver.pool.payload_checksums,
             gpu=self._gpu_config(request, memory.gpu_uuid, start),
             extents_directory=self._driver.pool.extents_directory,
+            extents_inode=self._driver.pool.extents_inode,
         )
 
     def _gpu_config(

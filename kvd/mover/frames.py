@@ -172,6 +172,7 @@ def unpack_config(body: bytes) -> tuple[MoverConfig, tuple[int, int, int]]:
         fields["checksums"],
         None if fields["gpu"] is None else GpuConfig(**fields["gpu"]),
         None if extents is None else Path(extents),
+        fields["extents_inode"],
     )
     return config, (ring_fd, board_fd, event_fd)
 

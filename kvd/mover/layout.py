@@ -95,6 +95,7 @@ class MoverConfig:
     checksums: bool = False  # of every slot's part: made by stores, compared by loads
     gpu: GpuConfig | None = None  # where the regions lie; None: in host shared memory
     extents_directory: Path | None = None  # None: `extents` in the pool's directory
+    extents_inode: int = 0  # of that directory: another one there is another pool's; 0: any
 
     def extent_path(self, extent: int) -> Path:
         """File of one extent."""

@@ -47,9 +47,15 @@ class Mapping:
 
 
 def map_extent(config: MoverConfig, extent: int) -> Mapping:
-    """The extent's file, mapped. OSError where it can't be had or is too short."""
+    """The extent's file, mapped. OSError where it can't be had, is too short or another pool's."""
     path = config.extent_path(extent)
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    place = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if config.extents_inode not in {0, os.fstat(place).st_ino}:
+            raise OSError(f"{path.parent} is another pool's by now")
+        fd = os.open(path.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=place)
+    finally:
+        os.close(place)
     try:
         size = os.fstat(fd).st_size
         if size < config.extent_bytes:

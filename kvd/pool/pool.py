@@ -51,6 +51,7 @@ from kvd.pool.registry import RegisteredNamespace, Registry
 from kvd.pool.reserve import Reserve
 from kvd.pool.row_table import Row, RowTable
 from kvd.pool.slot_table import SlotTable
+from kvd.pool.standing import Standing
 from kvd_proto.layout import require_ordered_stores
 
 TAG_SECRET_BYTES = 16
@@ -117,6 +118,7 @@ class Pool:
             pool._take_or_make(progress)
             pool._recover(undead)
             pool._fill_reserve()
+            pool._look_around()
         except BaseException:
             pool.close()
             raise
@@ -369,7 +371,15 @@ class Pool:
     # -- upkeep -----------------------------------------------------------------------------------
 
     def upkeep(self) -> None:
-        """A piece of the work that need not be done at once; called several times a second."""
+        """A piece of the work that need not be done at once; called several times a second.
+
+        PoolError where the pool's files have been removed or replaced: nothing heals that here.
+        """
+        if (gone := self._standing.missing()) is not None:
+            raise PoolError(
+                f"{gone} was removed while the daemon ran: its next start begins cold; keep"
+                " cleaners of temporary files (and systemd-logind's RemoveIPC) away from the pool"
+            )
         self._registry.upkeep()
         if not self._reserve.whole:
             self._fill_reserve()
@@ -378,6 +388,15 @@ class Pool:
     def unwritten(self) -> int:
         """Namespaces and scopes that a restart would not know, since the file system is full."""
         return self._registry.unwritten
+
+    def _look_around(self) -> None:
+        """Remember which files are ours, by more than their names."""
+        directory = self._config.directory
+        names = ("lock", "pool.header", "slots.table", "rows.table", "movers")
+        ends = (self._files.path(0), self._files.path(self.extents - 1))
+        paths = [*(directory / name for name in names), self._files.directory, *ends]
+        self._standing = Standing(paths)
+        self.extents_inode = self._files.directory.stat().st_ino
 
     def _fill_reserve(self) -> None:
         if self._refill_in:

@@ -15,6 +15,7 @@ from kvd.core.keys import MoverId, RowId
 from kvd.mover import frames
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import FragmentSpec, GroupMap, MoverConfig, Region
+from kvd.mover.mappings import map_extent
 from kvd.pool import Pool, PoolConfig, PoolError, space
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, opened
@@ -271,3 +272,17 @@ def test_extents_on_a_disk_are_refused_unless_allowed(
         Pool.open(config, none)
     with opened(replace(config, any_filesystem=True)) as pool:
         assert pool.extents == orders.EXTENTS
+
+
+def test_an_extent_of_another_pool_in_the_same_place_is_not_mapped(tmp_path: Path) -> None:
+    ours = tmp_path / "extents"
+    ours.mkdir()
+    (ours / "00000.kv").write_bytes(bytes(4096))
+    inode = ours.stat().st_ino
+    config = MoverConfig(MoverId(1), (), (), tmp_path, 4096, extents_inode=inode)
+    map_extent(config, 0).close()
+    ours.rename(tmp_path / "removed")
+    ours.mkdir()
+    (ours / "00000.kv").write_bytes(bytes(4096))
+    with pytest.raises(OSError, match="another pool's by now"):
+        map_extent(config, 0)
