@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.ends import end_in_order
+
 FOLDER = Path(__file__).resolve().parent
 
 
@@ -38,6 +40,7 @@ def run_named(folder: Path, package: str) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="which; all when none is given")
     names = parser.parse_args().names or list(there_are)
+    end_in_order()
     if unknown := set(names) - there_are.keys():
         parser.error(f"no such benchmark: {', '.join(sorted(unknown))}; there are\n{listed}")
     failed = []
@@ -45,12 +48,23 @@ def run_named(folder: Path, package: str) -> int:
         print(f"\n== {name}: {there_are[name]}", flush=True)
         began = time.monotonic()
         command = [sys.executable, "-m", f"{package}.{name}"]
-        if subprocess.run(command, check=False, cwd=FOLDER.parent).returncode != 0:
+        if run_to_its_end(command) != 0:
             failed.append(name)
         print(f"== {name}: {time.monotonic() - began:.0f} s", flush=True)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def run_to_its_end(command: list[str]) -> int:
+    """Its exit status. Whatever ends us is passed on, and what it has started ends with it."""
+    with subprocess.Popen(command, cwd=FOLDER.parent) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
 
 
 if __name__ == "__main__":

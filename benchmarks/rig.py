@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.ends import end_in_order
 from kvd_client import (
     EngineIdentity,
     Fragment,
@@ -55,7 +56,11 @@ def daemon(
 def daemon_in_session(
     pool_bytes: int, extent_bytes: int, flags: Mapping[str, object], *, is_own: bool
 ) -> Iterator[DaemonProcess]:
-    """The same, in a login session of its own or in this process's."""
+    """The same, in a login session of its own or in this process's.
+
+    From here on a signal that ends the benchmark ends what it has started, too.
+    """
+    end_in_order()
     scratch = Path(tempfile.mkdtemp(prefix="kvd-bench-"))
     pool = Path(tempfile.mkdtemp(prefix=f"kvd-bench-{os.getpid()}-", dir="/dev/shm"))
     running = DaemonProcess(scratch, pool)

@@ -102,17 +102,24 @@ class Server:
             )
 
     def __enter__(self) -> Self:
+        try:
+            self._wait_healthy()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _wait_healthy(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         while True:
             try:
                 self._ask("/health")
             except (urllib.error.URLError, ConnectionError):
                 if self._process.poll() is not None or time.monotonic() > deadline:
-                    self._end()
                     sys.exit(f"a server does not start:\n{self._log.read_text()[-4000:]}")
                 time.sleep(0.2)
             else:
-                return self
+                return
 
     def __exit__(
         self,

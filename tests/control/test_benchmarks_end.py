@@ -1,0 +1,58 @@
+"""A benchmark that is told to end leaves nothing running, though its servers have own groups."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.control.running_daemon import wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+# In the place of vLLM's Python: a server that never gets healthy, and a model that is made at once.
+PYTHON = """#!/bin/sh
+case "$*" in
+  *api_server*) echo $$ >> "$SERVERS"; exec sleep 600;;
+esac
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "module", [["benchmarks.vllm.served_hits"], ["benchmarks.vllm", "served_hits"]]
+)
+def test_an_ended_benchmark_takes_its_servers_along(
+    tmp_path: Path, number: signal.Signals, module: list[str]
+) -> None:
+    python, servers = tmp_path / "python", tmp_path / "servers"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    servers.touch()
+    environment = {"KVD_VLLM_PYTHON": str(python), "SERVERS": str(servers), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", *module], cwd=ROOT, env=os.environ | environment
+    ) as benchmark:
+        try:
+            wait_until(lambda: servers.read_text().endswith("\n"), "the first server", 60)
+            server = int(servers.read_text())
+            assert is_alive(server)
+            benchmark.send_signal(number)
+            assert benchmark.wait(60) != 0
+            assert not is_alive(server)
+            assert list(tmp_path.glob("kvd-bench-*")) == []
+        finally:
+            benchmark.kill()
+            for line in servers.read_text().split():
+                if is_alive(int(line)):
+                    os.kill(int(line), signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
