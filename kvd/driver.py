@@ -86,6 +86,8 @@ class Driver:
         self.fleet.on_rank_lost = self._rank_lost
         self._fields: dict[str, dict[str, str]] = {}  # by fingerprint, for the registry
         self._next_token = 0
+        self._asked: dict[int, asyncio.Future[int]] = {}  # long work, by token
+        self._clearing = asyncio.Lock()
         self._next_session = 0
         self._next_mover = 0
         self._follow_ups: deque[Event] = deque()
@@ -185,6 +187,8 @@ class Driver:
                 self.pool.open_namespace(order, fields)
             case act.OpenScope():
                 self.pool.open_scope(order)
+            case act.ClearScopes():
+                self.pool.clear_scopes(order)
             case act.ForgetScopes():
                 self.pool.forget_scopes(order)
             case act.ForgetNamespace():
@@ -195,6 +199,8 @@ class Driver:
                 self._spawn(self._zero_row(order))
             case act.ReleaseRow():
                 self.pool.release_row(order)
+            case act.TellDone():
+                self._tell_done(order)
             case act.Reply():
                 raise AssertionError("a reply is no order")
             case _:
@@ -223,6 +229,11 @@ class Driver:
         for row in sorted(self._refused_rows):
             if self._handle(ev.RowRefused(self.next_token(), row)):
                 self._refused_rows.discard(row)
+
+    def _tell_done(self, order: act.TellDone) -> None:
+        asked = self._asked.get(order.token)
+        if asked is not None and not asked.done():
+            asked.set_result(order.blocks)
 
     def _end_job(self, order: EndJob) -> None:
         self.jobs.ended(order)
@@ -412,6 +423,32 @@ class Driver:
         Returns what is known of their ends. Raises TimeoutError when the deadline passes.
         """
         return await self.jobs.wait(session, jobs, deadline_s)
+
+    # -- long work ----------------------------------------------------------------------------
+
+    async def clear(self, namespaces: Sequence[NamespaceId]) -> int:
+        """Have nothing of these namespaces found; the number of their blocks, when all are gone.
+
+        One call after another: what one has left to be forgotten is bounded, and so that of all.
+        """
+        async with self._clearing:
+            tokens = []
+            try:
+                for namespace in namespaces:
+                    if self.machine.knows(namespace):
+                        tokens.append(self._expect())
+                        self.call(ev.NamespaceCleared(tokens[-1], namespace))
+                        await asyncio.sleep(0)
+                return sum([await self._asked[token] for token in tokens])
+            finally:
+                for token in tokens:
+                    del self._asked[token]
+
+    def _expect(self) -> int:
+        """A token whose work will be told done."""
+        token = self.next_token()
+        self._asked[token] = asyncio.get_running_loop().create_future()
+        return token
 
     # -- movers -----------------------------------------------------------------------------
 

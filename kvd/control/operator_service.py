@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvd.control.namespace import check_string
@@ -62,11 +61,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         chosen = self._namespaces.visible(peer)
         if request.namespace_id:
             chosen = [self._namespaces.require(peer, request.namespace_id)]
-        removed = 0
-        for namespace in chosen:
-            removed += self._driver.call(ev.NamespaceCleared(self._driver.next_token(), namespace))
-            await asyncio.sleep(0)
-        return pb.ClearResponse(blocks_removed=removed)
+        return pb.ClearResponse(blocks_removed=await self._driver.clear(chosen))
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
         self._tenants.require_operator(self._peers.behind(context))

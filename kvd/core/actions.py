@@ -72,6 +72,14 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class TellDone:
+    """Long work that was asked for under this token is done; it took so many blocks away."""
+
+    token: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class OpenNamespace:
     """Make the namespace known to the registry and give it an index page."""
 
@@ -93,6 +101,17 @@ class OpenScope:
     account: str
     group: int
     own: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ClearScopes:
+    """Have the registry say that the namespace's scopes below this number mean nothing.
+
+    Records still name them: those are of blocks that nobody finds any more, as if they were FREE.
+    """
+
+    namespace: NamespaceId
+    below: ScopeId
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +289,10 @@ class AnnounceCleared:
 
 Action = (
     Reply
+    | TellDone
     | OpenNamespace
     | OpenScope
+    | ClearScopes
     | ForgetScopes
     | ForgetNamespace
     | GrantRow

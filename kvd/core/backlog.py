@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvd.core.keys import NamespaceId, RowId, ScopeId
+
 if TYPE_CHECKING:
     from kvd.core.job import Transfer
     from kvd.core.state import Lease
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 LEASES_AT_ONCE = 64
 LEASED_BLOCKS_AT_ONCE = 4096  # but for those of the last lease
 PARTS_AT_ONCE = 8  # of transfers, but for those of the last one
+BLOCKS_AT_ONCE = 4096  # of a namespace that was cleared
+CLAIMED_AT_ONCE = 64  # of those, the ones that are leased or handed off
+STORES_LOOKED_AT = 1024
+ROWS_LOOKED_AT = 64
+SLOTS_LOOKED_AT = 65536  # of those, but for the last one's
+SCOPES_AT_ONCE = 512
 
 
 class CallOff(enum.Enum):
@@ -38,14 +46,26 @@ class CalledOff(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class Clear:
+    """What is left of a namespace that was cleared; see `clear`."""
+
+    answers: list[tuple[int, int]] = field(default_factory=list)  # token, blocks
+    stores: deque[int] = field(default_factory=deque)  # pieces that may be of it, by number
+    rows: deque[RowId] = field(default_factory=deque)  # that may hold blocks of it
+    scopes: list[set[ScopeId]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class Backlog:
     """What waits to be done; oldest first."""
 
     leases: deque[Lease] = field(default_factory=deque)  # ended; their claims still stand
     transfers: deque[CalledOff] = field(default_factory=deque)
+    clears: dict[NamespaceId, Clear] = field(default_factory=dict)
+    turn: int = 0  # which kind comes next
 
     def __bool__(self) -> bool:
-        return bool(self.leases or self.transfers)
+        return bool(self.leases or self.transfers or self.clears)
 
     def call_off(self, transfers: Iterable[Transfer], how: CallOff, reason: str) -> list[Transfer]:
         """Those that the caller calls off itself now; each of the others ends so in its turn."""

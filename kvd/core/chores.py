@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import backlog, disuse, lease, session, transfer
+from kvd.core import backlog, clear, disuse, lease, session, transfer
 from kvd.core.actions import Action
 from kvd.core.state import State
 
@@ -13,14 +13,32 @@ def waiting(state: State) -> bool:
 
 
 def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
-    """Do a piece of what has waited longest of its kind: a few milliseconds at most."""
-    if state.backlog.transfers:
-        _call_off(state, now_ns, actions)
-    elif state.backlog.leases:
-        for each in lease.unclaim_ended(state):
-            session.forget_session(state, each, now_ns, actions)
-    elif state.disuse.sweep is not None:
-        disuse.sweep_epochs(state, now_ns, actions)
+    """Do a piece of what has waited longest of its kind: a few milliseconds at most.
+
+    Kinds take turns: what takes a thousand pieces holds up nothing that takes one.
+    """
+    todo = (
+        (bool(state.backlog.transfers), _call_off),
+        (bool(state.backlog.leases), _unclaim),
+        (bool(state.backlog.clears), _clear),
+        (state.disuse.sweep is not None, disuse.sweep_epochs),
+    )
+    for step in range(1, len(todo) + 1):
+        turn = (state.backlog.turn + step) % len(todo)
+        is_due, work = todo[turn]
+        if is_due:
+            state.backlog.turn = turn
+            work(state, now_ns, actions)
+            return
+
+
+def _clear(state: State, _now_ns: int, actions: list[Action]) -> None:
+    clear.go_on(state, actions)
+
+
+def _unclaim(state: State, now_ns: int, actions: list[Action]) -> None:
+    for each in lease.unclaim_ended(state):
+        session.forget_session(state, each, now_ns, actions)
 
 
 def _call_off(state: State, now_ns: int, actions: list[Action]) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvd.core import hand_off, residency, spaces
 from kvd.core.actions import Action, ForgetNamespace, ForgetScopes, OpenScope
+from kvd.core.backlog import SCOPES_AT_ONCE
 from kvd.core.block import SlotState
 from kvd.core.keys import RowId, ScopeId, SessionId, Slots
 from kvd.core.reclaim import may_retire, retire_row
@@ -73,20 +74,19 @@ def enter(state: State, session: Session, actions: list[Action], *, own: bool) -
 
 
 def _is_known(state: State, session: Session) -> bool:
-    """Whether anybody has opened the session's epoch before."""
-    if (session.namespace, session.epoch, "", 0) in state.scope_ids:
+    """Whether anybody else is in the session's epoch, or has left anything there."""
+    if session.epoch in state.namespaces[session.namespace].scopes:
         return True
-    scopes = state.namespaces[session.namespace].scopes
-    return any(state.scopes[number].epoch == session.epoch for number in scopes)
+    others = (s for s in state.sessions.values() if s is not session)
+    return any((s.namespace, s.epoch) == (session.namespace, session.epoch) for s in others)
 
 
 def _write_shared(state: State, session: Session, actions: list[Action]) -> None:
     """Have the pool remember that the session's epoch is nobody's own; see `read_back`."""
-    scopes = (state.scopes[number] for number in state.namespaces[session.namespace].scopes)
-    found = (scope for scope in scopes if scope.epoch == session.epoch)
+    numbers = state.namespaces[session.namespace].scopes.get(session.epoch, ())
+    some = [state.scopes[number] for number in islice(numbers, SCOPES_SHARED_AT_ONCE)]
     actions.extend(
-        OpenScope(s.scope, s.namespace, s.epoch, s.account, s.group, own=False)
-        for s in islice(found, SCOPES_SHARED_AT_ONCE)
+        OpenScope(s.scope, s.namespace, s.epoch, s.account, s.group, own=False) for s in some
     )
 
 
@@ -183,24 +183,45 @@ def forgettable(state: State, payer: str) -> Namespace | None:
     for owner in (payer, None):
         for number in state.disuse.namespaces:
             namespace = state.namespaces[number]
-            if not _is_empty(namespace, owner):
-                continue
-            rows = [row for each in namespace.classes for row in each.rows.values()]
-            if len(rows) <= MAX_ROWS_FORGOTTEN and all(may_retire(state, row) for row in rows):
+            if _is_empty(namespace, owner) and _is_small(state, namespace):
                 return namespace
     return None
 
 
+def _is_small(state: State, namespace: Namespace) -> bool:
+    """Whether the namespace, which holds nothing, can be forgotten in one event."""
+    rows = (row for owner in namespace.classes for row in owner.rows.values())
+    some = list(islice(rows, MAX_ROWS_FORGOTTEN + 1))
+    return (
+        len(some) <= MAX_ROWS_FORGOTTEN
+        and _has_few_scopes(namespace)
+        and namespace.namespace not in state.backlog.clears
+        and all(may_retire(state, row) for row in some)
+    )
+
+
+def _has_few_scopes(namespace: Namespace) -> bool:
+    left = SCOPES_AT_ONCE
+    for numbers in namespace.scopes.values():
+        left -= len(numbers)
+        if left < 0:
+            return False
+    return True
+
+
 def forget(state: State, namespace: Namespace, actions: list[Action]) -> None:
-    """Make a namespace that holds nothing unknown; the same engine would make it anew."""
+    """Make a namespace that holds nothing, and has few scopes and none that were cleared, unknown.
+
+    The same engine would make it anew.
+    """
     number = namespace.namespace
     for owner in namespace.classes:
         for row in list(owner.rows.values()):
             retire_row(state, row, actions)
         state.claims.drop(owner)
         del state.classes[number, owner.group]
-    for scope_id in namespace.scopes:
-        spaces.drop_scope(state, scope_id)
+    for scope in [each for numbers in namespace.scopes.values() for each in numbers]:
+        spaces.forget_scope(state, scope)
     for epoch in namespace.own_epochs:
         state.disuse.epochs.pop((number, epoch), None)
     del state.disuse.namespaces[number]
@@ -228,8 +249,23 @@ def _take_back(state: State, namespace: Namespace, actions: list[Action]) -> Non
     undead = [row for owner in namespace.classes for row in owner.rows.values() if row.undead]
     for row in undead:  # such a row stays; the next incarnation of the pool takes it back
         _give_up(state, row.size_class, _ready_in(state, row), actions)
-    if not any(owner.rows for owner in namespace.classes):
+    if any(owner.rows for owner in namespace.classes):
+        return
+    if namespace.namespace in state.backlog.clears:
+        return  # it goes after what was cleared
+    if _has_few_scopes(namespace):
         forget(state, namespace, actions)
+    else:
+        _forget_some_scopes(state, namespace, actions)
+
+
+def _forget_some_scopes(state: State, namespace: Namespace, actions: list[Action]) -> None:
+    """Of a namespace without a row, before it is forgotten itself."""
+    numbers = (number for several in namespace.scopes.values() for number in several)
+    some = list(islice(numbers, SCOPES_AT_ONCE))
+    for number in some:
+        spaces.forget_scope(state, number)
+    actions.append(ForgetScopes(tuple(some)))
 
 
 def _is_empty(namespace: Namespace, payer: str | None) -> bool:
@@ -274,8 +310,7 @@ def _forget_epochs(state: State, names: Iterable[EpochName], actions: list[Actio
     known = [(number, epoch) for number, epoch in names if number in state.namespaces]
     scopes = [ScopeId(number) for number in _scopes_of(state, known).tolist()]
     for number in scopes:
-        scope = spaces.drop_scope(state, number)
-        state.namespaces[scope.namespace].scopes.remove(number)
+        spaces.forget_scope(state, number)
     for namespace, epoch in known:
         del state.namespaces[namespace].own_epochs[epoch]
         del state.disuse.epochs[namespace, epoch]
@@ -284,10 +319,8 @@ def _forget_epochs(state: State, names: Iterable[EpochName], actions: list[Actio
 
 
 def _scopes_of(state: State, names: Iterable[EpochName]) -> Slots:
-    wanted = set(names)
-    namespaces = {number for number, _ in wanted if number in state.namespaces}
-    scopes = (state.scopes[s] for n in namespaces for s in state.namespaces[n].scopes)
-    found = [s.scope for s in scopes if (s.namespace, s.epoch) in wanted]
+    known = [(state.namespaces[n], epoch) for n, epoch in set(names) if n in state.namespaces]
+    found = [s for namespace, epoch in known for s in namespace.scopes.get(epoch, ())]
     return np.array(sorted(found), dtype=np.int64)
 
 
@@ -296,8 +329,8 @@ def _epochs_in_flight(state: State) -> set[EpochName]:
     running = {part.scope for t in state.transfers.values() for part in t.piece.parts}
     waiting = {wait.scope for session in state.sessions.values() for wait in session.waits}
     # A store that failed may still run when its scope holds nothing more and is forgotten.
-    scopes = [state.scopes[number] for number in running | waiting if number in state.scopes]
-    return {(scope.namespace, scope.epoch) for scope in scopes}
+    scopes = [state.scopes.get(number) for number in running | waiting]
+    return {(scope.namespace, scope.epoch) for scope in scopes if scope is not None}
 
 
 def _rows_of(state: State, names: Iterable[EpochName]) -> Iterable[RowId]:

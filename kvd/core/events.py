@@ -356,7 +356,10 @@ class TransferFinished:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceCleared:
-    """Reply: number of blocks removed. Pinned blocks go once their pins end."""
+    """No block is found any more. TellDone, with their number, when their records are FREE.
+
+    Pinned blocks' slots are free once their pins end.
+    """
 
     token: int
     namespace: NamespaceId

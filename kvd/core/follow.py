@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core import prefix, store, transfer, waits
+from kvd.core import prefix, spaces, store, transfer, waits
 from kvd.core.actions import Action
 from kvd.core.block import SlotState
-from kvd.core.errors import COPY_FAILED, RANKS_MISSING
+from kvd.core.errors import COPY_FAILED, RANKS_MISSING, RESET
 from kvd.core.events import JobStatus
 from kvd.core.index import NOWHERE
 from kvd.core.job import Wait
@@ -49,6 +49,9 @@ def _take_over(
     job, offer = wait.job, wait.offer
     if wait.scope not in state.scopes:
         transfer.fail_job(job, COPY_FAILED)
+        return 0
+    if spaces.is_cleared(state, session.namespace, wait.scope):
+        transfer.fail_job(job, RESET)
         return 0
     offer.slots = state.index.find(offer.tags, offer.words, wait.scope)
     states = state.slots.state[offer.slots]

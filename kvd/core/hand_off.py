@@ -18,7 +18,7 @@ from kvd.core.actions import Action
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import HandOffRequested
 from kvd.core.index import NOWHERE
-from kvd.core.keys import NamespaceId, SessionId, Slots
+from kvd.core.keys import SessionId, Slots
 from kvd.core.lookup import check_key_count, check_keys, read_keys
 from kvd.core.rows import SizeClass
 from kvd.core.state import HandOff, Session, State
@@ -128,18 +128,6 @@ def expire(state: State, now_ns: int) -> None:
             left -= len(late)
             state.counters.hand_off_expired += len(late)
             _let_go(state, found, state.classes[found.namespace, group], late)
-
-
-def end_of_namespace(state: State, namespace: NamespaceId) -> None:
-    """Its blocks go: nothing of it is held for anybody."""
-    for found in list(state.hand_offs.values()):
-        if found.namespace == namespace:
-            _end(state, found)
-
-
-def _end(state: State, found: HandOff) -> None:
-    for group, slots in list(found.held.items()):
-        _let_go(state, found, state.classes[found.namespace, group], slots)
 
 
 def _let_go(state: State, found: HandOff, owner: SizeClass, slots: Slots) -> None:

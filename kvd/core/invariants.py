@@ -374,26 +374,48 @@ def _check_sessions(state: State) -> None:
         assert sum(map(len, session.by_request.values())) == len(session.leases), "leases"
 
 
+def _check_scopes(state: State) -> None:
+    """I7: a name is that of one scope, in force or cleared; of the latter nothing is found."""
+    live: dict[int, dict[str, set[ScopeId]]] = defaultdict(dict)
+    cleared: dict[int, set[ScopeId]] = defaultdict(set)
+    for number, scope in state.scopes.items():
+        name = (scope.namespace, scope.epoch, scope.account, scope.group)
+        if number < state.namespaces[scope.namespace].cleared_below:
+            cleared[scope.namespace].add(number)
+            assert state.scope_ids.get(name, number) >= number, "a name of an older scope"
+        else:
+            live[scope.namespace].setdefault(scope.epoch, set()).add(number)
+            assert state.scope_ids[name] == number, "a scope is filed under another name"
+    assert set(state.scope_ids.values()) <= state.scopes.keys(), "a scope that is forgotten"
+    for of, namespace in state.namespaces.items():
+        assert namespace.scopes == live.pop(of, {}), "a namespace's scopes"
+        clear = state.backlog.clears.get(of)
+        left = [] if clear is None else [number for some in clear.scopes for number in some]
+        assert len(left) == len(set(left)), "a scope is to be forgotten twice"
+        assert set(left) == cleared.pop(of, set()), "cleared scopes"
+        doomed = 0
+        for owner in namespace.classes:
+            scopes = state.slots.scopes[_slots_in(state, owner, SlotState.READY)]
+            doomed += int(np.count_nonzero(scopes < namespace.cleared_below))
+        assert namespace.doomed == doomed, "blocks that were cleared"
+    assert not live, "scopes of a namespace that is forgotten"
+    assert not cleared, "cleared scopes of a namespace that is forgotten"
+    assert state.backlog.clears.keys() <= state.namespaces.keys(), "a clear of what is forgotten"
+
+
 def _check_disuse(state: State) -> None:
     """I10: every namespace and every own epoch has a session, or is on its way out in time."""
     disuse = state.disuse
     used = {session.namespace for session in state.sessions.values()}
     assert disuse.namespaces.keys() == state.namespaces.keys() - used, "unused namespaces"
     assert disuse.ending.keys() <= disuse.namespaces.keys(), "a namespace in use is taken apart"
-    scopes: dict[int, set[int]] = defaultdict(set)
-    for scope_id, scope in state.scopes.items():
-        name = (scope.namespace, scope.epoch, scope.account, scope.group)
-        assert state.scope_ids[name] == scope_id, "a scope is filed under another name"
-        scopes[scope.namespace].add(scope_id)
-    assert len(state.scope_ids) == len(state.scopes), "a name of a scope that is forgotten"
+    _check_scopes(state)
     epochs = {(session.namespace, session.epoch) for session in state.sessions.values()}
     own = set()
     for number, namespace in state.namespaces.items():
         assert state.by_fingerprint[namespace.spec.fingerprint] is namespace, "a fingerprint"
-        assert namespace.scopes == scopes.pop(number, set()), "a namespace's scopes"
         assert all(state.classes[number, c.group] is c for c in namespace.classes), "a size class"
         own |= {(number, epoch) for epoch in namespace.own_epochs}
-    assert not scopes, "scopes of a namespace that is forgotten"
     assert len(state.by_fingerprint) == len(state.namespaces), "a forgotten fingerprint"
     assert sum(len(n.classes) for n in state.namespaces.values()) == len(state.classes)
     assert disuse.epochs.keys() == own - epochs, "own epochs that nobody is in"

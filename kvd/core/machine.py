@@ -13,6 +13,7 @@ import numpy as np
 
 from kvd.core import (
     chores,
+    clear,
     disuse,
     follow,
     hand_off,
@@ -121,14 +122,16 @@ class Machine:
     def _resident_in(self, owner: SizeClass, row: Row, start: int) -> list[ResidentBlocks]:
         """Those of a few slots of a row."""
         state = self.state
+        namespace = state.namespaces[owner.namespace]
         first = row.first_slot + start
         span = slice(first, min(first + RESIDENT_SLOTS, row.first_slot + row.slots))
         slots = first + np.flatnonzero(state.slots.state[span] == SlotState.READY)
+        slots = slots[state.slots.scopes[slots] >= namespace.cleared_below]
         # Sorted once: with an account a user, comparing all with each scope takes minutes.
         slots = slots[np.argsort(state.slots.scopes[slots], kind="stable")]
         numbers, starts = np.unique(state.slots.scopes[slots], return_index=True)
         members = np.split(slots, starts[1:])
-        hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
+        hash_bytes = namespace.spec.hash_bytes
         found = []
         for number, inside in zip(numbers.tolist(), members, strict=False):
             scope = state.scopes[ScopeId(number)]
@@ -252,7 +255,7 @@ class Machine:
                 reclaim.row_zeroed(state, event.row, actions)
                 disuse.go_on(state, now_ns, actions)
             case ev.NamespaceCleared():
-                return operate.namespace_cleared(state, event)
+                return clear.namespace_cleared(state, event)
             case ev.QuotaSet():
                 return operate.quota_set(state, event)
             case ev.DrainStarted():

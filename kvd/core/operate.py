@@ -1,68 +1,15 @@
-"""What operators and time do: clear, quotas, drain, deadlines."""
+"""What operators and time do: quotas and deadlines."""
 
 from __future__ import annotations
 
-import numpy as np
-
-from kvd.core import chores, disuse, hand_off, lease, recency, residency, room, session, transfer
-from kvd.core.actions import Action, AnnounceCleared, Reply
-from kvd.core.block import SlotState
-from kvd.core.errors import EXPIRED, RESET, InvalidArgument
-from kvd.core.events import JobKind, NamespaceCleared, QuotaSet
-from kvd.core.keys import Slots
+from kvd.core import chores, disuse, hand_off, lease, recency, room, session, transfer
+from kvd.core.actions import Action, Reply
+from kvd.core.errors import EXPIRED, InvalidArgument
+from kvd.core.events import QuotaSet
 from kvd.core.rows import SizeClass, grant_spare
 from kvd.core.state import State
 
 CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need
-
-
-def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
-    """No block of the namespace is found any more; running stores into it come to nothing, and
-    nothing of it is handed off.
-
-    Pinned blocks keep their slots, unseen, until their pins end.
-    """
-    namespace = state.require_namespace(event.namespace)
-    actions: list[Action] = [AnnounceCleared(event.namespace)]
-    removed = 0
-    hand_off.end_of_namespace(state, event.namespace)
-    for owner in namespace.classes:
-        removed += _clear_class(state, owner, actions)
-    for piece in list({id(t.piece): t.piece for t in state.transfers.values()}.values()):
-        storing = piece.job.kind is JobKind.STORE
-        if storing and piece.parts[0].size_class.namespace == event.namespace:
-            transfer.fail_piece(state, piece, RESET, actions)
-    for owner in namespace.classes:
-        assert not owner.policy.coldest(1).size, "the policy of a cleared class knows a block"
-        owner.policy.forget_gone()  # without what it learned of blocks that are gone
-    for wait in state.released:
-        if wait.offer.size_class.namespace == event.namespace and not wait.done:
-            transfer.fail_job(wait.job, RESET)
-    state.counters.cleared += removed
-    actions.append(Reply(event.token, removed))
-    return actions
-
-
-def _clear_class(state: State, owner: SizeClass, actions: list[Action]) -> int:
-    ready = ready_slots(state, owner)
-    if not len(ready):
-        return 0
-    owner.policy.remove(ready)
-    pinned = state.slots.pins[ready] > 0
-    if not pinned.all():
-        residency.forget_ready(state, owner, ready[~pinned], actions, announce=False)
-    if pinned.any():
-        residency.quarantine_ready(state, owner, ready[pinned], actions, announce=False)
-    return len(ready)
-
-
-def ready_slots(state: State, owner: SizeClass) -> Slots:
-    """Every READY slot of the class, row by row. Reads all its rows."""
-    found = [
-        row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.READY)
-        for row in owner.rows.values()
-    ]
-    return np.concatenate([np.empty(0, dtype=np.int64), *found])
 
 
 def quota_set(state: State, event: QuotaSet) -> list[Action]:

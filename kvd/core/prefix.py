@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvd.core import residency
+from kvd.core import residency, spaces
 from kvd.core.block import SlotState
 from kvd.core.job import Prefix, Used
 from kvd.core.keys import RequestId, ScopeId, Slots
@@ -139,7 +139,7 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
 
 def _renew(state: State, prefix: Prefix, scope: ScopeId, now_ns: int) -> None:
     named = state.scopes.get(scope)
-    if named is None:  # forgotten, so nothing of it is there
-        return
+    if named is None or spaces.is_cleared(state, named.namespace, scope):
+        return  # nothing of it is there, or to be found
     owner = state.classes[named.namespace, named.group]
     residency.touch(state, owner, held(state, prefix, scope), now_ns, as_use=False)

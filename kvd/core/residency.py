@@ -81,17 +81,10 @@ def evict(state: State, owner: SizeClass, count: int, actions: list[Action]) -> 
     forget_ready(state, owner, victims, actions)
 
 
-def forget_ready(
-    state: State, owner: SizeClass, slots: Slots, actions: list[Action], *, announce: bool = True
-) -> None:
-    """READY -> FREE for unpinned blocks that the policy has already let go.
-
-    Without `announce` the caller has told everybody that the whole namespace is cleared.
-    """
+def forget_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    """READY -> FREE for unpinned blocks that the policy has already let go."""
     assert not state.slots.pins[slots].any(), "a pinned block was evicted"
     _leave_index(state, owner, slots, actions)
-    if announce:
-        _announce_removed(state, owner, slots, actions)
     actions.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.FREE)
     owner.count(ready=-len(slots), evictable=-len(slots))
@@ -99,17 +92,10 @@ def forget_ready(
     owner.put_free(slots)
 
 
-def quarantine_ready(
-    state: State, owner: SizeClass, slots: Slots, actions: list[Action], *, announce: bool = True
-) -> None:
-    """READY -> QUARANTINED for pinned blocks that the policy has already let go.
-
-    Without `announce` the caller has told everybody that the whole namespace is cleared.
-    """
+def quarantine_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    """READY -> QUARANTINED for pinned blocks that the policy has already let go."""
     assert bool((state.slots.pins[slots] > 0).all()), "an unpinned block needs no quarantine"
     _leave_index(state, owner, slots, actions)
-    if announce:
-        _announce_removed(state, owner, slots, actions)
     actions.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.QUARANTINED)
     owner.count(ready=-len(slots), quarantined=len(slots))
@@ -167,9 +153,16 @@ def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:
 
 
 def _leave_index(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    """Those that were READY: nobody finds them, and everybody who could is told."""
     state.index.remove(slots)
     state.scope_shares.take_each(state.slots.scopes[slots])
     actions.append(RetractTags(owner.namespace, state.slots.tags[slots]))
+    namespace = state.namespaces[owner.namespace]
+    if namespace.doomed:  # everybody was told of these when the namespace was cleared
+        live = state.slots.scopes[slots] >= namespace.cleared_below
+        namespace.doomed -= int(np.count_nonzero(~live))
+        slots = slots[live]
+    _announce_removed(state, owner, slots, actions)
 
 
 def _announce_removed(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:

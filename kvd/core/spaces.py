@@ -192,7 +192,14 @@ def group_seed(state: State, namespace: Namespace, epoch: str, group: int) -> in
 def find_scope(state: State, session: Session, account: str, group: int) -> Scope | None:
     """The scope in which this session's keys of a group meet others, if it was ever opened."""
     number = state.scope_ids.get((session.namespace, session.epoch, account, group))
-    return None if number is None else state.scopes[number]
+    if number is None or number < state.namespaces[session.namespace].cleared_below:
+        return None
+    return state.scopes[number]
+
+
+def is_cleared(state: State, namespace: NamespaceId, scope: ScopeId) -> bool:
+    """Whether blocks of this scope of the namespace are of no use since it was cleared."""
+    return scope < state.namespaces[namespace].cleared_below
 
 
 def check_scopes(state: State, spec: NamespaceSpec, epoch: str, payer: str) -> None:
@@ -228,12 +235,15 @@ def _forgettable_scopes(
 ) -> tuple[list[ScopeId], list[ScopeId]]:
     """Scopes without a block that no session opened for itself: the payer's, and others'.
 
-    Only where the payer has none they are of whoever has most of those.
+    Only where the payer has none they are of whoever has most of those. What was cleared goes
+    with its clear.
     """
     epochs = {(session.namespace, session.epoch) for session in state.sessions.values()}
 
     def may_go(number: ScopeId) -> bool:
         scope = state.scopes[number]
+        if is_cleared(state, scope.namespace, number):
+            return False
         return bool(scope.account) or (scope.namespace, scope.epoch) not in epochs
 
     shares = state.scope_shares
@@ -249,17 +259,22 @@ def _forget_unused_scopes(state: State, payer: str, actions: list[Action]) -> No
     """Their numbers never come back in this incarnation; their tags are the same when they do."""
     mine, others = _forgettable_scopes(state, payer, MAX_GROUPS)
     for number in (*mine, *others):
-        state.namespaces[state.scopes[number].namespace].scopes.remove(number)
-        drop_scope(state, number)
+        forget_scope(state, number)
     actions.append(ForgetScopes((*mine, *others)))
 
 
-def drop_scope(state: State, number: ScopeId) -> Scope:
-    """Make it unknown, but to its namespace."""
+def forget_scope(state: State, number: ScopeId) -> None:
+    """Nothing names it any more. A name that was opened anew since it was cleared stays."""
     scope = state.scopes.pop(number)
-    del state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group]
+    name = (scope.namespace, scope.epoch, scope.account, scope.group)
     state.scope_shares.forgotten(number)
-    return scope
+    if state.scope_ids.get(name) == number:
+        del state.scope_ids[name]
+    if not is_cleared(state, scope.namespace, number):
+        siblings = state.namespaces[scope.namespace].scopes
+        siblings[scope.epoch].remove(number)
+        if not siblings[scope.epoch]:
+            del siblings[scope.epoch]
 
 
 def open_scope(
@@ -272,11 +287,18 @@ def open_scope(
     payer = session.payer
     if not share_left(state.scope_shares.taken[payer], len(state.scopes), MAX_SCOPES):
         _forget_unused_scopes(state, payer, actions)
-    number, namespace = ScopeId(state.next_scope), state.namespaces[session.namespace]
-    seed = scope_seed(state, namespace, session.epoch, account, group)
-    scope = Scope(number, session.namespace, session.epoch, account, group, seed)
+    return open_named(state, (session.namespace, session.epoch, account, group), payer, actions)
+
+
+def open_named(
+    state: State, name: tuple[NamespaceId, str, str, int], payer: str, actions: list[Action]
+) -> Scope:
+    """A scope of this name that is new, or was cleared, under the next number."""
+    number, namespace = ScopeId(state.next_scope), state.namespaces[name[0]]
+    seed = scope_seed(state, namespace, *name[1:])
+    scope = Scope(number, *name, seed)
     add_scope(state, scope, payer)
-    own = session.epoch in namespace.own_epochs
+    own = scope.epoch in namespace.own_epochs
     actions.append(OpenScope(number, scope.namespace, scope.epoch, scope.account, scope.group, own))
     return scope
 
@@ -286,7 +308,7 @@ def add_scope(state: State, scope: Scope, payer: str) -> None:
     number = scope.scope
     state.scopes[number] = scope
     state.scope_shares.opened(number, payer)
-    state.namespaces[scope.namespace].scopes.add(number)
+    state.namespaces[scope.namespace].scopes.setdefault(scope.epoch, set()).add(number)
     state.next_scope = max(state.next_scope, number + 1)
     state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group] = number
 

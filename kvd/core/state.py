@@ -42,6 +42,7 @@ MAX_NAMESPACES = 4096
 MAX_SCOPES = 65536
 MAX_SESSIONS = 1024
 NEVER = 1 << 63  # as a time
+NO_SCOPE = ScopeId(0)  # below the number of any
 # Engine blocks of one group, of all groups of a session, and of all sessions of a tenant: two bytes
 # each, once used, in the map of those whose copy is in flight.
 MAX_ENGINE_BLOCKS = 1 << 22
@@ -92,7 +93,10 @@ class Namespace:
     ended_leases: int = 0  # of its sessions, in the backlog
     wasted_shares: tuple[float, ...] = ()  # of the extents of each group's rows
     shard_nodes: dict[int, int] = field(default_factory=dict)  # as far as ranks have told
-    scopes: set[ScopeId] = field(default_factory=set)
+    # In force, by epoch; what was cleared is in `Backlog.clears`, and numbered below the bound.
+    scopes: dict[str, set[ScopeId]] = field(default_factory=dict)
+    cleared_below: ScopeId = NO_SCOPE
+    doomed: int = 0  # READY blocks of cleared scopes, yet to be given up
     # Each of use to one start of an engine alone; by its name, "" where that is not known yet.
     own_epochs: dict[str, str] = field(default_factory=dict)
     shared_epochs: set[str] = field(default_factory=set)  # as they were read back from the pool

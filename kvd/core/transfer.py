@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvd.core import hand_off, lease, residency
+from kvd.core import hand_off, lease, residency, spaces
 from kvd.core.actions import (
     Action,
     EndJob,
@@ -17,7 +17,7 @@ from kvd.core.actions import (
 )
 from kvd.core.backlog import CalledOff, CallOff
 from kvd.core.block import SlotState
-from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FULL
+from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FULL, RESET
 from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
 from kvd.core.job import Job, Part, Piece, Transfer
 from kvd.core.keys import U32, JobId, Slots, TransferId
@@ -174,6 +174,8 @@ def end_transfer(
     mover = state.movers.get(transfer.mover)
     if mover is not None:
         del mover.transfers[transfer.transfer]
+    if not failure and job.kind is JobKind.STORE and _is_cleared(state, piece):
+        failure = RESET
     if failure:
         fail_piece(state, piece, failure, actions)
     for part in piece.parts:
@@ -199,6 +201,12 @@ def end_transfer(
                 hand_off.loaded(state, job.session, part.size_class, part.pinned)
     job.pieces -= 1
     end_job_when_done(state, job, actions)
+
+
+def _is_cleared(state: State, piece: Piece) -> bool:
+    """Whether the piece's namespace was cleared since it was admitted."""
+    part = piece.parts[0]
+    return spaces.is_cleared(state, part.size_class.namespace, part.scope)
 
 
 def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -> None:

@@ -84,7 +84,12 @@ class IndexPage:
         return spilled
 
     def remove(self, tags: U64) -> None:
-        """Take tags out. A tag that isn't there was spilled."""
+        """Take tags out, each as often as it is named. A tag that isn't there was spilled."""
+        if len(once := np.unique(tags)) < len(tags):
+            # Blocks of a name that was cleared and stored again have one tag.
+            order = np.sort(tags)
+            self.remove(order[1:][order[1:] == order[:-1]])
+            tags = once
         first, second = bucket_pair(tags, self.buckets)
         left = self._clear(tags, first)
         if left.any():

@@ -12,6 +12,7 @@ from typing import Self
 import numpy as np
 
 from kvd.core.actions import (
+    ClearScopes,
     ForgetNamespace,
     ForgetScopes,
     GrantRow,
@@ -234,6 +235,10 @@ class Pool:
 
     def open_scope(self, order: OpenScope) -> None:
         self._registry.add_scope(order)
+
+    def clear_scopes(self, order: ClearScopes) -> None:
+        """Recovery takes records of these scopes for free from now on."""
+        self._registry.clear_scopes(order.namespace, order.below)
 
     def forget_scopes(self, order: ForgetScopes) -> None:
         self._registry.forget_scopes(order.scopes)

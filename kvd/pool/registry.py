@@ -7,6 +7,9 @@ while writing, belongs to something that no record names yet.
 On a full file system a line waits, in memory, until there is room. Should the daemon die before
 that, recovery takes what the line is missing for as free: blocks are lost, none is mistaken.
 
+A line that a namespace was cleared takes all that stands before it of its scopes: one line, however
+many there are, and records that name them mean nothing from then on.
+
 What is forgotten stays in the file until that is written anew: recovery forgets it likewise, since
 no record names it. The new file is written in pieces beside the old one and then takes its place.
 """
@@ -14,6 +17,7 @@ no record names it. The new file is written in pieces beside the old one and the
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import os
 from collections import deque
@@ -83,7 +87,15 @@ class LineFile:
         os.close(self._fd)
 
 
-Name = tuple[bool, int]  # whether of a scope, and the number
+class Kind(enum.Enum):
+    """What a line says."""
+
+    NAMESPACE = "namespace"
+    SCOPE = "scope"
+    CLEARED = "cleared"
+
+
+Name = tuple[Kind, int]  # and the number: of a namespace, but for a scope
 
 
 @dataclass(slots=True)
@@ -103,6 +115,7 @@ class Registry:
     _pause: int = 0  # pieces of upkeep to let pass, since the file system is full
     _said: bool = False
     _by_namespace: dict[NamespaceId, set[ScopeId]] = field(default_factory=dict)
+    _cleared: dict[NamespaceId, ScopeId] = field(default_factory=dict)  # scopes below this number
     # Numbers in the file, of what is forgotten too: used anew they could be mistaken for it.
     highest_namespace: int = 0
     highest_scope: int = 0
@@ -150,14 +163,20 @@ class Registry:
                 return
             namespace = RegisteredNamespace(namespace.namespace, namespace.spec, fields)
         self.namespaces[namespace.namespace] = namespace
-        self._write((False, namespace.namespace))
+        self._write((Kind.NAMESPACE, namespace.namespace))
 
     def add_scope(self, scope: OpenScope) -> None:
         """Write the scope down unless it stands there the same."""
         if self.scopes.get(scope.scope) == scope:
             return
         self._know(scope)
-        self._write((True, scope.scope))
+        self._write((Kind.SCOPE, scope.scope))
+
+    def clear_scopes(self, namespace: NamespaceId, below: ScopeId) -> None:
+        """Records that name these scopes mean nothing; they are forgotten later."""
+        self._cleared[namespace] = below
+        self._waiting.pop((Kind.CLEARED, namespace), None)  # it comes behind what waits now
+        self._write((Kind.CLEARED, namespace))
 
     def forget_scopes(self, scopes: Collection[ScopeId]) -> None:
         """Forget these."""
@@ -168,8 +187,10 @@ class Registry:
     def forget_namespace(self, namespace: NamespaceId) -> None:
         """Forget this and its scopes."""
         del self.namespaces[namespace]
-        self._waiting.pop((False, namespace), None)
+        self._waiting.pop((Kind.NAMESPACE, namespace), None)
+        self._waiting.pop((Kind.CLEARED, namespace), None)
         self._forget_scopes_of(namespace)
+        self._cleared.pop(namespace, None)
         self._shrink()
 
     def upkeep(self) -> None:
@@ -197,7 +218,7 @@ class Registry:
 
     def _forget_scope(self, scope: ScopeId) -> None:
         known = self.scopes.pop(scope, None)
-        self._waiting.pop((True, scope), None)
+        self._waiting.pop((Kind.SCOPE, scope), None)
         if known is not None:
             self._by_namespace[known.namespace].discard(scope)
 
@@ -207,7 +228,14 @@ class Registry:
         self._by_namespace.pop(namespace, None)
 
     def _take(self, record: dict[str, Any]) -> None:
-        if record["kind"] == "namespace":
+        if record["kind"] == Kind.CLEARED.value:
+            below = ScopeId(record["below"])
+            self.highest_scope = max(self.highest_scope, below - 1)
+            for number in list(self._by_namespace.get(NamespaceId(record["namespace"]), ())):
+                if number < below:
+                    self._forget_scope(number)
+            return
+        if record["kind"] == Kind.NAMESPACE.value:
             namespace = _namespace_of(record)
             known = self.namespaces.get(namespace.namespace)
             if known is not None and known.spec != namespace.spec:
@@ -283,11 +311,16 @@ class Registry:
         self._pause = TRY_AGAIN_PIECES
 
     def _lines_of(self, name: Name) -> Iterator[bytes]:
-        """Its line; none where it was forgotten."""
-        of_scope, number = name
-        if of_scope and (scope := self.scopes.get(ScopeId(number))) is not None:
-            yield lines.seal(_scope_record(scope))
-        if not of_scope and (known := self.namespaces.get(NamespaceId(number))) is not None:
+        """Its line; none where it was forgotten, or cleared."""
+        kind, number = name
+        if kind is Kind.SCOPE:
+            scope = self.scopes.get(ScopeId(number))
+            if scope is not None and number >= self._cleared.get(scope.namespace, 0):
+                yield lines.seal(_scope_record(scope))
+        elif kind is Kind.CLEARED:
+            if (below := self._cleared.get(NamespaceId(number))) is not None:
+                yield lines.seal({"kind": kind.value, "namespace": number, "below": below})
+        elif (known := self.namespaces.get(NamespaceId(number))) is not None:
             yield lines.seal(_namespace_record(known))
 
     # -- writing anew -----------------------------------------------------------------------------
@@ -303,8 +336,8 @@ class Registry:
         except OSError as error:
             self._wait(error)
             return
-        self._left = deque((False, number) for number in self.namespaces)
-        self._left.extend((True, number) for number in self.scopes)
+        self._left = deque((Kind.NAMESPACE, number) for number in self.namespaces)
+        self._left.extend((Kind.SCOPE, number) for number in self.scopes)
 
     def _go_on_anew(self, fresh: LineFile, most: int) -> None:
         names: list[Name] = []
@@ -336,7 +369,7 @@ class Registry:
 def _namespace_record(namespace: RegisteredNamespace) -> dict[str, Any]:
     spec = namespace.spec
     return {
-        "kind": "namespace",
+        "kind": Kind.NAMESPACE.value,
         "namespace": namespace.namespace,
         "fingerprint": spec.fingerprint,
         "tenant": spec.tenant,
@@ -361,7 +394,7 @@ def _namespace_of(record: dict[str, Any]) -> RegisteredNamespace:
 
 def _scope_record(scope: OpenScope) -> dict[str, Any]:
     return {
-        "kind": "scope",
+        "kind": Kind.SCOPE.value,
         "scope": scope.scope,
         "namespace": scope.namespace,
         "epoch": scope.epoch,

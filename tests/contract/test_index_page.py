@@ -48,6 +48,20 @@ def tags(first: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return mix(np.arange(first + 1, first + count + 1, dtype=np.uint64))
 
 
+def test_tag_that_is_in_twice_is_there_until_it_was_removed_twice(
+    page: IndexPage, reader: PageReader
+) -> None:
+    some = tags(0, 100)
+    page.insert(some)
+    page.insert(some)
+    page.remove(some)
+    assert reader.probe(some).all()
+    page.insert(some)
+    page.remove(np.concatenate([some, some[:50]]))
+    assert not reader.probe(some[:50]).any()
+    assert reader.probe(some[50:]).all()
+
+
 def test_a_full_page_holds_every_tag_and_no_other(page: IndexPage, reader: PageReader) -> None:
     resident = tags(0, 4096)
     assert page.insert(resident) == 0

@@ -238,3 +238,59 @@ def test_a_number_of_another_namespace_now_has_no_scopes_of_the_forgotten_one(
     made.add_scope(scope(2))
     found = read(made)
     assert found.scopes == {ScopeId(2): scope(2)}
+
+
+def test_one_line_clears_all_scopes_of_a_namespace_that_stand_before_it(made: Registry) -> None:
+    made.add_namespace(namespace(2))
+    for number in range(1, 9):
+        made.add_scope(scope(number, of=1 + number % 2))
+    size = len(made.path.read_bytes().splitlines())
+    made.clear_scopes(NamespaceId(1), ScopeId(7))
+    made.add_scope(scope(9, of=1))
+    assert len(made.path.read_bytes().splitlines()) == size + 2
+    found = read(made)
+    assert sorted(found.scopes) == [1, 3, 5, 7, 8, 9]
+    assert found.highest_scope == 9
+    assert found.damaged_lines == 0
+
+
+def test_clear_of_numbers_that_no_line_names_keeps_them_from_being_used_again(
+    made: Registry,
+) -> None:
+    made.clear_scopes(NamespaceId(1), ScopeId(70))
+    assert read(made).highest_scope == 69
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_clear_while_the_file_is_written_anew_holds_in_both(
+    made: Registry, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    monkeypatch.setattr(registry, "SLACK_LINES", 10)
+    for number in range(1, 801):
+        made.add_scope(scope(number))
+    made.forget_scopes([ScopeId(number) for number in range(1, 501)])
+    for _ in range(pieces):
+        made.upkeep()
+    made.clear_scopes(NamespaceId(1), ScopeId(801))
+    made.add_scope(scope(801))
+    inode = made.path.stat().st_ino
+    assert list(read(made).scopes) == [801]
+    while made.path.stat().st_ino == inode:
+        made.upkeep()
+        assert list(read(made).scopes) == [801]
+    assert read(made).namespaces.keys() == made.namespaces.keys()
+
+
+def test_clear_that_finds_no_room_holds_when_there_is_some(
+    made: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.add_scope(scope(1))
+    with monkeypatch.context() as patched:
+        full_after(0, patched)
+        made.clear_scopes(NamespaceId(1), ScopeId(2))
+        made.add_scope(scope(2))
+        made.clear_scopes(NamespaceId(1), ScopeId(3))
+        made.add_scope(scope(3))
+    for _ in range(registry.TRY_AGAIN_PIECES + 1):
+        made.upkeep()
+    assert list(read(made).scopes) == [3]

@@ -16,7 +16,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import reclaim, rows
 from kvd.core.errors import LayoutMismatch, LimitExceeded
-from kvd.core.keys import JobId, MoverId, RowId, SessionId
+from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.driver import Driver
 from kvd.fleet import RankPlacement
@@ -405,3 +405,32 @@ async def test_recovery_without_memory_for_an_index_page_says_so(
             second.recover()
     assert not broken
     await second.close()
+
+
+async def test_clears_come_one_after_another_whoever_gives_up_waiting(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = open_session(driver)
+    started: list[act.StartTransfer] = []
+    monkeypatch.setattr(driver.fleet, "start_transfer", started.append)
+    driver.call(ev.RankAttached(session, MOVER, 0, 0, True))
+
+    def store(number: int) -> None:
+        run = ev.Run(0, keys(number), engine_blocks([number]))
+        job = JobId(number)
+        driver.call(ev.StoreRequested(driver.next_token(), session, job, context(), (run,)))
+        transfer = started.pop().transfer
+        done = ev.TransferOutcome.DONE
+        driver.call(ev.TransferFinished(MOVER, transfer, done, 1, 1))
+
+    store(1)
+    [namespace] = driver.machine.namespaces()
+    first, hasty, last = (asyncio.create_task(driver.clear([namespace])) for _ in range(3))
+    await asyncio.sleep(0)
+    store(2)
+    hasty.cancel()
+    assert await asyncio.wait_for(first, 5) == 1
+    assert await asyncio.wait_for(last, 5) == 1
+    assert await driver.clear([namespace, NamespaceId(77)]) == 0
+    assert driver.machine.statistics().slots.ready == 0
+    driver.call(ev.MoverGone(MOVER, "the test is over"))

@@ -76,6 +76,7 @@ class ToyPool:
         self.tags: Counter[tuple[int, int]] = Counter()
         self.announced: dict[int, set[tuple[str, str, int, int]]] = {}
         self.scopes: dict[int, act.OpenScope] = {}
+        self.cleared: set[int] = set()  # of those
         self.rows: dict[int, act.GrantRow] = {}
         self.copying: dict[int, set[int]] = {}  # transfer -> slots that it writes
         self.dead_tags: set[int] = set()
@@ -84,6 +85,9 @@ class ToyPool:
         match action:
             case act.OpenScope():
                 self.scopes[action.scope] = action
+            case act.ClearScopes():
+                of = (n for n, s in self.scopes.items() if s.namespace == action.namespace)
+                self.cleared |= {n for n in of if n < action.below}
             case act.ForgetScopes():
                 for forgotten in action.scopes:
                     del self.scopes[forgotten]
@@ -109,6 +113,7 @@ class ToyPool:
                 ):
                     assert slot not in self.ready, "READY over READY"
                     assert scope in self.scopes, "a record names an unknown scope"
+                    assert scope not in self.cleared, "a block is stored that was cleared"
                     self.ready[slot] = (scope, key)
                     self.stamps[slot] = stamp
             case act.WriteStamps():
@@ -128,6 +133,13 @@ class ToyPool:
                 slots = {s for part in action.parts for s in part.slots.tolist()}
                 assert not slots & self.ready.keys(), "a store overwrites a READY block"
                 self.copying[action.transfer] = slots
+            case act.AnnounceStored() | act.AnnounceRemoved() | act.AnnounceCleared():
+                self.announce(action)
+
+    def announce(
+        self, action: act.AnnounceStored | act.AnnounceRemoved | act.AnnounceCleared
+    ) -> None:
+        match action:
             case act.AnnounceStored():
                 news = self.announced.setdefault(action.namespace, set())
                 for key in numbers_of(action.keys):
@@ -163,7 +175,7 @@ class ToyPool:
             recorded = {
                 (s.epoch, s.account, s.group, key)
                 for scope, key in self.ready.values()
-                if (s := self.scopes[scope]).namespace == namespace
+                if (s := self.scopes[scope]).namespace == namespace and scope not in self.cleared
             }
             assert recorded == resident, "records = index"
 
@@ -376,9 +388,11 @@ class Bench:
         return evicted
 
     def clear(self, namespace: int = 1) -> int:
-        removed = self.ask(ev.NamespaceCleared(self._token(), NamespaceId(namespace)))
-        assert isinstance(removed, int)
-        return removed
+        """Blocks that went; nothing of the clear is left to be done."""
+        token = self._token()
+        made = self.feed(ev.NamespaceCleared(token, NamespaceId(namespace))) + self.work_off()
+        (done,) = [each for each in only(made, act.TellDone) if each.token == token]
+        return done.blocks
 
     def unmap(self, actions: Iterable[act.Action]) -> list[act.Action]:
         """Movers and pool carry out what takes a row back."""

@@ -53,6 +53,24 @@ def test_private_namespace_goes_with_its_blocks_when_its_engine_has_ended() -> N
     replay(bench)
 
 
+def test_scopes_of_a_namespace_go_a_few_at_a_time_and_it_goes_with_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(disuse, "SCOPES_AT_ONCE", 4)
+    bench = small()
+    bench.open(1, PRIVATE)
+    for number in range(16):
+        bench.stored([number], account=f"account {number}")
+    bench.leave(1, gone=True)
+    for _ in range(5):
+        bench.tick()
+    orders = [order for made in bench.history for order in only(made, act.ForgetScopes)]
+    assert [len(order.scopes) for order in orders] == [4, 4, 4, 4]
+    assert known(bench) == []
+    assert bench.machine.state.scopes == {}
+    replay(bench)
+
+
 def test_private_namespace_waits_for_an_engine_that_may_come_back() -> None:
     bench = small()
     first = bench.open(1, PRIVATE)

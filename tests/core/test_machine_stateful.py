@@ -49,7 +49,15 @@ class MachineRules(RuleBasedStateMachine):
         at_once=st.sampled_from([1, 2, 64]),
     )
     def begin(self, threshold: int, policy: str, extents: int, nodes: int, at_once: int) -> None:
-        self.pieces = patch.multiple(backlog, LEASES_AT_ONCE=at_once, PARTS_AT_ONCE=at_once)
+        self.pieces = patch.multiple(
+            backlog,
+            LEASES_AT_ONCE=at_once,
+            PARTS_AT_ONCE=at_once,
+            STORES_LOOKED_AT=at_once,
+            BLOCKS_AT_ONCE=at_once,
+            CLAIMED_AT_ONCE=max(1, at_once // 2),
+            SCOPES_AT_ONCE=at_once,
+        )
         self.pieces.start()
         config = MachineConfig(
             extents=extents,

@@ -22,6 +22,7 @@ def scopes_read_back(left: Bench) -> list[ev.ScopesRecovered]:
             (ev.RecoveredScope(s.scope, s.epoch, s.account, s.group, s.own),),
         )
         for s in left.pool.scopes.values()
+        if s.scope not in left.pool.cleared
     ]
 
 
@@ -48,13 +49,15 @@ def restarted(left: Bench, *, quarantined: bool = False) -> Bench:
     for scopes in scopes_read_back(left):
         bench.machine.handle(scopes, bench.now_ns)
     known = set(bench.machine.namespaces())
+    bench.pool.stamps.update(left.pool.stamps)
     # A row of a namespace that was forgotten is only yet to be zeroed: the pool leaves it out.
     for row in (r for r in left.pool.rows.values() if r.namespace in known):
         event = row_read_back(left, row, quarantined=quarantined)
+        slots = range(row.first_slot, row.first_slot + row.slots)
+        ready = left.pool.ready
+        bench.pool.ready.update({slot: ready[slot] for slot in slots if slot in ready})
         for action in bench.machine.handle(event, bench.now_ns):
             bench.pool.carry_out(action)
-    bench.pool.ready.update(left.pool.ready)
-    bench.pool.stamps.update(left.pool.stamps)
     for namespace in bench.machine.namespaces():
         bench.pool.announced[namespace] = {
             (epoch, account, group, number)

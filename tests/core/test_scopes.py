@@ -95,15 +95,20 @@ def test_payer_that_takes_all_scopes_it_gets_leaves_some_for_each_other() -> Non
     assert shares.taken == {"greedy": MOST, "other": 1}
 
 
+def evict_all(bench: Bench) -> None:
+    bench.quota(1)
+    bench.quota(0)
+
+
 def test_payer_at_its_share_loses_its_own_empty_scopes_first() -> None:
     bench = small(extents=8)
     bench.open(1, spec("b"), payer="other")
     bench.stored([1], account="soon empty")
-    bench.clear(1)
+    evict_all(bench)
     bench.open(2, spec("a"), payer="greedy")
     for number in range(100):
         bench.stored([number], 2, account=f"account {number}")
-        bench.clear(2)
+        evict_all(bench)
     assert "soon empty" in {scope.account for scope in bench.machine.state.scopes.values()}
 
 

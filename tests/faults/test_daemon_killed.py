@@ -12,8 +12,11 @@ from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
+import grpc
 import pytest
 
+from kvd_proto.v1 import operator_pb2
+from tests.control.daemon_rig import Caller
 from tests.faults.conftest import MakeScene
 from tests.faults.content import block_hashes
 from tests.faults.probe import Probe
@@ -93,6 +96,50 @@ def test_daemon_killed_half_way_through_a_load_fails_that_request_and_keeps_the_
     assert engine.ask("match_again", request=request)["found"] == 0
     restart(scene, engine)
     assert engine.load("long", COUNT) == COUNT
+
+
+def test_daemon_killed_in_the_middle_of_a_clear_serves_nothing_of_it(own_scene: MakeScene) -> None:
+    scene = own_scene()
+    engine = scene.engine("one")
+    assert engine.store("old", 64) == 64
+    kill(scene)
+    scene.daemon.module = "tests.faults.slow_clear"
+    restart(scene, engine)
+    assert engine.hits("old", 64)[1] == 64
+    clearing = threading.Thread(target=_clear_in_vain, args=(scene.daemon.socket,))
+    clearing.start()
+    wait_until(lambda: scene.status().pool.slots_ready == 61, "the first pieces")
+    assert engine.hits("old", 64)[1] == 0, "a block of a cleared namespace was found"
+    assert engine.store("new", 8) == 8
+    assert scene.status().pool.slots_ready == 61 + 8
+    kill(scene)
+    clearing.join()
+    scene.daemon.module = "kvd"
+    restart(scene, engine)
+    assert engine.hits("old", 64) == (0, 0)
+    assert engine.load("new", 8) == 8
+    assert scene.status().pool.slots_ready == 8
+
+
+def _clear_in_vain(socket: str) -> None:
+    caller = Caller(socket)
+    with pytest.raises(grpc.RpcError):
+        caller.call(caller.operator.Clear, operator_pb2.ClearRequest())
+    caller.close()
+
+
+def test_daemon_killed_after_a_clear_was_answered_has_nothing_of_it(own_scene: MakeScene) -> None:
+    scene = own_scene()
+    engine = scene.engine("one")
+    assert engine.store("old", 64) == 64
+    scene.clear()
+    assert scene.status().pool.slots_ready == 0
+    assert engine.store("old", 8) == 8
+    kill(scene)
+    restart(scene, engine)
+    assert engine.hits("old", 64)[1] == 8
+    assert engine.load("old", 8) == 8
+    assert scene.status().pool.slots_ready == 8
 
 
 def test_daemon_killed_while_leases_are_held_serves_what_they_held(

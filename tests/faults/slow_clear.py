@@ -1,0 +1,26 @@
+"""kvd, with clears that stand still after the first pieces: to be killed in the middle of one."""
+
+from __future__ import annotations
+
+import sys
+
+from kvd.__main__ import main
+from kvd.core import backlog, clear
+from kvd.core.actions import Action
+from kvd.core.state import Namespace, State
+
+PIECES = 3
+done: list[int] = []
+give_up = clear._give_up
+
+
+def a_few(state: State, namespace: Namespace, left: backlog.Clear, actions: list[Action]) -> None:
+    if len(done) < PIECES:
+        done.append(1)
+        give_up(state, namespace, left, actions)
+
+
+if __name__ == "__main__":
+    backlog.BLOCKS_AT_ONCE = 1
+    clear._give_up = a_few
+    sys.exit(main())
