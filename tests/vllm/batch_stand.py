@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from tests.vllm.engine import prompt
-from tests.vllm.node_daemon import with_kvd
-from tests.vllm.scheduler_stand import Stand, StandOptions, write_model
+from tests.vllm.scheduler_stand import Stand, StandOptions
+from tests.vllm.stand_process import stand_with_kvd
 
 REQUESTS = 1300
 BLOCK_TOKENS = 16
@@ -25,16 +23,9 @@ OPTIONS = StandOptions(
 
 def serve(orders: Connection, socket: str) -> None:
     """Run the batch as often as it is asked for."""
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    with tempfile.TemporaryDirectory() as folder:
-        transfer = with_kvd(socket)["kv_transfer_config"]
-        del transfer["kv_role"]
-        stand = Stand(write_model(Path(folder)), transfer, OPTIONS)
-        connection = stand.connector.connector_scheduler.manager.connection
-        assert connection.wait_usable(60), connection.problem
+    with stand_with_kvd(partial(Stand, options=OPTIONS), socket) as (stand, connection):
         while (name := orders.recv()) is not None:
             orders.send(run(stand, connection, name))
-        stand.close()
 
 
 def run(stand: Stand, connection: Any, name: str) -> dict[str, Any]:

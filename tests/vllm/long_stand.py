@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.vllm.engine import prompt
-from tests.vllm.node_daemon import with_kvd
-from tests.vllm.scheduler_stand import Stand, StandOptions, write_model
+from tests.vllm.scheduler_stand import Stand, StandOptions
+from tests.vllm.stand_process import stand_with_kvd
 
 BLOCK_TOKENS = 4
 MOST_BLOCKS = 16_500
@@ -28,17 +26,11 @@ OPTIONS = StandOptions(
 
 def serve(orders: Connection, socket: str) -> None:
     """Run a prompt of so many blocks as often as it is asked for."""
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    with tempfile.TemporaryDirectory() as folder:
-        transfer = with_kvd(socket, patience_s=PATIENCE_SECONDS)["kv_transfer_config"]
-        del transfer["kv_role"]
-        stand = Stand(write_model(Path(folder)), transfer, OPTIONS)
-        connection = stand.connector.connector_scheduler.manager.connection
-        assert connection.wait_usable(60), connection.problem
-        contents: dict[int, torch.Tensor] = {}
+    make = partial(Stand, options=OPTIONS)
+    contents: dict[int, torch.Tensor] = {}
+    with stand_with_kvd(make, socket, patience_s=PATIENCE_SECONDS) as (stand, connection):
         while (order := orders.recv()) is not None:
             orders.send(run(stand, connection, contents, *order))
-        stand.close()
 
 
 def run(

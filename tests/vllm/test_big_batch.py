@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 
 import pytest
 
-from tests.vllm.engine import FORKS
-from tests.vllm.node_daemon import PATIENCE_SECONDS, NodeDaemon, wait_until
+from tests.vllm.node_daemon import NodeDaemon, wait_until
+from tests.vllm.stand_process import stand_process
 
 REQUESTS = 1300
 MOST_LOADS = 1024  # in one message
@@ -29,18 +28,7 @@ def kvd(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
 
 
 def test_every_request_of_a_big_batch_hits(fork_server: None, kvd: NodeDaemon) -> None:
-    ours, theirs = FORKS.Pipe()
-    process = FORKS.Process(target=_serve, args=(theirs, kvd.socket))
-    process.start()
-    theirs.close()
-
-    def run(name: str) -> dict[str, object]:
-        ours.send(name)
-        assert ours.poll(PATIENCE_SECONDS), "the stand says nothing any more"
-        told: dict[str, object] = ours.recv()
-        return told
-
-    try:
+    with stand_process("batch_stand", kvd.socket) as run:
         assert run("cold")["cached"] == [0] * REQUESTS
         wait_until(lambda: kvd.ready_blocks() == REQUESTS)
         warm = run("warm")
@@ -48,17 +36,3 @@ def test_every_request_of_a_big_batch_hits(fork_server: None, kvd: NodeDaemon) -
         assert warm["loads"] == [REQUESTS], "all of them in one step"
         assert max(warm["loads"]) > MOST_LOADS
         assert (warm["sessions"], warm["refusals"], warm["failed"]) == (1, {}, 0)
-        ours.send(None)
-        process.join(PATIENCE_SECONDS)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        ours.close()
-
-
-def _serve(orders: Connection, socket: str) -> None:
-    from tests.vllm.batch_stand import serve  # imports vLLM: in the forked process only
-
-    serve(orders, socket)

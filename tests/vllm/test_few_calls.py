@@ -2,52 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.vllm.engine import FORKS
-from tests.vllm.node_daemon import PATIENCE_SECONDS, NodeDaemon, wait_until
+from tests.vllm.node_daemon import NodeDaemon, wait_until
+from tests.vllm.stand_process import Ask, stand_process
 
 REQUESTS = 64
 DECODERS = 16
 BLOCKS = 10  # of 16 tokens, in each prompt
 LOADED = BLOCKS * 16 - 1  # the last token is computed anew, for what follows it
 
-Ask = Callable[[str], dict[str, Any]]
-
 
 @pytest.fixture(scope="module")
 def ask(fork_server: None, kvd: NodeDaemon) -> Iterator[Ask]:
     """Runs a case on a stand: vLLM's scheduler, connector and worker hooks without a model."""
-    ours, theirs = FORKS.Pipe()
-    process = FORKS.Process(target=_serve, args=(theirs, kvd.socket, kvd.pid))
-    process.start()
-    theirs.close()
-
-    def answer(case: str) -> dict[str, Any]:
-        ours.send(case)
-        assert ours.poll(PATIENCE_SECONDS), "the stand says nothing any more"
-        told: dict[str, Any] = ours.recv()
-        return told
-
-    yield answer
-    ours.send(None)
-    process.join(PATIENCE_SECONDS)
-    code = process.exitcode
-    process.kill()
-    process.join()
-    process.close()
-    ours.close()
-    assert code == 0
-
-
-def _serve(orders: Connection, socket: str, daemon_pid: int) -> None:
-    from tests.vllm.waiting_stand import serve  # imports vLLM: in the forked process only
-
-    serve(orders, socket, daemon_pid)
+    with stand_process("waiting_stand", kvd.socket, kvd.pid) as asked:
+        yield asked
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 
 from kvd_proto import layout
-from tests.vllm.engine import FORKS
-from tests.vllm.node_daemon import PATIENCE_SECONDS, NodeDaemon, wait_until
+from tests.vllm.node_daemon import NodeDaemon, wait_until
+from tests.vllm.stand_process import stand_process
 
 BLOCK_TOKENS = 4
 MOST = layout.MAX_KEYS_PER_MESSAGE
@@ -29,20 +29,14 @@ def kvd(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
 def test_a_long_prompt_is_stored_and_loaded_whole(
     fork_server: None, kvd: NodeDaemon, blocks: int, jobs: int
 ) -> None:
-    ours, theirs = FORKS.Pipe()
-    process = FORKS.Process(target=_serve, args=(theirs, kvd.socket))
-    process.start()
-    theirs.close()
+    with stand_process("long_stand", kvd.socket) as ask:
 
-    def run(name: str) -> dict[str, object]:
-        ours.send((name, blocks))
-        assert ours.poll(PATIENCE_SECONDS), "the stand says nothing any more"
-        told: dict[str, object] = ours.recv()
-        assert (told["sessions"], told["refusals"], told["failed"]) == (1, {}, 0)
-        assert told["blocks"] == blocks
-        return told
+        def run(name: str) -> dict[str, Any]:
+            told = ask((name, blocks))
+            assert (told["sessions"], told["refusals"], told["failed"]) == (1, {}, 0)
+            assert told["blocks"] == blocks
+            return told
 
-    try:
         stored = kvd.ready_blocks()
         cold = run("cold")
         assert (cold["cached"], cold["stores"]) == (0, [jobs])
@@ -50,17 +44,3 @@ def test_a_long_prompt_is_stored_and_loaded_whole(
         warm = run("warm")
         assert (warm["cached"], warm["loads"]) == (blocks * BLOCK_TOKENS, jobs)
         assert warm["as_stored"], "the loaded bytes are others"
-        ours.send(None)
-        process.join(PATIENCE_SECONDS)
-        assert process.exitcode == 0
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        ours.close()
-
-
-def _serve(orders: Connection, socket: str) -> None:
-    from tests.vllm.long_stand import serve  # imports vLLM: in the forked process only
-
-    serve(orders, socket)

@@ -10,19 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from grpc import _channel
 
 from tests.vllm.engine import prompt
-from tests.vllm.node_daemon import with_kvd
-from tests.vllm.scheduler_stand import Stand, StandOptions, write_model
+from tests.vllm.scheduler_stand import Stand, StandOptions
+from tests.vllm.stand_process import stand_with_kvd
 
 REQUESTS = 64
 DECODERS = 16
@@ -77,19 +75,12 @@ class WaitingStand(Stand):
 
 def serve(orders: Connection, socket: str, daemon_pid: int) -> None:
     """Run the case that is asked for, until none is; a case's answer is sent back."""
-    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"offload_prompt_only": False, "load_deadline_s": LOAD_DEADLINE_SECONDS}
-        transfer = with_kvd(socket, **options)["kv_transfer_config"]
-        del transfer["kv_role"]
-        stand = WaitingStand(write_model(Path(folder)), transfer)
-        connection = stand.connector.connector_scheduler.manager.connection
-        assert connection.wait_usable(60), connection.problem
+    options = {"offload_prompt_only": False, "load_deadline_s": LOAD_DEADLINE_SECONDS}
+    with stand_with_kvd(WaitingStand, socket, **options) as (stand, connection):
         for owner, name in WAYS_TO_WAIT:
             stand.count(owner, name)
         while (case := orders.recv()) is not None:
             orders.send(CASES[case](stand, connection, daemon_pid))
-        stand.close()
 
 
 WAYS_TO_WAIT = (
