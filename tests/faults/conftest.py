@@ -12,9 +12,9 @@ MakeScene = Callable[..., Scene]
 
 
 @pytest.fixture(scope="module")
-def shared_scene() -> Iterator[Scene]:
-    """One daemon for all tests of a module; each ends its engines."""
-    scene = Scene()
+def shared_scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
+    """One daemon for all tests of a module, with the module's FLAGS; each ends its engines."""
+    scene = Scene(**getattr(request.module, "FLAGS", {}))
     scene.daemon.pool_bytes, scene.daemon.extent_bytes = 256 << 20, 4 << 20
     try:
         scene.daemon.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,22 +13,7 @@ DEADLINE_SECONDS = 0.5  # for either half of a job
 FROZEN_SECONDS = 3.0
 STORES = 4
 BLOCKS = 16
-
-
-@pytest.fixture(scope="module")
-def shared_scene() -> Iterator[Scene]:
-    scene = Scene(
-        **{
-            "submit-deadline-seconds": DEADLINE_SECONDS,
-            "copy-deadline-seconds": DEADLINE_SECONDS,
-        }
-    )
-    scene.daemon.pool_bytes, scene.daemon.extent_bytes = 64 << 20, 4 << 20
-    try:
-        scene.daemon.start()
-        yield scene
-    finally:
-        scene.close()
+FLAGS = {"submit-deadline-seconds": DEADLINE_SECONDS, "copy-deadline-seconds": DEADLINE_SECONDS}
 
 
 @pytest.fixture
