@@ -1,266 +1,208 @@
 """One hostile client at every bound at once: `python -m benchmarks.hostile_client`.
 
-Another engine asks for 16 keys, again and again; alone, and while one process holds as many
-connections, sessions and event watchers as it is let, reads nothing, leaves HTTP requests half
-said, sends messages over the limit, messages that stop half-way, and the largest steps that are
-legal. In interleaved pairs, since the machine is noisy; the daemon's memory is read all along.
+An engine of one user asks for 16 keys, again and again; without anybody else, and while one
+process of another user takes as many connections, sessions, movers, event watchers, namespaces
+and scopes as it is let, reads nothing, leaves messages and HTTP requests half said, and floods the
+daemon with the largest legal steps, messages over the limit and small calls. It takes everything
+anew in each pair and lets it go at its end. Pairs are interleaved, since the machine is noisy.
+
+What is measured is the daemon, not who gets the processors: the hostile process runs at SCHED_IDLE,
+so that it has only what the others leave. Its movers and the daemon's own threads do not. The
+daemon's share of the processors, and its own memory, are read all along.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
-import socket
+import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
-import numpy as np
-
 from benchmarks import report
+from benchmarks.hostility import Hostility
 from benchmarks.neighbour import SMALL_KEYS, spell
 from benchmarks.rig import MIB, BenchEngine, daemon, keys
-from kvd_client.companion import CompanionRefused
-from kvd_proto.layout import MAX_MESSAGE_BYTES
-from kvd_proto.v1 import common_pb2, engine_pb2, events_pb2
-from tests.control.daemon_rig import Caller, RawScheduler, group, identity, namespace
 from tests.control.running_daemon import free_port
 from tests.faults.stand import resident_kib
 
 BLOCK = 64 * 1024
 BAR_RATIO = 2.0
 BAR_MIB = 256
-SESSIONS = 28  # of the 32 that a user may have: the honest engine is the same user here
-WATCHERS = 60
-CONNECTIONS = 120
-HALF_SAID = 60
-HASH = bytes(32)
+VICTIM, HOSTILE = 12345, 12346  # users
+TAKING_SECONDS = 3.0  # until most is taken
+RELEASE_SECONDS = 4.0  # what it left is worked off
+Tell = Callable[[str], Any]
 
 
-def largest_steps() -> list[engine_pb2.Step]:
-    """Legal ones that take the longest to read, to check and to work off."""
-    context = common_pb2.ReqContext(request_id="r")
-    run = common_pb2.KeyRun(hashes=np.random.default_rng(5).bytes(32))
-    values = context.__class__(request_id="r")
-    while values.hints.ByteSize() < 16_000:
-        values.hints.fields[format(len(values.hints.fields), "x")].SetInParent()
-    hashes = np.random.default_rng(6).bytes(32 * 4096)
-    transfer = common_pb2.TransferRun(hashes=hashes, engine_blocks=bytes(4 * 4096))
-    store = engine_pb2.StoreJob(job_id=1, context=context, runs=[transfer])
-    names = [f"{n:08x}" for n in range(16384)]
-    return [
-        engine_pb2.Step(touches=[engine_pb2.Touch(context=context, runs=[run] * 16)] * 1024),
-        engine_pb2.Step(touches=[engine_pb2.Touch(context=values, runs=[run])] * 300),
-        engine_pb2.Step(stores=[store] * 4),
-        engine_pb2.Step(completed_loads=range(1, 16385), released_leases=range(1, 16385)),
-        engine_pb2.Step(preempted_request_ids=names, finished_request_ids=names),
-    ]
+def serve(work: Callable[[str], Any]) -> None:
+    """Another process: does what each line of its input says, and answers with JSON."""
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(work(line.strip())), flush=True)
 
 
-class Hostile:
-    """Everything at once, on threads; `attack` is set while it may."""
-
-    def __init__(self, path: str, port: int) -> None:
-        self.path, self.port = path, port
-        self.attack = threading.Event()
-        self.done: dict[str, int] = {}
-        self._held: list[Any] = []
-
-    def start(self) -> None:
-        """Take what can be taken, then begin the threads."""
-        for number in range(SESSIONS):
-            self._held.append(
-                RawScheduler(
-                    self.path,
-                    identity=identity(f"hostile{number}"),
-                    namespace=namespace(model=f"h{number}", groups=[group()] * 8),
-                )
-            )
-        steps = largest_steps()
-        for session in self._held:
-            assert session.opened.session_id
-            self._thread("rounds of steps", partial(self._send_steps, session, steps))
-        for _ in range(4):
-            self._thread("over the limit", self._send_too_much)
-        for _ in range(8):
-            self._thread("half a message", self._stop_half_way)
-        self._thread("connections", self._take_connections)
-        self._thread("half a request", self._say_half)
-
-    def _thread(self, name: str, work: Callable[[], int]) -> None:
-        def run() -> None:
-            while True:
-                self.attack.wait()
-                with contextlib.suppress(grpc.RpcError, OSError, CompanionRefused):
-                    self.done[name] = self.done.get(name, 0) + work()
-
-        threading.Thread(target=run, daemon=True).start()
-
-    def _send_steps(self, session: RawScheduler, steps: list[engine_pb2.Step]) -> int:
-        for template in steps:
-            session.sequence += 1
-            step = engine_pb2.Step()
-            step.CopyFrom(template)
-            step.sequence = session.sequence
-            for store in step.stores:
-                session.highest_job += 1
-                store.job_id = session.highest_job
-            session.send(step=step)
-            while (answer := session.responses.get(timeout=60)) is not None:
-                if isinstance(answer, grpc.RpcError):
-                    raise answer
-                if answer.WhichOneof("kind") in ("step", "refused"):
-                    break
-            self.done["steps"] = self.done.get("steps", 0) + 1
-            if not self.attack.is_set():
-                break
-        return 0
-
-    def _send_too_much(self) -> int:
-        with contextlib.closing(Caller(self.path)) as caller:
-            call: Any = caller.channel.unary_unary("/kvd.v1.OperatorService/Status")
-            with contextlib.suppress(grpc.RpcError):
-                call(bytes(64 * MIB), metadata=caller.metadata, timeout=20)
-        return 1
-
-    def _stop_half_way(self) -> int:
-        """A message of the largest size, of which the last bytes never come."""
-        time.sleep(0.2)
-        with contextlib.closing(Caller(self.path)) as caller:
-            call: Any = caller.channel.unary_unary("/kvd.v1.EngineService/Lookup")
-            waiting = call.future(
-                b"\x12" * MAX_MESSAGE_BYTES, metadata=caller.metadata, timeout=0.01
-            )
-            with contextlib.suppress(grpc.RpcError):
-                waiting.result()
-        return 1
-
-    def _take_connections(self) -> int:
-        callers = []
-        with contextlib.ExitStack() as stack:
-            request = events_pb2.WatchEventsRequest()
-            for number in range(CONNECTIONS):
-                try:
-                    caller = Caller(self.path)
-                except (OSError, CompanionRefused):
-                    break
-                stack.callback(caller.close)
-                if number < WATCHERS:
-                    callers.append(caller.events.WatchEvents(request, metadata=caller.metadata))
-            for _ in range(20):
-                if not self.attack.is_set():
-                    break
-                time.sleep(0.1)
-        return CONNECTIONS
-
-    def _say_half(self) -> int:
-        with contextlib.ExitStack() as stack:
-            for _ in range(HALF_SAID):
-                each = socket.create_connection(("127.0.0.1", self.port), 5)
-                stack.callback(each.close)
-                each.sendall(b"GET /metrics HTTP/1.1\r\n")
-            time.sleep(0.5)
-        return HALF_SAID
+def become(user: int) -> None:
+    """Run as this user. Python may lie where only root reads: what comes late is imported first."""
+    importlib.import_module("encodings.idna")
+    importlib.import_module("numpy.random")
+    os.setgid(user)
+    os.setuid(user)
 
 
 def be_hostile(path: str, port: int) -> None:
-    """Another process: attacks between 'go' and 'stop', until its input ends."""
-    hostile = Hostile(path, port)
-    hostile.start()
-    print("ready", flush=True)
-    for line in sys.stdin:
-        if line.strip() == "go":
-            hostile.attack.set()
-        else:
-            hostile.attack.clear()
-        print(json.dumps(hostile.done), flush=True)
+    """Attacks between 'go' and 'stop'."""
+    become(HOSTILE)
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    hostility = Hostility(path, port)
+
+    def work(word: str) -> dict[str, int]:
+        if word == "go":
+            hostility.begin()
+        elif word == "stop":
+            hostility.end()
+        return dict(sorted(hostility.done.items()))
+
+    serve(work)
+
+
+def be_the_victim(path: str, calls: int) -> None:
+    """Milliseconds of so many lookups at each line."""
+    hashes = keys(1, SMALL_KEYS)
+    become(VICTIM)
+    engine = BenchEngine(path, "small", 64, BLOCK)
+    engine.run("store", hashes, list(range(SMALL_KEYS)))
+    serve(lambda _word: spell(engine, hashes, calls))
 
 
 @contextlib.contextmanager
-def hostile_process(path: str, port: int) -> Iterator[Callable[[str], str]]:
-    """Starts it; gives what tells it a word and returns what it has done so far."""
+def another(*arguments: object) -> Iterator[Tell]:
+    """This benchmark again as another process; what it gives tells it a word for its answer."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.hostile_client", "--as-hostile", path, str(port)],
+        [sys.executable, "-m", "benchmarks.hostile_client", *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    assert process.stdout.readline().strip() == "ready"
+    say, answers = process.stdin, process.stdout
 
-    def tell(word: str) -> str:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(f"{word}\n")
-        process.stdin.flush()
-        return process.stdout.readline().strip()
+    def answer() -> Any:
+        line = answers.readline()
+        assert line, f"{arguments[0]} ended"
+        return json.loads(line)
+
+    def tell(word: str) -> Any:
+        say.write(f"{word}\n")
+        say.flush()
+        return answer()
 
     try:
+        assert answer() == "ready"
         yield tell
     finally:
         process.kill()
         process.wait()
 
 
-class MemoryWatch:
-    """The most of its own memory that the daemon had."""
+class Watch:
+    """The most of its own memory that the daemon had since it was last asked."""
 
     def __init__(self, pid: int) -> None:
-        self.pid, self.most_kib = pid, 0
+        self.pid, self._most_kib = pid, 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._ended.wait(0.05):
-            self.most_kib = max(self.most_kib, resident_kib(self.pid))
+        while not self._ended.wait(0.02):
+            self._most_kib = max(self._most_kib, resident_kib(self.pid))
 
-    def end(self) -> int:
+    def most_mib(self) -> float:
+        most, self._most_kib = self._most_kib, 0
+        return most / 1024
+
+    def end(self) -> None:
         self._ended.set()
         self._thread.join()
-        return self.most_kib
+
+
+def processor_seconds(pid: int) -> float:
+    """Of the control process, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Spells:
+    """Of the victim: lookups, and what the daemon took of the processors meanwhile."""
+
+    def __init__(self, tell: Tell, pid: int) -> None:
+        self._tell, self._pid = tell, pid
+        self.p50: list[float] = []
+        self.p99: list[float] = []
+        self.most: list[float] = []
+        self.processors: list[float] = []
+
+    def add(self) -> None:
+        began, used = time.perf_counter(), processor_seconds(self._pid)
+        millis = self._tell("ask")
+        seconds = time.perf_counter() - began
+        self.processors.append((processor_seconds(self._pid) - used) / seconds)
+        self.p50.append(report.percentile(millis, 50))
+        self.p99.append(report.percentile(millis, 99))
+        self.most.append(max(millis))
+
+    def figures(self, name: str) -> dict[str, report.Spread]:
+        return {
+            f"{name}_p50_ms": report.Spread.of(self.p50),
+            f"{name}_p99_ms": report.Spread.of(self.p99),
+            f"{name}_longest_ms": report.Spread.of(self.most),
+            f"{name}_daemon_processors": report.Spread.of(self.processors),
+        }
 
 
 def measure(path: str, port: int, pid: int, pairs: int, calls: int) -> dict[str, Any]:
     """Pairs of spells, without and with the hostile client, and the daemon's memory."""
-    engine = BenchEngine(path, "small", 64, BLOCK)
-    hashes = keys(1, SMALL_KEYS)
-    engine.run("store", hashes, list(range(SMALL_KEYS)))
-    idle_kib = resident_kib(pid)
-    watch = MemoryWatch(pid)
-    alone, beside = [], []
-    with hostile_process(path, port) as tell:
+    most, left = [], []
+    did: dict[str, int] = {}
+    with (
+        another("--as-victim", path, calls) as victim,
+        another("--as-hostile", path, port) as hostile,
+    ):
+        alone, beside = Spells(victim, pid), Spells(victim, pid)
+        victim("warm up")
+        idle = resident_kib(pid) / 1024
+        watch = Watch(pid)
         for _ in range(pairs):
-            alone.append(spell(engine, hashes, calls))
-            tell("go")
-            time.sleep(0.2)
-            beside.append(spell(engine, hashes, calls))
-            did = tell("stop")
-            time.sleep(1.5)  # what it began is worked off
-    time.sleep(5.0)
-    most_kib, left_kib = watch.end(), resident_kib(pid)
-    engine.close()
-    p99 = [[report.percentile(s, 99) for s in spells] for spells in (alone, beside)]
-    p50 = [[report.percentile(s, 50) for s in spells] for spells in (alone, beside)]
+            alone.add()
+            watch.most_mib()
+            hostile("go")
+            time.sleep(TAKING_SECONDS)
+            beside.add()
+            did = hostile("stop")
+            most.append(watch.most_mib() - idle)
+            time.sleep(RELEASE_SECONDS)
+            left.append(resident_kib(pid) / 1024 - idle)
+        time.sleep(5.0)
+        watch.end()
     return {
         "calls_a_spell": calls,
-        "alone_p50_ms": report.Spread.of(p50[0]),
-        "alone_p99_ms": report.Spread.of(p99[0]),
-        "beside_p50_ms": report.Spread.of(p50[1]),
-        "beside_p99_ms": report.Spread.of(p99[1]),
-        "ratio_of_p99": report.ratios(p99[1], p99[0]),
+        **alone.figures("alone"),
+        **beside.figures("beside"),
+        "ratio_of_p99": report.ratios(beside.p99, alone.p99),
         "bar_of_the_ratio": BAR_RATIO,
-        "idle_mib": idle_kib / 1024,
-        "most_mib_above_idle": (most_kib - idle_kib) / 1024,
-        "left_mib_above_idle": (left_kib - idle_kib) / 1024,
+        "idle_mib": idle,
+        "most_mib_above_idle": report.Spread.of(most),
+        "left_mib_above_idle": report.Spread.of(left),
+        "in_the_end_mib_above_idle": resident_kib(pid) / 1024 - idle,
         "bar_mib": BAR_MIB,
         "hostile": did,
     }
@@ -272,16 +214,26 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3 pairs: a smoke test")
     parser.add_argument("--output", type=Path, help="JSON file")
     parser.add_argument("--as-hostile", nargs=2, metavar=("SOCKET", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument("--as-victim", nargs=2, metavar=("SOCKET", "CALLS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_hostile:
         be_hostile(options.as_hostile[0], int(options.as_hostile[1]))
         return
-    pairs, calls = (3, 100) if options.quick else (10, 300)
+    if options.as_victim:
+        be_the_victim(options.as_victim[0], int(options.as_victim[1]))
+        return
+    if os.getuid() != 0:
+        parser.error("it needs root, to be two other users")
+    pairs, calls = (3, 400) if options.quick else (10, 1000)
     port = free_port()
-    with daemon(1024 * MIB, extent_bytes=4 * MIB, **{"http-port": port}) as running:
+    flags: dict[str, object] = {"http-port": port, "socket-mode": "0666"}
+    with daemon(1024 * MIB, extent_bytes=4 * MIB, **flags) as running:
+        Path(running.socket).parent.chmod(0o755)
         results = measure(running.socket, port, running.pid, pairs, calls)
+    hostile = results.pop("hostile")
     print(report.table(["figure", "value"], [[k.replace("_", " "), v] for k, v in results.items()]))
-    report.write("hostile_client", results, options.output)
+    print(report.table(["the hostile client", "times"], [[k, v] for k, v in hostile.items()]))
+    report.write("hostile_client", {**results, "hostile": hostile}, options.output)
 
 
 if __name__ == "__main__":

@@ -66,10 +66,11 @@ def most_connections() -> int:
 def are_scarce() -> bool:
     """True when clients may take no more."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _held() >= limit - min(RESERVED, limit // 4)
+    return held() >= limit - min(RESERVED, limit // 4)
 
 
-def _held() -> int:
+def held() -> int:
+    """How many this process has open."""
     # The directory's size is the number of descriptors since Linux 6.2, and 0 before.
     return _DESCRIPTORS.stat().st_size or sum(1 for _ in _DESCRIPTORS.iterdir())
 

@@ -1,8 +1,9 @@
 """What a user may have the daemon take in and hold at a time, in messages.
 
 A message that is read takes many times its own bytes, and one that stops half-way keeps what has
-come. So a user's calls are taken in a few at a time, and of its large messages so many are read
-and worked off at once as make up one of the largest. Who sends more waits for himself.
+come. So the first messages of a user's calls are taken in a few at a time, and of its large
+messages so many are read and worked off at once as make up one of the largest. Who sends more waits
+for himself. A call that waits holds something too, so there may be so many of them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from collections import deque
 from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass, field
 
+from kvd.control.shares import Bound, Shares
 from kvd_proto.layout import MAX_MESSAGE_BYTES
 
-UNARY_AT_ONCE = 4  # messages of unary calls that are taken in at once, of one user
+FIRST_AT_ONCE = 4  # first messages of calls that are taken in at once, of one user
 BYTES_AT_ONCE = MAX_MESSAGE_BYTES  # of large messages that are read and worked off, of one user
-TAKE_IN_SECONDS = 10.0  # for the message of a unary call to come whole
+TAKE_IN_SECONDS = 10.0  # for the first message of a call to come whole
 LARGE_BYTES = 16 * 1024  # smaller ones count for nothing
+MAX_CALLS = 4096  # under way, sessions and event watchers among them
+MAX_CALLS_OF_A_USER = 1024
+CALLS_FOR_OPERATORS = 64
 
 
 @dataclass(slots=True)
@@ -39,6 +44,11 @@ class Share:
     def __len__(self) -> int:
         """Users who hold or want some."""
         return len(self._rooms)
+
+    def is_taken(self, user: Hashable) -> bool:
+        """Whether the user has to wait for the next unit."""
+        room = self._rooms.get(user)
+        return room is not None and (bool(room.line) or room.left < 1)
 
     @contextlib.asynccontextmanager
     async def hold(self, user: Hashable, units: int) -> AsyncIterator[None]:
@@ -78,10 +88,13 @@ class Share:
 
 
 class Intake:
-    """Both shares of each user."""
+    """All shares of each user."""
 
     def __init__(self) -> None:
-        self.unary = Share(UNARY_AT_ONCE)
+        self.calls = Shares(
+            Bound("calls under way", MAX_CALLS, MAX_CALLS_OF_A_USER, CALLS_FOR_OPERATORS)
+        )
+        self.first = Share(FIRST_AT_ONCE)
         self.large = Share(BYTES_AT_ONCE)
 
     def for_message(

@@ -1,17 +1,23 @@
-"""Memory that large messages took goes back to the system: the allocator alone would keep it."""
+"""Memory that messages took goes back to the system: the allocator alone would keep it.
+
+Most of it never was a message here: what gRPC holds of those that stop half-way, of connections
+and of calls that wait is freed in small parts on threads of its own, and stays with their arenas.
+So the daemon looks at how much it holds rather than at what it was sent.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ctypes
-import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 
-log = logging.getLogger(__name__)
+LOOK_SECONDS = 1.0
+GROWN_BYTES = 16 << 20  # more than was held at the best of times: worth while
+LONGEST_PAUSE = 64  # looks between two tries where the last ones gave nothing
 
-NOTED_BYTES = 4 << 20  # of messages, after which it is worth while
-PAUSE_SECONDS = 1.0  # from the last look; what is still in use then stays
+_STATM = Path("/proc/self/statm")
 
 
 def trim() -> None:
@@ -21,25 +27,59 @@ def trim() -> None:
         give_back(0)
 
 
+def own_bytes() -> int:
+    """What this process holds of memory that it shares with nobody."""
+    _size, resident, shared, *_ = map(int, _STATM.read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
 class MemoryReturn:
-    """Counts the bytes of large messages, and has free memory given back some time after them."""
+    """Has free memory given back soon after it was taken.
 
-    def __init__(self, give_back: Callable[[], None] = trim) -> None:
+    While as much is in use it tries again, each time after twice as long: what a client holds for
+    minutes goes back too once he has let it go.
+    """
+
+    def __init__(
+        self, give_back: Callable[[], None] = trim, held: Callable[[], int] = own_bytes
+    ) -> None:
         self._give_back = give_back
-        self._noted = 0
-        self._waiting = False
-        self._task: asyncio.Future[None] | None = None
+        self._held = held
+        self._least = self._last = 0  # so little was enough; after the last try
+        self._pause, self._looks = 1, 0
+        self._timer: asyncio.TimerHandle | None = None
 
-    def note(self, size: int) -> None:
-        """A message of so many bytes came."""
-        self._noted += size
-        if self._noted >= NOTED_BYTES and not self._waiting:
-            self._waiting = True
-            asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._begin)
+    def begin(self) -> None:
+        """Look from now on, until `close`; what is held now is what the daemon needs."""
+        self._least = self._last = self._held()
+        self._go_on()
 
-    def _begin(self) -> None:
-        self._waiting = False
-        self._noted = 0
+    def _go_on(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        held = self._held()
+        self._least = min(self._least, held)
+        self._looks += 1
+        if held > self._last + GROWN_BYTES:
+            self._pause, self._looks = 1, 1
+        if held <= self._least + GROWN_BYTES or self._looks < self._pause:
+            self._go_on()
+            return
         # On a thread: it takes milliseconds, and no lock of ours.
-        with contextlib.suppress(RuntimeError):  # without a thread: after the next large messages
-            self._task = asyncio.get_running_loop().run_in_executor(None, self._give_back)
+        task = asyncio.get_running_loop().run_in_executor(None, self._give_back)
+        task.add_done_callback(lambda _: self._gave_back(held))
+
+    def _gave_back(self, before: int) -> None:
+        self._last = self._held()
+        self._least = min(self._least, self._last)
+        gave = before - self._last > GROWN_BYTES
+        self._pause = 1 if gave else min(2 * self._pause, LONGEST_PAUSE)
+        self._looks = 0
+        if self._timer is not None:
+            self._go_on()

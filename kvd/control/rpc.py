@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator
 from typing import Any, Protocol
 
 import grpc
@@ -14,7 +14,6 @@ from google.protobuf.message import Message
 
 from kvd.control import errors, wire
 from kvd.control.intake import TAKE_IN_SECONDS, Intake
-from kvd.control.memory import MemoryReturn
 from kvd.control.peers import Context, no_peer
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.turns import Pace, Turns
@@ -50,11 +49,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         on_broken_invariant: Callable[[AssertionError], None],
         turns: Turns,
         user_of: Callable[[Context], int | None],
+        operates: Callable[[int], bool],
     ) -> None:
         self._observer = observer
         self._turns = turns
         self._user_of = user_of
-        self._memory = MemoryReturn()
+        self._operates = operates
         self._intake = Intake()
         self._on_broken_invariant = on_broken_invariant
 
@@ -93,22 +93,35 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         # only when it is asked for, and who has many calls half said holds only his own share.
         async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
             async def read_and_behave() -> Any:
-                user = self._user_of(context)
-                if user is None:
-                    raise no_peer()
-                content = await self._take_in(user, requests)
-                async with self._intake.for_message(user, len(content)):
-                    message = await self._read(kind, content, context)
-                    del content
-                    return await behaviour(message, context)
+                with self._counted(context) as user:
+                    content = await self._take_in(user, requests)
+                    async with self._intake.for_message(user, len(content)):
+                        message = await self._read(kind, content, context)
+                        del content
+                        return await behaviour(message, context)
 
             return await self._run(method, context, read_and_behave)
 
         return call
 
+    @contextlib.contextmanager
+    def _counted(self, context: Context) -> Generator[int]:
+        """The caller's user, with one call more under way."""
+        user = self._user_of(context)
+        if user is None:
+            raise no_peer()
+        self._intake.calls.take(user, operates=self._operates(user))
+        try:
+            yield user
+        finally:
+            self._intake.calls.give_back(user)
+
     async def _take_in(self, user: int, requests: AsyncIterator[bytes]) -> bytes:
-        """The one message of a call, as soon as it is the user's turn."""
-        async with self._intake.unary.hold(user, 1):
+        """The first message of a call, as soon as it is the user's turn."""
+        is_one_of_many = self._intake.first.is_taken(user)
+        async with self._intake.first.hold(user, 1):
+            if is_one_of_many:
+                await self._turns.let_others_in(user)
             try:
                 async with asyncio.timeout(TAKE_IN_SECONDS):
                     return await anext(requests)
@@ -124,11 +137,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     def _stream_stream(
         self, method: str, kind: type[Message], behaviour: Callable[..., Any]
     ) -> Callable[..., Any]:
-        async def read_each(
-            requests: AsyncIterator[bytes], context: Context
-        ) -> AsyncGenerator[Any]:
-            user = self._user_of(context)
+        async def contents(user: int, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+            yield await self._take_in(user, requests)
             async for content in requests:
+                yield content
+
+        async def read_each(
+            user: int, requests: AsyncIterator[bytes], context: Context
+        ) -> AsyncGenerator[Any]:
+            async for content in contents(user, requests):
                 # Held until the next is asked for: until this one is worked off.
                 async with self._intake.for_message(user, len(content)):
                     try:
@@ -140,17 +157,20 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     del request
 
         async def call(requests: AsyncIterator[bytes], context: Context) -> None:
-            # Closed at once: what it holds for its last message would else stay for the collector.
-            async with contextlib.aclosing(read_each(requests, context)) as each:
-                await self._run(method, context, lambda: behaviour(each, context))
+            async def read_and_behave() -> None:
+                with self._counted(context) as user:
+                    # Closed at once: what it holds for its last message would else stay for the
+                    # collector.
+                    async with contextlib.aclosing(read_each(user, requests, context)) as each:
+                        await behaviour(each, context)
+
+            await self._run(method, context, read_and_behave)
 
         return call
 
     async def _read(self, kind: type[Message], content: bytes, context: Context) -> Message:
         """The message in these bytes; a large one is read in pieces."""
         message = kind()
-        if len(content) > wire.PIECE_BYTES:
-            self._memory.note(len(content))
         try:
             pace = Pace(self._turns, self._user_of(context))
             await wire.read_in_pieces(message, content, pace)

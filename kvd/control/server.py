@@ -15,10 +15,12 @@ from grpc_reflection.v1alpha import reflection
 import kvd
 from kvd.control import descriptors
 from kvd.control.companion import CompanionServer
+from kvd.control.door import Door
 from kvd.control.engine_service import EngineServicer
 from kvd.control.engines import Engines
 from kvd.control.event_service import EventServicer
 from kvd.control.gpu_room import GpuRoom, GpuTerms
+from kvd.control.memory import MemoryReturn
 from kvd.control.namespaces import Namespaces
 from kvd.control.operator_service import OperatorServicer
 from kvd.control.peers import Peers
@@ -43,6 +45,7 @@ from kvd_proto.v1 import (
 )
 
 MAX_STREAMS = 64  # calls under way on one connection
+LOOKAHEAD_BYTES = 16 * 1024  # of a call's messages, taken in before they are asked for
 STOP_SECONDS = 1.0
 SERVICES = tuple(
     module.DESCRIPTOR.services_by_name[name].full_name
@@ -59,6 +62,10 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", 16 * 1024),
     ("grpc.max_concurrent_streams", MAX_STREAMS),
+    # A stream of which nothing is asked holds so much; by its own measure gRPC would let who sends
+    # fast send megabytes ahead.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", LOOKAHEAD_BYTES),
     ("grpc.so_reuseport", 0),
 )
 
@@ -105,8 +112,15 @@ class ControlServer:
         self.operator = OperatorServicer(driver, self.peers, tenants, self.namespaces, report)
         self.operator.drain = self.drain
         self._interceptor = CallInterceptor(
-            observer, on_broken_invariant, driver.turns, self.peers.user_behind
+            observer,
+            on_broken_invariant,
+            driver.turns,
+            self.peers.user_behind,
+            tenants.user_operates,
         )
+        self._memory = MemoryReturn()
+        self._operates = tenants.user_operates
+        self._door: Door | None = None
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._files: list[SocketFile] = []
@@ -142,6 +156,9 @@ class ControlServer:
             ) from error
         await server.start()
         self._server = server
+        self._memory.begin()
+        assert self._door is not None, "it is bound"
+        self._door.begin()
 
     def _bind(self, server: grpc.aio.Server, place: Place) -> None:
         # The companion first: whoever reaches the gRPC socket can say hello.
@@ -158,6 +175,7 @@ class ControlServer:
             if place.group:
                 shutil.chown(path, group=place.group)
         bound.rename(place.socket)
+        self._door = Door(str(bound), self._operates)  # as the kernel knows it
         self._files.append(SocketFile.of(place.socket))
 
     async def drain(self, deadline_s: float) -> int:
@@ -168,6 +186,9 @@ class ControlServer:
 
     async def close(self) -> None:
         """End every call and peer; leave no socket file of ours."""
+        self._memory.close()
+        if self._door is not None:
+            self._door.close()
         self.companion.close()  # ends the peers, and with them their streams
         if self._server is not None:
             await self._server.stop(STOP_SECONDS)

@@ -16,19 +16,66 @@ from tests.control.daemon_rig import Caller, daemon
 from tests.control.test_malformed_requests import resident_kib
 
 
-async def test_memory_is_given_back_once_after_many_messages(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memory, "PAUSE_SECONDS", 0.01)
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "LOOK_SECONDS", 0.002)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_memory_is_given_back_as_soon_as_there_is_more_of_it() -> None:
+    held = [100 << 20]
     given: list[int] = []
-    back = memory.MemoryReturn(lambda: given.append(1))
-    back.note(memory.NOTED_BYTES - 1)
+    given_back = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def give_back() -> None:
+        given.append(held[0])
+        held[0] = 100 << 20
+        loop.call_soon_threadsafe(given_back.set)
+
+    back = memory.MemoryReturn(give_back, lambda: held[0])
+    back.begin()
+    held[0] += memory.GROWN_BYTES
     await asyncio.sleep(0.05)
     assert not given
-    for _ in range(10):
-        back.note(1 << 20)
-    await asyncio.sleep(0.2)
+    held[0] += 1
+    await asyncio.wait_for(given_back.wait(), 60)
+    assert given == [(100 << 20) + memory.GROWN_BYTES + 1]
+    back.close()
+    held[0] *= 2
+    await asyncio.sleep(0.05)
     assert len(given) == 1
+
+
+@pytest.mark.usefixtures("quick")
+async def test_memory_that_stays_in_use_is_tried_ever_more_seldom_and_goes_back_in_the_end() -> (
+    None
+):
+    held, needed, looks = [0], [200 << 20], [0]
+    given: list[int] = []
+    many, gone = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def give_back() -> None:
+        given.append(looks[0])
+        held[0] = needed[0]
+        if not held[0]:
+            loop.call_soon_threadsafe(gone.set)
+
+    def count() -> int:
+        looks[0] += 1
+        if looks[0] >= 300:
+            many.set()
+        return held[0]
+
+    back = memory.MemoryReturn(give_back, count)
+    back.begin()
+    held[0] = 200 << 20
+    await asyncio.wait_for(many.wait(), 60)
+    assert len(given) < 16, "tried as often as looked"
+    needed[0] = 0
+    await asyncio.wait_for(gone.wait(), 60)
+    back.close()
 
 
 def test_messages_over_the_limit_take_no_memory_and_leave_none() -> None:

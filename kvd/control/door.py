@@ -1,0 +1,161 @@
+"""Shares of gRPC connections: gRPC accepts them itself, and counts only all of them.
+
+Before a call nobody but the kernel knows who is behind a connection, and gRPC doesn't ask. But
+the descriptors are this process's: it looks through its own sockets, asks the kernel whose each is,
+and shuts down the newest of who has more than his share. gRPC takes that for the client's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.control import descriptors
+from kvd.control.peers import user_of
+from kvd.control.shares import Bound
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.25
+LOG_SECONDS = 10.0  # who is shut out connects again at once
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Of a client to the gRPC socket."""
+
+    fd: int
+    inode: int
+    user: int
+
+
+def bound_of_connections() -> Bound:
+    """Half of all for one user, and a sixteenth for operators."""
+    most = descriptors.most_connections()
+    return Bound("gRPC connections", most, most // 2, most // 16)
+
+
+def too_many(
+    connections: list[Connection], bound: Bound, operates: Callable[[int], bool]
+) -> list[Connection]:
+    """Those that must go, where the list has the oldest first.
+
+    Of who has more than his share the newest; then, so that the operators' reserve stays free, the
+    newest of whoever has the most.
+    """
+    of: dict[int, list[Connection]] = defaultdict(list)
+    for each in connections:
+        of[each.user].append(each)
+    gone = []
+    for mine in of.values():
+        while len(mine) > bound.each:
+            gone.append(mine.pop())
+    others = [mine for user, mine in of.items() if not operates(user)]
+    while sum(map(len, others)) > bound.most - bound.reserved:
+        gone.append(max(others, key=len).pop())
+    return gone
+
+
+class Door:
+    """Looks now and then at who is connected to the socket that was bound at this path.
+
+    Lives on one event loop.
+    """
+
+    def __init__(self, path: str, operates: Callable[[int], bool]) -> None:
+        self._path = path
+        self._operates = operates
+        self.bound = bound_of_connections()
+        self._users: dict[int, int | None] = {}  # by inode; None: no such connection
+        self._seen: dict[int, int] = {}  # inode -> when it was first seen; they may wrap
+        self._looks = 0
+        self._logged_s = -LOG_SECONDS
+        self._held = 0  # descriptors at the last look
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Look from now on, until `close`."""
+        self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._tick)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _tick(self) -> None:
+        held = descriptors.held()
+        if held <= self.bound.each or held == self._held:
+            self._held = held
+            self.begin()
+            return
+        # On a thread: some thousands of descriptors take some ten milliseconds.
+        task = asyncio.get_running_loop().run_in_executor(None, self.look)
+        task.add_done_callback(self._looked)
+
+    def _looked(self, task: asyncio.Future[int]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            log.error("can't look at who is connected", exc_info=task.exception())
+        self._held = descriptors.held()
+        if self._timer is not None:
+            self.begin()
+
+    def look(self) -> int:
+        """Shut down what is too much; how many."""
+        gone = too_many(self.connections(), self.bound, self._operates)
+        for each in gone:
+            with contextlib.suppress(OSError), _socket(each.fd) as connected:
+                # The number may be another's by now.
+                if os.fstat(connected.fileno()).st_ino == each.inode:
+                    connected.shutdown(socket.SHUT_RDWR)
+        if gone and time.monotonic() > self._logged_s + LOG_SECONDS:
+            self._logged_s = time.monotonic()
+            users = ", ".join(map(str, sorted({each.user for each in gone})))
+            log.warning(
+                "closed %d gRPC connections of uid %s: one user may have %d, all but operators %d",
+                len(gone),
+                users,
+                self.bound.each,
+                self.bound.most - self.bound.reserved,
+            )
+        return len(gone)
+
+    def connections(self) -> list[Connection]:
+        """All of them, the oldest first."""
+        self._looks += 1
+        known, seen, found = self._users, self._seen, []
+        users: dict[int, int | None] = {}
+        for name in Path("/proc/self/fd").iterdir():
+            fd = int(name.name)
+            with contextlib.suppress(OSError):
+                status = os.fstat(fd)
+                if not stat.S_ISSOCK(status.st_mode):
+                    continue
+                inode = status.st_ino
+                users[inode] = known[inode] if inode in known else self._user_behind(fd)
+                if (user := users[inode]) is not None:
+                    found.append(Connection(fd, inode, user))
+        self._users = users
+        self._seen = {each.inode: seen.get(each.inode, self._looks) for each in found}
+        return sorted(found, key=lambda each: (self._seen[each.inode], each.inode))
+
+    def _user_behind(self, fd: int) -> int | None:
+        with _socket(fd) as connected:
+            if connected.family != socket.AF_UNIX or connected.getsockname() != self._path:
+                return None
+            if connected.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return None
+            return user_of(connected)
+
+
+def _socket(fd: int) -> socket.socket:
+    """The socket behind a descriptor that stays somebody else's."""
+    return socket.socket(fileno=os.dup(fd))

@@ -1,0 +1,105 @@
+"""Messages that stop half-way hold no more than their user's share, and leave nothing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from kvd.control.intake import MAX_CALLS_OF_A_USER
+from kvd.control.server import LOOKAHEAD_BYTES, MAX_STREAMS
+from kvd_proto.layout import MAX_MESSAGE_BYTES
+from kvd_proto.v1 import engine_pb2, operator_pb2
+from tests.control.daemon_rig import (
+    Caller,
+    RunningDaemon,
+    daemon,
+    identity,
+    namespace,
+    refusal,
+    wait_until,
+)
+from tests.control.raw_http2 import RawHttp2, message
+from tests.faults.stand import resident_kib
+
+SESSION = "/kvd.v1.EngineService/Session"
+HALF = message(bytes(MAX_MESSAGE_BYTES - 1), MAX_MESSAGE_BYTES)
+
+
+@pytest.fixture
+def running() -> Iterator[RunningDaemon]:
+    with daemon() as started:
+        yield started
+
+
+def mib_above(running: RunningDaemon, idle_kib: int) -> int:
+    return (resident_kib(running.pid) - idle_kib) // 1024
+
+
+def test_sessions_that_begin_with_half_a_message_hold_one_users_share(
+    running: RunningDaemon,
+) -> None:
+    """Each of them held 6 MiB, and there could be 64 on each of 4,096 connections."""
+    with contextlib.ExitStack() as stack:
+        caller = stack.enter_context(contextlib.closing(Caller(running.socket, "SCHEDULER")))
+        idle = resident_kib(running.pid)
+        for _ in range(2):
+            raw = stack.enter_context(contextlib.closing(RawHttp2(running.socket)))
+            for _ in range(MAX_STREAMS):
+                raw.send(raw.begin(SESSION, caller.welcome.token), HALF, 0.01)
+        assert mib_above(running, idle) < 100
+
+
+def test_what_half_messages_took_is_given_back_when_their_sessions_end(
+    running: RunningDaemon,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        idle = resident_kib(running.pid)
+        for number in range(16):
+            caller = stack.enter_context(contextlib.closing(Caller(running.socket, "SCHEDULER")))
+            raw = stack.enter_context(contextlib.closing(RawHttp2(running.socket)))
+            stream = raw.begin(SESSION, caller.welcome.token)
+            opening = engine_pb2.OpenSession(
+                identity=identity(f"e{number}"), namespace=namespace(), world_size=1
+            )
+            content = engine_pb2.SessionRequest(open=opening).SerializeToString()
+            raw.send(stream, message(content))
+            assert raw.send(stream, HALF) == len(HALF), "the daemon took no half a message"
+        wait_until(lambda: mib_above(running, idle) > 80, "half messages")
+    wait_until(lambda: mib_above(running, idle) < 24, "its memory")
+
+
+def test_calls_of_which_nothing_is_asked_hold_little_each(running: RunningDaemon) -> None:
+    """Those that wait for their turn: gRPC takes in no more of each than it looks ahead."""
+    with contextlib.ExitStack() as stack:
+        caller = stack.enter_context(contextlib.closing(Caller(running.socket, "SCHEDULER")))
+        sent: list[int] = []
+        for _ in range(2):
+            raw = stack.enter_context(contextlib.closing(RawHttp2(running.socket)))
+            streams = [raw.begin(SESSION, caller.welcome.token) for _ in range(MAX_STREAMS)]
+            sent += [raw.send(stream, HALF, 0.01) for stream in streams]
+        assert sorted(sent)[len(sent) // 2] <= 2 * LOOKAHEAD_BYTES
+
+
+def test_user_with_as_many_calls_as_he_may_is_told_so_at_once(running: RunningDaemon) -> None:
+    with contextlib.ExitStack() as stack:
+        caller = stack.enter_context(contextlib.closing(Caller(running.socket, "SCHEDULER")))
+        connections = []
+        for _ in range(MAX_CALLS_OF_A_USER // MAX_STREAMS + 1):
+            raw = stack.enter_context(contextlib.closing(RawHttp2(running.socket)))
+            connections.append(raw)
+            for _ in range(MAX_STREAMS):
+                raw.begin(SESSION, caller.welcome.token)
+
+        def refused() -> int:
+            for each in connections:
+                each.read(0.0)
+            return sum(len(each.reset) for each in connections)
+
+        wait_until(lambda: refused() >= MAX_STREAMS, "refusals")
+        status = operator_pb2.StatusRequest()
+        answer = refusal(lambda: caller.call(caller.operator.Status, status))
+        assert answer == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED", "")
+    with contextlib.closing(Caller(running.socket)) as after:
+        assert after.status().state

@@ -1,0 +1,128 @@
+"""gRPC connections that say nothing: one user never takes another's, nor an operator's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvd.control.door import Connection, Door, too_many
+from kvd.control.shares import Bound
+from tests.control.daemon_of_few_connections import MOST
+from tests.control.daemon_rig import Caller, wait_until
+from tests.control.raw_http2 import RawHttp2
+from tests.control.running_daemon import RunningDaemon
+
+GREEDY, OTHER = 12346, 12347
+TAKE_ALL = """
+import os, sys
+from tests.control.raw_http2 import RawHttp2
+os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
+held = []
+while True:
+    held = [each for each in held if not each.is_over]
+    while len(held) < int(sys.argv[3]):
+        try:
+            held.append(RawHttp2(sys.argv[1]))
+        except OSError:
+            break
+    for each in held:
+        each.read(0.0)
+    print(sum(not each.is_over for each in held), flush=True)
+    if sys.stdin.readline().strip() == "end":
+        break
+"""
+
+
+def numbered(*users: int) -> list[Connection]:
+    return [Connection(n, n, user) for n, user in enumerate(users)]
+
+
+def test_newest_of_who_has_too_many_go_and_the_reserve_stays() -> None:
+    bound = Bound("connections", most=10, each=6, reserved=2)
+    mine = numbered(*[1] * 8, 2, 2)
+    assert [each.fd for each in too_many(mine, bound, lambda _: False)] == [7, 6]
+    crowd = numbered(*[1] * 6, 2, 2, 3, 0)
+    gone = too_many(crowd, bound, lambda user: user == 0)
+    assert [each.fd for each in gone] == [5]
+    assert too_many(crowd[:8], bound, lambda _: False) == []
+
+
+def test_door_knows_whose_each_connection_is_and_shuts_down_the_newest(tmp_path: Path) -> None:
+    path = str(tmp_path / "grpc")
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as elsewhere:
+        listener.bind(path)
+        listener.listen(16)
+        elsewhere.bind(str(tmp_path / "companion"))
+        clients, accepted = [], []
+        for _ in range(5):
+            clients.append(RawHttp2(path, says_hello=False))
+            accepted.append(listener.accept()[0])
+        door = Door(path, lambda _: False)
+        door.bound = Bound("connections", most=64, each=3)
+        connections = door.connections()
+        assert [each.fd for each in connections] == [each.fileno() for each in accepted]
+        assert {each.user for each in connections} == {os.getuid()}
+        assert door.look() == 2
+        for each in clients:
+            each.read(0.1)
+        assert [each.is_over for each in clients] == [False, False, False, True, True]
+        for client, connected in zip(clients, accepted, strict=True):
+            client.close()
+            connected.close()
+        assert door.look() == 0
+
+
+class Greedy:
+    """Another process of another user that holds as many connections as it is let."""
+
+    def __init__(self, path: str, user: int, wanted: int) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", TAKE_ALL, path, str(user), str(wanted)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._first = True
+
+    def held(self) -> int:
+        """How many it holds, once it has tried again."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        if not self._first:
+            self._process.stdin.write("again\n")
+            self._process.stdin.flush()
+        self._first = False
+        return int(self._process.stdout.readline())
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
+def test_user_who_takes_all_connections_leaves_some_for_another_and_for_operators() -> None:
+    running = RunningDaemon("--socket-mode", "0666")
+    running.directory.chmod(0o755)
+    running.module = "tests.control.daemon_of_few_connections"
+    try:
+        running.start()
+        greedy = Greedy(running.socket, GREEDY, MOST)
+        assert greedy.held() > MOST // 2, "the daemon takes less than this test needs"
+        other = Greedy(running.socket, OTHER, 8)
+        try:
+            wait_until(lambda: "of uid 12346" in running.log.read_text(), "the greedy one's share")
+            wait_until(lambda: other.held() == 8, "the other's connections")
+            caller = Caller(running.socket)
+            assert caller.status().state
+            caller.close()
+            assert other.held() == 8
+        finally:
+            greedy.end()
+            other.end()
+    finally:
+        running.remove()
