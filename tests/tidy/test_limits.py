@@ -10,7 +10,11 @@ from tests.tidy.source import ROOT, parse, python_files
 DOCUMENT = ROOT / "docs" / "limits.md"
 PRODUCT = (ROOT / "kvd", ROOT / "client" / "src")
 NAMED = re.compile(r"`(MAX_[A-Z0-9_]+)`")
-PATHS = re.compile(r"`(tests/[a-z_0-9/]+\.py)`")
+TESTS = re.compile(r"`(tests/\w+)(?:/test_\w+\.py)?`: ((?:`test_\w+`(?:, )?)+)")
+FUNCTION = re.compile(r"def (test_\w+)\(")
+UNTESTED = ("none of its own", "the same")  # as in the row above
+FILE = re.compile(r"`tests/[a-z_0-9/]+\.py`")
+MOST_UNTOLD = 16  # without a test, or with a file of tests only: a new bound comes with its test
 
 
 def bounds() -> dict[str, str]:
@@ -36,6 +40,32 @@ def test_the_page_of_limits_names_no_bound_that_is_gone() -> None:
     assert set(NAMED.findall(DOCUMENT.read_text())) <= bounds().keys()
 
 
+def rows() -> list[list[str]]:
+    """The cells of every bound on the page."""
+    lines = (line for line in DOCUMENT.read_text().splitlines() if line.startswith("| "))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in cells if row[0] != "bound"]
+
+
+def names_in(folder: str) -> set[str]:
+    files = (ROOT / folder).glob("test_*.py")
+    return {found for path in files for found in FUNCTION.findall(path.read_text())}
+
+
+def test_the_page_of_limits_names_a_test_for_each_bound_or_says_that_there_is_none() -> None:
+    untold = [row for row in rows() if not (TESTS.search(row[-1]) or row[-1] in UNTESTED)]
+    assert [row[0] for row in untold if not FILE.search(row[-1])] == []
+    untold += [row for row in rows() if row[-1] == "none of its own"]
+    assert len(untold) <= MOST_UNTOLD, [row[0] for row in untold]
+
+
 def test_the_tests_that_the_page_of_limits_names_are_there() -> None:
-    named = set(PATHS.findall(DOCUMENT.read_text()))
-    assert {path for path in named if not (ROOT / path).is_file()} == set()
+    named = [
+        (folder, test)
+        for row in rows()
+        for folder, tests in TESTS.findall(row[-1])
+        for test in re.findall(r"test_\w+", tests)
+    ]
+    assert len(named) > 100
+    there = {folder: names_in(folder) for folder in {folder for folder, _ in named}}
+    assert [(folder, test) for folder, test in named if test not in there[folder]] == []
