@@ -1,64 +1,99 @@
 """The index page of one namespace: tags of readable blocks, for clients to probe.
 
-A bucketed hash: each tag may stand in one of two buckets of eight words and goes to the emptier.
-A word never moves while its block is readable, so a reader that runs beside the writer never
-misses a block that is there throughout. Sized for a load of one half, where a tag that finds both
-buckets full is a rarity: it is spilled (left out), which costs a recompute and no more.
+The file is as large as the namespace may ever want it, and mostly hole. A table of tags lies in it
+at one of several levels, each twice as large as the one before and at a place of its own, and
+memory is behind that level only: the page follows the tags that stand in it. To grow or shrink,
+memory is had for the table of another level, the tags are copied there a few at a time, one word
+is stored that says which table counts, and what lay behind the old one is given back. Clients look
+at that word before and after a probe (decision 0020). Without memory for a larger table the present
+one serves on: a tag that finds no place is spilled, which costs a recompute and no more.
+
+While tags are copied, the next table holds what stands in the buckets below `copied`, and what
+found no place in the present one.
 """
 
 from __future__ import annotations
 
+import enum
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.core.keys import U64
+from kvd.pool.tag_table import NOWHERE, WORDS, TagTable
 from kvd_proto import layout
-from kvd_proto.tags import bucket_pair
+
+log = logging.getLogger(__name__)
 
 _F_ADD_SEALS = 1033
-_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW, _F_SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
+_F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 0x1, 0x2, 0x4
 
-_WORDS = layout.PAGE_BUCKET_WORDS
-_SMALLEST_BUCKETS = 8
-# Eight one-byte booleans are one word. Times this, byte i holds the sum of bytes 0..i.
-_ONES = np.uint64(0x0101010101010101)
-_TOP_BYTE = np.uint64(56)
-_ONE = np.uint64(1)
-# Tags inserted together choose by the same counts; small batches keep the buckets level.
-_SMALLEST_BATCH = 64
-_BATCH_SHARE = 8
+_PAGE = mmap.PAGESIZE
+_TABLE, _CLOSED, _TOP = (
+    offset // 8
+    for offset in (
+        layout.PAGE_TABLE_OFFSET,
+        layout.PAGE_CLOSED_OFFSET,
+        layout.PAGE_TOP_OFFSET,
+    )
+)
 
-Flags = npt.NDArray[np.bool_]
+# Of a table's words: from here on it begins to grow, and ends before it is half full.
+GROW_ABOVE = 5 / 16
+SHRINK_BELOW = 1 / 8
+FRESH_LOAD = 1 / 4  # at most, in the table of the level that is chosen
+# Work for each tag that is inserted while the table changes, so that all is done when it is half
+# full. A call with as many tags as a WORDS_A_TAG_AT_ONCE-th of a table's words changes it whole.
+RESERVED_BYTES_A_TAG = 512
+COPIED_BUCKETS_A_TAG = 1
+GIVEN_BACK_BYTES_A_TAG = 1024
+WORDS_A_TAG_AT_ONCE = 64
+# Units of upkeep, each up to a microsecond: a page of memory had or given back, a kilobyte read, a
+# tag copied.
+UNITS_OF_A_CALL = 64
+TAGS_A_UNIT = 1
+BUCKETS_A_UNIT = 16
+RETRY_CALLS = 20  # of upkeep, after there was no memory
+STRAY_BYTES = 256 << 10  # that readers may have touched where no table lies
+STRAY_PIECE_BYTES = 16 << 20  # looked at for them at a time
+
+
+class _Phase(enum.Enum):
+    SETTLED = enum.auto()
+    RESERVING = enum.auto()  # memory for the next table
+    COPYING = enum.auto()
+    CLEARING = enum.auto()  # memory of the old table is given back
 
 
 class IndexPage:
     """The writer's side. `spilled` counts resident tags that found no place."""
 
     def __init__(self, name: str, blocks: int) -> None:
-        """Make a page for at most `blocks` tags and seal it against every other writer.
+        """Make a page for at most `blocks` tags, which nobody can shorten.
 
         OSError, and nothing is left, where there is no memory or no descriptor for it.
         """
-        wanted = max(_SMALLEST_BUCKETS, -(-2 * blocks // _WORDS))
-        self.buckets = 1 << (wanted - 1).bit_length()
-        self.page_bytes = layout.HEADER_BYTES + self.buckets * _WORDS * 8
-        self.spilled = 0
         self.blocks = blocks
+        self._top = layout.page_level(-(-2 * blocks // WORDS))
+        self.page_bytes = layout.page_bytes(self._top)
+        self.spilled = 0
+        self.tags = 0  # that stand in the table
+        self._level = layout.PAGE_SMALLEST_LEVEL
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
+            # Other users can't open it for writing, whoever hands them a descriptor. Its own may:
+            # a seal against that would keep memory from being given back.
+            os.fchmod(fd, 0o600)
             os.ftruncate(fd, self.page_bytes)
-            # The first touch of the header must not be what finds that there is no memory.
-            os.posix_fallocate(fd, 0, layout.HEADER_BYTES)
+            # The first touch must not be what finds that there is no memory.
+            os.posix_fallocate(fd, 0, sum(layout.page_table_span(self._level)))
             self._map = mmap.mmap(fd, self.page_bytes)
             try:
-                # This mapping stays writable; whoever gets the descriptor can make no other.
-                seals = _F_SEAL_FUTURE_WRITE | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL
-                fcntl.fcntl(fd, _F_ADD_SEALS, seals)
+                fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
                 flags = os.O_RDONLY | os.O_CLOEXEC
                 self.read_only_fd = os.open(f"/proc/self/fd/{fd}", flags)
             except OSError:
@@ -66,21 +101,44 @@ class IndexPage:
                 raise
         finally:
             os.close(fd)
-        all_words: U64 = np.frombuffer(self._map, dtype=np.uint64)
-        self._header = all_words[: layout.HEADER_BYTES // 8]
-        self._words = all_words[layout.HEADER_BYTES // 8 :]
-        self._rows = self._words.reshape(self.buckets, _WORDS)
-        self._header[2] = self.buckets
-        self._header[1] = layout.LAYOUT_VERSION
-        self._header[0] = layout.PAGE_MAGIC
+        self._words: U64 = np.frombuffer(self._map, dtype=np.uint64)
+        self._table = self._table_of(self._level)
+        self._phase = _Phase.SETTLED
+        self._next: TagTable | None = None
+        self._next_level = 0
+        self._reserved = 0  # bytes of the next table that there is memory for
+        self._copied = 0  # buckets
+        self._lost = 0  # resident tags that the next table hasn't, and won't have
+        self._hole: tuple[int, int] = (0, 0)  # from and to: memory to be given back
+        self._retry_in = 0
+        self._said = False  # that there was no memory
+        self._strays_from = 0
+        self._changes = 0
+        self._words[_TOP] = self._top
+        self._words[_TABLE] = self._level
+        self._words[1] = layout.PAGE_VERSION
+        self._words[0] = layout.PAGE_MAGIC
+
+    @property
+    def buckets(self) -> int:
+        """Of the table that counts."""
+        return self._table.buckets
+
+    @property
+    def taken(self) -> int:
+        """Bytes of memory behind it."""
+        return os.fstat(self.read_only_fd).st_blocks * 512
 
     def insert(self, tags: U64) -> int:
         """Make tags visible; returns how many of them were spilled."""
-        step = max(_SMALLEST_BATCH, self.buckets // _BATCH_SHARE)
-        spilled = 0
-        for start in range(0, len(tags), step):
-            spilled += self._insert_batch(tags[start : start + step])
+        self._make_room(len(tags))
+        went = self._table.insert(tags)
+        missing = went == NOWHERE
+        spilled = int(np.count_nonzero(missing))
+        self.tags += len(tags) - spilled
         self.spilled += spilled
+        if self._phase is _Phase.COPYING:
+            self._add_to_next(tags[went < self._copied])
         return spilled
 
     def remove(self, tags: U64) -> None:
@@ -90,69 +148,207 @@ class IndexPage:
             order = np.sort(tags)
             self.remove(order[1:][order[1:] == order[:-1]])
             tags = once
-        first, second = bucket_pair(tags, self.buckets)
-        left = self._clear(tags, first)
-        if left.any():
-            left[left] = self._clear(tags[left], second[left])
-            self.spilled = max(0, self.spilled - int(left.sum()))
+        stood = self._table.remove(tags)
+        missing = stood == NOWHERE
+        spilled = int(np.count_nonzero(missing))
+        self.tags = max(0, self.tags - (len(tags) - spilled))
+        self.spilled = max(0, self.spilled - spilled)
+        if self._phase is _Phase.COPYING:
+            assert self._next is not None, "nothing is being copied to"
+            also = self._next.remove(tags[stood < self._copied])
+            self._lost = max(0, self._lost - int(np.count_nonzero(also == NOWHERE)))
 
     def set_room(self, rooms: Sequence[int]) -> None:
         """Say for each group how many blocks a store could get now."""
         first = layout.PAGE_ROOM_OFFSET // 8
-        self._header[first : first + len(rooms)] = rooms
+        self._words[first : first + len(rooms)] = rooms
 
     def close(self) -> None:
         """Tell readers that nobody keeps the page any more, and let go of it."""
-        self._header[layout.PAGE_CLOSED_OFFSET // 8] = 1
-        del self._header, self._words, self._rows
+        self._words[_CLOSED] = 1
+        self._next = None
+        del self._words, self._table
         self._map.close()
         os.close(self.read_only_fd)
 
-    def _clear(self, tags: U64, buckets: U64) -> Flags:
-        """Clear the first word of its bucket that holds each tag; True where none does."""
-        found = _as_words(self._rows[buckets] == tags[:, None])
-        lowest = found & (~found + _ONE)
-        place = ((lowest - _ONE) & _ONES) * _ONES >> _TOP_BYTE
-        missing: Flags = found == 0
-        hit = ~missing
-        self._words[(buckets * np.uint64(_WORDS) + place)[hit]] = 0
-        return missing
+    # -- its size -----------------------------------------------------------------------------
 
-    def _insert_batch(self, tags: U64) -> int:
-        """Rounds: each places what found a free word of its own, the rest chooses again."""
-        while len(tags):
-            first, second = bucket_pair(tags, self.buckets)
-            free_first = _as_words(self._rows[first] == 0) * _ONES
-            free_second = _as_words(self._rows[second] == 0) * _ONES
-            take_first = free_first >> _TOP_BYTE >= free_second >> _TOP_BYTE
-            buckets = np.where(take_first, first, second)
-            running = np.where(take_first, free_first, free_second)
-            count = running >> _TOP_BYTE
-            rank = _rank_within(buckets)
-            # The free word with `rank` free ones before it: as many as have a sum <= rank.
-            sums = running.view(np.uint8).reshape(-1, _WORDS)
-            place = _as_words(sums <= rank[:, None]) * _ONES >> _TOP_BYTE
-            placed = rank < count
-            flat = buckets * np.uint64(_WORDS) + place
-            self._words[flat[placed]] = tags[placed]
-            hopeless = count == 0  # the emptier of the two is full
-            if (placed | hopeless).all():
-                return int(hopeless.sum())
-            tags = tags[~placed]
-        return 0
+    @property
+    def unsettled(self) -> bool:
+        """Whether `upkeep` has something to do."""
+        return self._phase is not _Phase.SETTLED or self._wanted_level() != self._level
 
+    def upkeep(self, units: int) -> int:
+        """Do so much of what is left to do; the units that are left."""
+        if self._retry_in:
+            self._retry_in -= 1
+            units -= 1
+        elif self._phase is _Phase.SETTLED:
+            self._begin(self._wanted_level())
+        while units > 0 and self._phase is not _Phase.SETTLED:
+            if self._phase is _Phase.COPYING:
+                units -= self._copy(units * BUCKETS_A_UNIT, units * TAGS_A_UNIT)
+            elif self._phase is _Phase.RESERVING:
+                units -= self._reserve(units * _PAGE)
+            else:
+                units -= self._give_back(units * _PAGE)
+            units -= UNITS_OF_A_CALL
+        return units
 
-def _as_words(flags: Flags) -> U64:
-    """Rows of eight booleans as one word each."""
-    return flags.view(np.uint64).reshape(-1)
+    def take_strays(self) -> None:
+        """Give memory back that readers touched where no table lies: read holes become memory.
 
+        Of a part of the page, and the next time of the next part.
+        """
+        if self._phase is not _Phase.SETTLED:
+            return
+        first, size = layout.page_table_span(self._level)
+        if self.taken <= layout.HEADER_BYTES + size + STRAY_BYTES:
+            return
+        start = self._strays_from
+        if not layout.HEADER_BYTES <= start < self.page_bytes:
+            start = layout.HEADER_BYTES
+        end = self._strays_from = min(start + STRAY_PIECE_BYTES, self.page_bytes)
+        self._punch(start, min(end, first))
+        self._punch(max(start, first + size), end)
 
-def _rank_within(buckets: U64) -> U64:
-    """How many earlier tags of the batch chose the same bucket; shape of the input."""
-    order = np.argsort(buckets, kind="stable")
-    ordered = buckets[order]
-    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
-    lengths = np.diff(np.append(starts, len(buckets)))
-    rank = np.empty(len(buckets), dtype=np.uint64)
-    rank[order] = np.arange(len(buckets)) - np.repeat(starts, lengths)
-    return rank
+    def _wanted_level(self, more: int = 0) -> int:
+        """The level for the tags that there are, and so many more: the present one if it does."""
+        words = self._table.buckets * WORDS
+        resident = self.tags + self.spilled + more
+        if SHRINK_BELOW * words <= resident <= GROW_ABOVE * words:
+            return self._level
+        fitting = layout.page_level(int(resident / (FRESH_LOAD * WORDS)) + 1)
+        if resident < SHRINK_BELOW * words:
+            return min(fitting, self._level)
+        return max(self._level, min(fitting, self._top))
+
+    def _make_room(self, more: int) -> None:
+        """Before tags are inserted: see that the table grows in time."""
+        if self._phase in (_Phase.RESERVING, _Phase.COPYING) and not self._next_holds(more):
+            self._abandon()
+        if self._phase is _Phase.SETTLED:
+            if self._retry_in or self._wanted_level(more) <= self._level:
+                return
+            self._begin(self._wanted_level(more))
+        whole = self._table.buckets * WORDS <= WORDS_A_TAG_AT_ONCE * more
+        if self._phase is _Phase.RESERVING:
+            self._reserve(self.page_bytes if whole else RESERVED_BYTES_A_TAG * more)
+        if self._phase is _Phase.COPYING:
+            most = self._table.buckets if whole else COPIED_BUCKETS_A_TAG * more
+            self._copy(most, most * WORDS)
+        if self._phase is _Phase.CLEARING:
+            self._give_back(self.page_bytes if whole else GIVEN_BACK_BYTES_A_TAG * more)
+        if whole and self._phase is _Phase.SETTLED and self._wanted_level(more) > self._level:
+            self._make_room(more)
+
+    def _begin(self, level: int) -> None:
+        """Begin to change to a table of this level, unless it is the present one."""
+        if level != self._level:
+            self._next_level, self._reserved = level, 0
+            self._phase = _Phase.RESERVING
+
+    def _next_holds(self, more: int) -> bool:
+        """Whether the next table is large enough for the tags that there are, and so many more."""
+        words = layout.page_table_span(self._next_level)[1] // 8
+        resident = self.tags + self.spilled + more
+        return resident <= GROW_ABOVE * words or self._next_level >= self._top
+
+    def _abandon(self) -> None:
+        """The present table goes on to count; what was had for the next one is given back."""
+        first, _size = layout.page_table_span(self._next_level)
+        self._next = None
+        self._hole = (first, first + self._reserved)
+        self._phase = _Phase.CLEARING
+
+    def _reserve(self, most: int) -> int:
+        """Have memory for some of the next table, or abandon it; units of work."""
+        first, size = layout.page_table_span(self._next_level)
+        length = min(max(most, _PAGE) // _PAGE * _PAGE, size - self._reserved)
+        try:
+            self._allocate(first + self._reserved, length)
+        except OSError as error:
+            if not self._said:
+                log.warning(
+                    "an index page stays as small as it is, so that some blocks will not be found:"
+                    " %s; give the daemon more memory and file descriptors",
+                    error.strerror,
+                )
+            self._said = True
+            self._reserved += length  # some of it may be there
+            self._abandon()
+            self._retry_in = RETRY_CALLS
+            return length // _PAGE
+        self._reserved += length
+        if self._reserved == size:
+            self._said = False
+            self._next = self._table_of(self._next_level)
+            self._copied, self._lost = 0, self.spilled
+            self._phase = _Phase.COPYING
+        return length // _PAGE
+
+    def _copy(self, most_buckets: int, most_tags: int) -> int:
+        """Copy the tags of some buckets; after the last one the next table counts. Units of work.
+
+        At least of one bucket.
+        """
+        first = self._copied
+        tags, self._copied = self._table.some(first, max(1, most_buckets), most_tags)
+        self._add_to_next(tags)
+        units = (self._copied - first) // BUCKETS_A_UNIT + len(tags) // TAGS_A_UNIT
+        if self._copied == self._table.buckets:
+            self._change()
+        return units
+
+    def _add_to_next(self, tags: U64) -> None:
+        assert self._next is not None, "nothing is being copied to"
+        if len(tags):
+            self._lost += int(np.count_nonzero(self._next.insert(tags) == NOWHERE))
+
+    def _change(self) -> None:
+        """From now on the next table counts."""
+        assert self._next is not None, "there is no next table"
+        resident = self.tags + self.spilled
+        first, size = layout.page_table_span(self._level)
+        self._hole = (first, first + size)
+        self._table, self._next, self._level = self._next, None, self._next_level
+        self.spilled = min(resident, self._lost)
+        self.tags = resident - self.spilled
+        # A number of its own for each change: a reader must not take a level that went and came
+        # back for one that stayed.
+        self._changes += 1
+        self._words[_TABLE] = self._changes << layout.PAGE_LEVEL_BITS | self._level
+        self._phase = _Phase.CLEARING
+
+    def _give_back(self, most: int) -> int:
+        """Give some memory back that no table has any more; units of work."""
+        start, end = self._hole
+        length = min(max(most, _PAGE) // _PAGE * _PAGE, end - start)
+        self._punch(start, start + length)
+        self._hole = (start + length, end)
+        if start + length == end:
+            self._phase = _Phase.SETTLED
+        return length // _PAGE
+
+    def _table_of(self, level: int) -> TagTable:
+        first, size = layout.page_table_span(level)
+        return TagTable(self._words[first // 8 : (first + size) // 8])
+
+    def _allocate(self, first: int, size: int) -> None:
+        # Opened anew each time: the mapping's own descriptor can't be had, a second would have to
+        # be kept for each namespace.
+        fd = os.open(f"/proc/self/fd/{self.read_only_fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, first, size)
+        finally:
+            os.close(fd)
+
+    def _punch(self, first: int, end: int) -> None:
+        """Give the memory of whole pages back; they read as zeros."""
+        if end <= first:
+            return
+        try:
+            self._map.madvise(mmap.MADV_REMOVE, first, end - first)
+        except OSError:  # what a table will need as zeros must be zeros, memory or not
+            log.exception("an index page keeps memory that it doesn't need")
+            self._words[first // 8 : end // 8] = 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Self
 
@@ -57,6 +59,10 @@ from kvd_proto.layout import require_ordered_stores
 
 TAG_SECRET_BYTES = 16
 INCARNATION_BYTES = 16
+# Of upkeep: about two milliseconds for all index pages that change, a millisecond for a look.
+PAGE_UNITS = 2048
+MOST_PAGES_SETTLED = 256
+MOST_PAGES_LOOKED_AT = 16
 REFILL_PIECES = 20  # of upkeep, between tries to have the whole reserve again
 
 
@@ -92,6 +98,8 @@ class Pool:
         self._placement = Placement(config)
         self._pages: dict[NamespaceId, IndexPage] = {}
         self._spare_page: IndexPage | None = None  # for the next namespace
+        self._unsettled_pages: dict[NamespaceId, None] = {}  # larger or smaller than they should be
+        self._pages_to_look_at: deque[NamespaceId] = deque()
         self._refill_in = 0  # pieces of upkeep
         self._undead: dict[int, frozenset[int]] = {}  # extents by pid
 
@@ -305,10 +313,17 @@ class Pool:
 
     def publish(self, order: PublishTags) -> int:
         """Make tags visible to clients; returns how many found no place (a probe misses them)."""
-        return self._pages[order.namespace].insert(order.tags)
+        page = self._pages[order.namespace]
+        spilled = page.insert(order.tags)
+        if page.unsettled:
+            self._unsettled_pages[order.namespace] = None
+        return spilled
 
     def retract(self, order: RetractTags) -> None:
-        self._pages[order.namespace].remove(order.tags)
+        page = self._pages[order.namespace]
+        page.remove(order.tags)
+        if page.unsettled:
+            self._unsettled_pages[order.namespace] = None
 
     # -- for clients and movers -------------------------------------------------------------------
 
@@ -355,7 +370,7 @@ class Pool:
         """Bytes taken by extents, tables and index pages."""
         directory = self._config.directory
         tables = sum(_taken(path) for path in directory.glob("*.table"))
-        pages = sum(os.fstat(p.read_only_fd).st_blocks * 512 for p in self._pages.values())
+        pages = sum(page.taken for page in self._pages.values())
         return PoolMemory(self.extents * self.extent_bytes, tables, pages)
 
     def spilled(self, namespace: NamespaceId) -> int:
@@ -386,6 +401,7 @@ class Pool:
                 " cleaners of temporary files (and systemd-logind's RemoveIPC) away from the pool"
             )
         self._registry.upkeep()
+        self._settle_pages()
         if not self._reserve.whole:
             self._fill_reserve()
 
@@ -402,6 +418,26 @@ class Pool:
         paths = [*(directory / name for name in names), self._files.directory, *ends]
         self._standing = Standing(paths)
         self.extents_inode = self._files.directory.stat().st_ino
+
+    def _settle_pages(self) -> None:
+        """A piece of what index pages have left to do, in turns."""
+        units = PAGE_UNITS
+        for namespace in list(islice(self._unsettled_pages, MOST_PAGES_SETTLED)):
+            if units <= 0:
+                break
+            del self._unsettled_pages[namespace]
+            page = self._pages.get(namespace)
+            if page is not None:
+                units = page.upkeep(units)
+                if page.unsettled:
+                    self._unsettled_pages[namespace] = None
+        for _ in range(MOST_PAGES_LOOKED_AT):
+            if not self._pages_to_look_at:
+                self._pages_to_look_at.extend(self._pages)
+                break
+            page = self._pages.get(self._pages_to_look_at.popleft())
+            if page is not None:
+                page.take_strays()
 
     def _fill_reserve(self) -> None:
         if self._refill_in:

@@ -2,7 +2,8 @@
 
 Three kinds, each a memfd handed over on the companion socket:
 
-index page   daemon writes, clients map read-only (sealed against any other writer)
+index page   daemon writes, clients map read-only (sealed against shrinking and growing; of the
+             daemon's own user)
 board        mover and control write, the rank's worker maps read-only (sealed likewise)
 ready ring   the rank's worker writes, its mover reads (sealed against shrinking and growing)
 
@@ -21,12 +22,21 @@ HEADER_BYTES = 4096
 NULL_ENGINE_BLOCK = 0xFFFFFFFF
 
 # -- index page -------------------------------------------------------------------------------
-# header: u64 magic, u64 version, u64 buckets, u64 closed, then at ROOM_OFFSET one u64 for each
-# group (64 at most): blocks that a store could get now, free or by eviction. 0 = no room.
-# After the header: buckets x 8 u64 words, each 0 or the tag of one readable block.
+# header: u64 magic, u64 version, u64 table, u64 closed, u64 top level, then at ROOM_OFFSET one u64
+# for each group (64 at most): blocks that a store could get now, free or by eviction. 0 = no room.
+# After the header lie tables, those of all levels one after the other: 2^level buckets x 8 u64
+# words, each 0 or the tag of one readable block. The table word's low bits are the level whose
+# table counts, the others count the changes: who reads the same table word before and after a
+# probe has seen a table that counted all the time. The others are holes, or on their way.
 PAGE_MAGIC = int.from_bytes(b"KVDPAGE1", "little")
+PAGE_VERSION = 2
 PAGE_BUCKET_WORDS = 8
+PAGE_TABLE_OFFSET = 16
 PAGE_CLOSED_OFFSET = 24
+PAGE_TOP_OFFSET = 32
+PAGE_LEVEL_BITS = 8
+PAGE_SMALLEST_LEVEL = 6  # a table of 4096 bytes
+PAGE_LARGEST_LEVEL = 40
 PAGE_ROOM_OFFSET = 64
 PAGE_ROOM_GROUPS = 64
 
@@ -78,6 +88,22 @@ MAX_KEYS_PER_MESSAGE = 16384
 MAX_BLOCKS_PER_BLOCK = 64
 MAX_GROUPS = 64
 MAX_RANKS = 256
+
+
+def page_table_span(level: int) -> tuple[int, int]:
+    """Where in an index page the table of a level lies: its offset, its bytes."""
+    size = (PAGE_BUCKET_WORDS * 8) << level
+    return HEADER_BYTES + size - ((PAGE_BUCKET_WORDS * 8) << PAGE_SMALLEST_LEVEL), size
+
+
+def page_level(buckets: int) -> int:
+    """The smallest level whose table has so many buckets."""
+    return max(PAGE_SMALLEST_LEVEL, (max(1, buckets) - 1).bit_length())
+
+
+def page_bytes(top: int) -> int:
+    """The size of an index page whose tables go up to that level."""
+    return sum(page_table_span(top))
 
 
 def require_ordered_stores() -> None:

@@ -88,9 +88,13 @@ def tags_of(words: U64, seed: int | U64) -> U64:
     return np.maximum(tags, _ONE, out=tags)
 
 
-def bucket_pair(tags: U64, buckets: int) -> tuple[U64, U64]:
-    """The two candidate buckets of each tag; `buckets` is a power of two."""
-    mask = np.uint64(buckets - 1)
+def bucket_mask(buckets: int) -> U64:
+    """What `bucket_pair` wants of a table: so many buckets, a power of two, less one."""
+    return np.array(buckets - 1, dtype=np.uint64)
+
+
+def bucket_pair(tags: U64, mask: U64) -> tuple[U64, U64]:
+    """The two candidate buckets of each tag in the table of this `bucket_mask`."""
     second = tags >> _SHIFT_32
     np.multiply(second, _MULTIPLY_2, second)
     np.right_shift(second, _SHIFT_20, second)
