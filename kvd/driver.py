@@ -23,7 +23,7 @@ from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
 from kvd.core.errors import NO_ROOM, KvdError, LimitExceeded
 from kvd.core.events import Event, JobKind, JobStatus, Query
 from kvd.core.extents import NODE_UNKNOWN
-from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId
+from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId, TenantId
 from kvd.core.machine import Machine
 from kvd.core.spec import NamespaceSpec
 from kvd.event_log import EventLog, change_of, resident_changes
@@ -443,6 +443,15 @@ class Driver:
             finally:
                 for token in tokens:
                     del self._asked[token]
+
+    async def set_quota(self, tenant: TenantId, quota_bytes: int) -> int:
+        """Give the tenant this quota, 0 for none; the number of blocks that went for it."""
+        token = self._expect()
+        try:
+            self.call(ev.QuotaSet(token, tenant, quota_bytes))
+            return await self._asked[token]
+        finally:
+            del self._asked[token]
 
     def _expect(self) -> int:
         """A token whose work will be told done."""

@@ -9,7 +9,6 @@ from kvd.control.namespaces import Namespaces
 from kvd.control.peers import Context, Peers
 from kvd.control.status import PoolPlace, StatusReport
 from kvd.control.tenants import TenantPolicy
-from kvd.core import events as ev
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import TenantId
 from kvd.driver import Driver
@@ -72,9 +71,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
             raise InvalidArgument(f"there is no tenant {request.tenant!r}", "tenant")
         if request.quota_bytes > MAX_QUOTA_BYTES:
             raise InvalidArgument(f"quota_bytes is over {MAX_QUOTA_BYTES}", "quota_bytes")
-        evicted = self._driver.call(
-            ev.QuotaSet(self._driver.next_token(), TenantId(request.tenant), request.quota_bytes)
-        )
+        evicted = await self._driver.set_quota(TenantId(request.tenant), request.quota_bytes)
         return pb.SetQuotaResponse(blocks_evicted=evicted)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.core.keys import NamespaceId, RowId, ScopeId
+from kvd.core.keys import NamespaceId, RowId, ScopeId, TenantId
 
 if TYPE_CHECKING:
     from kvd.core.job import Transfer
@@ -29,6 +29,9 @@ STORES_LOOKED_AT = 1024
 ROWS_LOOKED_AT = 64
 SLOTS_LOOKED_AT = 65536  # of those, but for the last one's
 SCOPES_AT_ONCE = 512
+EVICTED_AT_ONCE = 4096  # blocks of a tenant beyond its quota
+EVICTED_IN_A_BATCH = 128  # of those, each may be of another account, and is announced so
+NEWS_AT_ONCE = 192  # orders, but for those of the last batch
 
 
 class CallOff(enum.Enum):
@@ -56,16 +59,25 @@ class Clear:
 
 
 @dataclass(slots=True, eq=False)
+class Shrink:
+    """A tenant that has more than its quota; see `room.shrink_some`."""
+
+    answers: list[tuple[int, int]] = field(default_factory=list)  # token, `evicted` by then
+    evicted: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class Backlog:
     """What waits to be done; oldest first."""
 
     leases: deque[Lease] = field(default_factory=deque)  # ended; their claims still stand
     transfers: deque[CalledOff] = field(default_factory=deque)
     clears: dict[NamespaceId, Clear] = field(default_factory=dict)
+    shrinks: dict[TenantId, Shrink] = field(default_factory=dict)
     turn: int = 0  # which kind comes next
 
     def __bool__(self) -> bool:
-        return bool(self.leases or self.transfers or self.clears)
+        return bool(self.leases or self.transfers or self.clears or self.shrinks)
 
     def call_off(self, transfers: Iterable[Transfer], how: CallOff, reason: str) -> list[Transfer]:
         """Those that the caller calls off itself now; each of the others ends so in its turn."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import backlog, clear, disuse, lease, session, transfer
+from kvd.core import backlog, clear, disuse, lease, room, session, transfer
 from kvd.core.actions import Action
 from kvd.core.state import State
 
@@ -21,6 +21,7 @@ def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
         (bool(state.backlog.transfers), _call_off),
         (bool(state.backlog.leases), _unclaim),
         (bool(state.backlog.clears), _clear),
+        (bool(state.backlog.shrinks), _shrink),
         (state.disuse.sweep is not None, disuse.sweep_epochs),
     )
     for step in range(1, len(todo) + 1):
@@ -34,6 +35,10 @@ def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
 
 def _clear(state: State, _now_ns: int, actions: list[Action]) -> None:
     clear.go_on(state, actions)
+
+
+def _shrink(state: State, _now_ns: int, actions: list[Action]) -> None:
+    room.shrink_some(state, actions)
 
 
 def _unclaim(state: State, now_ns: int, actions: list[Action]) -> None:

@@ -367,7 +367,9 @@ class NamespaceCleared:
 
 @dataclass(frozen=True, slots=True)
 class QuotaSet:
-    """Reply: number of blocks evicted at once. 0 bytes = no quota."""
+    """TellDone, with the number of blocks evicted, once the tenant keeps it or only pinned ones are
+    left. 0 bytes = no quota.
+    """
 
     token: int
     tenant: TenantId

@@ -231,6 +231,8 @@ def _check_tenants(state: State) -> None:
         used = sum((c.reserved + c.ready + c.quarantined) * c.block_bytes for c in owned)
         assert tenant.used_bytes == used, "a tenant's bytes in use"
         over = bool(tenant.quota_bytes) and used > tenant.quota_bytes
+        asked = state.backlog.shrinks.get(tenant.tenant)
+        assert asked is None or tenant.shrinking, "a tenant within its quota is to shrink"
         assert not over or tenant.shrinking, f"{tenant.tenant} uses more than its quota"
         leased = 0
         for owner in owned:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvd.core import chores, disuse, hand_off, lease, recency, room, session, transfer
-from kvd.core.actions import Action, Reply
+from kvd.core.actions import Action
+from kvd.core.backlog import Shrink
 from kvd.core.errors import EXPIRED, InvalidArgument
 from kvd.core.events import QuotaSet
 from kvd.core.rows import SizeClass, grant_spare
@@ -13,14 +14,19 @@ CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need
 
 
 def quota_set(state: State, event: QuotaSet) -> list[Action]:
-    """The tenant keeps the quota from now on; what is pinned goes when its pins end."""
+    """The tenant stores nothing beyond the quota from now on; what is there goes in pieces, and
+    what is pinned when its pins end.
+    """
     if event.quota_bytes < 0:
         raise InvalidArgument("a quota can't be negative", "quota_bytes")
     actions: list[Action] = []
     tenant = state.tenant(event.tenant)
     tenant.quota_bytes = event.quota_bytes
-    evicted = room.shrink_to_quota(state, tenant, actions)
-    actions.append(Reply(event.token, evicted))
+    shrink = state.backlog.shrinks.setdefault(event.tenant, Shrink())
+    shrink.answers.append((event.token, shrink.evicted))
+    tenant.shrinking = tenant.excess(0) > 0
+    if not tenant.shrinking:
+        room.end_shrinking(state, event.tenant, actions)
     return actions
 
 
@@ -33,10 +39,10 @@ def timer_ticked(state: State, now_ns: int) -> list[Action]:
     state.grant_pause.tick()
     disuse.prepare_room(state)
     disuse.go_on(state, now_ns, actions)
-    chores.go_on(state, now_ns, actions)
     for tenant in state.tenants.values():
-        if tenant.shrinking:
-            room.shrink_to_quota(state, tenant, actions)
+        if tenant.shrinking and (tenant.evictable or tenant.excess(0) <= 0):
+            state.backlog.shrinks.setdefault(tenant.tenant, Shrink())
+    chores.go_on(state, now_ns, actions)
     grant_spare(state, _next_in_use(state), actions)
     recency.write_down(state, actions)
     return actions

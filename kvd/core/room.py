@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from kvd.core import claims, residency
-from kvd.core.actions import Action
+from kvd.core import backlog, claims, residency
+from kvd.core.actions import Action, TellDone
 from kvd.core.errors import NO_ROOM, QUOTA
-from kvd.core.keys import NamespaceId
+from kvd.core.keys import NamespaceId, TenantId
 from kvd.core.quota import Tenant
 from kvd.core.reclaim import coldest_stamp
 from kvd.core.rows import SizeClass, grant_row, unclaimed_extents
@@ -118,19 +118,34 @@ def _coldest_first(state: State, tenant: Tenant, but: list[SizeClass]) -> list[S
     return [owner for _, owner in ranked]
 
 
-def shrink_to_quota(state: State, tenant: Tenant, actions: list[Action]) -> int:
-    """Evict until the tenant keeps its quota or only pinned blocks are left; blocks evicted."""
-    evicted = 0
+def shrink_some(state: State, actions: list[Action]) -> None:
+    """Evict some blocks of a tenant that has more than its quota, coldest classes first.
+
+    Over when it keeps the quota, or only what is pinned is left.
+    """
+    number, left = next(iter(state.backlog.shrinks.items()))
+    tenant, before = state.tenants[number], len(actions)
+    blocks = backlog.EVICTED_AT_ONCE
     for owner in _coldest_first(state, tenant, []):
-        excess = tenant.excess(0)
-        if excess <= 0:
-            break
-        count = min(owner.evictable, -(-excess // owner.block_bytes))
-        if count > 0:
+        while (excess := tenant.excess(0)) > 0 and owner.evictable:
+            count = min(owner.evictable, -(-excess // owner.block_bytes), blocks)
+            count = min(count, backlog.EVICTED_IN_A_BATCH)
             residency.evict(state, owner, count, actions)
-            evicted += count
+            left.evicted += count
+            blocks -= count
+            if not blocks or len(actions) - before >= backlog.NEWS_AT_ONCE:
+                break
+        if excess <= 0 or not blocks or len(actions) - before >= backlog.NEWS_AT_ONCE:
+            break
     tenant.shrinking = tenant.excess(0) > 0
-    return evicted
+    if not tenant.shrinking or not tenant.evictable:
+        end_shrinking(state, number, actions)
+
+
+def end_shrinking(state: State, tenant: TenantId, actions: list[Action]) -> None:
+    """Tell who asked for the quota; pins that end later are seen to by ticks."""
+    left = state.backlog.shrinks.pop(tenant)
+    actions.extend(TellDone(token, left.evicted - before) for token, before in left.answers)
 
 
 def storable(state: State, namespace: NamespaceId) -> tuple[int, ...]:

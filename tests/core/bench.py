@@ -383,9 +383,11 @@ class Bench:
         return self.feed(ev.TimerTicked())
 
     def quota(self, quota_bytes: int, tenant: str = "tenant") -> int:
-        evicted = self.ask(ev.QuotaSet(self._token(), TenantId(tenant), quota_bytes))
-        assert isinstance(evicted, int)
-        return evicted
+        """Blocks that went; the tenant keeps it, or only pinned blocks are beyond it."""
+        token = self._token()
+        made = self.feed(ev.QuotaSet(token, TenantId(tenant), quota_bytes)) + self.work_off()
+        (done,) = [each for each in only(made, act.TellDone) if each.token == token]
+        return done.blocks
 
     def clear(self, namespace: int = 1) -> int:
         """Blocks that went; nothing of the clear is left to be done."""

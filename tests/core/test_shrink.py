@@ -1,0 +1,115 @@
+"""A lowered quota holds at once for stores, and what is beyond it goes in small pieces."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.core import actions as act
+from kvd.core import backlog
+from kvd.core import events as ev
+from kvd.core.keys import NamespaceId, TenantId
+from tests.core.bench import BLOCK, Bench, only, small, spec, verdict
+from tests.core.replaying import replay
+
+AT_ONCE = 4
+MANY = 40
+
+
+@pytest.fixture(autouse=True)
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "EVICTED_AT_ONCE", AT_ONCE)
+    monkeypatch.setattr(backlog, "EVICTED_IN_A_BATCH", 2)
+
+
+def stocked() -> Bench:
+    bench = small(extents=8)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    for first in range(0, MANY, 4):
+        bench.stored(range(first, first + 4), 1 + first // 4 % 2)
+    return bench
+
+
+def lowered(bench: Bench, blocks: int, token: int = 900) -> list[act.Action]:
+    return bench.feed(ev.QuotaSet(token, TenantId("tenant"), blocks * BLOCK))
+
+
+def done(actions: list[act.Action]) -> dict[int, int]:
+    return {each.token: each.blocks for each in only(actions, act.TellDone)}
+
+
+def test_blocks_beyond_a_quota_go_a_few_in_each_event_coldest_first() -> None:
+    bench = stocked()
+    assert not only(lowered(bench, 8), act.WriteFree)
+    while bench.machine.has_work():
+        made = bench.feed(ev.WorkContinued())
+        assert 0 < sum(len(each.slots) for each in only(made, act.WriteFree)) <= AT_ONCE
+    assert done(made) == {900: MANY - 8}
+    assert bench.machine.statistics().slots.ready == 8
+    replay(bench)
+
+
+def test_blocks_of_many_accounts_make_few_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "EVICTED_AT_ONCE", 1000)
+    monkeypatch.setattr(backlog, "NEWS_AT_ONCE", 6)
+    bench = small(extents=8)
+    bench.open()
+    for number in range(MANY):
+        bench.stored([number], account=f"account {number}")
+    lowered(bench, 1)
+    while bench.machine.has_work():
+        made = bench.feed(ev.WorkContinued())
+        assert len(made) <= 6 + 2 + 2 + 1
+    assert bench.machine.statistics().slots.ready == 1
+
+
+def test_nothing_is_stored_while_more_than_the_quota_is_there() -> None:
+    bench = stocked()
+    lowered(bench, 8)
+    while bench.machine.state.tenants[TenantId("tenant")].excess(0) > 0:
+        assert verdict(bench.store([1000])).reason == "QUOTA"
+        assert bench.machine.room(NamespaceId(1)) == (0,)
+        bench.feed(ev.WorkContinued())
+    bench.work_off()
+    bench.stored([1000])
+
+
+def test_quota_set_again_meanwhile_answers_both() -> None:
+    bench = stocked()
+    lowered(bench, 20)
+    bench.feed(ev.WorkContinued())
+    lowered(bench, 8, 901)
+    assert done(bench.work_off()) == {900: MANY - 8, 901: MANY - 8 - AT_ONCE}
+
+
+def test_quota_taken_away_meanwhile_keeps_what_is_left() -> None:
+    bench = stocked()
+    lowered(bench, 8)
+    bench.feed(ev.WorkContinued())
+    assert done(lowered(bench, 0, 901)) == {900: AT_ONCE, 901: 0}
+    assert not bench.machine.has_work()
+    assert bench.machine.statistics().slots.ready == MANY - AT_ONCE
+    bench.stored([1000])
+
+
+def test_clear_meanwhile_ends_both() -> None:
+    bench = stocked()
+    made = lowered(bench, 8)
+    made += bench.feed(ev.NamespaceCleared(901, NamespaceId(1)))
+    made += bench.feed(ev.NamespaceCleared(902, NamespaceId(2)))
+    made += bench.work_off()
+    assert done(made).keys() == {900, 901, 902}
+    assert bench.machine.statistics().slots.ready == 0
+    bench.stored([1000])
+
+
+def test_tenant_whose_pins_end_without_a_block_to_evict_may_store_again() -> None:
+    bench = small()
+    bench.open()
+    bench.store(range(4))
+    assert bench.quota(2 * BLOCK) == 0
+    bench.finish(outcome=ev.TransferOutcome.FAILED)
+    bench.tick()
+    bench.work_off()
+    assert bench.machine.room(NamespaceId(1)) == (2,)
+    bench.stored([7])
