@@ -59,9 +59,17 @@ class DaemonProcess:
             )
         deadline = time.monotonic() + START_SECONDS
         while not self._answers():
-            assert self._process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
+            assert self._process.poll() is None, self._story("ended at its start")
+            assert time.monotonic() < deadline, self._story(f"no answer in {START_SECONDS} s")
             time.sleep(0.02)
+
+    def _story(self, what: str) -> str:
+        """What a test that fails here should know: whether it hangs, starves or has ended."""
+        assert self._process is not None
+        times = Path(f"/proc/{self._process.pid}/stat")
+        spent = times.read_text().rpartition(")")[2].split()[11:13] if times.exists() else []
+        said = f"{what}; status {self._process.returncode}, ticks of processor time {spent}"
+        return f"{said}\n{self.log.read_text()}"
 
     def _answers(self) -> bool:
         with socket.socket(socket.AF_UNIX) as probe:
