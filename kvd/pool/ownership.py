@@ -25,6 +25,7 @@ from kvd.pool.extents import Extents
 
 MOST_MOVERS = 512  # noted at a time: more than the fleet has, and those that outlived their daemon
 _LINE_BYTES = 128
+_OWNER_BYTES = 32  # of the lock file: a pid
 _BLANK = b"\n"
 
 
@@ -75,14 +76,14 @@ class PoolLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
+            owner = os.pread(self._fd, _OWNER_BYTES, 0).decode(errors="replace").strip()
             os.close(self._fd)
             raise PoolError(
                 f"{path.parent} is owned by another kvd (pid {owner or 'unknown'}): stop it, or"
                 " give this one a directory of its own"
             ) from None
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        # Over what is there: a page that is let go on a full file system is not had again.
+        os.pwrite(self._fd, f"{os.getpid()}\n".ljust(_OWNER_BYTES).encode(), 0)
 
     def release(self) -> None:
         os.close(self._fd)
@@ -135,11 +136,30 @@ class MoverList:
         """Forget all others, and take the room for as many as there may be."""
         kept = list(movers)
         assert len(kept) <= MOST_MOVERS, "more movers were read than a list holds"
-        sealed = [_line(mover) for mover in kept]
-        lines.replace_file(self._path, b"".join(sealed).ljust(MOST_MOVERS * _LINE_BYTES, _BLANK))
+        places = self._places(kept)
+        if places is None:
+            sealed = [_line(mover) for mover in kept]
+            content = b"".join(sealed).ljust(MOST_MOVERS * _LINE_BYTES, _BLANK)
+            lines.replace_file(self._path, content)
+            places = {mover.pid: line for line, mover in enumerate(kept)}
         self.close()
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
-        self._lines = {mover.pid: line for line, mover in enumerate(kept)}
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self._lines = places
+        for line in set(range(MOST_MOVERS)) - set(places.values()):
+            os.pwrite(self._fd, _BLANK * _LINE_BYTES, line * _LINE_BYTES)
+
+    def _places(self, kept: list[MoverRecord]) -> dict[int, int] | None:
+        """In which lines of the file these stand, so that it can stay: a new one takes room."""
+        try:
+            content = self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+        if len(content) != MOST_MOVERS * _LINE_BYTES:
+            return None
+        starts = range(0, len(content), _LINE_BYTES)
+        found = {content[start : start + _LINE_BYTES]: start // _LINE_BYTES for start in starts}
+        places = {mover.pid: found.get(_line(mover), -1) for mover in kept}
+        return None if -1 in places.values() else places
 
     def add(self, mover: MoverRecord) -> None:
         """OSError where as many are noted as the list holds."""

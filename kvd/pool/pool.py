@@ -51,7 +51,7 @@ from kvd.pool.ownership import (
 from kvd.pool.placement import Placement
 from kvd.pool.recovery import Books, Recovery
 from kvd.pool.registry import RegisteredNamespace, Registry
-from kvd.pool.reserve import Reserve
+from kvd.pool.reserve import FULL, Reserve
 from kvd.pool.row_table import Row, RowTable
 from kvd.pool.slot_table import SlotTable
 from kvd.pool.standing import Standing
@@ -128,8 +128,13 @@ class Pool:
             pool._recover(undead)
             pool._fill_reserve()
             pool._look_around()
-        except BaseException:
+        except BaseException as error:
             pool.close()
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise PoolError(
+                    f"the file system of {config.directory} is full: enlarge it or keep others'"
+                    " files out of it"
+                ) from error
             raise
         return pool
 
@@ -463,6 +468,7 @@ class Pool:
         if header is not None and not self.cold_reason:
             self.cold_reason = self._files.missing(header.extents_mark)
         if header is None or self.cold_reason:
+            self._reserve.let_go()
             # The header goes first and comes last: whatever is interrupted starts cold again.
             path.unlink(missing_ok=True)
             for name in ("slots.table", "rows.table", "checksums.table", "registry.jsonl"):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvd.pool.config import START_BYTES, PoolError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _PAGE = mmap.PAGESIZE
 
 
@@ -40,12 +40,20 @@ class Reserve:
     """The file that is given up bit by bit."""
 
     def __init__(self, path: Path, whole: int) -> None:
-        """Begins empty, whatever it was: the start itself may need what it held.
+        """Begins with what the last owner held: what is let go a neighbour may take at once.
 
         The last START_BYTES are given to nobody but the next start.
         """
         self._whole = -(-whole // _PAGE) * _PAGE
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        found = os.fstat(self._fd)
+        held = min(self._whole, found.st_size, found.st_blocks * 512)
+        self.held = held - held % _PAGE
+        if self.held != found.st_size:
+            os.ftruncate(self._fd, self.held)
+
+    def let_go(self) -> None:
+        """Give all of it up, for a pool that is made anew."""
         os.ftruncate(self._fd, 0)
         self.held = 0
 
@@ -79,7 +87,7 @@ class Reserve:
         try:
             work()
         except OSError as error:
-            if error.errno not in _FULL or not self._give(size):
+            if error.errno not in FULL or not self._give(size):
                 raise
             work()
 

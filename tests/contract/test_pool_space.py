@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import pytest
 from kvd.pool import Pool, PoolConfig, PoolError, extents, space
 from kvd.pool.space import HugeFigures, SpaceFigures
 from tests.contract import pool_orders as orders
+from tests.small_tmpfs import fill, small_tmpfs
 
 GIB = 1 << 30
 CONFIG = PoolConfig(Path("/dev/shm/kvd"), 4 * GIB)
@@ -232,3 +234,33 @@ def test_a_slot_table_that_can_not_grow_refuses_the_row(
         pool.grant_row(orders.row([3]))
     with orders.opened(config) as pool:
         assert set(orders.rows_of(list(pool.recovered()))) == {3}
+
+
+def test_a_pool_is_had_again_though_a_neighbour_takes_whatever_it_lets_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_tmpfs(tmp_path / "mount", 24 << 20) as mount:
+        config = orders.config(mount / "pool")
+        with orders.opened(config) as pool:
+            orders.introduce(pool)
+            pool.grant_row(orders.row([2]))
+            first = 2 * orders.SLOTS_PER_EXTENT
+            pool.write_ready(orders.ready(range(first, first + 8), orders.keys(8)))
+        monkeypatch.setattr(os, "ftruncate", greedily(os.ftruncate, mount))
+        fill(mount)
+        for _ in range(3):
+            with orders.opened(config) as pool:
+                assert pool.cold_reason == ""
+                assert len(orders.blocks_of(orders.rows_of(list(pool.recovered()))[2])) == 8
+
+
+def greedily(truncate: Callable[[int, int], None], mount: Path) -> Callable[[int, int], None]:
+    """As it is, but what came free is somebody else's before it returns."""
+    names = itertools.count()
+
+    def shorten(fd: int, size: int) -> None:
+        truncate(fd, size)
+        if os.statvfs(mount).f_bavail:
+            fill(mount, f"a neighbour's {next(names)}")
+
+    return shorten
