@@ -29,6 +29,7 @@ from kvd.control.tenants import TenantPolicy
 from kvd.core import events as ev
 from kvd.core.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
+from kvd.core.state import MAX_NAMESPACES
 from kvd.driver import Driver
 from kvd.observability import logs, metrics
 from kvd.pool.config import COMFORTABLE_EXTENTS, PoolConfig, PoolError
@@ -120,6 +121,7 @@ class Daemon:
                 copy_deadline_ns=int(config.copy_deadline_seconds * 1e9),
                 extent_nodes=pool.extent_nodes,
                 tag_secret=pool.tag_secret,
+                namespaces=descriptors.most_namespaces(MAX_NAMESPACES),
             )
         )
         driver = Driver(machine, pool, observer=self.metrics)

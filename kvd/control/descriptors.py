@@ -20,6 +20,7 @@ LEAST = 128
 COMFORTABLE = 1024
 BESIDE_EXTENTS = 64  # of a mover, which holds one for each extent that it maps
 MAX_GRPC_CONNECTIONS = 4096
+DESCRIPTORS_OF_A_PAGE = 2  # its own, and its mapping's
 log = logging.getLogger(__name__)
 
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -61,6 +62,12 @@ def most_connections() -> int:
     """How many connections gRPC may take; it accepts them itself, so a number must bound them."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(8, min(MAX_GRPC_CONNECTIONS, limit // 4))
+
+
+def most_namespaces(at_most: int) -> int:
+    """How many may be known: each holds DESCRIPTORS_OF_A_PAGE, whether anybody uses it or not."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(4, min(at_most, limit // 4 // DESCRIPTORS_OF_A_PAGE))
 
 
 def are_scarce() -> bool:

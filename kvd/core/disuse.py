@@ -163,7 +163,8 @@ def prepare_room(state: State) -> None:
     """Begin to take namespaces without sessions and blocks apart before their room is needed."""
     disuse = state.disuse
     left = {payer: spaces.namespaces_left(state, payer) for payer in state.namespaces_of}
-    wanted = {payer: ROOM_KEPT - spare for payer, spare in left.items() if spare < ROOM_KEPT}
+    kept = min(ROOM_KEPT, spaces.most_namespaces(state) // 4)
+    wanted = {payer: kept - spare for payer, spare in left.items() if spare < kept}
     for number in disuse.ending if wanted else ():
         payer = state.namespaces[number].payer
         wanted[payer] = wanted.get(payer, 0) - 1

@@ -86,12 +86,17 @@ def most_blocks(state: State, spec: NamespaceSpec) -> int:
     )
 
 
+def most_namespaces(state: State) -> int:
+    """How many there may be."""
+    return min(MAX_NAMESPACES, state.config.namespaces)
+
+
 def namespaces_left(state: State, payer: str, gone: Namespace | None = None) -> int:
     """How many more the payer may open, once the one that is to go has gone."""
     has, whole = state.namespaces_of[payer], len(state.namespaces)
     if gone is not None:
         has, whole = has - (gone.payer == payer), whole - 1
-    return share_left(has, whole, MAX_NAMESPACES)
+    return share_left(has, whole, most_namespaces(state))
 
 
 def open_namespace(
@@ -109,8 +114,8 @@ def open_namespace(
     if lacks_room(state, spec, payer):
         raise LimitExceeded(
             f"{payer} has {state.namespaces_of[payer]} of {len(state.namespaces)} namespaces that"
-            f" hold blocks or sessions, and others need what is left of {MAX_NAMESPACES}: end some"
-            " sessions, or clear some namespaces",
+            f" hold blocks or sessions, and others need what is left of {most_namespaces(state)}:"
+            " end some sessions, or clear some namespaces (below 4096 raise LimitNOFILE)",
             "namespace",
         )
     number = NamespaceId(state.next_namespace)

@@ -67,6 +67,7 @@ class MachineConfig:
     spare_bytes: int = 256 * 2**20  # granted ahead of need per class; see rows.grant_spare
     extent_nodes: tuple[int, ...] = ()  # the memory node of each extent; empty: there is one
     tag_secret: bytes = b""
+    namespaces: int = MAX_NAMESPACES  # at most: each takes descriptors for its index page
 
 
 @dataclass(frozen=True, slots=True)

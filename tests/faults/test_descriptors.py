@@ -20,7 +20,7 @@ from kvd_proto.v1 import companion_pb2
 from tests.control.daemon_rig import RawScheduler, identity, namespace, refusal
 from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, links, wait_until
+from tests.faults.scene import Scene, links, target, wait_until
 
 LIMIT = 400
 
@@ -106,6 +106,30 @@ def test_namespace_that_finds_no_memory_is_refused_and_the_daemon_goes_on(tmp_pa
         goes_on(scene, engine)
         (tmp_path / "full").unlink()
         open_another()
+    finally:
+        scene.close()
+
+
+def test_namespaces_that_nobody_uses_take_no_descriptors_from_those_who_come(
+    tmp_path: Path,
+) -> None:
+    """They were kept until there were thousands, and by then nobody could connect."""
+    scene = Scene()
+    scene.daemon.python = limited(tmp_path, LIMIT)
+    try:
+        scene.daemon.start()
+        for number in range(160):
+            fields = namespace(model=f"model {number}")
+            scheduler = RawScheduler(
+                scene.daemon.socket, identity=identity("greedy"), namespace=fields
+            )
+            try:
+                assert scheduler.opened.session_id
+            finally:
+                scheduler.close()
+        pages = sum("kvd-page" in target(link) for link in links(scene.daemon.pid))
+        assert pages <= LIMIT // 4 + 2  # and a spare one
+        assert scene.engine("one").store("a", 8) == 8
     finally:
         scene.close()
 
