@@ -260,7 +260,11 @@ def greedily(truncate: Callable[[int, int], None], mount: Path) -> Callable[[int
 
     def shorten(fd: int, size: int) -> None:
         truncate(fd, size)
-        if os.statvfs(mount).f_bavail:
-            fill(mount, f"a neighbour's {next(names)}")
+        while free := os.statvfs(mount).f_bavail:
+            with (mount / f"a neighbour's {next(names)}").open("wb") as file:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, free * os.statvfs(mount).f_frsize)
+                except OSError:
+                    return
 
     return shorten
