@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 LEASES_AT_ONCE = 64
 LEASED_BLOCKS_AT_ONCE = 4096  # but for those of the last lease
 PARTS_AT_ONCE = 8  # of transfers, but for those of the last one
-BLOCKS_AT_ONCE = 4096  # of a namespace that was cleared
+BLOCKS_AT_ONCE = 2048  # of a namespace that was cleared
+SCOPES_CHANGED_AT_ONCE = 512  # from one block to the next, in their places
 CLAIMED_AT_ONCE = 64  # of those, the ones that are leased or handed off
 STORES_LOOKED_AT = 1024
 ROWS_LOOKED_AT = 64
 SLOTS_LOOKED_AT = 65536  # of those, but for the last one's
-SCOPES_AT_ONCE = 512
-EVICTED_AT_ONCE = 4096  # blocks of a tenant beyond its quota
-EVICTED_IN_A_BATCH = 128  # of those, each may be of another account, and is announced so
-NEWS_AT_ONCE = 192  # orders, but for those of the last batch
+SCOPES_AT_ONCE = 128
+EVICTED_AT_ONCE = 2048  # blocks of a tenant beyond its quota
+EVICTED_IN_A_BATCH = 64  # of those, where each may be of another account, and is announced so
+NEWS_AT_ONCE = 64  # orders, but for those of the last batch
 
 
 class CallOff(enum.Enum):

@@ -123,8 +123,12 @@ def _doomed_in(state: State, row: Row, namespace: Namespace) -> Slots:
 
 
 def _first_of(state: State, slots: Slots, most: int) -> Slots:
-    """As many as one event gives up: claims take longer to end than blocks to go."""
+    """As many as one event gives up: each scope and each claim takes longer than a block."""
     slots = slots[:most]
+    scopes = state.slots.scopes[slots]
+    changes = np.flatnonzero(scopes[1:] != scopes[:-1])
+    if len(changes) > backlog.SCOPES_CHANGED_AT_ONCE:
+        slots = slots[: changes[backlog.SCOPES_CHANGED_AT_ONCE] + 1]
     claimed = np.flatnonzero(state.slots.leases[slots])
     if len(claimed) > backlog.CLAIMED_AT_ONCE:
         slots = slots[: claimed[backlog.CLAIMED_AT_ONCE]]

@@ -202,3 +202,18 @@ def test_drain_lets_a_clear_go_on() -> None:
     begun(bench)
     bench.feed(ev.DrainStarted())
     assert done(bench.work_off()) == {900: MANY}
+
+
+def test_blocks_of_many_accounts_go_in_smaller_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "BLOCKS_AT_ONCE", 1000)
+    monkeypatch.setattr(backlog, "SCOPES_CHANGED_AT_ONCE", 2)
+    bench = small(extents=8)
+    bench.open()
+    for number in range(16):
+        bench.stored([number], account=f"account {number}")
+    begun(bench)
+    freed = []
+    while bench.machine.has_work():
+        made = bench.feed(ev.WorkContinued())
+        freed += [len(each.slots) for each in only(made, act.WriteFree)]
+    assert freed == [3, 3, 3, 3, 3, 1]
