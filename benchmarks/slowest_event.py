@@ -372,10 +372,10 @@ def busy(rig: Rig, session: keys.SessionId, mover: keys.MoverId) -> None:
     rig.silent = False
 
 
-def settle(rig: Rig) -> None:
+def settle(rig: Rig, what: str = "") -> None:
     """Let everything that goes in pieces go on to its end."""
     while rig.machine.has_work():
-        rig.call(events.WorkContinued())
+        rig.call(events.WorkContinued(), what)
     rig.call(events.TimerTicked(), "going on")
 
 
@@ -386,11 +386,11 @@ def drive_upheaval(rig: Rig, sessions: list[keys.SessionId]) -> None:
     tenant = keys.TenantId("main")
     used = rig.machine.state.tenants[tenant].used_bytes
     rig.call(events.QuotaSet(1, tenant, used // 2), "half of what is there")
-    settle(rig)
+    settle(rig, "a quota")
     rig.call(events.TimerTicked(), "after a quota")
     rig.call(events.QuotaSet(1, tenant, 0), "none")
     rig.call(events.NamespaceCleared(1, namespace), "the rest of it")
-    settle(rig)
+    settle(rig, "a clear")
     rig.call(events.TimerTicked(), "after a clear")
     for number, session in enumerate(sessions[1:]):
         rig.close(session, f"{MAX_GROUPS} groups")
