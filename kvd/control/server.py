@@ -170,11 +170,15 @@ class ControlServer:
             server.add_insecure_port(f"unix:{bound}")
         finally:
             os.umask(old_mask)
-        for path in (bound, place.companion):
-            path.chmod(place.mode)
-            if place.group:
-                shutil.chown(path, group=place.group)
-        bound.rename(place.socket)
+        try:
+            for path in (bound, place.companion):
+                path.chmod(place.mode)
+                if place.group:
+                    shutil.chown(path, group=place.group)
+            bound.rename(place.socket)
+        except OSError:
+            bound.unlink()
+            raise
         self._door = Door(str(bound), self._operates)  # as the kernel knows it
         self._files.append(SocketFile.of(place.socket))
 
