@@ -27,6 +27,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -43,7 +44,7 @@ from kvd.core.machine import Machine, MachineConfig
 from kvd.core.policy import POLICY_NAMES
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 from kvd.driver import Driver, OpenSessionRecord
-from kvd.pieces import PIECE_KEYS
+from kvd.pieces import PIECE_KEYS, run_pieces
 from kvd.pool import Pool, PoolConfig, space
 from kvd.pool.extents import Extents
 from kvd_proto.layout import MAX_GROUPS, MAX_JOBS_IN_FLIGHT, MAX_KEYS_PER_MESSAGE
@@ -58,6 +59,7 @@ KNOWN_OF_GROUPS = 512  # of those without a session, with MAX_GROUPS groups each
 MAIN = keys.SessionId(1)
 JOBS = 1024  # of a session that dies
 LEASES = 16_384
+TENANTS = 16  # but for that of most blocks: one alone would have used its share of scopes
 BAR_MS = 5.0
 
 
@@ -81,7 +83,9 @@ class Shape:
         """A row for each class that stores anything, and those of the many blocks."""
         return -(-self.blocks // self.slots_per_row) + (LIVE + 8) * MAX_GROUPS
 
-    def spec(self, name: str, groups: int, tenant: str = "tenant") -> NamespaceSpec:
+    def spec(self, name: str, groups: int, tenant: str = "") -> NamespaceSpec:
+        """A namespace of the tenant, or of the one of TENANTS that its name falls to."""
+        tenant = tenant or f"tenant-{zlib.crc32(name.encode()) % TENANTS}"
         size = self.block_bytes if groups == 1 else BLOCK_BYTES["large"]
         group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (size,))
         return NamespaceSpec(name, keys.TenantId(tenant), HASH_BYTES, (group,) * groups)
@@ -211,12 +215,16 @@ class Rig:
     def store(
         self, session: keys.SessionId, runs: tuple[events.Run, ...], kind: str, account: str = ""
     ) -> None:
-        """Store these; the copies' ends are still to be told."""
+        """Store these in pieces, as the driver does; the copies' ends are still to be told."""
         self.jobs += 1
         context = events.RequestContext(keys.RequestId(f"r{self.jobs}"), account=account)
         job = keys.JobId(self.jobs)
         self.driver.jobs.started(session, job)
-        self.call(events.StoreRequested(1, session, job, context, runs), kind)
+        pieces = list(run_pieces(runs))
+        for number, piece in enumerate(pieces, 1):
+            last = number == len(pieces)
+            event = events.StoreRequested(1, session, job, context, piece, last=last)
+            self.call(event, kind)
 
     def finish(self, kind: str) -> None:
         """Tell the end of every copy."""

@@ -13,9 +13,9 @@ from kvd.core.keys import LeaseId
 PIECE_KEYS = 256
 # Of a lookup, that takes 0.2 to 0.4 ms. A third of that is what a piece costs whatever its size.
 LOOKUP_PIECE_KEYS = 256
-# A query and a run cost something whatever their size.
+# A query and a run cost something whatever their size: a run of a store up to half a millisecond.
 PIECE_QUERIES = 16
-PIECE_RUNS = 16
+PIECE_RUNS = 8
 PIECE_IDS = 256  # of jobs, leases or requests that have ended
 _HIT = b"\x01"  # of kvd.v1 Answer
 
