@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kvd_client.connection import SILENT_AFTER_S
+
 ANSWER_SECONDS = 40.0
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +36,7 @@ class Probe:
             "tenant": "",
             "model": "probe",
             "unshared": False,
+            "silent_after_s": SILENT_AFTER_S,
             "memory": "host",  # or a kind of GPU memory, of tests.gpu.device_memory.KINDS
         }
         settings |= changes

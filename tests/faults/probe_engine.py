@@ -82,7 +82,13 @@ class ProbeEngine:
             groups=(group,),
             unshared=order["unshared"],
         )
-        self.connection = SchedulerConnection(order["socket"], identity, namespace, world_size)
+        self.connection = SchedulerConnection(
+            order["socket"],
+            identity,
+            namespace,
+            world_size,
+            silent_after_s=order["silent_after_s"],
+        )
         options = SchedulerOptions(lookup_deadline_s=0.02, lookup_give_up_s=2.0)
         self.scheduler = Scheduler(self.connection, options)
         played = range(world_size) if order["ranks"] is None else order["ranks"]

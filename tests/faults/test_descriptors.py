@@ -129,7 +129,9 @@ def test_namespaces_that_nobody_uses_take_no_descriptors_from_those_who_come(
                 scheduler.close()
         pages = sum("kvd-page" in target(link) for link in links(scene.daemon.pid))
         assert pages <= LIMIT // 4 + 2  # and a spare one
-        assert scene.engine("one").store("a", 8) == 8
+        engine, prompts = scene.engine("one"), iter(range(1000))
+        # Others' spare rows come to it as it asks for room.
+        wait_until(lambda: engine.store(f"prompt {next(prompts)}", 8) == 8, "room for a prompt")
     finally:
         scene.close()
 

@@ -15,7 +15,8 @@ def test_many_engines_store_and_load_the_same_and_different_prompts(own_scene: M
     # 4096 blocks of room for up to 5120 different ones, so that some are evicted meanwhile.
     scene = own_scene(pool_bytes=16 << 20)
     names = ["one", "two", "three", "four"]
-    engines = scene.engines(*names)
+    # They compute in no time, so they would rather do that than wait for a daemon without a core.
+    engines = scene.engines(*names, silent_after_s=10.0)
     for engine in engines:
         own = [f"{engine.engine_id} {number}" for number in range(4)]
         engine.order("churn", prefixes=SHARED + own, rounds=24, most=256)
