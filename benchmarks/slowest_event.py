@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
 import shutil
 import sys
@@ -39,6 +38,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks import report
+from kvd.app import settle_memory
 from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.policy import POLICY_NAMES
@@ -416,8 +416,7 @@ async def measure(shape: Shape, policy: str, rounds: int) -> dict[str, dict[str,
         rig = Rig(shape, policy, directory)
         began = time.monotonic()
         sessions = filled(rig)
-        gc.collect()
-        gc.freeze()
+        settle_memory()
         figures = rig.machine.statistics()
         print(
             f"{shape.name}, {policy}: {figures.slots.ready} blocks, {len(figures.namespaces)}"

@@ -80,7 +80,7 @@ class Daemon:
                 asyncio.ensure_future(feed_watchdog()),
                 asyncio.ensure_future(self._stop.wait()),
             ]
-            _settle_memory()
+            settle_memory()
             self._ready(driver)
             try:
                 await self._serve(tasks)
@@ -294,8 +294,8 @@ def serve(config: Config) -> int:
     return uvloop.run(run())
 
 
-def _settle_memory() -> None:
-    # What was imported and recovered lives as long as the daemon: no collection need visit it.
+def settle_memory() -> None:
+    """Keep collections short: what is there by now lives as long as the daemon."""
     gc.enable()
     gc.collect()
     gc.freeze()

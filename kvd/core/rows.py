@@ -30,56 +30,92 @@ RECLAIM_INTERVAL_NS = 50_000_000  # a class looks for another's row at most this
 LONG_AGO_NS = -(1 << 62)  # before all that counts
 FIRST_PAUSE_TICKS = 4  # a second
 LONGEST_PAUSE_TICKS = 256
+CHUNK_SLOTS = 8192  # of free slots, moved together
 SPARE_SHARE = 8  # at most 1/8 of the pool is granted ahead of need
 
 
 class FreeSlots:
-    """A stack of slot numbers; the last put is taken first, so that few rows stay in use."""
+    """A stack of slot numbers; the last put is taken first, so that few rows stay in use.
+
+    It lies in chunks, so that no call moves all of it, and a row is sought only in the chunks that
+    may hold slots of it.
+    """
 
     def __init__(self) -> None:
-        self._slots = np.empty(0, dtype=np.int64)
-        self._count = 0
+        self._full: list[tuple[int, int, Slots]] = []  # least, greatest and all slots of each
+        self._below = 0  # slots in those
+        self._top: Slots = np.empty(0, dtype=np.int64)  # the chunk that is being filled
+        self._count = 0  # slots in it
 
     def __len__(self) -> int:
-        return self._count
+        return self._below + self._count
 
     def put(self, slots: Slots) -> None:
-        end = self._count + len(slots)
-        if end > len(self._slots):
-            self._resize(max(end, 2 * len(self._slots)))
-        self._slots[self._count : end] = slots[::-1]
-        self._count = end
+        slots = slots[::-1]
+        while len(slots):
+            if self._count == CHUNK_SLOTS:
+                self._push(self._top)
+                self._top, self._count = np.empty(0, dtype=np.int64), 0
+            end = min(self._count + len(slots), CHUNK_SLOTS)
+            if end > len(self._top):
+                self._resize(min(max(end, 2 * len(self._top)), CHUNK_SLOTS))
+            taken = end - self._count
+            self._top[self._count : end] = slots[:taken]
+            self._count, slots = end, slots[taken:]
 
     def take(self, count: int) -> Slots:
-        assert count <= self._count, "more slots taken than are free"
+        assert count <= len(self), "more slots taken than are free"
+        taken = []
+        while count > self._count:
+            taken.append(self._top[: self._count][::-1].copy())
+            count -= self._count
+            _, _, self._top = self._full.pop()
+            self._count = len(self._top)
+            self._below -= self._count
         self._count -= count
-        taken = self._slots[self._count : self._count + count][::-1].copy()
+        taken.append(self._top[self._count : self._count + count][::-1].copy())
         self._shrink()
-        return taken
+        return taken[0] if len(taken) == 1 else np.concatenate(taken)
 
     def drop(self, first: int, slots: int) -> Slots:
         """Forget those in first .. first+slots-1 and return them."""
-        held = self._slots[: self._count]
+        full, self._full, self._below = self._full, [], 0
+        dropped = []
+        for least, greatest, chunk in full:
+            if greatest < first or least >= first + slots:
+                self._full.append((least, greatest, chunk))
+                self._below += len(chunk)
+                continue
+            inside = (chunk >= first) & (chunk < first + slots)
+            dropped.append(chunk[inside])
+            self._push(chunk[~inside])
+        held = self._top[: self._count]
         inside = (held >= first) & (held < first + slots)
-        dropped = held[inside].copy()
+        dropped.append(held[inside])
         rest = held[~inside]
-        self._slots[: len(rest)] = rest
+        self._top[: len(rest)] = rest
         self._count = len(rest)
         self._shrink()
-        return dropped
+        return np.concatenate(dropped)
+
+    def all(self) -> Slots:
+        chunks = [chunk for _, _, chunk in self._full]
+        return np.concatenate([*chunks, self._top[: self._count]])
+
+    def _push(self, chunk: Slots) -> None:
+        if len(chunk):
+            self._full.append((int(chunk.min()), int(chunk.max()), chunk))
+            self._below += len(chunk)
 
     def _shrink(self) -> None:
         """Give memory back that a class needed when it had many more free slots."""
-        if len(self._slots) > max(1024, 8 * self._count):
+        if len(self._top) > max(1024, 8 * self._count):
             self._resize(2 * self._count)
 
     def _resize(self, size: int) -> None:
         other = np.empty(size, dtype=np.int64)
-        other[: self._count] = self._slots[: self._count]
-        self._slots = other
-
-    def all(self) -> Slots:
-        return self._slots[: self._count].copy()
+        other[: self._count] = self._top[: self._count]
+        self._top = other
 
 
 @dataclass(slots=True, eq=False)

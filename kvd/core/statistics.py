@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.core.keys import NamespaceId, SessionId, TenantId
 from kvd.core.quota import Tally
@@ -24,8 +24,7 @@ class Occupancy:
     quarantined: int
 
 
-@dataclass(frozen=True, slots=True)
-class TenantFigures:
+class TenantFigures(NamedTuple):  # there may be thousands
     tenant: TenantId
     used_bytes: int
     quota_bytes: int  # 0 = no quota
@@ -34,8 +33,7 @@ class TenantFigures:
     evictable_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceFigures:
+class NamespaceFigures(NamedTuple):  # there may be thousands
     namespace: NamespaceId
     fingerprint: str
     tenant: TenantId
@@ -45,8 +43,7 @@ class NamespaceFigures:
     wasted_shares: tuple[float, ...]  # of the extents of each group's rows
 
 
-@dataclass(frozen=True, slots=True)
-class SessionFigures:
+class SessionFigures(NamedTuple):  # there may be thousands
     session: SessionId
     namespace: NamespaceId
     jobs: int

@@ -13,7 +13,7 @@ from kvd import app
 @pytest.fixture
 def settled() -> Iterator[None]:
     before = gc.get_threshold()
-    app._settle_memory()
+    app.settle_memory()
     yield
     gc.unfreeze()
     gc.set_threshold(*before)
