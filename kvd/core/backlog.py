@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from kvd.core.job import Transfer
     from kvd.core.state import Lease
 
-LEASES_AT_ONCE = 64
-LEASED_BLOCKS_AT_ONCE = 4096  # but for those of the last lease
-PARTS_AT_ONCE = 8  # of transfers, but for those of the last one
-BLOCKS_AT_ONCE = 2048  # of a namespace that was cleared
-SCOPES_CHANGED_AT_ONCE = 512  # from one block to the next, in their places
+LEASES_AT_ONCE = 32
+LEASED_BLOCKS_AT_ONCE = 2048  # but for those of the last lease
+PARTS_AT_ONCE = 4  # of transfers, but for those of the last one
+BLOCKS_AT_ONCE = 1024  # of a namespace that was cleared
+SCOPES_CHANGED_AT_ONCE = 256  # from one block to the next, in their places
 CLAIMED_AT_ONCE = 64  # of those, the ones that are leased or handed off
 STORES_LOOKED_AT = 1024
 ROWS_LOOKED_AT = 64
 SLOTS_LOOKED_AT = 65536  # of those, but for the last one's
 SCOPES_AT_ONCE = 128
-EVICTED_AT_ONCE = 2048  # blocks of a tenant beyond its quota
+EVICTED_AT_ONCE = 1024  # blocks of a tenant beyond its quota
 EVICTED_IN_A_BATCH = 64  # of those, where each may be of another account, and is announced so
 NEWS_AT_ONCE = 64  # orders, but for those of the last batch
 

@@ -40,7 +40,7 @@ from kvd.core.state import (
 ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
 SLOTS_AT_ONCE = 8192  # given up in one event, but for those of its first row
 ROWS_SWEPT_AT_ONCE = 64
-SLOTS_SWEPT_AT_ONCE = 65536
+SLOTS_SWEPT_AT_ONCE = 32768
 # With less room in its share a payer's namespaces without sessions and blocks are taken apart.
 ROOM_KEPT = MAX_NAMESPACES // 64
 SCOPES_SHARED_AT_ONCE = 256  # one of them with a block is enough: see `read_back`

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 ROWS_LOOKED_AT = 256  # in one event
 ROWS_WEIGHED = 32  # of those: their slots are read
-SLOTS_WEIGHED = 1 << 17  # ... and so many slots
+SLOTS_WEIGHED = 1 << 16  # ... and so many slots
 MAX_EMPTYING = 8  # rows
 STUCK_NS = 2_000_000_000  # a row that is not unmapped, or not empty, so long is not waited for
 PROMISED_NS = 3_000_000_000  # a claim waits so long before leases and hand-offs end for it
