@@ -8,11 +8,11 @@ event log are written as in a daemon, and count. Left out are the extents' files
 control never touches, and the movers: what an event tells them is a frame each, and goes nowhere.
 
 One namespace holds most of the blocks, of 20,000 accounts; 63 others of 64 groups have sessions;
-the rest have none. The pool is full. In `small` most blocks are of 4 KiB, 16,384 in a row; in
-`large` of 2 MiB, as all others are, 32 in a row, and so 500 times as many rows. Each kind of event
-is handed over `--rounds` times at the size of its bound; those that change everything, once. The
-bar is for milliseconds of processor time, because what else the machine runs plays no part in what
-an event costs; wall time stands beside it.
+the rest have none. The pool is full, of blocks of 2 MiB where the others leave room. In `small`
+most blocks are of 4 KiB, 16,384 in a row; in `large` of 2 MiB, as all others are, 32 in a row, and
+so 500 times as many rows. Each kind of event is handed over `--rounds` times at the size of its
+bound; those that change everything, once. The bar is for milliseconds of processor time, because
+what else the machine runs plays no part in what an event costs; wall time stands beside it.
 
 `rooms` is what follows every event: how much could be stored now, written to the index pages.
 """
@@ -269,10 +269,15 @@ def filled(rig: Rig) -> list[keys.SessionId]:
         rig.finish("")
         if number % 1000 == 999:
             rig.end_requests(main)
-    while len(rig.machine.state.free_extents):
-        rig.store(main, (rig.run(MAX_KEYS_PER_MESSAGE),), "", "last")
-        rig.finish("")
+    rig.store(main, (rig.run(MAX_KEYS_PER_MESSAGE),), "", "last")
+    rig.finish("")
     rig.end_requests(main)
+    filler = rig.open(shape.spec("filler", 2, "filler"))
+    rig.attach(filler)
+    while len(rig.machine.state.free_extents):
+        rig.store(filler, (rig.run(PIECE_KEYS),), "")
+        rig.finish("")
+    rig.end_requests(filler)
     return [main, *live]
 
 

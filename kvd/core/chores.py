@@ -9,7 +9,9 @@ from kvd.core.state import State
 
 def waiting(state: State) -> bool:
     """Whether there is anything that could go on now."""
-    return bool(state.backlog or state.released or state.disuse.sweep is not None)
+    if state.backlog or state.released or state.disuse.sweep is not None:
+        return True
+    return any(len(row.left) for row in state.emptying.values())  # see `reclaim.serve`
 
 
 def go_on(state: State, now_ns: int, actions: list[Action]) -> None:

@@ -24,7 +24,7 @@ from kvd.core.actions import Action, ForgetNamespace, ForgetScopes, OpenScope
 from kvd.core.backlog import SCOPES_AT_ONCE
 from kvd.core.block import SlotState
 from kvd.core.keys import RowId, ScopeId, SessionId, Slots
-from kvd.core.reclaim import may_retire, retire_row
+from kvd.core.reclaim import give_up_left, may_retire, retire_row
 from kvd.core.rows import Row, SizeClass
 from kvd.core.state import (
     MAX_NAMESPACES,
@@ -245,6 +245,7 @@ def _take_back(state: State, namespace: Namespace, actions: list[Action]) -> Non
             if len(state.retiring) >= ROWS_AT_ONCE or slots >= SLOTS_AT_ONCE:
                 return
             slots += row.slots
+            give_up_left(state, row, len(row.left), actions)
             _give_up(state, owner, _ready_in(state, row), actions)
             retire_row(state, row, actions)
     undead = [row for owner in namespace.classes for row in owner.rows.values() if row.undead]
@@ -296,6 +297,7 @@ def sweep_epochs(state: State, now_ns: int, actions: list[Action]) -> None:
     for _ in range(min(len(sweep.rows), ROWS_SWEPT_AT_ONCE)):
         row = state.rows.get(sweep.rows.popleft())
         if row is not None:
+            give_up_left(state, row, len(row.left), actions)
             ready = _ready_in(state, row)
             ours = ready[np.isin(state.slots.scopes[ready], sweep.scopes)]
             _give_up(state, row.size_class, ours, actions)

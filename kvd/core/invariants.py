@@ -164,6 +164,7 @@ def _check_pins(state: State) -> None:
     for row in state.rows.values():
         pins[row.withheld] += 1
         pins[row.copied_into] += 1
+        pins[row.left] += 1
     assert np.array_equal(pins, state.slots.pins), "pins are not claims + transfers"
 
 

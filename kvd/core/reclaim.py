@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvd.core import claims, hand_off, lease
+from kvd.core import backlog, claims, hand_off, lease
 from kvd.core.actions import Action, ReleaseRow, Reply, UnmapRow, ZeroRow
 from kvd.core.block import SlotState
 from kvd.core.claims import Claim
@@ -62,7 +62,11 @@ def serve(state: State, actions: list[Action]) -> None:
     Does a bounded amount of work, and goes on after the next event.
     """
     for row in list(state.emptying.values()):
-        _go_on_emptying(state, row, actions)
+        if not len(row.left):
+            _go_on_emptying(state, row, actions)
+    filled = next((row for row in state.emptying.values() if len(row.left)), None)
+    if filled is not None:
+        _go_on_emptying(state, filled, actions)
     claims.drop_stale(state)
     for claim in state.claims.first():
         while claim.rows and grantable_extents(state) >= claim.owner.shards:
@@ -86,7 +90,7 @@ def _seek(state: State, actions: list[Action]) -> None:
         row = _search(state, claim)
         if row is not None:
             claim.looked, claim.second_best = 0, None
-            if may_retire(state, row):
+            if may_retire(state, row) and _ready_in(state, row) <= backlog.EMPTIED_AT_ONCE:
                 retire_row(state, row, actions)
             else:
                 _empty_row(state, row, actions)
@@ -234,17 +238,20 @@ def _empty_row(state: State, row: Row, actions: list[Action]) -> None:
     if state.slots.leases[row.span].any():
         sessions = (s.session for s in state.sessions.values() if s.namespace == owner.namespace)
         row.leases = lease.LeasesLeft(list(sessions))
-    _give_up(state, owner, row.first_slot + np.flatnonzero(states == SlotState.READY), actions)
+    # What isn't given up at once has a pin meanwhile, so that nobody counts on evicting it.
+    row.left = row.first_slot + np.flatnonzero(states == SlotState.READY)
+    pin(state, owner, row.left)
     _go_on_emptying(state, row, actions)
 
 
 def _go_on_emptying(state: State, row: Row, actions: list[Action]) -> None:
     """Take it back once it is empty; leave it alone where a block of it was promised meanwhile."""
     owner = row.size_class
-    if state.slots.leases[row.span].any():
-        if row.leases is None:
-            _stop_emptying(state, row)
-            return
+    if row.leases is None and state.slots.leases[row.span].any():
+        _stop_emptying(state, row)
+        return
+    give_up_left(state, row, backlog.EMPTIED_AT_ONCE, actions)
+    if row.leases is not None and state.slots.leases[row.span].any():
         lease.end_leases_on(state, owner, row.span, row.leases)
     ended = state.slots.state[row.copied_into] != SlotState.RESERVED
     if ended.any():
@@ -256,8 +263,23 @@ def _go_on_emptying(state: State, row: Row, actions: list[Action]) -> None:
         retire_row(state, row, actions)
 
 
+def give_up_left(state: State, row: Row, most: int, actions: list[Action]) -> None:
+    """So many of the blocks that were in a row when it began to be emptied."""
+    slots, row.left = row.left[:most], row.left[most:]
+    if len(slots):
+        unpin(state, row.size_class, slots)
+        ready = slots[state.slots.state[slots] == SlotState.READY]
+        _give_up(state, row.size_class, ready, actions)
+
+
+def _ready_in(state: State, row: Row) -> int:
+    return int(np.count_nonzero(state.slots.state[row.span] == SlotState.READY))
+
+
 def _stop_emptying(state: State, row: Row) -> None:
     owner = row.size_class
+    unpin(state, owner, row.left)
+    row.left = row.left[:0]
     row.emptying = False
     row.leases = None
     del owner.emptying[row.row], state.emptying[row.row]

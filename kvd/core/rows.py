@@ -130,6 +130,7 @@ class Row:
     granted_ns: int = LONG_AGO_NS
     emptying: bool = False  # to be taken back once no slot of it is in use
     copied_into: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ... here
+    left: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # to be given up
     emptied_ns: int = 0  # since when
     leases: LeasesLeft | None = None  # leases that may hold its blocks, and will be ended
     retired_ns: int = 0

@@ -57,6 +57,7 @@ class MachineRules(RuleBasedStateMachine):
             BLOCKS_AT_ONCE=at_once,
             CLAIMED_AT_ONCE=max(1, at_once // 2),
             SCOPES_AT_ONCE=at_once,
+            EMPTIED_AT_ONCE=at_once,
             EVICTED_AT_ONCE=at_once,
             EVICTED_IN_A_BATCH=max(1, at_once // 2),
         )

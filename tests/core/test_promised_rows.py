@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import actions as act
-from kvd.core import claims, extent_fit, lease, reclaim
+from kvd.core import backlog, claims, extent_fit, lease, reclaim
 from kvd.core import events as ev
 from kvd.core.events import LeaseMode
 from kvd.core.keys import SessionId
-from tests.core.bench import MS, SECOND, Bench, context, keys, small, spec, verdict
+from tests.core.bench import MS, SECOND, Bench, context, keys, only, small, spec, verdict
 
 STEP = 100 * MS
 SLOTS = 16  # of a row
@@ -146,3 +146,33 @@ def test_row_whose_copies_hang_is_not_waited_for_where_another_comes_free() -> N
     bench.tick(STEP)
     bench.finish(held)
     assert seconds_until_stored(bench, 3, 4) < (reclaim.STUCK_NS + SECOND) / SECOND
+
+
+def test_row_of_many_blocks_is_emptied_a_few_in_each_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backlog, "EMPTIED_AT_ONCE", 3)
+    bench = full(extents=1)
+    bench.open(2, spec("b"))
+    bench.now_ns += 3 * SECOND
+    events = 0
+    made = bench.store([10_000], 2)
+    gone = removed(made)
+    assert 0 < gone <= 3
+    refused = bench.store([20_000], 1)
+    assert not verdict(refused).accepted, "nobody counts on evicting the rest"
+    gone += removed(refused)
+    while not only(made, act.UnmapRow):
+        assert bench.machine.has_work()
+        made = bench.feed(ev.WorkContinued())
+        gone += removed(made)
+        events += 1
+        assert removed(made) <= 3
+    assert gone == SLOTS
+    assert events >= SLOTS // 3 - 1
+    settle(bench, made)
+    assert verdict(bench.store([10_001], 2)).accepted
+
+
+def removed(made: list[act.Action]) -> int:
+    return sum(len(order.keys) for order in only(made, act.AnnounceRemoved))
