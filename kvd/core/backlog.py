@@ -30,10 +30,10 @@ STORES_LOOKED_AT = 1024
 ROWS_LOOKED_AT = 64
 SLOTS_LOOKED_AT = 65536  # of those, but for the last one's
 SCOPES_AT_ONCE = 128
-EMPTIED_AT_ONCE = 1024  # blocks of a row that others wait for
+EMPTIED_AT_ONCE = 512  # blocks of a row that others wait for
 EVICTED_AT_ONCE = 1024  # blocks of a tenant beyond its quota
 EVICTED_IN_A_BATCH = 64  # of those, where each may be of another account, and is announced so
-NEWS_AT_ONCE = 64  # orders, but for those of the last batch
+NEWS_AT_ONCE = 24  # orders, but for those of the last batch
 
 
 class CallOff(enum.Enum):

@@ -77,7 +77,8 @@ def serve(state: State, actions: list[Action]) -> None:
             state.claims.give_way(claim, state.now_ns)
             break  # what is there is kept for it
         state.claims.drop(claim.owner)
-    _seek(state, actions)
+    if filled is None:
+        _seek(state, actions)
 
 
 def _seek(state: State, actions: list[Action]) -> None:
@@ -241,7 +242,8 @@ def _empty_row(state: State, row: Row, actions: list[Action]) -> None:
     # What isn't given up at once has a pin meanwhile, so that nobody counts on evicting it.
     row.left = row.first_slot + np.flatnonzero(states == SlotState.READY)
     pin(state, owner, row.left)
-    _go_on_emptying(state, row, actions)
+    if len(row.left) <= backlog.EMPTIED_AT_ONCE:
+        _go_on_emptying(state, row, actions)
 
 
 def _go_on_emptying(state: State, row: Row, actions: list[Action]) -> None:
