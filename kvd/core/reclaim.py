@@ -5,7 +5,8 @@ pinned, reserved or quarantined: its blocks are evicted, every mover unmaps it, 
 its extents are for the claims that wait, and without any, for all.
 
 Where a needy claim finds every row in use, one of them is *emptied* first: its free slots are given
-out no more, what is readable leaves the index, copies under way end. Rows with leased or handed-off
+out no more, what is readable leaves the index, copies under way end. So is a row of many blocks, a
+few in each event; until they go they are pinned. Rows with leased or handed-off
 blocks, which were promised, are the last that are taken, and only for a claim that has waited
 PROMISED_NS: engines renew leases as long as requests wait, and may have one in each row.
 
