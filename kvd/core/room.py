@@ -163,8 +163,10 @@ def storable(state: State, namespace: NamespaceId) -> tuple[int, ...]:
 def _storable(state: State, owner: SizeClass) -> int:
     rows = unclaimed_extents(state) // owner.shards
     blocks = len(owner.free) + rows * owner.slots_per_row + owner.evictable
-    if not blocks and (state.tally.evictable or state.tally.free):
-        blocks = 1  # an offer is what makes the core take a row from another class
+    if not blocks and (state.tally.evictable or state.tally.free or not owner.rows):
+        # An offer is what makes the core take a row from another class. One without a row may have
+        # it though all is promised: it only has to wait longer.
+        blocks = 1
     tenant = owner.tenant
     if tenant.quota_bytes:
         left = max(0, tenant.quota_bytes - tenant.used_bytes)

@@ -30,21 +30,21 @@ RECLAIM_INTERVAL_NS = 50_000_000  # a class looks for another's row at most this
 LONG_AGO_NS = -(1 << 62)  # before all that counts
 FIRST_PAUSE_TICKS = 4  # a second
 LONGEST_PAUSE_TICKS = 256
-CHUNK_SLOTS = 8192  # of free slots, moved together
+STACK_PIECE = 8192  # of free slots, moved together
 SPARE_SHARE = 8  # at most 1/8 of the pool is granted ahead of need
 
 
 class FreeSlots:
     """A stack of slot numbers; the last put is taken first, so that few rows stay in use.
 
-    It lies in chunks, so that no call moves all of it, and a row is sought only in the chunks that
+    It lies in pieces, so that no call moves all of it, and a row is sought only in the pieces that
     may hold slots of it.
     """
 
     def __init__(self) -> None:
         self._full: list[tuple[int, int, Slots]] = []  # least, greatest and all slots of each
         self._below = 0  # slots in those
-        self._top: Slots = np.empty(0, dtype=np.int64)  # the chunk that is being filled
+        self._top: Slots = np.empty(0, dtype=np.int64)  # the piece that is being filled
         self._count = 0  # slots in it
 
     def __len__(self) -> int:
@@ -53,12 +53,12 @@ class FreeSlots:
     def put(self, slots: Slots) -> None:
         slots = slots[::-1]
         while len(slots):
-            if self._count == CHUNK_SLOTS:
+            if self._count == STACK_PIECE:
                 self._push(self._top)
                 self._top, self._count = np.empty(0, dtype=np.int64), 0
-            end = min(self._count + len(slots), CHUNK_SLOTS)
+            end = min(self._count + len(slots), STACK_PIECE)
             if end > len(self._top):
-                self._resize(min(max(end, 2 * len(self._top)), CHUNK_SLOTS))
+                self._resize(min(max(end, 2 * len(self._top)), STACK_PIECE))
             taken = end - self._count
             self._top[self._count : end] = slots[:taken]
             self._count, slots = end, slots[taken:]
@@ -81,14 +81,14 @@ class FreeSlots:
         """Forget those in first .. first+slots-1 and return them."""
         full, self._full, self._below = self._full, [], 0
         dropped = []
-        for least, greatest, chunk in full:
+        for least, greatest, piece in full:
             if greatest < first or least >= first + slots:
-                self._full.append((least, greatest, chunk))
-                self._below += len(chunk)
+                self._full.append((least, greatest, piece))
+                self._below += len(piece)
                 continue
-            inside = (chunk >= first) & (chunk < first + slots)
-            dropped.append(chunk[inside])
-            self._push(chunk[~inside])
+            inside = (piece >= first) & (piece < first + slots)
+            dropped.append(piece[inside])
+            self._push(piece[~inside])
         held = self._top[: self._count]
         inside = (held >= first) & (held < first + slots)
         dropped.append(held[inside])
@@ -99,13 +99,13 @@ class FreeSlots:
         return np.concatenate(dropped)
 
     def all(self) -> Slots:
-        chunks = [chunk for _, _, chunk in self._full]
-        return np.concatenate([*chunks, self._top[: self._count]])
+        pieces = [piece for _, _, piece in self._full]
+        return np.concatenate([*pieces, self._top[: self._count]])
 
-    def _push(self, chunk: Slots) -> None:
-        if len(chunk):
-            self._full.append((int(chunk.min()), int(chunk.max()), chunk))
-            self._below += len(chunk)
+    def _push(self, slots: Slots) -> None:
+        if len(slots):
+            self._full.append((int(slots.min()), int(slots.max()), slots))
+            self._below += len(slots)
 
     def _shrink(self) -> None:
         """Give memory back that a class needed when it had many more free slots."""

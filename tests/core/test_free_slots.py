@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.rows import CHUNK_SLOTS, FreeSlots
+from kvd.core.rows import STACK_PIECE, FreeSlots
 
-ROW = 3000  # slots, so that rows and chunks overlap in every way
+ROW = 3000  # slots, so that rows and pieces overlap in every way
 PUT, TAKE, DROP = range(3)
 
 
@@ -40,9 +40,9 @@ def test_stack_of_free_slots_is_one_however_it_is_stored(steps: list[tuple[int, 
 
 def test_no_call_moves_all_that_is_free() -> None:
     free = FreeSlots()
-    for first in range(0, 64 * CHUNK_SLOTS, CHUNK_SLOTS):
-        free.put(np.arange(first, first + CHUNK_SLOTS, dtype=np.int64))
-    chunks = [chunk for _, _, chunk in free._full]
-    free.drop(0, CHUNK_SLOTS)
-    assert [chunk for _, _, chunk in free._full if all(chunk is not c for c in chunks)] == []
-    assert len(free) == 63 * CHUNK_SLOTS
+    for first in range(0, 64 * STACK_PIECE, STACK_PIECE):
+        free.put(np.arange(first, first + STACK_PIECE, dtype=np.int64))
+    pieces = [piece for _, _, piece in free._full]
+    free.drop(0, STACK_PIECE)
+    assert [piece for _, _, piece in free._full if all(piece is not c for c in pieces)] == []
+    assert len(free) == 63 * STACK_PIECE

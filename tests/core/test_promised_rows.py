@@ -8,7 +8,7 @@ from kvd.core import actions as act
 from kvd.core import backlog, claims, extent_fit, lease, reclaim
 from kvd.core import events as ev
 from kvd.core.events import LeaseMode
-from kvd.core.keys import SessionId
+from kvd.core.keys import NamespaceId, SessionId
 from tests.core.bench import MS, SECOND, Bench, context, keys, only, small, spec, verdict
 
 STEP = 100 * MS
@@ -176,3 +176,12 @@ def test_row_of_many_blocks_is_emptied_a_few_in_each_event(
 
 def removed(made: list[act.Action]) -> int:
     return sum(len(order.keys) for order in only(made, act.AnnounceRemoved))
+
+
+def test_who_has_no_row_is_told_to_ask_though_all_is_promised() -> None:
+    bench = full()
+    promise(bench, each=1)
+    bench.open(2, spec("b"))
+    assert bench.machine.state.tally.evictable == 0
+    assert bench.machine.room(NamespaceId(2)) == (1,), "or it would never ask, and never be served"
+    assert bench.machine.room(NamespaceId(1)) == (0,)
