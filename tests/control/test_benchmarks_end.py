@@ -42,7 +42,7 @@ def test_an_ended_benchmark_takes_its_servers_along(
             assert is_alive(server)
             benchmark.send_signal(number)
             assert benchmark.wait(60) != 0
-            assert not is_alive(server)
+            wait_until(lambda: not is_alive(server), "the server's end", 10)
             assert list(tmp_path.glob("kvd-bench-*")) == []
         finally:
             benchmark.kill()
