@@ -140,7 +140,7 @@ def test_blocks_in_use_outlive_others_after_a_crash(own_scene: MakeScene) -> Non
     time.sleep(0.1)  # so that the stamps, of 17 ms, tell apart what follows
     newest = stamps(scene).max()
     assert engine.load("hot", 50) == 50
-    wait_until(lambda: np.count_nonzero(stamps(scene) > newest) >= 50, "the stamps")
+    wait_until(lambda: bool((stamps(scene) > newest).sum() >= 50), "the stamps")
     scene.forget_caller()
     scene.daemon.kill()
     scene.daemon.start()
