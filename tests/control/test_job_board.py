@@ -6,10 +6,12 @@ import asyncio
 
 import pytest
 
+from kvd.control.verbs import REMEMBERED_ANSWERS, SequenceBook
 from kvd.core.actions import EndJob
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, SessionId
-from kvd.job_board import JobBoard
+from kvd.job_board import REMEMBERED_ENDS, JobBoard
+from kvd_proto.v1 import engine_pb2
 
 SESSION = SessionId(1)
 
@@ -64,3 +66,33 @@ async def test_end_of_a_forgotten_sessions_job_is_not_kept() -> None:
     board.forget(SESSION)
     board.ended(end(1))
     assert await board.wait(SESSION, [JobId(1)], 1) == []
+
+
+async def test_so_many_ends_of_a_session_are_remembered_and_the_oldest_goes() -> None:
+    board = JobBoard()
+    jobs = [JobId(number) for number in range(1, REMEMBERED_ENDS + 2)]
+    for job in jobs[:-1]:
+        board.started(SESSION, job)
+        board.ended(end(job))
+    assert len(await board.wait(SESSION, jobs[:-1], 1)) == REMEMBERED_ENDS
+    board.started(SESSION, jobs[-1])
+    board.ended(end(jobs[-1]))
+    assert [order.job for order in await board.wait(SESSION, jobs, 1)] == jobs[1:]
+
+
+def test_so_many_answers_of_a_session_are_remembered_and_the_oldest_goes() -> None:
+    book = SequenceBook()
+    for number in range(1, REMEMBERED_ANSWERS + 1):
+        assert book.admit(number)
+        book.remember(number, step_reply(number))
+    assert book.answer_again(1) == step_reply(1)
+    assert book.admit(REMEMBERED_ANSWERS + 1)
+    book.remember(REMEMBERED_ANSWERS + 1, step_reply(REMEMBERED_ANSWERS + 1))
+    assert not book.admit(1)
+    assert book.answer_again(1) == engine_pb2.StepReply(sequence=1)
+    assert book.answer_again(2) == step_reply(2)
+
+
+def step_reply(number: int) -> engine_pb2.StepReply:
+    verdict = engine_pb2.JobVerdict(job_id=number, accepted=True)
+    return engine_pb2.StepReply(sequence=number, verdicts=[verdict])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.own_directory import NotTrustedError, Wanted, require_own, require_place
+from kvd.own_directory import MOST_LINKS, NotTrustedError, Wanted, require_own, require_place
 from tests.daemon_process import DaemonProcess
 
 STRANGER = 65534
@@ -215,3 +215,18 @@ def test_a_directory_above_that_another_user_made_is_refused(everyones: Path) ->
 def test_what_is_made_on_the_way_is_the_daemons_alone(tmp_path: Path) -> None:
     own(tmp_path / "a" / "b")
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b")] == [0o700, 0o700]
+
+
+def test_as_many_links_as_the_kernel_follows_lead_to_a_directory_and_one_more_does_not(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "0").mkdir()
+    for number in range(MOST_LINKS + 1):
+        (tmp_path / str(number + 1)).symlink_to(tmp_path / str(number))
+    require_place(Wanted("socket", tmp_path / str(MOST_LINKS) / "run"))
+    assert (tmp_path / "0" / "run").is_dir()
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        require_place(Wanted("socket", tmp_path / str(MOST_LINKS + 1) / "other"))
+    said = refused(tmp_path / str(MOST_LINKS + 1) / "kvd.sock", tmp_path / "pool")
+    assert "Too many levels of symbolic links" in said
+    assert [path.name for path in (tmp_path / "0").iterdir()] == ["run"]

@@ -17,7 +17,7 @@ from typing import Self
 from kvd_proto.v1 import companion_pb2
 
 MAX_MESSAGE_BYTES = 65536
-MAX_DESCRIPTORS = 8
+MAX_DESCRIPTORS = 8  # received and not taken yet; a message has four at most
 _LENGTH = struct.Struct("<I")
 
 
@@ -115,7 +115,7 @@ class CompanionSocket:
         parts = bytearray()
         room = socket.CMSG_SPACE(MAX_DESCRIPTORS * 4)
         while len(parts) < length:
-            piece, ancillary, _, _ = self._socket.recvmsg(
+            piece, ancillary, flags, _ = self._socket.recvmsg(
                 length - len(parts), room, socket.MSG_CMSG_CLOEXEC
             )
             for level, kind, payload in ancillary:
@@ -123,6 +123,12 @@ class CompanionSocket:
                     fds = array.array("i")
                     fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
                     self._descriptors.extend(fds)
+            if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
+                raise CompanionRefused(
+                    "PROTOCOL",
+                    f"more than {MAX_DESCRIPTORS} descriptors came, or this process may have no"
+                    " more (ulimit -n)",
+                )
             if not piece:
                 raise ConnectionResetError("the daemon closed the companion socket")
             parts += piece

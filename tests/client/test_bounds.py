@@ -1,0 +1,218 @@
+"""What the client piles up while nobody takes it, to the bound and one beyond."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd_client import EngineIdentity, connection
+from kvd_client.companion import MAX_DESCRIPTORS, CompanionRefused, CompanionSocket
+from kvd_client.connection import MAX_QUEUED_MESSAGES, MAX_REMEMBERED_STEPS
+from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
+from kvd_client.outgoing import step_bytes
+from kvd_client.worker import registrar
+from kvd_client.worker.cuda_memory import Gpu
+from kvd_client.worker.jobs import MAX_UNASKED, Half, JobLedger
+from kvd_client.worker.registrar import MAX_DOUBLINGS, RankMemory, RankPlace, Registrar
+from kvd_proto.board import BoardRecord
+from kvd_proto.v1 import companion_pb2
+from tests.client.small_engine import SmallEngine
+from tests.client.test_unsayable import ended
+from tests.control.running_daemon import wait_until
+from tests.daemon_process import DaemonProcess
+
+
+class Stuck:
+    """A writer thread that stands still with a step in its hands, until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._holds = threading.Event()
+        self._go_on = threading.Event()
+        monkeypatch.setattr(connection, "step_bytes", self._step_bytes)
+
+    def _step_bytes(self, step: StepDraft, sequence: int) -> tuple[bytes, list[int]]:
+        self._holds.set()
+        self._go_on.wait(60)
+        return step_bytes(step, sequence)
+
+    def take(self, engine: SmallEngine) -> None:
+        """It has taken a step of this engine, and takes no more."""
+        assert engine.connection.send_step(StepDraft())
+        assert self._holds.wait(20)
+
+    def let_go(self) -> None:
+        self._go_on.set()
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    made = Stuck(monkeypatch)
+    yield made
+    made.let_go()
+
+
+@pytest.fixture
+def engine(daemon: DaemonProcess) -> Iterator[SmallEngine]:
+    running = SmallEngine(daemon.socket)
+    running.wait_usable()
+    yield running
+    running.close()
+
+
+def test_as_many_messages_wait_as_may_and_with_one_more_the_session_begins_anew(
+    engine: SmallEngine, stuck: Stuck
+) -> None:
+    stuck.take(engine)
+    assert all(engine.connection.send_step(StepDraft()) for _ in range(MAX_QUEUED_MESSAGES))
+    held = engine.connection.session
+    assert held is not None
+    assert not engine.connection.send_step(StepDraft())
+    assert engine.connection.session is not held
+    stuck.let_go()
+    engine.wait_usable()
+    engine.store("a", "hello", 4)
+    assert engine.load("b", "hello", 4) == 4
+
+
+@pytest.mark.parametrize(("later", "sessions"), [(2, 1), (3, 2)])
+def test_refusal_is_understood_of_as_many_steps_as_are_remembered(
+    engine: SmallEngine,
+    stuck: Stuck,
+    monkeypatch: pytest.MonkeyPatch,
+    later: int,
+    sessions: int,
+) -> None:
+    """The oldest of three remembered steps is refused, and then one that was forgotten."""
+    assert MAX_REMEMBERED_STEPS == MAX_QUEUED_MESSAGES  # whatever waits can be refused
+    monkeypatch.setattr(connection, "MAX_REMEMBERED_STEPS", 3)
+    stuck.take(engine)
+    context = request_context("bad", "", 0, ())
+    wrong = JobDraft(10_000, context, [BlockRun(7, 0, [bytes(32)], [1])])  # there is no group 7
+    assert engine.connection.send_step(StepDraft(stores=[wrong]))
+    for _ in range(later):
+        assert engine.connection.send_step(StepDraft())
+    stuck.let_go()
+    if sessions == 1:
+        assert ended(engine, 10_000) is False
+    else:
+        wait_until(lambda: engine.connection.sessions == sessions, "another session")
+    engine.wait_usable()
+    engine.store("a", "hello", 4)
+    assert engine.load("b", "hello", 4) == 4
+    assert engine.connection.sessions == sessions
+
+
+def test_ends_that_nobody_asked_about_are_kept_up_to_a_bound_and_the_oldest_goes() -> None:
+    ledger = JobLedger()
+    ledger.take(BoardRecord(job, 1, 1, 4096, 1) for job in range(1, MAX_UNASKED + 1))
+    assert ledger.begin([1], Half.STORE, None) == []
+    assert [end.done for end in ledger.take_ended()] == [True]
+    ledger.take(BoardRecord(job, 1, 1, 4096, 1) for job in (1, MAX_UNASKED + 1))
+    ledger.begin([2, 3], Half.STORE, None)  # nothing is known of 2, and there is no daemon
+    assert [(end.job_id, end.done) for end in ledger.take_ended()] == [(2, False), (3, True)]
+
+
+class Refused(Registrar):
+    """One whose daemon always says no; it stops after so many pauses, and sleeps none of them."""
+
+    def __init__(self, gpu: Gpu | None, pauses: int) -> None:
+        self.slept_s: list[float] = []
+        self._pauses = pauses
+        place = RankPlace(0, 1, 0)
+        identity = EngineIdentity("e", bytes(16))
+        super().__init__("/nowhere", identity, place, RankMemory((), (), gpu))
+
+    def _hold_registration(self) -> None:
+        raise CompanionRefused("NO", "never")
+
+    def _sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self._stopping = len(self.slept_s) >= self._pauses
+
+    def pauses_s(self) -> list[float]:
+        self._thread.join(20)
+        assert self.stop(1.0)
+        return self.slept_s
+
+
+def test_pauses_of_a_refused_rank_double_on_a_gpu_up_to_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registrar, "REFUSED_BACKOFF_S", (1.0, 1.0))
+    most = float(1 << MAX_DOUBLINGS)
+    on_gpu = Refused(Gpu("GPU-0", 0, 0), MAX_DOUBLINGS + 3).pauses_s()
+    assert on_gpu == [float(1 << n) for n in range(MAX_DOUBLINGS)] + [most] * 3
+    assert Refused(None, 3).pauses_s() == [1.0] * 3
+
+
+# -- descriptors --------------------------------------------------------------------------------
+
+
+class Listening:
+    """In the daemon's place on the companion socket, with one client."""
+
+    def __init__(self, directory: Path) -> None:
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(directory / "kvd.sock.companion"))
+        self._listener.listen()
+        self.client = CompanionSocket(str(directory / "kvd.sock"), 5.0)
+        self._connected = self._listener.accept()[0]
+
+    def answers(self, fds: int, messages: int = 1) -> None:
+        """Hello with so many descriptors, in each of so many pieces of it."""
+        content = companion_pb2.CompanionResponse(
+            welcome=companion_pb2.Welcome(token="t" * 64)
+        ).SerializeToString()
+        framed = struct.pack("<I", len(content)) + content
+        with Path(os.devnull).open() as file:
+            for number in range(messages):
+                last = number == messages - 1
+                piece = framed[number:] if last else framed[number : number + 1]
+                socket.send_fds(self._connected, [piece], [file.fileno()] * fds)
+
+    def close(self) -> None:
+        self.client.close()
+        self._connected.close()
+        self._listener.close()
+
+
+@pytest.fixture
+def listening(tmp_path: Path) -> Iterator[Listening]:
+    there = Listening(tmp_path)
+    yield there
+    there.close()
+
+
+def null_descriptors() -> int:
+    return sum(str(fd.resolve()) == os.devnull for fd in Path("/proc/self/fd").iterdir())
+
+
+def hello(client: CompanionSocket) -> str:
+    return client.hello(companion_pb2.PEER_ROLE_TOOL, "test").token
+
+
+def test_as_many_descriptors_as_may_come_with_a_message_are_taken(listening: Listening) -> None:
+    before = null_descriptors()
+    listening.answers(MAX_DESCRIPTORS)
+    assert hello(listening.client)
+    assert null_descriptors() == before + MAX_DESCRIPTORS
+    listening.client.close()
+    assert null_descriptors() == before
+
+
+@pytest.mark.parametrize(("fds", "messages"), [(MAX_DESCRIPTORS + 1, 1), (MAX_DESCRIPTORS, 2)])
+def test_more_descriptors_than_may_come_end_the_connection_and_none_is_kept(
+    listening: Listening, fds: int, messages: int
+) -> None:
+    before = null_descriptors()
+    listening.answers(fds, messages)
+    with pytest.raises(CompanionRefused, match=r"PROTOCOL: .* descriptors"):
+        hello(listening.client)
+    listening.client.close()
+    assert null_descriptors() == before

@@ -1,0 +1,47 @@
+"""The metrics page names so many tenants and ranks, and leaves the others out."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvd.core.keys import TenantId
+from kvd.core.state import Counters
+from kvd.core.statistics import Occupancy, Statistics, TenantFigures
+from kvd.mover.facts import MoverFacts
+from kvd.observability.metrics import MAX_RANKS_SHOWN, MAX_TENANTS_SHOWN, Metrics
+from tests.control.test_transport_shown import attached
+
+
+def shown(metrics: Metrics, name: str, label: str) -> list[str]:
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    return [
+        sample.labels[label]
+        for family in families
+        for sample in family.samples
+        if sample.name == name
+    ]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_ranks_beyond_the_bound_are_left_out(more: int) -> None:
+    metrics = Metrics("1")
+    movers = [attached(1, rank, MoverFacts()) for rank in range(MAX_RANKS_SHOWN + more)]
+    metrics.watch_ranks(lambda: movers)
+    ranks = shown(metrics, "kvd_rank_transport_info", "rank")
+    assert ranks == [str(rank) for rank in range(MAX_RANKS_SHOWN)]
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_tenants_beyond_the_bound_are_left_out(more: int) -> None:
+    tenants = tuple(
+        TenantFigures(TenantId(f"t{n}"), n, 0, 0, 0, 0) for n in range(MAX_TENANTS_SHOWN + more)
+    )
+    none = Occupancy(0, 0, 0, 0, 0)
+    figures = Statistics(
+        none, none, 1, 1, 0, 0, 0, 0, 0, 0, 0, False, tenants, (), (), Counters()
+    )  # fmt: skip
+    metrics = Metrics("1")
+    metrics.watch(lambda: figures)
+    for name in ("kvd_tenant_bytes", "kvd_tenant_quota_bytes", "kvd_tenant_leased_bytes"):
+        assert shown(metrics, name, "tenant") == [f"t{n}" for n in range(MAX_TENANTS_SHOWN)]
