@@ -24,7 +24,6 @@ from kvd.core.actions import (
     TellDone,
 )
 from kvd.core.backlog import Clear
-from kvd.core.block import SlotState
 from kvd.core.errors import RESET
 from kvd.core.events import NamespaceCleared
 from kvd.core.keys import ScopeId, Slots
@@ -117,7 +116,7 @@ def _give_up(state: State, namespace: Namespace, left: Clear, actions: list[Acti
 
 
 def _doomed_in(state: State, row: Row, namespace: Namespace) -> Slots:
-    ready = row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.READY)
+    ready = residency.ready_in(state, row)
     doomed: Slots = ready[state.slots.scopes[ready] < namespace.cleared_below]
     return doomed
 

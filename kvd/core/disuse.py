@@ -22,10 +22,9 @@ import numpy as np
 from kvd.core import hand_off, residency, spaces
 from kvd.core.actions import Action, ForgetNamespace, ForgetScopes, OpenScope
 from kvd.core.backlog import SCOPES_AT_ONCE
-from kvd.core.block import SlotState
 from kvd.core.keys import RowId, ScopeId, SessionId, Slots
 from kvd.core.reclaim import give_up_left, may_retire, retire_row
-from kvd.core.rows import Row, SizeClass
+from kvd.core.rows import SizeClass
 from kvd.core.state import (
     MAX_NAMESPACES,
     NEVER,
@@ -246,11 +245,11 @@ def _take_back(state: State, namespace: Namespace, actions: list[Action]) -> Non
                 return
             slots += row.slots
             give_up_left(state, row, len(row.left), actions)
-            _give_up(state, owner, _ready_in(state, row), actions)
+            _give_up(state, owner, residency.ready_in(state, row), actions)
             retire_row(state, row, actions)
     undead = [row for owner in namespace.classes for row in owner.rows.values() if row.undead]
     for row in undead:  # such a row stays; the next incarnation of the pool takes it back
-        _give_up(state, row.size_class, _ready_in(state, row), actions)
+        _give_up(state, row.size_class, residency.ready_in(state, row), actions)
     if any(owner.rows for owner in namespace.classes):
         return
     if namespace.namespace in state.backlog.clears:
@@ -298,7 +297,7 @@ def sweep_epochs(state: State, now_ns: int, actions: list[Action]) -> None:
         row = state.rows.get(sweep.rows.popleft())
         if row is not None:
             give_up_left(state, row, len(row.left), actions)
-            ready = _ready_in(state, row)
+            ready = residency.ready_in(state, row)
             ours = ready[np.isin(state.slots.scopes[ready], sweep.scopes)]
             _give_up(state, row.size_class, ours, actions)
             slots += row.slots
@@ -343,10 +342,6 @@ def _rows_of(state: State, names: Iterable[EpochName]) -> Iterable[RowId]:
 
 
 # -- blocks ---------------------------------------------------------------------------------------
-
-
-def _ready_in(state: State, row: Row) -> Slots:
-    return row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.READY)
 
 
 def _give_up(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:

@@ -28,7 +28,7 @@ from kvd.core.block import SlotState
 from kvd.core.claims import Claim
 from kvd.core.events import RowRefused
 from kvd.core.keys import MoverId, RowId, Slots
-from kvd.core.residency import forget_ready, pin, quarantine_ready, unpin
+from kvd.core.residency import forget_ready, pin, quarantine_ready, ready_in, unpin
 from kvd.core.rows import RECLAIM_INTERVAL_NS, Row, SizeClass, grant_row, grantable_extents
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _seek(state: State, actions: list[Action]) -> None:
         row = _search(state, claim)
         if row is not None:
             claim.looked, claim.second_best = 0, None
-            if may_retire(state, row) and _ready_in(state, row) <= backlog.EMPTIED_AT_ONCE:
+            if may_retire(state, row) and len(ready_in(state, row)) <= backlog.EMPTIED_AT_ONCE:
                 retire_row(state, row, actions)
             else:
                 _empty_row(state, row, actions)
@@ -241,7 +241,7 @@ def _empty_row(state: State, row: Row, actions: list[Action]) -> None:
         sessions = (s.session for s in state.sessions.values() if s.namespace == owner.namespace)
         row.leases = lease.LeasesLeft(list(sessions))
     # What isn't given up at once has a pin meanwhile, so that nobody counts on evicting it.
-    row.left = row.first_slot + np.flatnonzero(states == SlotState.READY)
+    row.left = ready_in(state, row)
     pin(state, owner, row.left)
     if len(row.left) <= backlog.EMPTIED_AT_ONCE:
         _go_on_emptying(state, row, actions)
@@ -275,10 +275,6 @@ def give_up_left(state: State, row: Row, most: int, actions: list[Action]) -> No
         _give_up(state, row.size_class, ready, actions)
 
 
-def _ready_in(state: State, row: Row) -> int:
-    return int(np.count_nonzero(state.slots.state[row.span] == SlotState.READY))
-
-
 def _stop_emptying(state: State, row: Row) -> None:
     owner = row.size_class
     unpin(state, owner, row.left)
@@ -310,9 +306,7 @@ def _give_up(state: State, owner: SizeClass, ready: Slots, actions: list[Action]
 def retire_row(state: State, row: Row, actions: list[Action]) -> None:
     """Evict what the row holds, take its slots away, and have every mover unmap it."""
     owner = row.size_class
-    states = state.slots.state[row.span]
-    ready = row.first_slot + np.flatnonzero(states == SlotState.READY)
-    _give_up(state, owner, ready, actions)
+    _give_up(state, owner, ready_in(state, row), actions)
     _leave_class(state, row)
     row.retired_ns = state.now_ns
     row.mapped_by = set(state.movers_of(owner.namespace))

@@ -24,8 +24,13 @@ from kvd.core.keys import KeyBatch, ScopeId, Slots
 
 if TYPE_CHECKING:
     from kvd.core.job import Offer
-    from kvd.core.rows import SizeClass
+    from kvd.core.rows import Row, SizeClass
     from kvd.core.state import Scope, State
+
+
+def ready_in(state: State, row: Row) -> Slots:
+    """The row's READY slots."""
+    return row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.READY)
 
 
 def reserve(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Slots:

@@ -40,6 +40,11 @@ def only(actions: Iterable[object], kind: type[A]) -> list[A]:
     return [action for action in actions if isinstance(action, kind)]
 
 
+def done(actions: Iterable[object]) -> dict[int, int]:
+    """Blocks of the long work that has ended, by its token."""
+    return {each.token: each.blocks for each in only(actions, act.TellDone)}
+
+
 def keys(*numbers: int, hash_bytes: int = 32) -> KeyBatch:
     return KeyBatch.from_bytes(
         b"".join(n.to_bytes(hash_bytes, "little") for n in numbers), hash_bytes

@@ -10,7 +10,7 @@ from kvd.core import actions as act
 from kvd.core import backlog
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, SessionId
-from tests.core.bench import SECOND, Bench, context, keys, only, small, spec
+from tests.core.bench import SECOND, Bench, context, done, keys, only, small, spec
 from tests.core.replaying import replay
 from tests.core.test_recovery import restarted
 
@@ -34,10 +34,6 @@ def stocked(blocks: int = MANY) -> Bench:
 
 def begun(bench: Bench, token: int = 900) -> list[act.Action]:
     return bench.feed(ev.NamespaceCleared(token, NamespaceId(1)))
-
-
-def done(actions: list[act.Action]) -> dict[int, int]:
-    return {each.token: each.blocks for each in only(actions, act.TellDone)}
 
 
 def test_nothing_is_found_before_anything_was_given_up() -> None:

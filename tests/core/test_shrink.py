@@ -8,7 +8,7 @@ from kvd.core import actions as act
 from kvd.core import backlog
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, TenantId
-from tests.core.bench import BLOCK, Bench, only, small, spec, verdict
+from tests.core.bench import BLOCK, Bench, done, only, small, spec, verdict
 from tests.core.replaying import replay
 
 AT_ONCE = 4
@@ -32,10 +32,6 @@ def stocked() -> Bench:
 
 def lowered(bench: Bench, blocks: int, token: int = 900) -> list[act.Action]:
     return bench.feed(ev.QuotaSet(token, TenantId("tenant"), blocks * BLOCK))
-
-
-def done(actions: list[act.Action]) -> dict[int, int]:
-    return {each.token: each.blocks for each in only(actions, act.TellDone)}
 
 
 def test_blocks_beyond_a_quota_go_a_few_in_each_event_coldest_first() -> None:
