@@ -91,10 +91,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     ) -> Callable[..., Any]:
         # On the wire a call of one message is a stream of one. Taken as such, its message comes
         # only when it is asked for, and who has many calls half said holds only his own share.
-        async def call(requests: AsyncIterator[bytes], context: Context) -> Any:
+        async def call(_requests: AsyncIterator[bytes], context: Context) -> Any:
             async def read_and_behave() -> Any:
                 with self._counted(context) as user:
-                    content = await self._take_in(user, requests)
+                    content = await self._take_in(user, context)
                     async with self._intake.for_message(user, len(content)):
                         message = await self._read(kind, content, context)
                         del content
@@ -116,7 +116,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         finally:
             self._intake.calls.give_back(user)
 
-    async def _take_in(self, user: int, requests: AsyncIterator[bytes]) -> bytes:
+    async def _take_in(self, user: int, context: Context) -> bytes:
         """The first message of a call, as soon as it is the user's turn."""
         is_one_of_many = self._intake.first.is_taken(user)
         async with self._intake.first.hold(user, 1):
@@ -124,28 +124,23 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 await self._turns.let_others_in(user)
             try:
                 async with asyncio.timeout(TAKE_IN_SECONDS):
-                    return await anext(requests)
+                    content = await _next_of(context)
             except TimeoutError:
                 raise errors.DeadlinePassed(
                     f"the message did not come whole within {TAKE_IN_SECONDS:.0f} s"
                 ) from None
-            except StopAsyncIteration:
+            if content is None:
                 raise InvalidArgument(
                     "the call came without a message", reason=errors.MALFORMED_MESSAGE
-                ) from None
+                )
+            return content
 
     def _stream_stream(
         self, method: str, kind: type[Message], behaviour: Callable[..., Any]
     ) -> Callable[..., Any]:
-        async def contents(user: int, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-            yield await self._take_in(user, requests)
-            async for content in requests:
-                yield content
-
-        async def read_each(
-            user: int, requests: AsyncIterator[bytes], context: Context
-        ) -> AsyncGenerator[Any]:
-            async for content in contents(user, requests):
+        async def read_each(user: int, context: Context) -> AsyncGenerator[Any]:
+            content: bytes | None = await self._take_in(user, context)
+            while content is not None:
                 # Held until the next is asked for: until this one is worked off.
                 async with self._intake.for_message(user, len(content)):
                     try:
@@ -155,13 +150,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     del content  # the next may be long in coming
                     yield request
                     del request
+                content = await _next_of(context)
 
-        async def call(requests: AsyncIterator[bytes], context: Context) -> None:
+        async def call(_requests: AsyncIterator[bytes], context: Context) -> None:
             async def read_and_behave() -> None:
                 with self._counted(context) as user:
                     # Closed at once: what it holds for its last message would else stay for the
                     # collector.
-                    async with contextlib.aclosing(read_each(user, requests, context)) as each:
+                    async with contextlib.aclosing(read_each(user, context)) as each:
                         await behaviour(each, context)
 
             await self._run(method, context, read_and_behave)
@@ -206,6 +202,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return _refuse(context, KvdError("the daemon failed; its log says how"))
         finally:
             self._observer.call_ended(method, code.name, time.perf_counter() - began)
+
+
+async def _next_of(context: Context) -> bytes | None:
+    """The next message of a call, None after the last.
+
+    Not by gRPC's iterator of them: it keeps each until the next has come, and the one of a call
+    that ended until the collector finds it.
+    """
+    content: Any = await context.read()
+    return content if isinstance(content, bytes) else None
 
 
 def _refuse(context: Context, error: KvdError) -> Any:

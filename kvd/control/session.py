@@ -136,25 +136,31 @@ class SchedulerSession:
         No request ends it: what can't be read, breaks a rule or meets a defect is refused.
         """
         async for request in requests:
-            if isinstance(request, UnreadableRequest):
-                await self._refuse_unreadable(request)
-                continue
-            kind = request.WhichOneof("kind")
-            if kind == "close":
-                await self._flush()
+            closes = await self._handle_one(request)
+            del request  # the next may be long in coming
+            if closes:
                 return CLOSED
-            try:
-                await self._handle(kind, request)
-            except AssertionError:
-                raise  # a broken invariant: the daemon ends
-            except Exception:
-                log.exception("session %d: a %s failed", self.live.id, kind)
-                number = getattr(
-                    getattr(request, kind or "", None), _NUMBERS.get(kind or "", ""), 0
-                )
-                error = KvdError("the daemon failed; its log says how")
-                self._refuse_message(kind or "", number, error)
         return "its stream ended"
+
+    async def _handle_one(self, request: Request) -> bool:
+        """Whether it is the last."""
+        if isinstance(request, UnreadableRequest):
+            await self._refuse_unreadable(request)
+            return False
+        kind = request.WhichOneof("kind")
+        if kind == "close":
+            await self._flush()
+            return True
+        try:
+            await self._handle(kind, request)
+        except AssertionError:
+            raise  # a broken invariant: the daemon ends
+        except Exception:
+            log.exception("session %d: a %s failed", self.live.id, kind)
+            number = getattr(getattr(request, kind or "", None), _NUMBERS.get(kind or "", ""), 0)
+            error = KvdError("the daemon failed; its log says how")
+            self._refuse_message(kind or "", number, error)
+        return False
 
     async def _refuse_unreadable(self, request: UnreadableRequest) -> None:
         error = request.error
@@ -262,6 +268,7 @@ class SessionRooms:
                 "the first message of a session is open", "open", MALFORMED_MESSAGE
             )
         session = await self._open(first.open, peer)
+        del first
         gone = partial(session.end, "its scheduler is gone")
         peer.on_end(gone)
         why = "its stream broke"

@@ -208,7 +208,10 @@ class Verbs:
         """Apply unless the number is old. A caller that gives up doesn't stop it half-way."""
         applying = asyncio.ensure_future(self._in_turn(live, sequence, apply))
         applying.add_done_callback(_retrieve)
-        return await asyncio.shield(applying)
+        try:
+            return await asyncio.shield(applying)
+        finally:
+            del applying  # a refusal in it holds on to this frame, and so to the message
 
     async def _in_turn(self, live: LiveSession, sequence: int, apply: Apply) -> MutatingAnswer:
         async with live.turn:
