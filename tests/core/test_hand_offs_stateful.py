@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
+from unittest.mock import patch
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core import reclaim
 from kvd.core.keys import NamespaceId, ScopeId, SessionId
 from tests.core.bench import SECOND, context, keys, numbers_of, only
 from tests.core.drawn import SPECS, accounts, key_lists, requests, sessions
 from tests.core.test_machine_stateful import MachineRules
 
 Block = tuple[int, str, str, int]  # namespace, epoch, account, key; all of group 0
-
-
-@pytest.fixture(autouse=True)
-def promises_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class without a row may end promises after a while: `test_promised_rows.py`."""
-    monkeypatch.setattr("kvd.core.reclaim.PROMISED_NS", 1 << 62)
 
 
 class HandOffRules(MachineRules):
@@ -34,6 +30,15 @@ class HandOffRules(MachineRules):
         super().__init__()
         self.promised: dict[tuple[int, str], tuple[int, set[Block]]] = {}
         self.loading: dict[tuple[int, int], set[Block]] = {}
+        # A class without a row may end promises after a while: `test_promised_rows.py`.
+        self.promises_last = patch.object(reclaim, "PROMISED_NS", 1 << 62)
+        self.promises_last.start()
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.promises_last.stop()
 
     def feed(self, event: ev.Event) -> list[act.Action]:
         if isinstance(event, ev.LoadRequested):

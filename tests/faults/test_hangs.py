@@ -147,8 +147,11 @@ def test_copy_that_is_slow_but_ends_before_its_deadline_counts(scene: Scene, eng
 
 
 def test_frozen_daemon_never_holds_an_engines_step_up(scene: Scene, engine: Probe) -> None:
-    idle = engine.ask("timed_steps", prefix="old", count=8, steps=30)
-    assert idle["found"] == 30
+    # On a busy machine some steps don't wait for their answer.
+    wait_until(
+        lambda: engine.ask("timed_steps", prefix="old", count=8, steps=10)["found"] == 10,
+        "steps that find all",
+    )
     scene.daemon.freeze()
     try:
         frozen = engine.ask("timed_steps", prefix="old", count=8, steps=60)
