@@ -30,6 +30,7 @@ from kvd.event_log import EventLog, change_of, resident_changes
 from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
 from kvd.job_board import JobBoard
 from kvd.listeners import DriverObserver, SessionSink, SilentObserver
+from kvd.mending import PageMending
 from kvd.mover.process import MoverProcess
 from kvd.pieces import answer_in_pieces, run_pieces
 from kvd.pool.config import PoolError
@@ -93,6 +94,7 @@ class Driver:
         self._follow_ups: deque[Event] = deque()
         self._refused_rows: set[RowId] = set()  # the core has yet to take these back
         self._handling = False
+        self._mending = PageMending(machine, pool)
         self._rooms_scheduled = False
         self._rooms_stale = False  # something has happened since the turns were dealt
         self._room_turns: deque[NamespaceId] = deque()
@@ -520,6 +522,7 @@ class Driver:
             await self.fleet.handle_reports()
             self.call(ev.TimerTicked())
             self.pool.upkeep()
+            self._mending.go_on()
 
     def _schedule_work(self) -> None:
         if self._working is None and self.machine.has_work():

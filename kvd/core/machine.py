@@ -33,7 +33,7 @@ from kvd.core import (
 from kvd.core import events as ev
 from kvd.core.actions import Action, GrantRow
 from kvd.core.block import SlotState
-from kvd.core.keys import KeyBatch, NamespaceId, ScopeId, TenantId
+from kvd.core.keys import U64, KeyBatch, NamespaceId, ScopeId, Slots, TenantId
 from kvd.core.policy import POLICY_NAMES, make_policy
 from kvd.core.rows import Row, SizeClass
 from kvd.core.spec import NamespaceSpec
@@ -42,6 +42,7 @@ from kvd.core.statistics import Statistics, gather
 
 # Looked at in one go for a snapshot: each may be of another account.
 RESIDENT_SLOTS = 256
+TAGGED_SLOTS = 1024  # looked at in one go for their tags
 ResidentBlocks = tuple[str, str, int, KeyBatch]  # epoch, account, group, keys
 
 __all__ = ["Machine", "MachineConfig", "Statistics"]
@@ -110,23 +111,36 @@ class Machine:
         Each piece is as things are when it is taken, and the state may change between them: what
         came to a place that was read before, or left one that was not yet, is not named.
         """
+        for owner, slots in self._readable(namespace, RESIDENT_SLOTS):
+            if len(slots):
+                yield self._named(owner, slots)
+
+    def readable_tags(self, namespace: NamespaceId) -> Iterator[U64]:
+        """Tag of every readable block, in pieces of TAGGED_SLOTS slots; as for `resident`."""
+        for _owner, slots in self._readable(namespace, TAGGED_SLOTS):
+            yield self.state.slots.tags[slots]
+
+    def _readable(self, namespace: NamespaceId, count: int) -> Iterator[tuple[SizeClass, Slots]]:
+        """Readable blocks among so many slots after the other, those of each row by themselves."""
         known = self.state.namespaces.get(namespace)
         for owner in known.classes if known is not None else ():
             for row in list(owner.rows.values()):
-                for start in range(0, row.slots, RESIDENT_SLOTS):
+                for start in range(0, row.slots, count):
                     if owner.rows.get(row.row) is not row:
                         break
-                    if found := self._resident_in(owner, row, start):
-                        yield found
+                    yield owner, self._readable_in(row, start, count)
 
-    def _resident_in(self, owner: SizeClass, row: Row, start: int) -> list[ResidentBlocks]:
-        """Those of a few slots of a row."""
+    def _readable_in(self, row: Row, start: int, count: int) -> Slots:
+        state, first = self.state, row.first_slot + start
+        span = slice(first, min(first + count, row.first_slot + row.slots))
+        slots: Slots = first + np.flatnonzero(state.slots.state[span] == SlotState.READY)
+        cleared_below = state.namespaces[row.size_class.namespace].cleared_below
+        return slots[state.slots.scopes[slots] >= cleared_below]
+
+    def _named(self, owner: SizeClass, slots: Slots) -> list[ResidentBlocks]:
+        """By scope."""
         state = self.state
         namespace = state.namespaces[owner.namespace]
-        first = row.first_slot + start
-        span = slice(first, min(first + RESIDENT_SLOTS, row.first_slot + row.slots))
-        slots = first + np.flatnonzero(state.slots.state[span] == SlotState.READY)
-        slots = slots[state.slots.scopes[slots] >= namespace.cleared_below]
         # Sorted once: with an account a user, comparing all with each scope takes minutes.
         slots = slots[np.argsort(state.slots.scopes[slots], kind="stable")]
         numbers, starts = np.unique(state.slots.scopes[slots], return_index=True)

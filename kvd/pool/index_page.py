@@ -6,7 +6,8 @@ memory is behind that level only: the page follows the tags that stand in it. To
 memory is had for the table of another level, the tags are copied there a few at a time, one word
 is stored that says which table counts, and what lay behind the old one is given back. Clients look
 at that word before and after a probe (decision 0020). Without memory for a larger table the present
-one serves on: a tag that finds no place is spilled, which costs a recompute and no more.
+one serves on: a tag that finds no place is spilled, which costs a recompute and no more, and is
+inserted later, by whoever knows which blocks there are (kvd/mending.py).
 
 While tags are copied, the next table holds what stands in the buckets below `copied`, and what
 found no place in the present one.
@@ -140,6 +141,24 @@ class IndexPage:
         if self._phase is _Phase.COPYING:
             self._add_to_next(tags[went < self._copied])
         return spilled
+
+    @property
+    def has_room_again(self) -> bool:
+        """Whether tags were spilled and there is room for them now."""
+        settled = self._phase is _Phase.SETTLED or self._phase is _Phase.CLEARING
+        return self.spilled > 0 and settled and self._wanted_level() == self._level
+
+    def mend(self, tags: U64) -> int:
+        """Make those of these resident tags visible that are not; how many are now.
+
+        Only while it `has_room_again`. A tag of two blocks that is there once stays there once.
+        """
+        assert self.has_room_again, "a page without room for what it spilled was mended"
+        missing = tags[~self._table.has(tags)][: self.spilled]
+        placed = int(np.count_nonzero(self._table.insert(missing) != NOWHERE))
+        self.tags += placed
+        self.spilled -= placed
+        return placed
 
     def remove(self, tags: U64) -> None:
         """Take tags out, each as often as it is named. A tag that isn't there was spilled."""

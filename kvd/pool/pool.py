@@ -100,6 +100,7 @@ class Pool:
         self._spare_page: IndexPage | None = None  # for the next namespace
         self._unsettled_pages: dict[NamespaceId, None] = {}  # larger or smaller than they should be
         self._pages_to_look_at: deque[NamespaceId] = deque()
+        self._spilled_pages: dict[NamespaceId, None] = {}  # that had no place for some tags
         self._refill_in = 0  # pieces of upkeep
         self._undead: dict[int, frozenset[int]] = {}  # extents by pid
 
@@ -322,6 +323,8 @@ class Pool:
         spilled = page.insert(order.tags)
         if page.unsettled:
             self._unsettled_pages[order.namespace] = None
+        if page.spilled:
+            self._spilled_pages[order.namespace] = None
         return spilled
 
     def retract(self, order: RetractTags) -> None:
@@ -329,6 +332,24 @@ class Pool:
         page.remove(order.tags)
         if page.unsettled:
             self._unsettled_pages[order.namespace] = None
+
+    def page_to_mend(self) -> NamespaceId | None:
+        """The next namespace, in turns, whose page has room for tags that it spilled before."""
+        for namespace in list(islice(self._spilled_pages, MOST_PAGES_LOOKED_AT)):
+            del self._spilled_pages[namespace]
+            page = self._pages.get(namespace)
+            if page is not None and page.spilled:
+                self._spilled_pages[namespace] = None
+                if page.has_room_again:
+                    return namespace
+        return None
+
+    def mend_page(self, namespace: NamespaceId, tags: U64) -> int | None:
+        """Make those tags of readable blocks visible that are not; None: there is no room (now)."""
+        page = self._pages.get(namespace)
+        if page is None or not page.has_room_again:
+            return None
+        return page.mend(tags)
 
     # -- for clients and movers -------------------------------------------------------------------
 
@@ -436,6 +457,8 @@ class Pool:
                 units = page.upkeep(units)
                 if page.unsettled:
                     self._unsettled_pages[namespace] = None
+                if page.spilled:
+                    self._spilled_pages[namespace] = None
         for _ in range(MOST_PAGES_LOOKED_AT):
             if not self._pages_to_look_at:
                 self._pages_to_look_at.extend(self._pages)

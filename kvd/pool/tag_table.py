@@ -58,6 +58,14 @@ class TagTable:
             found[left] = NOWHERE
         return found
 
+    def has(self, tags: U64) -> Flags:
+        """Whether each tag stands here."""
+        first, second = bucket_pair(tags, self._mask)
+        column = tags[:, None]
+        found: Flags = (self._rows[first] == column).any(axis=1)
+        found |= (self._rows[second] == column).any(axis=1)
+        return found
+
     def some(self, first: int, most_buckets: int, most_tags: int) -> tuple[U64, int]:
         """What stands in some buckets from the first on, and the bucket after them.
 

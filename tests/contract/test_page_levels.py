@@ -54,6 +54,10 @@ def insert(page: IndexPage, all_tags: U64) -> int:
     return sum(page.insert(all_tags[start : start + PIECE_KEYS]) for start in starts)
 
 
+def can_mend(page: IndexPage) -> bool:
+    return page.has_room_again
+
+
 def settle(page: IndexPage, units: int = 4096) -> int:
     """How many pieces of upkeep that took."""
     pieces = 0
@@ -163,6 +167,52 @@ def test_without_memory_for_a_larger_table_tags_spill_and_later_ones_find_room(
     assert (page.tags, page.spilled) == (0, 0)
     settle(page)
     assert page.taken == SMALL
+
+
+def test_what_was_spilled_is_mended_once_there_is_room_and_nothing_stands_twice(
+    page: IndexPage, reader: PageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", refuse)
+        assert insert(page, tags(0, 10_000)) > 9000
+        assert can_mend(page) is False
+    settle(page)
+    assert can_mend(page)
+    page.remove(tags(9000, 1000))
+    for first in range(0, 9000, 1000):  # who mends names every block, those that are there too
+        assert page.mend(tags(first, 1000)) > 0 or not page.spilled
+        if not can_mend(page):
+            break
+    assert (page.tags, page.spilled) == (9000, 0)
+    assert reader.probe(tags(0, 9000)).all()
+    assert not reader.probe(tags(9000, 1000)).any()
+    page.remove(tags(0, 9000))
+    assert not reader.probe(tags(0, 9000)).any()
+    settle(page)
+    assert (page.tags, page.spilled, page.taken) == (0, 0, SMALL)
+
+
+def test_what_was_spilled_is_mended_when_other_blocks_have_gone(
+    page: IndexPage, reader: PageReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory ever comes; the small table has room for what is left."""
+
+    def refuse(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    insert(page, tags(0, 2000))
+    left = tags(0, 2000)[~reader.probe(tags(0, 2000))][:100]
+    page.remove(np.setdiff1d(tags(0, 2000), left))
+    assert (page.tags, page.spilled) == (0, 100)
+    while page.unsettled:
+        page.upkeep(4096)
+    assert page.has_room_again
+    assert page.mend(left) == 100
+    assert reader.probe(left).all()
 
 
 def test_a_table_that_shrinks_stays_where_many_tags_come(
