@@ -10,6 +10,7 @@ SMALLEST_BLOCK_BYTES = 4096  # smaller parts leave their extent partly unused
 RECORD_BYTES = 128
 ROW_HEADER_BYTES = 64
 CHECKSUM_BYTES = 8
+INDEX_BYTES = 64  # of an index page, the most for each readable block while no table changes
 MAX_EXTENTS = 1 << 20
 # A row is whole extents of one namespace: in few large ones much lies idle with who has them.
 COMFORTABLE_EXTENTS = 32
@@ -97,6 +98,14 @@ class PoolConfig:
     def reserve_bytes(self) -> int:
         """Kept from the start for the registry, and for files that are written anew."""
         return min(self.pool_bytes // RESERVE_SHARE, MAX_RESERVE_BYTES) + START_BYTES
+
+    @property
+    def index_bytes(self) -> int:
+        """Most that index pages take where all blocks are of the smallest size.
+
+        They are memory of the daemon's, not of a directory's, and come with the blocks.
+        """
+        return self.extents * self.slots_per_extent * INDEX_BYTES
 
     @property
     def table_bytes(self) -> int:

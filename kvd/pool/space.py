@@ -249,19 +249,20 @@ def _require_memory(config: PoolConfig, figures: SpaceFigures) -> None:
     common = 0 if figures.huge is not None else extents
     held = figures.held if figures.huge is None else figures.tables_held
     counted = extents if figures.huge is not None and figures.huge.in_memory_limit else common
-    tables = config.table_bytes + config.reserve_bytes
-    need = tables + counted
-    if figures.memory_limit is not None and figures.memory_limit < need + PROCESS_BYTES:
+    tables = config.table_bytes + config.reserve_bytes + config.index_bytes
+    need = tables + counted + PROCESS_BYTES
+    index = f"up to {_size(config.index_bytes)} for index pages"
+    if figures.memory_limit is not None and figures.memory_limit < need:
         raise PoolError(
-            f"{_need(config)} and {_size(PROCESS_BYTES)} for its processes, but the memory limit of"
-            f" this control group is {_size(figures.memory_limit)}: raise the limit (MemoryMax=,"
-            " or resources.limits.memory) or lower the pool's size"
+            f"{_need(config)}, {index} and {_size(PROCESS_BYTES)} for its processes, but the memory"
+            f" limit of this control group is {_size(figures.memory_limit)}: raise the limit to"
+            f" {_size(need)} (MemoryMax=, or resources.limits.memory) or lower pool_bytes"
         )
     if figures.memory_available < tables + common - held:
         raise PoolError(
-            f"{_need(config)}, of which it holds {_size(held)}, but only"
+            f"{_need(config)} and {index}, of which it holds {_size(held)}, but only"
             f" {_size(figures.memory_available)} of memory are available: free memory or lower"
-            " the pool's size"
+            " pool_bytes"
         )
 
 

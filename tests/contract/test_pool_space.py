@@ -20,6 +20,8 @@ from tests.small_tmpfs import fill, small_tmpfs
 
 GIB = 1 << 30
 CONFIG = PoolConfig(Path("/dev/shm/kvd"), 4 * GIB)
+FILES = 4 * GIB + CONFIG.table_bytes + CONFIG.reserve_bytes
+INDEX, PROCESSES = 4 * GIB // 64, 256 << 20
 PLENTY = SpaceFigures(
     filesystem_free=8 * GIB,
     tables_held=0,
@@ -46,6 +48,9 @@ def with_figures(**changed: Any) -> SpaceFigures:
 def test_what_fits_is_taken() -> None:
     space.require_space(CONFIG, PLENTY)
     space.require_space(CONFIG, with_figures(memory_limit=None))
+    space.require_space(CONFIG, with_figures(memory_limit=FILES + INDEX + PROCESSES))
+    space.require_space(CONFIG, with_figures(memory_available=FILES + INDEX))
+    space.require_space(CONFIG, with_figures(filesystem_free=FILES))
 
 
 def test_what_the_pool_holds_already_counts_as_room() -> None:
@@ -62,6 +67,10 @@ def test_what_the_pool_holds_already_counts_as_room() -> None:
         ({"filesystem_free": GIB, "extents_held": GIB}, r"has 2\.00 GiB \(1\.00 GiB of it held"),
         ({"memory_limit": 4 * GIB}, r"limit of this control group is 4\.00 GiB: raise"),
         ({"memory_limit": 4 * GIB + GIB // 8}, "for its processes"),
+        # 64 MiB of index pages and 256 MiB for the processes beside the files.
+        ({"memory_limit": FILES + INDEX + PROCESSES - 1}, r"up to 64\.0 MiB for index pages"),
+        ({"memory_limit": FILES + PROCESSES}, r"raise the limit to 4\.45 GiB .*lower pool_bytes"),
+        ({"memory_available": FILES + INDEX - 1}, r"index pages, of which .*lower pool_bytes"),
         ({"memory_available": 2 * GIB}, r"only 2\.00 GiB of memory are available"),
     ],
 )

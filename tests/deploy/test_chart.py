@@ -15,6 +15,7 @@ import pytest
 
 from kvd import config
 from kvd.pool import PoolConfig
+from kvd.pool.space import PROCESS_BYTES, SpaceFigures, require_space
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "kvd"
 GIB = 1 << 30
@@ -193,12 +194,16 @@ def batched(lines: list[str], size: int) -> list[list[str]]:
 
 
 def test_the_pods_memory_holds_pool_slot_table_and_processes(chart: helm.Chart) -> None:
-    for size in (1, 16, 500):
+    for size in (1, 16, 64, 500, 4000):
         (container,) = pod(chart, {"pool": {"sizeGiB": size}})["containers"]
         limit = container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["memory"] == limit
-        slot_table_gib = size / 28
-        assert int(limit.removesuffix("Gi")) >= size + slot_table_gib + 2
+        given = int(limit.removesuffix("Gi")) * GIB
+        taken_by_others = 2 * GIB - PROCESS_BYTES  # of the headroom
+        config = PoolConfig(Path("/var/lib/kvd/pool"), size * GIB)
+        plenty = 2 * given
+        figures = SpaceFigures(plenty, 0, 0, plenty, given - taken_by_others)
+        require_space(config, figures)
 
 
 def test_without_a_gpu_the_pod_asks_for_nothing_of_one(chart: helm.Chart) -> None:

@@ -36,11 +36,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
 {{- end -}}
 
-{{- /* Pool, unless it lies in huge pages; slot table (at most 1/32 of it and a little); headroom. */ -}}
+{{- /* Pool, unless it lies in huge pages; tables (1/28 of it) and index pages (1/64); headroom. */ -}}
 {{- define "kvd.memory" -}}
 {{- $pool := int .Values.pool.sizeGiB -}}
 {{- $common := ternary 0 $pool (ne .Values.pool.hugePages.size "") -}}
-{{- printf "%dGi" (add $common (div $pool 28) 1 (int .Values.pool.headroomGiB)) -}}
+{{- printf "%dGi" (add $common (div $pool 19) 1 (int .Values.pool.headroomGiB)) -}}
 {{- end -}}
 
 {{- /* Size of the tmpfs: tables, reserve and, unless they lie in huge pages, the blocks. */ -}}
