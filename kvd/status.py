@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import grpc
 from google.protobuf.json_format import MessageToDict
 
+from kvd_client.backoff import describe
 from kvd_client.companion import CompanionRefused, CompanionSocket
-from kvd_client.connection import describe
 from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"

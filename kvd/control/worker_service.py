@@ -156,7 +156,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             return await self._driver.fleet.start(config, owner)
         except ProcessStartFailed as error:
-            log.exception("no mover for rank")
+            log.warning("no mover for a rank: %s", error)
             raise MoverStartFailed(str(error)) from error
 
     async def _seat(self, request: pb.RegisterRankRequest, peer: Peer, rank: Rank) -> EngineStart:

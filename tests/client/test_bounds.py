@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import EngineIdentity, connection
+from kvd_client import EngineIdentity, backoff, connection
+from kvd_client.backoff import MAX_DOUBLINGS
 from kvd_client.companion import MAX_DESCRIPTORS, CompanionRefused, CompanionSocket
 from kvd_client.connection import MAX_QUEUED_MESSAGES, MAX_REMEMBERED_STEPS
 from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
 from kvd_client.outgoing import step_bytes
-from kvd_client.worker import registrar
 from kvd_client.worker.cuda_memory import Gpu
 from kvd_client.worker.jobs import MAX_UNASKED, Half, JobLedger
-from kvd_client.worker.registrar import MAX_DOUBLINGS, RankMemory, RankPlace, Registrar
+from kvd_client.worker.registrar import MAX_GPU_DOUBLINGS, RankMemory, RankPlace, Registrar
 from kvd_proto.board import BoardRecord
 from kvd_proto.v1 import companion_pb2
 from tests.client.small_engine import SmallEngine
@@ -141,14 +141,13 @@ class Refused(Registrar):
         return self.slept_s
 
 
-def test_pauses_of_a_refused_rank_double_on_a_gpu_up_to_a_bound(
+def test_pauses_of_a_refused_rank_double_up_to_a_bound_and_further_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registrar, "REFUSED_BACKOFF_S", (1.0, 1.0))
-    most = float(1 << MAX_DOUBLINGS)
-    on_gpu = Refused(Gpu("GPU-0", 0, 0), MAX_DOUBLINGS + 3).pauses_s()
-    assert on_gpu == [float(1 << n) for n in range(MAX_DOUBLINGS)] + [most] * 3
-    assert Refused(None, 3).pauses_s() == [1.0] * 3
+    monkeypatch.setattr(backoff, "REFUSED_BACKOFF_S", (1.0, 1.0))
+    for gpu, doublings in ((None, MAX_DOUBLINGS), (Gpu("GPU-0", 0, 0), MAX_GPU_DOUBLINGS)):
+        pauses_s = Refused(gpu, doublings + 3).pauses_s()
+        assert pauses_s == [float(1 << min(n, doublings)) for n in range(doublings + 3)]
 
 
 # -- descriptors --------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 The engine's thread only puts messages into a queue and reads what has come. A background
 thread finds the daemon, holds the session, and finds it again after 50 to 200 ms when it is
-lost. Serialising happens on gRPC's own writer thread.
+lost (`backoff.py`: later where sessions break again and again). Serialising happens on gRPC's own
+writer thread.
 
 A daemon that is absent, hung or slow looks the same to the engine: no session, so no hits and
 no stores. A daemon that says nothing for longer than the lookups that wait for it are worth, and
@@ -16,7 +17,6 @@ import collections
 import contextlib
 import logging
 import os
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import grpc
 
+from kvd_client.backoff import Backoff, describe
 from kvd_client.companion import CompanionRefused, CompanionSocket
 from kvd_client.draft import QueryDraft, StepDraft
 from kvd_client.identity import EngineIdentity, Namespace
@@ -37,8 +38,6 @@ from kvd_proto.v1 import common_pb2, companion_pb2, engine_pb2
 
 log = logging.getLogger(__name__)
 
-BACKOFF_S = (0.05, 0.2)
-REFUSED_BACKOFF_S = (0.5, 1.0)  # the daemon is there and said no: it will say so again
 CONNECT_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 10.0  # the daemon may wait for an earlier engine's movers to end
 SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon may hang
@@ -108,6 +107,7 @@ class SchedulerConnection:
         self._ended: list[tuple[int, bool]] = []
         self._silent_until = 0.0
         self._silence_s = SILENCE_S  # the next time
+        self._backoff = Backoff()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-session", daemon=True)
         self._thread.start()
@@ -264,30 +264,34 @@ class SchedulerConnection:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            backoff = BACKOFF_S
             try:
                 self._hold_session()
                 if not self._closing.is_set():
                     self._note("the daemon ended the session")
+                pause_s = self._backoff.broken()
             except grpc.RpcError as error:
-                backoff = BACKOFF_S if is_absence(error) else REFUSED_BACKOFF_S
                 self._note(describe(error))
+                pause_s = self._backoff.failed(error)
             except CompanionRefused as error:
-                backoff = REFUSED_BACKOFF_S
                 self._note(str(error))
+                pause_s = self._backoff.refused()
             except OSError as error:
                 self._note(f"{self._socket_path}: {error}")
-            except Exception:
+                pause_s = self._backoff.lost()
+            except Exception as error:
                 # The engine must survive us, and a dead thread would end its cache for ever.
-                backoff = REFUSED_BACKOFF_S
-                log.exception("the session's thread failed; it goes on")
+                self.problem = f"{type(error).__name__}: {error}"
+                if self._backoff.is_news(self.problem):
+                    log.exception("the session's thread failed; it goes on")
+                pause_s = self._backoff.refused()
             self._lose_session()
-            self._closing.wait(random.uniform(*backoff))
+            self._closing.wait(pause_s)
 
     def _hold_session(self) -> None:
         with CompanionSocket(self._socket_path, CONNECT_TIMEOUT_S) as companion:
             role = companion_pb2.PEER_ROLE_SCHEDULER
             token = companion.hello(role, f"kvd-client {self._identity.engine_id}").token
+            self._backoff.meet()
             with grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS) as channel:
                 outgoing: SimpleQueue[Message | None] = SimpleQueue()
                 opening = engine_pb2.SessionRequest(open=self._opening())
@@ -387,6 +391,7 @@ class SchedulerConnection:
         log.info("kvd session %d open, namespace %s", session.session_id, session.fingerprint)
         with self._changed:
             self.problem = "waiting for every rank to register"
+            self._backoff.hold()
             self._sequence = 0
             self._steps.clear()
             self._silent_until = 0.0
@@ -426,19 +431,8 @@ class SchedulerConnection:
                 call.cancel()
 
     def _note(self, problem: str) -> None:
-        if problem != self.problem and not self._closing.is_set():
+        if self._closing.is_set():
+            return
+        if self._backoff.is_news(problem):
             log.warning("kvd: %s", problem)
-            self.problem = problem
-
-
-def is_absence(error: grpc.RpcError) -> bool:
-    """Whether the daemon is away, as opposed to there and saying no."""
-    code = getattr(error, "code", lambda: None)()
-    return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-
-
-def describe(error: grpc.RpcError) -> str:
-    """The status as one line."""
-    code = getattr(error, "code", lambda: None)()
-    details = getattr(error, "details", lambda: None)()
-    return f"{getattr(code, 'name', 'ERROR')}: {details or error}"
+        self.problem = problem

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,8 +16,9 @@ from typing import NamedTuple
 
 import grpc
 
+from kvd_client.backoff import Backoff, describe
 from kvd_client.companion import CompanionRefused, CompanionSocket
-from kvd_client.connection import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S, describe
+from kvd_client.connection import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S
 from kvd_proto.v1 import companion_pb2, events_pb2, events_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ MAX_TRACKED = 1 << 18  # announced blocks; beyond it the oldest are said to be r
 MAX_GONE = 1 << 16  # removals of blocks that this engine has not announced, or not yet
 DOUBT_S = 1.0  # how long the stream may be behind the engine's own reports
 KEYS_AT_ONCE = 256  # looked through under the lock
-BACKOFF_S = (0.2, 1.0)
 GROUP_BYTES = 4
 NOWHERE = (b"", 0)
 
@@ -72,6 +71,7 @@ class RemovalWatch:
         self._turn = 0  # another one = another namespace or epoch: a call of before is void
         self._call: grpc.Call | None = None
         self._place: tuple[bytes, int] = NOWHERE  # where to go on in the stream
+        self._backoff = Backoff()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -140,20 +140,30 @@ class RemovalWatch:
 
     def _run(self) -> None:
         while not self._closing.is_set():
+            # The session's own thread warns of an absent daemon; here it is nothing new.
             try:
                 self._watch()
-            except (grpc.RpcError, CompanionRefused, OSError) as error:
-                # The session's own thread warns of an absent daemon; here it is nothing new.
-                reason = describe(error) if isinstance(error, grpc.RpcError) else str(error)
-                log.debug("kvd events: %s", reason)
-            except Exception:
-                log.exception("the event stream's thread failed; it goes on")
-            self._closing.wait(random.uniform(*BACKOFF_S))
+                pause_s = self._backoff.broken()
+            except grpc.RpcError as error:
+                log.debug("kvd events: %s", describe(error))
+                pause_s = self._backoff.failed(error)
+            except CompanionRefused as error:
+                log.debug("kvd events: %s", error)
+                pause_s = self._backoff.refused()
+            except OSError as error:
+                log.debug("kvd events: %s", error)
+                pause_s = self._backoff.lost()
+            except Exception as error:
+                if self._backoff.is_news(f"{type(error).__name__}: {error}"):
+                    log.exception("the event stream's thread failed; it goes on")
+                pause_s = self._backoff.refused()
+            self._closing.wait(pause_s)
 
     def _watch(self) -> None:
         with contextlib.ExitStack() as stack:
             companion = stack.enter_context(CompanionSocket(self._socket_path, CONNECT_TIMEOUT_S))
             token = companion.hello(companion_pb2.PEER_ROLE_TOOL, self._program).token
+            self._backoff.meet()
             channel = stack.enter_context(
                 grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS)
             )
@@ -172,6 +182,7 @@ class RemovalWatch:
             self._call = call
             try:
                 if reading.turn == self._turn and not self._closing.is_set():
+                    self._backoff.hold()
                     self._read(call, reading)
             finally:
                 call.cancel()

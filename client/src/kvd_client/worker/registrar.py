@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
-import re
 import select
 import threading
 import time
@@ -18,15 +16,9 @@ from dataclasses import dataclass
 
 import grpc
 
+from kvd_client.backoff import MAX_DOUBLINGS, Backoff, describe
 from kvd_client.companion import CompanionRefused, CompanionSocket
-from kvd_client.connection import (
-    BACKOFF_S,
-    CHANNEL_OPTIONS,
-    CONNECT_TIMEOUT_S,
-    REFUSED_BACKOFF_S,
-    describe,
-    is_absence,
-)
+from kvd_client.connection import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S
 from kvd_client.identity import EngineIdentity
 from kvd_client.worker.cuda_memory import Gpu
 from kvd_client.worker.memory import GroupLayout
@@ -39,10 +31,9 @@ log = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_S = 30.0  # a new mover touches all of the rank's memory first
 GPU_REGISTER_TIMEOUT_S = 120.0  # the mover loads CUDA and makes a context before it answers
-MAX_DOUBLINGS = 4  # of the time that a rank on a GPU waits after a refusal
+MAX_GPU_DOUBLINGS = MAX_DOUBLINGS + 1  # an attempt may make a CUDA context there
 MARK_READY_TIMEOUT_S = 5.0
 MAX_MARKING = 64  # calls under way that say ready; more come only from a daemon that hangs
-_FIGURES = re.compile(r"[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +88,7 @@ class Registrar:
         self._registering: grpc.Future[worker_pb2.RegisterRankResponse] | None = None
         self._marking: set[grpc.Future[worker_pb2.MarkReadyResponse]] = set()
         self._stopping = False
-        self._refusals = 0  # since the last registration
+        self._backoff = Backoff(MAX_DOUBLINGS if memory.gpu is None else MAX_GPU_DOUBLINGS)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="kvd-rank", daemon=True)
         self._thread.start()
@@ -198,34 +189,34 @@ class Registrar:
 
     def _run(self) -> None:
         while not self._stopping:
-            backoff_s = random.uniform(*BACKOFF_S)
             try:
                 self._hold_registration()
+                pause_s = self._backoff.broken()
             except grpc.RpcError as error:
-                if not is_absence(error):
-                    backoff_s = self._refused_backoff_s()
                 self._note(describe(error))
+                pause_s = self._backoff.failed(error)
             except (CompanionRefused, CudaError) as error:
-                backoff_s = self._refused_backoff_s()
                 self._note(str(error))
-            except (OSError, grpc.FutureCancelledError) as error:
+                pause_s = self._backoff.refused()
+            except grpc.FutureCancelledError as error:
                 self._note(f"{self._socket_path}: {error}")
-            except Exception:
+                pause_s = self._backoff.broken()
+            except OSError as error:
+                self._note(f"{self._socket_path}: {error}")
+                pause_s = self._backoff.lost()
+            except Exception as error:
                 # The engine must survive us, and a dead thread would end its cache for ever.
-                backoff_s = self._refused_backoff_s()
-                log.exception("the rank's thread failed; it goes on")
-            self._sleep(backoff_s)
-
-    def _refused_backoff_s(self) -> float:
-        """Longer from time to time on a GPU: an attempt may make a CUDA context there."""
-        doublings = 0 if self._memory.gpu is None else min(self._refusals, MAX_DOUBLINGS)
-        self._refusals += 1
-        return random.uniform(*REFUSED_BACKOFF_S) * (1 << doublings)
+                self.problem = f"{type(error).__name__}: {error}"
+                if self._backoff.is_news(self.problem):
+                    log.exception("the rank's thread failed; it goes on")
+                pause_s = self._backoff.refused()
+            self._sleep(pause_s)
 
     def _hold_registration(self) -> None:
         with CompanionSocket(self._socket_path, CONNECT_TIMEOUT_S) as companion:
             program = f"kvd-client {self._identity.engine_id} rank {self._place.rank}"
             welcome = companion.hello(companion_pb2.PEER_ROLE_WORKER, program)
+            self._backoff.meet()
             for token, region in enumerate(self._memory.regions, 1):
                 fd = descriptor_of(region)
                 if fd is not None:
@@ -261,7 +252,7 @@ class Registrar:
             registration = Registration(answer.registration_id, channel_fds)
             with self._changed:
                 self._current, self._stub, self.problem = registration, stub, ""
-                self._refusals = 0
+                self._backoff.hold()
                 self._changed.notify_all()
         finally:
             self._registering = None
@@ -312,7 +303,7 @@ class Registrar:
         """Log it, once: the same refusal comes with other figures every time."""
         if self._stopping:
             return
-        if _FIGURES.sub("", problem) != _FIGURES.sub("", self.problem):
+        if self._backoff.is_news(problem):
             log.warning("kvd rank %d: %s", self._place.rank, problem)
         self.problem = problem
 

@@ -1,0 +1,114 @@
+"""How long the client leaves a daemon alone that it can't work with, and what it logs of it.
+
+A daemon that is away may be there again at any moment: it is looked for every 50 to 200 ms. One
+that is there and says no, or whose sessions break as soon as they are open (of another release,
+say, that takes no step of ours), does so again the next time: every attempt costs it a session and
+a mover, so they come at longer and longer intervals.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import grpc
+
+BACKOFF_S = (0.05, 0.2)
+REFUSED_BACKOFF_S = (0.5, 1.0)
+MAX_DOUBLINGS = 3  # of that: 4 to 8 s
+STEADY_S = 10.0  # what held for so long was not in vain
+QUICK_TRIES = 3  # after what broke: copies of an earlier session may have to end first
+SAID_AGAIN_S = 600.0
+MAX_SAID = 16
+
+DETAILS_KEY = "grpc-status-details-bin"
+DRAINING = b"DRAINING"
+_FIGURES = re.compile(r"[0-9]+")
+
+
+class Backoff:
+    """Pauses before the next attempt, in seconds; and which problems the log knows."""
+
+    def __init__(self, max_doublings: int = MAX_DOUBLINGS) -> None:
+        self._max_doublings = max_doublings
+        self._in_vain = 0
+        self._met = False
+        self._held_since_s: float | None = None
+        self._said: dict[str, float] = {}  # and when
+
+    def meet(self) -> None:
+        """There is a daemon, and it has greeted us."""
+        self._met = True
+
+    def hold(self) -> None:
+        """An attempt has succeeded."""
+        self._held_since_s = time.monotonic()
+
+    def lost(self) -> float:
+        """The connection failed. Where nobody was met, the next daemon has refused nothing yet."""
+        if self._met:
+            return self.broken()
+        self._held_since_s, self._in_vain = None, 0
+        return random.uniform(*BACKOFF_S)
+
+    def broken(self) -> float:
+        """What held, or was about to, has ended."""
+        self._look_back()
+        self._in_vain += 1
+        if self._in_vain <= QUICK_TRIES:
+            return random.uniform(*BACKOFF_S)
+        return self._longer(self._in_vain - QUICK_TRIES - 1)
+
+    def refused(self) -> float:
+        """The daemon is there and said no, or we can't read what it says."""
+        self._look_back()
+        self._in_vain += 1
+        return self._longer(self._in_vain - 1)
+
+    def failed(self, error: grpc.RpcError) -> float:
+        """A call has failed or was cancelled."""
+        if is_draining(error):
+            self._held_since_s, self._met = None, False
+            return random.uniform(*REFUSED_BACKOFF_S)  # the next daemon will not be late for us
+        return self.broken() if is_absence(error) else self.refused()
+
+    def is_news(self, problem: str) -> bool:
+        """Whether to log it: the same one comes with other figures every time."""
+        words, now_s = _FIGURES.sub("", problem), time.monotonic()
+        if now_s < self._said.get(words, -SAID_AGAIN_S) + SAID_AGAIN_S:
+            return False
+        self._said.pop(words, None)
+        self._said[words] = now_s
+        if len(self._said) > MAX_SAID:
+            del self._said[next(iter(self._said))]
+        return True
+
+    def _look_back(self) -> None:
+        since_s = self._held_since_s
+        if since_s is not None and time.monotonic() - since_s >= STEADY_S:
+            self._in_vain = 0
+            self._said.clear()
+        self._held_since_s, self._met = None, False
+
+    def _longer(self, doublings: int) -> float:
+        return random.uniform(*REFUSED_BACKOFF_S) * (1 << min(doublings, self._max_doublings))
+
+
+def is_absence(error: grpc.RpcError) -> bool:
+    """Whether the daemon is away, or not ready for us, as opposed to there and saying no."""
+    code = getattr(error, "code", lambda: None)()
+    return code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+def is_draining(error: grpc.RpcError) -> bool:
+    """Whether the daemon said that it is about to stop."""
+    trailing = getattr(error, "trailing_metadata", lambda: None)() or ()
+    return any(key == DETAILS_KEY and DRAINING in value for key, value in trailing)
+
+
+def describe(error: grpc.RpcError) -> str:
+    """The status as one line."""
+    code = getattr(error, "code", lambda: None)()
+    details = getattr(error, "details", lambda: None)()
+    return f"{getattr(code, 'name', 'ERROR')}: {details or error}"

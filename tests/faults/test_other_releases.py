@@ -1,0 +1,91 @@
+"""A client and a daemon of different releases: no storm, and each log says it once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import MakeScene
+from tests.faults.scene import Scene, wait_until
+
+# As of a client of the release before: it can't read what this daemon hands out.
+OLDER_PAGE = "import kvd_proto.layout as layout; layout.PAGE_VERSION -= 1"
+OLDER_RING = "import kvd_proto.layout as layout; layout.LAYOUT_VERSION -= 1"
+# As of a newer one: its steps are nothing that this daemon knows.
+NEWER_STEPS = """
+import kvd_client.connection as connection
+connection.step_bytes = lambda step, sequence: (bytes([0xFA, 7, 2, 1, 1]), [])
+"""
+# As if the daemon's code had been replaced while it ran.
+BROKEN_MOVERS = """
+import os, sys
+if "kvd.mover" in sys.orig_argv:
+    os._exit(3)
+"""
+TRIES = 6
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture
+def patched(tmp_path: Path) -> Callable[[str], str]:
+    """The PYTHONPATH of processes that run this code first."""
+
+    def make(code: str) -> str:
+        (tmp_path / "sitecustomize.py").write_text(code)
+        return f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("code", "again", "said"),
+    [
+        (OLDER_PAGE, "kvd.control.session: session", "ValueError: an index page of layout"),
+        (OLDER_RING, "kvd.control.worker_service: engine", "ValueError: not a ready ring"),
+        (NEWER_STEPS, "kvd.control.session: session", "step refused"),
+    ],
+    ids=["older page", "older ring", "newer steps"],
+)
+def test_client_of_another_release_says_so_once_however_often_it_tries(
+    own_scene: MakeScene,
+    patched: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    code: str,
+    again: str,
+    said: str,
+) -> None:
+    scene = own_scene()
+    monkeypatch.setenv("PYTHONPATH", patched(code))
+    probe = scene.start_engine("other")
+    if code is NEWER_STEPS:
+        probe.order("pump_for", seconds=PATIENCE_SECONDS)  # it is ended before that
+
+    wait_until(lambda: attempts(scene, again) >= TRIES, "its attempts", PATIENCE_SECONDS)
+    log = (scene.directory / "other.log").read_text()
+    assert log.count(said) == 1, log
+    assert log.count("Traceback") <= 1, log
+
+
+def attempts(scene: Scene, again: str) -> int:
+    lines = scene.daemon.log.read_text().splitlines()
+    return sum(again in line and " ends: " not in line for line in lines)
+
+
+def test_movers_that_can_not_start_cost_the_daemons_log_a_line_each(
+    own_scene: MakeScene, patched: Callable[[str], str]
+) -> None:
+    scene = own_scene()
+    scene.forget_caller()
+    scene.daemon.end()
+    scene.daemon.environment = {"PYTHONPATH": patched(BROKEN_MOVERS)}
+    scene.daemon.start()
+    scene.start_engine("one")
+    said = "no mover for a rank: the mover process ended at its start"
+
+    wait_until(lambda: attempts(scene, said) >= TRIES, "its attempts", PATIENCE_SECONDS)
+    assert "Traceback" not in scene.daemon.log.read_text()
+    log = (scene.directory / "one.log").read_text()
+    assert log.count("ended at its start") == 1, log
