@@ -429,6 +429,8 @@ def _check_disuse(state: State) -> None:
 
 def _check_shares(state: State) -> None:
     """Who pays for what, and which scopes hold nothing, is as the tables say."""
+    if state.recovered:
+        return
     states = state.slots.state
     held = np.flatnonzero((states == SlotState.READY) | (states == SlotState.RESERVED))
     shares = state.scope_shares

@@ -64,7 +64,6 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
     owner.count(ready=len(slots), evictable=len(slots))
     owner.tenant.used_bytes += len(slots) * owner.block_bytes
     state.index.insert(slots)
-    state.scope_shares.put_each(table.scopes[slots])
     state.recovered.setdefault((event.namespace, event.group), []).append((slots, stamps))
     state.counters.recovered += len(slots)
     _settle_free(state, row)
@@ -123,13 +122,17 @@ def _settle_free(state: State, row: Row) -> None:
 
 
 def pool_recovered(state: State, event: PoolRecovered) -> list[Action]:
-    """The policies learn the blocks in the order of their last use."""
+    """The policies learn the blocks in the order of their last use, the shares whose they are.
+
+    At the end: with an account a user, nearly every block of a row is of another scope.
+    """
     for key, batches in state.recovered.items():
         slots: Slots = np.concatenate([batch[0] for batch in batches])
         stamps: U64 = np.concatenate([batch[1] for batch in batches])
         # A policy takes a batch head first, and its tail goes first: youngest to oldest.
         order = np.argsort(~stamps, kind="stable")
         state.classes[key].policy.insert(slots[order], state.slots.tags[slots[order]])
+        state.scope_shares.put_each(state.slots.scopes[slots])
     state.recovered = {}
     state.recovered_scopes = None
     state.next_namespace = max(state.next_namespace, event.next_namespace)

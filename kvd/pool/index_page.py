@@ -160,6 +160,10 @@ class IndexPage:
         self.spilled -= placed
         return placed
 
+    def make_room(self, tags: int) -> None:
+        """Have a table for so many more tags at once, before they come in many calls."""
+        self._make_room(tags)
+
     def remove(self, tags: U64) -> None:
         """Take tags out, each as often as it is named. A tag that isn't there was spilled."""
         if len(once := np.unique(tags)) < len(tags):

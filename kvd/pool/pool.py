@@ -224,7 +224,10 @@ class Pool:
         if order.namespace not in self._pages:
             self.prepare_page(order.page_blocks)
             assert self._spare_page is not None, "it was prepared"
-            self._pages[order.namespace], self._spare_page = self._spare_page, None
+            page, self._spare_page = self._spare_page, None
+            # All at once what it will take, where its blocks are about to be read back.
+            page.make_room(self._recovery.blocks.pop(order.namespace, 0))
+            self._pages[order.namespace] = page
 
     def prepare_page(self, blocks: int) -> None:
         """Have the index page that a new namespace of at most so many blocks will be given.

@@ -48,6 +48,7 @@ class Recovery:
     dropped_rows: int = 0  # extents that said granted, but not credibly
     dropped_records: int = 0  # READY records that were not whole or named nothing known
     withheld: dict[RowId, int] = field(default_factory=dict)  # free slots that undead movers map
+    blocks: dict[NamespaceId, int] = field(default_factory=dict)  # READY records, whole or not
     unchecked_records: int = 0  # of those, whole ones without checksums where they are wanted
 
     def __post_init__(self) -> None:
@@ -116,6 +117,8 @@ class Recovery:
                 self.books.slot_table.prefetch(row.row, row.slots)
             records = self._records_of(rows)
             records = records[self.books.slot_table.ready(records)]
+            namespace = rows[0].namespace
+            self.blocks[namespace] = self.blocks.get(namespace, 0) + len(records)
             used.update(np.unique(self.books.slot_table.scopes(records)).tolist())
         kept = {s: scope for s, scope in registry.scopes.items() if s in used}
         namespaces = {row.namespace for row in self.rows.values()}

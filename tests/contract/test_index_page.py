@@ -103,16 +103,6 @@ def test_tags_that_share_both_buckets_spill_and_are_counted(
     assert not reader.probe(crowd).any()
 
 
-def test_two_blocks_of_one_tag_leave_one_at_a_time(page: IndexPage, reader: PageReader) -> None:
-    one = tags(7, 1)
-    page.insert(one)
-    page.insert(one)
-    page.remove(one)
-    assert reader.probe(one).all()
-    page.remove(one)
-    assert not reader.probe(one).any()
-
-
 @pytest.mark.parametrize("hash_bytes", [1, 8, 13, 32, 64])
 def test_single_and_batched_probes_agree(
     page: IndexPage, reader: PageReader, hash_bytes: int

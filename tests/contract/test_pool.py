@@ -99,6 +99,27 @@ def test_recovery_of_a_scope_for_each_slot_takes_a_moment(shared_directory: Path
     assert len(orders.scopes_of(events)) == count
 
 
+def test_index_page_of_what_is_read_back_has_its_size_before_the_first_tag(
+    shared_directory: Path,
+) -> None:
+    count = 16384
+    config = orders.config(shared_directory, extents=1, extent_bytes=count * 4096)
+    opening = OpenNamespace(orders.NAMESPACE, orders.spec(), page_blocks=count)
+    with opened(config) as pool:
+        pool.open_namespace(opening, {})
+        pool.open_scope(OpenScope(orders.SCOPE, orders.NAMESPACE, "epoch 1", "salt", 0))
+        pool.grant_row(replace(orders.row([0]), slots=count))
+        assert pool.memory().pages < 16 << 10
+        pool.write_ready(orders.ready(range(count), orders.keys(count)))
+    with opened(config) as pool:
+        pool.open_namespace(opening, {})
+        had = pool.memory().pages
+        for first in range(1, count, 1024):
+            tags = mix(np.arange(first, first + 1024, dtype=np.uint64))
+            assert pool.publish(PublishTags(orders.NAMESPACE, tags)) == 0
+        assert pool.memory().pages == had > 16 << 10
+
+
 def test_a_rewritten_slot_has_a_later_generation(shared_directory: Path) -> None:
     config = orders.config(shared_directory)
     with opened(config) as pool:
