@@ -57,7 +57,11 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
     slots = first + event.ordinals.astype(np.int64)
     table.scopes[slots] = event.scopes
     table.keys(owner.width)[slots] = event.keys.words
-    table.stamps[slots] = table.noted[slots] = (event.stamps >> _STAMP_SHIFT).astype(np.uint32)
+    # One from the future, of a machine whose clock was ahead, would stay the youngest for as long:
+    # it counts as of now, and is written down as that.
+    stamps = np.minimum(event.stamps, np.uint64(state.now_ns))
+    table.stamps[slots] = (stamps >> _STAMP_SHIFT).astype(np.uint32)
+    table.noted[slots] = (event.stamps >> _STAMP_SHIFT).astype(np.uint32)
     kept = _kept(state, slots, event)
     slots, stamps = slots[kept], event.stamps[kept]
     table.move(slots, SlotState.FREE, SlotState.READY)

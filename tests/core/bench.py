@@ -124,7 +124,7 @@ class ToyPool:
             case act.WriteStamps():
                 for slot, stamp in zip(action.slots.tolist(), action.stamps.tolist(), strict=True):
                     assert slot in self.ready, "the stamp of a block that isn't there"
-                    self.stamps[slot] = max(self.stamps[slot], stamp)
+                    self.stamps[slot] = stamp
             case act.WriteFree():
                 for slot in action.slots.tolist():
                     assert slot in self.ready, "FREE over FREE"

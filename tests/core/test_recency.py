@@ -8,6 +8,7 @@ import pytest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import recency
+from kvd.core.block import SlotState, coarse_stamp
 from kvd.core.keys import RequestId, SessionId
 from tests.core.bench import SECOND, Bench, only, small
 from tests.core.test_recovery import restarted
@@ -81,3 +82,27 @@ def test_a_block_that_was_evicted_or_is_being_stored_gets_no_stamp() -> None:
     bench.store(range(2000, 2010))  # evicts ten; what is reserved there is young
     ((written,),) = [tick(bench)]
     assert len(written.slots) == 8
+
+
+def test_uses_of_a_clock_that_was_ahead_are_of_now_and_keep_their_order() -> None:
+    ahead = 400 * 24 * 3600 * SECOND
+    left = small(extents=4, lease_share=1.0)
+    left.now_ns += ahead
+    left.open()
+    left.stored(range(BLOCKS))
+    left.now_ns += SECOND
+    use(left, range(8))
+    tick(left)
+    left.now_ns -= ahead
+    bench = restarted(left)
+    now = coarse_stamp(bench.now_ns)
+    slots = bench.machine.state.slots
+    ready = slots.state == SlotState.READY
+    assert ready.sum() == BLOCKS
+    assert (slots.stamps[ready] <= now).all()
+    bench.open()
+    tick(bench)
+    stamps = [bench.pool.stamps[slot] for slot in bench.pool.ready]
+    assert max(stamps) <= bench.now_ns  # so that the next start believes them
+    bench.stored(range(1000, 1000 + BLOCKS - 8))
+    assert bench.statuses(range(8)) == "H" * 8
