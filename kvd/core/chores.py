@@ -7,6 +7,9 @@ from kvd.core.actions import Action
 from kvd.core.state import State
 
 
+KINDS = ("copies", "leases", "clears", "quotas", "epochs")  # in the order of their turns
+
+
 def waiting(state: State) -> bool:
     """Whether there is anything that could go on now."""
     if state.backlog or state.released or state.disuse.sweep is not None:
