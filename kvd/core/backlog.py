@@ -14,11 +14,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvd.core.keys import NamespaceId, RowId, ScopeId, TenantId
+import numpy as np
+
+from kvd.core.keys import NamespaceId, RowId, ScopeId, Slots, TenantId
 
 if TYPE_CHECKING:
     from kvd.core.job import Transfer
-    from kvd.core.state import Lease
+    from kvd.core.state import Lease, State
 
 LEASES_AT_ONCE = 32
 LEASED_BLOCKS_AT_ONCE = 2048  # but for those of the last lease
@@ -31,6 +33,9 @@ ROWS_LOOKED_AT = 64
 SLOTS_LOOKED_AT = 65536  # of those, but for the last one's
 SCOPES_AT_ONCE = 128
 EMPTIED_AT_ONCE = 512  # blocks of a row that others wait for
+EMPTIED_IN_PASSING = 64  # of those, by an event that has its own work to do
+DROPPED_AT_ONCE = 1024  # blocks that nobody can use any more, or what takes as long
+DROPPED_IN_PASSING = 256  # of those, by an event that has its own work to do
 EVICTED_AT_ONCE = 1024  # blocks of a tenant beyond its quota
 EVICTED_IN_A_BATCH = 64  # of those, where each may be of another account, and is announced so
 NEWS_AT_ONCE = 24  # orders, but for those of the last batch
@@ -92,3 +97,16 @@ class Backlog:
             else:
                 self.transfers.append(CalledOff(each, how, reason))
         return few
+
+
+def first_of(state: State, slots: Slots, most: int) -> Slots:
+    """As many as one event gives up: each scope and each claim takes longer than a block."""
+    slots = slots[:most]
+    scopes = state.slots.scopes[slots]
+    changes = np.flatnonzero(scopes[1:] != scopes[:-1])
+    if len(changes) > SCOPES_CHANGED_AT_ONCE:
+        slots = slots[: changes[SCOPES_CHANGED_AT_ONCE] + 1]
+    claimed = np.flatnonzero(state.slots.leases[slots])
+    if len(claimed) > CLAIMED_AT_ONCE:
+        slots = slots[: claimed[CLAIMED_AT_ONCE]]
+    return slots

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from kvd.core import backlog, clear, disuse, lease, room, session, transfer
+from kvd.core import backlog, clear, disuse, lease, reclaim, room, session, transfer
 from kvd.core.actions import Action
 from kvd.core.state import State
 
-
-KINDS = ("copies", "leases", "clears", "quotas", "epochs")  # in the order of their turns
+# In the order of their turns.
+KINDS = ("copies", "leases", "clears", "quotas", "rows", "epochs", "namespaces")
 
 
 def waiting(state: State) -> bool:
     """Whether there is anything that could go on now."""
-    if state.backlog or state.released or state.disuse.sweep is not None:
+    disuse = state.disuse
+    if state.backlog or state.released or disuse.sweep is not None or disuse.turn:
         return True
-    return any(len(row.left) for row in state.emptying.values())  # see `reclaim.serve`
+    return reclaim.first_filled(state) is not None
 
 
 def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
@@ -27,7 +28,9 @@ def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
         (bool(state.backlog.leases), _unclaim),
         (bool(state.backlog.clears), _clear),
         (bool(state.backlog.shrinks), _shrink),
-        (state.disuse.sweep is not None, disuse.sweep_epochs),
+        (reclaim.first_filled(state) is not None, _empty),
+        (state.disuse.sweep is not None, _sweep),
+        (bool(state.disuse.turn), _take_back),
     )
     for step in range(1, len(todo) + 1):
         turn = (state.backlog.turn + step) % len(todo)
@@ -44,6 +47,18 @@ def _clear(state: State, _now_ns: int, actions: list[Action]) -> None:
 
 def _shrink(state: State, _now_ns: int, actions: list[Action]) -> None:
     room.shrink_some(state, actions)
+
+
+def _empty(state: State, _now_ns: int, actions: list[Action]) -> None:
+    reclaim.empty_some(state, actions)
+
+
+def _take_back(state: State, _now_ns: int, actions: list[Action]) -> None:
+    disuse.take_back_some(state, backlog.DROPPED_AT_ONCE, actions)
+
+
+def _sweep(state: State, _now_ns: int, actions: list[Action]) -> None:
+    disuse.sweep_some(state, backlog.DROPPED_AT_ONCE, actions)
 
 
 def _unclaim(state: State, now_ns: int, actions: list[Action]) -> None:

@@ -26,8 +26,8 @@ from kvd.core.actions import (
 from kvd.core.backlog import Clear
 from kvd.core.errors import RESET
 from kvd.core.events import NamespaceCleared
-from kvd.core.keys import ScopeId, Slots
-from kvd.core.rows import Row
+from kvd.core.keys import RowId, ScopeId, Slots
+from kvd.core.rows import Row, SizeClass
 from kvd.core.state import MAX_SCOPES, Namespace, State
 
 
@@ -97,22 +97,35 @@ def _call_off(state: State, namespace: Namespace, left: Clear, actions: list[Act
 
 
 def _give_up(state: State, namespace: Namespace, left: Clear, actions: list[Action]) -> None:
-    """Some of its READY blocks, row by row."""
+    """Some of its READY blocks, row by row; those of rows of one class together."""
     assert left.rows, "a doomed block lies in no row"
     blocks, slots = backlog.BLOCKS_AT_ONCE, 0
+    found: list[Slots] = []
+    owner: SizeClass | None = None
     for _ in range(min(len(left.rows), backlog.ROWS_LOOKED_AT)):
         row = state.rows.get(left.rows[0])
         if row is not None and row.size_class.namespace == namespace.namespace:
+            if owner is not None and owner is not row.size_class:
+                break
+            owner = row.size_class
             slots += row.slots
             doomed = _doomed_in(state, row, namespace)
-            some = _first_of(state, doomed, blocks)
-            _forget(state, row, some, actions)
-            blocks -= len(some)
-            if len(some) < len(doomed):
-                return
+            found.append(doomed)
+            blocks -= len(doomed)
+            if blocks < 0:
+                break
         left.rows.popleft()
-        if blocks <= 0 or slots >= backlog.SLOTS_LOOKED_AT:
-            return
+        if not blocks or slots >= backlog.SLOTS_LOOKED_AT:
+            break
+    if owner is None:
+        return
+    doomed = np.concatenate(found)
+    some = backlog.first_of(state, doomed, backlog.BLOCKS_AT_ONCE)
+    _forget(state, owner, some, actions)
+    if len(some) < len(doomed):
+        later = np.unique(doomed[len(some) :] // state.slots_per_extent).tolist()
+        waiting = RowId(left.rows[0]) if left.rows else None
+        left.rows.extendleft(RowId(row) for row in reversed(later) if row != waiting)
 
 
 def _doomed_in(state: State, row: Row, namespace: Namespace) -> Slots:
@@ -121,23 +134,9 @@ def _doomed_in(state: State, row: Row, namespace: Namespace) -> Slots:
     return doomed
 
 
-def _first_of(state: State, slots: Slots, most: int) -> Slots:
-    """As many as one event gives up: each scope and each claim takes longer than a block."""
-    slots = slots[:most]
-    scopes = state.slots.scopes[slots]
-    changes = np.flatnonzero(scopes[1:] != scopes[:-1])
-    if len(changes) > backlog.SCOPES_CHANGED_AT_ONCE:
-        slots = slots[: changes[backlog.SCOPES_CHANGED_AT_ONCE] + 1]
-    claimed = np.flatnonzero(state.slots.leases[slots])
-    if len(claimed) > backlog.CLAIMED_AT_ONCE:
-        slots = slots[: claimed[backlog.CLAIMED_AT_ONCE]]
-    return slots
-
-
-def _forget(state: State, row: Row, slots: Slots, actions: list[Action]) -> None:
+def _forget(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
     if not len(slots):
         return
-    owner = row.size_class
     state.counters.cleared += len(slots)
     hand_off.blocks_lost(state, owner, slots[state.slots.leases[slots] > 0])
     owner.policy.remove(slots)

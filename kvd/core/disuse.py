@@ -19,12 +19,13 @@ from itertools import islice
 
 import numpy as np
 
-from kvd.core import hand_off, residency, spaces
+from kvd.core import backlog, hand_off, residency, spaces
 from kvd.core.actions import Action, ForgetNamespace, ForgetScopes, OpenScope
-from kvd.core.backlog import SCOPES_AT_ONCE
+from kvd.core.backlog import SCOPES_AT_ONCE, first_of
+from kvd.core.block import SlotState
 from kvd.core.keys import RowId, ScopeId, SessionId, Slots
 from kvd.core.reclaim import give_up_left, may_retire, retire_row
-from kvd.core.rows import SizeClass
+from kvd.core.rows import Row, SizeClass
 from kvd.core.state import (
     MAX_NAMESPACES,
     NEVER,
@@ -37,9 +38,13 @@ from kvd.core.state import (
 )
 
 ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
-SLOTS_AT_ONCE = 8192  # given up in one event, but for those of its first row
-ROWS_SWEPT_AT_ONCE = 64
-SLOTS_SWEPT_AT_ONCE = 32768
+ROWS_TO_GO_AT_ONCE = 64  # looked at in one event
+ROWS_SWEPT_AT_ONCE = 32
+SLOTS_SWEPT_AT_ONCE = 16384  # read in one event, but for those of its first row
+# What takes about as long as so many blocks that are given up.
+LOOK_COST = 4
+SCOPE_COST = 2
+FORGET_COST = 256  # a namespace, or a row
 # With less room in its share a payer's namespaces without sessions and blocks are taken apart.
 ROOM_KEPT = MAX_NAMESPACES // 64
 SCOPES_SHARED_AT_ONCE = 256  # one of them with a block is enough: see `read_back`
@@ -148,14 +153,28 @@ def begin(state: State, now_ns: int) -> None:
 
 
 def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
-    """Do some of what is due."""
+    """Do some of what is due; the rest goes on in `chores`."""
     disuse = state.disuse
     due = [n for n, departure in disuse.namespaces.items() if departure.until_ns <= now_ns]
     disuse.ending.update(dict.fromkeys(due))
-    for number in list(disuse.ending):
-        _take_back(state, state.namespaces[number], actions)
-    if any(departure.until_ns <= now_ns for departure in disuse.epochs.values()):
-        sweep_epochs(state, now_ns, actions)
+    if not disuse.turn:
+        disuse.turn.extend(disuse.ending)
+        take_back_some(state, min(backlog.DROPPED_IN_PASSING, backlog.DROPPED_AT_ONCE), actions)
+    if disuse.sweep is None and any(d.until_ns <= now_ns for d in disuse.epochs.values()):
+        _begin_sweep(state, now_ns)
+        sweep_some(state, min(backlog.DROPPED_IN_PASSING, backlog.DROPPED_AT_ONCE), actions)
+
+
+def take_back_some(state: State, most: int, actions: list[Action]) -> None:
+    """A piece of the way of namespaces that end, those first that have waited longest.
+
+    One whose rows are to be zeroed before the next ones may go has its turn after that.
+    """
+    disuse, left = state.disuse, most
+    while disuse.turn and left > 0:
+        number = disuse.turn.popleft()
+        if number in disuse.ending:
+            left -= LOOK_COST + _take_back(state, state.namespaces[number], left, actions)
 
 
 def prepare_room(state: State) -> None:
@@ -235,38 +254,52 @@ def forget(state: State, namespace: Namespace, actions: list[Action]) -> None:
     actions.append(ForgetNamespace(number))
 
 
-def _take_back(state: State, namespace: Namespace, actions: list[Action]) -> None:
-    """Take back as many of its rows as may be on their way at a time; after the last forget it."""
-    slots = 0
-    for owner in namespace.classes:
-        rows = (row for row in owner.rows.values() if not row.undead)
-        for row in list(islice(rows, ROWS_AT_ONCE)):
-            if len(state.retiring) >= ROWS_AT_ONCE or slots >= SLOTS_AT_ONCE:
-                return
-            slots += row.slots
-            give_up_left(state, row, len(row.left), actions)
-            _give_up(state, owner, residency.ready_in(state, row), actions)
+def _take_back(state: State, namespace: Namespace, most: int, actions: list[Action]) -> int:
+    """Give up that many of its blocks at most, and take back the rows that are empty; after the
+    last one forget it. How much of that was done; what could go on at once has the next turn.
+    """
+    done = 0
+    for row in _rows_to_go(namespace):
+        if not row.undead and len(state.retiring) >= ROWS_AT_ONCE:
+            continue
+        if done < most:
+            given_up, empty = _give_up_some(state, row, most - done, actions)
+            done += given_up
+        if done >= most or not empty:
+            state.disuse.turn.appendleft(namespace.namespace)
+            return max(done, most)
+        if row.undead:  # it stays; the next incarnation of the pool takes it back
+            row.drained = True
+        else:
             retire_row(state, row, actions)
-    undead = [row for owner in namespace.classes for row in owner.rows.values() if row.undead]
-    for row in undead:  # such a row stays; the next incarnation of the pool takes it back
-        _give_up(state, row.size_class, residency.ready_in(state, row), actions)
+            done += FORGET_COST
     if any(owner.rows for owner in namespace.classes):
-        return
+        return done
     if namespace.namespace in state.backlog.clears:
-        return  # it goes after what was cleared
+        return done  # it goes after what was cleared
     if _has_few_scopes(namespace):
         forget(state, namespace, actions)
-    else:
-        _forget_some_scopes(state, namespace, actions)
+        return done + FORGET_COST
+    state.disuse.turn.appendleft(namespace.namespace)
+    return done + SCOPE_COST * _forget_some_scopes(state, namespace.scopes.values(), actions)
 
 
-def _forget_some_scopes(state: State, namespace: Namespace, actions: list[Action]) -> None:
-    """Of a namespace without a row, before it is forgotten itself."""
-    numbers = (number for several in namespace.scopes.values() for number in several)
-    some = list(islice(numbers, SCOPES_AT_ONCE))
+def _rows_to_go(namespace: Namespace) -> list[Row]:
+    """As many as can be dealt with in one event."""
+    rows = (row for owner in namespace.classes for row in owner.rows.values() if not row.drained)
+    return list(islice(rows, ROWS_TO_GO_AT_ONCE))
+
+
+def _forget_some_scopes(
+    state: State, of_epochs: Iterable[set[ScopeId]], actions: list[Action]
+) -> int:
+    """Of those that hold nothing; how many."""
+    some = list(islice((number for several in of_epochs for number in several), SCOPES_AT_ONCE))
     for number in some:
         spaces.forget_scope(state, number)
-    actions.append(ForgetScopes(tuple(some)))
+    if some:
+        actions.append(ForgetScopes(tuple(some)))
+    return len(some)
 
 
 def _is_empty(namespace: Namespace, payer: str | None) -> bool:
@@ -279,51 +312,61 @@ def _is_empty(namespace: Namespace, payer: str | None) -> bool:
 # -- epochs ---------------------------------------------------------------------------------------
 
 
-def sweep_epochs(state: State, now_ns: int, actions: list[Action]) -> None:
-    """Give up the blocks of epochs that are due, a few rows at a time; at the end their scopes."""
+def _begin_sweep(state: State, now_ns: int) -> None:
     disuse = state.disuse
-    if disuse.sweep is None:
-        busy = _epochs_in_flight(state)
-        due = [
-            name
-            for name, departure in disuse.epochs.items()
-            if departure.until_ns <= now_ns
-            and name not in busy
-            and not state.namespaces[name[0]].ended_leases
-        ]
-        disuse.sweep = EpochSweep(due, _scopes_of(state, due), deque(_rows_of(state, due)))
-    sweep, slots = disuse.sweep, 0
+    busy = _epochs_in_flight(state)
+    due = [
+        name
+        for name, departure in disuse.epochs.items()
+        if departure.until_ns <= now_ns
+        and name not in busy
+        and not state.namespaces[name[0]].ended_leases
+    ]
+    disuse.sweep = EpochSweep(due, _scopes_of(state, due), deque(_rows_of(state, due)))
+
+
+def sweep_some(state: State, most: int, actions: list[Action]) -> None:
+    """Give up some blocks of epochs that are due, row by row; at the end some of their scopes."""
+    sweep = state.disuse.sweep
+    assert sweep is not None, "no epoch is being swept"
+    if sweep.rows:
+        _sweep_rows(state, sweep, most, actions)
+    if not sweep.rows and _forget_epochs(state, sweep.epochs, actions):
+        state.disuse.sweep = None
+
+
+def _sweep_rows(state: State, sweep: EpochSweep, most: int, actions: list[Action]) -> None:
+    left, slots = most, 0
     for _ in range(min(len(sweep.rows), ROWS_SWEPT_AT_ONCE)):
-        row = state.rows.get(sweep.rows.popleft())
+        row = state.rows.get(sweep.rows[0])
         if row is not None:
-            give_up_left(state, row, len(row.left), actions)
-            ready = residency.ready_in(state, row)
-            ours = ready[np.isin(state.slots.scopes[ready], sweep.scopes)]
-            _give_up(state, row.size_class, ours, actions)
+            given_up, done = _give_up_some(state, row, left, actions, sweep.scopes)
+            left -= given_up
             slots += row.slots
-        if slots >= SLOTS_SWEPT_AT_ONCE:
-            break
-    if not sweep.rows:
-        disuse.sweep = None
-        _forget_epochs(state, sweep.epochs, actions)
+            if not done:
+                return
+        sweep.rows.popleft()
+        if slots >= SLOTS_SWEPT_AT_ONCE or left <= 0:
+            return
 
 
-def _forget_epochs(state: State, names: Iterable[EpochName], actions: list[Action]) -> None:
+def _forget_epochs(state: State, names: Iterable[EpochName], actions: list[Action]) -> bool:
+    """Some of their scopes, and with the last ones the epochs; whether that was all."""
     known = [(number, epoch) for number, epoch in names if number in state.namespaces]
-    scopes = [ScopeId(number) for number in _scopes_of(state, known).tolist()]
-    for number in scopes:
-        spaces.forget_scope(state, number)
+    scopes = (state.namespaces[number].scopes.get(epoch, set()) for number, epoch in known)
+    if _forget_some_scopes(state, scopes, actions) >= SCOPES_AT_ONCE:
+        return False
     for namespace, epoch in known:
         del state.namespaces[namespace].own_epochs[epoch]
         del state.disuse.epochs[namespace, epoch]
-    if scopes:
-        actions.append(ForgetScopes(tuple(scopes)))
+    return True
 
 
 def _scopes_of(state: State, names: Iterable[EpochName]) -> Slots:
     known = [(state.namespaces[n], epoch) for n, epoch in set(names) if n in state.namespaces]
-    found = [s for namespace, epoch in known for s in namespace.scopes.get(epoch, ())]
-    return np.array(sorted(found), dtype=np.int64)
+    several = [namespace.scopes.get(epoch, set()) for namespace, epoch in known]
+    found = [np.fromiter(numbers, np.int64, len(numbers)) for numbers in several]
+    return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *found]))
 
 
 def _epochs_in_flight(state: State) -> set[EpochName]:
@@ -342,6 +385,28 @@ def _rows_of(state: State, names: Iterable[EpochName]) -> Iterable[RowId]:
 
 
 # -- blocks ---------------------------------------------------------------------------------------
+
+
+def _give_up_some(
+    state: State, row: Row, most: int, actions: list[Action], scopes: Slots | None = None
+) -> tuple[int, bool]:
+    """Of the row's READY blocks, in these scopes; how many, and whether that was all.
+
+    Those of a row that others wait for go first, whatever their scope.
+    """
+    some = len(first_of(state, row.left, most))
+    give_up_left(state, row, some, actions)
+    if len(row.left):
+        return some, False
+    ready = residency.ready_in(state, row)
+    if scopes is not None:
+        ready = ready[np.isin(state.slots.scopes[ready], scopes)]
+    if not len(ready):
+        return some, True
+    few = first_of(state, ready, most - some)
+    _give_up(state, row.size_class, few, actions)
+    stuck = len(few) > 0 and bool((state.slots.state[few] == SlotState.READY).all())
+    return some + len(few), stuck or len(few) == len(ready)
 
 
 def _give_up(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:

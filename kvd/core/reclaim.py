@@ -65,9 +65,6 @@ def serve(state: State, actions: list[Action]) -> None:
     for row in list(state.emptying.values()):
         if not len(row.left):
             _go_on_emptying(state, row, actions)
-    filled = next((row for row in state.emptying.values() if len(row.left)), None)
-    if filled is not None:
-        _go_on_emptying(state, filled, actions)
     claims.drop_stale(state)
     for claim in state.claims.first():
         while claim.rows and grantable_extents(state) >= claim.owner.shards:
@@ -78,8 +75,20 @@ def serve(state: State, actions: list[Action]) -> None:
             state.claims.give_way(claim, state.now_ns)
             break  # what is there is kept for it
         state.claims.drop(claim.owner)
-    if filled is None:
+    if first_filled(state) is None:
         _seek(state, actions)
+
+
+def first_filled(state: State) -> Row | None:
+    """The row that is being emptied the longest of those with blocks still to be given up."""
+    return next((row for row in state.emptying.values() if len(row.left)), None)
+
+
+def empty_some(state: State, actions: list[Action]) -> None:
+    """A piece of what is in that row: an event of its own, so that no other takes longer."""
+    filled = first_filled(state)
+    assert filled is not None, "no row is being emptied"
+    _go_on_emptying(state, filled, actions)
 
 
 def _seek(state: State, actions: list[Action]) -> None:
@@ -92,7 +101,7 @@ def _seek(state: State, actions: list[Action]) -> None:
         row = _search(state, claim)
         if row is not None:
             claim.looked, claim.second_best = 0, None
-            if may_retire(state, row) and len(ready_in(state, row)) <= backlog.EMPTIED_AT_ONCE:
+            if may_retire(state, row) and len(ready_in(state, row)) <= backlog.EMPTIED_IN_PASSING:
                 retire_row(state, row, actions)
             else:
                 _empty_row(state, row, actions)
@@ -243,7 +252,7 @@ def _empty_row(state: State, row: Row, actions: list[Action]) -> None:
     # What isn't given up at once has a pin meanwhile, so that nobody counts on evicting it.
     row.left = ready_in(state, row)
     pin(state, owner, row.left)
-    if len(row.left) <= backlog.EMPTIED_AT_ONCE:
+    if len(row.left) <= backlog.EMPTIED_IN_PASSING:
         _go_on_emptying(state, row, actions)
 
 

@@ -126,6 +126,7 @@ class Row:
     first_slot: int
     slots: int
     undead: bool = False  # a mover of an earlier incarnation may still write to it
+    drained: bool = False  # undead, and no block of it is left
     withheld: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ... here
     granted_ns: int = LONG_AGO_NS
     emptying: bool = False  # to be taken back once no slot of it is in use

@@ -205,6 +205,7 @@ class Disuse:
     # Every namespace without a session, the one longest without first.
     namespaces: dict[NamespaceId, Departure] = field(default_factory=dict)
     ending: dict[NamespaceId, None] = field(default_factory=dict)  # of those, being taken apart
+    turn: deque[NamespaceId] = field(default_factory=deque)  # of those, to be looked at yet
     epochs: dict[EpochName, Departure] = field(default_factory=dict)  # own ones only
     sweep: EpochSweep | None = None
 

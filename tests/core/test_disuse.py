@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from kvd.core import actions as act
-from kvd.core import disuse, spaces
+from kvd.core import backlog, disuse, spaces
 from kvd.core import events as ev
 from kvd.core.errors import LimitExceeded
-from kvd.core.keys import NamespaceId, SessionId
+from kvd.core.keys import MoverId, NamespaceId, SessionId
 from tests.core.bench import SECOND, Bench, context, keys, numbers_of, only, small, spec, verdict
 from tests.core.replaying import replay
 from tests.core.test_recovery import restarted
@@ -69,6 +69,53 @@ def test_scopes_of_a_namespace_go_a_few_at_a_time_and_it_goes_with_the_last(
     assert known(bench) == []
     assert bench.machine.state.scopes == {}
     replay(bench)
+
+
+def test_blocks_of_a_private_namespace_go_a_few_in_each_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backlog, "DROPPED_AT_ONCE", 3)
+    bench = small()
+    bench.open(1, PRIVATE)
+    bench.stored(range(20))
+    before = len(bench.history)
+    news = bench.leave(1, gone=True)
+    assert max(len(removed(made)) for made in bench.history[before:]) == 3
+    assert removed(news) == list(range(20))
+    assert known(bench) == []
+    replay(bench)
+
+
+def test_session_that_comes_while_blocks_of_its_namespace_go_has_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backlog, "DROPPED_AT_ONCE", 3)
+    bench = small()
+    bench.open(1, PRIVATE)
+    bench.stored(range(10))
+    bench.feed(ev.SessionClosed(SessionId(1), gone=True))
+    assert len(removed(bench.feed(ev.MoverGone(MoverId(100), "gone")))) == 3
+    assert bench.machine.has_work()
+    bench.open(2, PRIVATE)
+    assert removed(bench.work_off()) == []
+    assert bench.statuses(range(10), 2).count("H") == 7
+    bench.stored(range(10), 2)
+    assert bench.statuses(range(10), 2) == 10 * "H"
+
+
+def test_private_namespaces_go_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "DROPPED_AT_ONCE", 1)
+    bench = small()
+    for number in range(1, 6):
+        bench.open(number, replace(PRIVATE, fingerprint=str(number)))
+        bench.leave(number)
+    before = len(bench.history)
+    made = bench.tick(GRACE)
+    bench.settle(made + bench.work_off())
+    forgotten = [len(only(each, act.ForgetNamespace)) for each in bench.history[before:]]
+    assert (sum(forgotten), max(forgotten[1:])) == (5, 1)
+    assert forgotten[0] <= 2, "a tick does its own piece, and one of the long work"
+    assert known(bench) == []
 
 
 def test_private_namespace_waits_for_an_engine_that_may_come_back() -> None:
@@ -420,6 +467,27 @@ def test_engine_that_comes_back_in_the_middle_of_the_sweep_has_what_is_left(
     for _ in range(5):
         bench.tick()
     assert bench.machine.statistics().slots.ready == 0
+
+
+def test_blocks_and_scopes_of_an_epoch_go_a_few_in_each_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backlog, "DROPPED_AT_ONCE", 3)
+    monkeypatch.setattr(disuse, "SCOPES_AT_ONCE", 4)
+    bench = small()
+    bench.open(1)
+    reset(bench, "mine")
+    for number in range(10):
+        bench.stored([number, 100 + number], account=f"account {number}")
+    before = len(bench.history)
+    reset(bench, "another")
+    bench.work_off()
+    sizes = [len(removed(made)) for made in bench.history[before:]]
+    assert (sum(sizes), max(sizes)) == (20, 3)
+    orders = [each for made in bench.history for each in only(made, act.ForgetScopes)]
+    assert [len(order.scopes) for order in orders] == [4, 4, 3]
+    assert {scope.epoch for scope in bench.machine.state.scopes.values()} == {"", "another"}
+    replay(bench)
 
 
 def test_resets_without_end_leave_nothing() -> None:

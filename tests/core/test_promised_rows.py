@@ -152,6 +152,7 @@ def test_row_of_many_blocks_is_emptied_a_few_in_each_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backlog, "EMPTIED_AT_ONCE", 3)
+    monkeypatch.setattr(backlog, "EMPTIED_IN_PASSING", 2)
     bench = full(extents=1)
     bench.open(2, spec("b"))
     bench.now_ns += 3 * SECOND
