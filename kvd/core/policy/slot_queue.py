@@ -6,13 +6,15 @@ mention of the slot is thereby stale and is skipped when it is met. So moving a 
 young end is one append, forgetting it one store, and no batch needs a loop per slot.
 
 Stale mentions are squeezed out a bounded piece at a time, young end first, so that order is
-kept: the live slots of a piece slide up against those squeezed before. The sequence lies in a
-ring that doubles when the live slots need it; memory follows what is in use.
+kept: the live slots of a piece slide up against those squeezed before. The sequence lies in
+stretches: a new one is begun where the last one ends, and the oldest goes when all before it was
+squeezed out. So memory follows what is in use, and no call ever copies or makes more than a piece.
 """
 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import NamedTuple
@@ -28,11 +30,10 @@ Positions = npt.NDArray[np.int64]
 Capacity = Callable[[], int]  # slots that the size class may have in use now
 
 PIECE = 65536  # most positions that are looked at in one go
-FIRST_RING = 256  # positions of a queue's first ring; one that never held anything has none
+STRETCH = 256  # positions of a small queue's stretches; one that holds nothing has none
 SLACK = 256  # stale mentions that are not worth squeezing out
-SPARSE_RING = 16  # a ring with so many positions for each live slot is made smaller
 # A place is a position and the number of its queue. Positions go round: they only have to differ
-# within one ring, and a ring holds fewer than 2**31.
+# within one queue, which holds fewer than 2**31 slots.
 NUMBER_BITS = 24
 NUMBER_MASK = (1 << NUMBER_BITS) - 1
 POSITION_MASK = (1 << 63 - NUMBER_BITS) - 1
@@ -87,6 +88,64 @@ class PolicyMemory:
         return sparse_zeros(self.max_slots, np.uint8)
 
 
+class Mentions:
+    """Slots by position, in stretches that follow each other without a gap."""
+
+    __slots__ = ("_arrays", "_starts")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []  # position of each stretch's first mention
+        self._arrays: list[npt.NDArray[np.int32]] = []
+
+    @property
+    def bytes_used(self) -> int:
+        return sum(array.nbytes for array in self._arrays)
+
+    def __getitem__(self, position: int) -> int:
+        at = bisect_right(self._starts, position) - 1
+        return int(self._arrays[at][position - self._starts[at]])
+
+    def read(self, start: int, size: int) -> npt.NDArray[np.int32]:
+        """Those of `size` positions, which there are; not to be written to."""
+        parts = list(self._spans(start, size))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def write(self, start: int, slots: npt.NDArray[np.integer]) -> None:
+        done = 0
+        for part in self._spans(start, int(slots.size)):
+            part[:] = slots[done : done + part.size]
+            done += part.size
+
+    def make(self, first: int, end: int, size: int) -> None:
+        """Have all positions before `end`, in new stretches of `size`; from `first` on at first."""
+        have = self._starts[-1] + self._arrays[-1].size if self._arrays else first
+        while have < end:
+            self._starts.append(have)
+            self._arrays.append(np.zeros(size, np.int32))
+            have += size
+
+    def let_go(self, before: int) -> None:
+        """Forget stretches with nothing at this position or behind it."""
+        old = 0
+        while old < len(self._arrays) and self._starts[old] + self._arrays[old].size <= before:
+            old += 1
+        if old:
+            del self._starts[:old], self._arrays[:old]
+
+    def clear(self) -> None:
+        self._starts, self._arrays = [], []
+
+    def _spans(self, start: int, size: int) -> Iterator[npt.NDArray[np.int32]]:
+        """Views of these positions, one a stretch."""
+        at = bisect_right(self._starts, start) - 1
+        offset = start - self._starts[at] if size else 0
+        while size > 0:
+            part = self._arrays[at][offset : offset + size]
+            yield part
+            size -= part.size
+            at, offset = at + 1, 0
+
+
 class SlotQueue:
     """Slots in order of leaving. A slot stands in at most one of the queues that share `places`.
 
@@ -97,9 +156,9 @@ class SlotQueue:
         "__weakref__",
         "_first",
         "_live",
+        "_mentions",
         "_next",
         "_places",
-        "_ring",
         "_squeeze",
         "number",
     )
@@ -107,7 +166,7 @@ class SlotQueue:
     def __init__(self, places: Places) -> None:
         self._places = places.array
         self.number = places.number(self)  # never 0, so that no place of ours is
-        self._ring: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._mentions = Mentions()
         self._first = 1  # position of the oldest mention
         self._next = 1
         self._live = 0
@@ -119,8 +178,8 @@ class SlotQueue:
 
     @property
     def bytes_used(self) -> int:
-        """Bytes of the ring (the places belong to whoever made them)."""
-        return int(self._ring.nbytes)
+        """Bytes of the mentions (the places belong to whoever made them)."""
+        return self._mentions.bytes_used
 
     def holds(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Which of these slots stand in this queue."""
@@ -159,7 +218,7 @@ class SlotQueue:
         if self._live:
             self._tidy(int(slots.size))
         else:
-            self._ring = self._ring[:0].copy()
+            self._mentions.clear()
             self._first, self._squeeze = self._next, None
 
     def first(self, count: int) -> Slots:
@@ -230,7 +289,7 @@ class SlotQueue:
         self._write(slots)
         self._tidy(int(slots.size))
 
-    # -- the ring -----------------------------------------------------------------------------
+    # -- mentions -----------------------------------------------------------------------------
 
     def _is_in_order(self, slots: Slots) -> bool:
         start = self._next - int(slots.size)
@@ -239,56 +298,25 @@ class SlotQueue:
 
     def _live_mentions(self, start: int, size: int) -> tuple[Positions, Slots]:
         positions = np.arange(start, start + size)
-        slots = self._read(start, size)
+        slots = self._mentions.read(start, size)
         live = self._places.take(slots) == self._as_places(positions)
         return positions[live], slots[live].astype(np.int64)
 
     def _is_live(self, position: int) -> bool:
-        slot = self._ring[position % self._ring.size]
+        slot = self._mentions[position]
         place = ((position & POSITION_MASK) << NUMBER_BITS) | self.number
         return bool(self._places[slot] == place)
-
-    def _read(self, start: int, size: int) -> npt.NDArray[np.int32]:
-        ring = self._ring
-        at = start % ring.size
-        if at + size <= ring.size:
-            return ring[at : at + size]
-        return np.concatenate((ring[at:], ring[: at + size - ring.size]))
-
-    def _store(self, start: int, slots: npt.NDArray[np.integer]) -> None:
-        ring = self._ring
-        at = start % ring.size
-        whole = min(slots.size, ring.size - at)
-        ring[at : at + whole] = slots[:whole]
-        ring[: slots.size - whole] = slots[whole:]
 
     def _write(self, slots: Slots) -> None:
         count = int(slots.size)
         if not count:
             return
-        self._make_space(count)
-        self._store(self._next, slots)
+        size = min(max(STRETCH, self._live), PIECE)
+        self._mentions.make(self._next, self._next + count, size)
+        self._mentions.write(self._next, slots)
         positions = np.arange(self._next, self._next + count)
         self._places[slots] = self._as_places(positions)
         self._next += count
-
-    def _make_space(self, count: int) -> None:
-        """Room for `count` more mentions. The ring grows when half of it would be live."""
-        if self._next - self._first + count <= self._ring.size:
-            return
-        size = max(self._ring.size, FIRST_RING)
-        while self._live + count > size // 2:
-            size *= 2
-        if size != self._ring.size:
-            self._resize(size)
-        while self._next - self._first + count > self._ring.size:
-            self._squeeze_piece(PIECE)
-
-    def _resize(self, size: int) -> None:
-        used = self._next - self._first
-        mentions = self._read(self._first, used).copy() if used else self._ring[:0]
-        self._ring = np.zeros(size, np.int32)
-        self._store(self._first, mentions)
 
     # -- stale mentions -----------------------------------------------------------------------
 
@@ -298,8 +326,7 @@ class SlotQueue:
         used = self._next - self._first
         if self._squeeze is not None or used > self._live + self._live // 2 + SLACK:
             self._squeeze_piece(min(PIECE, 4 * count + 64))
-        elif self._ring.size > SPARSE_RING * max(self._live, FIRST_RING):
-            self._resize(self._ring.size // 4)
+        self._mentions.let_go(self._first)
 
     def _trim(self, size: int) -> None:
         """Drop stale mentions at the old end, looking at up to `size`."""
@@ -316,7 +343,7 @@ class SlotQueue:
         if start < read:
             _, slots = self._live_mentions(start, read - start)
             write -= int(slots.size)
-            self._store(write, slots)
+            self._mentions.write(write, slots)
             positions = np.arange(write, write + slots.size)
             self._places[slots] = self._as_places(positions)
         if start > self._first:
