@@ -11,7 +11,7 @@ import pytest
 from examples.engine.config import EngineConfig
 from examples.engine.daemon import Daemon
 from examples.engine.process import Answer, EngineProcess
-from tests.engine.orders import outputs, shared_prefix_orders, total
+from tests.engine.orders import outputs, patient, shared_prefix_orders, total
 
 pytestmark = pytest.mark.engine
 BLOCK_TOKENS = 16
@@ -47,7 +47,7 @@ def assert_loaded_bytes_were_computed(stored: dict[str, Answer], loaded: dict[st
 def test_a_restarted_engine_loads_what_its_predecessor_stored(
     daemon: Daemon, expected: dict[str, list[int]], ranks: int
 ) -> None:
-    config = EngineConfig(ranks=ranks, socket=daemon.socket)
+    config = patient(daemon, ranks=ranks)
     orders = shared_prefix_orders(8)
     with EngineProcess(config) as engine:
         stored = engine.generate(orders)
@@ -69,7 +69,7 @@ def test_a_restarted_engine_loads_what_its_predecessor_stored(
 def test_preemption_with_kvd_changes_no_answer(
     daemon: Daemon, expected: dict[str, list[int]], ranks: int
 ) -> None:
-    config = EngineConfig(ranks=ranks, num_blocks=16, step_tokens=48, socket=daemon.socket)
+    config = patient(daemon, ranks=ranks, num_blocks=16, step_tokens=48)
     for _ in range(2):  # the second engine's requests load, and are preempted too
         with EngineProcess(config) as engine:
             answers = engine.generate(shared_prefix_orders(8))
@@ -82,7 +82,7 @@ def test_preemption_with_kvd_changes_no_answer(
 def test_an_engine_killed_in_the_middle_leaves_only_whole_blocks(
     daemon: Daemon, expected: dict[str, list[int]]
 ) -> None:
-    config = EngineConfig(socket=daemon.socket)
+    config = patient(daemon)
     orders = shared_prefix_orders(8)
     engine = EngineProcess(config)
     try:
@@ -98,7 +98,7 @@ def test_an_engine_killed_in_the_middle_leaves_only_whole_blocks(
 def test_engines_killed_while_they_work_leave_only_whole_blocks(
     daemon: Daemon, expected: dict[str, list[int]]
 ) -> None:
-    config = EngineConfig(socket=daemon.socket, step_tokens=48)
+    config = patient(daemon, step_tokens=48)
     orders = shared_prefix_orders(8)
     for delay_s in (0.02, 0.06, 0.12):
         engine = EngineProcess(config)
@@ -116,7 +116,7 @@ def test_engines_killed_while_they_work_leave_only_whole_blocks(
 def test_an_engine_ends_with_its_killed_rank_and_its_successor_loads(
     daemon: Daemon, expected: dict[str, list[int]]
 ) -> None:
-    config = EngineConfig(socket=daemon.socket, ranks=2)
+    config = patient(daemon, ranks=2)
     orders = shared_prefix_orders(8)
     engine = EngineProcess(config)
     try:
@@ -138,8 +138,8 @@ def test_two_engines_share_what_either_stored(
 ) -> None:
     orders = shared_prefix_orders(8)
     with (
-        EngineProcess(EngineConfig(socket=daemon.socket, engine_id="one")) as one,
-        EngineProcess(EngineConfig(socket=daemon.socket, engine_id="two")) as two,
+        EngineProcess(patient(daemon, engine_id="one")) as one,
+        EngineProcess(patient(daemon, engine_id="two")) as two,
     ):
         first = one.generate(orders[::2])
         one.settle()
@@ -158,7 +158,7 @@ def test_a_pool_too_small_for_all_changes_no_answer(expected: dict[str, list[int
     stored = []
     with (
         Daemon(pool_bytes=128 << 10, extent_bytes=64 << 10) as daemon,
-        EngineProcess(EngineConfig(socket=daemon.socket)) as engine,
+        EngineProcess(patient(daemon)) as engine,
     ):
         for _ in range(3):
             assert outputs(engine.generate(orders)) == expected
@@ -171,7 +171,7 @@ def test_a_pool_too_small_for_all_changes_no_answer(expected: dict[str, list[int
 def test_the_cache_survives_the_daemons_kill(
     daemon: Daemon, expected: dict[str, list[int]]
 ) -> None:
-    config = EngineConfig(socket=daemon.socket)
+    config = patient(daemon)
     orders = shared_prefix_orders(8)
     with EngineProcess(config) as engine:
         stored = engine.generate(orders)
@@ -191,7 +191,7 @@ def test_a_running_engine_finds_the_restarted_daemon_again(
     daemon: Daemon, expected: dict[str, list[int]]
 ) -> None:
     orders = shared_prefix_orders(4)
-    with EngineProcess(EngineConfig(socket=daemon.socket)) as engine:
+    with EngineProcess(patient(daemon)) as engine:
         engine.generate(orders)
         engine.settle()
         daemon.kill()
