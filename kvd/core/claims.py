@@ -6,40 +6,44 @@ that a row of many shards gathers all of its extents.
 
 There are two kinds. A class that has fewer rows than it is *entitled* to is needy: it is served
 first, and from whoever has more than its own right, however hot that one's blocks are; a class in
-full swing has the youngest blocks always, so recency alone would starve every slow one. Entitled is
-a class in use to one row, to a small share of what is left of the pool after one row for each, and,
-up to an equal share of that, to as many rows as hold what it wants to store at once. A class that
-has as much is growing: it gets only what is colder than its own coldest block and beyond its
-owner's right (see `reclaim`).
+full swing has the youngest blocks always, so recency alone would starve every slow one. The pool is
+shared among payers first (see `rights`). Of its payer's share a class in use is entitled to one
+row, to a small part of what is left after one row for each, and, up to an equal part of that, to as
+many rows as hold what it wants to store at once; to all of that equal part where the others'
+classes want all the rest, so that nothing is left to recency. A class that has as much is growing:
+it gets only what is colder than its own coldest block and beyond its owner's right (see `reclaim`).
 
-How long a needy claim waits: the rights add up to no more than the pool, unless the pool hasn't
-got a row for each class in use. So a row can be had at once, for every claim, as soon as its
-copies have ended: one retirement each, up to CLAIMS_SERVED of them side by side. In a pool that is
-*crowded*, with too few rows for all, rows go round: each is safe for SAFE_NS, then goes to the
-next who waits. A turn of all classes takes (extents of a row of each) / (extents of the pool) times
-SAFE_NS and one retirement each. A claim ends with a row, when its class is no longer in use,
-or CLAIM_NS after it was last asked for.
+How long a needy claim waits: payers take turns, a row each, and so do the claims of one payer. The
+rights of payers add up to no more than the pool, and those of a payer's classes to no more than its
+share, unless that hasn't got a row for each of them. So a row can be had at once, for every
+claim, as soon as its copies have ended: one retirement each, up to CLAIMS_SERVED of them side by
+side. A payer that is *crowded*, with too few rows for all of its classes, has its rows go round:
+each is safe for SAFE_NS, then goes to the next class of it that waits. A turn of them takes
+(extents of a row of each) / (extents of the share) times SAFE_NS and one retirement each. Others do
+not wait for it. With more payers than rows all are crowded, and their rows go round among them
+likewise. A claim ends with a row, when its class is no longer in use, or CLAIM_NS after it was
+last asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING
 
 from kvd.core.keys import NamespaceId, RowId
 from kvd.core.rows import RECLAIM_INTERVAL_NS, SizeClass
 
 if TYPE_CHECKING:
-    from kvd.core.state import State
+    from kvd.core.state import Session, State
 
 CLAIMS_SERVED = 16  # looked at in one event, the first that were made
 CLAIM_NS = 10_000_000_000  # life of a claim that is not asked for again
 FIRST_NS = 10_000_000_000  # so long what is free is kept for the first claim, then for the next
 SAFE_NS = 2_000_000_000  # of a row from when it was granted
 IN_USE_NS = 60_000_000_000  # since its last store a class counts as one that needs its rights
-SMALL_SHARE = 4  # 1/4 of what one row for each class leaves is shared out as a right
+SMALL_SHARE = 4  # 1/4 of what one row for each class of a payer leaves is a right of all of them
 
 ClassName = tuple[NamespaceId, int]
 
@@ -58,56 +62,126 @@ class Claim:
     second_best: RowId | None = None  # taken when none is better
 
 
+class Turns:
+    """Claims of one kind by payer: the payers go round, and so do the claims of each."""
+
+    def __init__(self) -> None:
+        self._payers: dict[str, dict[ClassName, Claim]] = {}
+        self._payer_of: dict[ClassName, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._payer_of)
+
+    def __contains__(self, name: ClassName) -> bool:
+        return name in self._payer_of
+
+    def __iter__(self) -> Iterator[Claim]:
+        """The first claim of each payer, then the second of each, and so on."""
+        return _interleaved(list(map(list, (of.values() for of in self._payers.values()))))
+
+    def first(self, most: int) -> list[Claim]:
+        """So many of those, without a look at all of the others."""
+        turns = [list(islice(of.values(), most)) for of in islice(self._payers.values(), most)]
+        return list(islice(_interleaved(turns), most))
+
+    def get(self, name: ClassName) -> Claim | None:
+        payer = self._payer_of.get(name)
+        return None if payer is None else self._payers[payer][name]
+
+    def put(self, claim: Claim, payer: str) -> None:
+        """Behind the payer's others; one that waits keeps its place unless it has another payer."""
+        name = claim.owner.name
+        if self._payer_of.get(name) != payer:
+            self.pop(name)
+            self._payer_of[name] = payer
+            self._payers.setdefault(payer, {})[name] = claim
+
+    def pop(self, name: ClassName) -> Claim | None:
+        payer = self._payer_of.pop(name, None)
+        if payer is None:
+            return None
+        claim = self._payers[payer].pop(name)
+        if not self._payers[payer]:
+            del self._payers[payer]
+        return claim
+
+    def end_turn(self, name: ClassName) -> None:
+        """Every other payer with a claim comes before the one whose claim it is."""
+        payer = self._payer_of[name]
+        self._payers[payer] = self._payers.pop(payer)
+
+    def give_way(self, name: ClassName) -> None:
+        """Every other claim comes before it."""
+        self.end_turn(name)
+        claims = self._payers[self._payer_of[name]]
+        claims[name] = claims.pop(name)
+
+
+def _interleaved(turns: list[list[Claim]]) -> Iterator[Claim]:
+    return (claim for turn in zip_longest(*turns) for claim in turn if claim is not None)
+
+
 @dataclass(slots=True, eq=False)
 class Claims:
-    """In the order in which they were made."""
+    """In the order in which they are served."""
 
-    needy: dict[ClassName, Claim] = field(default_factory=dict)
-    growing: dict[ClassName, Claim] = field(default_factory=dict)
+    needy: Turns = field(default_factory=Turns)
+    growing: Turns = field(default_factory=Turns)
 
     def __bool__(self) -> bool:
         return bool(self.needy or self.growing)
 
     def __iter__(self) -> Iterator[Claim]:
-        return chain(self.needy.values(), self.growing.values())
+        return chain(self.needy, self.growing)
 
     def first(self) -> list[Claim]:
         """Those that are served now."""
-        return list(islice(self, CLAIMS_SERVED))
+        needy = self.needy.first(CLAIMS_SERVED)
+        return needy + self.growing.first(CLAIMS_SERVED - len(needy))
+
+    def head(self) -> Claim | None:
+        """The one that is served next."""
+        return next(iter(self.needy.first(1) or self.growing.first(1)), None)
 
     def drop(self, owner: SizeClass) -> None:
         """The class waits no more."""
-        self.needy.pop(owner.name, None)
-        self.growing.pop(owner.name, None)
+        self.needy.pop(owner.name)
+        self.growing.pop(owner.name)
+
+    def end_turn(self, claim: Claim) -> None:
+        """It was given a row: another payer is next."""
+        self._kind(claim).end_turn(claim.owner.name)
 
     def give_way(self, claim: Claim, now_ns: int) -> None:
         """It stands first without enough: after a while the others of its kind come before it."""
         claim.first_ns = claim.first_ns or now_ns
-        if now_ns - claim.first_ns <= FIRST_NS:
-            return
-        claim.first_ns = 0
-        kind = self.needy if claim.owner.name in self.needy else self.growing
-        kind[claim.owner.name] = kind.pop(claim.owner.name)
+        if now_ns - claim.first_ns > FIRST_NS:
+            claim.first_ns = 0
+            self._kind(claim).give_way(claim.owner.name)
+
+    def _kind(self, claim: Claim) -> Turns:
+        return self.needy if claim.owner.name in self.needy else self.growing
 
 
 def ask(state: State, owner: SizeClass, need: int, missing: int) -> None:
     """The class wants `need` slots, and would have to evict, or do without, for `missing`."""
     now_ns, claims = state.now_ns, state.claims
-    if owner.shards > state.usable_extents:
-        return  # what is free would be kept for it for ever
+    payer = state.rights.payer_of(owner.namespace)
+    if payer is None:
+        return  # it has no session, or what is free would be kept for it for ever
     _note_need(state, owner, -(-need // owner.slots_per_row))
     claim = claims.needy.get(owner.name) or claims.growing.get(owner.name)
     if claim is not None:
         claim.asked_ns = now_ns
     lacking = entitled_rows(state, owner) - owner.lasting_rows
     if lacking > 0:
+        claims.growing.pop(owner.name)
+        known = claims.needy.get(owner.name)
         rows = max(1, min(lacking, -(-missing // owner.slots_per_row)))
-        if owner.name not in claims.needy:
-            claims.growing.pop(owner.name, None)
-            claims.needy[owner.name] = Claim(owner, rows, now_ns, now_ns)
+        claims.needy.put(known or Claim(owner, rows, now_ns, now_ns), payer.name)
     elif claim is None and now_ns - owner.searched_ns >= RECLAIM_INTERVAL_NS:
         owner.searched_ns = now_ns
-        claims.growing[owner.name] = Claim(owner, 1, now_ns, now_ns)
+        claims.growing.put(Claim(owner, 1, now_ns, now_ns), payer.name)
 
 
 def _note_need(state: State, owner: SizeClass, rows: int) -> None:
@@ -119,42 +193,53 @@ def _note_need(state: State, owner: SizeClass, rows: int) -> None:
 
 def entitled_rows(state: State, owner: SizeClass) -> int:
     """Rows that a class in use may have before anybody else has more than that."""
-    left = max(0, state.usable_extents - state.live_shards) // max(1, state.live_classes)
+    rights, extents = state.rights, state.usable_extents
+    payer = rights.payer_of(owner.namespace)
+    if payer is None:
+        return 1
+    left = max(0, rights.share(payer, extents) - payer.shards) // payer.classes
     most = 1 + left // owner.shards
+    if rights.others_want_all(payer, extents):
+        return most
     small = 1 + left // SMALL_SHARE // owner.shards
     return min(most, max(small, owner.needed_rows))
 
 
 def kept_rows(state: State, owner: SizeClass) -> int:
-    """Rows that nobody may take from the class as long as the pool isn't crowded.
+    """Rows that nobody may take from the class as long as its payer isn't crowded.
 
-    Where one row for each class in use would take more than half of the pool, those that didn't
-    store for a while keep none.
+    Where one row for each of the payer's classes in use would take more than half of its share,
+    those that didn't store for a while keep none.
     """
-    if owner.namespace in state.disuse.namespaces:
+    payer = state.rights.payer_of(owner.namespace)
+    if payer is None:
         return 0
     if state.now_ns - owner.stored_ns <= IN_USE_NS:
         return entitled_rows(state, owner)
-    return 0 if 2 * state.live_shards > state.usable_extents else 1
+    return 0 if 2 * payer.shards > state.rights.share(payer, state.usable_extents) else 1
 
 
-def is_crowded(state: State) -> bool:
-    """Whether the pool has too few extents for a row of each class in use."""
-    return state.live_shards > state.usable_extents
+def is_stale(state: State, claim: Claim) -> bool:
+    """Whether its class is gone or doesn't ask any more."""
+    gone = state.rights.payer_of(claim.owner.namespace) is None
+    return gone or state.now_ns - claim.asked_ns > CLAIM_NS
 
 
 def drop_stale(state: State) -> None:
-    """Forget the claims of those who are gone or don't ask any more, of the first ones."""
+    """Forget those claims, of the first ones."""
     for claim in state.claims.first():
-        gone = claim.owner.namespace in state.disuse.namespaces
-        if gone or state.now_ns - claim.asked_ns > CLAIM_NS:
+        if is_stale(state, claim):
             state.claims.drop(claim.owner)
 
 
-def count_live(state: State) -> None:
-    """A session came or went: count the classes in use anew, of those that can have a row."""
-    live = {session.namespace for session in state.sessions.values()}
-    known = [state.namespaces[number].classes for number in live]
-    classes = [some for some in known if some[0].shards <= state.usable_extents]
-    state.live_classes = sum(map(len, classes))
-    state.live_shards = sum(len(some) * some[0].shards for some in classes)
+def session_came(state: State, session: Session) -> None:
+    """Its namespace is in use, unless none of its classes could have a row."""
+    classes = state.namespaces[session.namespace].classes
+    shards = classes[0].shards
+    if shards <= state.usable_extents:
+        state.rights.session_came(session.namespace, session.payer, len(classes), shards)
+
+
+def session_went(state: State, session: Session) -> None:
+    """The namespace is in use no longer with the last one."""
+    state.rights.session_went(session.namespace, session.payer)

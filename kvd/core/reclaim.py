@@ -66,15 +66,22 @@ def serve(state: State, actions: list[Action]) -> None:
         if not len(row.left):
             _go_on_emptying(state, row, actions)
     claims.drop_stale(state)
-    for claim in state.claims.first():
-        while claim.rows and grantable_extents(state) >= claim.owner.shards:
-            grant_row(state, claim.owner, actions)
-            claim.rows -= 1
-            claim.since_ns = state.now_ns
-        if claim.rows:
+    for _ in range(claims.CLAIMS_SERVED):
+        claim = state.claims.head()
+        if claim is None:
+            break
+        if claims.is_stale(state, claim):
+            state.claims.drop(claim.owner)
+            continue
+        if grantable_extents(state) < claim.owner.shards:
             state.claims.give_way(claim, state.now_ns)
             break  # what is there is kept for it
-        state.claims.drop(claim.owner)
+        grant_row(state, claim.owner, actions)
+        claim.rows -= 1
+        claim.since_ns = state.now_ns
+        state.claims.end_turn(claim)
+        if not claim.rows:
+            state.claims.drop(claim.owner)
     if first_filled(state) is None:
         _seek(state, actions)
 
@@ -123,6 +130,7 @@ class _Weight(NamedTuple):
 
     promised: bool  # blocks of it are leased or handed off
     crowding: bool  # its class has no more than its right
+    safe: bool  # ... and only just got it
     busy: bool  # it would have to be emptied
     filled: bool
     stamp: float  # mean of its blocks
@@ -186,11 +194,16 @@ def _is_spare(state: State, claim: Claim, row: Row) -> bool:
     owner = row.size_class
     if owner is claim.owner or row.undead or row.emptying:
         return False
-    safe = state.now_ns - row.granted_ns < claims.SAFE_NS
     beyond_right = owner.lasting_rows > claims.kept_rows(state, owner)
     if claim.owner.name in state.claims.growing:
-        return beyond_right and not safe
-    return beyond_right or (claims.is_crowded(state) and not safe)
+        return beyond_right and not _is_safe(state, row)
+    asking, extents = claim.owner.namespace, state.usable_extents
+    safe = _is_safe(state, row)
+    return beyond_right or state.rights.may_push(asking, owner.namespace, extents, safe=safe)
+
+
+def _is_safe(state: State, row: Row) -> bool:
+    return state.now_ns - row.granted_ns < claims.SAFE_NS
 
 
 def _weigh(state: State, claim: Claim, row: Row) -> _Weight | None:
@@ -209,7 +222,8 @@ def _weigh(state: State, claim: Claim, row: Row) -> _Weight | None:
     filled = bool(ready.any())
     stamp = float(state.slots.stamps[row.span][ready].mean()) if filled else 0.0
     crowding = owner.lasting_rows <= claims.kept_rows(state, owner)
-    return _Weight(promised, crowding, busy, filled or busy, stamp)
+    safe = crowding and _is_safe(state, row)
+    return _Weight(promised, crowding, safe, busy, filled or busy, stamp)
 
 
 def _hangs(state: State, owner: SizeClass) -> bool:
@@ -241,6 +255,7 @@ def _empty_row(state: State, row: Row, actions: list[Action]) -> None:
     owner = row.size_class
     owner.free.drop(row.first_slot, row.slots)
     owner.emptying[row.row] = state.emptying[row.row] = row
+    state.rights.hold(owner.namespace, -len(row.extents))
     row.emptying = True
     row.emptied_ns = state.now_ns
     states = state.slots.state[row.span]
@@ -291,6 +306,7 @@ def _stop_emptying(state: State, row: Row) -> None:
     row.emptying = False
     row.leases = None
     del owner.emptying[row.row], state.emptying[row.row]
+    state.rights.hold(owner.namespace, len(row.extents))
     unpin(state, owner, row.copied_into)
     row.copied_into = row.copied_into[:0]
     free = np.flatnonzero(state.slots.state[row.span] == SlotState.FREE)
@@ -335,6 +351,7 @@ def _leave_class(state: State, row: Row) -> None:
     else:
         dropped = owner.free.drop(row.first_slot, row.slots)
         assert len(dropped) == row.slots, "a row is taken back with a slot in use"
+        state.rights.hold(owner.namespace, -len(row.extents))
     state.slots.move(slots, SlotState.FREE, SlotState.ABSENT)
     owner.count(capacity=-row.slots)
     del owner.rows[row.row]

@@ -310,6 +310,8 @@ def add_row(state: State, row: Row) -> None:
     state.rows[row.row] = row
     row.size_class.rows[row.row] = row
     row.size_class.count(capacity=row.slots)
+    if not row.undead:
+        state.rights.hold(row.size_class.namespace, len(row.extents))
     slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
     state.slots.move(slots, SlotState.ABSENT, SlotState.FREE)
 

@@ -67,7 +67,7 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
     session.remembered.tenant = namespace.tenant.remembered
     state.sessions[event.session] = session
     disuse.enter(state, session, actions, own=event.own_epoch)
-    claims.count_live(state)
+    claims.session_came(state, session)
     epoch = spaces.open_epoch(state, session, actions)
     grant_spare(state, namespace.classes, actions)
     actions.append(Reply(event.token, SessionAccepted(namespace.namespace, epoch)))
@@ -108,7 +108,7 @@ def forget_session(state: State, session: Session, now_ns: int, actions: list[Ac
     known = state.sessions.get(session.session) is session
     if known and session.closed and not (session.jobs or session.movers or session.ended_leases):
         del state.sessions[session.session]
-        claims.count_live(state)
+        claims.session_went(state, session)
         prefix.forget_all(session)
         disuse.leave(state, session, now_ns, actions)
 

@@ -34,6 +34,7 @@ from kvd.core.policy.base import EvictionPolicy
 from kvd.core.policy.slot_queue import PolicyMemory
 from kvd.core.quota import Remembered, Tally, Tenant
 from kvd.core.recency import RecencyTurns
+from kvd.core.rights import Rights
 from kvd.core.rows import MIN_SLOT_BYTES, GrantPause, Row, SizeClass
 from kvd.core.scope_shares import ScopeShares
 from kvd.core.spec import NamespaceSpec
@@ -266,8 +267,7 @@ class State:
         self.tally = Tally()
         self.claims = Claims()
         self.usable_extents = config.extents  # but for those of rows that an undead mover maps
-        self.live_classes = 0  # of namespaces with a session
-        self.live_shards = 0  # of all of those
+        self.rights = Rights()
         self.tenants: dict[TenantId, Tenant] = {}
         self.namespaces: dict[NamespaceId, Namespace] = {}
         self.namespaces_of: Counter[str] = Counter()  # by payer

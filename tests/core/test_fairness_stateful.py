@@ -70,19 +70,20 @@ class FullPool:
         for zero in only(actions, act.ZeroRow):
             self.due.append((late, ev.RowZeroed(zero.row)))
 
-    def open(self, session: int, shards: int) -> None:
+    def open(self, session: int, shards: int, payer: str = "", groups: int = 1) -> None:
+        known = spec(f"ns{session}", shards=shards, groups=groups)
         actions = self.bench.feed(
-            ev.SessionOpened(1, SessionId(session), spec(f"ns{session}", shards=shards), "", shards)
+            ev.SessionOpened(1, SessionId(session), known, "", shards, payer=payer)
         )
         self.note(actions)
         for rank in range(shards):
             mover = MoverId(100 * session + rank)
             self.feed(ev.RankAttached(SessionId(session), mover, rank, rank, True))
 
-    def store(self, session: int, blocks: int) -> bool:
+    def store(self, session: int, blocks: int, group: int = 0) -> bool:
         numbers = range(self.next_key, self.next_key + blocks)
         self.next_key += blocks
-        actions = self.bench.store(numbers, session)
+        actions = self.bench.store(numbers, session, group=group)
         self.note(actions)
         return verdict(actions).accepted
 
@@ -156,6 +157,74 @@ def test_everybody_who_asks_is_served_within_the_bound(
             leave(pool, slow.pop())
     for asker in slow:
         assert asker.served, "nobody is left out"
+
+
+GREEDY = 500  # the first of its sessions
+
+
+def longest_wait_of_a_payer(
+    extents: int, shards: dict[int, int], greedy_widest: int, latency_ns: int
+) -> int:
+    """The bound that `claims` promises to payers of one class each: a turn of payers.
+
+    A turn of each is that of one row, which may have to be gathered and to become unsafe first.
+    How many classes any of them has is no part of it.
+    """
+    widest = max(greedy_widest, *shards.values())
+    turn = claims.SAFE_NS + 3 * latency_ns * widest
+    rounds = -(-(sum(shards.values()) + greedy_widest) // extents)
+    return rounds * (len(shards) + 1) * turn + SLACK
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    extents=st.integers(8, 16),
+    drawn=st.lists(
+        st.tuples(st.integers(1, 4), st.sampled_from([25 * MS, 1000 * MS]), st.just(SLOTS)),
+        min_size=1,
+        max_size=3,
+    ),
+    sessions=st.integers(1, 4),
+    groups=st.sampled_from([1, 4, 8]),
+    wide=st.booleans(),
+    latency_ms=st.sampled_from([0, 25, 100]),
+)
+def test_every_payer_is_served_within_a_turn_of_payers_whatever_one_of_them_opens(
+    extents: int,
+    drawn: list[tuple[int, int, int]],
+    sessions: int,
+    groups: int,
+    wide: bool,
+    latency_ms: int,
+) -> None:
+    config = MachineConfig(extents, EXTENT, tag_secret=SECRET, spare_bytes=0)
+    pool = FullPool(Bench(config, check_every=499), latency_ms * MS)
+    shards = extents // groups if wide else 1
+    greedy = [(GREEDY + n, group) for n in range(sessions) for group in range(groups)]
+    for number in range(sessions):
+        pool.open(GREEDY + number, shards, payer="greedy", groups=groups)
+    while pool.bench.machine.state.free_extents and pool.bench.now_ns < 3 * SECOND:
+        press(pool, greedy)
+        pool.step()
+    others = [Asker(n, *each) for n, each in enumerate(drawn, start=1)]
+    for asker in others:
+        pool.open(asker.session, asker.shards, payer=f"payer {asker.session}")
+    bound = longest_wait_of_a_payer(
+        extents, {a.session: a.shards for a in others}, shards, latency_ms * MS
+    )
+    until = pool.bench.now_ns + bound + 2 * SECOND
+    while pool.bench.now_ns < until:
+        pool.step()
+        press(pool, greedy)
+        for asker in others:
+            ask(pool, asker, bound)
+    assert all(asker.served for asker in others), "nobody is left out"
+
+
+def press(pool: FullPool, classes: list[tuple[int, int]]) -> None:
+    """A store of a whole row in each of them."""
+    for session, group in classes:
+        pool.store(session, SLOTS, group)
 
 
 def ask(pool: FullPool, asker: Asker, bound: int) -> None:
