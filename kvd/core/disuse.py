@@ -44,6 +44,7 @@ SLOTS_SWEPT_AT_ONCE = 16384  # read in one event, but for those of its first row
 # What takes about as long as so many blocks that are given up.
 LOOK_COST = 4
 SCOPE_COST = 2
+ROW_COST = 128  # each gives up its blocks by orders of its own
 FORGET_COST = 256  # a namespace, or a row
 # With less room in its share a payer's namespaces without sessions and blocks are taken apart.
 ROOM_KEPT = MAX_NAMESPACES // 64
@@ -341,7 +342,7 @@ def _sweep_rows(state: State, sweep: EpochSweep, most: int, actions: list[Action
         row = state.rows.get(sweep.rows[0])
         if row is not None:
             given_up, done = _give_up_some(state, row, left, actions, sweep.scopes)
-            left -= given_up
+            left -= given_up + (ROW_COST if given_up else 0)
             slots += row.slots
             if not done:
                 return

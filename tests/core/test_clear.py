@@ -213,3 +213,15 @@ def test_blocks_of_many_accounts_go_in_smaller_pieces(monkeypatch: pytest.Monkey
         made = bench.feed(ev.WorkContinued())
         freed += [len(each.slots) for each in only(made, act.WriteFree)]
     assert freed == [3, 3, 3, 3, 3, 1]
+
+
+def test_rows_of_one_class_are_cleared_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "BLOCKS_AT_ONCE", 1024)
+    bench = small()
+    bench.open(1)
+    bench.stored(range(60))
+    assert bench.machine.statistics().rows == 4
+    before = len(bench.history)
+    assert bench.clear() == 60
+    orders = [each for made in bench.history[before:] for each in only(made, act.WriteFree)]
+    assert [len(order.slots) for order in orders] == [60]
