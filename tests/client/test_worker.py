@@ -125,9 +125,7 @@ def test_stores_are_ready_only_when_computed(mover: MoverStandIn) -> None:
     computed = threading.Event()
     plan = StepPlan(stores=(5,))
     bench.worker.start_step(plan)
-    started = time.monotonic()
-    bench.worker.finish_step(plan, lambda: assert_set(computed))
-    assert time.monotonic() - started < 0.1
+    bench.worker.finish_step(plan, lambda: assert_set(computed))  # which fails who waits for it
     assert mover.ring.take() == []
     computed.set()
     assert taken(mover) == [5]
@@ -142,9 +140,7 @@ def test_stores_of_earlier_steps_are_ready_at_once(mover: MoverStandIn) -> None:
 def test_loads_are_ready_once_earlier_steps_have_left_their_blocks(mover: MoverStandIn) -> None:
     bench = Bench(mover)
     ran = threading.Event()
-    started = time.monotonic()
-    bench.worker.start_step(StepPlan(loads=(1, 2)), lambda: assert_set(ran))
-    assert time.monotonic() - started < 0.1
+    bench.worker.start_step(StepPlan(loads=(1, 2)), lambda: assert_set(ran))  # as above
     assert mover.ring.take() == []
     ran.set()
     assert taken(mover) == [1, 2]
@@ -217,13 +213,19 @@ def test_a_failed_compute_gives_its_stores_up(mover: MoverStandIn) -> None:
 
 
 def test_a_flush_waits_for_the_board(mover: MoverStandIn) -> None:
-    bench = Bench(mover)
+    bench = Bench(mover, flush_timeout_s=60.0)
     bench.worker.finish_step(StepPlan(stores=(5,)))
-    poster = threading.Timer(0.05, lambda: mover.post(5, STORE, lane=1))
+    posting = threading.Event()
+
+    def post() -> None:
+        posting.set()
+        mover.post(5, STORE, lane=1)
+
+    poster = threading.Timer(0.05, post)
     poster.start()
-    started = time.monotonic()
     bench.worker.start_step(StepPlan(flush=(5,)))
-    assert 0.03 < time.monotonic() - started < 0.9
+    assert posting.is_set()
+    poster.join()
     assert bench.ended() == [(5, True)]
     assert not mover.ring.abandoned(5)
 
@@ -488,11 +490,11 @@ def test_jobs_wait_a_moment_for_a_registration_that_is_being_made(mover: MoverSt
 
 
 def assert_set(event: threading.Event) -> None:
-    assert event.wait(2.0)
+    assert event.wait(20.0)
 
 
 def taken(mover: MoverStandIn) -> list[int]:
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 20
     while not (ids := mover.ring.take()):
         assert time.monotonic() < deadline
         time.sleep(0.001)

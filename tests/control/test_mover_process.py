@@ -270,10 +270,13 @@ async def test_a_waiting_mover_is_small_and_sleeps() -> None:
         give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))
         worker.ring.mark_ready([1])
         assert await r.sink.outcome(1) is DONE
-        await asyncio.sleep(0.1)
-        before = _cpu_ticks(mover.pid)
-        await asyncio.sleep(1.0)
-        assert _cpu_ticks(mover.pid) == before
+        for _ in range(10):  # on a busy machine it may be long in coming to rest
+            before = _cpu_ticks(mover.pid)
+            await asyncio.sleep(1.0)
+            if _cpu_ticks(mover.pid) == before:
+                break
+        else:
+            pytest.fail("it worked in each of ten seconds, and nobody had asked for anything")
         rollup = proc_text(mover.pid, "smaps_rollup")
         pss = next(line for line in rollup.splitlines() if line.startswith("Pss:"))
         assert int(pss.split()[1]) << 10 < 100 << 20

@@ -12,9 +12,9 @@ from tests.faults.scene import Scene, freeze, thaw, wait_until
 
 BLOCK = 64 << 10
 COUNT = 384
-SUBMIT_SECONDS = 0.6
-COPY_SECONDS = 2.0  # more than a busy machine takes to have a copy begin half-way
-TICKS = 1.0  # the daemon looks four times a second
+SUBMIT_SECONDS = 2.0  # more than a busy machine takes to show what was reserved
+COPY_SECONDS = 6.0  # and to have a copy begin half-way, and end
+TICKS = 10.0  # the daemon looks four times a second, a starved one later; all below its own 30 s
 FLAGS = {"submit-deadline-seconds": SUBMIT_SECONDS, "copy-deadline-seconds": COPY_SECONDS}
 
 
