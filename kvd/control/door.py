@@ -25,6 +25,9 @@ from kvd.control.shares import Bound
 
 log = logging.getLogger(__name__)
 
+# Who has as many engines and tools as a user may have companion connections has a gRPC connection
+# for each of those, and some for those that begin anew.
+MAX_CONNECTIONS_OF_A_USER = 768
 LOOK_SECONDS = 0.25
 LOG_SECONDS = 10.0  # who is shut out connects again at once
 
@@ -39,9 +42,10 @@ class Connection:
 
 
 def bound_of_connections() -> Bound:
-    """Half of all for one user, and a sixteenth for operators."""
+    """At most half of all for one user, and a sixteenth for operators."""
     most = descriptors.most_connections()
-    return Bound("gRPC connections", most, most // 2, most // 16)
+    each = min(MAX_CONNECTIONS_OF_A_USER, most // 2)
+    return Bound("gRPC connections", most, each, most // 16)
 
 
 def too_many(

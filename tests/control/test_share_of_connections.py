@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.control.door import Connection, Door, too_many
+from kvd.control import companion, descriptors
+from kvd.control.door import Connection, Door, bound_of_connections, too_many
 from kvd.control.shares import Bound
 from tests.control.daemon_of_few_connections import MOST
 from tests.control.daemon_rig import Caller, wait_until
@@ -40,6 +41,20 @@ while True:
 
 def numbered(*users: int) -> list[Connection]:
     return [Connection(n, n, user) for n, user in enumerate(users)]
+
+
+def test_there_is_room_for_all_clients_and_for_few_that_say_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(descriptors, "most_connections", lambda: descriptors.MAX_GRPC_CONNECTIONS)
+    bound = bound_of_connections()
+    mine = companion.MAX_ENGINE_CONNECTIONS_OF_A_USER + companion.MAX_TOOL_CONNECTIONS_OF_A_USER
+    clients = companion.MAX_ENGINE_CONNECTIONS + companion.MAX_TOOL_CONNECTIONS
+    assert mine < bound.each <= 2 * mine
+    assert clients < bound.most - bound.reserved
+    assert bound.most <= 2 * clients
+    monkeypatch.setattr(descriptors, "most_connections", lambda: 128)
+    assert bound_of_connections().each == 64
 
 
 def test_newest_of_who_has_too_many_go_and_the_reserve_stays() -> None:
