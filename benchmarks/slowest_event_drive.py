@@ -15,6 +15,7 @@ from kvd_proto.layout import MAX_GROUPS, MAX_JOBS_IN_FLIGHT, MAX_KEYS_PER_MESSAG
 
 MAIN = "main"  # the namespace of most blocks, and its tenant
 LAST = MAX_KEYS_PER_MESSAGE  # blocks that one account stored last
+LEASED = 1024  # of those, the last ones, that sessions lease
 
 
 def filled(rig: Rig) -> list[keys.SessionId]:
@@ -114,9 +115,20 @@ def drive_release(rig: Rig, main: keys.SessionId, held: keys.KeyBatch) -> None:
     settle(rig)
 
 
+def keep_last(rig: Rig, session: keys.SessionId, count: int) -> None:
+    """Have the last blocks of the account that stored last, where a policy let them go."""
+    silent, rig.silent = rig.silent, True
+    batch = numbered_keys(rig.last + LAST - count, count)
+    rig.store(session, (rig.run(count, batch=batch),), "", "last")
+    rig.finish("")
+    rig.end_requests(session)
+    rig.silent = silent
+
+
 def drive_load(rig: Rig, main: keys.SessionId) -> None:
     """The most that a load may name, and so more than what was stored last."""
     count = LAST // 2
+    keep_last(rig, main, count)
     rig.jobs += 1
     context = events.RequestContext(keys.RequestId(f"r{rig.jobs}"), account="last")
     run = rig.run(count, batch=numbered_keys(rig.last + LAST - count, count))
@@ -226,8 +238,9 @@ def drive_deaths(rig: Rig) -> None:
     scale = rig.shape.scale
     transfers = f"{scale.jobs} transfers"
     other = rig.open(rig.shape.spec(MAIN, 1, MAIN), "1 group")
+    mover = rig.attach(other)
     lease(rig, other)
-    busy(rig, other, rig.attach(other))
+    busy(rig, other, mover)
     rig.close(other, f"{scale.leases} leases, {scale.jobs} jobs")
     settle(rig)
     rig.call(events.MoverGone(keys.MoverId(rig.movers), "gone"), transfers)
@@ -244,12 +257,13 @@ def drive_deaths(rig: Rig) -> None:
 
 def lease(rig: Rig, session: keys.SessionId) -> None:
     """Leases of one block each, of requests of 16."""
+    keep_last(rig, session, LEASED)
     for start in range(0, rig.shape.scale.leases, MAX_GROUPS):
         asked = []
         for place in range(start, start + MAX_GROUPS):
             name = keys.RequestId(f"lease-{place // 16}")
             context = events.RequestContext(name, account="last")
-            batch = numbered_keys(rig.last + LAST - 1 - place % 1024, 1)
+            batch = numbered_keys(rig.last + LAST - 1 - place % LEASED, 1)
             asked.append(events.Query(context, 0, batch, events.LeaseMode.PREFIX))
         rig.driver.call(events.LookupRequested(1, session, tuple(asked)))
     assert len(rig.machine.state.sessions[session].leases) == rig.shape.scale.leases
