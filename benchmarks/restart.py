@@ -224,7 +224,7 @@ def rebuild(directory: Path, slots: int, started: float) -> dict[str, float]:
     for event in found_events:
         carry_out(pool, machine.handle(event, 0))
     end = clock()
-    found = sum(len(e.ordinals) for e in found_events if isinstance(e, events.RowRecovered))
+    found = sum(len(e.ordinals) for e in found_events if isinstance(e, events.RowsRecovered))
     if pool.cold_reason or found != slots:
         raise SystemExit(f"{found} of {slots} slots came back {pool.cold_reason}")
     pool.close()

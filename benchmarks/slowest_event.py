@@ -50,7 +50,7 @@ from kvd.pool.extents import Extents
 BAR_MS = 5.0
 BEFORE_SERVING = (
     events.ScopesRecovered.__name__,
-    events.RowRecovered.__name__,
+    events.RowsRecovered.__name__,
     events.PoolRecovered.__name__,
     "driver.recover",
 )

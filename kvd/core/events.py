@@ -68,29 +68,36 @@ class ScopesRecovered:
     scopes: tuple[RecoveredScope, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowRecovered:
-    """A granted row of an earlier incarnation with its READY slots (possibly none).
-
-    `ordinals` are the READY slots' places in the row, ascending; the other arrays run along.
-    `quarantined` lists places whose copy may still be running in an undead mover.
-    """
+class RecoveredRow(NamedTuple):
+    """A granted row of an earlier incarnation; `quarantined`: an undead mover may write to it."""
 
     row: RowId
     extents: tuple[int, ...]  # by shard; extents[0] == row
+    ready: int  # of its slots
+    quarantined: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsRecovered:
+    """Rows of one class with their READY slots (possibly none).
+
+    The arrays run along the READY slots of one row after the other; `ordinals` are their places in
+    the row, ascending.
+    """
+
     namespace: NamespaceId
     group: int
+    rows: tuple[RecoveredRow, ...]
     ordinals: U32
     scopes: U32
     keys: KeyBatch
     stamps: U64  # coarse recency as last written
     generations: U64
-    quarantined: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRecovered:
-    """Ends recovery. Extents named by no RowRecovered are free.
+    """Ends recovery. Extents named by no RowsRecovered are free.
 
     Numbers of new namespaces and scopes start no lower than these: the pool's files may still
     name what had lower ones and is forgotten.
@@ -393,7 +400,7 @@ class WorkContinued:
 
 Event = (
     ScopesRecovered
-    | RowRecovered
+    | RowsRecovered
     | PoolRecovered
     | RowUnmapped
     | RowRefused

@@ -239,7 +239,7 @@ class Machine:
     def _apply_upkeep(
         self,
         event: ev.ScopesRecovered
-        | ev.RowRecovered
+        | ev.RowsRecovered
         | ev.PoolRecovered
         | ev.RowUnmapped
         | ev.RowRefused
@@ -256,8 +256,8 @@ class Machine:
         match event:
             case ev.ScopesRecovered():
                 return recovery.scopes_recovered(state, event)
-            case ev.RowRecovered():
-                return recovery.row_recovered(state, event)
+            case ev.RowsRecovered():
+                return recovery.rows_recovered(state, event)
             case ev.PoolRecovered():
                 disuse.begin(state, now_ns)
                 return recovery.pool_recovered(state, event)

@@ -7,10 +7,10 @@ import numpy as np
 from kvd.core import disuse, spaces
 from kvd.core.actions import Action, PublishTags, WriteFree
 from kvd.core.block import SlotState
-from kvd.core.events import PoolRecovered, RowRecovered, ScopesRecovered
+from kvd.core.events import PoolRecovered, RecoveredRow, RowsRecovered, ScopesRecovered
 from kvd.core.index import NOWHERE
 from kvd.core.keys import U64, RowId, Slots
-from kvd.core.rows import Row, add_row
+from kvd.core.rows import Row, SizeClass, add_row
 from kvd.core.state import Scope, State
 from kvd_proto.layout import MAX_GROUPS
 from kvd_proto.tags import account_seed, tags_of
@@ -38,23 +38,17 @@ def scopes_recovered(state: State, event: ScopesRecovered) -> list[Action]:
     return actions
 
 
-def row_recovered(state: State, event: RowRecovered) -> list[Action]:
-    """The row is granted again, with its READY blocks; they are known, not announced.
+def rows_recovered(state: State, event: RowsRecovered) -> list[Action]:
+    """The rows are granted again, with their READY blocks; these are known, not announced.
 
     A record whose key was already read, or whose scope is unknown, is freed.
     """
     owner = state.classes[event.namespace, event.group]
-    assert len(event.extents) == owner.shards, "a row was read back with other shards"
-    for extent in event.extents:
-        state.free_extents.take_recovered(extent)
-    first = event.extents[0] * state.slots_per_extent
-    row = Row(RowId(event.row), owner, event.extents, first, owner.slots_per_row)
-    row.undead = event.quarantined
-    state.usable_extents -= len(event.extents) if row.undead else 0
-    add_row(state, row)
-    actions: list[Action] = [row.grant()]
+    rows = [_granted_again(state, owner, found) for found in event.rows]
+    actions: list[Action] = [row.grant() for row in rows]
+    firsts = np.array([row.first_slot for row in rows], dtype=np.int64)
     table = state.slots
-    slots = first + event.ordinals.astype(np.int64)
+    slots = np.repeat(firsts, [found.ready for found in event.rows]) + event.ordinals
     table.scopes[slots] = event.scopes
     table.keys(owner.width)[slots] = event.keys.words
     # One from the future, of a machine whose clock was ahead, would stay the youngest for as long:
@@ -63,6 +57,7 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
     table.stamps[slots] = (stamps >> _STAMP_SHIFT).astype(np.uint32)
     table.noted[slots] = (event.stamps >> _STAMP_SHIFT).astype(np.uint32)
     kept = _kept(state, slots, event)
+    dropped = slots[~kept]
     slots, stamps = slots[kept], event.stamps[kept]
     table.move(slots, SlotState.FREE, SlotState.READY)
     owner.count(ready=len(slots), evictable=len(slots))
@@ -70,16 +65,28 @@ def row_recovered(state: State, event: RowRecovered) -> list[Action]:
     state.index.insert(slots)
     state.recovered.setdefault((event.namespace, event.group), []).append((slots, stamps))
     state.counters.recovered += len(slots)
-    _settle_free(state, row)
-    if not kept.all():
-        actions.append(WriteFree(first + event.ordinals[~kept].astype(np.int64)))
+    _settle_free(state, owner, rows)
+    if len(dropped):
+        actions.append(WriteFree(dropped))
     if len(slots):
         actions.append(PublishTags(event.namespace, table.tags[slots]))
     return actions
 
 
+def _granted_again(state: State, owner: SizeClass, found: RecoveredRow) -> Row:
+    assert len(found.extents) == owner.shards, "a row was read back with other shards"
+    for extent in found.extents:
+        state.free_extents.take_recovered(extent)
+    first = found.extents[0] * state.slots_per_extent
+    row = Row(RowId(found.row), owner, found.extents, first, owner.slots_per_row)
+    row.undead = found.quarantined
+    state.usable_extents -= len(found.extents) if row.undead else 0
+    add_row(state, row)
+    return row
+
+
 def _kept(
-    state: State, slots: Slots, event: RowRecovered
+    state: State, slots: Slots, event: RowsRecovered
 ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Compute the tags; which records are the first of their key, in a known scope.
 
@@ -111,13 +118,19 @@ def _scopes_by_number(state: State) -> tuple[U64, Slots]:
     return state.recovered_scopes
 
 
-def _settle_free(state: State, row: Row) -> None:
+def _settle_free(state: State, owner: SizeClass, rows: list[Row]) -> None:
+    firsts = np.array([row.first_slot for row in rows if not row.undead], dtype=np.int64)
+    slots = (firsts[:, None] + np.arange(owner.slots_per_row)).reshape(-1)
+    owner.free.put(slots[state.slots.state[slots] == SlotState.FREE])
+    for row in rows:
+        if row.undead:
+            _withhold(state, row)
+
+
+def _withhold(state: State, row: Row) -> None:
+    """A mover that outlived its daemon may still write these: they are never given out again."""
     owner = row.size_class
     free = row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.FREE)
-    if not row.undead:
-        owner.free.put(free)
-        return
-    # A mover that outlived its daemon may still write these: they are never given out again.
     state.slots.move(free, SlotState.FREE, SlotState.QUARANTINED)
     state.slots.pins[free] = 1
     row.withheld = free

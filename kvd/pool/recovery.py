@@ -13,8 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.actions import OpenScope
-from kvd.core.events import Event, PoolRecovered, RecoveredScope, RowRecovered, ScopesRecovered
-from kvd.core.keys import KeyBatch, NamespaceId, RowId
+from kvd.core.events import (
+    Event,
+    PoolRecovered,
+    RecoveredRow,
+    RecoveredScope,
+    RowsRecovered,
+    ScopesRecovered,
+)
+from kvd.core.keys import NamespaceId, RowId
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.extents import Extents
 from kvd.pool.registry import Registry
@@ -67,7 +74,7 @@ class Recovery:
             yield ScopesRecovered(namespace, registry.namespaces[namespace].spec, scopes)
         groups = self._groups_by_scope()
         for rows in self._batches():
-            yield from self._read(rows, groups[rows[0].namespace])
+            yield self._read(rows, groups[rows[0].namespace])
         yield PoolRecovered(registry.highest_namespace + 1, registry.highest_scope + 1)
 
     def _scopes(self) -> Iterator[tuple[NamespaceId, tuple[RecoveredScope, ...]]]:
@@ -130,11 +137,13 @@ class Recovery:
         registry.keep_only(namespaces, kept)
 
     def _batches(self) -> Iterator[list[Row]]:
-        """Rows of one namespace at a time, by ascending number, about _BATCH_SLOTS slots each."""
+        """Rows of one class at a time, by ascending number, about _BATCH_SLOTS slots each."""
         batch: list[Row] = []
         slots = 0
-        for row in sorted(self.rows.values(), key=lambda r: (r.namespace, r.row)):
-            if batch and (slots >= _BATCH_SLOTS or row.namespace != batch[0].namespace):
+        of_class = (0, 0)
+        for row in sorted(self.rows.values(), key=lambda r: (r.namespace, r.group, r.row)):
+            before, of_class = of_class, (row.namespace, row.group)
+            if batch and (slots >= _BATCH_SLOTS or of_class != before):
                 yield batch
                 batch, slots = [], 0
             batch.append(row)
@@ -142,42 +151,37 @@ class Recovery:
         if batch:
             yield batch
 
-    def _read(self, rows: list[Row], groups: npt.NDArray[np.int64]) -> Iterator[RowRecovered]:
-        table, namespace = self.books.slot_table, rows[0].namespace
+    def _read(self, rows: list[Row], groups: npt.NDArray[np.int64]) -> RowsRecovered:
+        table, namespace, group = self.books.slot_table, rows[0].namespace, rows[0].group
         hash_bytes = self.books.registry.namespaces[namespace].spec.hash_bytes
         records = self._records_of(rows)
         records = records[table.ready(records)]
-        per_extent = self.books.slots_per_extent
-        leading = records // per_extent
-        group_of_row = np.zeros(self.books.extents.count, dtype=np.int64)
-        group_of_row[[row.row for row in rows]] = [row.group for row in rows]
         scopes = np.minimum(table.scopes(records), len(groups) - 1)
-        good = table.whole(records, hash_bytes) & (groups[scopes] == group_of_row[leading])
+        good = table.whole(records, hash_bytes) & (groups[scopes] == group)
         checked = self._checked(rows, records)
         self.unchecked_records += int((good & ~checked).sum())
         good &= checked
         table.write_free(records[~good])
         self.dropped_records += int((~good).sum())
-        records, leading, scopes = records[good], leading[good], scopes[good]
-        keys = table.keys(records, hash_bytes)
-        stamps, generations = table.stamps(records), table.generations(records)
-        bounds = np.searchsorted(leading, [row.row for row in rows] + [rows[-1].row + 1]).tolist()
-        for row, start, end in zip(rows, bounds[:-1], bounds[1:], strict=True):
-            undead = not self.undead_extents.isdisjoint(row.extents)
-            if undead:
-                self.withheld[row.row] = row.slots - (end - start)
-            yield RowRecovered(
-                row=row.row,
-                extents=row.extents,
-                namespace=namespace,
-                group=row.group,
-                ordinals=(records[start:end] - row.row * per_extent).astype(np.uint32),
-                scopes=scopes[start:end],
-                keys=KeyBatch(keys.words[start:end], hash_bytes),
-                stamps=stamps[start:end],
-                generations=generations[start:end],
-                quarantined=undead,
-            )
+        records, scopes = records[good], scopes[good]
+        leading, ordinals = np.divmod(records, self.books.slots_per_extent)
+        bounds = np.searchsorted(leading, [row.row for row in rows] + [rows[-1].row + 1])
+        return RowsRecovered(
+            namespace=namespace,
+            group=group,
+            rows=tuple(map(self._found, rows, np.diff(bounds).tolist())),
+            ordinals=ordinals.astype(np.uint32),
+            scopes=scopes,
+            keys=table.keys(records, hash_bytes),
+            stamps=table.stamps(records),
+            generations=table.generations(records),
+        )
+
+    def _found(self, row: Row, ready: int) -> RecoveredRow:
+        undead = not self.undead_extents.isdisjoint(row.extents)
+        if undead:
+            self.withheld[row.row] = row.slots - ready
+        return RecoveredRow(row.row, row.extents, ready, undead)
 
     def _checked(self, rows: list[Row], records: Records) -> npt.NDArray[np.bool_]:
         """Which records may be served as far as checksums of their bytes are concerned.

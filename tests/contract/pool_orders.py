@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from kvd.core.actions import GrantRow, OpenNamespace, OpenScope, WriteFree, WriteReady
-from kvd.core.events import Event, PoolRecovered, RowRecovered, ScopesRecovered
-from kvd.core.keys import KeyBatch, NamespaceId, RowId, ScopeId, TenantId
+from kvd.core.events import Event, PoolRecovered, RowsRecovered, ScopesRecovered
+from kvd.core.keys import U32, U64, KeyBatch, NamespaceId, RowId, ScopeId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 from kvd.pool import Pool, PoolConfig
 
@@ -81,8 +82,41 @@ def free(slots: Sequence[int]) -> WriteFree:
     return WriteFree(np.array(slots, dtype=np.int64))
 
 
-def rows_of(events: Sequence[Event]) -> dict[int, RowRecovered]:
-    return {int(e.row): e for e in events if isinstance(e, RowRecovered)}
+@dataclass(frozen=True)
+class FoundRow:
+    """A row of a RowsRecovered, with its part of the arrays."""
+
+    namespace: NamespaceId
+    group: int
+    extents: tuple[int, ...]
+    quarantined: bool
+    ordinals: U32
+    scopes: U32
+    keys: KeyBatch
+    stamps: U64
+    generations: U64
+
+
+def rows_of(events: Sequence[Event]) -> dict[int, FoundRow]:
+    found = {}
+    for event in (e for e in events if isinstance(e, RowsRecovered)):
+        start = 0
+        for row in event.rows:
+            span = slice(start, start + row.ready)
+            found[int(row.row)] = FoundRow(
+                event.namespace,
+                event.group,
+                row.extents,
+                row.quarantined,
+                event.ordinals[span],
+                event.scopes[span],
+                event.keys[span],
+                event.stamps[span],
+                event.generations[span],
+            )
+            start += row.ready
+        assert start == len(event.ordinals), "READY slots of no row"
+    return found
 
 
 def scopes_of(events: Sequence[Event]) -> list[OpenScope]:
@@ -98,7 +132,7 @@ def specs_of(events: Sequence[Event]) -> list[NamespaceSpec]:
     return [e.spec for e in events if isinstance(e, ScopesRecovered)]
 
 
-def blocks_of(recovered: RowRecovered) -> dict[int, bytes]:
+def blocks_of(recovered: FoundRow) -> dict[int, bytes]:
     """Key by ordinal."""
     hashes = recovered.keys.to_bytes()
     width = recovered.keys.hash_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.core.events import Event, PoolRecovered, RowRecovered
+from kvd.core.events import Event, PoolRecovered
 from kvd.pool import Pool, PoolConfig, lines
 from kvd.pool.row_table import RowTable
 from tests import leaks
@@ -44,7 +44,7 @@ def filled(shared_directory: Path) -> PoolConfig:
     return config
 
 
-def reopened(config: PoolConfig) -> tuple[dict[int, RowRecovered], int]:
+def reopened(config: PoolConfig) -> tuple[dict[int, orders.FoundRow], int]:
     """Rows, and how many records were dropped."""
     with opened(config) as pool:
         assert pool.cold_reason == ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
 import numpy as np
 import pytest
 
@@ -26,20 +29,35 @@ def scopes_read_back(left: Bench) -> list[ev.ScopesRecovered]:
     ]
 
 
-def row_read_back(left: Bench, row: act.GrantRow, *, quarantined: bool) -> ev.RowRecovered:
-    held = [s for s in range(row.first_slot, row.first_slot + row.slots) if s in left.pool.ready]
-    return ev.RowRecovered(
-        row.row,
-        row.extents,
-        row.namespace,
-        row.group,
-        np.array([s - row.first_slot for s in held], dtype=np.uint32),
+def rows_read_back(left: Bench, rows: list[act.GrantRow], *, quarantined: bool) -> ev.RowsRecovered:
+    """Rows of one class in one event."""
+    found, held = [], []
+    ordinals: list[int] = []
+    for row in rows:
+        slots = range(row.first_slot, row.first_slot + row.slots)
+        mine = [slot for slot in slots if slot in left.pool.ready]
+        found.append(ev.RecoveredRow(row.row, row.extents, len(mine), quarantined))
+        ordinals += [slot - row.first_slot for slot in mine]
+        held += mine
+    return ev.RowsRecovered(
+        rows[0].namespace,
+        rows[0].group,
+        tuple(found),
+        np.array(ordinals, dtype=np.uint32),
         np.array([left.pool.ready[s][0] for s in held], dtype=np.uint32),
         keys(*(left.pool.ready[s][1] for s in held)),
         np.array([left.pool.stamps[s] for s in held], dtype=np.uint64),
         np.ones(len(held), dtype=np.uint64),
-        quarantined,
     )
+
+
+def batches(rows: Iterable[act.GrantRow]) -> Iterator[list[act.GrantRow]]:
+    """Rows of one class, two at a time."""
+    of_class = sorted(rows, key=lambda row: (row.namespace, row.group, row.row))
+    for _, same in groupby(of_class, key=lambda row: (row.namespace, row.group)):
+        left = list(same)
+        for first in range(0, len(left), 2):
+            yield left[first : first + 2]
 
 
 def restarted(left: Bench, *, quarantined: bool = False) -> Bench:
@@ -51,11 +69,12 @@ def restarted(left: Bench, *, quarantined: bool = False) -> Bench:
     known = set(bench.machine.namespaces())
     bench.pool.stamps.update(left.pool.stamps)
     # A row of a namespace that was forgotten is only yet to be zeroed: the pool leaves it out.
-    for row in (r for r in left.pool.rows.values() if r.namespace in known):
-        event = row_read_back(left, row, quarantined=quarantined)
-        slots = range(row.first_slot, row.first_slot + row.slots)
+    for rows in batches(r for r in left.pool.rows.values() if r.namespace in known):
+        event = rows_read_back(left, rows, quarantined=quarantined)
         ready = left.pool.ready
-        bench.pool.ready.update({slot: ready[slot] for slot in slots if slot in ready})
+        for row in rows:
+            slots = range(row.first_slot, row.first_slot + row.slots)
+            bench.pool.ready.update({slot: ready[slot] for slot in slots if slot in ready})
         for action in bench.machine.handle(event, bench.now_ns):
             bench.pool.carry_out(action)
     for namespace in bench.machine.namespaces():
@@ -135,11 +154,10 @@ def test_second_record_of_one_key_is_freed() -> None:
     (row,) = left.pool.rows.values()
     bench = small()
     bench.machine.handle(scopes_read_back(left)[0], 0)
-    event = ev.RowRecovered(
-        row.row,
-        row.extents,
+    event = ev.RowsRecovered(
         row.namespace,
         row.group,
+        (ev.RecoveredRow(row.row, row.extents, 2),),
         np.array([0, 3], dtype=np.uint32),
         np.array([scope, scope], dtype=np.uint32),
         keys(1, 1),
@@ -155,11 +173,10 @@ def test_record_of_an_unknown_scope_is_freed() -> None:
     left.open()
     bench = small()
     bench.machine.handle(scopes_read_back(left)[0], 0)
-    event = ev.RowRecovered(
-        RowId(0),
-        (0,),
+    event = ev.RowsRecovered(
         NamespaceId(1),
         0,
+        (ev.RecoveredRow(RowId(0), (0,), 1),),
         np.array([2], dtype=np.uint32),
         np.array([ScopeId(77)], dtype=np.uint32),
         keys(1),
@@ -200,7 +217,7 @@ def test_reading_a_row_back_does_not_search_every_extent() -> None:
     CountedExtent.comparisons = 0
     rows = sorted(left.pool.rows.values(), key=lambda row: -row.row)
     for row in rows:
-        bench.machine.handle(row_read_back(left, row, quarantined=False), bench.now_ns)
+        bench.machine.handle(rows_read_back(left, [row], quarantined=False), bench.now_ns)
     assert len(rows) >= 64
     assert CountedExtent.comparisons <= len(rows) * 10  # log2 of the extents, and one to be sure
 
