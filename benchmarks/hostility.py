@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.rig import MIB
 from kvd_client.companion import CompanionRefused
-from kvd_proto.layout import MAX_MESSAGE_BYTES
+from kvd_proto.layout import MAX_KEYS_PER_MESSAGE, MAX_MESSAGE_BYTES
 from kvd_proto.v1 import common_pb2, engine_pb2, events_pb2, operator_pb2
 from tests.control.daemon_rig import (
     Caller,
@@ -64,10 +64,13 @@ def largest_steps() -> list[engine_pb2.Step]:
         for n in range(1024)
     ]
     return [
-        engine_pb2.Step(touches=[engine_pb2.Touch(context=context, runs=[run] * 16)] * 1024),
+        engine_pb2.Step(
+            touches=[engine_pb2.Touch(context=context, runs=[run] * (MAX_KEYS_PER_MESSAGE // 1024))]
+            * 1024
+        ),
         engine_pb2.Step(touches=[engine_pb2.Touch(context=values, runs=[run])] * 300),
         engine_pb2.Step(touches=requests),
-        engine_pb2.Step(stores=[store] * 4),
+        engine_pb2.Step(stores=[store] * (MAX_KEYS_PER_MESSAGE // 4096)),
         engine_pb2.Step(completed_loads=range(1, 16385), released_leases=range(1, 16385)),
         engine_pb2.Step(preempted_request_ids=names, finished_request_ids=names),
     ]
@@ -203,8 +206,9 @@ class Hostility:
                 each.close()
             held = [each for each in held if not each.is_over]
             self.done["gRPC connections held"] = max(len(held), self.done["gRPC connections held"])
-            while len(held) < CONNECTIONS and self._attacks.is_set():
-                held.append(RawHttp2(self.path))
+            with contextlib.suppress(OSError):  # closed before its first word
+                while len(held) < CONNECTIONS and self._attacks.is_set():
+                    held.append(RawHttp2(self.path))
             time.sleep(0.5)
         for each in held:
             each.close()

@@ -176,7 +176,7 @@ SETTINGS: tuple[Setting, ...] = (
         "sessions_per_user",
         32,
         whole_number(1, 1024),
-        "most sessions of one user at a time; each may take a message's memory (6 MiB)",
+        "most sessions of one user at a time; each may take a message's memory (4 MiB)",
     ),
     Setting(
         "lease_ttl_ms",

@@ -145,7 +145,7 @@ def group_number(group: int, spec: NamespaceSpec) -> int:
 async def queries(
     messages: Sequence[pb.Query], spec: NamespaceSpec, pace: Pace
 ) -> tuple[ev.Query, ...]:
-    """1..1024 queries with at most 16384 keys together."""
+    """1..1024 queries with at most 8192 keys together."""
     check_count(len(messages), MAX_QUERIES, "queries", least=1)
     budget = KeyBudget()
     checked = []

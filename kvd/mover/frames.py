@@ -28,7 +28,7 @@ from kvd.mover.layout import (
     Region,
 )
 
-# Largest frame: one transfer of 16384 blocks with 64 engine blocks each is 4.2 MiB.
+# Largest frame: one transfer of 8192 blocks with 64 engine blocks each is 2.1 MiB.
 MAX_FRAME_BYTES = 16 << 20
 
 

@@ -66,7 +66,7 @@ def test_what_half_messages_took_is_given_back_when_their_sessions_end(
             content = engine_pb2.SessionRequest(open=opening).SerializeToString()
             raw.send(stream, message(content))
             assert raw.send(stream, HALF) == len(HALF), "the daemon took no half a message"
-        wait_until(lambda: mib_above(running, idle) > 80, "half messages")
+        wait_until(lambda: mib_above(running, idle) > 50, "half messages")
     wait_until(lambda: mib_above(running, idle) < 24, "its memory")
 
 

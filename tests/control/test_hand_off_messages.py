@@ -13,6 +13,7 @@ from kvd.core.keys import SessionId, TenantId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
 from kvd.observability.metrics import Metrics
+from kvd_proto.layout import MAX_KEYS_PER_MESSAGE
 from kvd_proto.v1 import common_pb2, engine_pb2
 from tests.control.daemon_rig import (
     RawEngine,
@@ -73,7 +74,7 @@ def test_what_can_not_be_meant_is_refused(changes: dict[str, Any], reason: tuple
 
 def test_keys_of_hand_offs_count_with_the_rest_of_the_message() -> None:
     budget = KeyBudget()
-    many = common_pb2.KeyRun(hashes=hashes(*range(16384)))
+    many = common_pb2.KeyRun(hashes=hashes(*range(MAX_KEYS_PER_MESSAGE)))
     hand_off_events(SessionId(1), message(runs=[many]), SPEC, budget)
     with pytest.raises(InvalidArgument) as refused:
         hand_off_events(SessionId(1), message(1), SPEC, budget)

@@ -154,8 +154,8 @@ def test_the_largest_legal_steps_are_checked_in_small_pieces() -> None:
     transfer = common_pb2.TransferRun(hashes=HASH, engine_blocks=bytes(4))
     values = many_small_values(16 * 1024)
     steps = (
-        pb.Step(touches=[pb.Touch(context=context(), runs=[run] * 16)] * 1024),
-        pb.Step(stores=[pb.StoreJob(job_id=1, context=context(), runs=[transfer] * 16)] * 1024),
+        pb.Step(touches=[pb.Touch(context=context(), runs=[run] * 8)] * 1024),
+        pb.Step(stores=[pb.StoreJob(job_id=1, context=context(), runs=[transfer] * 8)] * 1024),
         pb.Step(touches=[pb.Touch(context=context(values), runs=[run])] * 100),
         pb.Step(finished_request_ids=["r"] * MAX_IDS, preempted_request_ids=["r"] * MAX_IDS),
     )

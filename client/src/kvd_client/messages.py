@@ -13,7 +13,7 @@ from kvd_proto import layout
 from kvd_proto.v1 import common_pb2
 
 MAX_IDS = 16384  # in each list of ids of a message
-MAX_CONTEXT_BYTES = 2 << 20  # of a message, which may have 8 MiB together with its keys
+MAX_CONTEXT_BYTES = 1 << 20  # of a message, which may have 4 MiB together with its keys
 FEW_PARTS = 32  # the contexts of so many can't take more, at 32 KiB and some for each
 
 
