@@ -149,7 +149,8 @@ class Index:
     def _place(self, slots: Slots, tags: U64) -> Slots:
         """Put slots in the emptier of their buckets, one in each; the places of those left."""
         first, second = self._buckets(tags)
-        empty_first, empty_second = self._entries[first] == 0, self._entries[second] == 0
+        empty_first = self._entries.take(first, axis=0) == 0
+        empty_second = self._entries.take(second, axis=0) == 0
         better = _counts(empty_second) > _counts(empty_first)
         bucket = np.where(better, second, first)
         empty = np.where(better[:, None], empty_second, empty_first)
@@ -157,7 +158,7 @@ class Index:
         numbers = np.arange(len(slots), dtype=np.int32)
         self._claims[bucket] = numbers
         way = empty.argmax(axis=1)
-        won = (self._claims[bucket] == numbers) & empty[numbers, way]
+        won = (self._claims.take(bucket) == numbers) & empty[numbers, way]
         at, way = bucket[won], way[won]
         self._tags[at, way] = tags[won]
         self._entries[at, way] = (slots[won] + 1).astype(np.uint32)

@@ -53,9 +53,8 @@ def end(state: State, session: Session, requests: Iterable[RequestId], now_ns: i
 
 
 def forget_all(session: Session) -> None:
-    """The session is over."""
-    for prefix in session.prefixes.values():
-        prefix.forget()
+    """The session is over, and no job is left that could add to what its requests have used."""
+    session.remembered.add(-session.remembered.blocks)
     session.prefixes.clear()
 
 

@@ -99,10 +99,13 @@ def _kept(
     tags = tags_of(words, seeds.take(scopes))
     state.slots.tags[slots[rows]] = tags
     known = state.index.find(tags, words, scopes) != NOWHERE
-    once = np.zeros(len(rows), dtype=np.bool_)
-    once[np.unique(tags, return_index=True)[1]] = True
     kept = np.zeros(len(slots), dtype=np.bool_)
-    kept[rows] = once & ~known
+    kept[rows] = ~known
+    ordered = np.sort(tags)
+    if (ordered[1:] == ordered[:-1]).any():
+        once = np.zeros(len(rows), dtype=np.bool_)
+        once[np.unique(tags, return_index=True)[1]] = True
+        kept[rows] &= once
     return kept
 
 

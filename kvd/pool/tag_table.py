@@ -62,8 +62,8 @@ class TagTable:
         """Whether each tag stands here."""
         first, second = bucket_pair(tags, self._mask)
         column = tags[:, None]
-        found: Flags = (self._rows[first] == column).any(axis=1)
-        found |= (self._rows[second] == column).any(axis=1)
+        found: Flags = (self._read(first) == column).any(axis=1)
+        found |= (self._read(second) == column).any(axis=1)
         return found
 
     def some(self, first: int, most_buckets: int, most_tags: int) -> tuple[U64, int]:
@@ -77,9 +77,13 @@ class TagTable:
         count = min(len(rows), int(np.searchsorted(before, most_tags)) + 1)
         return rows[:count][held[:count]], first + count
 
+    def _read(self, buckets: U64) -> U64:
+        """Their words; several times as fast as with an array as index."""
+        return self._rows.take(buckets.view(np.int64), axis=0)
+
     def _clear(self, tags: U64, buckets: U64) -> Flags:
         """Clear the first word of its bucket that holds each tag; True where none does."""
-        found = _as_words(self._rows[buckets] == tags[:, None])
+        found = _as_words(self._read(buckets) == tags[:, None])
         lowest = found & (~found + _ONE)
         place = ((lowest - _ONE) & _ONES) * _ONES >> _TOP_BYTE
         missing: Flags = found == 0
@@ -93,8 +97,8 @@ class TagTable:
         left: Buckets | None = None  # numbers of the tags of this round; None: all
         while len(tags):
             first, second = bucket_pair(tags, self._mask)
-            free_first = _as_words(self._rows[first] == 0) * _ONES
-            free_second = _as_words(self._rows[second] == 0) * _ONES
+            free_first = _as_words(self._read(first) == 0) * _ONES
+            free_second = _as_words(self._read(second) == 0) * _ONES
             take_first = free_first >> _TOP_BYTE >= free_second >> _TOP_BYTE
             buckets = np.where(take_first, first, second)
             running = np.where(take_first, free_first, free_second)
