@@ -25,7 +25,7 @@ def kvd(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
     return daemon
 
 
-@pytest.mark.parametrize(("blocks", "jobs"), [(10_000, 1), (MOST - 1, 1), (MOST, 1), (MOST + 1, 2)])
+@pytest.mark.parametrize(("blocks", "jobs"), [(10_000, 2), (MOST - 1, 1), (MOST, 1), (MOST + 1, 2)])
 def test_a_long_prompt_is_stored_and_loaded_whole(
     fork_server: None, kvd: NodeDaemon, blocks: int, jobs: int
 ) -> None:
