@@ -132,7 +132,7 @@ class IndexPage:
 
     def insert(self, tags: U64) -> int:
         """Make tags visible; returns how many of them were spilled."""
-        self._make_room(len(tags))
+        self.make_room(len(tags))
         went = self._table.insert(tags)
         missing = went == NOWHERE
         spilled = int(np.count_nonzero(missing))
@@ -160,9 +160,26 @@ class IndexPage:
         self.spilled -= placed
         return placed
 
-    def make_room(self, tags: int) -> None:
-        """Have a table for so many more tags at once, before they come in many calls."""
-        self._make_room(tags)
+    def make_room(self, more: int) -> None:
+        """Before so many more tags are inserted, in one call or in many: see that the table grows
+        in time. For many beside what there is, all of it now.
+        """
+        if self._phase in (_Phase.RESERVING, _Phase.COPYING) and not self._next_holds(more):
+            self._abandon()
+        if self._phase is _Phase.SETTLED:
+            if self._retry_in or self._wanted_level(more) <= self._level:
+                return
+            self._begin(self._wanted_level(more))
+        whole = self._table.buckets * WORDS <= WORDS_A_TAG_AT_ONCE * more
+        if self._phase is _Phase.RESERVING:
+            self._reserve(self.page_bytes if whole else RESERVED_BYTES_A_TAG * more)
+        if self._phase is _Phase.COPYING:
+            most = self._table.buckets if whole else COPIED_BUCKETS_A_TAG * more
+            self._copy(most, most * WORDS)
+        if self._phase is _Phase.CLEARING:
+            self._give_back(self.page_bytes if whole else GIVEN_BACK_BYTES_A_TAG * more)
+        if whole and self._phase is _Phase.SETTLED and self._wanted_level(more) > self._level:
+            self.make_room(more)
 
     def remove(self, tags: U64) -> None:
         """Take tags out, each as often as it is named. A tag that isn't there was spilled."""
@@ -245,25 +262,6 @@ class IndexPage:
         if resident < SHRINK_BELOW * words:
             return min(fitting, self._level)
         return max(self._level, min(fitting, self._top))
-
-    def _make_room(self, more: int) -> None:
-        """Before tags are inserted: see that the table grows in time."""
-        if self._phase in (_Phase.RESERVING, _Phase.COPYING) and not self._next_holds(more):
-            self._abandon()
-        if self._phase is _Phase.SETTLED:
-            if self._retry_in or self._wanted_level(more) <= self._level:
-                return
-            self._begin(self._wanted_level(more))
-        whole = self._table.buckets * WORDS <= WORDS_A_TAG_AT_ONCE * more
-        if self._phase is _Phase.RESERVING:
-            self._reserve(self.page_bytes if whole else RESERVED_BYTES_A_TAG * more)
-        if self._phase is _Phase.COPYING:
-            most = self._table.buckets if whole else COPIED_BUCKETS_A_TAG * more
-            self._copy(most, most * WORDS)
-        if self._phase is _Phase.CLEARING:
-            self._give_back(self.page_bytes if whole else GIVEN_BACK_BYTES_A_TAG * more)
-        if whole and self._phase is _Phase.SETTLED and self._wanted_level(more) > self._level:
-            self._make_room(more)
 
     def _begin(self, level: int) -> None:
         """Begin to change to a table of this level, unless it is the present one."""
