@@ -43,6 +43,8 @@ STEPPING_SESSIONS = 8
 HALF_CALLS = 256
 HALF_SAID = 80
 SMALL_AT_ONCE = 64
+FIRST_SECONDS = 3.0
+MOST_OF_A_REASON = 100  # characters
 ACCOUNTS = 512  # of a step, each with a store of its own: scopes, jobs, claims
 SESSION = "/kvd.v1.EngineService/Session"
 MISTAKES = (grpc.RpcError, OSError, CompanionRefused, AssertionError, queue.Empty, ValueError)
@@ -90,20 +92,29 @@ class Hostility:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard := _hard_limit(), hard))
 
     def begin(self) -> None:
-        """Take what can be taken, and go on with floods until `end`."""
+        """Take what can be taken, and go on with floods until `end`.
+
+        What shuts the others of its user out, connections above all, comes after them.
+        """
         self._attacks.set()
-        for name, work, many in (
+        self._start_all(
             ("engines with movers", self._take_engine, ENGINES),
-            ("sessions with half messages", self._half_session, HALF_SESSIONS),
             ("sessions with steps", self._step_on, STEPPING_SESSIONS),
-            ("half calls", self._half_calls, 4),
-            ("gRPC connections", self._take_connections, 1),
-            ("strangers", self._take_strangers, 1),
-            ("tools and watchers", self._take_watchers, 1),
             ("HTTP half said", self._half_said, 1),
             ("over the limit", self._send_too_much, 1),
             ("small calls", self._flood, 2),
-        ):
+        )
+        time.sleep(FIRST_SECONDS)
+        self._start_all(
+            ("sessions with half messages", self._half_session, HALF_SESSIONS),
+            ("half calls", self._half_calls, 4),
+            ("tools and watchers", self._take_watchers, 1),
+            ("gRPC connections", self._take_connections, 1),
+            ("strangers", self._take_strangers, 1),
+        )
+
+    def _start_all(self, *kinds: tuple[str, Callable[[int], None], int]) -> None:
+        for name, work, many in kinds:
             for number in range(many):
                 self._start(name, work, number)
 
@@ -122,7 +133,9 @@ class Hostility:
                 try:
                     work(number)
                 except MISTAKES as mistake:
-                    self.done[f"refused: {name}: {type(mistake).__name__}"] += 1
+                    why = (str(mistake).splitlines() or [""])[0]
+                    refused = f"refused: {name}: {type(mistake).__name__} {why}"
+                    self.done[refused[:MOST_OF_A_REASON]] += 1
                     time.sleep(0.2)
 
         thread = threading.Thread(target=run, daemon=True)

@@ -29,11 +29,11 @@ from kvd_proto.v1 import companion_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 65536
-MAX_ENGINE_CONNECTIONS = 1024  # of schedulers and workers
-MAX_ENGINE_CONNECTIONS_OF_A_USER = 512
-MAX_TOOL_CONNECTIONS = 256  # so that engines never keep operators out
-MAX_TOOL_CONNECTIONS_OF_A_USER = 128
-TOOL_CONNECTIONS_FOR_OPERATORS = 64
+MAX_ENGINE_CONNECTIONS = 256  # of schedulers and workers
+MAX_ENGINE_CONNECTIONS_OF_A_USER = 128
+MAX_TOOL_CONNECTIONS = 128  # so that engines never keep operators out
+MAX_TOOL_CONNECTIONS_OF_A_USER = 64
+TOOL_CONNECTIONS_FOR_OPERATORS = 32
 MAX_STRANGERS = 256  # that have not said hello
 MAX_STRANGERS_OF_A_USER = 128
 STRANGERS_FOR_OPERATORS = 64

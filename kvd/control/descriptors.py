@@ -21,7 +21,7 @@ COMFORTABLE = 1024
 BESIDE_EXTENTS = 64  # of a mover, which holds one for each extent that it maps
 # More than there may be companion connections, as every client has one; each takes some 20 KiB, and
 # all can come at once, before anybody has looked whose they are.
-MAX_GRPC_CONNECTIONS = 2048
+MAX_GRPC_CONNECTIONS = 512
 DESCRIPTORS_OF_A_PAGE = 2  # its own, and its mapping's
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,9 @@
 Before a call nobody but the kernel knows who is behind a connection, and gRPC doesn't ask. But
 the descriptors are this process's: it looks through its own sockets, asks the kernel whose each is,
 and shuts down the newest of who has more than his share. gRPC takes that for the client's end.
+
+Connections that come in a burst are all accepted before gRPC serves anybody again, so few may
+wait at once: who connects faster than they are accepted waits in `connect`, or is told to.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import socket
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +30,8 @@ log = logging.getLogger(__name__)
 
 # Who has as many engines and tools as a user may have companion connections has a gRPC connection
 # for each of those, and some for those that begin anew.
-MAX_CONNECTIONS_OF_A_USER = 768
+MAX_CONNECTIONS_OF_A_USER = 224
+MAX_UNACCEPTED = 32  # connections; gRPC asks for 4,096
 LOOK_SECONDS = 0.25
 LOG_SECONDS = 10.0  # who is shut out connects again at once
 
@@ -87,7 +91,14 @@ class Door:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Look from now on, until `close`."""
+        """Look from now on, until `close`; gRPC listens already."""
+        for fd in _sockets():
+            with contextlib.suppress(OSError), _socket(fd) as listener:
+                if self._is_mine(listener) and _listens(listener):
+                    listener.listen(MAX_UNACCEPTED)
+        self._look_later()
+
+    def _look_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._tick)
 
     def close(self) -> None:
@@ -99,7 +110,7 @@ class Door:
         held = descriptors.held()
         if held <= self.bound.each or held == self._held:
             self._held = held
-            self.begin()
+            self._look_later()
             return
         # On a thread: some thousands of descriptors take some ten milliseconds.
         task = asyncio.get_running_loop().run_in_executor(None, self.look)
@@ -110,7 +121,7 @@ class Door:
             log.error("can't look at who is connected", exc_info=task.exception())
         self._held = descriptors.held()
         if self._timer is not None:
-            self.begin()
+            self._look_later()
 
     def look(self) -> int:
         """Shut down what is too much; how many."""
@@ -137,13 +148,9 @@ class Door:
         self._looks += 1
         known, seen, found = self._users, self._seen, []
         users: dict[int, int | None] = {}
-        for name in Path("/proc/self/fd").iterdir():
-            fd = int(name.name)
+        for fd in _sockets():
             with contextlib.suppress(OSError):
-                status = os.fstat(fd)
-                if not stat.S_ISSOCK(status.st_mode):
-                    continue
-                inode = status.st_ino
+                inode = os.fstat(fd).st_ino
                 users[inode] = known[inode] if inode in known else self._user_behind(fd)
                 if (user := users[inode]) is not None:
                     found.append(Connection(fd, inode, user))
@@ -153,11 +160,24 @@ class Door:
 
     def _user_behind(self, fd: int) -> int | None:
         with _socket(fd) as connected:
-            if connected.family != socket.AF_UNIX or connected.getsockname() != self._path:
-                return None
-            if connected.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if not self._is_mine(connected) or _listens(connected):
                 return None
             return user_of(connected)
+
+    def _is_mine(self, some: socket.socket) -> bool:
+        return some.family == socket.AF_UNIX and some.getsockname() == self._path
+
+
+def _sockets() -> Iterator[int]:
+    """Descriptors of this process that are sockets; they may be others by the next moment."""
+    for name in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name.name)).st_mode):
+                yield int(name.name)
+
+
+def _listens(some: socket.socket) -> bool:
+    return bool(some.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _socket(fd: int) -> socket.socket:

@@ -24,8 +24,8 @@ class RawHttp2:
 
     def __init__(self, path: str, *, says_hello: bool = True) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)  # waits where the daemon's queue is full
         self._socket.settimeout(10.0)
-        self._socket.connect(path)
         self._poll = select.poll()  # select() knows no more than 1,024 descriptors
         self._poll.register(self._socket, select.POLLIN)
         self._received = bytearray()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from kvd.control import companion, descriptors
-from kvd.control.door import Connection, Door, bound_of_connections, too_many
+from kvd.control.door import MAX_UNACCEPTED, Connection, Door, bound_of_connections, too_many
 from kvd.control.shares import Bound
 from tests.control.daemon_of_few_connections import MOST
 from tests.control.daemon_rig import Caller, wait_until
 from tests.control.raw_http2 import RawHttp2
-from tests.control.running_daemon import RunningDaemon
+from tests.control.running_daemon import RunningDaemon, daemon
 
 GREEDY, OTHER = 12346, 12347
 TAKE_ALL = """
@@ -141,3 +143,29 @@ def test_user_who_takes_all_connections_leaves_some_for_another_and_for_operator
             other.end()
     finally:
         running.remove()
+
+
+def taken_in(path: str, most: int) -> int:
+    """How many connections the kernel takes for a listener before one would have to wait."""
+    with contextlib.ExitStack() as stack:
+        for count in range(most):
+            connecting = stack.enter_context(socket.socket(socket.AF_UNIX))
+            connecting.setblocking(False)
+            try:
+                connecting.connect(path)
+            except BlockingIOError:
+                return count
+    return most
+
+
+def test_few_connections_wait_at_a_daemon_that_does_not_accept() -> None:
+    with daemon() as running:
+        running.process.send_signal(signal.SIGSTOP)
+        try:
+            taken = taken_in(running.socket, 4 * MAX_UNACCEPTED)
+        finally:
+            running.process.send_signal(signal.SIGCONT)
+        assert MAX_UNACCEPTED <= taken <= MAX_UNACCEPTED + 2  # one more as Linux counts
+        caller = Caller(running.socket)
+        assert caller.status().state
+        caller.close()
