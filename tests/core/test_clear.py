@@ -116,6 +116,25 @@ def test_store_under_way_fails_whether_its_copy_ends_before_its_turn_or_after() 
     assert not bench.pool.ready
 
 
+def test_stores_of_others_are_passed_over_a_few_in_each_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backlog, "STORES_LOOKED_AT", AT_ONCE)
+    bench = small(extents=8)
+    bench.open()
+    bench.stored([0])
+    bench.open(2, spec("other"))
+    stores = [bench.store([number], 2) for number in range(MANY)]
+    begun(bench)
+    clear = bench.machine.state.backlog.clears[NamespaceId(1)]
+    for left in range(MANY - AT_ONCE, -1, -AT_ONCE):
+        bench.feed(ev.WorkContinued())
+        assert len(clear.stores) == left
+    assert done(bench.work_off()) == {900: 1}
+    ends = [end for store in stores for end in only(bench.finish(store), act.EndJob)]
+    assert [end.status for end in ends] == [ev.JobStatus.DONE] * MANY
+
+
 def test_job_that_waits_for_a_store_into_it_stores_nothing() -> None:
     bench = small()
     bench.open()
