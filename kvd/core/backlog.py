@@ -2,8 +2,8 @@
 
 A session that dies may hold 16,384 leases and a thousand copies. What its end promises holds at
 once: an ended lease is its session's no more, and of a mover that ends nothing more becomes
-readable or is loaded. What is left to be done stands here, and each `WorkContinued` and each tick
-does a piece of it (`chores`). Until that is done a session is not forgotten.
+readable or is loaded. What is left to be done stands here, and each `WorkContinued` does a piece of
+it (`chores`). Until that is done a session is not forgotten.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ SCOPES_AT_ONCE = 128
 EMPTIED_AT_ONCE = 512  # blocks of a row that others wait for
 EMPTIED_IN_PASSING = 64  # of those, by an event that has its own work to do
 DROPPED_AT_ONCE = 512  # blocks that nobody can use any more, or what takes as long
-DROPPED_IN_PASSING = 64  # of those, by an event that has its own work to do
 EVICTED_AT_ONCE = 512  # blocks of a tenant beyond its quota
 EVICTED_IN_A_BATCH = 64  # of those, where each may be of another account, and is announced so
 NEWS_AT_ONCE = 12  # orders, but for those of the last batch

@@ -61,9 +61,9 @@ def _sweep(state: State, _now_ns: int, actions: list[Action]) -> None:
     disuse.sweep_some(state, backlog.DROPPED_AT_ONCE, actions)
 
 
-def _unclaim(state: State, now_ns: int, actions: list[Action]) -> None:
+def _unclaim(state: State, now_ns: int, _actions: list[Action]) -> None:
     for each in lease.unclaim_ended(state):
-        session.forget_session(state, each, now_ns, actions)
+        session.forget_session(state, each, now_ns)
 
 
 def _call_off(state: State, now_ns: int, actions: list[Action]) -> None:
@@ -76,4 +76,4 @@ def _call_off(state: State, now_ns: int, actions: list[Action]) -> None:
         parts += len(item.transfer.piece.parts)
         owner = state.sessions[item.transfer.piece.job.session]
         transfer.call_off(state, item, now_ns, actions)
-        session.forget_session(state, owner, now_ns, actions)
+        session.forget_session(state, owner, now_ns)

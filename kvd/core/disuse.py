@@ -19,7 +19,7 @@ from itertools import islice
 
 import numpy as np
 
-from kvd.core import backlog, hand_off, residency, spaces
+from kvd.core import hand_off, residency, spaces
 from kvd.core.actions import Action, ForgetNamespace, ForgetScopes, OpenScope
 from kvd.core.backlog import SCOPES_AT_ONCE, first_of
 from kvd.core.block import SlotState
@@ -95,7 +95,7 @@ def _write_shared(state: State, session: Session, actions: list[Action]) -> None
     )
 
 
-def leave(state: State, session: Session, now_ns: int, actions: list[Action]) -> None:
+def leave(state: State, session: Session, now_ns: int) -> None:
     """The session is forgotten: nothing of it runs any more."""
     until_ns = now_ns if session.gone else now_ns + state.config.private_grace_ns
     leave_epoch(state, session, session.epoch, until_ns)
@@ -103,7 +103,7 @@ def leave(state: State, session: Session, now_ns: int, actions: list[Action]) ->
         private = state.namespaces[session.namespace].spec.unshared
         departure = Departure(until_ns if private else NEVER, session.session)
         state.disuse.namespaces[session.namespace] = departure
-    go_on(state, now_ns, actions)
+    look(state, now_ns)
 
 
 def leave_epoch(state: State, session: Session, epoch: str, until_ns: int) -> None:
@@ -116,13 +116,13 @@ def leave_epoch(state: State, session: Session, epoch: str, until_ns: int) -> No
         state.disuse.epochs[name] = Departure(until_ns, session.session)
 
 
-def engine_gone(state: State, session: SessionId, now_ns: int, actions: list[Action]) -> None:
+def engine_gone(state: State, session: SessionId, now_ns: int) -> None:
     """The engine of a session that is forgotten has ended: it won't come back for its own."""
     disuse = state.disuse
     for departure in (*disuse.namespaces.values(), *disuse.epochs.values()):
         if departure.session == session and departure.until_ns != NEVER:
             departure.until_ns = now_ns
-    go_on(state, now_ns, actions)
+    look(state, now_ns)
 
 
 def read_back(state: State, namespace: Namespace, epoch: str, *, own: bool) -> None:
@@ -153,17 +153,15 @@ def begin(state: State, now_ns: int) -> None:
 # -- namespaces -----------------------------------------------------------------------------------
 
 
-def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
-    """Do some of what is due; the rest goes on in `chores`."""
+def look(state: State, now_ns: int) -> None:
+    """What is due by now begins to go, or goes on; `chores` does it."""
     disuse = state.disuse
     due = [n for n, departure in disuse.namespaces.items() if departure.until_ns <= now_ns]
     disuse.ending.update(dict.fromkeys(due))
     if not disuse.turn:
         disuse.turn.extend(disuse.ending)
-        take_back_some(state, min(backlog.DROPPED_IN_PASSING, backlog.DROPPED_AT_ONCE), actions)
     if disuse.sweep is None and any(d.until_ns <= now_ns for d in disuse.epochs.values()):
         _begin_sweep(state, now_ns)
-        sweep_some(state, min(backlog.DROPPED_IN_PASSING, backlog.DROPPED_AT_ONCE), actions)
 
 
 def take_back_some(state: State, most: int, actions: list[Action]) -> None:

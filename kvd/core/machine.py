@@ -63,7 +63,7 @@ class Machine:
         actions = self._apply(event, now_ns)
         if state.released:
             for each in follow.go_on(state, now_ns, actions):
-                session.forget_session(state, each, now_ns, actions)
+                session.forget_session(state, each, now_ns)
         if state.claims or state.emptying:
             reclaim.serve(state, actions)
         return actions
@@ -233,7 +233,7 @@ class Machine:
         transfer.transfer_finished(self.state, event, now_ns, actions)
         if running is not None:
             owner = self.state.sessions[running.piece.job.session]
-            session.forget_session(self.state, owner, now_ns, actions)
+            session.forget_session(self.state, owner, now_ns)
         return actions
 
     def _apply_upkeep(
@@ -267,7 +267,7 @@ class Machine:
                 return reclaim.row_refused(state, event)
             case ev.RowZeroed():
                 reclaim.row_zeroed(state, event.row, actions)
-                disuse.go_on(state, now_ns, actions)
+                disuse.look(state, now_ns)
             case ev.NamespaceCleared():
                 return clear.namespace_cleared(state, event)
             case ev.QuotaSet():

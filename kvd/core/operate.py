@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import chores, disuse, hand_off, lease, recency, room, session, transfer
+from kvd.core import disuse, hand_off, lease, recency, room, session, transfer
 from kvd.core.actions import Action
 from kvd.core.backlog import Shrink
 from kvd.core.errors import EXPIRED, InvalidArgument
@@ -31,18 +31,17 @@ def quota_set(state: State, event: QuotaSet) -> list[Action]:
 
 
 def timer_ticked(state: State, now_ns: int) -> list[Action]:
-    """Expire leases, revoke and kill what is late, and do what had to wait."""
+    """Expire leases, revoke and kill what is late, and find what is due."""
     actions: list[Action] = []
     lease.expire_leases(state, now_ns)
     hand_off.expire(state, now_ns)
     _enforce_deadlines(state, now_ns, actions)
     state.grant_pause.tick()
     disuse.prepare_room(state)
-    disuse.go_on(state, now_ns, actions)
+    disuse.look(state, now_ns)
     for tenant in state.tenants.values():
         if tenant.shrinking and (tenant.evictable or tenant.excess(0) <= 0):
             state.backlog.shrinks.setdefault(tenant.tenant, Shrink())
-    chores.go_on(state, now_ns, actions)
     grant_spare(state, _next_in_use(state), actions)
     recency.write_down(state, actions)
     return actions

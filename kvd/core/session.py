@@ -83,7 +83,7 @@ def session_closed(state: State, event: SessionClosed, now_ns: int) -> list[Acti
     actions: list[Action] = []
     if session is None:
         if event.gone:
-            disuse.engine_gone(state, event.session, now_ns, actions)
+            disuse.engine_gone(state, event.session, now_ns)
         return actions
     session.gone = session.gone or event.gone
     if session.closed:
@@ -99,18 +99,18 @@ def session_closed(state: State, event: SessionClosed, now_ns: int) -> list[Acti
             transfer.fail_job(job, SESSION_CLOSED)
             job.open = False
             transfer.end_job_when_done(state, job, actions)
-    forget_session(state, session, now_ns, actions)
+    forget_session(state, session, now_ns)
     return actions
 
 
-def forget_session(state: State, session: Session, now_ns: int, actions: list[Action]) -> None:
+def forget_session(state: State, session: Session, now_ns: int) -> None:
     """Drop a closed session once no job, no mover and no ended lease of it is left."""
     known = state.sessions.get(session.session) is session
     if known and session.closed and not (session.jobs or session.movers or session.ended_leases):
         del state.sessions[session.session]
         claims.session_went(state, session)
         prefix.forget_all(session)
-        disuse.leave(state, session, now_ns, actions)
+        disuse.leave(state, session, now_ns)
 
 
 def rank_attached(state: State, event: RankAttached) -> list[Action]:
@@ -215,7 +215,7 @@ def mover_gone(state: State, event: MoverGone, now_ns: int) -> list[Action]:
     transfer.mover_gone(state, mover, now_ns, actions)
     for row in list(state.retiring):
         row_unmapped(state, row, event.mover, actions)
-    forget_session(state, session, now_ns, actions)
+    forget_session(state, session, now_ns)
     return actions
 
 
@@ -234,5 +234,5 @@ def epoch_changed(state: State, event: EpochChanged, now_ns: int) -> list[Action
     actions.append(Reply(event.token, spaces.open_epoch(state, session, actions)))
     if left != session.epoch:
         disuse.leave_epoch(state, session, left, now_ns)
-        disuse.go_on(state, now_ns, actions)
+        disuse.look(state, now_ns)
     return actions

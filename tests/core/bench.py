@@ -376,8 +376,9 @@ class Bench:
         made: list[act.Action] = []
         zeros = only(actions, act.ZeroRow)
         while zeros:
-            made += self.feed(ev.RowZeroed(RowId(zeros.pop().row)))
-            zeros += only(made[-1:], act.ZeroRow)
+            zeroed = self.feed(ev.RowZeroed(RowId(zeros.pop().row))) + self.work_off()
+            zeros += only(zeroed, act.ZeroRow)
+            made += zeroed
         return made
 
     def release(self, *leases: int, session: int = 1) -> None:
@@ -385,7 +386,7 @@ class Bench:
 
     def tick(self, after_ns: int = 250 * MS) -> list[act.Action]:
         self.now_ns += after_ns
-        return self.feed(ev.TimerTicked())
+        return self.feed(ev.TimerTicked()) + self.work_off()
 
     def quota(self, quota_bytes: int, tenant: str = "tenant") -> int:
         """Blocks that went; the tenant keeps it, or only pinned blocks are beyond it."""

@@ -400,6 +400,10 @@ class MachineRules(RuleBasedStateMachine):
     def long_work_goes_on(self) -> None:
         self.feed(ev.WorkContinued())
 
+    def work_off(self) -> None:
+        while self.bench.machine.has_work():
+            self.feed(ev.WorkContinued())
+
     def next_incarnation_serves_the_same(self) -> None:
         """Killed now, the daemon would serve exactly what was announced."""
         next_one = restarted(self.bench)
@@ -416,8 +420,7 @@ class MachineRules(RuleBasedStateMachine):
                 n: t for n, t in self.bench.transfers.items() if t.mover != mover
             }
             self.feed(ev.MoverGone(MoverId(mover), "test"))
-        while self.bench.machine.has_work():
-            self.feed(ev.WorkContinued())
+        self.work_off()
         state = self.bench.machine.state
         assert not self.jobs, "a job never ended"
         assert len(state.sessions) + len(state.transfers) == 0
@@ -425,7 +428,9 @@ class MachineRules(RuleBasedStateMachine):
         assert not any(c.reserved or c.quarantined for c in state.classes.values())
         for _ in range(4):
             self.tick(3000)
+            self.work_off()
             self.movers_and_pool_catch_up()
+            self.work_off()
         assert {n.spec for n in state.namespaces.values()} == {SPECS[1]}, "private ones stay"
         met = {epoch for _, epoch in self.entered if {(1, epoch), (2, epoch)} <= self.entered}
         assert {scope.epoch for scope in state.scopes.values()} <= {"", *met}, "own epochs stay"
