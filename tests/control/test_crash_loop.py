@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,8 @@ async def test_engines_that_crash_in_a_loop_leave_no_descriptor_page_or_line(
             ev.SessionOpened(driver.next_token(), session, mine, "", 1), {}, NoSession()
         )
         driver.close_session(session, gone=True)
+        while driver.machine.has_work():
+            await asyncio.sleep(0)
         if number % 100 == 0:
             driver.call(ev.TimerTicked())
             most = max(most, len(leaks.descriptors()) - before)
