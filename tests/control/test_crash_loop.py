@@ -31,6 +31,11 @@ class NoSession:
         pass
 
 
+async def work_off(driver: Driver) -> None:
+    while driver.machine.has_work():  # noqa: ASYNC110 - in the turns of other tasks
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("unshared", [True, False], ids=["unshared", "shared"])
 async def test_engines_that_crash_in_a_loop_leave_no_descriptor_page_or_line(
     shared_directory: Path, monkeypatch: pytest.MonkeyPatch, unshared: bool
@@ -50,8 +55,7 @@ async def test_engines_that_crash_in_a_loop_leave_no_descriptor_page_or_line(
             ev.SessionOpened(driver.next_token(), session, mine, "", 1), {}, NoSession()
         )
         driver.close_session(session, gone=True)
-        while driver.machine.has_work():
-            await asyncio.sleep(0)
+        await work_off(driver)
         if number % 100 == 0:
             driver.call(ev.TimerTicked())
             most = max(most, len(leaks.descriptors()) - before)
