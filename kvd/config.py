@@ -175,7 +175,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "sessions_per_user",
         32,
-        whole_number(1, 1024),
+        whole_number(1, 128),
         "most sessions of one user at a time; each may take a message's memory (4 MiB)",
     ),
     Setting(

@@ -2,51 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvd.control import status as control_status
-from kvd.control.status import MAX_PAGE
 from kvd.status import ask
 from kvd_proto.v1 import operator_pb2
-from tests.control.daemon_rig import Caller, RawScheduler, daemon, group, identity, namespace
+from tests.control.daemon_of_small_bounds import VARIABLE
+from tests.control.daemon_rig import (
+    Caller,
+    RawScheduler,
+    RunningDaemon,
+    daemon,
+    group,
+    identity,
+    namespace,
+)
 
+MAX_PAGE = 64  # sessions, and namespaces; the real one has more than a user may have sessions
+SESSIONS = 100
 NAMESPACES = MAX_PAGE * 2 + 20
 
 
-def test_status_of_many_namespaces_and_sessions_comes_in_pages_that_make_the_whole() -> None:
-    with daemon("--sessions-per-user", "1024") as running:
-        held: list[RawScheduler] = []
-        for number in range(NAMESPACES):
-            name = f"e{number % 300}"  # the later ones take the earlier ones' places
-            if number >= 300:
-                held[number - 300].close()
-            scheduler = RawScheduler(
-                running.socket, identity=identity(name), namespace=namespace(model=f"m{number}")
-            )
-            assert scheduler.opened.session_id
-            held.append(scheduler)
-        caller = Caller(running.socket)
-        first = caller.status()
-        assert (len(first.sessions), len(first.namespaces)) == (MAX_PAGE, MAX_PAGE)
-        assert first.more_sessions
-        assert first.more_namespaces
-        whole = ask(running.socket, 20.0)
-        numbers = [n.namespace_id for n in whole.namespaces]
-        assert len(set(numbers)) == len(numbers) == NAMESPACES
-        assert {s.engine_id for s in whole.sessions} == {f"e{n}" for n in range(300)}
-        listed: list[int] = []
-        more = True
-        while more:
-            after = listed[-1] if listed else 0
-            request = operator_pb2.ListNamespacesRequest(after_namespace_id=after)
-            answer = caller.call(caller.operator.ListNamespaces, request)
-            listed += [n.namespace_id for n in answer.namespaces]
-            more = answer.more
-        assert listed == numbers
-        for each in (*held[-300:], caller):
-            each.close()
+@pytest.fixture
+def running() -> Iterator[RunningDaemon]:
+    bound = {VARIABLE: f"kvd.control.status:MAX_PAGE={MAX_PAGE}"}
+    running = RunningDaemon("--sessions-per-user", "128", environment=bound)
+    running.module = "tests.control.daemon_of_small_bounds"
+    try:
+        running.start()
+        yield running
+    finally:
+        running.remove()
+
+
+def test_status_of_many_namespaces_and_sessions_comes_in_pages_that_make_the_whole(
+    running: RunningDaemon,
+) -> None:
+    held: list[RawScheduler] = []
+    for number in range(NAMESPACES):
+        name = f"e{number % SESSIONS}"  # the later ones take the earlier ones' places
+        if number >= SESSIONS:
+            held[number - SESSIONS].close()
+        scheduler = RawScheduler(
+            running.socket, identity=identity(name), namespace=namespace(model=f"m{number}")
+        )
+        assert scheduler.opened.session_id
+        held.append(scheduler)
+    caller = Caller(running.socket)
+    first = caller.status()
+    assert (len(first.sessions), len(first.namespaces)) == (MAX_PAGE, MAX_PAGE)
+    assert first.more_sessions
+    assert first.more_namespaces
+    whole = ask(running.socket, 20.0)
+    numbers = [n.namespace_id for n in whole.namespaces]
+    assert len(set(numbers)) == len(numbers) == NAMESPACES
+    assert {s.engine_id for s in whole.sessions} == {f"e{n}" for n in range(SESSIONS)}
+    listed: list[int] = []
+    more = True
+    while more:
+        after = listed[-1] if listed else 0
+        request = operator_pb2.ListNamespacesRequest(after_namespace_id=after)
+        answer = caller.call(caller.operator.ListNamespaces, request)
+        listed += [n.namespace_id for n in answer.namespaces]
+        more = answer.more
+    assert listed == numbers
+    for each in (*held[-SESSIONS:], caller):
+        each.close()
 
 
 async def test_page_ends_where_it_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
