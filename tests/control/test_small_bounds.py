@@ -161,7 +161,8 @@ def test_a_call_without_end_does_not_keep_the_daemon_from_stopping() -> None:
     try:
         running.start()
         with grpc.insecure_channel(f"unix:{running.socket}") as channel:
-            endless: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+            watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+            endless = watch(b"")
             assert next(endless) == b"\x08\x01"  # SERVING, and no last answer comes
             began = time.monotonic()
             assert running.stop(signal.SIGTERM) == 0
