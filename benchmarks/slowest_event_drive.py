@@ -11,6 +11,7 @@ from kvd.core import events, keys
 from kvd.event_log import resident_changes
 from kvd.pieces import PIECE_IDS, PIECE_KEYS
 from kvd.pool import PoolError
+from kvd.row_teller import ROWS_TOLD_AT_ONCE
 from kvd_proto.layout import MAX_GROUPS, MAX_JOBS_IN_FLIGHT, MAX_KEYS_PER_MESSAGE
 
 MAIN = "main"  # the namespace of most blocks, and its tenant
@@ -291,7 +292,9 @@ def drive_reads(rig: Rig, main: keys.SessionId) -> None:
     """What the daemon asks its machine between events, at once or in pieces."""
     rig.timed("statistics", rig.machine.statistics)
     namespace = rig.driver.sessions[main].namespace
-    rig.timed("rows that a new mover maps", lambda: rig.machine.granted_rows(namespace))
+    rows = rig.machine.granted_rows(namespace, ROWS_TOLD_AT_ONCE)
+    while rig.timed("a piece of the rows that a new mover maps", lambda: next(rows, None)):
+        pass
     pieces = resident_changes(rig.machine, lambda _tenant, number: number == namespace)
     for _ in range(16):
         rig.timed("a piece of an event snapshot", lambda: next(pieces, None))

@@ -83,6 +83,10 @@ class SilentFleet:
     def start_transfer(self, order: actions.StartTransfer) -> None:
         self.started[order.transfer] = order
 
+    def knows_rows(self, _mover: keys.MoverId) -> bool:
+        """They are told of none."""
+        return True
+
     def carry_out(self, order: object) -> None:
         """A frame that goes nowhere."""
 

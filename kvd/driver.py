@@ -20,7 +20,7 @@ from kvd.clock import AwakeClock, Clock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
-from kvd.core.errors import NO_ROOM, KvdError, LimitExceeded
+from kvd.core.errors import NO_ROOM, RANKS_MISSING, KvdError, LimitExceeded
 from kvd.core.events import Event, JobKind, JobStatus, Query
 from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId, TenantId
@@ -35,6 +35,7 @@ from kvd.mover.process import MoverProcess
 from kvd.pieces import answer_in_pieces, run_pieces
 from kvd.pool.config import PoolError
 from kvd.pool.pool import Pool
+from kvd.row_teller import RowTeller
 from kvd.turns import TURNS_BETWEEN_PIECES, Turns
 
 log = logging.getLogger(__name__)
@@ -94,6 +95,7 @@ class Driver:
         self._follow_ups: deque[Event] = deque()
         self._refused_rows: set[RowId] = set()  # the core has yet to take these back
         self._handling = False
+        self._teller = RowTeller(machine, self.fleet, self.turns, self._refused_rows)
         self._mending = PageMending(machine, pool)
         self._rooms_scheduled = False
         self._rooms_stale = False  # something has happened since the turns were dealt
@@ -219,12 +221,17 @@ class Driver:
 
     def _start_transfer(self, order: act.StartTransfer) -> None:
         if self._refused_rows and not all(self.pool.has(part.slots) for part in order.parts):
-            revoked = ev.TransferOutcome.REVOKED
-            self._follow_ups.append(
-                ev.TransferFinished(order.mover, order.transfer, revoked, 0, 0, reason=NO_ROOM)
-            )
-            return
-        self.fleet.start_transfer(order)
+            self._revoke(order, NO_ROOM)
+        elif not self._teller.tell_rows_of(order):
+            self._revoke(order, RANKS_MISSING)
+        else:
+            self.fleet.start_transfer(order)
+
+    def _revoke(self, order: act.StartTransfer, reason: str) -> None:
+        revoked = ev.TransferOutcome.REVOKED
+        self._follow_ups.append(
+            ev.TransferFinished(order.mover, order.transfer, revoked, 0, 0, reason=reason)
+        )
 
     def _tell_refused_rows(self) -> None:
         """The core gives back what was not granted, once nothing uses its slots."""
@@ -470,11 +477,12 @@ class Driver:
     def attach_rank(
         self, session: SessionId, placement: RankPlacement, process: MoverProcess
     ) -> None:
-        """Make the mover serve a session's rank: map the namespace's rows, then tell the core."""
-        namespace = self.sessions[session].namespace
-        for row in self.machine.granted_rows(namespace):
-            process.map_row(row.row, row.extents[placement.shard])
-        self.fleet.attach(process, placement, session, namespace)
+        """Make the mover serve a session's rank; it maps the namespace's rows a few at a time.
+
+        Transfers may follow at once.
+        """
+        record = self.sessions[session]
+        mover = self.fleet.attach(process, placement, session, record.namespace)
         gpu = process.facts.gpu
         attached = ev.RankAttached(
             session,
@@ -490,6 +498,7 @@ class Driver:
         except KvdError:
             self.fleet.detach(process.mover)
             raise
+        self._spawn(self._teller.tell_all(mover, record.user))
 
     async def end_rank(self, mover: MoverId, reason: str) -> None:
         """End the rank's mover; returns when no copy can touch the rank's memory."""

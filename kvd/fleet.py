@@ -21,6 +21,7 @@ from kvd.core.events import Event, JobKind, TransferOutcome
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, Slots, TransferId
 from kvd.mover.process import Finished, LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.pool.pool import Pool
+from kvd.told_rows import ToldRows
 from kvd.turns import TURNS_BETWEEN_PIECES
 
 log = logging.getLogger(__name__)
@@ -80,6 +81,19 @@ class AttachedMover:
     submitted: dict[TransferId, Submitted] = field(default_factory=dict)  # and not ended
     bytes_by_kind: Counter[JobKind] = field(default_factory=Counter)
     busy_ns_by_kind: Counter[JobKind] = field(default_factory=Counter)
+    rows: ToldRows = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rows = ToldRows(self.process, self.placement.shard)
+
+    async def warm(self, within_s: float) -> bool:
+        """Wait until it knows all rows and has made them fast; False: not yet."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self.rows.wait()
+                return await self.process.warm(within_s)
+        except TimeoutError:
+            return False
 
 
 class MoverFleet:
@@ -144,9 +158,14 @@ class MoverFleet:
         placement: RankPlacement,
         session: SessionId,
         namespace: NamespaceId,
-    ) -> None:
-        """From now on the mover serves this rank of this session."""
-        self.attached[process.mover] = AttachedMover(process, placement, session, namespace)
+    ) -> AttachedMover:
+        """From now on the mover serves this rank of this session.
+
+        It is told of rows that are granted from now on; of those there are, by who calls.
+        """
+        attached = AttachedMover(process, placement, session, namespace)
+        self.attached[process.mover] = attached
+        return attached
 
     def detach(self, mover: MoverId) -> None:
         """The core would not have it: the mover serves no rank."""
@@ -171,8 +190,8 @@ class MoverFleet:
 
     async def warm(self, session: SessionId, within_s: float) -> bool:
         """Wait until the session's movers have made their mapped rows fast; False: not yet."""
-        processes = [self.attached[mover].process for mover in self.of_session(session)]
-        return all(await asyncio.gather(*(process.warm(within_s) for process in processes)))
+        movers = [self.attached[mover] for mover in self.of_session(session)]
+        return all(await asyncio.gather(*(mover.warm(within_s) for mover in movers)))
 
     async def kill(self, mover: MoverId) -> None:
         """End the mover; returns when its process is gone."""
@@ -188,7 +207,12 @@ class MoverFleet:
         """Tell every mover of the row's namespace to map its shard of it."""
         for attached in self.attached.values():
             if attached.namespace == order.namespace:
-                attached.process.map_row(order.row, order.extents[attached.placement.shard])
+                attached.rows.tell((order,))
+
+    def knows_rows(self, mover: MoverId) -> bool:
+        """Whether the mover was told of all of its namespace's rows."""
+        attached = self.attached.get(mover)
+        return attached is None or attached.rows.complete
 
     def start_transfer(self, order: act.StartTransfer) -> None:
         """Give the mover its half of a job; a full queue comes back as a revoked transfer."""
@@ -226,6 +250,8 @@ class MoverFleet:
                 )
             case act.UnmapRow():
                 process.unmap_row(order.row)
+                if order.mover in self.attached:
+                    self.attached[order.mover].rows.taken_back(order.row)
 
     # -- what movers report (MoverSink) -------------------------------------------------------
 

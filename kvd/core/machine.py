@@ -33,7 +33,7 @@ from kvd.core import (
 from kvd.core import events as ev
 from kvd.core.actions import Action, GrantRow
 from kvd.core.block import SlotState
-from kvd.core.keys import U64, KeyBatch, NamespaceId, ScopeId, Slots, TenantId
+from kvd.core.keys import U64, KeyBatch, NamespaceId, RowId, ScopeId, Slots, TenantId
 from kvd.core.policy import POLICY_NAMES, make_policy
 from kvd.core.rows import Row, SizeClass
 from kvd.core.spec import NamespaceSpec
@@ -99,11 +99,27 @@ class Machine:
         """Whether long work waits for its next piece."""
         return chores.waiting(self.state)
 
-    def granted_rows(self, namespace: NamespaceId) -> list[GrantRow]:
-        """The rows that a mover of this namespace maps."""
-        state = self.state
-        classes = state.require_namespace(namespace).classes
-        return [row.grant() for owner in classes for row in owner.rows.values()]
+    def granted_rows(self, namespace: NamespaceId, count: int) -> Iterator[list[GrantRow]]:
+        """The rows that a mover of this namespace maps, so many at a time.
+
+        Each piece is as things are when it is taken: no row is in it that was taken back before,
+        and every one that was there from the first piece to the last is in one of them.
+        """
+        known = self.state.namespaces.get(namespace)
+        for owner in known.classes if known is not None else ():
+            rows = list(owner.rows.values())
+            for start in range(0, len(rows), count):
+                some = rows[start : start + count]
+                yield [row.grant() for row in some if owner.rows.get(row.row) is row]
+
+    def rows_of(self, slots: Slots) -> list[RowId]:
+        """The granted rows in which these slots lie."""
+        numbers = np.unique(slots // self.state.slots_per_extent)
+        return [RowId(number) for number in numbers.tolist()]
+
+    def granted_row(self, row: RowId) -> GrantRow:
+        """One that is granted now."""
+        return self.state.rows[row].grant()
 
     def resident(self, namespace: NamespaceId) -> Iterator[list[ResidentBlocks]]:
         """Every readable block, in pieces of RESIDENT_SLOTS slots.

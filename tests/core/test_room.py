@@ -171,7 +171,7 @@ def test_row_takes_one_extent_for_each_shard() -> None:
     assert row.extents == (0, 1)
     assert row.row == row.extents[0]
     assert (row.first_slot, row.slots) == (0, 16)
-    assert bench.machine.granted_rows(row.namespace) == [row]
+    assert list(bench.machine.granted_rows(row.namespace, 2)) == [[row]]
 
 
 def test_rows_are_granted_ahead_of_need_but_not_beyond_an_eighth_of_the_pool() -> None:

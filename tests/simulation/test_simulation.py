@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvd import row_teller
 from kvd.core import events as ev
 from kvd.core import invariants
 from kvd.core.actions import Action
@@ -328,8 +329,9 @@ def pool_directory(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("seed", seeds())
 def test_simulated_day_serves_no_wrong_byte_and_leaks_nothing(
-    pool_directory: Path, seed: int
+    pool_directory: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(row_teller, "ROWS_TOLD_AT_ONCE", 2)  # so that much comes between
     loop = VirtualTimeLoop()
     try:
         loop.run_until_complete(simulate(pool_directory, seed, loop))
