@@ -83,7 +83,11 @@ class PoolLock:
                 " give this one a directory of its own"
             ) from None
         # Over what is there: a page that is let go on a full file system is not had again.
-        os.pwrite(self._fd, f"{os.getpid()}\n".ljust(_OWNER_BYTES).encode(), 0)
+        try:
+            os.pwrite(self._fd, f"{os.getpid()}\n".ljust(_OWNER_BYTES).encode(), 0)
+        except OSError:
+            self.release()
+            raise
 
     def release(self) -> None:
         os.close(self._fd)

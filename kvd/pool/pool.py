@@ -118,8 +118,9 @@ class Pool:
             _own(Wanted("extents_directory", config.extents_directory))
         config = _sized(config)
         huge_page = space.require_memory_files(config)
-        pool = cls(config, huge_page)
+        pool: Self | None = None
         try:
+            pool = cls(config, huge_page)
             space.require_space(config, space.measure(config))
             # The place in the pool's own directory too: another pool may be told to lie there.
             config.extents_place.mkdir(mode=0o700, exist_ok=True)
@@ -130,7 +131,8 @@ class Pool:
             pool._fill_reserve()
             pool._look_around()
         except BaseException as error:
-            pool.close()
+            if pool is not None:
+                pool.close()
             if isinstance(error, OSError) and error.errno in FULL:
                 raise PoolError(
                     f"the file system of {config.directory} is full: enlarge it or keep others'"

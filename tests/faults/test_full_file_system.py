@@ -85,3 +85,20 @@ def test_what_came_while_the_registry_was_full_outlives_the_daemon_once_there_is
     for each in many:
         each.wait_usable(after=1)
         assert each.load("x", 8) == 8
+
+
+def test_daemon_that_finds_not_a_byte_says_so_and_starts_once_there_are_some(mount: Path) -> None:
+    scene = Scene()
+    scene.daemon.pool = mount / "pool"
+    scene.daemon.pool.mkdir(mode=0o700)
+    scene.daemon.pool_bytes, scene.daemon.extent_bytes = POOL_BYTES, MIB
+    taken = fill(mount)
+    try:
+        with pytest.raises(AssertionError, match="ended at its start; status 1"):
+            scene.daemon.start()
+        (said,) = scene.daemon.log.read_text().splitlines()
+        assert f"the file system of {scene.daemon.pool} is full: enlarge it" in said
+        taken.unlink()
+        scene.daemon.start()
+    finally:
+        scene.close()
