@@ -240,8 +240,9 @@ def _forgettable_scopes(
 ) -> tuple[list[ScopeId], list[ScopeId]]:
     """Scopes without a block that no session opened for itself: the payer's, and others'.
 
-    Only where the payer has none they are of whoever has most of those. What was cleared goes
-    with its clear.
+    Only where the payer has none they are of whoever has most of those, and then none with which
+    an engine of theirs would come back to its blocks: it might not get them again. What was
+    cleared goes with its clear.
     """
     epochs = {(session.namespace, session.epoch) for session in state.sessions.values()}
 
@@ -251,13 +252,26 @@ def _forgettable_scopes(
             return False
         return bool(scope.account) or (scope.namespace, scope.epoch) not in epochs
 
+    def may_go_for_others(number: ScopeId) -> bool:
+        scope = state.scopes[number]
+        return may_go(number) and (bool(scope.account) or not _may_hold_blocks(state, scope))
+
     shares = state.scope_shares
     mine = shares.forgettable(payer, wanted, may_go)
     others = [other for other in shares.empty if other != payer]
     if mine or not others:
         return mine, []
     most = max(others, key=lambda other: len(shares.empty[other]))
-    return [], shares.forgettable(most, wanted, may_go)
+    return [], shares.forgettable(most, wanted, may_go_for_others)
+
+
+def _may_hold_blocks(state: State, scope: Scope) -> bool:
+    """Whether a scope of the same epoch has a block, as where it has accounts one may."""
+    namespace = state.namespaces[scope.namespace]
+    together = namespace.scopes[scope.epoch]
+    if len(together) > len(namespace.classes):
+        return True
+    return not state.scope_shares.blocks.keys().isdisjoint(together)
 
 
 def _forget_unused_scopes(state: State, payer: str, actions: list[Action]) -> None:

@@ -114,8 +114,10 @@ class Recovery:
     def _forget_unused(self) -> None:
         """Take scopes out of the registry that no READY record names.
 
-        A namespace that owns rows keeps one scope all the same: it is by its scopes that the
-        core comes to know of it.
+        Where accounts have blocks, their epoch keeps the scopes of the empty account: an engine
+        opens its session with them, and couldn't come back where its payer may open no new ones.
+        A namespace that owns rows keeps one scope in any case: it is by its scopes that the core
+        comes to know of it.
         """
         registry = self.books.registry
         used: set[int] = set()
@@ -128,6 +130,12 @@ class Recovery:
             self.blocks[namespace] = self.blocks.get(namespace, 0) + len(records)
             used.update(np.unique(self.books.slot_table.scopes(records)).tolist())
         kept = {s: scope for s, scope in registry.scopes.items() if s in used}
+        epochs = {(scope.namespace, scope.epoch) for scope in kept.values()}
+        kept |= {
+            s: scope
+            for s, scope in registry.scopes.items()
+            if not scope.account and (scope.namespace, scope.epoch) in epochs
+        }
         namespaces = {row.namespace for row in self.rows.values()}
         scopeless = namespaces - {scope.namespace for scope in kept.values()}
         for scope in registry.scopes.values():

@@ -1,0 +1,16 @@
+"""`kvd serve` with few scopes, so that a test reaches the bound with a few accounts."""
+
+from __future__ import annotations
+
+import sys
+
+from kvd.core import clear, spaces
+
+MOST = 64
+
+if __name__ == "__main__":
+    from kvd.__main__ import main
+
+    for module in (clear, spaces):
+        setattr(module, "MAX_SCOPES", MOST)  # noqa: B010 - the modules do not export it
+    sys.exit(main())
