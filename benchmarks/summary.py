@@ -92,6 +92,14 @@ def fairness(results: dict[str, Any]) -> Iterator[Line]:
         yield Line(what, figure, f"≥ {row['bar']:.0%}", row["share"] >= row["bar"])
 
 
+def release(results: dict[str, Any]) -> Iterator[Line]:
+    bar = results["bar_seconds"]
+    for victim, seconds in results["deaths"].items():
+        what = f"kill -9 of {victim} until all that it held is free, s"
+        met = seconds["all"]["high"] <= bar
+        yield Line(what, spread(seconds["all"]), f"≤ {bar:g} each time", met)
+
+
 def footprint(results: dict[str, Any]) -> Iterator[Line]:
     for row in results["idle"]:
         name, cpu = row["process"], row["idle_cpu_percent"]
@@ -194,6 +202,7 @@ READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "calls": calls,
     "neighbour": neighbour,
     "fairness": fairness,
+    "release": release,
     "footprint": footprint,
     "core_store": core_store,
     "restart": restart,
