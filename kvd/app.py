@@ -32,6 +32,7 @@ from kvd.core.machine import Machine, MachineConfig
 from kvd.core.state import MAX_NAMESPACES
 from kvd.driver import Driver
 from kvd.observability import logs, metrics
+from kvd.observability.floods import Floods
 from kvd.pool.config import COMFORTABLE_EXTENTS, PoolConfig, PoolError
 from kvd.pool.pool import Pool
 
@@ -48,8 +49,9 @@ START_EXTENSION_US = 30_000_000
 class Daemon:
     """One daemon's life."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, floods: Floods) -> None:
         self.config = config
+        self._floods = floods
         self.state = "starting"
         self.metrics = metrics.Metrics(kvd.__version__)
         self._loop = asyncio.get_running_loop()
@@ -79,6 +81,7 @@ class Daemon:
                 asyncio.ensure_future(driver.run()),
                 asyncio.ensure_future(feed_watchdog()),
                 asyncio.ensure_future(self._stop.wait()),
+                asyncio.ensure_future(logs.tell_what_was_left_out(self._floods)),
             ]
             settle_memory()
             self._ready(driver)
@@ -233,7 +236,7 @@ class Daemon:
         )
 
     async def _serve(self, tasks: list[asyncio.Future[Any]]) -> None:
-        driving, feeding, stopping = tasks
+        driving, feeding, stopping, _ = tasks
         await asyncio.wait([driving, stopping], return_when=asyncio.FIRST_COMPLETED)
         if feeding.done() and not feeding.cancelled():
             feeding.result()
@@ -284,12 +287,12 @@ def serve(config: Config) -> int:
     """Run a daemon in this process until it is told to stop; the exit status."""
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.disable()  # what is read back is all kept: collections would visit it over and over
-    logs.start(config.log_level, config.log_format)
+    floods = logs.start(config.log_level, config.log_format)
     descriptors.raise_limit()
     descriptors.require_enough()
 
     async def run() -> int:
-        return await Daemon(config).run()
+        return await Daemon(config, floods).run()
 
     return uvloop.run(run())
 

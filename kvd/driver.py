@@ -317,7 +317,7 @@ class Driver:
         try:
             self._prepare_page(event.spec)
         except PoolError as error:
-            log.warning("a session is refused: %s", error)
+            log.warning("a session of uid %d is refused: %s", user, error, extra={"user": user})
             raise LimitExceeded(str(error), "namespace") from error
         self._fields[event.spec.fingerprint] = fields
         try:
@@ -339,16 +339,20 @@ class Driver:
 
         `gone`: its engine has ended, and with it all use of what was its own.
         """
-        if self.sessions.pop(session, None) is None:
+        record = self.sessions.pop(session, None)
+        if record is None:
             return
         self.call(ev.SessionClosed(session, gone))
-        self._spawn(self._end_ranks_of(session))
+        self._spawn(self._end_ranks_of(session, record.user))
 
-    async def _end_ranks_of(self, session: SessionId) -> None:
+    async def _end_ranks_of(self, session: SessionId, user: int) -> None:
         try:
             await self.flush(session, [], CLOSE_GRACE_SECONDS)
         except TimeoutError:
-            log.warning("session %d: copies still run %.1f s on", session, CLOSE_GRACE_SECONDS)
+            whose = {"user": user}
+            log.warning(
+                "session %d: copies still run %.1f s on", session, CLOSE_GRACE_SECONDS, extra=whose
+            )
         self.jobs.forget(session)
         ranks = self.fleet.of_session(session)
         await asyncio.gather(*(self.end_rank(m, "its session has ended") for m in ranks))

@@ -242,7 +242,14 @@ class MoverFleet:
             case act.RevokeTransfer():
                 process.revoke(order.transfer)
             case act.KillMover():
-                log.warning("ending mover %d (pid %d): %s", order.mover, process.pid, order.reason)
+                whose = {"user": self._owners[order.mover].uid}
+                log.warning(
+                    "ending mover %d (pid %d): %s",
+                    order.mover,
+                    process.pid,
+                    order.reason,
+                    extra=whose,
+                )
                 process.kill()
             case act.PostBoard():
                 process.post(

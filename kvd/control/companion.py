@@ -147,6 +147,7 @@ class CompanionConnection:
     def __init__(self, server: CompanionServer, connected: socket.socket, user: int) -> None:
         self._server = server
         self._user = user
+        self._whose = {"user": user}  # of lines in the log
         self._share: Shares | None = None
         self._socket = connected
         self._loop = asyncio.get_running_loop()
@@ -230,7 +231,7 @@ class CompanionConnection:
             if self._peer is None:
                 self.close()
         except OSError as error:  # the kernel has no memory to watch its process
-            log.warning("can't serve a companion connection: %s", error)
+            log.warning("can't serve a companion connection: %s", error, extra=self._whose)
             self.refuse(LimitExceeded.reason, f"the daemon is short of resources: {error.strerror}")
             self.close()
 
@@ -263,7 +264,14 @@ class CompanionConnection:
         if credentials.pidfd is not None:
             self._loop.add_reader(credentials.pidfd, self._process_ended)
         self._server.peers.add(self._peer)
-        log.info("peer %s pid=%d uid=%d %r", role.name, self._peer.pid, self._peer.uid, program)
+        log.info(
+            "peer %s pid=%d uid=%d %r",
+            role.name,
+            self._peer.pid,
+            self._peer.uid,
+            program,
+            extra=self._whose,
+        )
         welcome = pb.Welcome(token=self._peer.token)
         welcome.MergeFrom(self._server.welcome)
         self.send(pb.CompanionResponse(welcome=welcome), ())
@@ -291,7 +299,11 @@ class CompanionConnection:
         if self._closed:
             return
         if len(self._unsent) >= MAX_UNSENT_MESSAGES:
-            log.warning("dropping a companion connection that reads nothing")
+            log.warning(
+                "dropping a companion connection of uid %d that reads nothing",
+                self._user,
+                extra=self._whose,
+            )
             self.close()
             return
         content = response.SerializeToString()
@@ -358,7 +370,7 @@ class CompanionConnection:
             if pidfd is not None:
                 self._loop.remove_reader(pidfd)
                 how = "ended" if has_ended(pidfd) else how
-            log.info("peer %s pid=%d %s", peer.role.name, peer.pid, how)
+            log.info("peer %s pid=%d %s", peer.role.name, peer.pid, how, extra=self._whose)
             peer.end()
 
 

@@ -383,7 +383,8 @@ class Engines:
 
     def _drop(self, start: EngineStart, number: int) -> None:
         rank = start.ranks.pop(number)
-        log.info("engine %r: rank %d is gone", start.engine_id, number)
+        whose = {"user": start.uid}
+        log.info("engine %r: rank %d is gone", start.engine_id, number, extra=whose)
         if rank.mover.mover not in self._driver.fleet.running():
             start.movers.discard(rank.mover.mover)
             self._ranks.pop(rank.mover.mover, None)

@@ -198,7 +198,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             raise
         except Exception:
             code = grpc.StatusCode.INTERNAL
-            log.exception("%s failed", method)
+            log.exception("%s failed", method, extra={"user": self._user_of(context)})
             return _refuse(context, KvdError("the daemon failed; its log says how"))
         finally:
             self._observer.call_ended(method, code.name, time.perf_counter() - began)

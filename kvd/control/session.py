@@ -79,6 +79,10 @@ class SchedulerSession:
         return self.live.peer
 
     @property
+    def _whose(self) -> dict[str, int]:  # of lines in the log
+        return {"user": self.live.peer.uid}
+
+    @property
     def spec(self) -> NamespaceSpec:
         return self.live.spec
 
@@ -120,7 +124,13 @@ class SchedulerSession:
         self._ended = True
         gone = reason == CLOSED
         self._stop_telling()
-        log.info("session %d of engine %r ends: %s", self.live.id, self.live.engine_id, reason)
+        log.info(
+            "session %d of engine %r ends: %s",
+            self.live.id,
+            self.live.engine_id,
+            reason,
+            extra=self._whose,
+        )
         self._rooms.sessions.by_id.pop(self.live.id, None)
         self._rooms.driver.close_session(self.live.id, gone=gone)
         if not gone:
@@ -156,7 +166,7 @@ class SchedulerSession:
         except AssertionError:
             raise  # a broken invariant: the daemon ends
         except Exception:
-            log.exception("session %d: a %s failed", self.live.id, kind)
+            log.exception("session %d: a %s failed", self.live.id, kind, extra=self._whose)
             number = getattr(getattr(request, kind or "", None), _NUMBERS.get(kind or "", ""), 0)
             error = KvdError("the daemon failed; its log says how")
             self._refuse_message(kind or "", number, error)
@@ -234,7 +244,7 @@ class SchedulerSession:
         try:
             await self._rooms.driver.flush(self.live.id, [], CLOSE_FLUSH_SECONDS)
         except TimeoutError:
-            log.warning("session %d closes while copies run", self.live.id)
+            log.warning("session %d closes while copies run", self.live.id, extra=self._whose)
 
 
 class SessionRooms:
@@ -366,6 +376,7 @@ class SessionRooms:
             live.engine_id,
             live.namespace,
             self._wasted(spec),
+            extra={"user": peer.uid},
         )
         return session
 

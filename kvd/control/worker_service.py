@@ -69,7 +69,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             require_kept(config, peer)
             mover = await self._start(config, MoverOwner(peer.uid, peer.token))
             start = await self._seat(request, peer, Rank(peer, agreed, mover))
-            self._note(request, mover.facts)
+            self._note(request, peer, mover.facts)
         finally:
             self._engines.forget_if_empty(start)
 
@@ -147,16 +147,22 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         returning = gpu.context_bytes if gpu is not None and gpu.uuid == uuid else 0
         return self._gpus.config(uuid, request.gpu_memory, returning)
 
-    def _note(self, request: pb.RegisterRankRequest, facts: MoverFacts) -> None:
+    def _note(self, request: pb.RegisterRankRequest, peer: Peer, facts: MoverFacts) -> None:
         if facts.gpu is not None:
             self._gpus.measured(facts.gpu)
-        log.info("engine %r rank %d: %s", request.identity.engine_id, request.rank, in_words(facts))
+        log.info(
+            "engine %r rank %d: %s",
+            request.identity.engine_id,
+            request.rank,
+            in_words(facts),
+            extra={"user": peer.uid},
+        )
 
     async def _start(self, config: MoverConfig, owner: MoverOwner) -> MoverProcess:
         try:
             return await self._driver.fleet.start(config, owner)
         except ProcessStartFailed as error:
-            log.warning("no mover for a rank: %s", error)
+            log.warning("no mover for a rank: %s", error, extra={"user": owner.uid})
             raise MoverStartFailed(str(error)) from error
 
     async def _seat(self, request: pb.RegisterRankRequest, peer: Peer, rank: Rank) -> EngineStart:

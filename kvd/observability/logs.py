@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
 import time
 from typing import TextIO
+
+from kvd.observability import floods
+from kvd.observability.floods import COUNTED, Floods
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -49,15 +53,34 @@ def timestamp(record: logging.LogRecord) -> str:
     return f"{seconds}.{int(record.msecs):03d}Z"
 
 
-def start(level: str, form: str, stream: TextIO | None = None) -> None:
-    """Send every log record to the stream (standard error), from this level on."""
+log = logging.getLogger(__name__)
+
+
+def start(level: str, form: str, stream: TextIO | None = None) -> Floods:
+    """Send log records to the stream (standard error), from this level on, unless too many come."""
     handler = logging.StreamHandler(stream or sys.stderr)
+    limits = Floods()
+    handler.addFilter(limits)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
     set_level(level)
+    return limits
+
+
+async def tell_what_was_left_out(limits: Floods) -> None:
+    """Of a flood that is over, too; until cancelled."""
+    while True:
+        await asyncio.sleep(floods.LINE_SECONDS)
+        tell(limits)
+
+
+def tell(limits: Floods) -> None:
+    """Log what was left out."""
+    for level, line in limits.tell():
+        log.log(level, "left out: %s", line, extra=COUNTED)
 
 
 def set_level(level: str) -> None:

@@ -33,7 +33,7 @@ async def handle(error: Exception) -> Outbox:
         verbs=FailingVerbs(error), refused=lambda _reason: None, time_message=lambda *_: None
     )
     outbox = Outbox()
-    live: Any = SimpleNamespace(id=1)
+    live: Any = SimpleNamespace(id=1, peer=SimpleNamespace(uid=0))
     none: Any = None
     session = SchedulerSession(live, none, rooms, outbox)  # type: ignore[arg-type]
 

@@ -73,7 +73,7 @@ class SlowDriver:
 
 def slow_session(told: list[Any]) -> SchedulerSession:
     rooms = cast("SessionRooms", SimpleNamespace(driver=SlowDriver()))
-    live: Any = SimpleNamespace(id=SessionId(1))
+    live: Any = SimpleNamespace(id=SessionId(1), peer=SimpleNamespace(uid=0))
     return SchedulerSession(live, cast("Any", None), rooms, cast("Any", Outbox(told)))
 
 
@@ -162,7 +162,7 @@ def test_a_call_without_end_does_not_keep_the_daemon_from_stopping() -> None:
         running.start()
         with grpc.insecure_channel(f"unix:{running.socket}") as channel:
             watch: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
-            endless = watch(b"")
+            endless = watch(b"")  # its end would be the call's
             assert next(endless) == b"\x08\x01"  # SERVING, and no last answer comes
             began = time.monotonic()
             assert running.stop(signal.SIGTERM) == 0
