@@ -16,11 +16,11 @@ from typing import Protocol
 from kvd.control.errors import OldEngineEnding, RankTaken
 from kvd.control.namespace import check_string
 from kvd.control.peers import Peer
+from kvd.control.shares import Bound, Shares
 from kvd.core.errors import (
     EngineAlreadyLives,
     InvalidArgument,
     LayoutMismatch,
-    LimitExceeded,
     UnknownRegistration,
 )
 from kvd.core.keys import MoverId
@@ -178,6 +178,9 @@ class Engines:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._starts: dict[tuple[int, str], EngineStart] = {}
+        self._shares = Shares(
+            Bound("engines", MAX_ENGINES, MAX_ENGINES_OF_A_USER, field="identity.engine_id")
+        )
         self._ranks: dict[MoverId, tuple[EngineStart, int]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -194,13 +197,7 @@ class Engines:
         while True:
             start = self._starts.get(key)
             if start is None:
-                if len(self._starts) >= MAX_ENGINES:
-                    raise LimitExceeded(f"more than {MAX_ENGINES} engines", "identity.engine_id")
-                if sum(1 for user, _ in self._starts if user == uid) >= MAX_ENGINES_OF_A_USER:
-                    raise LimitExceeded(
-                        f"uid {uid} has {MAX_ENGINES_OF_A_USER} engines, as many as one user may",
-                        "identity.engine_id",
-                    )
+                self._shares.take(uid)
                 start = EngineStart(uid, identity.engine_id, identity.boot_nonce)
                 self._starts[key] = start
             if start.nonce == identity.boot_nonce:
@@ -213,8 +210,7 @@ class Engines:
                     "identity.engine_id",
                 )
             await self._end_movers(start, "its engine started anew")
-            if self._starts.get(key) is start:
-                del self._starts[key]
+            self._forget(start)
 
     async def _end_movers(self, start: EngineStart, reason: str) -> None:
         ending = [self._driver.end_rank(mover, reason) for mover in list(start.movers)]
@@ -391,6 +387,11 @@ class Engines:
 
     def forget_if_empty(self, start: EngineStart) -> None:
         """Keep no record of a start that has neither session nor mover."""
+        if start.session is None and not start.movers:
+            self._forget(start)
+
+    def _forget(self, start: EngineStart) -> None:
         key = (start.uid, start.engine_id)
-        if start.session is None and not start.movers and self._starts.get(key) is start:
+        if self._starts.get(key) is start:
             del self._starts[key]
+            self._shares.give_back(start.uid)

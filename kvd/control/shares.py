@@ -1,4 +1,9 @@
-"""Bounds that users share: each has a share, and some is kept for operators."""
+"""Bounds that users share: each has a share, some is left for others, and some for operators.
+
+Nobody can have them all, nor can several: a user may have as many as are left free at most. So
+one that takes all it can get leaves half, the next one half of that, and whoever comes after them
+finds some.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +21,14 @@ class Bound:
     most: int  # of all users together
     each: int  # of one user
     reserved: int = 0  # of `most`, for operators alone
+    field: str = ""  # of the request that asks for one
 
 
 class Shares:
-    """Counts who has how many. A user's share holds for operators too: a reserve is theirs."""
+    """Counts who has how many.
+
+    A user's share holds for operators too, but they take what is free and their reserve.
+    """
 
     def __init__(self, bound: Bound) -> None:
         self.bound = bound
@@ -35,17 +44,25 @@ class Shares:
 
     def take(self, user: int, *, operates: bool = False) -> None:
         """One more for the user; LimitExceeded, with nothing changed, where that is too many."""
-        bound = self.bound
-        if self._taken[user] >= bound.each:
-            raise LimitExceeded(
-                f"uid {user} has {bound.each} {bound.name}, as many as one user may: end some"
+        bound, has = self.bound, self._taken[user]
+        if has >= bound.each:
+            raise self._too_many(
+                f"uid {user} has {has} {bound.name}, as many as one user may: end some"
             )
         most = bound.most - (0 if operates else bound.reserved)
+        kept = "" if operates or not bound.reserved else f", and {bound.reserved} for operators"
         if self._whole >= most:
-            kept = "" if operates or not bound.reserved else f", and {bound.reserved} for operators"
-            raise LimitExceeded(f"there are {most} {bound.name}{kept}, as many as there may be")
-        self._taken[user] += 1
+            raise self._too_many(f"there are {most} {bound.name}{kept}, as many as there may be")
+        if not operates and has >= most - self._whole:
+            raise self._too_many(
+                f"uid {user} has {has} {bound.name} and {most - self._whole} are free{kept}: a user"
+                " may have as many as are left for others: end some"
+            )
+        self._taken[user] = has + 1
         self._whole += 1
+
+    def _too_many(self, message: str) -> LimitExceeded:
+        return LimitExceeded(message, self.bound.field)
 
     def give_back(self, user: int) -> None:
         """One less."""

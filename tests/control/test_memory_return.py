@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import grpc
@@ -100,7 +101,7 @@ def test_messages_over_the_limit_take_no_memory_and_leave_none() -> None:
 
 def test_shares_are_kept_for_each_user_and_a_reserve_for_operators() -> None:
     shares = Shares(Bound("things", most=10, each=4, reserved=2))
-    for user in (1, 1, 1, 1, 2, 2, 2, 2):
+    for user in (1, 1, 1, 1, 2, 2, 4, 5):
         shares.take(user)
     with pytest.raises(LimitExceeded, match="uid 1 has 4 things"):
         shares.take(1)
@@ -114,3 +115,47 @@ def test_shares_are_kept_for_each_user_and_a_reserve_for_operators() -> None:
     assert (len(shares), shares.of(1), shares.of(0)) == (9, 3, 2)
     with pytest.raises(LimitExceeded, match="operators"):
         shares.take(3)
+
+
+def greedy(shares: Shares, users: int) -> list[int]:
+    """What each of so many users gets who take all they can, one after the other."""
+    for user in range(1, users + 1):
+        with contextlib.suppress(LimitExceeded):
+            while True:
+                shares.take(user)
+    return [shares.of(user) for user in range(1, users + 1)]
+
+
+def test_ten_greedy_users_leave_some_for_the_next_and_operators_their_reserve() -> None:
+    shares = Shares(Bound("things", most=1100, each=300, reserved=76))
+    assert greedy(shares, 10) == [300, 300, 212, 106, 53, 27, 13, 7, 3, 2]
+    assert shares.bound.most - shares.bound.reserved - len(shares) == 1
+    shares.take(11)
+    with pytest.raises(LimitExceeded, match="1024 things, and 76 for operators"):
+        shares.take(12)
+    for _ in range(76):
+        shares.take(0, operates=True)
+    with pytest.raises(LimitExceeded, match="there are 1100 things, as many"):
+        shares.take(0, operates=True)
+
+
+def test_one_who_waits_for_others_to_end_some_may_take_more_again() -> None:
+    shares = Shares(Bound("things", most=8, each=4))
+    assert greedy(shares, 2) == [4, 2]
+    with pytest.raises(LimitExceeded, match="uid 2 has 2 things and 2 are free: a user may have"):
+        shares.take(2)
+    shares.give_back(1)
+    shares.take(2)
+    with pytest.raises(LimitExceeded):
+        shares.take(2)
+    with pytest.raises(LimitExceeded):
+        shares.take(1)  # has 3 of 6
+
+
+def test_a_sole_user_has_a_whole_share() -> None:
+    for bound in (
+        Bound("companion connections of engines", 256, 128),
+        Bound("calls under way", 4096, 1024, 64),
+    ):
+        shares = Shares(bound)
+        assert greedy(shares, 1) == [bound.each]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -65,11 +66,27 @@ async def test_each_share_is_held_and_given_back_when_a_mover_has_ended() -> Non
         await start(1, "another")
     assert refused.value.field == "rank"
     while len(started) < fleet.MAX_MOVERS:
-        await start(2 + len(started) // 50, f"worker {len(started)}")
+        await start(len(started), "a")
     with pytest.raises(LimitExceeded, match="this daemon has 128 movers"):
-        await start(99, "a stranger")
+        await start(500, "a stranger")
     movers.mover_gone(started[0], "ended")
-    await start(1, "a")
+    await start(500, "a stranger")
+
+
+async def test_users_who_start_all_the_movers_they_can_leave_some_for_the_next() -> None:
+    async def launch(config: MoverConfig, _sink: object) -> Any:
+        return Started(config.mover)
+
+    movers, had = fleet_of(launch), []
+    for uid in range(9):
+        count = 0
+        with contextlib.suppress(LimitExceeded):
+            while True:
+                mover = MoverId(100 * uid + count)
+                await movers.start(replace(CONFIG, mover=mover), MoverOwner(uid, str(count)))
+                count += 1
+        had.append(count)
+    assert had == [64, 32, 16, 8, 4, 2, 1, 1, 0]
 
 
 async def test_starts_under_way_count_and_failed_ones_give_their_place_back() -> None:

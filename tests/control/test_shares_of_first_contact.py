@@ -91,7 +91,7 @@ def say_nothing(path: str, count: int) -> tuple[list[socket.socket], str]:
 @as_root
 def test_users_who_say_nothing_have_their_shares_and_operators_their_reserve() -> None:
     bounds = (
-        "companion:MAX_STRANGERS=8 companion:MAX_STRANGERS_OF_A_USER=4"
+        "companion:MAX_STRANGERS=9 companion:MAX_STRANGERS_OF_A_USER=4"
         " companion:STRANGERS_FOR_OPERATORS=2 companion:HELLO_SECONDS=600"
     )
     with contextlib.ExitStack() as stack:
@@ -99,12 +99,12 @@ def test_users_who_say_nothing_have_their_shares_and_operators_their_reserve() -
         told = stack.enter_context(by_another(ONE, "say_nothing", running.socket, 4))
         assert told.startswith(f"LIMIT_EXCEEDED: uid {ONE} has 4 connections that have not said")
         told = stack.enter_context(by_another(OTHER, "say_nothing", running.socket, 2))
-        assert told.startswith("LIMIT_EXCEEDED: there are 6 connections that have not said hello")
-        assert "2 for operators" in told
-        held, told = say_nothing(running.socket, 2)
+        assert told.startswith(f"LIMIT_EXCEEDED: uid {OTHER} has 2 connections that have not said")
+        assert "1 are free, and 2 for operators" in told
+        held, told = say_nothing(running.socket, 3)
         for each in held:
             stack.enter_context(each)
-        assert told.startswith("LIMIT_EXCEEDED: there are 8 connections that have not said hello")
+        assert told.startswith("LIMIT_EXCEEDED: there are 9 connections that have not said hello")
         held[0].sendall(HELLO)  # and is a stranger no more
         assert answer(held[0]).welcome.token
         with connect(running) as another:
@@ -199,15 +199,33 @@ def test_engines_are_bounded_for_a_user_and_for_all_and_one_that_ends_makes_room
 
 async def test_so_many_engines_as_are_promised_are_taken_and_no_more() -> None:
     known = Engines(cast("Any", None))
-    for user in (ONE, OTHER):
-        for number in range(MAX_ENGINES_OF_A_USER):
-            await known.claim(user, identity(f"e{number}"))
-        if user == ONE:
-            with pytest.raises(LimitExceeded, match=f"uid {ONE} has {MAX_ENGINES_OF_A_USER}"):
-                await known.claim(ONE, identity("one more"))
+    for number in range(MAX_ENGINES_OF_A_USER):
+        await known.claim(ONE, identity(f"e{number}"))
+    with pytest.raises(LimitExceeded, match=f"uid {ONE} has {MAX_ENGINES_OF_A_USER}") as refused:
+        await known.claim(ONE, identity("one more"))
+    assert refused.value.field == "identity.engine_id"
     assert 2 * MAX_ENGINES_OF_A_USER == MAX_ENGINES
-    with pytest.raises(LimitExceeded, match=f"more than {MAX_ENGINES} engines"):
-        await known.claim(OTHER + 1, identity("first"))
+    for user in range(OTHER, OTHER + MAX_ENGINES - MAX_ENGINES_OF_A_USER):
+        await known.claim(user, identity("first"))
+    with pytest.raises(LimitExceeded, match=f"there are {MAX_ENGINES} engines"):
+        await known.claim(OTHER + MAX_ENGINES, identity("first"))
     first = await known.claim(ONE, identity("e0"))
     known.forget_if_empty(first)
-    await known.claim(OTHER + 1, identity("first"))
+    known.forget_if_empty(first)  # it gives back one place, not two
+    await known.claim(OTHER + MAX_ENGINES, identity("first"))
+    with pytest.raises(LimitExceeded):
+        await known.claim(OTHER + MAX_ENGINES + 1, identity("first"))
+
+
+async def test_ten_users_who_take_all_the_engines_they_can_leave_one_for_the_next() -> None:
+    known = Engines(cast("Any", None))
+    had = []
+    for user in range(10):
+        count = 0
+        with contextlib.suppress(LimitExceeded):
+            while True:
+                await known.claim(user, identity(f"e{count}"))
+                count += 1
+        had.append(count)
+    assert had == [512, 256, 128, 64, 32, 16, 8, 4, 2, 1]
+    await known.claim(11, identity("newcomer"))
