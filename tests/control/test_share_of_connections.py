@@ -158,10 +158,17 @@ def taken_in(path: str, most: int) -> int:
     return most
 
 
+def has_stopped(pid: int) -> bool:
+    """True once none of its threads runs: until then they go on accepting."""
+    states = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
+
+
 def test_few_connections_wait_at_a_daemon_that_does_not_accept() -> None:
     with daemon() as running:
         running.process.send_signal(signal.SIGSTOP)
         try:
+            wait_until(lambda: has_stopped(running.pid), "the daemon's stop")
             taken = taken_in(running.socket, 4 * MAX_UNACCEPTED)
         finally:
             running.process.send_signal(signal.SIGCONT)
