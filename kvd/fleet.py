@@ -154,8 +154,8 @@ class MoverFleet:
         left = MAX_MOVERS - len(owners)
         if left and len(of_user) >= left:
             raise LimitExceeded(
-                f"user {owner.uid} has {len(of_user)} movers and {left} more may be: a user may have"
-                " as many as are left for others; unregister ranks, or end engines",
+                f"user {owner.uid} has {len(of_user)} movers and {left} more may be: a user may"
+                " have as many as are left for others; unregister ranks, or end engines",
                 "rank",
             )
 
