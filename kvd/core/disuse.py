@@ -14,17 +14,18 @@ that comes meanwhile ends it, and has what is left.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.core import hand_off, residency, spaces
 from kvd.core.actions import Action, ForgetNamespace, ForgetScopes, OpenScope
 from kvd.core.backlog import SCOPES_AT_ONCE, first_of
 from kvd.core.block import SlotState
-from kvd.core.keys import RowId, ScopeId, SessionId, Slots
-from kvd.core.reclaim import give_up_left, may_retire, retire_row
+from kvd.core.keys import U32, ScopeId, SessionId, Slots
+from kvd.core.reclaim import give_up_left, retire_row
 from kvd.core.rows import Row, SizeClass
 from kvd.core.state import (
     MAX_NAMESPACES,
@@ -41,6 +42,9 @@ ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
 ROWS_TO_GO_AT_ONCE = 64  # looked at in one event
 ROWS_SWEPT_AT_ONCE = 32
 SLOTS_SWEPT_AT_ONCE = 16384  # read in one event, but for those of its first row
+# Epochs of one sweep, and their scopes, but for those of the first.
+EPOCHS_SWEPT_AT_ONCE = 256
+SCOPES_SWEPT_AT_ONCE = 16384
 # What takes about as long as so many blocks that are given up.
 LOOK_COST = 4
 SCOPE_COST = 2
@@ -49,6 +53,7 @@ FORGET_COST = 256  # a namespace, or a row
 # With less room in its share a payer's namespaces without sessions and blocks are taken apart.
 ROOM_KEPT = MAX_NAMESPACES // 64
 SCOPES_SHARED_AT_ONCE = 256  # one of them with a block is enough: see `read_back`
+NAMESPACES_WEIGHED = 256  # for their room, in one event
 MAX_ROWS_FORGOTTEN = 64  # with a namespace whose room is needed in this very event
 
 
@@ -67,7 +72,7 @@ def enter(state: State, session: Session, actions: list[Action], *, own: bool) -
     epoch = (session.namespace, session.epoch)
     if disuse.epochs.pop(epoch, None) is not None and disuse.sweep is not None:
         kept = [name for name in disuse.sweep.epochs if name != epoch]
-        disuse.sweep = EpochSweep(kept, _scopes_of(state, kept), disuse.sweep.rows)
+        disuse.sweep.epochs, disuse.sweep.scopes = kept, _scopes_of(state, kept)
     owned = state.namespaces[session.namespace].own_epochs
     owner = owned.get(session.epoch)
     if own and (owner in {"", session.engine} or not _is_known(state, session)):
@@ -196,14 +201,20 @@ def prepare_room(state: State) -> None:
 def forgettable(state: State, payer: str) -> Namespace | None:
     """The namespace longest without a session that holds nothing and can be forgotten now.
 
-    One of this payer's, or anybody's where it has none.
+    One of this payer's, or anybody's where it has none. Where the first ones can't be forgotten
+    so quickly, none: `prepare_room` has them taken apart.
     """
-    for owner in (payer, None):
+    few = islice(_idle(state, payer), NAMESPACES_WEIGHED)
+    return next((namespace for namespace in few if _is_small(state, namespace)), None)
+
+
+def _idle(state: State, payer: str) -> Iterator[Namespace]:
+    """Namespaces without a session that hold nothing: this payer's, then those of others."""
+    for its_own in (True, False):
         for number in state.disuse.namespaces:
             namespace = state.namespaces[number]
-            if _is_empty(namespace, owner) and _is_small(state, namespace):
-                return namespace
-    return None
+            if (namespace.payer == payer) is its_own and _is_empty(namespace, None):
+                yield namespace
 
 
 def _is_small(state: State, namespace: Namespace) -> bool:
@@ -214,7 +225,7 @@ def _is_small(state: State, namespace: Namespace) -> bool:
         len(some) <= MAX_ROWS_FORGOTTEN
         and _has_few_scopes(namespace)
         and namespace.namespace not in state.backlog.clears
-        and all(may_retire(state, row) for row in some)
+        and not any(row.undead for row in some)  # nothing else keeps a row without a block
     )
 
 
@@ -312,31 +323,41 @@ def _is_empty(namespace: Namespace, payer: str | None) -> bool:
 
 
 def _begin_sweep(state: State, now_ns: int) -> None:
-    disuse = state.disuse
-    busy = _epochs_in_flight(state)
-    due = [
-        name
-        for name, departure in disuse.epochs.items()
-        if departure.until_ns <= now_ns
-        and name not in busy
-        and not state.namespaces[name[0]].ended_leases
-    ]
-    disuse.sweep = EpochSweep(due, _scopes_of(state, due), deque(_rows_of(state, due)))
+    """Of epochs that are due, as many as one sweep takes; the others have the next one."""
+    due: list[EpochName] = []
+    scopes = 0
+    for name, departure in state.disuse.epochs.items():
+        if departure.until_ns > now_ns:
+            continue
+        namespace = state.namespaces[name[0]]
+        of_epoch = namespace.scopes.get(name[1], set())
+        if namespace.ended_leases or not state.in_flight.keys().isdisjoint(of_epoch):
+            continue
+        if due and scopes + len(of_epoch) > SCOPES_SWEPT_AT_ONCE:
+            break
+        due.append(name)
+        scopes += len(of_epoch)
+        if len(due) >= EPOCHS_SWEPT_AT_ONCE:
+            break
+    numbers = sorted({number for number, _ in due})
+    owners = (owner.name for number in numbers for owner in state.namespaces[number].classes)
+    state.disuse.sweep = EpochSweep(due, _scopes_of(state, due), deque(owners))
 
 
 def sweep_some(state: State, most: int, actions: list[Action]) -> None:
     """Give up some blocks of epochs that are due, row by row; at the end some of their scopes."""
     sweep = state.disuse.sweep
     assert sweep is not None, "no epoch is being swept"
-    if sweep.rows:
-        _sweep_rows(state, sweep, most, actions)
-    if not sweep.rows and _forget_epochs(state, sweep.epochs, actions):
+    _sweep_rows(state, sweep, most, actions)
+    if not _has_rows(state, sweep) and _forget_epochs(state, sweep.epochs, actions):
         state.disuse.sweep = None
 
 
 def _sweep_rows(state: State, sweep: EpochSweep, most: int, actions: list[Action]) -> None:
     left, slots = most, 0
-    for _ in range(min(len(sweep.rows), ROWS_SWEPT_AT_ONCE)):
+    for _ in range(ROWS_SWEPT_AT_ONCE):
+        if not _has_rows(state, sweep):
+            return
         row = state.rows.get(sweep.rows[0])
         if row is not None:
             given_up, done = _give_up_some(state, row, left, actions, sweep.scopes)
@@ -347,6 +368,15 @@ def _sweep_rows(state: State, sweep: EpochSweep, most: int, actions: list[Action
         sweep.rows.popleft()
         if slots >= SLOTS_SWEPT_AT_ONCE or left <= 0:
             return
+
+
+def _has_rows(state: State, sweep: EpochSweep) -> bool:
+    """Whether there are rows left; those of the next class then stand in `rows`."""
+    while not sweep.rows and sweep.owners:
+        owner = state.classes.get(sweep.owners.popleft())
+        if owner is not None:
+            sweep.rows.extend(owner.rows)
+    return bool(sweep.rows)
 
 
 def _forget_epochs(state: State, names: Iterable[EpochName], actions: list[Action]) -> bool:
@@ -368,21 +398,6 @@ def _scopes_of(state: State, names: Iterable[EpochName]) -> Slots:
     return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *found]))
 
 
-def _epochs_in_flight(state: State) -> set[EpochName]:
-    """Epochs of blocks that are being copied or wait for another's copy."""
-    running = {part.scope for t in state.transfers.values() for part in t.piece.parts}
-    waiting = {wait.scope for session in state.sessions.values() for wait in session.waits}
-    # A store that failed may still run when its scope holds nothing more and is forgotten.
-    scopes = [state.scopes.get(number) for number in running | waiting]
-    return {(scope.namespace, scope.epoch) for scope in scopes if scope is not None}
-
-
-def _rows_of(state: State, names: Iterable[EpochName]) -> Iterable[RowId]:
-    for number in sorted({number for number, _ in names}):
-        for owner in state.namespaces[number].classes:
-            yield from owner.rows
-
-
 # -- blocks ---------------------------------------------------------------------------------------
 
 
@@ -399,13 +414,22 @@ def _give_up_some(
         return some, False
     ready = residency.ready_in(state, row)
     if scopes is not None:
-        ready = ready[np.isin(state.slots.scopes[ready], scopes)]
+        ready = ready[_are_among(state.slots.scopes[ready], scopes)]
     if not len(ready):
         return some, True
     few = first_of(state, ready, most - some)
     _give_up(state, row.size_class, few, actions)
     stuck = len(few) > 0 and bool((state.slots.state[few] == SlotState.READY).all())
     return some + len(few), stuck or len(few) == len(ready)
+
+
+def _are_among(numbers: U32, ascending: Slots) -> npt.NDArray[np.bool_]:
+    """As `np.isin`, which takes as long as sorting both."""
+    if not len(ascending):
+        return np.zeros(len(numbers), dtype=np.bool_)
+    places = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
+    found: npt.NDArray[np.bool_] = ascending[places] == numbers
+    return found
 
 
 def _give_up(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:

@@ -423,6 +423,10 @@ def _check_disuse(state: State) -> None:
     assert len(state.by_fingerprint) == len(state.namespaces), "a forgotten fingerprint"
     assert sum(len(n.classes) for n in state.namespaces.values()) == len(state.classes)
     assert disuse.epochs.keys() == own - epochs, "own epochs that nobody is in"
+    pieces = {transfer.piece for transfer in state.transfers.values()}
+    in_flight = Counter(part.scope for piece in pieces for part in piece.parts)
+    in_flight.update(wait.scope for s in state.sessions.values() for wait in s.waits)
+    assert state.in_flight == in_flight, "scopes in flight"
     for claim in state.claims:
         known = state.classes.get(claim.owner.name) is claim.owner
         assert known, "a row is claimed for a namespace that is forgotten"

@@ -195,8 +195,9 @@ class EpochSweep:
     """Rows whose blocks of these epochs' scopes are still to be given up."""
 
     epochs: list[EpochName]
-    scopes: Slots
-    rows: deque[RowId]
+    scopes: Slots  # ascending
+    owners: deque[tuple[NamespaceId, int]]  # classes that it has yet to come to
+    rows: deque[RowId] = field(default_factory=deque)  # of the class that it is at
 
 
 @dataclass(slots=True, eq=False)
@@ -281,6 +282,8 @@ class State:
         self.transfers: dict[TransferId, Transfer] = {}
         self.hand_offs: dict[tuple[SessionId, RequestId], HandOff] = {}
         self.handed_off: dict[int, list[HandOff]] = {}  # by slot
+        # How many running pieces and waits each has: it is not forgotten meanwhile.
+        self.in_flight: dict[ScopeId, int] = {}
         self.pieces: dict[int, Piece] = {}  # of stores that run, by number
         self.released: deque[Wait] = deque()  # whose leader has ended; they go on, some an event
         self.recovered: dict[tuple[NamespaceId, int], list[tuple[Slots, npt.NDArray[np.uint64]]]]
@@ -302,6 +305,15 @@ class State:
         if found is None:
             found = self.tenants[tenant] = Tenant(tenant)
         return found
+
+    def count_in_flight(self, scope: ScopeId, step: int) -> None:
+        """A piece or a wait of the scope begins (1) or has ended (-1)."""
+        left = self.in_flight.get(scope, 0) + step
+        assert left >= 0, "more of a scope has ended than began"
+        if left:
+            self.in_flight[scope] = left
+        else:
+            del self.in_flight[scope]
 
     def require_session(self, session: SessionId) -> Session:
         found = self.sessions.get(session)

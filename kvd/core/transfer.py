@@ -58,6 +58,8 @@ def start_piece(
         for part in parts:
             residency.pin(state, part.size_class, part.pinned)
         actions.append(StartTransfer(mover.mover, transfer.transfer, job.job, job.kind, orders))
+    for part in parts:
+        state.count_in_flight(part.scope, +1)
 
 
 def ranks(session: Session) -> list[Mover]:
@@ -182,6 +184,8 @@ def end_transfer(
         residency.unpin(state, part.size_class, part.pinned)
     if piece.transfers:
         return
+    for part in piece.parts:
+        state.count_in_flight(part.scope, -1)
     session = state.sessions[job.session]
     if job.kind is JobKind.STORE:
         del state.pieces[piece.number]

@@ -12,6 +12,7 @@ from kvd.core import backlog, disuse, spaces
 from kvd.core import events as ev
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import MoverId, NamespaceId, SessionId
+from kvd.core.state import Namespace, State
 from tests.core.bench import SECOND, Bench, context, keys, numbers_of, only, small, spec, verdict
 from tests.core.replaying import replay
 from tests.core.test_recovery import restarted
@@ -249,6 +250,33 @@ def test_namespace_longest_unused_and_empty_makes_room_for_a_new_one(few_namespa
     bench.open(51, spec("newer"))
     assert "ns 0" not in known(bench)
     replay(bench)
+
+
+def test_few_namespaces_are_weighed_for_their_room_and_the_others_make_it_later(
+    few_namespaces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weighed = []
+
+    def is_small(_state: State, namespace: Namespace) -> bool:
+        weighed.append(namespace.spec.fingerprint)
+        return False
+
+    monkeypatch.setattr(disuse, "NAMESPACES_WEIGHED", 2)
+    bench = small(extents=16)
+    for number in range(few_namespaces):
+        bench.open(number + 1, spec(f"ns {number}"))
+    for number in range(3):
+        bench.leave(number + 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(disuse, "_is_small", is_small)
+        with pytest.raises(LimitExceeded):
+            bench.feed(ev.SessionOpened(1, SessionId(50), spec("new"), "", 1))
+    assert weighed == ["ns 0", "ns 1"]
+    for _ in range(4):
+        bench.tick()
+        bench.work_off()
+    opened = bench.ask(ev.SessionOpened(1, SessionId(51), spec("new"), "", 1))
+    assert isinstance(opened, act.SessionAccepted)
 
 
 def test_new_namespace_is_refused_where_all_are_used_or_hold_blocks(few_namespaces: int) -> None:
