@@ -131,11 +131,16 @@ class Recovery:
             used.update(np.unique(self.books.slot_table.scopes(records)).tolist())
         kept = {s: scope for s, scope in registry.scopes.items() if s in used}
         epochs = {(scope.namespace, scope.epoch) for scope in kept.values()}
-        kept |= {
-            s: scope
-            for s, scope in registry.scopes.items()
+        # One of each name: an older one may stand there still, and isn't found by it any more.
+        opening = {
+            (scope.namespace, scope.epoch, scope.group): scope
+            for scope in (
+                *sorted(registry.scopes.values(), key=lambda each: each.scope),
+                *kept.values(),
+            )
             if not scope.account and (scope.namespace, scope.epoch) in epochs
         }
+        kept |= {scope.scope: scope for scope in opening.values()}
         namespaces = {row.namespace for row in self.rows.values()}
         scopeless = namespaces - {scope.namespace for scope in kept.values()}
         for scope in registry.scopes.values():
