@@ -54,7 +54,7 @@ class Filled:
         self.machine = Machine(config)
         group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (BLOCK_BYTES,))
         spec = NamespaceSpec("bench", keys.TenantId("bench"), HASH_BYTES, (group,))
-        self.machine.handle(events.SessionOpened(1, SESSION, spec, "", 1), 0)
+        self.machine.handle(events.SessionOpened(SESSION, spec, "", 1), 0)
         self.machine.handle(events.RankAttached(SESSION, MOVER, 0, 0, True), 0)
         capacity = extents * slots
         while self.stored < capacity:
@@ -72,7 +72,7 @@ class Filled:
         blocks = np.arange(count, dtype=np.uint32).reshape(-1, 1)
         run = events.Run(0, batch, blocks)
         context = events.RequestContext(keys.RequestId(f"request-{self.job}"))
-        request = events.StoreRequested(1, SESSION, keys.JobId(self.job), context, (run,))
+        request = events.StoreRequested(SESSION, keys.JobId(self.job), context, (run,))
         ordered = self.timed("store", request)
         (start,) = (o for o in ordered if isinstance(o, actions.StartTransfer))
         end = events.TransferFinished(
@@ -87,7 +87,7 @@ class Filled:
         mode = events.LeaseMode.PREFIX if lease else events.LeaseMode.NONE
         query = events.Query(CONTEXT, 0, _keys(first, count), mode)
         name = f"lookup {count} {'leased' if lease else 'hit' if hit else 'miss'}"
-        request = events.LookupRequested(1, SESSION, (query,))
+        request = events.LookupRequested(SESSION, (query,))
         (reply,) = self.timed(name, request)
         assert isinstance(reply, actions.Reply)
         found = reply.payload[0].statuses[0] & 3

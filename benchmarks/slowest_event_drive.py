@@ -83,9 +83,9 @@ def drive_verbs(rig: Rig, sessions: list[keys.SessionId]) -> None:
     context = events.RequestContext(keys.RequestId("asked"), account="last")
     for mode in (events.LeaseMode.NONE, events.LeaseMode.PREFIX):
         query = events.Query(context, 0, held, mode)
-        rig.call(events.LookupRequested(1, main, (query,)), f"{piece} hits, {mode.name.lower()}")
+        rig.call(events.LookupRequested(main, (query,)), f"{piece} hits, {mode.name.lower()}")
     missing = events.Query(context, 0, rig.fresh_keys(piece), events.LeaseMode.PREFIX)
-    rig.call(events.LookupRequested(1, main, (missing,)), f"{piece} misses")
+    rig.call(events.LookupRequested(main, (missing,)), f"{piece} misses")
     rig.call(events.Touched(main, context, 0, held), f"{piece} keys")
     rig.call(events.HandOffRequested(main, context, 0, held, 10**9), f"{piece} keys")
     rig.call(events.RequestsEnded(main, (context.request,)))
@@ -109,7 +109,7 @@ def drive_release(rig: Rig, main: keys.SessionId, held: keys.KeyBatch) -> None:
     query = events.Query(context, 0, held, events.LeaseMode.PREFIX)
     leases = []
     for _ in range(PIECE_IDS):
-        (answer,) = rig.driver.call(events.LookupRequested(1, main, (query,)))
+        (answer,) = rig.driver.call(events.LookupRequested(main, (query,)))
         leases.append(answer.lease)
     released = events.LeasesReleased(main, tuple(leases))
     rig.call(released, f"{PIECE_IDS} leases of {len(held)} blocks")
@@ -135,7 +135,7 @@ def drive_load(rig: Rig, main: keys.SessionId) -> None:
     run = rig.run(count, batch=numbered_keys(rig.last + LAST - count, count))
     job = keys.JobId(rig.jobs)
     rig.driver.jobs.started(main, job)
-    verdict = rig.call(events.LoadRequested(1, main, job, context, (run,)), f"{count} keys")
+    verdict = rig.call(events.LoadRequested(main, job, context, (run,)), f"{count} keys")
     assert verdict.accepted, "a load that was meant to be one"
     rig.finish(f"load of {count}")
     rig.call(events.JobsCompleted(main, (job,)))
@@ -207,7 +207,7 @@ def drive_life(rig: Rig, number: int) -> None:
     """Sessions come, take all that they may, and die."""
     session = rig.open(rig.shape.spec(f"live-{number}", rig.shape.scale.groups), "all groups")
     mover = rig.attach(session)
-    rig.call(events.EpochChanged(1, session, f"epoch-{number}"), "all groups")
+    rig.call(events.EpochChanged(session, f"epoch-{number}"), "all groups")
     rig.call(events.TimerTicked(), "after an epoch")
     settle(rig)
     drive_epoch(rig, number)
@@ -223,11 +223,11 @@ def drive_epoch(rig: Rig, number: int) -> None:
     other = rig.open(rig.shape.spec(MAIN, 1, MAIN), "1 group")
     mover = rig.attach(other)
     lease(rig, other)
-    rig.call(events.EpochChanged(1, other, f"own-{number}"), leases)
+    rig.call(events.EpochChanged(other, f"own-{number}"), leases)
     settle(rig)
     count = min(2 * rig.shape.slots_per_row, rig.shape.scale.blocks // 8)
     store_of_many(rig, other, max(count, LAST))
-    rig.call(events.EpochChanged(1, other, f"next-{number}"), f"{max(count, LAST)} blocks")
+    rig.call(events.EpochChanged(other, f"next-{number}"), f"{max(count, LAST)} blocks")
     settle(rig)
     rig.close(other)
     rig.call(events.MoverGone(mover, "gone"), "idle")
@@ -266,7 +266,7 @@ def lease(rig: Rig, session: keys.SessionId) -> None:
             context = events.RequestContext(name, account="last")
             batch = numbered_keys(rig.last + LAST - 1 - place % LEASED, 1)
             asked.append(events.Query(context, 0, batch, events.LeaseMode.PREFIX))
-        rig.driver.call(events.LookupRequested(1, session, tuple(asked)))
+        rig.driver.call(events.LookupRequested(session, tuple(asked)))
     assert len(rig.machine.state.sessions[session].leases) == rig.shape.scale.leases
 
 

@@ -220,7 +220,7 @@ class Rig:
         """A session with one rank."""
         self.sessions += 1
         session = keys.SessionId(self.sessions)
-        accepted = self.call(events.SessionOpened(1, session, spec, epoch, 1), kind)
+        accepted = self.call(events.SessionOpened(session, spec, epoch, 1), kind)
         record = OpenSessionRecord(accepted.namespace, SilentSink(), 0)
         self.driver.sessions[session] = record
         return session
@@ -251,7 +251,7 @@ class Rig:
         pieces = list(run_pieces(runs))
         for number, piece in enumerate(pieces, 1):
             last = number == len(pieces)
-            event = events.StoreRequested(1, session, job, context, piece, last=last)
+            event = events.StoreRequested(session, job, context, piece, last=last)
             self.call(event, kind)
 
     def finish(

@@ -107,7 +107,7 @@ class Driver:
     # -- events in --------------------------------------------------------------------------
 
     def next_token(self) -> int:
-        """A number for a question; its answer carries it."""
+        """A number for long work, which is told done under it."""
         self._next_token += 1
         return self._next_token
 
@@ -236,7 +236,7 @@ class Driver:
     def _tell_refused_rows(self) -> None:
         """The core gives back what was not granted, once nothing uses its slots."""
         for row in sorted(self._refused_rows):
-            if self._handle(ev.RowRefused(self.next_token(), row)):
+            if self._handle(ev.RowRefused(row)):
                 self._refused_rows.discard(row)
 
     def _tell_done(self, order: act.TellDone) -> None:
@@ -363,9 +363,7 @@ class Driver:
         """Answers in the order of the queries; yields to other calls between pieces."""
 
         def ask(some: tuple[Query, ...]) -> tuple[Answer, ...]:
-            found: tuple[Answer, ...] = self.call(
-                ev.LookupRequested(self.next_token(), session, some)
-            )
+            found: tuple[Answer, ...] = self.call(ev.LookupRequested(session, some))
             return found
 
         return await answer_in_pieces(queries, ask, partial(self.let_others_in, session))
@@ -387,7 +385,6 @@ class Driver:
                 verdicts.append(
                     self.call(
                         ev.StoreRequested(
-                            self.next_token(),
                             event.session,
                             event.job,
                             event.context,

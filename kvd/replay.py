@@ -118,14 +118,14 @@ class ReplayEngine:
         )
         self._machine = Machine(config)
         self._now_ns = 0
-        self._token = 0
+        self._requests = 0
         self._job = 0
         self._ended: list[JobId] = []
         self.blocks_stored = 0
         self.blocks_evicted = 0
         self.blocks_without_room = 0
         self._drive(events.PoolRecovered())
-        accepted = self._ask(events.SessionOpened(self._next_token(), _SESSION, spec, "", 1))
+        accepted = self._ask(events.SessionOpened(_SESSION, spec, "", 1))
         assert isinstance(accepted, actions.SessionAccepted)
         self._namespace = accepted.namespace
         self._drive(events.RankAttached(_SESSION, _MOVER, rank=0, shard=0, writer=True))
@@ -133,7 +133,8 @@ class ReplayEngine:
     def serve(self, request: TraceRequest) -> int:
         """Run one request through; how many of its leading blocks were found."""
         self._now_ns = max(self._now_ns, request.timestamp_ms * NS_PER_MS)
-        name = RequestId(str(self._token))
+        self._requests += 1
+        name = RequestId(str(self._requests))
         context = events.RequestContext(name)
         found, present = self._look_up(context, request.blocks)
         if found:
@@ -155,16 +156,14 @@ class ReplayEngine:
         self, context: events.RequestContext, blocks: BlockIds
     ) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
         query = events.Query(context, 0, _keys(blocks), events.LeaseMode.PREFIX)
-        answers = self._ask(events.LookupRequested(self._next_token(), _SESSION, (query,)))
+        answers = self._ask(events.LookupRequested(_SESSION, (query,)))
         statuses = np.frombuffer(answers[0].statuses, np.uint8) & _STATUS_MASK
         present = statuses == _HIT
         return int(present.size if present.all() else present.argmin()), present
 
     def _load(self, context: events.RequestContext, blocks: BlockIds) -> None:
         verdict = self._ask(
-            events.LoadRequested(
-                self._next_token(), _SESSION, self._next_job(), context, (_run(blocks),)
-            )
+            events.LoadRequested(_SESSION, self._next_job(), context, (_run(blocks),))
         )
         assert verdict.accepted, f"a leased block could not be loaded: {verdict.reason}"
 
@@ -184,9 +183,7 @@ class ReplayEngine:
         if missing.size == 0:
             return
         verdict = self._ask(
-            events.StoreRequested(
-                self._next_token(), _SESSION, self._next_job(), context, (_run(missing, found),)
-            )
+            events.StoreRequested(_SESSION, self._next_job(), context, (_run(missing, found),))
         )
         assert verdict.accepted, f"a store within the room was refused: {verdict.reason}"
         self.blocks_stored += verdict.blocks
@@ -224,10 +221,6 @@ class ReplayEngine:
                 case _:
                     pass
         return ordered
-
-    def _next_token(self) -> int:
-        self._token += 1
-        return self._token
 
     def _next_job(self) -> JobId:
         self._job += 1

@@ -194,9 +194,8 @@ def _run(message: common_pb2.TransferRun, spec: NamespaceSpec, budget: KeyBudget
 def store_event(
     session: SessionId, message: pb.StoreJob, spec: NamespaceSpec, budget: KeyBudget
 ) -> ev.StoreRequested:
-    """A store; the driver gives the token."""
+    """A store."""
     return ev.StoreRequested(
-        token=0,
         session=session,
         job=job_id(message.job_id),
         context=request_context(message.context),
@@ -208,9 +207,8 @@ def store_event(
 def load_event(
     session: SessionId, message: pb.LoadJob, spec: NamespaceSpec, budget: KeyBudget
 ) -> ev.LoadRequested:
-    """A load; whoever hands it to the driver gives the token."""
+    """A load."""
     return ev.LoadRequested(
-        token=0,
         session=session,
         job=job_id(message.job_id),
         context=request_context(message.context),

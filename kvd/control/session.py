@@ -344,7 +344,6 @@ class SessionRooms:
         sink = DeferredSink()
         accepted = self.driver.open_session(
             ev.SessionOpened(
-                self.driver.next_token(),
                 number,
                 spec,
                 message.epoch,

@@ -187,8 +187,7 @@ class Verbs:
 
         async def apply() -> pb.EpochOpened:
             epoch = convert.epoch_name(reset.epoch, least=1)
-            token = self._driver.next_token()
-            return convert.epoch_message(self._driver.call(ev.EpochChanged(token, live.id, epoch)))
+            return convert.epoch_message(self._driver.call(ev.EpochChanged(live.id, epoch)))
 
         answer = await self._once(live, reset.sequence, apply)
         return answer if isinstance(answer, pb.EpochOpened) else pb.EpochOpened()
@@ -284,12 +283,9 @@ class Verbs:
     async def _load(
         self, live: LiveSession, load: ev.LoadRequested, used: set[int]
     ) -> pb.JobVerdict:
-        event = ev.LoadRequested(
-            self._driver.next_token(), load.session, load.job, load.context, load.runs
-        )
         try:
             self._require_rising(live, load.job, ev.JobKind.LOAD, used)
-            verdict = convert.verdict_message(self._driver.load(event))
+            verdict = convert.verdict_message(self._driver.load(load))
         except UnknownSession:
             raise
         except KvdError as error:

@@ -67,7 +67,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    token: int
+    """The answer to the event; at most one."""
+
     payload: Any
 
 

@@ -1,6 +1,7 @@
 """What happened: the inputs of the machine, in the past tense. Frozen; a closed union.
 
-`token` names a question whose answer is an action `Reply(token, …)`.
+What says `Reply:` is answered by an action `Reply`. A `token` names long work; an action `TellDone`
+with that token comes at its end.
 """
 
 from __future__ import annotations
@@ -123,7 +124,6 @@ class RowRefused:
     back; False while a slot of it is in use, to be said again.
     """
 
-    token: int
     row: RowId
 
 
@@ -141,7 +141,6 @@ class RowZeroed:
 class SessionOpened:
     """An engine's scheduler came. Reply: SessionAccepted, or the error raised."""
 
-    token: int
     session: SessionId
     spec: NamespaceSpec
     epoch: str  # "" = the namespace's shared epoch
@@ -197,7 +196,6 @@ class MoverGone:
 class EpochChanged:
     """The engine reset its cache: its session goes on in another epoch. Reply: EpochOpened."""
 
-    token: int
     session: SessionId
     epoch: str
 
@@ -239,7 +237,6 @@ class Query:
 class LookupRequested:
     """Reply: tuple[Answer, …] in the order of the queries."""
 
-    token: int
     session: SessionId
     queries: tuple[Query, ...]
 
@@ -259,7 +256,6 @@ class StoreRequested:
     """Reply: Verdict. `last` is False while further pieces of the same job follow: the driver
     cuts large jobs so that small calls are not held up; the job ends only after its last."""
 
-    token: int
     session: SessionId
     job: JobId
     context: RequestContext
@@ -272,7 +268,6 @@ class StoreRequested:
 class LoadRequested:
     """Reply: Verdict. All or nothing: one missing key refuses the job. Never in pieces."""
 
-    token: int
     session: SessionId
     job: JobId
     context: RequestContext

@@ -36,7 +36,7 @@ def load(state: State, event: LoadRequested, now_ns: int) -> list[Action]:
             residency.touch(state, offer.size_class, _unclaimed(state, offer), now_ns)
         parts = tuple(_part(state, offer) for offer in offers)
         transfer.start_piece(state, job, parts, now_ns, actions)
-    actions.append(Reply(event.token, Verdict(event.job, JobKind.LOAD, not reason, reason, blocks)))
+    actions.append(Reply(Verdict(event.job, JobKind.LOAD, not reason, reason, blocks)))
     transfer.end_job_when_done(state, job, actions)
     return actions
 

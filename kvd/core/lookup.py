@@ -59,7 +59,7 @@ def lookup(state: State, event: LookupRequested, now_ns: int) -> list[Action]:
         _answer(state, session, query, owner, now_ns)
         for query, owner in zip(event.queries, owners, strict=True)
     )
-    return [Reply(event.token, answers)]
+    return [Reply(answers)]
 
 
 def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_ns: int) -> Answer:

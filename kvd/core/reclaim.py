@@ -387,10 +387,10 @@ def row_refused(state: State, event: RowRefused) -> list[Action]:
     row = state.rows.get(event.row)
     states = state.slots.state[row.span] if row is not None else np.empty(0)
     if row is None or not bool((states == SlotState.FREE).all()):
-        return [Reply(event.token, row is None)]
+        return [Reply(row is None)]
     _leave_class(state, row)
     for extent in row.extents:
         state.free_extents.put(extent)
     state.grant_pause.begin()
     state.counters.rows_refused += 1
-    return [Reply(event.token, True)]
+    return [Reply(True)]

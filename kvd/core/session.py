@@ -70,7 +70,7 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
     claims.session_came(state, session)
     epoch = spaces.open_epoch(state, session, actions)
     grant_spare(state, namespace.classes, actions)
-    actions.append(Reply(event.token, SessionAccepted(namespace.namespace, epoch)))
+    actions.append(Reply(SessionAccepted(namespace.namespace, epoch)))
     return actions
 
 
@@ -231,7 +231,7 @@ def epoch_changed(state: State, event: EpochChanged, now_ns: int) -> list[Action
     lease.end_all(state, session)
     left, session.epoch = session.epoch, event.epoch
     disuse.enter(state, session, actions, own=True)
-    actions.append(Reply(event.token, spaces.open_epoch(state, session, actions)))
+    actions.append(Reply(spaces.open_epoch(state, session, actions)))
     if left != session.epoch:
         disuse.leave_epoch(state, session, left, now_ns)
         disuse.look(state, now_ns)

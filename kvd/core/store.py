@@ -73,9 +73,7 @@ def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
     if reason and not job.reason:
         job.reason = reason
         job.status = JobStatus.FAILED if job.started or job.followed else JobStatus.REFUSED
-    actions.append(
-        Reply(event.token, Verdict(event.job, JobKind.STORE, not reason, reason, blocks, message))
-    )
+    actions.append(Reply(Verdict(event.job, JobKind.STORE, not reason, reason, blocks, message)))
     job.open = not event.last
     transfer.end_job_when_done(state, job, actions)
     return actions

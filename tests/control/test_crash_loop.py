@@ -51,9 +51,7 @@ async def test_engines_that_crash_in_a_loop_leave_no_descriptor_page_or_line(
     for number in range(STARTS):
         session = driver.allocate_session_id()
         mine = replace(SPEC, fingerprint=f"start {number}", unshared=unshared)
-        driver.open_session(
-            ev.SessionOpened(driver.next_token(), session, mine, "", 1), {}, NoSession()
-        )
+        driver.open_session(ev.SessionOpened(session, mine, "", 1), {}, NoSession())
         driver.close_session(session, gone=True)
         await work_off(driver)
         if number % 100 == 0:

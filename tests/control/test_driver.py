@@ -85,7 +85,7 @@ async def driver(shared_directory: Path) -> AsyncIterator[Driver]:
 
 def open_session(driver: Driver) -> SessionId:
     session = driver.allocate_session_id()
-    opened = ev.SessionOpened(driver.next_token(), session, spec(), "", 1)
+    opened = ev.SessionOpened(session, spec(), "", 1)
     driver.open_session(opened, {}, NoSession())
     return session
 
@@ -219,7 +219,7 @@ async def test_rooms_of_many_namespaces_are_published_a_few_at_a_time(
     namespaces = []
     for number in range(10):
         session = driver.allocate_session_id()
-        opened = ev.SessionOpened(driver.next_token(), session, spec(f"ns {number}"), "", 1)
+        opened = ev.SessionOpened(session, spec(f"ns {number}"), "", 1)
         namespaces.append(driver.open_session(opened, {}, NoSession()).namespace)
     published: list[list[int]] = [[]]  # by turn; the first is scheduled already
     turn = driver._publish_rooms
@@ -255,7 +255,7 @@ async def test_row_that_there_is_no_memory_for_costs_its_store_and_nothing_else(
 
     def store(job: int) -> act.Verdict:
         run = ev.Run(0, keys(job), engine_blocks([job]))
-        event = ev.StoreRequested(driver.next_token(), session, JobId(job), context(), (run,))
+        event = ev.StoreRequested(session, JobId(job), context(), (run,))
         found: act.Verdict = driver.call(event)
         return found
 
@@ -295,7 +295,7 @@ async def test_long_work_goes_on_by_itself_and_lets_others_in(
     driver.attach_rank(session, PLACEMENT, process)
     for job in range(1, 33):
         run = ev.Run(0, keys(job), engine_blocks([job]))
-        driver.call(ev.StoreRequested(driver.next_token(), session, JobId(job), context(), (run,)))
+        driver.call(ev.StoreRequested(session, JobId(job), context(), (run,)))
     assert len(started) == 32
     ended: list[act.EndJob] = []
     monkeypatch.setattr(driver.sessions[session].sink, "job_ended", ended.append)
@@ -365,7 +365,7 @@ async def test_session_whose_index_page_cannot_be_had_is_refused_and_nobody_else
 
     def open_another() -> SessionId:
         session = driver.allocate_session_id()
-        opened = ev.SessionOpened(driver.next_token(), session, spec("another"), "", 1)
+        opened = ev.SessionOpened(session, spec("another"), "", 1)
         driver.open_session(opened, {}, NoSession())
         return session
 
@@ -418,7 +418,7 @@ async def test_clears_come_one_after_another_whoever_gives_up_waiting(
     def store(number: int) -> None:
         run = ev.Run(0, keys(number), engine_blocks([number]))
         job = JobId(number)
-        driver.call(ev.StoreRequested(driver.next_token(), session, job, context(), (run,)))
+        driver.call(ev.StoreRequested(session, job, context(), (run,)))
         transfer = started.pop().transfer
         done = ev.TransferOutcome.DONE
         driver.call(ev.TransferFinished(MOVER, transfer, done, 1, 1))

@@ -57,9 +57,6 @@ class ListeningDriver:
     def live(self, session: SessionId) -> frozenset[int]:
         return frozenset()
 
-    def next_token(self) -> int:
-        return 1
-
     def call(self, event: Any) -> None:
         self.events.append(event)
 

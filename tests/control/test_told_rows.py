@@ -108,7 +108,7 @@ class Stage:
         self.session = self.driver.allocate_session_id()
         self.sink = Sink()
         found = spec(groups=3, shards=2)
-        opened = ev.SessionOpened(self.driver.next_token(), self.session, found, "", 2)
+        opened = ev.SessionOpened(self.session, found, "", 2)
         self.driver.open_session(opened, {}, self.sink)
         self.owners: list[SizeClass] = list(self.state.classes.values())
         self.mover: NotingMover
@@ -141,9 +141,7 @@ class Stage:
     def store(self, job: int, count: int = 1) -> act.Verdict:
         blocks = range(100 * job, 100 * job + count)
         run = ev.Run(0, keys(*blocks), engine_blocks(blocks))
-        event = ev.StoreRequested(
-            self.driver.next_token(), self.session, JobId(job), context(), (run,)
-        )
+        event = ev.StoreRequested(self.session, JobId(job), context(), (run,))
         found: act.Verdict = self.driver.call(event)
         return found
 
@@ -295,7 +293,7 @@ async def test_row_that_the_pool_could_not_have_is_not_told(
     assert refused.row not in mover.mapped
     assert len(mover.mapped) == 1
     stage.driver._refused_rows.clear()
-    stage.driver.call(ev.RowRefused(stage.driver.next_token(), refused.row))
+    stage.driver.call(ev.RowRefused(refused.row))
 
 
 async def test_session_is_warm_only_when_its_movers_know_all_rows(stage: Stage) -> None:

@@ -241,9 +241,7 @@ class Bench:
     ) -> act.SessionAccepted:
         namespace = namespace or spec(shards=ranks)
         accepted = self.ask(
-            ev.SessionOpened(
-                self._token(), SessionId(session), namespace, epoch, ranks, own, engine, payer
-            )
+            ev.SessionOpened(SessionId(session), namespace, epoch, ranks, own, engine, payer)
         )
         assert isinstance(accepted, act.SessionAccepted)
         for rank in range(ranks if attach else 0):
@@ -283,7 +281,6 @@ class Bench:
         number = self._job(job)
         return self.feed(
             ev.StoreRequested(
-                self._token(),
                 SessionId(session),
                 number,
                 context(account, f"store-{number}"),
@@ -298,9 +295,7 @@ class Bench:
     ) -> list[act.Action]:
         run = ev.Run(0, keys(*numbers), engine_blocks(numbers))
         return self.feed(
-            ev.LoadRequested(
-                self._token(), SessionId(session), self._job(job), context(account), (run,)
-            )
+            ev.LoadRequested(SessionId(session), self._job(job), context(account), (run,))
         )
 
     def finish(
@@ -337,7 +332,7 @@ class Bench:
         group: int = 0,
     ) -> act.Answer:
         query = ev.Query(context(account, request), group, keys(*numbers), lease)
-        answers = self.ask(ev.LookupRequested(self._token(), SessionId(session), (query,)))
+        answers = self.ask(ev.LookupRequested(SessionId(session), (query,)))
         assert isinstance(answers, tuple)
         (answer,) = answers
         assert isinstance(answer, act.Answer)

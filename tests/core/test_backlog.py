@@ -78,8 +78,8 @@ def test_ended_leases_count_until_their_claims_are_gone(monkeypatch: pytest.Monk
     bench.stored(range(4))
     leased(bench)
     assert list(_one_more(bench).statuses) == [RETRY] * 4
-    bench.feed(ev.EpochChanged(9, SessionId(1), "next"))
-    bench.feed(ev.EpochChanged(9, SessionId(1), ""))
+    bench.feed(ev.EpochChanged(SessionId(1), "next"))
+    bench.feed(ev.EpochChanged(SessionId(1), ""))
     state = bench.machine.state
     assert state.sessions[SessionId(1)].ended_leases == MANY - LEASES_AT_ONCE
     bench.work_off()
@@ -95,7 +95,7 @@ def test_blocks_of_an_epoch_go_after_the_leases_on_them() -> None:
     bench.open(epoch="own", own=True)
     bench.stored(range(4))
     leased(bench)
-    bench.feed(ev.EpochChanged(9, SessionId(1), "next"))
+    bench.feed(ev.EpochChanged(SessionId(1), "next"))
     assert bench.machine.statistics().slots.ready == 4, "a claimed block was given up"
     bench.work_off()
     bench.tick()

@@ -95,7 +95,7 @@ def test_nobody_else_is_given_what_a_claim_has_gathered() -> None:
 
 
 def opened(session: int) -> ev.SessionOpened:
-    return ev.SessionOpened(1, SessionId(session), spec("c"), "", 1)
+    return ev.SessionOpened(SessionId(session), spec("c"), "", 1)
 
 
 def test_search_reads_few_rows_an_event_and_finds_the_last_one_all_the_same(

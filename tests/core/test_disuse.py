@@ -26,7 +26,7 @@ def removed(actions: Iterable[act.Action]) -> list[int]:
 
 
 def reset(bench: Bench, epoch: str, session: int = 1) -> list[act.Action]:
-    return bench.feed(ev.EpochChanged(99, SessionId(session), epoch)) + bench.work_off()
+    return bench.feed(ev.EpochChanged(SessionId(session), epoch)) + bench.work_off()
 
 
 def known(bench: Bench) -> list[str]:
@@ -243,7 +243,7 @@ def test_namespace_longest_unused_and_empty_makes_room_for_a_new_one(few_namespa
             bench.stored([number], number + 1)
     for number in (2, 0, 1, 3):
         bench.leave(number + 1)
-    opened = bench.ask(ev.SessionOpened(1, SessionId(50), spec("new"), "", 1))
+    opened = bench.ask(ev.SessionOpened(SessionId(50), spec("new"), "", 1))
     assert isinstance(opened, act.SessionAccepted)
     assert "ns 2" not in known(bench)
     assert {"ns 0", "ns 1", "ns 3", "new"} <= set(known(bench))
@@ -270,12 +270,12 @@ def test_few_namespaces_are_weighed_for_their_room_and_the_others_make_it_later(
     with monkeypatch.context() as patched:
         patched.setattr(disuse, "_is_small", is_small)
         with pytest.raises(LimitExceeded):
-            bench.feed(ev.SessionOpened(1, SessionId(50), spec("new"), "", 1))
+            bench.feed(ev.SessionOpened(SessionId(50), spec("new"), "", 1))
     assert weighed == ["ns 0", "ns 1"]
     for _ in range(4):
         bench.tick()
         bench.work_off()
-    opened = bench.ask(ev.SessionOpened(1, SessionId(51), spec("new"), "", 1))
+    opened = bench.ask(ev.SessionOpened(SessionId(51), spec("new"), "", 1))
     assert isinstance(opened, act.SessionAccepted)
 
 
@@ -286,7 +286,7 @@ def test_new_namespace_is_refused_where_all_are_used_or_hold_blocks(few_namespac
         bench.stored([number], number + 1)
     bench.leave(1)
     with pytest.raises(LimitExceeded):
-        bench.feed(ev.SessionOpened(1, SessionId(50), spec("new"), "", 1))
+        bench.feed(ev.SessionOpened(SessionId(50), spec("new"), "", 1))
     assert len(known(bench)) == few_namespaces
     bench.open(51, spec("ns 0"))
     assert bench.statuses([0], 51) == "H"

@@ -34,7 +34,7 @@ def of(*groups: GroupSpec, name: str = "ns") -> NamespaceSpec:
 
 
 def opened(bench: Bench, spec: NamespaceSpec) -> None:
-    bench.feed(ev.SessionOpened(1, SessionId(1), spec, "", len(spec.groups[0].shard_bytes)))
+    bench.feed(ev.SessionOpened(SessionId(1), spec, "", len(spec.groups[0].shard_bytes)))
 
 
 def refusal(bench: Bench, spec: NamespaceSpec) -> str:
@@ -100,7 +100,7 @@ def test_what_a_pool_holds_already_goes_on_being_served() -> None:
     bench.feed(ev.PoolRecovered())
     opened(bench, spec)
     with pytest.raises(ExtentWaste):
-        bench.feed(ev.SessionOpened(2, SessionId(2), of(group(600 * KIB), name="new"), "", 1))
+        bench.feed(ev.SessionOpened(SessionId(2), of(group(600 * KIB), name="new"), "", 1))
 
 
 def test_pool_without_a_row_for_each_group_refuses_and_names_the_size_that_makes_enough() -> None:

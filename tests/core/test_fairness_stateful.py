@@ -73,7 +73,7 @@ class FullPool:
     def open(self, session: int, shards: int, payer: str = "", groups: int = 1) -> None:
         known = spec(f"ns{session}", shards=shards, groups=groups)
         actions = self.bench.feed(
-            ev.SessionOpened(1, SessionId(session), known, "", shards, payer=payer)
+            ev.SessionOpened(SessionId(session), known, "", shards, payer=payer)
         )
         self.note(actions)
         for rank in range(shards):

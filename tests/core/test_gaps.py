@@ -35,7 +35,7 @@ def store_all(bench: Bench, *, request_level: bool = False) -> str:
     """What a store of all rows leaves to be found."""
     runs = (run_of(*ROWS),)
     stored = ev.StoreRequested(
-        9, SessionId(1), JobId(50), context(), runs, request_level=request_level
+        SessionId(1), JobId(50), context(), runs, request_level=request_level
     )
     bench.finish(bench.feed(stored))
     return bench.statuses(list(ROWS))
@@ -55,6 +55,6 @@ def test_a_load_that_wants_more_of_a_recurrent_block_is_refused() -> None:
     bench = opened(GroupKind.RECURRENT_STATE)
     store_all(bench)
     with pytest.raises(InvalidArgument, match="last state"):
-        bench.feed(ev.LoadRequested(9, SessionId(1), JobId(51), context(), (run_of(1),)))
-    last = ev.LoadRequested(9, SessionId(1), JobId(52), context(), (run_of(5),))
+        bench.feed(ev.LoadRequested(SessionId(1), JobId(51), context(), (run_of(1),)))
+    last = ev.LoadRequested(SessionId(1), JobId(52), context(), (run_of(5),))
     assert only(bench.feed(last), act.StartTransfer)

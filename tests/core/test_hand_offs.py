@@ -226,7 +226,7 @@ def test_a_cleared_namespace_holds_nothing(bench: Bench) -> None:
 def test_a_hand_off_outlives_its_session_s_epoch(bench: Bench) -> None:
     bench.stored(range(4))
     hand_off(bench, range(4))
-    bench.ask(ev.EpochChanged(1, SessionId(PREFILL), "other"))
+    bench.ask(ev.EpochChanged(SessionId(PREFILL), "other"))
     assert flood(bench)[:4] == "HHHH"
 
 

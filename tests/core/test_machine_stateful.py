@@ -113,7 +113,7 @@ class MachineRules(RuleBasedStateMachine):
         epoch = self.epochs.setdefault(which, "")
         session = SessionId(self.next_id)
         opened = ev.SessionOpened(
-            1, session, SPECS[which], epoch, RANKS[which], bool(epoch), f"engine {which}"
+            session, SPECS[which], epoch, RANKS[which], bool(epoch), f"engine {which}"
         )
         self.entered.add((which, epoch))
         (reply,) = only(self.feed(opened), act.Reply)
@@ -190,7 +190,7 @@ class MachineRules(RuleBasedStateMachine):
             session = self.ids[which]
             self.epochs[which] = epoch
             self.entered.add((which, epoch))
-            self.feed(ev.EpochChanged(1, SessionId(session), epoch))
+            self.feed(ev.EpochChanged(SessionId(session), epoch))
             self.held = {n: held for n, held in self.held.items() if held[0] != session}
 
     @rule(
@@ -264,7 +264,7 @@ class MachineRules(RuleBasedStateMachine):
             answer = verdict(
                 self.feed(
                     ev.StoreRequested(
-                        1, SessionId(session), JobId(job), context(account), (run,), whole, last
+                        SessionId(session), JobId(job), context(account), (run,), whole, last
                     )
                 )
             )
@@ -281,9 +281,7 @@ class MachineRules(RuleBasedStateMachine):
         self.next_id += 1
         self.jobs.add((session, self.next_id))
         run = ev.Run(0, keys(*numbers), engine_blocks(numbers))
-        event = ev.LoadRequested(
-            1, SessionId(session), JobId(self.next_id), context(account), (run,)
-        )
+        event = ev.LoadRequested(SessionId(session), JobId(self.next_id), context(account), (run,))
         # Before: what the load uses may leave with the same event, for a class that needs its row.
         readable = set(numbers) <= self.resident(which, account)
         answer = verdict(self.feed(event))
@@ -312,7 +310,7 @@ class MachineRules(RuleBasedStateMachine):
         query = ev.Query(context(account, request), 0, keys(*numbers), mode)
         # Before: what is no lease's may leave with the same event, for a class that needs its row.
         resident = self.resident(which, account)
-        (reply,) = only(self.feed(ev.LookupRequested(1, SessionId(session), (query,))), act.Reply)
+        (reply,) = only(self.feed(ev.LookupRequested(SessionId(session), (query,))), act.Reply)
         answer = reply.payload[0]
         statuses = [status & 3 for status in answer.statuses]
         for number, status in zip(numbers, statuses, strict=True):

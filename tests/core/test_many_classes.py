@@ -20,7 +20,7 @@ def roomy(groups: int, **options: object) -> Bench:
 
 def test_one_event_grants_few_rows_ahead_of_need_and_ticks_grant_the_others() -> None:
     bench = roomy(groups=64)
-    opened = bench.feed(ev.SessionOpened(1, SessionId(1), spec(groups=64), "", 1))
+    opened = bench.feed(ev.SessionOpened(SessionId(1), spec(groups=64), "", 1))
     granted = [len(only(opened, act.GrantRow))]
     while granted[-1]:
         granted.append(len(only(bench.feed(ev.TimerTicked()), act.GrantRow)))

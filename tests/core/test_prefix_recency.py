@@ -18,9 +18,7 @@ from tests.core.bench import Bench, context, engine_blocks, keys, small
 def admit_for(bench: Bench, request: str, numbers: Sequence[int]) -> list[act.Action]:
     """Offer blocks that stand in the prompt where their numbers say; their copy begins."""
     run = ev.Run(0, keys(*numbers), engine_blocks(numbers), first_block=numbers[0])
-    event = ev.StoreRequested(
-        bench._token(), SessionId(1), bench._job(0), context("", request), (run,)
-    )
+    event = ev.StoreRequested(SessionId(1), bench._job(0), context("", request), (run,))
     return bench.feed(event)
 
 

@@ -92,7 +92,7 @@ def test_groups_of_one_job_get_room_together_or_not_at_all() -> None:
         ev.Run(group, keys(*numbers), engine_blocks(numbers))
         for group, numbers in ((0, range(100, 103)), (1, range(100, 113)))
     )
-    request = ev.StoreRequested(9, SessionId(1), JobId(99), context(), runs)
+    request = ev.StoreRequested(SessionId(1), JobId(99), context(), runs)
     assert verdict(bench.feed(request)).reason == "NO_ROOM"
     assert bench.statuses(range(16)) == "H" * 16
     bench.feed(ev.RequestsEnded(SessionId(1), (RequestId("r"),)))
@@ -432,7 +432,7 @@ def test_class_that_waits_for_extents_holds_nobody_up_once_its_engine_is_gone() 
     bench.now_ns += SECOND
     bench.unmap(bench.store([1], 2))
     assert len(bench.machine.state.free_extents) == 1, "one of the two that it needs"
-    opened = ev.SessionOpened(bench._token(), SessionId(3), spec("c"), "", 1)
+    opened = ev.SessionOpened(SessionId(3), spec("c"), "", 1)
     assert not only(bench.feed(opened), act.GrantRow), "the next extent is for the one who waits"
     bench.close(2)
     bench.gone(200)
@@ -463,7 +463,7 @@ def _row_of(bench: Bench, key: int) -> int:
 def refuse(bench: Bench, row: act.GrantRow) -> object:
     """As the driver says it, once the transfers that were to write to the row have ended."""
     bench.pool.rows.pop(row.row, None)
-    return bench.ask(ev.RowRefused(1, row.row))
+    return bench.ask(ev.RowRefused(row.row))
 
 
 def test_row_that_the_pool_could_not_have_is_no_room_and_is_tried_again_later() -> None:

@@ -35,7 +35,7 @@ def test_only_what_needs_a_new_scope_is_refused_when_all_hold_blocks() -> None:
     (post,) = only(refused, act.PostBoard)
     assert post.status is ev.JobStatus.REFUSED
     with pytest.raises(LimitExceeded):
-        bench.feed(ev.EpochChanged(1, SessionId(1), "one too many"))
+        bench.feed(ev.EpochChanged(SessionId(1), "one too many"))
     bench.stored([50])
     bench.stored([51], account="account 3")
     bench.open(session=2)
@@ -78,7 +78,7 @@ def test_epochs_that_no_session_is_in_any_more_make_room() -> None:
     bench = small()
     bench.open()
     for number in range(10 * MOST):
-        bench.feed(ev.EpochChanged(number, SessionId(1), f"epoch {number}"))
+        bench.feed(ev.EpochChanged(SessionId(1), f"epoch {number}"))
     bench.stored([1])
 
 

@@ -31,7 +31,7 @@ def bench() -> Bench:
 
 
 def test_namespace_and_scopes_are_known_before_a_session_is_accepted(bench: Bench) -> None:
-    actions = bench.feed(ev.SessionOpened(1, SessionId(1), spec(groups=2), "", 1))
+    actions = bench.feed(ev.SessionOpened(SessionId(1), spec(groups=2), "", 1))
     kinds = [type(a) for a in actions]
     assert kinds[:3] == [act.OpenNamespace, act.OpenScope, act.OpenScope]
     assert kinds[-1] is act.Reply
@@ -39,9 +39,9 @@ def test_namespace_and_scopes_are_known_before_a_session_is_accepted(bench: Benc
 
 def test_second_engine_of_a_namespace_opens_nothing_new(bench: Bench) -> None:
     first = bench.open(1)
-    actions = bench.feed(ev.SessionOpened(1, SessionId(2), spec(), "", 1))
+    actions = bench.feed(ev.SessionOpened(SessionId(2), spec(), "", 1))
     assert [type(a) for a in actions] == [act.Reply]
-    assert actions[0] == act.Reply(1, first)
+    assert actions[0] == act.Reply(first)
 
 
 def test_seeds_are_the_same_in_every_incarnation() -> None:
@@ -222,7 +222,7 @@ def test_reset_moves_this_session_and_clears_nobody_else_s_blocks(bench: Bench) 
     bench.open(1)
     bench.open(2)
     bench.stored([1], 1)
-    opened = bench.ask(ev.EpochChanged(5, SessionId(1), "mine"))
+    opened = bench.ask(ev.EpochChanged(SessionId(1), "mine"))
     assert isinstance(opened, act.EpochOpened)
     assert opened.epoch == "mine"
     assert bench.statuses([1], 1) == "M"
@@ -233,7 +233,7 @@ def test_reset_ends_the_session_s_leases(bench: Bench) -> None:
     bench.open()
     bench.stored([1])
     bench.lookup([1], lease=ev.LeaseMode.PREFIX)
-    bench.feed(ev.EpochChanged(5, SessionId(1), "mine"))
+    bench.feed(ev.EpochChanged(SessionId(1), "mine"))
     assert bench.machine.statistics().leases == 0
 
 

@@ -135,7 +135,7 @@ def test_block_of_nothing_but_nulls_is_never_stored(bench: Bench) -> None:
     actions = bench.store([1, 2], blocks=[3, 4])
     bench.finish(actions)
     run = ev.Run(0, keys(8), np.full((1, 1), NULL_ENGINE_BLOCK, dtype=np.uint32))
-    actions = bench.feed(ev.StoreRequested(9, SessionId(1), JobId(50), context(), (run,)))
+    actions = bench.feed(ev.StoreRequested(SessionId(1), JobId(50), context(), (run,)))
     assert not only(actions, act.StartTransfer)
     assert bench.statuses([8]) == "M"
 
@@ -206,7 +206,7 @@ def test_live_job_id_is_not_taken_twice_and_nothing_changes(bench: Bench) -> Non
 def test_impossible_run_is_refused_and_nothing_changes(bench: Bench, run: ev.Run) -> None:
     bench.open()
     before = bench.machine.statistics()
-    event = ev.StoreRequested(9, SessionId(1), JobId(1), context(), (run,))
+    event = ev.StoreRequested(SessionId(1), JobId(1), context(), (run,))
     with pytest.raises(InvalidArgument):
         bench.feed(event)
     assert bench.machine.statistics() == before
@@ -217,10 +217,10 @@ def test_jobs_in_flight_are_bounded() -> None:
     bench.open()
     machine, session = bench.machine, SessionId(1)
     for job in range(1, MAX_JOBS_IN_FLIGHT + 1):
-        event = ev.StoreRequested(1, session, JobId(job), context(), (), last=False)
+        event = ev.StoreRequested(session, JobId(job), context(), (), last=False)
         machine.handle(event, 0)
     with pytest.raises(LimitExceeded):
-        machine.handle(ev.StoreRequested(1, session, JobId(10**6), context(), (), last=False), 0)
+        machine.handle(ev.StoreRequested(session, JobId(10**6), context(), (), last=False), 0)
 
 
 def test_a_store_says_done_only_when_every_key_is_found(bench: Bench) -> None:
@@ -247,7 +247,7 @@ def test_a_store_says_how_many_keys_it_left_for_each_reason() -> None:
     (end,) = only(bench.store([9], blocks=[7]), act.EndJob)
     assert (end.status, end.left) == (ev.JobStatus.PARTIAL, 1), "its engine block is in flight"
     null = ev.Run(0, keys(5), np.full((1, 1), NULL_ENGINE_BLOCK, dtype=np.uint32))
-    asked = ev.StoreRequested(9, SessionId(1), JobId(50), context(), (null,))
+    asked = ev.StoreRequested(SessionId(1), JobId(50), context(), (null,))
     (end,) = only(bench.feed(asked), act.EndJob)
     assert (end.status, end.left) == (ev.JobStatus.PARTIAL, 1), "null all over"
 
@@ -357,7 +357,7 @@ def test_later_piece_that_breaks_a_rule_fails_the_job_and_ends_it(bench: Bench) 
     actions = bench.store([3], job=7, blocks=[0], group=0, last=False)
     assert verdict(actions).accepted
     run = ev.Run(0, keys(4), np.full((1, 1), MAX_ENGINE_BLOCKS, dtype=np.uint32))
-    event = ev.StoreRequested(bench._token(), SessionId(1), JobId(7), context(), (run,))
+    event = ev.StoreRequested(SessionId(1), JobId(7), context(), (run,))
     refused = verdict(bench.feed(event))
     assert (refused.accepted, refused.reason) == (False, "INVALID_ARGUMENT")
     (end,) = only(bench.finish(started + actions), act.EndJob)

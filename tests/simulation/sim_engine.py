@@ -124,7 +124,7 @@ class SimEngine:
             [LeaseMode.PREFIX, LeaseMode.PREFIX, LeaseMode.ALL, LeaseMode.NONE]
         )
         query = ev.Query(request, group, batch, mode)
-        (answer,) = driver.call(ev.LookupRequested(driver.next_token(), self.session, (query,)))
+        (answer,) = driver.call(ev.LookupRequested(self.session, (query,)))
         hits = next((i for i, s in enumerate(answer.statuses) if s & 3 != HIT), length)
         self.blocks_hit += hits
         if answer.lease is not None:
@@ -167,16 +167,15 @@ class SimEngine:
         self.next_job += 1
         self.jobs[job.job] = job
         run = ev.Run(group, KeyBatch.from_bytes(b"".join(keys), 32), blocks)
-        token = driver.next_token()
         if self.random.random() < 0.95:  # else the workers never say ready
             for mover in self.movers.values():
                 if self.random.random() < 0.97:
                     mover.mark_ready(job.job)
         if kind is JobKind.LOAD:
-            event: ev.Event = ev.LoadRequested(token, self.session, job.job, request, (run,))
+            event: ev.Event = ev.LoadRequested(self.session, job.job, request, (run,))
         else:
             whole = self.random.random() < 0.2
-            event = ev.StoreRequested(token, self.session, job.job, request, (run,), whole)
+            event = ev.StoreRequested(self.session, job.job, request, (run,), whole)
         driver.call(event)
 
     def _compute(self, group: int, keys: list[bytes], blocks: np.ndarray) -> None:

@@ -143,7 +143,6 @@ class World:
         driver = self.driver
         engine.session = driver.allocate_session_id()
         event = ev.SessionOpened(
-            driver.next_token(),
             engine.session,
             engine.spec,
             engine.epoch,
@@ -215,9 +214,7 @@ class World:
         elif dice < 0.035:
             self._epoch += 1
             engine.epoch = f"epoch-{self._epoch}"
-            self.driver.call(
-                ev.EpochChanged(self.driver.next_token(), engine.session, engine.epoch)
-            )
+            self.driver.call(ev.EpochChanged(engine.session, engine.epoch))
         elif dice < 0.04:
             found = self.driver.sessions[engine.session].namespace
             self.driver.call(ev.NamespaceCleared(self.driver.next_token(), found))
