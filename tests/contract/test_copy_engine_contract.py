@@ -22,10 +22,10 @@ from kvd.core.events import JobKind
 from kvd.core.keys import MoverId
 from kvd.mover import ranges
 from kvd.mover.copy_engine import CopyEngine, CopyStopped
-from kvd.mover.fake_engine import FakeCopyEngine
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region, extent_path
 from kvd_proto.layout import NULL_ENGINE_BLOCK
+from tests.fakes.copy_engine import FakeCopyEngine
 
 EXTENT_BYTES = 16384
 EXTENTS = 3

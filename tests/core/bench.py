@@ -11,7 +11,6 @@ import numpy as np
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import invariants
 from kvd.core.keys import (
     JobId,
     KeyBatch,
@@ -26,6 +25,7 @@ from kvd.core.keys import (
 )
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from tests.core import invariants
 
 BLOCK = 4096
 SECRET = b"sixteen byte key"

@@ -21,7 +21,6 @@ import pytest
 
 from kvd import row_teller
 from kvd.core import events as ev
-from kvd.core import invariants
 from kvd.core.actions import Action
 from kvd.core.keys import MoverId
 from kvd.core.machine import Machine, MachineConfig
@@ -30,6 +29,7 @@ from kvd.event_log import ChangeKind, resident_changes
 from kvd.mover.process import MoverConfig, MoverSink
 from kvd.pool.config import PoolConfig
 from kvd.pool.pool import Pool
+from tests.core import invariants
 from tests.simulation.sim_engine import SimEngine, namespace, placements
 from tests.simulation.sim_mover import Faults, SimMover
 from tests.simulation.virtual_time import VirtualTimeLoop
