@@ -44,7 +44,7 @@ from benchmarks.slowest_event_rig import BLOCK_BYTES, Rig, Scale, Shape
 from kvd.app import settle_memory
 from kvd.core import events
 from kvd.core.policy import POLICY_NAMES
-from kvd.pool import Pool, space
+from kvd.pool import Pool, capacity_check
 from kvd.pool.extents import Extents
 
 BAR_MS = 5.0
@@ -110,7 +110,7 @@ def _without_extents() -> ExitStack:
     stack = ExitStack()
     stack.enter_context(mock.patch.object(Extents, "create_all"))
     stack.enter_context(mock.patch.object(Extents, "missing", return_value=""))
-    stack.enter_context(mock.patch.object(space, "require_space"))
+    stack.enter_context(mock.patch.object(capacity_check, "require_space"))
     # Records of slots that no row has take no memory here.
     stack.enter_context(mock.patch("kvd.pool.slot_table.have_all", _sparse))
     stack.enter_context(mock.patch.object(Pool, "zero_row"))

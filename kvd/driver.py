@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
+from kvd.batching import answer_in_pieces, run_pieces
 from kvd.clock import AwakeClock, Clock
 from kvd.core import actions as act
 from kvd.core import events as ev
@@ -28,11 +29,10 @@ from kvd.core.machine import Machine
 from kvd.core.spec import NamespaceSpec
 from kvd.event_log import EventLog, change_of, resident_changes
 from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
-from kvd.job_board import JobBoard
+from kvd.job_board import PendingJobs
 from kvd.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.mending import PageMending
 from kvd.mover.process import MoverProcess
-from kvd.pieces import answer_in_pieces, run_pieces
 from kvd.pool.config import PoolError
 from kvd.pool.pool import Pool
 from kvd.row_teller import RowTeller
@@ -79,7 +79,7 @@ class Driver:
         self.incarnation = pool.incarnation
         self.on_broken_invariant: Callable[[Event, Exception], None] = exit_on_broken_invariant
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
-        self.jobs = JobBoard()
+        self.jobs = PendingJobs()
         self.turns = Turns()
         self.event_log = EventLog(pool.incarnation, partial(resident_changes, machine), self.turns)
         self._clock = clock or AwakeClock()

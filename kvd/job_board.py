@@ -12,7 +12,7 @@ from kvd.core.keys import JobId, SessionId
 REMEMBERED_ENDS = 1024  # of each session, so that a late flush still hears how a job ended
 
 
-class JobBoard:
+class PendingJobs:
     """Live jobs by session and the newest ends; lives on the event loop."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvd.pool.space import memory_limit
+from kvd.pool.capacity_check import memory_limit
 
 _UNITS = {
     "": 1, "b": 1,

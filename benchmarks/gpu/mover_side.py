@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.probing.hands import serve
+from benchmarks.gpu.probing.probe_process import serve
 from kvd.core.events import JobKind
 from kvd.core.keys import MoverId
 from kvd.mover.child import open_engine
@@ -33,7 +33,7 @@ def halves(kinds: list[str]) -> dict[str, tuple[float, float]]:
 
 
 class MoverSide:
-    """Orders of the benchmark; see benchmarks.gpu.probing.hands for how they come."""
+    """Orders of the benchmark; see benchmarks.gpu.probing.probe_process for how they come."""
 
     def __init__(self) -> None:
         self._engine: CopyEngine | None = None

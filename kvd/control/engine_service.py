@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from kvd.control import convert
 from kvd.control.errors import DeadlinePassed
 from kvd.control.peers import Context, Peers, Role
-from kvd.control.session import Request, SessionRooms
+from kvd.control.session import Request, SessionContext
 from kvd.control.verbs import LiveSession
 from kvd.core.errors import InvalidArgument
 from kvd_proto.v1 import engine_pb2 as pb
@@ -21,7 +21,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
 
     # ruff: noqa: N802 - gRPC's names
 
-    def __init__(self, rooms: SessionRooms, peers: Peers) -> None:
+    def __init__(self, rooms: SessionContext, peers: Peers) -> None:
         self._rooms = rooms
         self._peers = peers
 

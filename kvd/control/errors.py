@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kvd.core import errors
 from kvd.core.errors import KvdError
-from kvd.mover import refusals
+from kvd.mover import registration_errors
 
 DOMAIN = "kvd"
 DETAILS_KEY = "grpc-status-details-bin"
@@ -46,7 +46,7 @@ STATUS_OF: dict[str, grpc.StatusCode] = {
     RANK_COUNT: _Code.INVALID_ARGUMENT,
     STRING_TOO_LONG: _Code.INVALID_ARGUMENT,
     TOO_MANY_PARTS: _Code.INVALID_ARGUMENT,
-    refusals.TRANSPORT_UNSUPPORTED: _Code.INVALID_ARGUMENT,
+    registration_errors.TRANSPORT_UNSUPPORTED: _Code.INVALID_ARGUMENT,
     errors.UnknownSession.reason: _Code.NOT_FOUND,
     errors.UnknownNamespace.reason: _Code.NOT_FOUND,
     errors.UnknownRegistration.reason: _Code.NOT_FOUND,
@@ -58,10 +58,10 @@ STATUS_OF: dict[str, grpc.StatusCode] = {
     errors.LayoutMismatch.reason: _Code.FAILED_PRECONDITION,
     errors.ExtentWaste.reason: _Code.FAILED_PRECONDITION,
     errors.TooFewExtents.reason: _Code.FAILED_PRECONDITION,
-    refusals.GPU_UNKNOWN: _Code.FAILED_PRECONDITION,
-    refusals.GPU_HANDLE_REFUSED: _Code.FAILED_PRECONDITION,
-    refusals.GPU_MODE_UNSUPPORTED: _Code.FAILED_PRECONDITION,
-    refusals.GPU_MEMORY_SHORT: _Code.RESOURCE_EXHAUSTED,
+    registration_errors.GPU_UNKNOWN: _Code.FAILED_PRECONDITION,
+    registration_errors.GPU_HANDLE_REFUSED: _Code.FAILED_PRECONDITION,
+    registration_errors.GPU_MODE_UNSUPPORTED: _Code.FAILED_PRECONDITION,
+    registration_errors.GPU_MEMORY_SHORT: _Code.RESOURCE_EXHAUSTED,
     errors.LimitExceeded.reason: _Code.RESOURCE_EXHAUSTED,
     errors.PermissionDenied.reason: _Code.PERMISSION_DENIED,
     errors.Unauthenticated.reason: _Code.UNAUTHENTICATED,

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from kvd.core.errors import InvalidArgument
-from kvd.mover import refusals
+from kvd.mover import registration_errors
 from kvd.mover.facts import CopyPath, GpuFacts, MoverFacts
 from kvd.mover.layout import GpuConfig
 from kvd_proto.v1 import worker_pb2 as pb
@@ -32,7 +32,7 @@ class GpuTerms:
     staging_bytes: int = 16 * MIB
 
 
-class GpuRoom:
+class GpuCapacity:
     """What movers' contexts take on each GPU, as far as any has run there.
 
     An engine that allocates while a mover starts (graphs, activations) makes a context look larger
@@ -61,7 +61,7 @@ class GpuRoom:
             raise InvalidArgument(
                 self._short(uuid, memory, needed - memory.free_bytes - returning_bytes),
                 "gpu_memory.free_bytes",
-                refusals.GPU_MEMORY_SHORT,
+                registration_errors.GPU_MEMORY_SHORT,
             )
         return GpuConfig(
             uuid,

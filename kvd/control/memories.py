@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvd.control.peers import Memory, Peer
 from kvd.core.errors import InvalidArgument
-from kvd.mover import refusals
+from kvd.mover import registration_errors
 from kvd.mover.layout import CudaRegion, Region
 from kvd_proto.libcuda import IPC_HANDLE_BYTES
 from kvd_proto.v1 import worker_pb2 as pb
@@ -149,7 +149,7 @@ def _gpu_uuid(text: str, where: str) -> str:
             f"{where} lies on a MIG instance ({text}): CUDA shares no memory there between"
             " processes; give the engine a whole GPU",
             f"{where}.gpu_uuid",
-            refusals.GPU_MODE_UNSUPPORTED,
+            registration_errors.GPU_MODE_UNSUPPORTED,
         )
     uuid = text[:4] + text[4:].lower()
     if _UUID.fullmatch(uuid) is None:

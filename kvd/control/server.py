@@ -17,15 +17,15 @@ from kvd.control import descriptors
 from kvd.control.companion import CompanionServer
 from kvd.control.door import Door
 from kvd.control.engine_service import EngineServicer
-from kvd.control.engines import Engines
 from kvd.control.event_service import EventServicer
-from kvd.control.gpu_room import GpuRoom, GpuTerms
+from kvd.control.gpu_room import GpuCapacity, GpuTerms
 from kvd.control.memory import MemoryReturn
 from kvd.control.namespaces import Namespaces
 from kvd.control.operator_service import OperatorServicer
 from kvd.control.peers import Peers
+from kvd.control.rendezvous import Rendezvous
 from kvd.control.rpc import CallInterceptor, CallObserver
-from kvd.control.session import SessionRooms, SessionTerms
+from kvd.control.session import SessionContext, SessionTerms
 from kvd.control.sockets import SocketFile, alone_in, refuse_taken, unused_name
 from kvd.control.status import PoolPlace, StatusReport
 from kvd.control.tenants import TenantPolicy
@@ -96,8 +96,8 @@ class ControlServer:
     ) -> None:
         self.driver = driver
         self.peers = Peers()
-        self.engines = Engines(driver)
-        self.rooms = SessionRooms(driver, self.engines, tenants, terms)
+        self.engines = Rendezvous(driver)
+        self.rooms = SessionContext(driver, self.engines, tenants, terms)
         self.rooms.count_refusal = observer.refused
         self.rooms.time_message = observer.message_answered
         self.namespaces = Namespaces(driver, tenants)
@@ -135,7 +135,7 @@ class ControlServer:
             EngineServicer(self.rooms, self.peers), server
         )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerServicer(self.rooms, self.peers, place.pool_directory, GpuRoom(place.gpu)),
+            WorkerServicer(self.rooms, self.peers, place.pool_directory, GpuCapacity(place.gpu)),
             server,
         )
         events_pb2_grpc.add_EventServiceServicer_to_server(

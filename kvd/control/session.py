@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from kvd.control import convert, descriptors
-from kvd.control.departures import Departures
-from kvd.control.engines import Engines, EngineStart, check_identity
+from kvd.control.engine_exits import EngineExitWatcher
 from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT
 from kvd.control.namespace import namespace_spec
 from kvd.control.outbox import QUIET, Outbox
 from kvd.control.peers import Context, Peer
+from kvd.control.rendezvous import EngineStart, Rendezvous, check_identity
 from kvd.control.tenants import TenantPolicy
 from kvd.control.verbs import LiveSession, Sessions, Verbs
 from kvd.control.wire import UnreadableRequest
@@ -64,7 +64,7 @@ class SchedulerSession:
     """One open session: the driver's sink, the engine's side of the meeting."""
 
     def __init__(
-        self, live: LiveSession, start: EngineStart, rooms: SessionRooms, outbox: Outbox
+        self, live: LiveSession, start: EngineStart, rooms: SessionContext, outbox: Outbox
     ) -> None:
         self.live = live
         self.outbox = outbox
@@ -247,11 +247,11 @@ class SchedulerSession:
             log.warning("session %d closes while copies run", self.live.id, extra=self._whose)
 
 
-class SessionRooms:
+class SessionContext:
     """What sessions are opened in, and by which rules."""
 
     def __init__(
-        self, driver: Driver, engines: Engines, tenants: TenantPolicy, terms: SessionTerms
+        self, driver: Driver, engines: Rendezvous, tenants: TenantPolicy, terms: SessionTerms
     ) -> None:
         self.driver = driver
         self.engines = engines
@@ -259,7 +259,7 @@ class SessionRooms:
         self.terms = terms
         self.sessions = Sessions()
         self.verbs = Verbs(driver)
-        self.departures = Departures(driver)
+        self.departures = EngineExitWatcher(driver)
         self.draining = False
         self.count_refusal: Callable[[str], None] = lambda _reason: None
         self.time_message: Callable[[str, float], None] = lambda _kind, _seconds: None

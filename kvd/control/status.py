@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import kvd
-from kvd.control.engines import Engines
 from kvd.control.namespaces import Namespaces
 from kvd.control.peers import Peer
+from kvd.control.rendezvous import Rendezvous
 from kvd.control.tenants import TenantPolicy
 from kvd.control.verbs import Sessions
 from kvd.core.events import JobKind
@@ -57,7 +57,7 @@ class StatusReport:
     """Builds answers for the operator service."""
 
     def __init__(
-        self, driver: Driver, engines: Engines, namespaces: Namespaces, sessions: Sessions
+        self, driver: Driver, engines: Rendezvous, namespaces: Namespaces, sessions: Sessions
     ) -> None:
         self._driver = driver
         self._engines = engines

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any, cast
 
 from kvd.control import convert, descriptors, errors
-from kvd.control.engines import (
+from kvd.control.errors import MoverStartFailed
+from kvd.control.gpu_room import GpuCapacity, in_words
+from kvd.control.memories import RankMemory, rank_memory
+from kvd.control.peers import Context, Peer, Peers, Role
+from kvd.control.rendezvous import (
     EngineStart,
     GroupFigures,
     Rank,
     RankLayout,
     check_identity,
 )
-from kvd.control.errors import MoverStartFailed
-from kvd.control.gpu_room import GpuRoom, in_words
-from kvd.control.memories import RankMemory, rank_memory
-from kvd.control.peers import Context, Peer, Peers, Role
-from kvd.control.session import SessionRooms
+from kvd.control.session import SessionContext
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId
 from kvd.fleet import MoverOwner, RankPlacement
@@ -41,7 +41,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Validates, starts the mover, seats the rank."""
 
     def __init__(
-        self, rooms: SessionRooms, peers: Peers, pool_directory: Path, gpus: GpuRoom
+        self, rooms: SessionContext, peers: Peers, pool_directory: Path, gpus: GpuCapacity
     ) -> None:
         self._driver = rooms.driver
         self._engines = rooms.engines

@@ -35,7 +35,7 @@ STEPS: frozenset[tuple[SlotState, SlotState]] = frozenset(
         (SlotState.READY, SlotState.QUARANTINED),  # cleared while pinned, or found damaged
         (SlotState.QUARANTINED, SlotState.FREE),  # the last pin ended
         (SlotState.FREE, SlotState.READY),  # read back from the slot table
-        (SlotState.FREE, SlotState.QUARANTINED),  # read back; an undead mover may write it
+        (SlotState.FREE, SlotState.QUARANTINED),  # read back; an orphaned mover may write it
     }
 )
 

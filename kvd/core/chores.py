@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import backlog, clear, disuse, lease, reclaim, room, session, transfer
+from kvd.core import backlog, clear, eviction, expiry, lease, reclaim, session, transfer
 from kvd.core.actions import Action
 from kvd.core.state import State
 
@@ -12,8 +12,8 @@ KINDS = ("copies", "leases", "clears", "quotas", "rows", "epochs", "namespaces")
 
 def waiting(state: State) -> bool:
     """Whether there is anything that could go on now."""
-    disuse = state.disuse
-    if state.backlog or state.released or disuse.sweep is not None or disuse.turn:
+    expiring = state.expiring
+    if state.backlog or state.released or expiring.sweep is not None or expiring.turn:
         return True
     return reclaim.first_filled(state) is not None
 
@@ -29,8 +29,8 @@ def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
         (bool(state.backlog.clears), _clear),
         (bool(state.backlog.shrinks), _shrink),
         (reclaim.first_filled(state) is not None, _empty),
-        (state.disuse.sweep is not None, _sweep),
-        (bool(state.disuse.turn), _take_back),
+        (state.expiring.sweep is not None, _sweep),
+        (bool(state.expiring.turn), _take_back),
     )
     for step in range(1, len(todo) + 1):
         turn = (state.backlog.turn + step) % len(todo)
@@ -46,7 +46,7 @@ def _clear(state: State, _now_ns: int, actions: list[Action]) -> None:
 
 
 def _shrink(state: State, _now_ns: int, actions: list[Action]) -> None:
-    room.shrink_some(state, actions)
+    eviction.shrink_some(state, actions)
 
 
 def _empty(state: State, _now_ns: int, actions: list[Action]) -> None:
@@ -54,11 +54,11 @@ def _empty(state: State, _now_ns: int, actions: list[Action]) -> None:
 
 
 def _take_back(state: State, _now_ns: int, actions: list[Action]) -> None:
-    disuse.take_back_some(state, backlog.DROPPED_AT_ONCE, actions)
+    expiry.take_back_some(state, backlog.DROPPED_AT_ONCE, actions)
 
 
 def _sweep(state: State, _now_ns: int, actions: list[Action]) -> None:
-    disuse.sweep_some(state, backlog.DROPPED_AT_ONCE, actions)
+    expiry.sweep_some(state, backlog.DROPPED_AT_ONCE, actions)
 
 
 def _unclaim(state: State, now_ns: int, _actions: list[Action]) -> None:

@@ -15,7 +15,7 @@ from collections import deque
 
 import numpy as np
 
-from kvd.core import backlog, hand_off, residency, spaces, transfer
+from kvd.core import backlog, hand_off, namespaces, slot_lifecycle, transfer
 from kvd.core.actions import (
     Action,
     AnnounceCleared,
@@ -61,7 +61,7 @@ def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
     # A namespace is known to the next incarnation by a scope, and by that its rows are.
     name = (event.namespace, "", "", 0)
     if name in state.scope_ids or len(state.scope_ids) < MAX_SCOPES:
-        spaces.open_named(state, name, namespace.payer, actions)
+        namespaces.open_named(state, name, namespace.payer, actions)
     return actions
 
 
@@ -129,7 +129,7 @@ def _give_up(state: State, namespace: Namespace, left: Clear, actions: list[Acti
 
 
 def _doomed_in(state: State, row: Row, namespace: Namespace) -> Slots:
-    ready = residency.ready_in(state, row)
+    ready = slot_lifecycle.ready_in(state, row)
     doomed: Slots = ready[state.slots.scopes[ready] < namespace.cleared_below]
     return doomed
 
@@ -142,9 +142,9 @@ def _forget(state: State, owner: SizeClass, slots: Slots, actions: list[Action])
     owner.policy.remove(slots)
     pinned = state.slots.pins[slots] > 0
     if not pinned.all():
-        residency.forget_ready(state, owner, slots[~pinned], actions)
+        slot_lifecycle.forget_ready(state, owner, slots[~pinned], actions)
     if pinned.any():
-        residency.quarantine_ready(state, owner, slots[pinned], actions)
+        slot_lifecycle.quarantine_ready(state, owner, slots[pinned], actions)
 
 
 def _forget_scopes(state: State, left: Clear, actions: list[Action]) -> None:
@@ -154,7 +154,7 @@ def _forget_scopes(state: State, left: Clear, actions: list[Action]) -> None:
         numbers = left.scopes[-1]
         while numbers and len(forgotten) < backlog.SCOPES_AT_ONCE:
             forgotten.append(numbers.pop())
-            spaces.forget_scope(state, forgotten[-1])
+            namespaces.forget_scope(state, forgotten[-1])
         if not numbers:
             left.scopes.pop()
     if forgotten:

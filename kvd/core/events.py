@@ -70,7 +70,7 @@ class ScopesRecovered:
 
 
 class RecoveredRow(NamedTuple):
-    """A granted row of an earlier incarnation; `quarantined`: an undead mover may write to it."""
+    """A granted row of an earlier incarnation; `quarantined`: an orphaned mover may write to it."""
 
     row: RowId
     extents: tuple[int, ...]  # by shard; extents[0] == row

@@ -29,7 +29,7 @@ class FreeExtents:
             yield from heap
 
     @property
-    def lie_apart(self) -> bool:
+    def is_numa(self) -> bool:
         """Whether it makes a difference which extent somebody gets."""
         return len(self._by_node) > 1
 

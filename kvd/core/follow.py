@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core import prefix, spaces, store, transfer, waits
+from kvd.core import namespaces, prefix, store, transfer, waits
 from kvd.core.actions import Action
 from kvd.core.block import SlotState
 from kvd.core.errors import COPY_FAILED, RANKS_MISSING, RESET
 from kvd.core.events import JobStatus
+from kvd.core.eviction import make_room
 from kvd.core.index import NOWHERE
 from kvd.core.job import Wait
-from kvd.core.room import make_room
 from kvd.core.state import Session, State
 
 WAITS_AT_ONCE = 32  # in one event
@@ -50,7 +50,7 @@ def _take_over(
     if wait.scope not in state.scopes:
         transfer.fail_job(job, COPY_FAILED)
         return 0
-    if spaces.is_cleared(state, session.namespace, wait.scope):
+    if namespaces.is_cleared(state, session.namespace, wait.scope):
         transfer.fail_job(job, RESET)
         return 0
     offer.slots = state.index.find(offer.tags, offer.words, wait.scope)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core import backlog, residency
+from kvd.core import backlog, slot_lifecycle
 from kvd.core.events import Query
 from kvd.core.keys import LeaseId, RequestId, SessionId, Slots
 from kvd.core.state import Lease, Session, State
@@ -69,7 +69,7 @@ def hold(
 
 def claim(state: State, owner: SizeClass, slots: Slots) -> None:
     """One more lease or hand-off holds each of these distinct slots."""
-    residency.pin(state, owner, slots)
+    slot_lifecycle.pin(state, owner, slots)
     holders = state.slots.leases[slots]
     owner.tenant.leased_bytes += int(np.count_nonzero(holders == 0)) * owner.block_bytes
     state.slots.leases[slots] = holders + 1
@@ -80,7 +80,7 @@ def unclaim(state: State, owner: SizeClass, slots: Slots) -> None:
     holders = state.slots.leases[slots] - 1
     state.slots.leases[slots] = holders
     owner.tenant.leased_bytes -= int(np.count_nonzero(holders == 0)) * owner.block_bytes
-    residency.unpin(state, owner, slots)
+    slot_lifecycle.unpin(state, owner, slots)
 
 
 def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import residency, transfer
+from kvd.core import slot_lifecycle, transfer
 from kvd.core.actions import Action, Reply, Verdict
 from kvd.core.block import SlotState
 from kvd.core.errors import KEY_MISSING, RANKS_MISSING
@@ -33,7 +33,7 @@ def load(state: State, event: LoadRequested, now_ns: int) -> list[Action]:
         job.status, job.reason = JobStatus.REFUSED, reason
     elif blocks:
         for offer in offers:
-            residency.touch(state, offer.size_class, _unclaimed(state, offer), now_ns)
+            slot_lifecycle.touch(state, offer.size_class, _unclaimed(state, offer), now_ns)
         parts = tuple(_part(state, offer) for offer in offers)
         transfer.start_piece(state, job, parts, now_ns, actions)
     actions.append(Reply(Verdict(event.job, JobKind.LOAD, not reason, reason, blocks)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core import lease, prefix, residency, spaces
+from kvd.core import lease, namespaces, prefix, slot_lifecycle
 from kvd.core.actions import Action, Answer, Reply
 from kvd.core.block import SlotState
 from kvd.core.errors import InvalidArgument
@@ -80,7 +80,7 @@ def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_
             claimed = claimed[:leased]
         if leased:
             held = lease.hold(state, session, query, owner, (claimed, now_ns))
-            residency.touch(state, owner, claimed, now_ns)
+            slot_lifecycle.touch(state, owner, claimed, now_ns)
             places = query.first_block + run[:leased]
             used = prefix.of(session, query.context.request)
             prefix.note(state, session, used, claimed, places)
@@ -117,12 +117,12 @@ def read_keys(
     state: State, session: Session, account: str, group: int, words: U64
 ) -> tuple[U64, Slots]:
     """Tags and slots of the keys; a scope that nobody has opened holds nothing."""
-    scope = spaces.find_scope(state, session, account, group)
+    scope = namespaces.find_scope(state, session, account, group)
     if scope is not None:
         tags = tags_of(words, scope.seed)
         return tags, state.index.find(tags, words, scope.scope)
     namespace = state.namespace_of(session)
-    seed = spaces.scope_seed(state, namespace, session.epoch, account, group)
+    seed = namespaces.scope_seed(state, namespace, session.epoch, account, group)
     return tags_of(words, seed), np.full(len(words), NOWHERE, dtype=np.int64)
 
 
@@ -141,7 +141,7 @@ def touch(state: State, event: Touched, now_ns: int) -> list[Action]:
         state.admission.offer(np.unique(tags[unknown]))
     slots = slots[~unknown]
     ready = state.slots.state[slots] == SlotState.READY
-    residency.touch(state, owner, slots[ready], now_ns)
+    slot_lifecycle.touch(state, owner, slots[ready], now_ns)
     if not ready.all():
-        residency.touch(state, owner, slots, now_ns, as_use=False)
+        slot_lifecycle.touch(state, owner, slots, now_ns, as_use=False)
     return []

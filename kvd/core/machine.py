@@ -14,19 +14,19 @@ import numpy as np
 from kvd.core import (
     chores,
     clear,
-    disuse,
+    eviction,
+    expiry,
     follow,
     hand_off,
     lease,
     load,
     lookup,
-    operate,
+    namespaces,
+    operator,
     prefix,
     reclaim,
     recovery,
-    room,
     session,
-    spaces,
     store,
     transfer,
 )
@@ -70,7 +70,7 @@ class Machine:
 
     def room(self, namespace: NamespaceId) -> tuple[int, ...]:
         """Blocks that a store could get now, by group."""
-        return room.storable(self.state, namespace)
+        return eviction.storable(self.state, namespace)
 
     def namespaces(self) -> list[NamespaceId]:
         """Every namespace that is known, with or without sessions or blocks."""
@@ -87,8 +87,8 @@ class Machine:
         """
         if spec.fingerprint in self.state.by_fingerprint:
             return None
-        spaces.check_spec(self.state, spec)
-        return spaces.most_blocks(self.state, spec)
+        namespaces.check_spec(self.state, spec)
+        return namespaces.most_blocks(self.state, spec)
 
     def tenant_of(self, namespace: NamespaceId) -> TenantId | None:
         """None where the namespace is not known (any more)."""
@@ -275,7 +275,7 @@ class Machine:
             case ev.RowsRecovered():
                 return recovery.rows_recovered(state, event)
             case ev.PoolRecovered():
-                disuse.begin(state, now_ns)
+                expiry.begin(state, now_ns)
                 return recovery.pool_recovered(state, event)
             case ev.RowUnmapped():
                 reclaim.row_unmapped(state, event.row, event.mover, actions)
@@ -283,17 +283,17 @@ class Machine:
                 return reclaim.row_refused(state, event)
             case ev.RowZeroed():
                 reclaim.row_zeroed(state, event.row, actions)
-                disuse.look(state, now_ns)
+                expiry.look(state, now_ns)
             case ev.NamespaceCleared():
                 return clear.namespace_cleared(state, event)
             case ev.QuotaSet():
-                return operate.quota_set(state, event)
+                return operator.quota_set(state, event)
             case ev.DrainStarted():
                 state.draining = True
             case ev.WorkContinued():
                 chores.go_on(state, now_ns, actions)
             case ev.TimerTicked():
-                return operate.timer_ticked(state, now_ns)
+                return operator.timer_ticked(state, now_ns)
             case _:
                 assert_never(event)
         return actions

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvd.core import residency, spaces
+from kvd.core import namespaces, slot_lifecycle
 from kvd.core.block import SlotState
 from kvd.core.job import Prefix, Used
 from kvd.core.keys import RequestId, ScopeId, Slots
@@ -138,7 +138,7 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
 
 def _renew(state: State, prefix: Prefix, scope: ScopeId, now_ns: int) -> None:
     named = state.scopes.get(scope)
-    if named is None or spaces.is_cleared(state, named.namespace, scope):
+    if named is None or namespaces.is_cleared(state, named.namespace, scope):
         return  # nothing of it is there, or to be found
     owner = state.classes[named.namespace, named.group]
-    residency.touch(state, owner, held(state, prefix, scope), now_ns, as_use=False)
+    slot_lifecycle.touch(state, owner, held(state, prefix, scope), now_ns, as_use=False)

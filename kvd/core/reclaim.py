@@ -28,8 +28,8 @@ from kvd.core.block import SlotState
 from kvd.core.claims import Claim
 from kvd.core.events import RowRefused
 from kvd.core.keys import MoverId, RowId, Slots
-from kvd.core.residency import forget_ready, pin, quarantine_ready, ready_in, unpin
 from kvd.core.rows import RECLAIM_INTERVAL_NS, Row, SizeClass, grant_row, grantable_extents
+from kvd.core.slot_lifecycle import forget_ready, pin, quarantine_ready, ready_in, unpin
 
 if TYPE_CHECKING:
     from kvd.core.state import State
@@ -51,7 +51,7 @@ def may_retire(state: State, row: Row) -> bool:
     """Whether nothing keeps the row but blocks that could be evicted."""
     states = state.slots.state[row.span]
     busy = (states == SlotState.RESERVED) | (states == SlotState.QUARANTINED)
-    return not row.undead and not busy.any() and not state.slots.pins[row.span].any()
+    return not row.orphaned and not busy.any() and not state.slots.pins[row.span].any()
 
 
 # -- for those who wait ---------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def _limit(state: State, claim: Claim) -> float:
 def _is_spare(state: State, claim: Claim, row: Row) -> bool:
     """Whether the claim may be served with this row, as far as rights go."""
     owner = row.size_class
-    if owner is claim.owner or row.undead or row.emptying:
+    if owner is claim.owner or row.orphaned or row.emptying:
         return False
     beyond_right = owner.lasting_rows > claims.kept_rows(state, owner)
     if claim.owner.name in state.claims.growing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core import disuse, spaces
+from kvd.core import expiry, namespaces
 from kvd.core.actions import Action, PublishTags, WriteFree
 from kvd.core.block import SlotState
 from kvd.core.events import PoolRecovered, RecoveredRow, RowsRecovered, ScopesRecovered
@@ -22,19 +22,19 @@ def scopes_recovered(state: State, event: ScopesRecovered) -> list[Action]:
     actions: list[Action] = []
     number = event.namespace
     if number not in state.namespaces:
-        spaces.check_spec(state, event.spec)
-        spaces.add_namespace(state, number, event.spec, event.spec.tenant, actions)
+        namespaces.check_spec(state, event.spec)
+        namespaces.add_namespace(state, number, event.spec, event.spec.tenant, actions)
     namespace = state.namespaces[number]
     state.recovered_scopes = None
     seeds: dict[tuple[str, int], int] = {}
     for scope, epoch, account, group, _ in event.scopes:
         seed = seeds.get((epoch, group))
         if seed is None:
-            seed = seeds[epoch, group] = spaces.group_seed(state, namespace, epoch, group)
+            seed = seeds[epoch, group] = namespaces.group_seed(state, namespace, epoch, group)
         known = Scope(scope, number, epoch, account, group, account_seed(seed, account))
-        spaces.add_scope(state, known, event.spec.tenant)
+        namespaces.add_scope(state, known, event.spec.tenant)
     for epoch, own in dict.fromkeys((scope.epoch, scope.own) for scope in event.scopes):
-        disuse.read_back(state, namespace, epoch, own=own)
+        expiry.read_back(state, namespace, epoch, own=own)
     return actions
 
 
@@ -79,8 +79,8 @@ def _granted_again(state: State, owner: SizeClass, found: RecoveredRow) -> Row:
         state.free_extents.take_recovered(extent)
     first = found.extents[0] * state.slots_per_extent
     row = Row(RowId(found.row), owner, found.extents, first, owner.slots_per_row)
-    row.undead = found.quarantined
-    state.usable_extents -= len(found.extents) if row.undead else 0
+    row.orphaned = found.quarantined
+    state.usable_extents -= len(found.extents) if row.orphaned else 0
     add_row(state, row)
     return row
 
@@ -122,11 +122,11 @@ def _scopes_by_number(state: State) -> tuple[U64, Slots]:
 
 
 def _settle_free(state: State, owner: SizeClass, rows: list[Row]) -> None:
-    firsts = np.array([row.first_slot for row in rows if not row.undead], dtype=np.int64)
+    firsts = np.array([row.first_slot for row in rows if not row.orphaned], dtype=np.int64)
     slots = (firsts[:, None] + np.arange(owner.slots_per_row)).reshape(-1)
     owner.free.put(slots[state.slots.state[slots] == SlotState.FREE])
     for row in rows:
-        if row.undead:
+        if row.orphaned:
             _withhold(state, row)
 
 

@@ -125,8 +125,8 @@ class Row:
     extents: tuple[int, ...]
     first_slot: int
     slots: int
-    undead: bool = False  # a mover of an earlier incarnation may still write to it
-    drained: bool = False  # undead, and no block of it is left
+    orphaned: bool = False  # a mover of an earlier incarnation may still write to it
+    drained: bool = False  # orphaned, and no block of it is left
     withheld: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ... here
     granted_ns: int = LONG_AGO_NS
     emptying: bool = False  # to be taken back once no slot of it is in use
@@ -240,7 +240,7 @@ class SizeClass:
         self.free.put(slots)
 
     @property
-    def reach(self) -> int:
+    def slot_limit(self) -> int:
         """Slots that the class may have in use: those it owns, or fewer by the tenant's quota."""
         if not self.tenant.quota_bytes:
             return self.capacity
@@ -310,7 +310,7 @@ def add_row(state: State, row: Row) -> None:
     state.rows[row.row] = row
     row.size_class.rows[row.row] = row
     row.size_class.count(capacity=row.slots)
-    if not row.undead:
+    if not row.orphaned:
         state.rights.hold(row.size_class.namespace, len(row.extents))
     slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
     state.slots.move(slots, SlotState.ABSENT, SlotState.FREE)
@@ -337,7 +337,7 @@ def grant_spare(state: State, owners: Iterable[SizeClass], actions: list[Action]
 
 
 def _spare_slots(state: State, owner: SizeClass) -> int:
-    live = len(state.namespaces) - len(state.disuse.namespaces)
+    live = len(state.namespaces) - len(state.expiring.namespaces)
     groups = len(state.namespaces[owner.namespace].classes)
     share = state.pool_bytes // SPARE_SHARE // max(1, live * groups)
     spare_slots = state.config.spare_bytes // owner.block_bytes
@@ -349,6 +349,6 @@ def _spare_slots(state: State, owner: SizeClass) -> int:
 def _may_have_spare(state: State, owner: SizeClass) -> bool:
     if unclaimed_extents(state) < owner.shards:
         return False
-    return not state.free_extents.lie_apart or any(
+    return not state.free_extents.is_numa or any(
         s.usable() for s in state.sessions.values() if s.namespace == owner.namespace
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import claims, disuse, extent_fit, lease, prefix, spaces, transfer, waits
+from kvd.core import claims, expiry, extent_fit, lease, namespaces, prefix, transfer, waits
 from kvd.core.actions import Action, KillMover, Reply, SessionAccepted
 from kvd.core.backlog import CallOff
 from kvd.core.errors import (
@@ -48,27 +48,27 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
             "world_size",
             "RANK_COUNT",
         )
-    spaces.check_name(event.epoch, "epoch")
-    spaces.check_spec(state, event.spec)
+    namespaces.check_name(event.epoch, "epoch")
+    namespaces.check_spec(state, event.spec)
     if event.spec.fingerprint not in state.by_fingerprint:
         extent_fit.require_fit(state, event.spec)
     payer = event.payer or event.spec.tenant
-    spaces.check_scopes(state, event.spec, event.epoch, payer)
+    namespaces.check_scopes(state, event.spec, event.epoch, payer)
     actions: list[Action] = []
-    if spaces.lacks_room(state, event.spec, payer):
-        idle = disuse.forgettable(state, payer)
-        if idle is not None and spaces.namespaces_left(state, payer, idle):
-            disuse.forget(state, idle, actions)
-    namespace = spaces.open_namespace(state, event.spec, payer, actions)
+    if namespaces.lacks_room(state, event.spec, payer):
+        idle = expiry.forgettable(state, payer)
+        if idle is not None and namespaces.namespaces_left(state, payer, idle):
+            expiry.forget(state, idle, actions)
+    namespace = namespaces.open_namespace(state, event.spec, payer, actions)
     session = Session(
         event.session, namespace.namespace, event.epoch, event.world_size, event.engine, payer
     )
     session.renewed_ns = now_ns
     session.remembered.tenant = namespace.tenant.remembered
     state.sessions[event.session] = session
-    disuse.enter(state, session, actions, own=event.own_epoch)
+    expiry.enter(state, session, actions, own=event.own_epoch)
     claims.session_came(state, session)
-    epoch = spaces.open_epoch(state, session, actions)
+    epoch = namespaces.open_epoch(state, session, actions)
     grant_spare(state, namespace.classes, actions)
     actions.append(Reply(SessionAccepted(namespace.namespace, epoch)))
     return actions
@@ -83,7 +83,7 @@ def session_closed(state: State, event: SessionClosed, now_ns: int) -> list[Acti
     actions: list[Action] = []
     if session is None:
         if event.gone:
-            disuse.engine_gone(state, event.session, now_ns)
+            expiry.engine_gone(state, event.session, now_ns)
         return actions
     session.gone = session.gone or event.gone
     if session.closed:
@@ -110,7 +110,7 @@ def forget_session(state: State, session: Session, now_ns: int) -> None:
         del state.sessions[session.session]
         claims.session_went(state, session)
         prefix.forget_all(session)
-        disuse.leave(state, session, now_ns)
+        expiry.leave(state, session, now_ns)
 
 
 def rank_attached(state: State, event: RankAttached) -> list[Action]:
@@ -138,7 +138,7 @@ def rank_attached(state: State, event: RankAttached) -> list[Action]:
     state.movers[event.mover] = mover
     if event.node != NODE_UNKNOWN and (event.writer or event.shard not in namespace.shard_nodes):
         namespace.shard_nodes[event.shard] = event.node
-    if state.free_extents.lie_apart and session.usable():
+    if state.free_extents.is_numa and session.usable():
         grant_spare(state, namespace.classes, actions)
     return actions
 
@@ -225,14 +225,14 @@ def epoch_changed(state: State, event: EpochChanged, now_ns: int) -> list[Action
     It won't come back to the epoch that it leaves.
     """
     session = state.require_session(event.session)
-    spaces.check_name(event.epoch, "epoch")
-    spaces.check_scopes(state, state.namespace_of(session).spec, event.epoch, session.payer)
+    namespaces.check_name(event.epoch, "epoch")
+    namespaces.check_scopes(state, state.namespace_of(session).spec, event.epoch, session.payer)
     actions: list[Action] = []
     lease.end_all(state, session)
     left, session.epoch = session.epoch, event.epoch
-    disuse.enter(state, session, actions, own=True)
-    actions.append(Reply(spaces.open_epoch(state, session, actions)))
+    expiry.enter(state, session, actions, own=True)
+    actions.append(Reply(namespaces.open_epoch(state, session, actions)))
     if left != session.epoch:
-        disuse.leave_epoch(state, session, left, now_ns)
-        disuse.look(state, now_ns)
+        expiry.leave_epoch(state, session, left, now_ns)
+        expiry.look(state, now_ns)
     return actions

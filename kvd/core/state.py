@@ -201,7 +201,7 @@ class EpochSweep:
 
 
 @dataclass(slots=True, eq=False)
-class Disuse:
+class Expiring:
     """What no session uses."""
 
     # Every namespace without a session, the one longest without first.
@@ -267,7 +267,7 @@ class State:
         self.spare_turns: deque[SizeClass] = deque()  # to be looked at by the next ticks
         self.tally = Tally()
         self.claims = Claims()
-        self.usable_extents = config.extents  # but for those of rows that an undead mover maps
+        self.usable_extents = config.extents  # but for those of rows that an orphaned mover maps
         self.rights = Rights()
         self.tenants: dict[TenantId, Tenant] = {}
         self.namespaces: dict[NamespaceId, Namespace] = {}
@@ -289,7 +289,7 @@ class State:
         self.recovered: dict[tuple[NamespaceId, int], list[tuple[Slots, npt.NDArray[np.uint64]]]]
         self.recovered = {}
         self.recovered_scopes: tuple[npt.NDArray[np.uint64], Slots] | None = None
-        self.disuse = Disuse()
+        self.expiring = Expiring()
         self.backlog = Backlog()
         self.counters = Counters()
         self.draining = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core import prefix, residency, spaces, transfer, waits
+from kvd.core import namespaces, prefix, slot_lifecycle, transfer, waits
 from kvd.core.actions import Action, Reply, Verdict
 from kvd.core.block import SlotState
 from kvd.core.errors import (
@@ -20,11 +20,11 @@ from kvd.core.errors import (
     LimitExceeded,
 )
 from kvd.core.events import JobKind, JobStatus, LoadRequested, StoreRequested
+from kvd.core.eviction import make_room
 from kvd.core.index import NOWHERE
 from kvd.core.job import Job, Offer, Part
 from kvd.core.keys import ScopeId, Slots
 from kvd.core.offer import broken_rows, check_runs, read_offers, storable_rows
-from kvd.core.room import make_room
 from kvd.core.rows import grant_spare
 from kvd.core.state import Session, State
 from kvd_proto.layout import MAX_JOBS_IN_FLIGHT
@@ -81,7 +81,7 @@ def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
 
 def _check(state: State, session: Session, event: StoreRequested) -> None:
     check_runs(state, session, event.runs)
-    spaces.check_name(event.context.account, "account")
+    namespaces.check_name(event.context.account, "account")
 
 
 def check_new_job(session: Session, event: StoreRequested | LoadRequested) -> None:
@@ -100,7 +100,7 @@ def _refusal(state: State, session: Session, event: StoreRequested) -> str:
     if not can_store(state, session):
         return RANKS_MISSING
     spec = state.namespace_of(session).spec
-    if not spaces.scopes_fit(state, spec, session.payer, session.epoch, event.context.account):
+    if not namespaces.scopes_fit(state, spec, session.payer, session.epoch, event.context.account):
         return LimitExceeded.reason
     return ""
 
@@ -133,12 +133,12 @@ def _admit(
     # a tail is worth nothing without its head.
     kept = [_kept(state, session, job, account, plan) for plan in plans]
     for plan, slots in zip(plans, kept, strict=True):
-        residency.pin(state, plan.offer.size_class, slots)
+        slot_lifecycle.pin(state, plan.offer.size_class, slots)
     reason = make_room(state, needs, actions)
     for plan, slots in zip(plans, kept, strict=True):
-        residency.unpin(state, plan.offer.size_class, slots)
+        slot_lifecycle.unpin(state, plan.offer.size_class, slots)
     for plan in plans:
-        residency.touch(state, plan.offer.size_class, plan.ready, now_ns)
+        slot_lifecycle.touch(state, plan.offer.size_class, plan.ready, now_ns)
         prefix.note(state, session, job.prefix, plan.ready, plan.ready_blocks)
     if reason:
         return reason, 0
@@ -148,7 +148,7 @@ def _admit(
 
 def _kept(state: State, session: Session, job: Job, account: str, plan: Plan) -> Slots:
     """Blocks of the plan's group that the store may not evict; distinct."""
-    scope = spaces.find_scope(state, session, account, plan.offer.size_class.group)
+    scope = namespaces.find_scope(state, session, account, plan.offer.size_class.group)
     if scope is None:
         return plan.ready
     both = np.concatenate([plan.ready, prefix.held(state, job.prefix, scope.scope)])
@@ -167,7 +167,7 @@ def _start(
     for plan in plans:
         owner = plan.offer.size_class
         if len(plan.fresh.tags):
-            scope = spaces.open_scope(state, session, account, owner.group, actions).scope
+            scope = namespaces.open_scope(state, session, account, owner.group, actions).scope
             parts.append(reserve_part(state, plan.fresh, scope, now_ns))
             prefix.grow(state, session, job.prefix, parts[-1].slots, plan.fresh.blocks, now_ns)
         if len(plan.followed.tags):
@@ -183,7 +183,7 @@ def _start(
 
 def reserve_part(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Part:
     """Slots for these blocks; there is room for them."""
-    slots = residency.reserve(state, fresh, scope, now_ns)
+    slots = slot_lifecycle.reserve(state, fresh, scope, now_ns)
     return Part(fresh.size_class, scope, slots, slots, fresh.engine_blocks)
 
 

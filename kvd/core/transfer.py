@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvd.core import hand_off, lease, residency, spaces
+from kvd.core import hand_off, lease, namespaces, slot_lifecycle
 from kvd.core.actions import (
     Action,
     EndJob,
@@ -56,7 +56,7 @@ def start_piece(
         mover.transfers[transfer.transfer] = transfer
         piece.transfers[transfer.transfer] = transfer
         for part in parts:
-            residency.pin(state, part.size_class, part.pinned)
+            slot_lifecycle.pin(state, part.size_class, part.pinned)
         actions.append(StartTransfer(mover.mover, transfer.transfer, job.job, job.kind, orders))
     for part in parts:
         state.count_in_flight(part.scope, +1)
@@ -123,7 +123,7 @@ def _remove_damaged(state: State, piece: Piece, damaged: Slots, actions: list[Ac
             state.counters.damaged += len(found)
             part.size_class.policy.remove(found)
             hand_off.blocks_lost(state, part.size_class, found)
-            residency.quarantine_ready(state, part.size_class, found, actions)
+            slot_lifecycle.quarantine_ready(state, part.size_class, found, actions)
 
 
 def mover_gone(state: State, mover: Mover, now_ns: int, actions: list[Action]) -> None:
@@ -181,7 +181,7 @@ def end_transfer(
     if failure:
         fail_piece(state, piece, failure, actions)
     for part in piece.parts:
-        residency.unpin(state, part.size_class, part.pinned)
+        slot_lifecycle.unpin(state, part.size_class, part.pinned)
     if piece.transfers:
         return
     for part in piece.parts:
@@ -197,7 +197,7 @@ def end_transfer(
         if job.kind is JobKind.STORE:
             state.counters.stored += blocks
             for part in piece.parts:
-                residency.make_ready(state, part.size_class, part.slots, now_ns, actions)
+                slot_lifecycle.make_ready(state, part.size_class, part.slots, now_ns, actions)
             _release(state, piece, done=True)
         else:
             state.counters.loaded += blocks
@@ -210,7 +210,7 @@ def end_transfer(
 def _is_cleared(state: State, piece: Piece) -> bool:
     """Whether the piece's namespace was cleared since it was admitted."""
     part = piece.parts[0]
-    return spaces.is_cleared(state, part.size_class.namespace, part.scope)
+    return namespaces.is_cleared(state, part.size_class.namespace, part.scope)
 
 
 def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -> None:
@@ -224,7 +224,7 @@ def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -
     for part in piece.parts:
         state.counters.failed += len(part.slots)
         hand_off.blocks_lost(state, part.size_class, part.slots)
-        residency.quarantine_reserved(state, part.size_class, part.slots)
+        slot_lifecycle.quarantine_reserved(state, part.size_class, part.slots)
     _release(state, piece, done=False)
     revoke(state, piece.transfers.values(), reason, actions)
 

@@ -28,15 +28,15 @@ from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import U64, RowId
 from kvd.mover import frames
 from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, part_checksums, pieces_of
-from kvd.mover.complaints import complain
+from kvd.mover.complaints import log_limited
 from kvd.mover.copy_engine import CopyEngine, CopyStopped, DeviceLost, KeepGoing
 from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import LocatedPart, MoverConfig, flaw_of_part
-from kvd.mover.refusals import TRANSPORT_UNSUPPORTED
+from kvd.mover.registration_errors import TRANSPORT_UNSUPPORTED
 from kvd.mover.rows import MappedRows
-from kvd.mover.transfers import Transfer, TransferDesk
+from kvd.mover.transfers import Transfer, TransferQueue
 from kvd_proto.board import BoardRecord, BoardWriter
 from kvd_proto.layout import LANE_MOVER
 from kvd_proto.ring import RingReader
@@ -107,7 +107,7 @@ class Mover:
         self._control = control
         self._ring = ring
         self._board = board
-        self._desk = TransferDesk()
+        self._queue = TransferQueue()
         self._rows = MappedRows(engine, self._report_unmapped)
         self._cold: queue.SimpleQueue[tuple[RowId, int]] = queue.SimpleQueue()
         self._stopping = False
@@ -142,13 +142,13 @@ class Mover:
             while not self._stopping:
                 ready = poll.poll()
                 if self._ring.leave_asked:
-                    complain("the rank has waited too long for a load: this mover ends")
+                    log_limited("the rank has waited too long for a load: this mover ends")
                     os._exit(0)  # its end is what proves that no copy can land any more
-                self._desk.mark_ready(self._ring.take())
+                self._queue.mark_ready(self._ring.take())
                 if any(fd == end.fileno() for fd, _ in ready):
                     for kind, body in reader.feed(_receive(end)):
                         self._obey(kind, body)
-        self._desk.close()
+        self._queue.close()
         # A copier may wait in a call of the GPU's driver that never returns: the process ends all
         # the same, and that copy with it.
         end_s = time.monotonic() + _STOP_S
@@ -160,9 +160,9 @@ class Mover:
             case FrameKind.TRANSFER:
                 self._accept(frames.unpack_transfer(body))
             case FrameKind.READY:
-                self._desk.mark_ready(frames.unpack_jobs(body))
+                self._queue.mark_ready(frames.unpack_jobs(body))
             case FrameKind.REVOKE:
-                revoked = self._desk.revoke(frames.unpack_number(body))
+                revoked = self._queue.revoke(frames.unpack_number(body))
                 if revoked is not None:
                     self._report(revoked.order, TransferOutcome.REVOKED)
                     self._rows.release(revoked.extents)
@@ -171,7 +171,7 @@ class Mover:
             case FrameKind.UNMAP_ROW:
                 self._rows.retire(RowId(frames.unpack_number(body)))
             case FrameKind.FORGET_JOB:
-                self._desk.forget(frames.unpack_number(body))
+                self._queue.forget(frames.unpack_number(body))
             case FrameKind.STOP:
                 self._stopping = True
             case _:
@@ -182,7 +182,7 @@ class Mover:
             self._rows.map(row, extent)
         except OSError as error:
             # Transfers of the row fail; control sees them fail and keeps its cache.
-            complain(f"row {row} can't be mapped: {error}")
+            log_limited(f"row {row} can't be mapped: {error}")
         self._cold.put((row, extent))
 
     def _accept(self, order: TransferOrder) -> None:
@@ -191,20 +191,20 @@ class Mover:
         if not flaw and not self._rows.use(extents):
             flaw = "a row that is not mapped"
         if flaw:
-            complain(f"transfer {order.transfer} of job {order.job} is refused: {flaw}")
+            log_limited(f"transfer {order.transfer} of job {order.job} is refused: {flaw}")
             self._report(order, TransferOutcome.FAILED)
             return
-        self._desk.submit(Transfer(order, extents))
+        self._queue.submit(Transfer(order, extents))
 
     # -- the copying threads ----------------------------------------------------------------
 
     def _copy_all(self, kind: JobKind) -> None:
-        while (transfer := self._desk.take(kind)) is not None:
+        while (transfer := self._queue.take(kind)) is not None:
             copy = Copy()
             started = time.monotonic_ns()
             outcome = self._copy(transfer.order, copy)
             copy.duration_ns = time.monotonic_ns() - started
-            self._desk.end(transfer)
+            self._queue.end(transfer)
             self._report(transfer.order, outcome, copy)
             self._rows.release(transfer.extents)
             self.report_facts()
@@ -220,10 +220,10 @@ class Mover:
             return TransferOutcome.FAILED
         except DeviceLost as error:
             # Its end is what proves to control that no copy can land any more.
-            complain(f"transfer {order.transfer} of job {order.job} lost the GPU: {error}")
+            log_limited(f"transfer {order.transfer} of job {order.job} lost the GPU: {error}")
             os._exit(EXIT_BROKEN)
         except Exception as error:  # noqa: BLE001 - whatever broke, control must hear of it
-            complain(f"transfer {order.transfer} of job {order.job} failed: {error!r}")
+            log_limited(f"transfer {order.transfer} of job {order.job} failed: {error!r}")
             return TransferOutcome.FAILED
         if copy.damaged or (order.kind is JobKind.STORE and self._ring.abandoned(order.job)):
             return TransferOutcome.FAILED
@@ -325,7 +325,7 @@ def serve(control_fd: int, parent: int) -> None:
     try:
         mover.run(event_fd)
     except DeviceLost as error:  # no way out in order: that asks the driver once more
-        complain(f"lost the GPU: {error}")
+        log_limited(f"lost the GPU: {error}")
         os._exit(EXIT_BROKEN)
 
 

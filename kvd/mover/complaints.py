@@ -10,7 +10,7 @@ MAX_COMPLAINTS = 100
 _complaints = itertools.count()
 
 
-def complain(message: str) -> None:
+def log_limited(message: str) -> None:
     """Say it in the daemon's log, which a hostile worker must not be able to fill."""
     if next(_complaints) < MAX_COMPLAINTS:
         print(f"kvd mover {os.getpid()}: {message}", file=sys.stderr, flush=True)  # noqa: T201

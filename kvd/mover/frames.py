@@ -82,7 +82,7 @@ class Refusal:
     error: str  # name of a class of kvd.core.errors
     message: str
     field: str
-    reason: str  # the class's own, or one of kvd.mover.refusals
+    reason: str  # the class's own, or one of kvd.mover.registration_errors
 
 
 @dataclass(frozen=True, slots=True, eq=False)

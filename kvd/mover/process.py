@@ -13,7 +13,7 @@ from typing import Protocol
 from kvd.core import errors
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
-from kvd.mover import frames, refusals
+from kvd.mover import frames, registration_errors
 from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.launch import Launched, how_it_ended, launch
@@ -354,7 +354,7 @@ class MoverProcess:
 
 
 def _as_error(refusal: frames.Refusal) -> errors.KvdError:
-    if refusal.reason in refusals.REASONS:
+    if refusal.reason in registration_errors.REASONS:
         return errors.InvalidArgument(refusal.message, refusal.field, refusal.reason)
     known = {error.__name__: error for error in (errors.InvalidArgument, errors.LayoutMismatch)}
     return known.get(refusal.error, errors.InvalidArgument)(refusal.message, refusal.field)

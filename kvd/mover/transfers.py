@@ -45,7 +45,7 @@ class Transfer:
     state: TransferState = TransferState.WAITING
 
 
-class TransferDesk:
+class TransferQueue:
     """Joins the halves and hands transfers to the copying threads. Any thread may call.
 
     The sender of orders bounds how many there are; readies are bounded here.
@@ -103,7 +103,7 @@ class TransferDesk:
             return transfer
 
     def take(self, kind: JobKind) -> Transfer | None:
-        """Wait for the next transfer of a direction, now running. None: the desk is closed."""
+        """Wait for the next transfer of a direction, now running. None: the queue is closed."""
         while True:
             transfer = self._queues[kind].get()
             if transfer is None or self._closed:

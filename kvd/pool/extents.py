@@ -120,7 +120,7 @@ class Extents:
         return ""
 
     def remove_all(self) -> None:
-        """Give the memory back, except what an undead mover still maps."""
+        """Give the memory back, except what an orphaned mover still maps."""
         remove_files(self.directory)
 
     def create_all(self, mark: str, progress: Progress) -> None:

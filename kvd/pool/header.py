@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from kvd.pool import lines
+from kvd.pool import sealed_json
 from kvd.pool.config import RECORD_BYTES, PoolConfig
 
 POOL_LAYOUT_VERSION = 2
@@ -53,13 +53,13 @@ class PoolHeader:
 
     def write(self, path: Path) -> None:
         """Put the header in place; from then on the pool is warm."""
-        lines.replace_file(path, lines.seal(asdict(self)))
+        sealed_json.replace_file(path, sealed_json.seal(asdict(self)))
 
 
 def read_header(path: Path, wanted: PoolHeader) -> tuple[PoolHeader | None, str]:
     """The header found, None where it can't be read; and why the pool starts cold, or ""."""
     try:
-        record = lines.unseal(_content(path))
+        record = sealed_json.unseal(_content(path))
     except FileNotFoundError:
         return None, NO_POOL
     if record is None:

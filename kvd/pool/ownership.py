@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from kvd.pool import lines
+from kvd.pool import sealed_json
 from kvd.pool.config import PoolError
 from kvd.pool.extents import Extents
 
@@ -133,7 +133,7 @@ class MoverList:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return []
-        records = [lines.unseal(line) for line in content.splitlines()]
+        records = [sealed_json.unseal(line) for line in content.splitlines()]
         return [MoverRecord(r["pid"], r["start_time"]) for r in records if r is not None]
 
     def replace(self, movers: Iterable[MoverRecord]) -> None:
@@ -144,7 +144,7 @@ class MoverList:
         if places is None:
             sealed = [_line(mover) for mover in kept]
             content = b"".join(sealed).ljust(MOST_MOVERS * _LINE_BYTES, _BLANK)
-            lines.replace_file(self._path, content)
+            sealed_json.replace_file(self._path, content)
             places = {mover.pid: line for line, mover in enumerate(kept)}
         self.close()
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -190,7 +190,7 @@ class MoverList:
 
 
 def _line(mover: MoverRecord) -> bytes:
-    line = lines.seal({"pid": mover.pid, "start_time": mover.start_time}, _LINE_BYTES)
+    line = sealed_json.seal({"pid": mover.pid, "start_time": mover.start_time}, _LINE_BYTES)
     assert len(line) == _LINE_BYTES, f"{mover} doesn't fit in a line"
     return line
 

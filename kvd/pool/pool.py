@@ -31,7 +31,7 @@ from kvd.core.actions import (
 from kvd.core.events import Event
 from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
 from kvd.own_directory import NotTrustedError, Wanted, require_own
-from kvd.pool import space
+from kvd.pool import capacity_check
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.extents import Extents, has_mark, remove_files
@@ -49,7 +49,7 @@ from kvd.pool.ownership import (
     state_of,
 )
 from kvd.pool.placement import Placement
-from kvd.pool.recovery import Books, Recovery
+from kvd.pool.recovery import PoolFiles, Recovery
 from kvd.pool.registry import RegisteredNamespace, Registry
 from kvd.pool.reserve import FULL, Reserve
 from kvd.pool.row_table import Row, RowTable
@@ -102,7 +102,7 @@ class Pool:
         self._pages_to_look_at: deque[NamespaceId] = deque()
         self._spilled_pages: dict[NamespaceId, None] = {}  # that had no place for some tags
         self._refill_in = 0  # pieces of upkeep
-        self._undead: dict[int, frozenset[int]] = {}  # extents by pid
+        self._orphaned: dict[int, frozenset[int]] = {}  # extents by pid
 
     @classmethod
     def open(cls, config: PoolConfig, progress: Callable[[int, int], None]) -> Self:
@@ -117,17 +117,17 @@ class Pool:
         if config.extents_directory is not None:
             _own(Wanted("extents_directory", config.extents_directory))
         config = _sized(config)
-        huge_page = space.require_memory_files(config)
+        huge_page = capacity_check.require_memory_files(config)
         pool: Self | None = None
         try:
             pool = cls(config, huge_page)
-            space.require_space(config, space.measure(config))
+            capacity_check.require_space(config, capacity_check.measure(config))
             # The place in the pool's own directory too: another pool may be told to lie there.
             config.extents_place.mkdir(mode=0o700, exist_ok=True)
             pool._resources.callback(DirectoryLock(config.extents_place).release)
-            undead = pool._end_last_owner()
+            orphaned = pool._end_last_owner()
             pool._take_or_make(progress)
-            pool._recover(undead)
+            pool._recover(orphaned)
             pool._fill_reserve()
             pool._look_around()
         except BaseException as error:
@@ -172,7 +172,7 @@ class Pool:
 
     def orphans(self) -> list[Orphan]:
         """Movers of earlier owners that could not be ended; known once `recovered` was read."""
-        return [self._orphan(pid, extents) for pid, extents in self._undead.items()]
+        return [self._orphan(pid, extents) for pid, extents in self._orphaned.items()]
 
     def _orphan(self, pid: int, extents: frozenset[int]) -> Orphan:
         slots = {
@@ -207,7 +207,7 @@ class Pool:
     @property
     def on_shared_filesystem(self) -> bool:
         """Whether others may fill the file system that the tables lie on."""
-        return space.is_shared(self._config.directory)
+        return capacity_check.is_shared(self._config.directory)
 
     @property
     def extent_nodes(self) -> tuple[int, ...]:
@@ -481,11 +481,11 @@ class Pool:
     # -- opening ----------------------------------------------------------------------------------
 
     def _end_last_owner(self) -> frozenset[int]:
-        """Kill what still lives of the last owner; returns extents that an undead mover maps."""
-        undead = end_movers(self._movers.read_last_owner(), self._config.mover_kill_deadline_s)
-        self._movers.replace(undead)
-        self._undead = {m.pid: extents_mapped_by(m.pid, self._files) for m in undead}
-        return frozenset().union(*self._undead.values())
+        """Kill what still lives of the last owner; returns extents that an orphaned mover maps."""
+        orphaned = end_movers(self._movers.read_last_owner(), self._config.mover_kill_deadline_s)
+        self._movers.replace(orphaned)
+        self._orphaned = {m.pid: extents_mapped_by(m.pid, self._files) for m in orphaned}
+        return frozenset().union(*self._orphaned.values())
 
     def _take_or_make(self, progress: Callable[[int, int], None]) -> None:
         """Read the header; where the pool can't be used, remove it and make a new one."""
@@ -516,7 +516,7 @@ class Pool:
             remove_files(Path(before.extents_directory))
         self._files.remove_all()
 
-    def _recover(self, undead_extents: frozenset[int]) -> None:
+    def _recover(self, orphaned_extents: frozenset[int]) -> None:
         directory = self._config.directory
         self._slot_table = SlotTable(self._config, directory / "slots.table")
         self._resources.callback(self._slot_table.close)
@@ -528,7 +528,7 @@ class Pool:
             self._resources.callback(self._checksums.close)
         self._registry = Registry.open(directory / "registry.jsonl", self._reserve)
         self._resources.callback(self._registry.close)
-        books = Books(
+        books = PoolFiles(
             self._config.slots_per_extent,
             self._files,
             self._slot_table,
@@ -536,8 +536,8 @@ class Pool:
             self._registry,
             self._checksums,
         )
-        # On a cold start an undead mover maps files that are gone; the new ones are nobody's.
-        self._recovery = Recovery(books, frozenset() if self.cold_reason else undead_extents)
+        # On a cold start an orphaned mover maps files that are gone; the new ones are nobody's.
+        self._recovery = Recovery(books, frozenset() if self.cold_reason else orphaned_extents)
         self._rows: dict[RowId, Row] = dict(self._recovery.rows)
 
 
@@ -561,7 +561,7 @@ def _sized(config: PoolConfig) -> PoolConfig:
     """
     if not config.extent_bytes_chosen:
         return config
-    page = space.huge_page(config)
+    page = capacity_check.huge_page(config)
     standing = standing_extent_bytes(config)
     if standing and not (page and standing % page):
         return replace(config, extent_bytes=standing)

@@ -34,7 +34,7 @@ _BATCH_SCOPES = 4096  # in one event: what is due once a namespace is little bes
 
 
 @dataclass(slots=True)
-class Books:
+class PoolFiles:
     """The pool's files that recovery reads, and mends where they are broken."""
 
     slots_per_extent: int
@@ -49,12 +49,12 @@ class Books:
 class Recovery:
     """What was found. `rows` stand as soon as it is made; records are read by `events`."""
 
-    books: Books
-    undead_extents: frozenset[int]  # still mapped by movers that couldn't be killed
+    books: PoolFiles
+    orphaned_extents: frozenset[int]  # still mapped by movers that couldn't be killed
     rows: dict[RowId, Row] = field(default_factory=dict)
     dropped_rows: int = 0  # extents that said granted, but not credibly
     dropped_records: int = 0  # READY records that were not whole or named nothing known
-    withheld: dict[RowId, int] = field(default_factory=dict)  # free slots that undead movers map
+    withheld: dict[RowId, int] = field(default_factory=dict)  # free slots that orphaned movers map
     blocks: dict[NamespaceId, int] = field(default_factory=dict)  # READY records, whole or not
     unchecked_records: int = 0  # of those, whole ones without checksums where they are wanted
 
@@ -106,9 +106,9 @@ class Recovery:
         self.dropped_rows = len(stray)
         for extent in stray:
             self.books.slot_table.write_free(self._records(extent, self.books.slots_per_extent))
-        # An undead mover may go on writing: it keeps the old file, the pool gets a new one.
-        self.books.extents.create(stray & self.undead_extents)
-        self.books.extents.zero_all(stray - self.undead_extents)
+        # An orphaned mover may go on writing: it keeps the old file, the pool gets a new one.
+        self.books.extents.create(stray & self.orphaned_extents)
+        self.books.extents.zero_all(stray - self.orphaned_extents)
         self.books.row_table.release(tuple(stray))
 
     def _forget_unused(self) -> None:
@@ -191,10 +191,10 @@ class Recovery:
         )
 
     def _found(self, row: Row, ready: int) -> RecoveredRow:
-        undead = not self.undead_extents.isdisjoint(row.extents)
-        if undead:
+        orphaned = not self.orphaned_extents.isdisjoint(row.extents)
+        if orphaned:
             self.withheld[row.row] = row.slots - ready
-        return RecoveredRow(row.row, row.extents, ready, undead)
+        return RecoveredRow(row.row, row.extents, ready, orphaned)
 
     def _checked(self, rows: list[Row], records: Records) -> npt.NDArray[np.bool_]:
         """Which records may be served as far as checksums of their bytes are concerned.

@@ -31,7 +31,7 @@ from typing import Any
 from kvd.core.actions import OpenScope
 from kvd.core.keys import NamespaceId, ScopeId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
-from kvd.pool import lines
+from kvd.pool import sealed_json
 from kvd.pool.reserve import Reserve
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class LineFile:
     def _append(self, content: bytes) -> None:
         try:
             os.lseek(self._fd, self._size, os.SEEK_SET)
-            lines.write_all(self._fd, content)
+            sealed_json.write_all(self._fd, content)
         except OSError:
             self.cut(self._size)
             raise
@@ -127,7 +127,7 @@ class Registry:
         registry._fresh_path.unlink(missing_ok=True)
         content = path.read_bytes() if path.exists() else b""
         for line in content.splitlines():
-            record = lines.unseal(line)
+            record = sealed_json.unseal(line)
             if record is None:
                 registry.damaged_lines += 1
             else:
@@ -316,12 +316,12 @@ class Registry:
         if kind is Kind.SCOPE:
             scope = self.scopes.get(ScopeId(number))
             if scope is not None and number >= self._cleared.get(scope.namespace, 0):
-                yield lines.seal(_scope_record(scope))
+                yield sealed_json.seal(_scope_record(scope))
         elif kind is Kind.CLEARED:
             if (below := self._cleared.get(NamespaceId(number))) is not None:
-                yield lines.seal({"kind": kind.value, "namespace": number, "below": below})
+                yield sealed_json.seal({"kind": kind.value, "namespace": number, "below": below})
         elif (known := self.namespaces.get(NamespaceId(number))) is not None:
-            yield lines.seal(_namespace_record(known))
+            yield sealed_json.seal(_namespace_record(known))
 
     # -- writing anew -----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvd_client import Group, GroupKind
 from kvd_client.scheduler.hits import boundaries_between, longest_hit
-from kvd_client.scheduler.reach import Reach
+from kvd_client.scheduler.retention import Retention
 from tests.client.engine_rig import namespace
 
 LENGTH_TOKENS = 96  # a multiple of every width
@@ -80,7 +80,7 @@ def test_groups_of_all_kinds_agree_on_the_longest_hit_that_suits_each(
 
 @given(groups=group_lists())
 def test_the_mask_keeps_what_some_hit_needs_and_nothing_else(groups: tuple[Group, ...]) -> None:
-    reach = Reach(groups, namespace(*groups).boundary_tokens)
+    retention = Retention(groups, namespace(*groups).boundary_tokens)
     ends = [
         end
         for end in range(1, LENGTH_TOKENS * 2)
@@ -91,27 +91,27 @@ def test_the_mask_keeps_what_some_hit_needs_and_nothing_else(groups: tuple[Group
         used = {block for end in ends for block in needed(group, 0, end) or ()}
         for block in range(LENGTH_TOKENS // group.tokens_per_block):
             if block in used:
-                assert reach.holds(number, block, ())
-            elif not reach.keeps_all(number):
-                assert not reach.holds(number, block, ())
+                assert retention.holds(number, block, ())
+            elif not retention.keeps_all(number):
+                assert not retention.holds(number, block, ())
 
 
 @given(groups=group_lists(), times=st.integers(0, 3), tokens=st.integers(1, LENGTH_TOKENS))
 def test_a_thinned_out_mask_keeps_what_hits_at_its_boundaries_need(
     groups: tuple[Group, ...], times: int, tokens: int
 ) -> None:
-    full = Reach(groups, namespace(*groups).boundary_tokens)
+    full = Retention(groups, namespace(*groups).boundary_tokens)
     step = next(each for each in range(1, 1000) if full.ends(each))
-    reach = Reach(groups, step, times * step)
-    ends = reach.ends(tokens)
+    retention = Retention(groups, step, times * step)
+    ends = retention.ends(tokens)
     kept = [end for end in range(1, LENGTH_TOKENS) if times and end % (times * step) == 0] + ends
     for number, group in enumerate(groups):
         for end in kept:
             for block in needed(group, 0, end) or ():
-                assert reach.holds(number, block, ends)
+                assert retention.holds(number, block, ends)
 
 
 def test_a_retention_between_boundaries_is_refused() -> None:
     group = Group(tokens_per_block=16, shard_bytes=(64,))
     with pytest.raises(ValueError, match="multiple of 16"):
-        Reach([group], 16, 24)
+        Retention([group], 16, 24)

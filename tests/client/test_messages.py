@@ -12,7 +12,7 @@ from kvd_client.draft import (
     within_limit,
 )
 from kvd_client.messages import MAX_CONTEXT_BYTES, MAX_IDS, messages_of
-from kvd_client.scheduler.hand_offs import HandOffDesk
+from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.params import RequestParams, SchedulerOptions
 from kvd_client.scheduler.request import Request
 from kvd_proto import layout
@@ -80,14 +80,14 @@ def test_runs_beyond_a_jobs_limit_are_joined_and_none_is_lost() -> None:
 
 
 def test_a_hand_off_of_many_runs_goes_in_several_parts() -> None:
-    desk = HandOffDesk({}, SchedulerOptions())
+    queue = HandOffQueue({}, SchedulerOptions())
     context = common_pb2.ReqContext(request_id="r")
     request = Request("r", 0, [()], RequestParams(), "", context)
     runs = [BlockRun(0, 2 * n, [bytes([n])]) for n in range(2 * MAX_RUNS + 1)]
-    desk.add(request, list(runs))
+    queue.add(request, list(runs))
     step = StepDraft()
-    desk.put_into(step)
-    assert not len(desk), "all of it has left"
+    queue.put_into(step)
+    assert not len(queue), "all of it has left"
     assert all(isinstance(part, HandOffDraft) for part in step.hand_offs)
     assert [len(part.runs) for part in step.hand_offs] == [MAX_RUNS, MAX_RUNS, 1]
     assert [run for part in step.hand_offs for run in part.runs] == runs

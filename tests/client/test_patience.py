@@ -183,7 +183,7 @@ def test_what_was_loaded_was_not_computed() -> None:
     rig.step(("r", table, 6 * TOKENS))
     rig.now += 2 * TOKENS * 0.01
     rig.report()
-    assert rig.scheduler._desk.pace.seconds_for(100) == pytest.approx(1.0)
+    assert rig.scheduler._queue.pace.seconds_for(100) == pytest.approx(1.0)
 
 
 # -- blocks beside the grid -------------------------------------------------------------------
@@ -193,32 +193,32 @@ def test_single_blocks_share_the_steps_one_wait() -> None:
     rig = slow_daemon()
     rig.daemon.holds(tails := hashes("tail", 5))
     rig.arrive("r", 6 * TOKENS, prefix="none")
-    request, desk = rig.scheduler._requests["r"], rig.scheduler._desk
+    request, queue = rig.scheduler._requests["r"], rig.scheduler._queue
     runs = [BlockRun(0, 0, [tail]) for tail in [*tails, b"nobody".ljust(16)]]
     asked = len(rig.daemon.lookups)
-    assert [desk.ask_alone(request, run) for run in runs] == [RETRY] * 6
+    assert [queue.ask_alone(request, run) for run in runs] == [RETRY] * 6
     assert rig.daemon.blocking_calls == 1
     rig.step()
-    assert [desk.ask_alone(request, run) for run in runs] == [RETRY] * 6
+    assert [queue.ask_alone(request, run) for run in runs] == [RETRY] * 6
     assert len(rig.daemon.lookups) - asked == 6, "the same calls are still waited for"
     rig.daemon.answer()
     for _ in range(3):
-        assert [desk.ask_alone(request, run) for run in runs] == [HIT] * 5 + [MISS]
+        assert [queue.ask_alone(request, run) for run in runs] == [HIT] * 5 + [MISS]
     assert len(rig.daemon.lookups) - asked == 6
     assert rig.daemon.blocking_calls == 2
     assert len(request.lookup.leases) == 5
-    desk.forget(request)
-    assert len(desk.released_leases) == 5
+    queue.forget(request)
+    assert len(queue.released_leases) == 5
 
 
 def test_a_single_block_that_nobody_answers_for_is_a_miss_in_the_end() -> None:
     rig = slow_daemon()
     rig.arrive("r", 6 * TOKENS, prefix="none")
-    request, desk = rig.scheduler._requests["r"], rig.scheduler._desk
+    request, queue = rig.scheduler._requests["r"], rig.scheduler._queue
     run = BlockRun(0, 0, hashes("tail", 1))
-    assert desk.ask_alone(request, run) == RETRY
+    assert queue.ask_alone(request, run) == RETRY
     rig.now += 0.2
-    assert desk.ask_alone(request, run) == MISS
+    assert queue.ask_alone(request, run) == MISS
     assert rig.daemon.given_up
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvd_client import NULL_BLOCK, Group, GroupKind, SchedulerOptions, StoreMode
-from kvd_client.scheduler.reach import Reach
+from kvd_client.scheduler.retention import Retention
 from tests.client.engine_rig import FULL, RECURRENT, SLIDING, TOKENS, WIDE, Rig, blocks
 
 # Hits end every 4 * TOKENS where the other group is WIDE's state; the window is 2 blocks.
@@ -90,13 +90,13 @@ def test_blocks_that_were_passed_over_are_not_looked_at_again(
     rig.step(("r", tables, 6 * TOKENS))
     assert len(stored(rig, 1)) == 2
     looked_at = []
-    holds = Reach.holds
+    holds = Retention.holds
 
-    def note(self: Reach, group: int, block: int, ends: list[int]) -> bool:
+    def note(self: Retention, group: int, block: int, ends: list[int]) -> bool:
         looked_at.append((group, block))
         return holds(self, group, block, ends)
 
-    monkeypatch.setattr(Reach, "holds", note)
+    monkeypatch.setattr(Retention, "holds", note)
     rig.step(("r", tables, 7 * TOKENS))
     assert looked_at == [(1, 6)]
     assert stored(rig, 1) == rig.keys("p", 20 * TOKENS)[1][6:7]

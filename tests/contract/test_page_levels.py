@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd.batching import PIECE_KEYS
 from kvd.core.keys import U64
-from kvd.pieces import PIECE_KEYS
 from kvd.pool import index_page
 from kvd.pool.index_page import IndexPage
 from kvd_proto import layout

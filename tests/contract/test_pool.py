@@ -22,7 +22,7 @@ from kvd.core.actions import (
 )
 from kvd.core.events import PoolRecovered
 from kvd.core.keys import NamespaceId, RowId, ScopeId
-from kvd.pool import Pool, PoolConfig, PoolError, lines, registry
+from kvd.pool import Pool, PoolConfig, PoolError, registry, sealed_json
 from kvd_proto.page import PageReader
 from kvd_proto.tags import mix
 from tests import leaks
@@ -313,9 +313,9 @@ def test_registry_of_before_tells_private_namespaces_by_their_fields(
         pool.open_scope(OpenScope(orders.SCOPE, orders.NAMESPACE, "", "", 0))
         pool.grant_row(orders.row([0]))
     path = config.directory / "registry.jsonl"
-    older = [lines.unseal(line) or {} for line in path.read_bytes().splitlines()]
+    older = [sealed_json.unseal(line) or {} for line in path.read_bytes().splitlines()]
     kept = [{k: v for k, v in each.items() if k not in ("unshared", "own")} for each in older]
-    path.write_bytes(b"".join(lines.seal(each) for each in kept))
+    path.write_bytes(b"".join(sealed_json.seal(each) for each in kept))
     with opened(config) as pool:
         events = list(pool.recovered())
     (scope,), (spec,) = orders.scopes_of(events), orders.specs_of(events)

@@ -10,7 +10,7 @@ import pytest
 
 from kvd.core.actions import ReleaseRow
 from kvd.core.keys import U64, RowId
-from kvd.pool import Pool, PoolConfig, lines
+from kvd.pool import Pool, PoolConfig, sealed_json
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import SLOTS_PER_EXTENT, opened
 from tests.contract.test_pool_damage import bytes_of
@@ -115,9 +115,9 @@ def test_a_lost_table_of_checksums_serves_nothing_of_before(checked: PoolConfig)
 def test_a_cold_start_forgets_the_checksums_of_the_old_pool(checked: PoolConfig) -> None:
     fill(checked)
     header = checked.directory / "pool.header"
-    written = lines.unseal(header.read_bytes())
+    written = sealed_json.unseal(header.read_bytes())
     assert written is not None
-    header.write_bytes(lines.seal({**written, "layout_version": 99}))
+    header.write_bytes(sealed_json.seal({**written, "layout_version": 99}))
     with opened(checked) as pool:
         assert "layout version 99" in pool.cold_reason
     assert not any((checked.directory / "checksums.table").read_bytes())

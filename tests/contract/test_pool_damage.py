@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvd.core.events import Event, PoolRecovered
-from kvd.pool import Pool, PoolConfig, lines
+from kvd.pool import Pool, PoolConfig, sealed_json
 from kvd.pool.row_table import RowTable
 from tests import leaks
 from tests.contract import pool_orders as orders
@@ -153,9 +153,9 @@ def test_rows_of_a_namespace_that_lost_its_line_are_freed(filled: PoolConfig) ->
 def rewritten(name: str, value: object) -> Callable[[Path], None]:
     def rewrite(directory: Path) -> None:
         path = directory / "pool.header"
-        record = lines.unseal(path.read_bytes())
+        record = sealed_json.unseal(path.read_bytes())
         assert record is not None
-        path.write_bytes(lines.seal({**record, name: value}))
+        path.write_bytes(sealed_json.seal({**record, name: value}))
 
     return rewrite
 

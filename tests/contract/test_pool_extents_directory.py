@@ -16,7 +16,7 @@ from kvd.mover import frames
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import FragmentSpec, GroupMap, MoverConfig, Region
 from kvd.mover.mappings import map_extent
-from kvd.pool import Pool, PoolConfig, PoolError, space
+from kvd.pool import Pool, PoolConfig, PoolError, capacity_check
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, opened
 from tests.huge_pages import PAGE_BYTES, huge_pages
@@ -115,7 +115,7 @@ def test_a_pool_can_not_take_the_extents_inside_another_ones_directory(
 def test_extents_right_beside_the_tables_are_counted_once(elsewhere: PoolConfig) -> None:
     beside = replace(elsewhere, extents_directory=elsewhere.directory)
     fill(beside)
-    figures = space.measure(beside)
+    figures = capacity_check.measure(beside)
     assert figures.extents_held == beside.extents * EXTENT_BYTES
     assert figures.tables_held < 2 * EXTENT_BYTES
     with opened(beside) as pool:
@@ -241,7 +241,7 @@ def test_huge_pages_that_run_out_while_extents_are_made_are_given_back(
     on_huge_pages: PoolConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     larger = replace(on_huge_pages, pool_bytes=1 << 30)
-    monkeypatch.setattr(space, "require_space", lambda _config, _figures: None)
+    monkeypatch.setattr(capacity_check, "require_space", lambda _config, _figures: None)
     with pytest.raises(PoolError, match="there are no more huge pages"):
         Pool.open(larger, none)
     assert list(on_huge_pages.extents_place.iterdir()) == []
@@ -265,7 +265,7 @@ def test_tables_on_huge_pages_are_refused_with_the_place_for_them(mount: Path) -
 def test_extents_on_a_disk_are_refused_unless_allowed(
     shared_directory: Path, tmp_path: Path
 ) -> None:
-    if space.filesystem_type(tmp_path) in {"tmpfs", "hugetlbfs"}:
+    if capacity_check.filesystem_type(tmp_path) in {"tmpfs", "hugetlbfs"}:
         pytest.skip("temporary files lie in memory here")
     config = replace(orders.config(shared_directory), extents_directory=tmp_path / "extents")
     with pytest.raises(PoolError, match="not on tmpfs or hugetlbfs"):

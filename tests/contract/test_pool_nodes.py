@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.pool import extents, lines, nodes, pool
+from kvd.pool import extents, nodes, pool, sealed_json
 from kvd.pool.nodes import Node, deal, find_nodes
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import opened
@@ -109,7 +109,7 @@ def test_a_warm_pool_keeps_its_placement_whatever_the_machine_shows_now(
     with opened(config) as second:
         assert second.cold_reason == ""
         assert second.extent_nodes == placed
-    header = lines.unseal((config.directory / "pool.header").read_bytes())
+    header = sealed_json.unseal((config.directory / "pool.header").read_bytes())
     assert header is not None
     assert header["nodes"] == [0, 3]
 

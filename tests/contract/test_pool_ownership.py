@@ -201,10 +201,10 @@ def test_rows_of_a_mover_that_can_not_be_killed_are_quarantined(
     assert {row: event.quarantined for row, event in rows.items()} == {0: False, 1: True}
     assert rows[1].ordinals.tolist() == [0]
     with opened(config):
-        assert mover.wait(1) == -signal.SIGKILL, "the undead mover was not kept in the list"
+        assert mover.wait(1) == -signal.SIGKILL, "the orphaned mover was not kept in the list"
 
 
-def test_an_extent_that_an_undead_mover_maps_is_replaced_before_it_is_free(
+def test_an_extent_that_an_orphaned_mover_maps_is_replaced_before_it_is_free(
     shared_directory: Path, start_mapper: StartMapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = orders.config(shared_directory)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvd.pool import Pool, PoolConfig, PoolError, extents, space
-from kvd.pool.space import HugeFigures, SpaceFigures
+from kvd.pool import Pool, PoolConfig, PoolError, capacity_check, extents
+from kvd.pool.capacity_check import HugeFigures, SpaceFigures
 from tests.contract import pool_orders as orders
 from tests.small_tmpfs import fill, small_tmpfs
 
@@ -46,17 +46,17 @@ def with_figures(**changed: Any) -> SpaceFigures:
 
 
 def test_what_fits_is_taken() -> None:
-    space.require_space(CONFIG, PLENTY)
-    space.require_space(CONFIG, with_figures(memory_limit=None))
-    space.require_space(CONFIG, with_figures(memory_limit=FILES + INDEX + PROCESSES))
-    space.require_space(CONFIG, with_figures(memory_available=FILES + INDEX))
-    space.require_space(CONFIG, with_figures(filesystem_free=FILES))
+    capacity_check.require_space(CONFIG, PLENTY)
+    capacity_check.require_space(CONFIG, with_figures(memory_limit=None))
+    capacity_check.require_space(CONFIG, with_figures(memory_limit=FILES + INDEX + PROCESSES))
+    capacity_check.require_space(CONFIG, with_figures(memory_available=FILES + INDEX))
+    capacity_check.require_space(CONFIG, with_figures(filesystem_free=FILES))
 
 
 def test_what_the_pool_holds_already_counts_as_room() -> None:
     little = GIB // 4
     figures = with_figures(filesystem_free=little, extents_held=4 * GIB, memory_available=little)
-    space.require_space(CONFIG, figures)
+    capacity_check.require_space(CONFIG, figures)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_what_the_pool_holds_already_counts_as_room() -> None:
 )
 def test_what_does_not_fit_is_refused(changed: dict[str, int], said: str) -> None:
     with pytest.raises(PoolError, match=said):
-        space.require_space(CONFIG, with_figures(**changed))
+        capacity_check.require_space(CONFIG, with_figures(**changed))
 
 
 def test_extents_on_huge_pages_are_no_common_memory() -> None:
-    space.require_space(CONFIG, HUGE)
+    capacity_check.require_space(CONFIG, HUGE)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_extents_on_huge_pages_are_no_common_memory() -> None:
 def test_extents_elsewhere_that_do_not_fit_are_refused(changed: dict[str, Any], said: str) -> None:
     config = replace(CONFIG, extents_directory=Path("/mnt/huge/kvd"))
     with pytest.raises(PoolError, match=said):
-        space.require_space(config, replace(HUGE, **changed))
+        capacity_check.require_space(config, replace(HUGE, **changed))
 
 
 def test_a_pool_larger_than_its_file_system_is_refused_before_a_byte_is_taken(
@@ -114,7 +114,7 @@ def test_a_pool_larger_than_its_file_system_is_refused_before_a_byte_is_taken(
 
 def test_a_directory_on_disk_is_refused_unless_allowed() -> None:
     with tempfile.TemporaryDirectory(prefix="kvd-test-", dir=Path(__file__).parent) as name:
-        if space.filesystem_type(Path(name)) == "tmpfs":
+        if capacity_check.filesystem_type(Path(name)) == "tmpfs":
             pytest.skip("the sources lie on tmpfs")
         refused = PoolConfig(Path(name), 1 << 20, extent_bytes=1 << 18)
         with pytest.raises(PoolError, match="not on tmpfs"):
@@ -158,12 +158,12 @@ def cgroup_tree(
 def test_the_tightest_limit_up_the_tree_counts(
     tmp_path: Path, version: int, limits: dict[str, str], tightest: int | None
 ) -> None:
-    assert space.memory_limit(cgroup_tree(tmp_path, version, "/a/b", limits)) == tightest
+    assert capacity_check.memory_limit(cgroup_tree(tmp_path, version, "/a/b", limits)) == tightest
 
 
 def test_a_container_that_sees_only_its_own_group_finds_its_limit(tmp_path: Path) -> None:
     proc = cgroup_tree(tmp_path, 2, "/kubepods/pod7", {"": "900"})
-    assert space.memory_limit(proc) == 900
+    assert capacity_check.memory_limit(proc) == 900
 
 
 def huge_pages(root: Path, free: int, reserved: int, more: int, made: int) -> Path:
@@ -177,13 +177,13 @@ def huge_pages(root: Path, free: int, reserved: int, more: int, made: int) -> Pa
 
 def test_free_huge_pages_are_those_that_nobody_was_promised(tmp_path: Path) -> None:
     root = huge_pages(tmp_path, free=100, reserved=30, more=8, made=3)
-    assert space.huge_pages_free(HUGE_PAGE, root) == (100 - 30 + 8 - 3) * HUGE_PAGE
-    assert space.huge_pages_free(HUGE_PAGE, root, promised=True) == (100 + 5) * HUGE_PAGE
+    assert capacity_check.huge_pages_free(HUGE_PAGE, root) == (100 - 30 + 8 - 3) * HUGE_PAGE
+    assert capacity_check.huge_pages_free(HUGE_PAGE, root, promised=True) == (100 + 5) * HUGE_PAGE
 
 
 def test_a_size_of_huge_pages_that_the_kernel_has_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PoolError, match=r"no huge pages of 1\.00 GiB"):
-        space.huge_pages_free(GIB, tmp_path)
+        capacity_check.huge_pages_free(GIB, tmp_path)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -193,15 +193,15 @@ def test_the_limit_on_huge_pages_is_that_of_their_size(tmp_path: Path, version: 
     end = "max" if version == 2 else "limit_in_bytes"
     (group / f"hugetlb.2MB.{end}").write_text("600\n")
     (group / f"hugetlb.2MB.rsvd.{end}").write_text("500\n")
-    assert space.huge_limit(HUGE_PAGE, proc) == 500
-    assert space.huge_limit(GIB, proc) is None
+    assert capacity_check.huge_limit(HUGE_PAGE, proc) == 500
+    assert capacity_check.huge_limit(GIB, proc) is None
 
 
 def test_this_machine_tells_what_it_has() -> None:
-    assert space.memory_available() > 0
-    limit = space.memory_limit()
+    assert capacity_check.memory_available() > 0
+    limit = capacity_check.memory_limit()
     assert limit is None or limit > 0
-    assert space.filesystem_type(Path("/dev/shm")) == "tmpfs"
+    assert capacity_check.filesystem_type(Path("/dev/shm")) == "tmpfs"
 
 
 def failing_with(number: int) -> Callable[..., None]:

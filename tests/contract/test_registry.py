@@ -13,7 +13,7 @@ import pytest
 from kvd.core.actions import OpenScope
 from kvd.core.events import PoolRecovered
 from kvd.core.keys import NamespaceId, ScopeId
-from kvd.pool import lines, registry
+from kvd.pool import registry, sealed_json
 from kvd.pool.config import START_BYTES
 from kvd.pool.registry import RegisteredNamespace, Registry
 from kvd.pool.reserve import Reserve
@@ -62,13 +62,13 @@ def test_a_large_registry_is_written_anew_in_small_pieces_and_no_state_of_it_is_
     for number in range(1, 6001):
         made.add_scope(scope(number))
     written: list[int] = []
-    write_all = lines.write_all
+    write_all = sealed_json.write_all
 
     def counting(fd: int, content: bytes) -> None:
         written.append(len(content.splitlines()))
         write_all(fd, content)
 
-    monkeypatch.setattr(lines, "write_all", counting)
+    monkeypatch.setattr(sealed_json, "write_all", counting)
     before = made.path.stat().st_size
     made.forget_scopes([ScopeId(number) for number in range(1, 5001)])
     assert sum(written) <= 1  # nothing of it in the event itself

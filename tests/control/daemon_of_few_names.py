@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from kvd.core import spaces
+from kvd.core import namespaces
 
 MOST = 10
 
 if __name__ == "__main__":
     from kvd.__main__ import main
 
-    setattr(spaces, "MAX_NAMESPACES", MOST)  # noqa: B010 - the module does not export it
+    setattr(namespaces, "MAX_NAMESPACES", MOST)  # noqa: B010 - the module does not export it
     sys.exit(main())

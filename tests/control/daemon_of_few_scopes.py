@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from kvd.core import clear, spaces
+from kvd.core import clear, namespaces
 
 MOST = 64
 
 if __name__ == "__main__":
     from kvd.__main__ import main
 
-    for module in (clear, spaces):
+    for module in (clear, namespaces):
         setattr(module, "MAX_SCOPES", MOST)  # noqa: B010 - the modules do not export it
     sys.exit(main())

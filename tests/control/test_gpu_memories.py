@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvd.control.gpu_room import GpuRoom, GpuTerms
+from kvd.control.gpu_room import GpuCapacity, GpuTerms
 from kvd.control.peers import Credentials, Peer, Role
 from kvd.control.worker_service import require_kept
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import MoverId
-from kvd.mover import refusals
+from kvd.mover import registration_errors
 from kvd.mover.facts import GpuFacts
 from kvd.mover.layout import CudaRegion, MoverConfig
 from kvd_client.companion import CompanionRefused
@@ -157,7 +157,7 @@ def gpu_facts(context_bytes: int) -> GpuFacts:
 
 
 def test_what_a_mover_measured_counts_instead_of_what_was_assumed() -> None:
-    room = GpuRoom(GpuTerms(context_bytes=512 * MIB))
+    room = GpuCapacity(GpuTerms(context_bytes=512 * MIB))
     free = pb.GpuMemory(free_bytes=450 * MIB, total_bytes=80 * GIB)
     with pytest.raises(InvalidArgument, match=r"takes 512 MiB \(assumed"):
         room.config(UUID, free)
@@ -169,7 +169,7 @@ def test_what_a_mover_measured_counts_instead_of_what_was_assumed() -> None:
 
 
 def test_what_an_engine_allocated_while_its_mover_started_bars_nobody_for_ever() -> None:
-    room = GpuRoom(GpuTerms(context_bytes=512 * MIB))
+    room = GpuCapacity(GpuTerms(context_bytes=512 * MIB))
     room.measured(gpu_facts(3 * GIB))  # most of it the engine's graphs; no mover may follow
     enough = pb.GpuMemory(free_bytes=GIB, total_bytes=80 * GIB)
     assert room.config(UUID, enough).free_bytes_before == GIB
@@ -179,18 +179,18 @@ def test_what_an_engine_allocated_while_its_mover_started_bars_nobody_for_ever()
 
 @pytest.mark.parametrize("measured", [0, MIB, 30 * GIB])
 def test_a_measurement_that_can_be_no_context_is_not_kept(measured: int) -> None:
-    room = GpuRoom(GpuTerms())
+    room = GpuCapacity(GpuTerms())
     room.measured(gpu_facts(measured))
     assert room.context_bytes(UUID) == 512 * MIB
 
 
 def test_what_an_earlier_mover_of_the_rank_gives_back_counts_as_free() -> None:
-    room = GpuRoom(GpuTerms())
+    room = GpuCapacity(GpuTerms())
     free = pb.GpuMemory(free_bytes=112 * MIB, total_bytes=80 * GIB)
     assert room.config(UUID, free, returning_bytes=400 * MIB).uuid == UUID
     with pytest.raises(InvalidArgument) as refused:
         room.config(UUID, free, returning_bytes=399 * MIB)
-    assert refused.value.reason == refusals.GPU_MEMORY_SHORT
+    assert refused.value.reason == registration_errors.GPU_MEMORY_SHORT
 
 
 # -- a daemon without CUDA ----------------------------------------------------------------------

@@ -10,7 +10,7 @@ from kvd.control.verbs import REMEMBERED_ANSWERS, SequenceBook
 from kvd.core.actions import EndJob
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, SessionId
-from kvd.job_board import REMEMBERED_ENDS, JobBoard
+from kvd.job_board import REMEMBERED_ENDS, PendingJobs
 from kvd_proto.v1 import engine_pb2
 
 SESSION = SessionId(1)
@@ -21,7 +21,7 @@ def end(job: int) -> EndJob:
 
 
 async def test_flush_returns_when_the_named_jobs_have_ended() -> None:
-    board = JobBoard()
+    board = PendingJobs()
     board.started(SESSION, JobId(1))
     board.started(SESSION, JobId(2))
     flush = asyncio.create_task(board.wait(SESSION, [JobId(1)], 1))
@@ -32,7 +32,7 @@ async def test_flush_returns_when_the_named_jobs_have_ended() -> None:
 
 
 async def test_flush_past_its_deadline_raises_and_the_job_stays_live() -> None:
-    board = JobBoard()
+    board = PendingJobs()
     board.started(SESSION, JobId(1))
     with pytest.raises(TimeoutError):
         await board.wait(SESSION, [], 0.01)
@@ -40,20 +40,20 @@ async def test_flush_past_its_deadline_raises_and_the_job_stays_live() -> None:
 
 
 async def test_late_flush_still_hears_how_a_job_ended() -> None:
-    board = JobBoard()
+    board = PendingJobs()
     board.started(SESSION, JobId(1))
     board.ended(end(1))
     assert [order.job for order in await board.wait(SESSION, [JobId(1)], 1)] == [1]
 
 
 async def test_starting_a_live_job_again_is_told() -> None:
-    board = JobBoard()
+    board = PendingJobs()
     assert board.started(SESSION, JobId(1))
     assert not board.started(SESSION, JobId(1))
 
 
 async def test_drain_counts_what_is_left() -> None:
-    board = JobBoard()
+    board = PendingJobs()
     board.started(SESSION, JobId(1))
     assert await board.wait_for_all(0.01) == 1
     board.ended(end(1))
@@ -61,7 +61,7 @@ async def test_drain_counts_what_is_left() -> None:
 
 
 async def test_end_of_a_forgotten_sessions_job_is_not_kept() -> None:
-    board = JobBoard()
+    board = PendingJobs()
     board.started(SESSION, JobId(1))
     board.forget(SESSION)
     board.ended(end(1))
@@ -69,7 +69,7 @@ async def test_end_of_a_forgotten_sessions_job_is_not_kept() -> None:
 
 
 async def test_so_many_ends_of_a_session_are_remembered_and_the_oldest_goes() -> None:
-    board = JobBoard()
+    board = PendingJobs()
     jobs = [JobId(number) for number in range(1, REMEMBERED_ENDS + 2)]
     for job in jobs[:-1]:
         board.started(SESSION, job)

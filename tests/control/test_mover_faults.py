@@ -22,7 +22,7 @@ import pytest
 from kvd.core.errors import InvalidArgument, KvdError, LayoutMismatch
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
-from kvd.mover import process, refusals
+from kvd.mover import process, registration_errors
 from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.frames import FrameKind, frame
 from kvd.mover.layout import CudaRegion, GpuConfig
@@ -133,7 +133,7 @@ async def test_memory_of_a_gpu_is_refused_with_its_reason_where_there_is_no_cupy
         memory = CudaRegion(0, BLOCKS * PART_BYTES, handle=bytes(64))
         gpu = GpuConfig("GPU-01234567-89ab-cdef-0123-456789abcdef")
         refused = await refusal(r, replace(r.config(), regions=(memory,), gpu=gpu))
-        assert refused.reason == refusals.TRANSPORT_UNSUPPORTED
+        assert refused.reason == registration_errors.TRANSPORT_UNSUPPORTED
         assert refused.field == "memories[0]"
 
 

@@ -8,10 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.actions import Answer
-from kvd.core.events import LeaseMode, Query, RequestContext, Run
-from kvd.core.keys import KeyBatch, LeaseId, RequestId
-from kvd.pieces import (
+from kvd.batching import (
     LOOKUP_PIECE_KEYS,
     PIECE_KEYS,
     PiecewiseAnswers,
@@ -19,6 +16,9 @@ from kvd.pieces import (
     query_pieces,
     run_pieces,
 )
+from kvd.core.actions import Answer
+from kvd.core.events import LeaseMode, Query, RequestContext, Run
+from kvd.core.keys import KeyBatch, LeaseId, RequestId
 
 HIT, MISS = b"\x01", b"\x00"
 

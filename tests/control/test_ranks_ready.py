@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvd.control.engines import Engines, EngineStart, Rank
+from kvd.control.rendezvous import EngineStart, Rank, Rendezvous
 from kvd.core.keys import MoverId
 from kvd.driver import Driver
 
@@ -34,7 +34,7 @@ def rank(number: int) -> Any:
 
 def test_ready_is_told_after_the_last_workers_answer() -> None:
     fleet = SimpleNamespace(running=lambda: [MoverId(100), MoverId(101)])
-    engines = Engines(cast("Driver", SimpleNamespace(fleet=fleet)))
+    engines = Rendezvous(cast("Driver", SimpleNamespace(fleet=fleet)))
     session = Scheduler()
     start = EngineStart(0, "engine", b"n" * 16, cast("Any", session))
     engines.seat(start, rank(0))

@@ -14,8 +14,8 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from kvd.control.engines import MAX_ENGINES, MAX_ENGINES_OF_A_USER, Engines
 from kvd.control.intake import FIRST_AT_ONCE
+from kvd.control.rendezvous import MAX_ENGINES, MAX_ENGINES_OF_A_USER, Rendezvous
 from kvd.core.errors import LimitExceeded
 from tests.control.daemon_of_small_bounds import VARIABLE
 from tests.control.daemon_rig import (
@@ -198,7 +198,7 @@ def test_engines_are_bounded_for_a_user_and_for_all_and_one_that_ends_makes_room
 
 
 async def test_so_many_engines_as_are_promised_are_taken_and_no_more() -> None:
-    known = Engines(cast("Any", None))
+    known = Rendezvous(cast("Any", None))
     for number in range(MAX_ENGINES_OF_A_USER):
         await known.claim(ONE, identity(f"e{number}"))
     with pytest.raises(LimitExceeded, match=f"uid {ONE} has {MAX_ENGINES_OF_A_USER}") as refused:
@@ -218,7 +218,7 @@ async def test_so_many_engines_as_are_promised_are_taken_and_no_more() -> None:
 
 
 async def test_ten_users_who_take_all_the_engines_they_can_leave_one_for_the_next() -> None:
-    known = Engines(cast("Any", None))
+    known = Rendezvous(cast("Any", None))
     had = []
     for user in range(10):
         count = 0

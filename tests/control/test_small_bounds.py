@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from kvd import app, fleet
-from kvd.control import departures, door, http, namespaces, session
-from kvd.control.departures import Departures
+from kvd.control import door, engine_exits, http, namespaces, session
 from kvd.control.door import Connection, Door
+from kvd.control.engine_exits import EngineExitWatcher
 from kvd.control.http import HttpServer
 from kvd.control.namespaces import Namespaces
-from kvd.control.session import CLOSED, SchedulerSession, SessionRooms
+from kvd.control.session import CLOSED, SchedulerSession, SessionContext
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.fleet import MoverFleet
@@ -72,7 +72,7 @@ class SlowDriver:
 
 
 def slow_session(told: list[Any]) -> SchedulerSession:
-    rooms = cast("SessionRooms", SimpleNamespace(driver=SlowDriver()))
+    rooms = cast("SessionContext", SimpleNamespace(driver=SlowDriver()))
     live: Any = SimpleNamespace(id=SessionId(1), peer=SimpleNamespace(uid=0))
     return SchedulerSession(live, cast("Any", None), rooms, cast("Any", Outbox(told)))
 
@@ -112,10 +112,10 @@ async def test_a_session_closes_in_time_though_its_jobs_do_not_end(
 async def test_an_engine_that_may_have_ended_is_watched_for_a_moment(
     monkeypatch: pytest.MonkeyPatch, ends_in_time: bool
 ) -> None:
-    assert departures.WATCH_SECONDS < LONG_S
-    monkeypatch.setattr(departures, "WATCH_SECONDS", LONG_S if ends_in_time else SHORT_S)
+    assert engine_exits.WATCH_SECONDS < LONG_S
+    monkeypatch.setattr(engine_exits, "WATCH_SECONDS", LONG_S if ends_in_time else SHORT_S)
     told: list[ev.Event] = []
-    watching = Departures(cast("Any", SimpleNamespace(call=told.append)))
+    watching = EngineExitWatcher(cast("Any", SimpleNamespace(call=told.append)))
     with subprocess.Popen(["sleep", "60"]) as engine:  # noqa: ASYNC220 - it only is there
         pidfd = os.pidfd_open(engine.pid)
         peer: Any = SimpleNamespace(

@@ -61,8 +61,8 @@ def _check_extents(state: State) -> None:
         held.update(row.extents)
     assert held == Counter(range(state.config.extents)), "extents leaked or owned twice"
     state.free_extents.check()
-    undead = sum(len(row.extents) for row in state.rows.values() if row.undead)
-    assert state.usable_extents == state.config.extents - undead, "extents that can be had"
+    orphaned = sum(len(row.extents) for row in state.rows.values() if row.orphaned)
+    assert state.usable_extents == state.config.extents - orphaned, "extents that can be had"
     for number, row in state.rows.items():
         assert row.row == number == row.extents[0], "a row is filed under another number"
         assert row.size_class.rows.get(number) is row, "a row's class doesn't know it"
@@ -409,10 +409,10 @@ def _check_scopes(state: State) -> None:
 
 def _check_disuse(state: State) -> None:
     """I10: every namespace and every own epoch has a session, or is on its way out in time."""
-    disuse = state.disuse
+    expiring = state.expiring
     used = {session.namespace for session in state.sessions.values()}
-    assert disuse.namespaces.keys() == state.namespaces.keys() - used, "unused namespaces"
-    assert disuse.ending.keys() <= disuse.namespaces.keys(), "a namespace in use is taken apart"
+    assert expiring.namespaces.keys() == state.namespaces.keys() - used, "unused namespaces"
+    assert expiring.ending.keys() <= expiring.namespaces.keys(), "a namespace in use is taken apart"
     _check_scopes(state)
     epochs = {(session.namespace, session.epoch) for session in state.sessions.values()}
     own = set()
@@ -422,7 +422,7 @@ def _check_disuse(state: State) -> None:
         own |= {(number, epoch) for epoch in namespace.own_epochs}
     assert len(state.by_fingerprint) == len(state.namespaces), "a forgotten fingerprint"
     assert sum(len(n.classes) for n in state.namespaces.values()) == len(state.classes)
-    assert disuse.epochs.keys() == own - epochs, "own epochs that nobody is in"
+    assert expiring.epochs.keys() == own - epochs, "own epochs that nobody is in"
     pieces = {transfer.piece for transfer in state.transfers.values()}
     in_flight = Counter(part.scope for piece in pieces for part in piece.parts)
     in_flight.update(wait.scope for s in state.sessions.values() for wait in s.waits)
@@ -453,7 +453,7 @@ def _check_rights(state: State) -> None:
     rights, payers = state.rights, state.rights.payers
     held: Counter[NamespaceId] = Counter()
     for row in state.rows.values():
-        if not (row.undead or row.emptying):
+        if not (row.orphaned or row.emptying):
             held[row.size_class.namespace] += len(row.extents)
     used = {s.namespace for s in state.sessions.values()}
     able = {n for n in used if state.namespaces[n].classes[0].shards <= state.usable_extents}

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import operate, room, rows
+from kvd.core import eviction, operator, rows
 from kvd.core.keys import SessionId
 from kvd.core.rows import MAX_SPARE_ROWS_AT_ONCE, SizeClass
 from kvd.core.state import State
@@ -29,7 +29,7 @@ def test_one_event_grants_few_rows_ahead_of_need_and_ticks_grant_the_others() ->
 
 
 def test_ticks_look_at_some_classes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operate, "CLASSES_A_TICK", 5)
+    monkeypatch.setattr(operator, "CLASSES_A_TICK", 5)
     bench = roomy(groups=12)
     bench.open(namespace=spec(groups=12))
     looked_at: list[int] = []
@@ -51,7 +51,7 @@ def test_room_is_known_without_asking_other_classes(monkeypatch: pytest.MonkeyPa
         bench.open(number, spec(f"ns {number}"))
     bench.stored(range(32))
     asked: list[SizeClass] = []
-    storable = room._storable
+    storable = eviction._storable
 
     def counted(state: State, owner: SizeClass) -> int:
         asked.append(owner)
@@ -59,7 +59,7 @@ def test_room_is_known_without_asking_other_classes(monkeypatch: pytest.MonkeyPa
         return storable(state, owner)
 
     known = dict(bench.machine.state.classes)
-    monkeypatch.setattr(room, "_storable", counted)
+    monkeypatch.setattr(eviction, "_storable", counted)
     assert bench.machine.room(bench.machine.namespaces()[3]) == (1,)
     bench.machine.state.classes.update(known)
     assert len(asked) == 1

@@ -59,7 +59,7 @@ def test_free_extents_are_taken_lowest_first_and_on_the_node_asked_for() -> None
 @pytest.mark.parametrize("node", [NODE_UNKNOWN, 0, 3])
 def test_on_one_node_extents_go_in_their_order_whatever_is_asked_for(node: int) -> None:
     free = FreeExtents(40)
-    assert not free.lie_apart
+    assert not free.is_numa
     order = list(range(40))
     assert [free.take(node) for _ in order] == order
     random.Random(1).shuffle(order)

@@ -9,7 +9,7 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import prefix, residency
+from kvd.core import prefix, slot_lifecycle
 from kvd.core.events import LeaseMode
 from kvd.core.keys import RequestId, SessionId, TenantId
 from tests.core.bench import Bench, context, engine_blocks, keys, small
@@ -194,13 +194,13 @@ def test_a_long_prompt_is_not_renewed_with_every_small_piece(
     bench.check_every = 1000
     bench.open(1)
     renewed = []
-    sound = residency.touch
+    sound = slot_lifecycle.touch
 
     def touch(state: Any, owner: Any, slots: Any, *rest: Any, **named: Any) -> None:
         renewed.append(len(slots))
         sound(state, owner, slots, *rest, **named)
 
-    monkeypatch.setattr(residency, "touch", touch)
+    monkeypatch.setattr(slot_lifecycle, "touch", touch)
     started: list[act.Action] = []
     pieces, piece = 64, 32
     for number in range(pieces):

@@ -134,7 +134,7 @@ def test_recency_outlives_the_daemon() -> None:
     assert bench.statuses(range(16, 32)).count("M") == 1
 
 
-def test_places_that_an_undead_mover_may_write_are_not_given_out() -> None:
+def test_places_that_an_orphaned_mover_may_write_are_not_given_out() -> None:
     left = small(extents=1)
     left.open()
     left.stored(range(4))

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import spaces
+from kvd.core import namespaces
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import SessionId
 from kvd.core.scope_shares import share_left
@@ -18,7 +18,7 @@ MOST = 8
 
 @pytest.fixture(autouse=True)
 def few_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spaces, "MAX_SCOPES", MOST + 2)  # a quarter is left for others
+    monkeypatch.setattr(namespaces, "MAX_SCOPES", MOST + 2)  # a quarter is left for others
 
 
 def store_for_accounts(bench: Bench, numbers: range) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvd.core import disuse
+from kvd.core import expiry
 from kvd.core.state import State
 from tests.core.bench import small
 from tests.core.replaying import replay
-from tests.core.test_disuse import GRACE, reset
+from tests.core.test_expiry import GRACE, reset
 
 
 def test_epochs_that_end_together_go_a_few_in_each_sweep(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(disuse, "EPOCHS_SWEPT_AT_ONCE", 3)
-    monkeypatch.setattr(disuse, "SCOPES_SWEPT_AT_ONCE", 5)
+    monkeypatch.setattr(expiry, "EPOCHS_SWEPT_AT_ONCE", 3)
+    monkeypatch.setattr(expiry, "SCOPES_SWEPT_AT_ONCE", 5)
     bench = small(extents=8)
     for number in range(1, 9):
         bench.open(number)
@@ -25,21 +25,21 @@ def test_epochs_that_end_together_go_a_few_in_each_sweep(
             bench.stored([10 * number + account], number, account=f"account {account}")
     for number in range(1, 9):
         bench.leave(number)
-    begin, sweeps = disuse._begin_sweep, []
+    begin, sweeps = expiry._begin_sweep, []
 
     def noted(state: State, now_ns: int) -> None:
         begin(state, now_ns)
-        assert state.disuse.sweep is not None
-        if state.disuse.sweep.epochs:
-            sweeps.append((len(state.disuse.sweep.epochs), len(state.disuse.sweep.scopes)))
+        assert state.expiring.sweep is not None
+        if state.expiring.sweep.epochs:
+            sweeps.append((len(state.expiring.sweep.epochs), len(state.expiring.sweep.scopes)))
 
-    monkeypatch.setattr(disuse, "_begin_sweep", noted)
+    monkeypatch.setattr(expiry, "_begin_sweep", noted)
     bench.tick(GRACE)
     for _ in range(20):
         bench.work_off()
         bench.tick()
     state = bench.machine.state
-    assert (len(state.disuse.epochs), len(state.scopes)) == (0, 1)
+    assert (len(state.expiring.epochs), len(state.scopes)) == (0, 1)
     assert bench.machine.statistics().slots.ready == 0
     assert sweeps == [(2, 4), (2, 4), (1, 5), (1, 5), (1, 5), (1, 5)]
     replay(bench)
@@ -56,12 +56,12 @@ def test_epoch_of_a_copy_under_way_waits_for_its_end_and_the_others_do_not() -> 
         reset(bench, "", session)
     bench.work_off()
     state = bench.machine.state
-    assert [epoch for _, epoch in state.disuse.epochs] == ["mine 1"]
+    assert [epoch for _, epoch in state.expiring.epochs] == ["mine 1"]
     assert len(state.in_flight) == 1
     bench.finish(started)
     bench.tick()
     bench.work_off()
-    assert not state.disuse.epochs
+    assert not state.expiring.epochs
     assert not state.in_flight
     assert bench.machine.statistics().slots.ready == 0
     replay(bench)
@@ -70,7 +70,7 @@ def test_epoch_of_a_copy_under_way_waits_for_its_end_and_the_others_do_not() -> 
 def test_scopes_are_found_among_those_of_a_sweep() -> None:
     ascending = np.array([2, 3, 7, 70_000], dtype=np.int64)
     numbers = np.array([0, 2, 3, 4, 7, 69_999, 70_000, 70_001], dtype=np.uint32)
-    found = disuse._are_among(numbers, ascending)
+    found = expiry._are_among(numbers, ascending)
     assert found.tolist() == np.isin(numbers, ascending).tolist()
-    assert not disuse._are_among(numbers, ascending[:0]).any()
-    assert disuse._are_among(numbers[:0], ascending).tolist() == []
+    assert not expiry._are_among(numbers, ascending[:0]).any()
+    assert expiry._are_among(numbers[:0], ascending).tolist() == []

@@ -15,7 +15,7 @@ import pytest
 
 from kvd import config
 from kvd.pool import PoolConfig
-from kvd.pool.space import PROCESS_BYTES, SpaceFigures, require_space
+from kvd.pool.capacity_check import PROCESS_BYTES, SpaceFigures, require_space
 
 CHART = Path(__file__).resolve().parents[2] / "helm" / "kvd"
 GIB = 1 << 30

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvd.__main__ import main
 from kvd.control.operator_service import OperatorServicer
-from kvd.core import residency
+from kvd.core import slot_lifecycle
 from kvd.core.block import SlotState
 from kvd.pool.pool import Pool
 
@@ -21,13 +21,13 @@ PLANTED = "planted by a test"
 
 
 def _free_slots_too_early() -> None:
-    sound = residency.make_ready
+    sound = slot_lifecycle.make_ready
 
     def make_ready(state: Any, owner: Any, slots: Any, *rest: Any) -> None:
         state.slots.state[slots] = SlotState.FREE  # while they are being stored
         sound(state, owner, slots, *rest)
 
-    residency.make_ready = make_ready  # type: ignore[assignment]
+    slot_lifecycle.make_ready = make_ready  # type: ignore[assignment]
 
 
 def _fail(*_args: Any, **_named: Any) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvd.pool import lines
+from kvd.pool import sealed_json
 from kvd.pool.ownership import MoverList, MoverRecord, start_time_of
 from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
@@ -46,9 +46,9 @@ def test_pool_that_can_not_be_used_starts_cold_and_says_why(stocked: tuple[Scene
     scene, engine = stocked
     header = scene.daemon.pool / "pool.header"
     stop(scene)
-    written = lines.unseal(header.read_bytes())
+    written = sealed_json.unseal(header.read_bytes())
     assert written is not None
-    header.write_bytes(lines.seal({**written, "layout_version": 99}))
+    header.write_bytes(sealed_json.seal({**written, "layout_version": 99}))
     starts_cold(scene, engine, "layout version 99")
     stop(scene)
     header.write_bytes(header.read_bytes()[:-9] + b"nonsense\n")
@@ -105,21 +105,21 @@ def test_mover_that_can_not_be_ended_is_named_with_what_it_keeps(
         [sys.executable, "-c", MAPS_ALL, *map(str, extents)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-    ) as undead:
-        assert undead.stdout is not None
-        undead.stdout.readline()
-        began = start_time_of(undead.pid)
+    ) as orphaned:
+        assert orphaned.stdout is not None
+        orphaned.stdout.readline()
+        began = start_time_of(orphaned.pid)
         assert began is not None
         noted = MoverList(scene.daemon.pool / "movers")
-        noted.replace([MoverRecord(undead.pid, began)])
+        noted.replace([MoverRecord(orphaned.pid, began)])
         noted.close()
         scene.daemon.start()
         pool = scene.status().pool
         assert pool.slots_quarantined > 0
         log = scene.daemon.log.read_text()
-        undead.kill()
+        orphaned.kill()
     size = pool.slots_quarantined * 4096 / (1 << 20)
-    assert f"mover {undead.pid} of an earlier daemon can't be ended (its state is S)" in log
+    assert f"mover {orphaned.pid} of an earlier daemon can't be ended (its state is S)" in log
     assert f"it maps {len(extents)} extents" in log
     assert f"{pool.slots_quarantined} free slots, {size:.1f} MiB" in log
 

@@ -15,7 +15,7 @@ import pytest
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind, TransferOutcome
 from kvd.core.keys import JobId, RowId, TransferId
-from kvd.mover import refusals
+from kvd.mover import registration_errors as errors
 from kvd.mover.layout import CudaRegion, FragmentSpec, GpuConfig, GroupMap, LocatedPart, MoverConfig
 from kvd.mover.process import MoverProcess
 from tests.contract.test_copy_engine_contract import part
@@ -168,11 +168,23 @@ async def refusal_of(config: MoverConfig) -> InvalidArgument:
 @pytest.mark.parametrize(
     ("fault", "value", "told"),
     [
-        ("compute_mode", {"mode": 3}, (refusals.GPU_MODE_UNSUPPORTED, "--compute-mode=DEFAULT")),
-        ("mps", {"on": True}, (refusals.GPU_MODE_UNSUPPORTED, "stop MPS")),
-        ("context_fails", {"code": 2}, (refusals.GPU_MEMORY_SHORT, "gpu_memory_utilization")),
-        ("context_fails", {"code": 46}, (refusals.TRANSPORT_UNSUPPORTED, "can't be made ready")),
-        ("open_fails", {"code": 400}, (refusals.GPU_HANDLE_REFUSED, "hostPID")),
+        (
+            "compute_mode",
+            {"mode": 3},
+            (errors.GPU_MODE_UNSUPPORTED, "--compute-mode=DEFAULT"),
+        ),
+        ("mps", {"on": True}, (errors.GPU_MODE_UNSUPPORTED, "stop MPS")),
+        (
+            "context_fails",
+            {"code": 2},
+            (errors.GPU_MEMORY_SHORT, "gpu_memory_utilization"),
+        ),
+        (
+            "context_fails",
+            {"code": 46},
+            (errors.TRANSPORT_UNSUPPORTED, "can't be made ready"),
+        ),
+        ("open_fails", {"code": 400}, (errors.GPU_HANDLE_REFUSED, "hostPID")),
     ],
 )
 def test_a_gpu_that_cant_be_used_is_refused_with_the_fix(
@@ -212,8 +224,8 @@ def on_gpu(uuid: str) -> Callable[[MoverConfig], MoverConfig]:
     [
         (beyond, "INVALID_ARGUMENT", "memories[0].bytes"),
         (short_handle, "INVALID_ARGUMENT", "memories[0].cuda_ipc.handle"),
-        (on_gpu(OTHER_GPU), refusals.GPU_UNKNOWN, "memories[0]"),
-        (on_gpu("MIG-" + OTHER_GPU[4:]), refusals.GPU_MODE_UNSUPPORTED, "memories[0]"),
+        (on_gpu(OTHER_GPU), errors.GPU_UNKNOWN, "memories[0]"),
+        (on_gpu("MIG-" + OTHER_GPU[4:]), errors.GPU_MODE_UNSUPPORTED, "memories[0]"),
     ],
 )
 def test_memory_that_cant_be_reached_is_refused_by_name(
@@ -233,7 +245,10 @@ async def test_memory_that_its_owner_has_freed_is_refused(workshop: Workshop) ->
     config = workshop.config([OF_ITS_OWN_BYTES], (group,))
     workshop.release()
     refusal = await refusal_of(config)
-    assert (refusal.reason, refusal.field) == (refusals.GPU_HANDLE_REFUSED, "memories[0]")
+    assert (refusal.reason, refusal.field) == (
+        errors.GPU_HANDLE_REFUSED,
+        "memories[0]",
+    )
 
 
 @on_loop
@@ -246,7 +261,10 @@ async def test_a_descriptor_of_no_physical_allocation_is_refused(workshop: Works
         refusal = await refusal_of(replace(config, regions=(region,)))
     finally:
         os.close(fd)
-    assert (refusal.reason, refusal.field) == (refusals.GPU_HANDLE_REFUSED, "memories[0]")
+    assert (refusal.reason, refusal.field) == (
+        errors.GPU_HANDLE_REFUSED,
+        "memories[0]",
+    )
 
 
 @on_loop
@@ -257,7 +275,10 @@ async def test_a_wrong_size_of_a_physical_allocation_is_refused(workshop: Worksh
     assert isinstance(region, CudaRegion)
     wrong = replace(region, allocation_bytes=2 * region.allocation_bytes)
     refusal = await refusal_of(replace(config, regions=(wrong,)))
-    assert (refusal.reason, refusal.field) == (refusals.GPU_HANDLE_REFUSED, "memories[0]")
+    assert (refusal.reason, refusal.field) == (
+        errors.GPU_HANDLE_REFUSED,
+        "memories[0]",
+    )
 
 
 @on_loop
@@ -282,7 +303,7 @@ async def test_a_daemon_without_cupy_says_what_to_install(
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in paths if p != str(SHIM)))
     refusal = await refusal_of(config)
-    assert refusal.reason == refusals.TRANSPORT_UNSUPPORTED
+    assert refusal.reason == errors.TRANSPORT_UNSUPPORTED
     assert "extra cuda12 or cuda13" in str(refusal)
 
 

@@ -37,7 +37,7 @@ def run(stand: Stand, connection: Any, name: str) -> dict[str, Any]:
     for request in requests:
         stand.add(request)
     # The one wait of a step is short; all answers shall be there in the same one.
-    connection.gather(list(stand.connector.connector_scheduler.manager._desk._unanswered), 30.0)
+    connection.gather(list(stand.connector.connector_scheduler.manager._queue._unanswered), 30.0)
     loads = []
     while stand.is_busy:
         before = stand.taken.load_jobs

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-HANDS = "benchmarks.gpu.probing.hands"
+HANDS = "benchmarks.gpu.probing.probe_process"
 ORDER_SECONDS = 60.0  # the first import of torch on a fresh machine is the slowest order
 # A shell in front takes PID 1 of a namespace, so that ours gets another number.
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")

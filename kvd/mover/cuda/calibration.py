@@ -20,7 +20,7 @@ from pathlib import Path
 from cupy.cuda import runtime
 
 from kvd.core.events import JobKind
-from kvd.mover.complaints import complain
+from kvd.mover.complaints import log_limited
 from kvd.mover.cuda import figures
 from kvd.mover.cuda.copiers import (
     BATCH,
@@ -73,7 +73,7 @@ def choose(config: MoverConfig, driver_version: str) -> dict[JobKind, CopyPath]:
         _keep(directory, key, found, copiers)
     paths = {kind: best(found[kind], otherwise) for kind in JobKind}
     told = "; ".join(_words(kind, paths[kind], found[kind]) for kind in JobKind)
-    complain(f"{gpu.uuid}, {origin}: {told}")
+    log_limited(f"{gpu.uuid}, {origin}: {told}")
     return paths
 
 
@@ -98,7 +98,7 @@ def _copiers(names: Sequence[str], gpu: GpuConfig) -> list[Copier]:
     if not made:
         raise CopierUnavailable("; ".join(reasons))
     for reason in reasons:
-        complain(f"{gpu.uuid} is not copied to by {reason}")
+        log_limited(f"{gpu.uuid} is not copied to by {reason}")
     return made
 
 
@@ -109,7 +109,7 @@ def _keep(directory: Path, key: Key, found: Figures, copiers: Sequence[Copier]) 
     try:
         figures.write(directory, key, found)
     except OSError as error:
-        complain(f"the calibration can't be kept, the next mover makes it again: {error}")
+        log_limited(f"the calibration can't be kept, the next mover makes it again: {error}")
 
 
 def _words(kind: JobKind, path: CopyPath, speeds: Mapping[str, float]) -> str:
@@ -150,7 +150,7 @@ def _measured(copiers: Sequence[Copier], sample: Sample) -> Figures:
                 speeds[kind][name] = bench.runs.nbytes / seconds
     except _GPU_ERRORS as error:
         # Short of memory it may be, and copies go on without figures; anything worse shows there.
-        complain(f"no calibration: {error}")
+        log_limited(f"no calibration: {error}")
     return speeds
 
 
@@ -166,7 +166,7 @@ def _times(copiers: Sequence[Copier], bench: _Bench) -> dict[tuple[JobKind, str]
             try:
                 taken = bench.seconds(kind, copier)
             except _GPU_ERRORS as error:
-                complain(f"{copier.name} is not used for {kind.name.lower()}s: {error}")
+                log_limited(f"{copier.name} is not used for {kind.name.lower()}s: {error}")
                 lanes.remove((kind, copier))
                 times.pop((kind, copier.name), None)
             else:

@@ -11,7 +11,7 @@ from kvd.core.errors import InvalidArgument
 from kvd.mover.copy_engine import DeviceLost
 from kvd.mover.cuda import node
 from kvd.mover.layout import GpuConfig
-from kvd.mover.refusals import (
+from kvd.mover.registration_errors import (
     GPU_MEMORY_SHORT,
     GPU_MODE_UNSUPPORTED,
     GPU_UNKNOWN,
@@ -40,8 +40,8 @@ _MEBIBYTE = 1 << 20
 class Device:
     """The GPU, with its primary context made and this thread, and all that it starts, bound.
 
-    Raises InvalidArgument, with a reason of kvd.mover.refusals, for a GPU that this process
-    can't use. The context ends with the process.
+    Raises InvalidArgument, with a reason of kvd.mover.registration_errors, for a GPU that this
+    process can't use. The context ends with the process.
     """
 
     def __init__(self, gpu: GpuConfig) -> None:

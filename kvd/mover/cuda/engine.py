@@ -29,7 +29,7 @@ from kvd.mover.layout import (
     MoverConfig,
     check_config,
 )
-from kvd.mover.refusals import TRANSPORT_UNSUPPORTED
+from kvd.mover.registration_errors import TRANSPORT_UNSUPPORTED
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.libcuda import CudaError
 

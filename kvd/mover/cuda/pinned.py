@@ -13,12 +13,12 @@ import numpy as np
 from cupy.cuda import runtime
 
 from kvd.core.errors import InvalidArgument
-from kvd.mover.complaints import complain
+from kvd.mover.complaints import log_limited
 from kvd.mover.copy_engine import DeviceLost, KeepGoing
 from kvd.mover.cuda.device import FIELD
 from kvd.mover.layout import MoverConfig
 from kvd.mover.mappings import Bytes, Mapping, map_extent, warm
-from kvd.mover.refusals import TRANSPORT_UNSUPPORTED
+from kvd.mover.registration_errors import TRANSPORT_UNSUPPORTED
 
 MAX_ATTEMPTS = 3  # to register an extent: by the warm call, then by copies that could use it
 
@@ -172,7 +172,7 @@ class PinnedExtents:
         with self._lock:
             complained, self._complained = self._complained, True
         if not complained:
-            complain(
+            log_limited(
                 f"extent {extent} can't be pinned ({error}): its copies go through a staging "
                 "buffer, and so will others'. Is the limit on locked memory (ulimit -l, "
                 "LimitMEMLOCK) below the pool's size? Further failures are only counted."

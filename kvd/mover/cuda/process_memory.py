@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvd.mover.complaints import complain
+from kvd.mover.complaints import log_limited
 
 
 class ProcessMemory:
@@ -22,13 +22,13 @@ class ProcessMemory:
         try:
             import pynvml  # noqa: PLC0415 - of nvidia-ml-py, which may be absent
         except ImportError as error:
-            complain(f"what movers take of GPUs is estimated: {error} (install nvidia-ml-py)")
+            log_limited(f"what movers take of GPUs is estimated: {error} (install nvidia-ml-py)")
             return
         try:
             pynvml.nvmlInit()
             self._device = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         except pynvml.NVMLError as error:
-            complain(f"what movers take of GPUs is estimated: NVML says {error}")
+            log_limited(f"what movers take of GPUs is estimated: NVML says {error}")
             return
         self._nvml = pynvml
 

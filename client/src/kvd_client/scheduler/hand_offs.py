@@ -26,7 +26,7 @@ class _Waiting:
     deadline_ms: int
 
 
-class HandOffDesk:
+class HandOffQueue:
     """Ended requests whose hand-off has not left, oldest first."""
 
     def __init__(self, jobs: Container[int], options: SchedulerOptions) -> None:

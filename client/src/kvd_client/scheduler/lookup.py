@@ -40,14 +40,14 @@ class GivenUp(enum.StrEnum):
 
 
 class Knowledge(enum.Enum):
-    """What `LookupDesk.resolve` found out."""
+    """What `LookupQueue.resolve` found out."""
 
     STATUSES = "statuses"  # of every known block, hits leased
     UNANSWERED = "unanswered"  # ask again in the next step
     NOTHING = "nothing"  # no daemon, no hit in the page, or no more looking up: a miss
 
 
-class LookupDesk:
+class LookupQueue:
     """Answers 'how many tokens can be loaded' for requests, with few calls."""
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvd_client.draft import count_parts
 from kvd_client.scheduler.hits import loaded_blocks
 from kvd_client.scheduler.jobs import JobTable
-from kvd_client.scheduler.lookup import LookupDesk
+from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Request
 from kvd_client.scheduler.stats import Tally
@@ -25,14 +25,14 @@ class Matcher:
         connection: Connection,
         options: SchedulerOptions,
         jobs: JobTable,
-        desk: LookupDesk,
+        queue: LookupQueue,
         clock: Callable[[], float],
     ) -> None:
         self._connection = connection
         self._groups = connection.namespace.groups
         self._options = options
         self._jobs = jobs
-        self._desk = desk
+        self._queue = queue
         self._clock = clock
         self.tally = Tally()
 
@@ -59,7 +59,7 @@ class Matcher:
             return None
         request.awaited_load = 0
         request.computed_tokens = num_computed_tokens
-        found = self._desk.hit_tokens(request, num_computed_tokens)
+        found = self._queue.hit_tokens(request, num_computed_tokens)
         if found is None or found <= num_computed_tokens:
             return found
         if not self._jobs.has_room(self._parts(num_computed_tokens, found)):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from kvd_client.draft import BlockRun
 from kvd_client.identity import GroupKind, Namespace
 from kvd_client.scheduler.params import SchedulerOptions
-from kvd_client.scheduler.reach import Reach
 from kvd_client.scheduler.request import Request
+from kvd_client.scheduler.retention import Retention
 from kvd_proto import layout
 
 BlockTables = Sequence[Sequence[int]]
@@ -41,13 +41,15 @@ class Offer:
         self.request.next_store[self.group] = self.first_block + blocks
 
 
-class OfferDesk:
+class OfferPlanner:
     """Knows what to offer of a request in each group."""
 
     def __init__(self, namespace: Namespace, options: SchedulerOptions) -> None:
         self._groups = namespace.groups
         self._options = options
-        self._reach = Reach(self._groups, namespace.boundary_tokens, options.retention_tokens)
+        self._retention = Retention(
+            self._groups, namespace.boundary_tokens, options.retention_tokens
+        )
         self._nulls = {options.null_block, layout.NULL_ENGINE_BLOCK}
 
     def computed(self, request: Request, tables: BlockTables, computed_tokens: int) -> list[Offer]:
@@ -101,9 +103,9 @@ class OfferDesk:
             end = self._whole_count(request, group, table, limit_tokens)
             end = end if known is None else min(end, known[group])
             first = request.next_store[group]
-            if ends and not self._reach.keeps_all(group):
+            if ends and not self._retention.keeps_all(group):
                 # Blocks were passed over that a hit at the request's end uses.
-                first = min(first, *(self._reach.first_block(group, each) for each in ends))
+                first = min(first, *(self._retention.first_block(group, each) for each in ends))
             blocks = self._lasting(group, range(first, end), computed_tokens)
             offers += self._whole_blocks(request, group, blocks, table, ends)
             whole = self._whole_blocks(request, group, range(end), table, ends)
@@ -153,7 +155,7 @@ class OfferDesk:
 
     def _kept_ends(self, *tokens: int) -> list[int]:
         """Boundaries at a request's ends; where every boundary is kept they need no mention."""
-        return self._reach.ends(*tokens) if self._reach.is_thinned else []
+        return self._retention.ends(*tokens) if self._retention.is_thinned else []
 
     def _lasting(self, group: int, blocks: range, computed_tokens: int) -> range:
         """Of a recurrent group only the state on which the step ended: others were passed by."""
@@ -178,13 +180,13 @@ class OfferDesk:
         width = self._groups[group].blocks_per_block
         hashes = request.hashes[group]
         rows = list(table[blocks.start * width : blocks.stop * width])
-        if self._reach.keeps_all(group) and self._nulls.isdisjoint(rows):
+        if self._retention.keeps_all(group) and self._nulls.isdisjoint(rows):
             return [Offer(request, group, blocks.start, hashes[blocks.start : blocks.stop], rows)]
         wanted = [
             block
             for place, block in enumerate(blocks)
             if self._nulls.isdisjoint(rows[place * width : (place + 1) * width])
-            and self._reach.holds(group, block, ends)
+            and self._retention.holds(group, block, ends)
         ]
         offers: list[Offer] = []
         following = blocks.stop

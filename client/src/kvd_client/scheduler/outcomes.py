@@ -8,7 +8,7 @@ from kvd_client.draft import BlockRun, JobDraft, StepDraft
 from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
-from kvd_client.scheduler.lookup import LookupDesk
+from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.plan import StepOutcome, StoredKeys, WorkerReport
 from kvd_client.scheduler.request import LookupState, Request
@@ -22,14 +22,14 @@ class JobEnds:
     def __init__(
         self,
         jobs: JobTable,
-        desk: LookupDesk,
+        queue: LookupQueue,
         fences: Fences,
         options: SchedulerOptions,
         requests: Mapping[str, Request],
         doubts: Doubts,
     ) -> None:
         self._jobs = jobs
-        self._desk = desk
+        self._queue = queue
         self._fences = fences
         self._options = options
         self._requests = requests
@@ -166,7 +166,7 @@ class JobEnds:
         request.loading_job = 0
         if failed:
             # It computes everything now; another lookup could find the same bad block again.
-            self._desk.forget(request)
+            self._queue.forget(request)
             request.lookup.state = LookupState.CLOSED
             request.store_from_start()
 

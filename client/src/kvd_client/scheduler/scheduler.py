@@ -23,12 +23,12 @@ from kvd_client.draft import JobDraft, StepDraft, in_parts, request_context, wir
 from kvd_client.scheduler.device import DeviceBlocks
 from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
-from kvd_client.scheduler.hand_offs import HandOffDesk
+from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.jobs import Job, JobTable, Kind, Load
 from kvd_client.scheduler.loads import load_runs
-from kvd_client.scheduler.lookup import LookupDesk
+from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.matching import Matcher
-from kvd_client.scheduler.offers import BlockTables, Offer, OfferDesk
+from kvd_client.scheduler.offers import BlockTables, Offer, OfferPlanner
 from kvd_client.scheduler.outcomes import JobEnds
 from kvd_client.scheduler.params import RequestParams, SchedulerOptions, StoreMode
 from kvd_client.scheduler.plan import (
@@ -40,7 +40,7 @@ from kvd_client.scheduler.plan import (
 )
 from kvd_client.scheduler.request import Request
 from kvd_client.scheduler.stats import SchedulerStats
-from kvd_client.scheduler.stores import StoreDesk
+from kvd_client.scheduler.stores import StoreQueue
 from kvd_client.session import Connection, SessionView
 from kvd_proto import layout
 
@@ -63,16 +63,16 @@ class Scheduler:
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._jobs = JobTable(connection.world_size)
-        self._desk = LookupDesk(connection, self._namespace, self.options, clock)
-        self._matcher = Matcher(connection, self.options, self._jobs, self._desk, clock)
-        self._offers = OfferDesk(self._namespace, self.options)
-        self._stores = StoreDesk(self._namespace, self._jobs, self._desk, self._matcher.tally)
-        self._hand_offs = HandOffDesk(self._jobs, self.options)
+        self._queue = LookupQueue(connection, self._namespace, self.options, clock)
+        self._matcher = Matcher(connection, self.options, self._jobs, self._queue, clock)
+        self._offers = OfferPlanner(self._namespace, self.options)
+        self._stores = StoreQueue(self._namespace, self._jobs, self._queue, self._matcher.tally)
+        self._hand_offs = HandOffQueue(self._jobs, self.options)
         self._device = DeviceBlocks(self._groups)
         self._fences = Fences(self._groups, self._jobs, self._device)
         self._doubts = Doubts(connection, self._requests)
         self._ends = JobEnds(
-            self._jobs, self._desk, self._fences, self.options, self._requests, self._doubts
+            self._jobs, self._queue, self._fences, self.options, self._requests, self._doubts
         )
         self._generation = 0
         # Collected for the next step.
@@ -111,7 +111,7 @@ class Scheduler:
         request.seen_blocks = [0] * len(self._groups)
         self._requests[request_id] = request
         self._enter_session()
-        self._desk.arrive(request)
+        self._queue.arrive(request)
 
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int, max_new_tokens: int | None = None
@@ -151,7 +151,7 @@ class Scheduler:
             raise ValueError(f"request {request_id} is loading already")
         self._fences.cover(request, block_ids)
         if num_external_tokens <= 0:
-            self._desk.release(request)
+            self._queue.release(request)
             return
         hit_tokens = request.computed_tokens + num_external_tokens
         if hit_tokens > request.hit_tokens or hit_tokens % self._namespace.boundary_tokens:
@@ -171,7 +171,7 @@ class Scheduler:
         self._step.loads += drafts
         if not request.request_level:
             request.next_store = [-(-hit_tokens // g.tokens_per_block) for g in self._groups]
-        self._desk.release(request)  # the step's message names loads before released leases
+        self._queue.release(request)  # the step's message names loads before released leases
 
     # -- the step ---------------------------------------------------------------------------
 
@@ -201,8 +201,8 @@ class Scheduler:
             offers += self._device.near_eviction(near_eviction)
         step, self._step = self._step, StepDraft()
         step.loads = [draft for draft in step.loads if draft.job_id in self._jobs]
-        step.released_leases += self._desk.released_leases
-        self._desk.released_leases = []
+        step.released_leases += self._queue.released_leases
+        self._queue.released_leases = []
         self._ends.acknowledge(step)
         new, computed = self._submit(step, offers, session)
         self._hand_offs.put_into(step)
@@ -210,7 +210,7 @@ class Scheduler:
         if not was_sent:
             self._take_back(step)
             new, computed = [], []
-        self._desk.step_ended(was_sent, has_run=has_run)
+        self._queue.step_ended(was_sent, has_run=has_run)
         flush = self._fences.take(computed)
         loads = tuple(job.job_id for job in step.loads) if was_sent else ()
         forget = self._ends.take_forget()
@@ -218,7 +218,7 @@ class Scheduler:
 
     def _pace_of_step(self) -> None:
         """The step before has run: what it computed, in the time that it took."""
-        self._desk.pace.sample(self._clock() - self._step_began_s, self._step_tokens)
+        self._queue.pace.sample(self._clock() - self._step_began_s, self._step_tokens)
         self._step_tokens = 0
 
     def _enter_session(self) -> SessionView | None:
@@ -226,7 +226,7 @@ class Scheduler:
         session = self._connection.open_session
         if session is not None and session.generation != self._generation:
             self._generation = session.generation
-            self._desk.session_lost()
+            self._queue.session_lost()
             self._step.released_leases.clear()
             self._ends.enter_session(session.generation)
         return session
@@ -278,7 +278,7 @@ class Scheduler:
             raise ValueError(f"request {request_id} is loading and can't be preempted")
         self._fences.flush(request.store_jobs)
         self._step.preempted.append(request_id)
-        self._desk.forget(request)
+        self._queue.forget(request)
         request.begin_again([group.tokens_per_block for group in self._groups])
 
     # -- ends -------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ class Scheduler:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
-        self._desk.forget(request)
+        self._queue.forget(request)
         self._step.finished.append(request_id)
         if request.loading_job:
             return True
@@ -350,7 +350,7 @@ class Scheduler:
         self._doubts.clear()
         self._device.clear()
         for request in self._requests.values():
-            self._desk.forget(request)
+            self._queue.forget(request)
             request.awaited_load = 0
             request.stores_end = any(request.seen_blocks)
 
@@ -361,7 +361,7 @@ class Scheduler:
     @property
     def lookups_given_up(self) -> Mapping[str, int]:
         """Since the beginning: lookups whose requests are computed all the same, by `GivenUp`."""
-        return self._desk.given_up
+        return self._queue.given_up
 
     def take_stats(self) -> SchedulerStats:
         """Delays and counts since the last call, for the engine's metrics."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, StepDraft, in_parts, within_limit
 from kvd_client.identity import Namespace
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
-from kvd_client.scheduler.lookup import LookupDesk
+from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.offers import Offer
 from kvd_client.scheduler.request import Request
 from kvd_client.scheduler.stats import Tally
@@ -42,15 +42,15 @@ class _Choice:
         self.sighted.setdefault((offer.request.request_id, offer.group), []).append(run)
 
 
-class StoreDesk:
+class StoreQueue:
     """Turns offers into store jobs."""
 
     def __init__(
-        self, namespace: Namespace, jobs: JobTable, desk: LookupDesk, tally: Tally
+        self, namespace: Namespace, jobs: JobTable, queue: LookupQueue, tally: Tally
     ) -> None:
         self._groups = namespace.groups
         self._jobs = jobs
-        self._desk = desk
+        self._queue = queue
         self._tally = tally
 
     def submit(
@@ -157,7 +157,7 @@ class StoreDesk:
             return False
         if offer.present[place] or session.store_threshold <= 1:
             return offer.present[place]
-        return not self._desk.admitted(offer.request, offer.group, offer.first_block + place)
+        return not self._queue.admitted(offer.request, offer.group, offer.first_block + place)
 
     def _is_wanted(self, offer: Offer, place: int) -> bool:
         request, group = offer.request, offer.group

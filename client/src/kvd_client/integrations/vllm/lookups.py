@@ -22,7 +22,7 @@ from kvd_client.integrations.vllm.requests import (
     verdicts_of,
 )
 from kvd_client.scheduler import hits
-from kvd_client.scheduler.lookup import Knowledge, LookupDesk
+from kvd_client.scheduler.lookup import Knowledge, LookupQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import LookupState
 from kvd_client.session import SessionView
@@ -51,7 +51,7 @@ class RequestLookups:
         self._options = options
         self._clock = clock
 
-    def begin(self, tracked: TrackedRequest, prompt: Prompt, desk: LookupDesk) -> Knowledge:
+    def begin(self, tracked: TrackedRequest, prompt: Prompt, queue: LookupQueue) -> Knowledge:
         """Bring what is known of the request's blocks up to date. May wait, once in a step."""
         request = tracked.request
         known = [len(row) for row in request.lookup.statuses]
@@ -61,26 +61,26 @@ class RequestLookups:
             for index, group in enumerate(self._groups)
         ]
         if known and known != counts:
-            desk.forget(request)
-        knowledge = desk.resolve(request, prompt.computed_tokens)
+            queue.forget(request)
+        knowledge = queue.resolve(request, prompt.computed_tokens)
         tracked.verdicts = {}
         if knowledge is Knowledge.STATUSES:
-            self._cut(tracked, prompt.computed_tokens, desk)
+            self._cut(tracked, prompt.computed_tokens, queue)
         return knowledge
 
-    def _cut(self, tracked: TrackedRequest, computed_tokens: int, desk: LookupDesk) -> None:
+    def _cut(self, tracked: TrackedRequest, computed_tokens: int, queue: LookupQueue) -> None:
         """Take as a miss what was doubtful for too long."""
         lookup = tracked.request.lookup
         for doubtful, since, deadline_s in (
             (hits.RETRY, lookup.retry_since_s, self._options.retry_deadline_s),
             (hits.PENDING, lookup.pending_since_s, self._options.pending_deadline_s),
         ):
-            if since is not None and desk.is_doubt_too_late(
+            if since is not None and queue.is_doubt_too_late(
                 tracked.request, computed_tokens, since, deadline_s
             ):
-                desk.give_up_doubtful(lookup.statuses, doubtful)
+                queue.give_up_doubtful(lookup.statuses, doubtful)
 
-    def defer(self, tracked: TrackedRequest, desk: LookupDesk) -> None:
+    def defer(self, tracked: TrackedRequest, queue: LookupQueue) -> None:
         """VLLM put the request off: what was doubtful is asked again, and its time runs."""
         lookup, now = tracked.request.lookup, self._clock()
         kinds = {int(kind) for row in lookup.statuses for kind in np.unique(row & hits.STATUS_BITS)}
@@ -89,7 +89,7 @@ class RequestLookups:
         if hits.PENDING in kinds and lookup.pending_since_s is None:
             lookup.pending_since_s = now
         if kinds & {hits.RETRY, hits.PENDING}:
-            desk.ask_again(tracked.request, now)
+            queue.ask_again(tracked.request, now)
 
     def settle(self, tracked: TrackedRequest, hit_tokens: int) -> int:
         """VLLM takes so many tokens beyond the device's. How many blocks that will load."""
@@ -113,7 +113,7 @@ class RequestLookups:
         return None if (run != hits.HIT).any() else len(run)
 
     def one(
-        self, tracked: TrackedRequest, key: OffloadKey, session: SessionView, desk: LookupDesk
+        self, tracked: TrackedRequest, key: OffloadKey, session: SessionView, queue: LookupQueue
     ) -> LookupResult:
         """One key of a request whose statuses are known."""
         request = tracked.request
@@ -122,17 +122,17 @@ class RequestLookups:
         if not tracked.verdicts:
             tracked.verdicts = verdicts_of(request, self._groups)
         verdict = tracked.verdicts.get(key)
-        return self._alone(tracked, key, session, desk) if verdict is None else verdict
+        return self._alone(tracked, key, session, queue) if verdict is None else verdict
 
     def _alone(
-        self, tracked: TrackedRequest, key: OffloadKey, session: SessionView, desk: LookupDesk
+        self, tracked: TrackedRequest, key: OffloadKey, session: SessionView, queue: LookupQueue
     ) -> LookupResult:
         """A key off the blocks' grid: the end of a partial tail. Mostly the page says miss."""
         group, block_hash = self._index_of[get_offload_group_idx(key)], get_offload_block_hash(key)
         request = tracked.request
         if not session.shows(group, request.account, block_hash):
             return LookupResult.MISS
-        status = desk.ask_alone(request, BlockRun(group, 0, [block_hash]))
+        status = queue.ask_alone(request, BlockRun(group, 0, [block_hash]))
         tracked.verdicts[key] = verdict = LOOKUP_RESULTS[status & hits.STATUS_BITS]
         return verdict
 

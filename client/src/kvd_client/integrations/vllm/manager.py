@@ -38,9 +38,9 @@ from kvd_client.integrations.vllm.lookups import Prompt, RequestLookups
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, by_group, track
 from kvd_client.integrations.vllm.stats import KvdStats
-from kvd_client.integrations.vllm.steps import StepDesk, StepJobs
+from kvd_client.integrations.vllm.steps import StepJobs, StepSender
 from kvd_client.integrations.vllm.stores import BlocksSpec, IsWhole, StorePlanner, nothing
-from kvd_client.scheduler.lookup import GivenUp, Knowledge, LookupDesk
+from kvd_client.scheduler.lookup import GivenUp, Knowledge, LookupQueue
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.request import LookupState
 from kvd_client.session import Connection, SessionView
@@ -67,7 +67,7 @@ class KvdManager(OffloadingManager):
         )
         self.index_of = {group.vllm_index: index for index, group in enumerate(self.groups)}
         self.stats = KvdStats()
-        self.steps: StepDesk | None = None
+        self.steps: StepSender | None = None
         self.removals: RemovalWatcher | None = None
         self.offloading_config = config
         self.connect_options = options
@@ -75,7 +75,7 @@ class KvdManager(OffloadingManager):
         self._clock = clock
         self._options = options.scheduler_options()
         self._connection: Connection | None = None
-        self._desk: LookupDesk | None = None
+        self._queue: LookupQueue | None = None
         self._lookups = RequestLookups(self.groups, self.index_of, self._options, clock)
         self._stores = StorePlanner(self.groups, self.index_of, self.stats)
         self._live: dict[str, TrackedRequest] = {}
@@ -87,9 +87,9 @@ class KvdManager(OffloadingManager):
     def open(self, connection: Connection) -> None:
         """Use this connection from now on; once, before any request is tracked."""
         self._connection = connection
-        self._desk = LookupDesk(connection, connection.namespace, self._options, self._clock)
-        self.steps = StepDesk(connection, self._options, self._clock)
-        self.stats.watch_lookups(self._desk.given_up)
+        self._queue = LookupQueue(connection, connection.namespace, self._options, self._clock)
+        self.steps = StepSender(connection, self._options, self._clock)
+        self.stats.watch_lookups(self._queue.given_up)
 
     @property
     def is_open(self) -> bool:
@@ -106,11 +106,11 @@ class KvdManager(OffloadingManager):
 
     def _enter_open_session(self) -> SessionView | None:
         """The session that takes stores, likewise."""
-        if self._connection is None or self.steps is None or self._desk is None:
+        if self._connection is None or self.steps is None or self._queue is None:
             return None
         session = self._connection.open_session
         if session is not None and self.steps.enter(session.generation):
-            self._desk.session_lost()
+            self._queue.session_lost()
         return session
 
     # -- requests and lookups ---------------------------------------------------------------
@@ -125,26 +125,26 @@ class KvdManager(OffloadingManager):
         """Ask for the request's blocks; nobody waits for the answer."""
         request = self.tracked(req_context).request
         request.hashes, request.num_tokens, _ = prompt
-        if self.enter_session() is not None and self._desk is not None:
-            self._desk.arrive(request)
+        if self.enter_session() is not None and self._queue is not None:
+            self._queue.arrive(request)
 
     def begin_lookup(self, req_context: ReqContext, prompt: Prompt) -> Knowledge:
         """Bring what is known of the request's blocks up to date. May wait, once in a step."""
         tracked = self.tracked(req_context)
         tracked.request.stores_end = False  # it begins anew: what it computes will be of now
-        if self._desk is None:
+        if self._queue is None:
             return Knowledge.NOTHING
         if self.enter_session() is None:
-            self._desk.given_up[GivenUp.NO_SESSION] += 1
+            self._queue.given_up[GivenUp.NO_SESSION] += 1
             return Knowledge.NOTHING
-        return self._lookups.begin(tracked, prompt, self._desk)
+        return self._lookups.begin(tracked, prompt, self._queue)
 
     def end_lookup(self, req_context: ReqContext, hit_tokens: int | None) -> bool:
         """VLLM has decided; None: it puts the request off. False: it must be put off after all."""
         tracked = self.tracked(req_context)
         if hit_tokens is None:
-            if self._desk is not None:
-                self._lookups.defer(tracked, self._desk)
+            if self._queue is not None:
+                self._lookups.defer(tracked, self._queue)
             return True
         blocks = self._lookups.settle(tracked, hit_tokens)
         if not blocks or self.steps is None:
@@ -166,9 +166,9 @@ class KvdManager(OffloadingManager):
             if self.begin_lookup(req_context, prompt) is Knowledge.UNANSWERED:
                 return LookupResult.RETRY
         session = self.enter_session()
-        if session is None or self._desk is None:
+        if session is None or self._queue is None:
             return LookupResult.MISS
-        return self._lookups.one(tracked, key, session, self._desk)
+        return self._lookups.one(tracked, key, session, self._queue)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return CacheHitSource.HOST
@@ -177,10 +177,10 @@ class KvdManager(OffloadingManager):
         tracked = self.tracked(req_context)
         if self._live.get(req_context.req_id) is tracked:
             del self._live[req_context.req_id]
-        if tracked.has_ended or self._desk is None or self.steps is None:
+        if tracked.has_ended or self._queue is None or self.steps is None:
             return
         tracked.has_ended = True
-        self._desk.forget(tracked.request)
+        self._queue.forget(tracked.request)
         self.steps.draft.finished.append(req_context.req_id)
         if tracked.policy is OffloadPolicy.REQUEST_LEVEL:
             self.steps.hand_off(tracked)
@@ -191,8 +191,8 @@ class KvdManager(OffloadingManager):
         """The blocks stay pinned by the lookup's lease until the step's message pins the load."""
         keys = list(keys)
         self._stores.budget.take_load(len(keys))
-        if self._desk is not None:
-            self._desk.release(self.tracked(req_context).request)
+        if self._queue is not None:
+            self._queue.release(self.tracked(req_context).request)
         return BlocksSpec(keys, list(by_group(keys)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -200,8 +200,8 @@ class KvdManager(OffloadingManager):
 
     def fail_load(self, tracked: TrackedRequest) -> None:
         """A load of the request has failed: it misses from now on, or it would fail for ever."""
-        if self._desk is not None:
-            self._desk.forget(tracked.request)
+        if self._queue is not None:
+            self._queue.forget(tracked.request)
         tracked.request.lookup.state = LookupState.CLOSED
         self.stats.failed_loads += 1
 
@@ -240,7 +240,7 @@ class KvdManager(OffloadingManager):
             self._stores.probe(keys, self._account, session)
 
     def _is_admitted(self, tracked: TrackedRequest, group: int, block: int) -> bool:
-        return self._desk is None or self._desk.admitted(tracked.request, group, block)
+        return self._queue is None or self._queue.admitted(tracked.request, group, block)
 
     def block_of(self, key: OffloadKey, req_context: ReqContext) -> int:
         """Which block of its request in its group the key names."""
@@ -288,18 +288,18 @@ class KvdManager(OffloadingManager):
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         preempted = context.preempted_req_ids
-        if not preempted or self._desk is None or self.steps is None:
+        if not preempted or self._queue is None or self.steps is None:
             return
         self.steps.draft.preempted += preempted
         for request_id in preempted:
             tracked = self._live.get(request_id)
             if tracked is not None:
-                self._desk.forget(tracked.request)
+                self._queue.forget(tracked.request)
 
     @property
     def pace(self) -> TokenPace:
         """What computing a token takes; says what a hit is worth waiting for."""
-        return TokenPace() if self._desk is None else self._desk.pace
+        return TokenPace() if self._queue is None else self._queue.pace
 
     def send_step(self, jobs: StepJobs, *, has_run: bool = True) -> tuple[bool, list[int]]:
         """Send the step's message: whether its jobs will run, and which earlier ones are lost.
@@ -307,13 +307,13 @@ class KvdManager(OffloadingManager):
         `has_run`: the step computes something.
         """
         self._stores.next_step()
-        if self._desk is None or self.steps is None:
+        if self._queue is None or self.steps is None:
             return False, []
         session = self._enter_open_session()
-        released, self._desk.released_leases = self._desk.released_leases, []
+        released, self._queue.released_leases = self._queue.released_leases, []
         lost, before = self.steps.lost_jobs(), self.steps.sent_s
         was_sent = self.steps.send(jobs, released, session)
-        self._desk.step_ended(self.steps.sent_s != before, has_run=has_run)
+        self._queue.step_ended(self.steps.sent_s != before, has_run=has_run)
         return was_sent, lost
 
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -341,8 +341,8 @@ class KvdManager(OffloadingManager):
         self._failed.clear()
         for tracked in self._live.values():
             tracked.request.stores_end = True
-            if self._desk is not None:
-                self._desk.forget(tracked.request)
+            if self._queue is not None:
+                self._queue.forget(tracked.request)
         if self._connection is not None and self.steps is not None:
             self._connection.reset_epoch()
             self.steps.clear()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvd_client.draft import BlockRun, JobDraft, StepDraft, in_parts
 from kvd_client.integrations.vllm.requests import TrackedRequest, offered_runs
-from kvd_client.scheduler.hand_offs import HandOffDesk
+from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.session import Connection, SessionView
 from kvd_proto import layout
@@ -57,7 +57,7 @@ class StepJobs:
             (self.loads if is_load else self.stores).append(draft)
 
 
-class StepDesk:
+class StepSender:
     """Collects what goes with the next step, sends it, and follows its jobs to their end."""
 
     def __init__(
@@ -68,7 +68,7 @@ class StepDesk:
         self._jobs: dict[int, SentJob] = {}  # by vLLM's job id
         self._owners: dict[int, int] = {}  # kvd's job id -> vLLM's, of those
         self._told: dict[int, float] = {}  # the daemon says ended, ranks don't yet: since when
-        self._hand_offs = HandOffDesk(self._jobs, options)
+        self._hand_offs = HandOffQueue(self._jobs, options)
         self._generation = 0
         self.sent_s = float("-inf")  # when the last message left
         self.draft = StepDraft()

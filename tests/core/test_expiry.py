@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvd.core import actions as act
-from kvd.core import backlog, disuse, spaces
+from kvd.core import backlog, expiry, namespaces
 from kvd.core import events as ev
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import MoverId, NamespaceId, SessionId
@@ -57,7 +57,7 @@ def test_private_namespace_goes_with_its_blocks_when_its_engine_has_ended() -> N
 def test_scopes_of_a_namespace_go_a_few_at_a_time_and_it_goes_with_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(disuse, "SCOPES_AT_ONCE", 4)
+    monkeypatch.setattr(expiry, "SCOPES_AT_ONCE", 4)
     bench = small()
     bench.open(1, PRIVATE)
     for number in range(16):
@@ -162,7 +162,7 @@ def test_news_of_an_engines_end_while_its_movers_still_end() -> None:
 def test_session_that_comes_while_the_namespace_goes_has_what_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(disuse, "ROWS_AT_ONCE", 1)
+    monkeypatch.setattr(expiry, "ROWS_AT_ONCE", 1)
     bench = small()
     first = bench.open(1, PRIVATE)
     bench.stored(range(40))
@@ -211,7 +211,7 @@ def test_engines_that_crash_in_a_loop_leave_nothing() -> None:
     state = bench.machine.state
     left = (state.namespaces, state.classes, state.scopes, state.by_fingerprint, state.sessions)
     assert [len(table) for table in left] == [0] * 5
-    assert (len(state.disuse.namespaces), len(state.disuse.epochs)) == (0, 0)
+    assert (len(state.expiring.namespaces), len(state.expiring.epochs)) == (0, 0)
     assert len(state.free_extents) == 8
 
 
@@ -220,8 +220,8 @@ def test_engines_that_crash_in_a_loop_leave_nothing() -> None:
 
 @pytest.fixture
 def few_namespaces(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(spaces, "MAX_NAMESPACES", 10)  # a quarter is left for others
-    monkeypatch.setattr(disuse, "ROOM_KEPT", 2)
+    monkeypatch.setattr(namespaces, "MAX_NAMESPACES", 10)  # a quarter is left for others
+    monkeypatch.setattr(expiry, "ROOM_KEPT", 2)
     return 8
 
 
@@ -261,14 +261,14 @@ def test_few_namespaces_are_weighed_for_their_room_and_the_others_make_it_later(
         weighed.append(namespace.spec.fingerprint)
         return False
 
-    monkeypatch.setattr(disuse, "NAMESPACES_WEIGHED", 2)
+    monkeypatch.setattr(expiry, "NAMESPACES_WEIGHED", 2)
     bench = small(extents=16)
     for number in range(few_namespaces):
         bench.open(number + 1, spec(f"ns {number}"))
     for number in range(3):
         bench.leave(number + 1)
     with monkeypatch.context() as patched:
-        patched.setattr(disuse, "_is_small", is_small)
+        patched.setattr(expiry, "_is_small", is_small)
         with pytest.raises(LimitExceeded):
             bench.feed(ev.SessionOpened(SessionId(50), spec("new"), "", 1))
     assert weighed == ["ns 0", "ns 1"]
@@ -479,7 +479,7 @@ def test_epoch_that_an_operator_named_outlives_its_engines() -> None:
 def test_engine_that_comes_back_in_the_middle_of_the_sweep_has_what_is_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(disuse, "ROWS_SWEPT_AT_ONCE", 1)
+    monkeypatch.setattr(expiry, "ROWS_SWEPT_AT_ONCE", 1)
     bench = small(extents=8)
     bench.open(1)
     reset(bench, "mine")
@@ -503,7 +503,7 @@ def test_blocks_and_scopes_of_an_epoch_go_a_few_in_each_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backlog, "DROPPED_AT_ONCE", 3)
-    monkeypatch.setattr(disuse, "SCOPES_AT_ONCE", 4)
+    monkeypatch.setattr(expiry, "SCOPES_AT_ONCE", 4)
     bench = small()
     bench.open(1)
     reset(bench, "mine")
@@ -532,7 +532,7 @@ def test_resets_without_end_leave_nothing() -> None:
             bench.history.clear()
     state = bench.machine.state
     assert {scope.epoch for scope in state.scopes.values()} == {"", "epoch 2999"}
-    assert len(state.disuse.epochs) == 0
+    assert len(state.expiring.epochs) == 0
     assert bench.machine.statistics().slots.ready == 0
 
 
@@ -557,7 +557,7 @@ def test_what_was_an_engines_own_waits_for_it_after_a_restart() -> None:
         assert known(bench) == (["private", "shared"] if comes_back else ["shared"])
 
 
-def test_row_that_an_undead_mover_may_write_keeps_its_namespace_but_no_block() -> None:
+def test_row_that_an_orphaned_mover_may_write_keeps_its_namespace_but_no_block() -> None:
     left = small()
     left.open(1, PRIVATE)
     left.stored([1, 2])

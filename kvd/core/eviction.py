@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from kvd.core import backlog, claims, residency
+from kvd.core import backlog, claims, slot_lifecycle
 from kvd.core.actions import Action, TellDone
 from kvd.core.errors import NO_ROOM, QUOTA
 from kvd.core.keys import NamespaceId, TenantId
@@ -68,7 +68,7 @@ def _commit(
     for owner in victims:
         count = evictions.pop(id(owner), 0)
         if count:
-            residency.evict(state, owner, count, actions)
+            slot_lifecycle.evict(state, owner, count, actions)
     for owner, count in rows:
         for _ in range(count):
             grant_row(state, owner, actions)
@@ -131,7 +131,7 @@ def shrink_some(state: State, actions: list[Action]) -> None:
         while (excess := tenant.excess(0)) > 0 and owner.evictable:
             count = min(owner.evictable, -(-excess // owner.block_bytes), blocks, batch)
             told = len(actions)
-            residency.evict(state, owner, count, actions)
+            slot_lifecycle.evict(state, owner, count, actions)
             left.evicted += count
             blocks -= count
             # Many of one account are quicker in few large batches.

@@ -156,7 +156,7 @@ def _make_class(
     found: list[SizeClass] = []
 
     def capacity() -> int:
-        return found[0].reach if found else 0
+        return found[0].slot_limit if found else 0
 
     groups = spec.groups
     owner = SizeClass(

@@ -172,7 +172,7 @@ def check_writers(ranks: Sequence[RankLayout], shards: int) -> None:
             )
 
 
-class Engines:
+class Rendezvous:
     """Every engine start that has a session, a rank, or a mover that has not ended."""
 
     def __init__(self, driver: Driver) -> None:

@@ -42,7 +42,7 @@ class _Watched:
         self.sessions[session] = now + WATCH_SECONDS
 
 
-class Departures:
+class EngineExitWatcher:
     """Tells the core of sessions whose engine has ended. Lives on the event loop."""
 
     def __init__(self, driver: Driver) -> None:

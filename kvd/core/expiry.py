@@ -20,7 +20,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core import hand_off, residency, spaces
+from kvd.core import hand_off, namespaces, slot_lifecycle
 from kvd.core.actions import Action, ForgetNamespace, ForgetScopes, OpenScope
 from kvd.core.backlog import SCOPES_AT_ONCE, first_of
 from kvd.core.block import SlotState
@@ -66,13 +66,13 @@ def enter(state: State, session: Session, actions: list[Action], *, own: bool) -
     An `own` epoch is of use to this session's engine alone: one that is new, or is its own already.
     Once another engine has come to it, or it was shared before, it outlives them all.
     """
-    disuse = state.disuse
-    disuse.namespaces.pop(session.namespace, None)
-    disuse.ending.pop(session.namespace, None)
+    expiring = state.expiring
+    expiring.namespaces.pop(session.namespace, None)
+    expiring.ending.pop(session.namespace, None)
     epoch = (session.namespace, session.epoch)
-    if disuse.epochs.pop(epoch, None) is not None and disuse.sweep is not None:
-        kept = [name for name in disuse.sweep.epochs if name != epoch]
-        disuse.sweep.epochs, disuse.sweep.scopes = kept, _scopes_of(state, kept)
+    if expiring.epochs.pop(epoch, None) is not None and expiring.sweep is not None:
+        kept = [name for name in expiring.sweep.epochs if name != epoch]
+        expiring.sweep.epochs, expiring.sweep.scopes = kept, _scopes_of(state, kept)
     owned = state.namespaces[session.namespace].own_epochs
     owner = owned.get(session.epoch)
     if own and (owner in {"", session.engine} or not _is_known(state, session)):
@@ -107,7 +107,7 @@ def leave(state: State, session: Session, now_ns: int) -> None:
     if not any(s.namespace == session.namespace for s in state.sessions.values()):
         private = state.namespaces[session.namespace].spec.unshared
         departure = Departure(until_ns if private else NEVER, session.session)
-        state.disuse.namespaces[session.namespace] = departure
+        state.expiring.namespaces[session.namespace] = departure
     look(state, now_ns)
 
 
@@ -118,13 +118,13 @@ def leave_epoch(state: State, session: Session, epoch: str, until_ns: int) -> No
     name = (session.namespace, epoch)
     others = (s for s in state.sessions.values() if s is not session)
     if not any((s.namespace, s.epoch) == name for s in others):
-        state.disuse.epochs[name] = Departure(until_ns, session.session)
+        state.expiring.epochs[name] = Departure(until_ns, session.session)
 
 
 def engine_gone(state: State, session: SessionId, now_ns: int) -> None:
     """The engine of a session that is forgotten has ended: it won't come back for its own."""
-    disuse = state.disuse
-    for departure in (*disuse.namespaces.values(), *disuse.epochs.values()):
+    expiring = state.expiring
+    for departure in (*expiring.namespaces.values(), *expiring.epochs.values()):
         if departure.session == session and departure.until_ns != NEVER:
             departure.until_ns = now_ns
     look(state, now_ns)
@@ -135,23 +135,23 @@ def read_back(state: State, namespace: Namespace, epoch: str, *, own: bool) -> N
 
     An epoch is somebody's own if all of its scopes say so; only those with blocks come back.
     """
-    state.disuse.namespaces[namespace.namespace] = Departure(NEVER, None)
+    state.expiring.namespaces[namespace.namespace] = Departure(NEVER, None)
     if own and epoch not in namespace.shared_epochs:
         namespace.own_epochs[epoch] = ""
-        state.disuse.epochs[namespace.namespace, epoch] = Departure(NEVER, None)
+        state.expiring.epochs[namespace.namespace, epoch] = Departure(NEVER, None)
     elif not own:
         namespace.shared_epochs.add(epoch)
         namespace.own_epochs.pop(epoch, None)
-        state.disuse.epochs.pop((namespace.namespace, epoch), None)
+        state.expiring.epochs.pop((namespace.namespace, epoch), None)
 
 
 def begin(state: State, now_ns: int) -> None:
     """All of the pool was read back: what is an engine's own waits for it from now on."""
     until_ns = now_ns + state.config.private_grace_ns
-    for number, departure in state.disuse.namespaces.items():
+    for number, departure in state.expiring.namespaces.items():
         if state.namespaces[number].spec.unshared:
             departure.until_ns = until_ns
-    for departure in state.disuse.epochs.values():
+    for departure in state.expiring.epochs.values():
         departure.until_ns = until_ns
 
 
@@ -160,12 +160,12 @@ def begin(state: State, now_ns: int) -> None:
 
 def look(state: State, now_ns: int) -> None:
     """What is due by now begins to go, or goes on; `chores` does it."""
-    disuse = state.disuse
-    due = [n for n, departure in disuse.namespaces.items() if departure.until_ns <= now_ns]
-    disuse.ending.update(dict.fromkeys(due))
-    if not disuse.turn:
-        disuse.turn.extend(disuse.ending)
-    if disuse.sweep is None and any(d.until_ns <= now_ns for d in disuse.epochs.values()):
+    expiring = state.expiring
+    due = [n for n, departure in expiring.namespaces.items() if departure.until_ns <= now_ns]
+    expiring.ending.update(dict.fromkeys(due))
+    if not expiring.turn:
+        expiring.turn.extend(expiring.ending)
+    if expiring.sweep is None and any(d.until_ns <= now_ns for d in expiring.epochs.values()):
         _begin_sweep(state, now_ns)
 
 
@@ -174,28 +174,28 @@ def take_back_some(state: State, most: int, actions: list[Action]) -> None:
 
     One whose rows are to be zeroed before the next ones may go has its turn after that.
     """
-    disuse, left = state.disuse, most
-    while disuse.turn and left > 0:
-        number = disuse.turn.popleft()
-        if number in disuse.ending:
+    expiring, left = state.expiring, most
+    while expiring.turn and left > 0:
+        number = expiring.turn.popleft()
+        if number in expiring.ending:
             left -= LOOK_COST + _take_back(state, state.namespaces[number], left, actions)
 
 
 def prepare_room(state: State) -> None:
     """Begin to take namespaces without sessions and blocks apart before their room is needed."""
-    disuse = state.disuse
-    left = {payer: spaces.namespaces_left(state, payer) for payer in state.namespaces_of}
-    kept = min(ROOM_KEPT, spaces.most_namespaces(state) // 4)
+    expiring = state.expiring
+    left = {payer: namespaces.namespaces_left(state, payer) for payer in state.namespaces_of}
+    kept = min(ROOM_KEPT, namespaces.most_namespaces(state) // 4)
     wanted = {payer: kept - spare for payer, spare in left.items() if spare < kept}
-    for number in disuse.ending if wanted else ():
+    for number in expiring.ending if wanted else ():
         payer = state.namespaces[number].payer
         wanted[payer] = wanted.get(payer, 0) - 1
-    for number in disuse.namespaces if wanted else ():
+    for number in expiring.namespaces if wanted else ():
         namespace = state.namespaces[number]
-        more = wanted.get(namespace.payer, 0) > 0 and number not in disuse.ending
+        more = wanted.get(namespace.payer, 0) > 0 and number not in expiring.ending
         if more and _is_empty(namespace, None):
             wanted[namespace.payer] -= 1
-            disuse.ending[number] = None
+            expiring.ending[number] = None
 
 
 def forgettable(state: State, payer: str) -> Namespace | None:
@@ -211,7 +211,7 @@ def forgettable(state: State, payer: str) -> Namespace | None:
 def _idle(state: State, payer: str) -> Iterator[Namespace]:
     """Namespaces without a session that hold nothing: this payer's, then those of others."""
     for its_own in (True, False):
-        for number in state.disuse.namespaces:
+        for number in state.expiring.namespaces:
             namespace = state.namespaces[number]
             if (namespace.payer == payer) is its_own and _is_empty(namespace, None):
                 yield namespace
@@ -225,7 +225,7 @@ def _is_small(state: State, namespace: Namespace) -> bool:
         len(some) <= MAX_ROWS_FORGOTTEN
         and _has_few_scopes(namespace)
         and namespace.namespace not in state.backlog.clears
-        and not any(row.undead for row in some)  # nothing else keeps a row without a block
+        and not any(row.orphaned for row in some)  # nothing else keeps a row without a block
     )
 
 
@@ -250,11 +250,11 @@ def forget(state: State, namespace: Namespace, actions: list[Action]) -> None:
         state.claims.drop(owner)
         del state.classes[number, owner.group]
     for scope in [each for numbers in namespace.scopes.values() for each in numbers]:
-        spaces.forget_scope(state, scope)
+        namespaces.forget_scope(state, scope)
     for epoch in namespace.own_epochs:
-        state.disuse.epochs.pop((number, epoch), None)
-    del state.disuse.namespaces[number]
-    state.disuse.ending.pop(number, None)
+        state.expiring.epochs.pop((number, epoch), None)
+    del state.expiring.namespaces[number]
+    state.expiring.ending.pop(number, None)
     del state.by_fingerprint[namespace.spec.fingerprint]
     del state.namespaces[number]
     state.namespaces_of[namespace.payer] -= 1
@@ -270,15 +270,15 @@ def _take_back(state: State, namespace: Namespace, most: int, actions: list[Acti
     """
     done = 0
     for row in _rows_to_go(namespace):
-        if not row.undead and len(state.retiring) >= ROWS_AT_ONCE:
+        if not row.orphaned and len(state.retiring) >= ROWS_AT_ONCE:
             continue
         if done < most:
             given_up, empty = _give_up_some(state, row, most - done, actions)
             done += given_up
         if done >= most or not empty:
-            state.disuse.turn.appendleft(namespace.namespace)
+            state.expiring.turn.appendleft(namespace.namespace)
             return max(done, most)
-        if row.undead:  # it stays; the next incarnation of the pool takes it back
+        if row.orphaned:  # it stays; the next incarnation of the pool takes it back
             row.drained = True
         else:
             retire_row(state, row, actions)
@@ -290,7 +290,7 @@ def _take_back(state: State, namespace: Namespace, most: int, actions: list[Acti
     if _has_few_scopes(namespace):
         forget(state, namespace, actions)
         return done + FORGET_COST
-    state.disuse.turn.appendleft(namespace.namespace)
+    state.expiring.turn.appendleft(namespace.namespace)
     return done + SCOPE_COST * _forget_some_scopes(state, namespace.scopes.values(), actions)
 
 
@@ -306,7 +306,7 @@ def _forget_some_scopes(
     """Of those that hold nothing; how many."""
     some = list(islice((number for several in of_epochs for number in several), SCOPES_AT_ONCE))
     for number in some:
-        spaces.forget_scope(state, number)
+        namespaces.forget_scope(state, number)
     if some:
         actions.append(ForgetScopes(tuple(some)))
     return len(some)
@@ -326,7 +326,7 @@ def _begin_sweep(state: State, now_ns: int) -> None:
     """Of epochs that are due, as many as one sweep takes; the others have the next one."""
     due: list[EpochName] = []
     scopes = 0
-    for name, departure in state.disuse.epochs.items():
+    for name, departure in state.expiring.epochs.items():
         if departure.until_ns > now_ns:
             continue
         namespace = state.namespaces[name[0]]
@@ -341,16 +341,16 @@ def _begin_sweep(state: State, now_ns: int) -> None:
             break
     numbers = sorted({number for number, _ in due})
     owners = (owner.name for number in numbers for owner in state.namespaces[number].classes)
-    state.disuse.sweep = EpochSweep(due, _scopes_of(state, due), deque(owners))
+    state.expiring.sweep = EpochSweep(due, _scopes_of(state, due), deque(owners))
 
 
 def sweep_some(state: State, most: int, actions: list[Action]) -> None:
     """Give up some blocks of epochs that are due, row by row; at the end some of their scopes."""
-    sweep = state.disuse.sweep
+    sweep = state.expiring.sweep
     assert sweep is not None, "no epoch is being swept"
     _sweep_rows(state, sweep, most, actions)
     if not _has_rows(state, sweep) and _forget_epochs(state, sweep.epochs, actions):
-        state.disuse.sweep = None
+        state.expiring.sweep = None
 
 
 def _sweep_rows(state: State, sweep: EpochSweep, most: int, actions: list[Action]) -> None:
@@ -387,7 +387,7 @@ def _forget_epochs(state: State, names: Iterable[EpochName], actions: list[Actio
         return False
     for namespace, epoch in known:
         del state.namespaces[namespace].own_epochs[epoch]
-        del state.disuse.epochs[namespace, epoch]
+        del state.expiring.epochs[namespace, epoch]
     return True
 
 
@@ -412,7 +412,7 @@ def _give_up_some(
     give_up_left(state, row, some, actions)
     if len(row.left):
         return some, False
-    ready = residency.ready_in(state, row)
+    ready = slot_lifecycle.ready_in(state, row)
     if scopes is not None:
         ready = ready[_are_among(state.slots.scopes[ready], scopes)]
     if not len(ready):
@@ -440,4 +440,4 @@ def _give_up(state: State, owner: SizeClass, slots: Slots, actions: list[Action]
     slots = slots[state.slots.pins[slots] == 0]
     owner.policy.remove(slots)
     state.counters.dropped += len(slots)
-    residency.forget_ready(state, owner, slots, actions)
+    slot_lifecycle.forget_ready(state, owner, slots, actions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core import disuse, hand_off, lease, recency, room, session, transfer
+from kvd.core import eviction, expiry, hand_off, lease, recency, session, transfer
 from kvd.core.actions import Action
 from kvd.core.backlog import Shrink
 from kvd.core.errors import EXPIRED, InvalidArgument
@@ -26,7 +26,7 @@ def quota_set(state: State, event: QuotaSet) -> list[Action]:
     shrink.answers.append((event.token, shrink.evicted))
     tenant.shrinking = tenant.excess(0) > 0
     if not tenant.shrinking:
-        room.end_shrinking(state, event.tenant, actions)
+        eviction.end_shrinking(state, event.tenant, actions)
     return actions
 
 
@@ -37,8 +37,8 @@ def timer_ticked(state: State, now_ns: int) -> list[Action]:
     hand_off.expire(state, now_ns)
     _enforce_deadlines(state, now_ns, actions)
     state.grant_pause.tick()
-    disuse.prepare_room(state)
-    disuse.look(state, now_ns)
+    expiry.prepare_room(state)
+    expiry.look(state, now_ns)
     for tenant in state.tenants.values():
         if tenant.shrinking and (tenant.evictable or tenant.excess(0) <= 0):
             state.backlog.shrinks.setdefault(tenant.tenant, Shrink())
@@ -54,7 +54,7 @@ def _next_in_use(state: State) -> list[SizeClass]:
         for namespace in sorted({s.namespace for s in state.sessions.values()}):
             turns.extend(state.namespaces[namespace].classes)
     chosen = [turns.popleft() for _ in range(min(len(turns), CLASSES_A_TICK))]
-    idle = state.disuse.namespaces
+    idle = state.expiring.namespaces
     known = (c for c in chosen if state.classes.get((c.namespace, c.group)) is c)
     return [c for c in known if c.namespace not in idle]
 

@@ -17,7 +17,7 @@ from kvd_client.identity import Group, GroupKind
 from kvd_client.scheduler.hits import used_blocks
 
 
-class Reach:
+class Retention:
     """ValueError where `retention_tokens` is no multiple of the distance between boundaries."""
 
     def __init__(
