@@ -29,10 +29,10 @@ from kvd.core.machine import Machine
 from kvd.core.spec import NamespaceSpec
 from kvd.event_log import EventLog, change_of, resident_changes
 from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
-from kvd.job_board import PendingJobs
 from kvd.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.mending import PageMending
 from kvd.mover.process import MoverProcess
+from kvd.pending_jobs import PendingJobs
 from kvd.pool.config import PoolError
 from kvd.pool.pool import Pool
 from kvd.row_teller import RowTeller
