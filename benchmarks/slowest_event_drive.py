@@ -7,11 +7,11 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.slowest_event_rig import Rig, numbered_keys
-from kvd.batching import PIECE_IDS, PIECE_KEYS
 from kvd.core import events, keys
-from kvd.event_log import resident_changes
 from kvd.pool import PoolError
-from kvd.row_teller import ROWS_TOLD_AT_ONCE
+from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
+from kvd.runtime.event_log import resident_changes
+from kvd.runtime.row_teller import ROWS_TOLD_AT_ONCE
 from kvd_proto.layout import MAX_GROUPS, MAX_JOBS_IN_FLIGHT, MAX_KEYS_PER_MESSAGE
 
 MAIN = "main"  # the namespace of most blocks, and its tenant

@@ -14,12 +14,12 @@ from unittest import mock
 
 import numpy as np
 
-from kvd.batching import run_pieces
 from kvd.core import actions, chores, events, keys
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
-from kvd.driver import Driver, OpenSessionRecord
 from kvd.pool import Pool, PoolConfig
+from kvd.runtime.batching import run_pieces
+from kvd.runtime.driver import Driver, OpenSessionRecord
 from kvd_proto.layout import MAX_GROUPS
 
 HASH_BYTES = 32

@@ -53,7 +53,7 @@ def _declare_serve(parser: argparse.ArgumentParser, command: str) -> None:
 
 def _declare_status(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "status":
-        from kvd import status
+        from kvd.cli import status
 
         status.add_arguments(parser)
 
@@ -91,7 +91,7 @@ def serve(arguments: argparse.Namespace) -> int:
 
 def status(arguments: argparse.Namespace) -> int:
     """Show a running daemon's state."""
-    from kvd import status
+    from kvd.cli import status
 
     return status.run(arguments, os.environ)
 

@@ -17,7 +17,7 @@ import uvloop
 
 import kvd
 from kvd import signals
-from kvd.config import Config
+from kvd.config.settings import Config
 from kvd.control import descriptors
 from kvd.control.gpu_room import GpuTerms
 from kvd.control.http import TEXT, HttpServer, Page, seldom
@@ -30,11 +30,11 @@ from kvd.core import events as ev
 from kvd.core.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.state import MAX_NAMESPACES
-from kvd.driver import Driver
 from kvd.observability import logs, metrics
 from kvd.observability.floods import Floods
 from kvd.pool.config import COMFORTABLE_EXTENTS, PoolConfig, PoolError
 from kvd.pool.pool import Pool
+from kvd.runtime.driver import Driver
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from kvd.core.actions import EndJob
 from kvd.core.events import JobKind, TransferOutcome
-from kvd.fleet import TransferObserver
+from kvd.runtime.fleet import TransferObserver
 
 
 class SessionSink(Protocol):

@@ -30,7 +30,7 @@ from examples.engine.conversation import HANDBOOK, QUESTIONS
 from examples.engine.daemon import Daemon
 from examples.engine.hugging_face import model_folder
 from examples.engine.lifetime import REPOSITORY
-from kvd.status import ask as ask_status
+from kvd.cli.status import ask as ask_status
 
 POOL_BYTES = 1 << 30
 ANSWER_TOKENS = 16

@@ -20,8 +20,8 @@ from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.hand_off import MAX_HAND_OFF_NS
 from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
-from kvd.event_log import Change, ChangeKind, Delivery
-from kvd.turns import Pace
+from kvd.runtime.event_log import Change, ChangeKind, Delivery
+from kvd.runtime.turns import Pace
 from kvd_proto import layout
 from kvd_proto.v1 import common_pb2, events_pb2
 from kvd_proto.v1 import engine_pb2 as pb

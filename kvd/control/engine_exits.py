@@ -18,7 +18,7 @@ from kvd.control.shares import Bound, Shares
 from kvd.core import events as ev
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import SessionId
-from kvd.driver import Driver
+from kvd.runtime.driver import Driver
 
 # A killed process closes its sockets a moment before the kernel calls it ended.
 WATCH_SECONDS = 5.0

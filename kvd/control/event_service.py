@@ -12,8 +12,8 @@ from kvd.control.peers import Context, Peers
 from kvd.control.shares import Bound, Shares
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import NamespaceId, TenantId
-from kvd.driver import Driver
-from kvd.event_log import Delivery, FellBehind
+from kvd.runtime.driver import Driver
+from kvd.runtime.event_log import Delivery, FellBehind
 from kvd_proto.v1 import events_pb2, events_pb2_grpc
 
 MAX_WATCHERS = 256

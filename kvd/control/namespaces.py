@@ -11,7 +11,7 @@ from kvd.control.peers import Peer
 from kvd.control.tenants import TenantPolicy
 from kvd.core.errors import UnknownNamespace
 from kvd.core.keys import NamespaceId, TenantId
-from kvd.driver import Driver
+from kvd.runtime.driver import Driver
 
 _MOST_DIFFERENCES = 16  # other namespaces compared with one: each takes a tenth of a millisecond
 

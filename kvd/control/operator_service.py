@@ -11,7 +11,7 @@ from kvd.control.status import PoolPlace, StatusReport
 from kvd.control.tenants import TenantPolicy
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import TenantId
-from kvd.driver import Driver
+from kvd.runtime.driver import Driver
 from kvd_proto.v1 import operator_pb2 as pb
 from kvd_proto.v1 import operator_pb2_grpc
 

@@ -25,9 +25,9 @@ from kvd.core.errors import (
 )
 from kvd.core.keys import MoverId
 from kvd.core.spec import NamespaceSpec
-from kvd.driver import CLOSE_GRACE_SECONDS, Driver
-from kvd.fleet import RankPlacement
 from kvd.mover.process import MoverProcess
+from kvd.runtime.driver import CLOSE_GRACE_SECONDS, Driver
+from kvd.runtime.fleet import RankPlacement
 from kvd_proto.v1 import engine_pb2
 
 log = logging.getLogger(__name__)

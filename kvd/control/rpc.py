@@ -16,7 +16,7 @@ from kvd.control import errors, wire
 from kvd.control.intake import TAKE_IN_SECONDS, Intake
 from kvd.control.peers import Context, no_peer
 from kvd.core.errors import InvalidArgument, KvdError
-from kvd.turns import Pace, Turns
+from kvd.runtime.turns import Pace, Turns
 
 log = logging.getLogger(__name__)
 

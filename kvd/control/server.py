@@ -30,8 +30,8 @@ from kvd.control.sockets import SocketFile, alone_in, refuse_taken, unused_name
 from kvd.control.status import PoolPlace, StatusReport
 from kvd.control.tenants import TenantPolicy
 from kvd.control.worker_service import WorkerServicer
-from kvd.driver import Driver
 from kvd.own_directory import Wanted, require_place
+from kvd.runtime.driver import Driver
 from kvd_proto.layout import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import (
     engine_pb2,

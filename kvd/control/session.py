@@ -30,9 +30,9 @@ from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
 from kvd.core.extent_fit import wasted_share
 from kvd.core.keys import MoverId
 from kvd.core.spec import NamespaceSpec
-from kvd.driver import Driver
-from kvd.fleet import RankPlacement
 from kvd.mover.process import MoverProcess
+from kvd.runtime.driver import Driver
+from kvd.runtime.fleet import RankPlacement
 from kvd_proto import layout
 from kvd_proto.v1 import engine_pb2 as pb
 

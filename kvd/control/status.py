@@ -17,10 +17,10 @@ from kvd.control.verbs import Sessions
 from kvd.core.events import JobKind
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.core.statistics import NamespaceFigures, SessionFigures, Statistics
-from kvd.driver import Driver
-from kvd.fleet import AttachedMover
 from kvd.mover.facts import MoverFacts
-from kvd.turns import Pace
+from kvd.runtime.driver import Driver
+from kvd.runtime.fleet import AttachedMover
+from kvd.runtime.turns import Pace
 from kvd_proto.v1 import operator_pb2 as pb
 
 MAX_PAGE = 256  # sessions, and namespaces, in one answer

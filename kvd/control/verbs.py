@@ -14,15 +14,15 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvd.batching import PIECE_IDS, PIECE_KEYS
 from kvd.control import convert
 from kvd.control.peers import Peer
 from kvd.core import events as ev
 from kvd.core.errors import JobNotRising, KvdError, SequenceGap, UnknownSession
 from kvd.core.keys import JobId, LeaseId, NamespaceId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
-from kvd.driver import Driver
-from kvd.turns import Pace
+from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
+from kvd.runtime.driver import Driver
+from kvd.runtime.turns import Pace
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 

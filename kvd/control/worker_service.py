@@ -21,11 +21,11 @@ from kvd.control.rendezvous import (
 from kvd.control.session import SessionContext
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId
-from kvd.fleet import MoverOwner, RankPlacement
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import GpuConfig
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess
 from kvd.mover.process import MoverStartFailed as ProcessStartFailed
+from kvd.runtime.fleet import MoverOwner, RankPlacement
 from kvd_proto import layout
 from kvd_proto.v1 import companion_pb2, worker_pb2_grpc
 from kvd_proto.v1 import worker_pb2 as pb

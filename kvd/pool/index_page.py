@@ -7,7 +7,7 @@ memory is had for the table of another level, the tags are copied there a few at
 is stored that says which table counts, and what lay behind the old one is given back. Clients look
 at that word before and after a probe (decision 0020). Without memory for a larger table the present
 one serves on: a tag that finds no place is spilled, which costs a recompute and no more, and is
-inserted later, by whoever knows which blocks there are (kvd/mending.py).
+inserted later, by whoever knows which blocks there are (kvd/runtime/page_mending.py).
 
 While tags are copied, the next table holds what stands in the buckets below `copied`, and what
 found no place in the present one.

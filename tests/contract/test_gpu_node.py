@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from kvd.config.number_lists import numbers_of
 from kvd.mover.cuda import node
 from kvd.mover.facts import NODE_UNKNOWN
-from kvd.number_lists import numbers_of
 
 
 @pytest.fixture

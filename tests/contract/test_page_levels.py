@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.batching import PIECE_KEYS
 from kvd.core.keys import U64
 from kvd.pool import index_page
 from kvd.pool.index_page import IndexPage
+from kvd.runtime.batching import PIECE_KEYS
 from kvd_proto import layout
 from kvd_proto.page import TRIES, PageReader
 from kvd_proto.tags import mix, tags_of

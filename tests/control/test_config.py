@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from kvd import config
-from kvd.config import Config, ConfigError
+from kvd.config import settings
+from kvd.config.settings import Config, ConfigError
+from kvd.config.values import memory_bytes, parse_size
 from kvd.control.tenants import TenantRule
 from kvd.core.keys import TenantId
-from kvd.setting_values import memory_bytes, parse_size
 
 
 def load(*flags: str, environment: dict[str, str] | None = None, file: str = "") -> Config:
     parser = argparse.ArgumentParser()
-    config.add_arguments(parser)
+    settings.add_arguments(parser)
     given = ["--config", file] if file else []
-    return config.load(parser.parse_args([*given, *flags]), environment or {})
+    return settings.load(parser.parse_args([*given, *flags]), environment or {})
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_an_impossible_tenant_is_refused(write, text: str) -> None:  # type: ign
 def test_the_printed_settings_say_the_same_when_read_again(write) -> None:  # type: ignore[no-untyped-def]
     tenants = '[tenants."a b"]\nuids = [7]\ngids = [8, 9]\nquota = 4096\n'
     first = load("--policy", "arc", "--operators", "5,6", file=write(tenants))
-    assert load(file=write(config.as_toml(first))) == first
+    assert load(file=write(settings.as_toml(first))) == first
 
 
 @pytest.mark.parametrize(("said", "meant"), [("auto", None), ("16MiB", 16 << 20)])
@@ -148,6 +148,6 @@ def test_a_size_of_extents_that_is_left_to_the_daemon_is_printed_so(  # type: ig
 ) -> None:
     first = load("--extent-bytes", said)
     assert first.extent_bytes == meant
-    assert load(file=write(config.as_toml(first))) == first
+    assert load(file=write(settings.as_toml(first))) == first
     with pytest.raises(ConfigError, match=r"extent_bytes is 'autos'.*\"auto\""):
         load("--extent-bytes", "autos")

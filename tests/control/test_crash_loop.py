@@ -13,8 +13,8 @@ from kvd.core import events as ev
 from kvd.core.keys import TenantId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
-from kvd.driver import Driver
 from kvd.pool import Pool, PoolConfig, registry
+from kvd.runtime.driver import Driver
 from tests import leaks
 
 EXTENT_BYTES = 1 << 18

@@ -11,19 +11,19 @@ from typing import Any, cast
 
 import pytest
 
-from kvd.clock import AwakeClock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import reclaim, rows
 from kvd.core.errors import LayoutMismatch, LimitExceeded
 from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId
 from kvd.core.machine import Machine, MachineConfig
-from kvd.driver import Driver
-from kvd.fleet import RankPlacement
 from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.process import MoverConfig, MoverProcess, MoverSink
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
+from kvd.runtime.clock import AwakeClock
+from kvd.runtime.driver import Driver
+from kvd.runtime.fleet import RankPlacement
 from tests import leaks
 from tests.contract import pool_orders as orders
 from tests.core.bench import context, engine_blocks, keys, spec
@@ -182,7 +182,7 @@ async def test_the_core_is_told_the_node_of_a_ranks_gpu(
 async def test_row_that_could_not_be_zeroed_is_zeroed_later(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, failure: Exception
 ) -> None:
-    monkeypatch.setattr("kvd.driver.ZERO_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("kvd.runtime.driver.ZERO_AGAIN_SECONDS", 0.01)
     zero_row, failures = driver.pool.zero_row, [failure]
 
     def zero(order: act.ZeroRow) -> None:
@@ -215,7 +215,7 @@ async def test_row_that_could_not_be_zeroed_is_zeroed_later(
 async def test_rooms_of_many_namespaces_are_published_a_few_at_a_time(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvd.driver.ROOMS_AT_ONCE", 3)
+    monkeypatch.setattr("kvd.runtime.driver.ROOMS_AT_ONCE", 3)
     namespaces = []
     for number in range(10):
         session = driver.allocate_session_id()
@@ -326,7 +326,7 @@ async def test_reports_that_wait_are_handled_before_anything_is_found_late(
         return handle(event, now_ns)
 
     driver.machine.handle = noted  # type: ignore[method-assign]
-    monkeypatch.setattr("kvd.driver.TICK_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.runtime.driver.TICK_SECONDS", 0.0)
     for row in range(50):
         driver.fleet.row_unmapped(MOVER, RowId(row))
     ticking = asyncio.create_task(driver.run())

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from kvd import event_log
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
-from kvd.event_log import Change, ChangeKind, Delivery, EventLog, FellBehind
+from kvd.runtime import event_log
+from kvd.runtime.event_log import Change, ChangeKind, Delivery, EventLog, FellBehind
 
 INCARNATION = b"a" * 16
 TENANT = TenantId("default")

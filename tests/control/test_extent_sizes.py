@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.status import as_text
+from kvd.cli.status import as_text
 from tests.control.daemon_rig import Caller, RawScheduler, daemon, group, namespace, refusal
 from tests.control.running_daemon import RunningDaemon
 

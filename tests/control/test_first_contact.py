@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvd import config
+from kvd.config import settings
 from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
 from tests.control.daemon_rig import Caller, RawEngine, block, daemon, identity, namespace
 
@@ -94,14 +94,15 @@ def test_a_switch_needs_no_value_and_takes_one() -> None:
 def test_help_tells_what_kind_of_value_a_setting_takes() -> None:
     shown = kvd("serve", "--help").stdout
     assert "VALUE" not in shown
-    for setting in config.SETTINGS:
+    for setting in settings.SETTINGS:
         assert setting.flag in shown
 
 
 def test_status_explains_a_socket_that_it_may_not_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvd import __main__, status
+    from kvd import __main__
+    from kvd.cli import status
 
     def denied(_path: str, _timeout_s: float) -> None:
         raise PermissionError(13, "Permission denied")
@@ -116,7 +117,8 @@ def test_status_explains_a_socket_that_it_may_not_open(
 def test_a_refused_status_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from kvd import __main__, status
+    from kvd import __main__
+    from kvd.cli import status
 
     with daemon() as running:
 

@@ -12,8 +12,8 @@ import pytest
 
 from kvd.core.keys import U64, NamespaceId
 from kvd.core.machine import TAGGED_SLOTS
-from kvd.mending import PAUSE_TICKS, PIECES_AT_ONCE, TAGS_AT_ONCE, PageMending
 from kvd.pool.index_page import IndexPage
+from kvd.runtime.page_mending import PAUSE_TICKS, PIECES_AT_ONCE, TAGS_AT_ONCE, PageMending
 from kvd_proto.page import PageReader
 from kvd_proto.tags import mix
 

@@ -13,11 +13,11 @@ from typing import Any
 import grpc
 import pytest
 
-from kvd import fleet
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import MoverId
-from kvd.fleet import MoverFleet, MoverOwner
 from kvd.mover.process import MoverConfig, MoverStartFailed
+from kvd.runtime import fleet
+from kvd.runtime.fleet import MoverFleet, MoverOwner
 from tests.control.daemon_rig import (
     RawEngine,
     RawWorker,

@@ -10,7 +10,7 @@ from kvd.control.verbs import REMEMBERED_ANSWERS, SequenceBook
 from kvd.core.actions import EndJob
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, SessionId
-from kvd.pending_jobs import REMEMBERED_ENDS, PendingJobs
+from kvd.runtime.pending_jobs import REMEMBERED_ENDS, PendingJobs
 from kvd_proto.v1 import engine_pb2
 
 SESSION = SessionId(1)

@@ -8,7 +8,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.batching import (
+from kvd.core.actions import Answer
+from kvd.core.events import LeaseMode, Query, RequestContext, Run
+from kvd.core.keys import KeyBatch, LeaseId, RequestId
+from kvd.runtime.batching import (
     LOOKUP_PIECE_KEYS,
     PIECE_KEYS,
     PiecewiseAnswers,
@@ -16,9 +19,6 @@ from kvd.batching import (
     query_pieces,
     run_pieces,
 )
-from kvd.core.actions import Answer
-from kvd.core.events import LeaseMode, Query, RequestContext, Run
-from kvd.core.keys import KeyBatch, LeaseId, RequestId
 
 HIT, MISS = b"\x01", b"\x00"
 

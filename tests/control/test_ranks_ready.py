@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from kvd.control.rendezvous import EngineStart, Rank, Rendezvous
 from kvd.core.keys import MoverId
-from kvd.driver import Driver
+from kvd.runtime.driver import Driver
 
 
 class Scheduler:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd.driver import CLOSE_GRACE_SECONDS
+from kvd.runtime.driver import CLOSE_GRACE_SECONDS
 from tests.control.daemon_rig import (
     RawEngine,
     RawScheduler,

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvd import app, fleet
+from kvd import app
 from kvd.control import door, engine_exits, http, namespaces, session
 from kvd.control.door import Connection, Door
 from kvd.control.engine_exits import EngineExitWatcher
@@ -25,7 +25,8 @@ from kvd.control.namespaces import Namespaces
 from kvd.control.session import CLOSED, SchedulerSession, SessionContext
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, SessionId
-from kvd.fleet import MoverFleet
+from kvd.runtime import fleet
+from kvd.runtime.fleet import MoverFleet
 from kvd_proto.v1 import engine_pb2
 from tests.control.running_daemon import RunningDaemon
 

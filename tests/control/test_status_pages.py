@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvd.cli.status import ask
 from kvd.control import status as control_status
-from kvd.status import ask
 from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_of_small_bounds import VARIABLE
 from tests.control.daemon_rig import (

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-from kvd import row_teller
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core import reclaim, rows
@@ -19,12 +18,13 @@ from kvd.core.errors import RANKS_MISSING
 from kvd.core.keys import JobId, MoverId, RowId, SessionId, TransferId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.rows import Row, SizeClass
-from kvd.driver import Driver
-from kvd.fleet import RankPlacement
 from kvd.mover.facts import MoverFacts
 from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
+from kvd.runtime import row_teller
+from kvd.runtime.driver import Driver
+from kvd.runtime.fleet import RankPlacement
 from tests.core.bench import context, engine_blocks, keys, spec
 
 EXTENT_BYTES = 65536

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from kvd.turns import TURNS_BETWEEN_PIECES, Pace, Turns
+from kvd.runtime.turns import TURNS_BETWEEN_PIECES, Pace, Turns
 
 PIECES = 12
 

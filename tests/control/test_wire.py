@@ -14,7 +14,7 @@ from kvd.control.verbs import LiveSession, step_parts
 from kvd.core.errors import KvdError
 from kvd.core.keys import SessionId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
-from kvd.turns import Pace, Turns
+from kvd.runtime.turns import Pace, Turns
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 from tests.control.test_malformed_requests import scrambled

@@ -12,8 +12,8 @@ from kvd.core import events as ev
 from kvd.core.events import JobKind, JobStatus, LeaseMode
 from kvd.core.keys import JobId, KeyBatch, LeaseId, MoverId, RequestId, SessionId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
-from kvd.driver import Driver
-from kvd.fleet import RankPlacement
+from kvd.runtime.driver import Driver
+from kvd.runtime.fleet import RankPlacement
 from tests.simulation.sim_mover import Bytes, SimMover
 
 ENGINE_BLOCKS = 48

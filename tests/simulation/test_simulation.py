@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd import row_teller
 from kvd.core import events as ev
 from kvd.core.actions import Action
 from kvd.core.keys import MoverId
 from kvd.core.machine import Machine, MachineConfig
-from kvd.driver import Driver
-from kvd.event_log import ChangeKind, resident_changes
 from kvd.mover.process import MoverConfig, MoverSink
 from kvd.pool.config import PoolConfig
 from kvd.pool.pool import Pool
+from kvd.runtime import row_teller
+from kvd.runtime.driver import Driver
+from kvd.runtime.event_log import ChangeKind, resident_changes
 from tests.core import invariants
 from tests.simulation.sim_engine import SimEngine, namespace, placements
 from tests.simulation.sim_mover import Faults, SimMover

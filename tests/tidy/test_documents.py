@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.config import SETTINGS
+from kvd.config.settings import SETTINGS
 from kvd.core.block import STEPS
 from tests.tidy.source import ROOT, committed_files
 

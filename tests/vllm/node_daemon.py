@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvd.status import ask
+from kvd.cli.status import ask
 from kvd_proto.v1 import operator_pb2
 from tests.daemon_process import DaemonProcess
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from kvd.config.number_lists import numbers_of
 from kvd.mover.facts import NODE_UNKNOWN
-from kvd.number_lists import numbers_of
 
 SYSFS = Path("/sys")
 

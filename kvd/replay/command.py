@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from kvd import belady
 from kvd.core import actions, events
 from kvd.core.keys import JobId, KeyBatch, MoverId, RequestId, SessionId, TenantId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.policy import POLICY_NAMES
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
-from kvd.trace import BlockIds, TraceError, TraceRequest, read_trace
+from kvd.replay import belady
+from kvd.replay.trace import BlockIds, TraceError, TraceRequest, read_trace
 
 BELADY = "belady"
 BLOCK_BYTES = 4096  # the smallest that fills a slot; no byte of it exists

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvd.control.tenants import TenantRule
-from kvd.core.keys import TenantId
-from kvd.pool.config import MAX_POOL_BYTES, chosen_extent_bytes
-from kvd.setting_values import (
+from kvd.config.values import (
     number,
     one_of,
     parse_size,
@@ -33,6 +30,9 @@ from kvd.setting_values import (
     read_uids,
     whole_number,
 )
+from kvd.control.tenants import TenantRule
+from kvd.core.keys import TenantId
+from kvd.pool.config import MAX_POOL_BYTES, chosen_extent_bytes
 
 MIB = 1 << 20
 POLICIES = ("lru", "arc", "s3fifo")

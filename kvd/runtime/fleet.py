@@ -21,8 +21,8 @@ from kvd.core.events import Event, JobKind, TransferOutcome
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, Slots, TransferId
 from kvd.mover.process import Finished, LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.pool.pool import Pool
-from kvd.told_rows import ToldRows
-from kvd.turns import TURNS_BETWEEN_PIECES
+from kvd.runtime.told_rows import ToldRows
+from kvd.runtime.turns import TURNS_BETWEEN_PIECES
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
-from kvd.batching import answer_in_pieces, run_pieces
-from kvd.clock import AwakeClock, Clock
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
@@ -27,16 +25,18 @@ from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId, TenantId
 from kvd.core.machine import Machine
 from kvd.core.spec import NamespaceSpec
-from kvd.event_log import EventLog, change_of, resident_changes
-from kvd.fleet import MoverFleet, MoverLauncher, RankPlacement
 from kvd.listeners import DriverObserver, SessionSink, SilentObserver
-from kvd.mending import PageMending
 from kvd.mover.process import MoverProcess
-from kvd.pending_jobs import PendingJobs
 from kvd.pool.config import PoolError
 from kvd.pool.pool import Pool
-from kvd.row_teller import RowTeller
-from kvd.turns import TURNS_BETWEEN_PIECES, Turns
+from kvd.runtime.batching import answer_in_pieces, run_pieces
+from kvd.runtime.clock import AwakeClock, Clock
+from kvd.runtime.event_log import EventLog, change_of, resident_changes
+from kvd.runtime.fleet import MoverFleet, MoverLauncher, RankPlacement
+from kvd.runtime.page_mending import PageMending
+from kvd.runtime.pending_jobs import PendingJobs
+from kvd.runtime.row_teller import RowTeller
+from kvd.runtime.turns import TURNS_BETWEEN_PIECES, Turns
 
 log = logging.getLogger(__name__)
 

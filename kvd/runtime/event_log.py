@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvd.core import actions as act
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
 from kvd.core.machine import Machine
-from kvd.turns import Turns
+from kvd.runtime.turns import Turns
 
 KEPT_CHANGES = 16384  # batches, not blocks
 KEPT_BLOCKS = 1 << 19  # of all kept batches: 16 MiB of hashes of 32 bytes

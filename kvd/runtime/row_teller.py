@@ -12,8 +12,8 @@ import numpy as np
 from kvd.core.actions import StartTransfer
 from kvd.core.keys import RowId
 from kvd.core.machine import Machine
-from kvd.fleet import AttachedMover, MoverFleet
-from kvd.turns import Turns
+from kvd.runtime.fleet import AttachedMover, MoverFleet
+from kvd.runtime.turns import Turns
 
 ROWS_TOLD_AT_ONCE = 128  # about a millisecond of the event loop
 

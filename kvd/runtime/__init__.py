@@ -1,0 +1,1 @@
+"""The one writer and what it works with: movers, waiting jobs, the event log, turns."""
