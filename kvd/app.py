@@ -18,14 +18,14 @@ import uvloop
 import kvd
 from kvd import signals
 from kvd.config.settings import Config
-from kvd.control import descriptors
-from kvd.control.gpu_room import GpuTerms
+from kvd.control.access import descriptors
+from kvd.control.access.tenants import TenantPolicy
 from kvd.control.http import TEXT, HttpServer, Page, seldom
 from kvd.control.notify import feed_watchdog, notify
+from kvd.control.registration.gpu_capacity import GpuTerms
 from kvd.control.server import ControlServer, Place, make_directory
-from kvd.control.session import SessionTerms
+from kvd.control.sessions.session import SessionTerms
 from kvd.control.sockets import refuse_taken
-from kvd.control.tenants import TenantPolicy
 from kvd.core import events as ev
 from kvd.core.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvd.config.tenant_rule import TenantRule
 from kvd.config.values import (
     number,
     one_of,
@@ -30,7 +31,6 @@ from kvd.config.values import (
     read_uids,
     whole_number,
 )
-from kvd.control.tenants import TenantRule
 from kvd.core.keys import TenantId
 from kvd.pool.config import MAX_POOL_BYTES, chosen_extent_bytes
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
+from kvd.control.access.peers import Peer
+from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespace import differs
-from kvd.control.peers import Peer
-from kvd.control.tenants import TenantPolicy
 from kvd.core.errors import UnknownNamespace
 from kvd.core.keys import NamespaceId, TenantId
 from kvd.runtime.driver import Driver

@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import grpc
 from google.protobuf.message import Message
 
-from kvd.control import errors, wire
-from kvd.control.intake import TAKE_IN_SECONDS, Intake
-from kvd.control.peers import Context, no_peer
+from kvd.control import errors
+from kvd.control.access.intake import TAKE_IN_SECONDS, Intake
+from kvd.control.access.peers import Context, no_peer
+from kvd.control.sessions import wire
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.runtime.turns import Pace, Turns
 

@@ -13,23 +13,23 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 import kvd
-from kvd.control import descriptors
-from kvd.control.companion import CompanionServer
-from kvd.control.door import Door
-from kvd.control.engine_service import EngineServicer
-from kvd.control.event_service import EventServicer
-from kvd.control.gpu_room import GpuCapacity, GpuTerms
-from kvd.control.memory import MemoryReturn
+from kvd.control.access import descriptors
+from kvd.control.access.companion import CompanionServer
+from kvd.control.access.door import Door
+from kvd.control.access.peers import Peers
+from kvd.control.access.tenants import TenantPolicy
+from kvd.control.memory_return import MemoryReturn
 from kvd.control.namespaces import Namespaces
-from kvd.control.operator_service import OperatorServicer
-from kvd.control.peers import Peers
-from kvd.control.rendezvous import Rendezvous
+from kvd.control.registration.gpu_capacity import GpuCapacity, GpuTerms
+from kvd.control.registration.rendezvous import Rendezvous
 from kvd.control.rpc import CallInterceptor, CallObserver
-from kvd.control.session import SessionContext, SessionTerms
+from kvd.control.services.engine import EngineServicer
+from kvd.control.services.events import EventServicer
+from kvd.control.services.operator import OperatorServicer
+from kvd.control.services.status import PoolPlace, StatusReport
+from kvd.control.services.worker import WorkerServicer
+from kvd.control.sessions.session import SessionContext, SessionTerms
 from kvd.control.sockets import SocketFile, alone_in, refuse_taken, unused_name
-from kvd.control.status import PoolPlace, StatusReport
-from kvd.control.tenants import TenantPolicy
-from kvd.control.worker_service import WorkerServicer
 from kvd.own_directory import Wanted, require_place
 from kvd.runtime.driver import Driver
 from kvd_proto.layout import MAX_MESSAGE_BYTES

@@ -1,6 +1,6 @@
 """`kvd serve` with bounds of a test's choice, where reaching the real ones takes long.
 
-KVD_TEST_BOUNDS says them: `kvd.control.companion:MAX_STRANGERS=8 …`. One that another module
+KVD_TEST_BOUNDS says them: `kvd.control.access.companion:MAX_STRANGERS=8 …`. One that another module
 imports is named in that one.
 """
 

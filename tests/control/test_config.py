@@ -9,8 +9,8 @@ import pytest
 
 from kvd.config import settings
 from kvd.config.settings import Config, ConfigError
+from kvd.config.tenant_rule import TenantRule
 from kvd.config.values import memory_bytes, parse_size
-from kvd.control.tenants import TenantRule
 from kvd.core.keys import TenantId
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvd.control.outbox import Outbox
-from kvd.control.session import SchedulerSession
+from kvd.control.sessions.outbox import Outbox
+from kvd.control.sessions.session import SchedulerSession
 from kvd_proto.v1 import engine_pb2 as pb
 
 

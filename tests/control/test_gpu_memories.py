@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvd.control.gpu_room import GpuCapacity, GpuTerms
-from kvd.control.peers import Credentials, Peer, Role
-from kvd.control.worker_service import require_kept
+from kvd.control.access.peers import Credentials, Peer, Role
+from kvd.control.registration.gpu_capacity import GpuCapacity, GpuTerms
+from kvd.control.services.worker import require_kept
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import MoverId
 from kvd.mover import registration_errors

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvd.control import intake
+from kvd.control.access import intake
 from kvd_proto.layout import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import engine_pb2
 from tests.control.daemon_rig import Caller, RawScheduler, daemon, identity, namespace

@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from kvd.control import memory
-from kvd.control.shares import Bound, Shares
+from kvd.control import memory_return
+from kvd.control.access.shares import Bound, Shares
 from kvd.core.errors import LimitExceeded
 from kvd_proto.layout import MAX_MESSAGE_BYTES
 from tests.control.daemon_rig import Caller, daemon
@@ -19,7 +19,7 @@ from tests.control.test_malformed_requests import resident_kib
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "LOOK_SECONDS", 0.002)
+    monkeypatch.setattr(memory_return, "LOOK_SECONDS", 0.002)
 
 
 @pytest.mark.usefixtures("quick")
@@ -34,14 +34,14 @@ async def test_memory_is_given_back_as_soon_as_there_is_more_of_it() -> None:
         held[0] = 100 << 20
         loop.call_soon_threadsafe(given_back.set)
 
-    back = memory.MemoryReturn(give_back, lambda: held[0])
+    back = memory_return.MemoryReturn(give_back, lambda: held[0])
     back.begin()
-    held[0] += memory.GROWN_BYTES
+    held[0] += memory_return.GROWN_BYTES
     await asyncio.sleep(0.05)
     assert not given
     held[0] += 1
     await asyncio.wait_for(given_back.wait(), 60)
-    assert given == [(100 << 20) + memory.GROWN_BYTES + 1]
+    assert given == [(100 << 20) + memory_return.GROWN_BYTES + 1]
     back.close()
     held[0] *= 2
     await asyncio.sleep(0.05)
@@ -69,7 +69,7 @@ async def test_memory_that_stays_in_use_is_tried_ever_more_seldom_and_goes_back_
             many.set()
         return held[0]
 
-    back = memory.MemoryReturn(give_back, count)
+    back = memory_return.MemoryReturn(give_back, count)
     back.begin()
     held[0] = 200 << 20
     await asyncio.wait_for(many.wait(), 60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd.control.peers import MAX_REGISTRATIONS, Credentials, Peer, Role
+from kvd.control.access.peers import MAX_REGISTRATIONS, Credentials, Peer, Role
 from kvd.core.errors import LimitExceeded
 
 

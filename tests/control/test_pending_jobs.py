@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvd.control.verbs import REMEMBERED_ANSWERS, SequenceBook
+from kvd.control.sessions.verbs import REMEMBERED_ANSWERS, SequenceBook
 from kvd.core.actions import EndJob
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, SessionId

@@ -6,8 +6,9 @@ import os
 
 import pytest
 
-from kvd.control.peers import Credentials, Peer, Role
-from kvd.control.tenants import TenantPolicy, TenantRule
+from kvd.config.tenant_rule import TenantRule
+from kvd.control.access.peers import Credentials, Peer, Role
+from kvd.control.access.tenants import TenantPolicy
 from kvd.core.errors import PermissionDenied
 from kvd.core.keys import TenantId
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvd.control.rendezvous import EngineStart, Rank, Rendezvous
+from kvd.control.registration.rendezvous import EngineStart, Rank, Rendezvous
 from kvd.core.keys import MoverId
 from kvd.runtime.driver import Driver
 

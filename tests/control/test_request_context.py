@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import struct_pb2
 
 from kvd.control import convert
-from kvd.control.verbs import LiveSession, Verbs
+from kvd.control.sessions.verbs import LiveSession, Verbs
 from kvd.core import events as ev
 from kvd.core.actions import Answer, Verdict
 from kvd.core.errors import InvalidArgument

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.control import companion, descriptors
-from kvd.control.door import MAX_UNACCEPTED, Connection, Door, bound_of_connections, too_many
-from kvd.control.shares import Bound
+from kvd.control.access import companion, descriptors
+from kvd.control.access.door import MAX_UNACCEPTED, Connection, Door, bound_of_connections, too_many
+from kvd.control.access.shares import Bound
 from tests.control.daemon_of_few_connections import MOST
 from tests.control.daemon_rig import Caller, wait_until
 from tests.control.raw_http2 import RawHttp2

@@ -14,8 +14,8 @@ from typing import Any, cast
 import grpc
 import pytest
 
-from kvd.control.intake import FIRST_AT_ONCE
-from kvd.control.rendezvous import MAX_ENGINES, MAX_ENGINES_OF_A_USER, Rendezvous
+from kvd.control.access.intake import FIRST_AT_ONCE
+from kvd.control.registration.rendezvous import MAX_ENGINES, MAX_ENGINES_OF_A_USER, Rendezvous
 from kvd.core.errors import LimitExceeded
 from tests.control.daemon_of_small_bounds import VARIABLE
 from tests.control.daemon_rig import (
@@ -91,7 +91,7 @@ def say_nothing(path: str, count: int) -> tuple[list[socket.socket], str]:
 @as_root
 def test_users_who_say_nothing_have_their_shares_and_operators_their_reserve() -> None:
     bounds = (
-        "companion:MAX_STRANGERS=9 companion:MAX_STRANGERS_OF_A_USER=4"
+        "access.companion:MAX_STRANGERS=9 access.companion:MAX_STRANGERS_OF_A_USER=4"
         " companion:STRANGERS_FOR_OPERATORS=2 companion:HELLO_SECONDS=600"
     )
     with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def test_users_who_say_nothing_have_their_shares_and_operators_their_reserve() -
 
 def test_who_does_not_say_hello_in_time_is_closed_and_who_did_stays() -> None:
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(daemon_with("companion:HELLO_SECONDS=1.0"))
+        running = stack.enter_context(daemon_with("access.companion:HELLO_SECONDS=1.0"))
         polite, rude = (stack.enter_context(connect(running)) for _ in range(2))
         polite.sendall(HELLO)
         assert answer(polite).welcome.token
@@ -177,7 +177,9 @@ REFUSED = "RESOURCE_EXHAUSTED LIMIT_EXCEEDED identity.engine_id"
 def test_engines_are_bounded_for_a_user_and_for_all_and_one_that_ends_makes_room() -> None:
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(
-            daemon_with("engines:MAX_ENGINES=3 engines:MAX_ENGINES_OF_A_USER=2")
+            daemon_with(
+                "registration.rendezvous:MAX_ENGINES=3 registration.rendezvous:MAX_ENGINES_OF_A_USER=2"
+            )
         )
         held, told = open_sessions(running.socket, 2)
         for each in held[1:]:

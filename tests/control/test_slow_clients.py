@@ -6,7 +6,7 @@ import queue
 
 import grpc
 
-from kvd.control.outbox import MAX_UNSENT_MESSAGES
+from kvd.control.sessions.outbox import MAX_UNSENT_MESSAGES
 from kvd_proto.v1 import engine_pb2, engine_pb2_grpc
 from tests.control.daemon_rig import (
     Caller,

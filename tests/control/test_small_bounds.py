@@ -17,12 +17,15 @@ import numpy as np
 import pytest
 
 from kvd import app
-from kvd.control import door, engine_exits, http, namespaces, session
-from kvd.control.door import Connection, Door
-from kvd.control.engine_exits import EngineExitWatcher
+from kvd.control import http, namespaces
+from kvd.control.access import door
+from kvd.control.access.door import Connection, Door
 from kvd.control.http import HttpServer
 from kvd.control.namespaces import Namespaces
-from kvd.control.session import CLOSED, SchedulerSession, SessionContext
+from kvd.control.registration import engine_exits
+from kvd.control.registration.engine_exits import EngineExitWatcher
+from kvd.control.sessions import session
+from kvd.control.sessions.session import CLOSED, SchedulerSession, SessionContext
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.runtime import fleet

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.cli.status import ask
-from kvd.control import status as control_status
+from kvd.control.services import status as control_status
 from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_of_small_bounds import VARIABLE
 from tests.control.daemon_rig import (
@@ -28,7 +28,7 @@ NAMESPACES = MAX_PAGE * 2 + 20
 
 @pytest.fixture
 def running() -> Iterator[RunningDaemon]:
-    bound = {VARIABLE: f"kvd.control.status:MAX_PAGE={MAX_PAGE}"}
+    bound = {VARIABLE: f"kvd.control.services.status:MAX_PAGE={MAX_PAGE}"}
     running = RunningDaemon("--sessions-per-user", "128", environment=bound)
     running.module = "tests.control.daemon_of_small_bounds"
     try:

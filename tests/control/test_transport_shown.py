@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.cli.status import as_json, as_text
-from kvd.control.gpu_room import in_words
+from kvd.control.registration.gpu_capacity import in_words
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.mover.facts import CUDA_IPC, CopyPath, GpuFacts, MoverFacts
 from kvd.observability.metrics import Metrics

@@ -8,9 +8,9 @@ import random
 import pytest
 from google.protobuf import struct_pb2
 
-from kvd.control import wire
 from kvd.control.convert import MAX_IDS
-from kvd.control.verbs import LiveSession, step_parts
+from kvd.control.sessions import wire
+from kvd.control.sessions.verbs import LiveSession, step_parts
 from kvd.core.errors import KvdError
 from kvd.core.keys import SessionId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from kvd.__main__ import main
-from kvd.control.operator_service import OperatorServicer
+from kvd.control.services.operator import OperatorServicer
 from kvd.core import slot_lifecycle
 from kvd.core.block import SlotState
 from kvd.pool.pool import Pool

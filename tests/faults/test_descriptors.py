@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvd.control import descriptors
+from kvd.control.access import descriptors
 from kvd_client.companion import CompanionRefused, CompanionSocket
 from kvd_proto.v1 import companion_pb2
 from tests.control.daemon_rig import RawScheduler, identity, namespace, refusal

@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvd.control.event_service import MAX_WATCHERS_OF_A_USER
+from kvd.control.services.events import MAX_WATCHERS_OF_A_USER
 from kvd_proto.v1 import events_pb2, operator_pb2
 from tests.control.daemon_rig import Caller, refusal
 from tests.faults.conftest import MakeScene

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvd.control.errors import STATUS_OF
-from kvd.control.memory import GROWN_BYTES
+from kvd.control.memory_return import GROWN_BYTES
 from kvd_proto.v1 import common_pb2, engine_pb2, events_pb2, operator_pb2, worker_pb2
 from tests.control.daemon_rig import (
     context,

@@ -43,9 +43,13 @@ def patched(tmp_path: Path) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     ("code", "again", "said"),
     [
-        (OLDER_PAGE, "kvd.control.session: session", "ValueError: an index page of layout"),
-        (OLDER_RING, "kvd.control.worker_service: engine", "ValueError: not a ready ring"),
-        (NEWER_STEPS, "kvd.control.session: session", "step refused"),
+        (
+            OLDER_PAGE,
+            "kvd.control.sessions.session: session",
+            "ValueError: an index page of layout",
+        ),
+        (OLDER_RING, "kvd.control.services.worker: engine", "ValueError: not a ready ring"),
+        (NEWER_STEPS, "kvd.control.sessions.session: session", "step refused"),
     ],
     ids=["older page", "older ring", "newer steps"],
 )

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvd.control.gpu_room import GpuTerms
+from kvd.control.registration.gpu_capacity import GpuTerms
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import worker_pb2 as pb
 from tests.control.daemon_rig import (

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from kvd.control.peers import Peer
+from kvd.config.tenant_rule import TenantRule
+from kvd.control.access.peers import Peer
 from kvd.core.errors import PermissionDenied
 from kvd.core.keys import TenantId
 
 DEFAULT_TENANT = "default"
-
-
-@dataclass(frozen=True, slots=True)
-class TenantRule:
-    """One tenant: its users, its groups, and its hard quota."""
-
-    tenant: TenantId
-    uids: frozenset[int] = frozenset()
-    gids: frozenset[int] = frozenset()
-    quota_bytes: int = 0  # 0 = no quota
-
-    def covers(self, uid: int, gid: int) -> bool:
-        return uid in self.uids or gid in self.gids
 
 
 class TenantPolicy:

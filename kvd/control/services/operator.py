@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from kvd.control.access.peers import Context, Peers
+from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespace import check_string
 from kvd.control.namespaces import Namespaces
-from kvd.control.peers import Context, Peers
-from kvd.control.status import PoolPlace, StatusReport
-from kvd.control.tenants import TenantPolicy
+from kvd.control.services.status import PoolPlace, StatusReport
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import TenantId
 from kvd.runtime.driver import Driver

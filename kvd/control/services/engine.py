@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 
 from kvd.control import convert
+from kvd.control.access.peers import Context, Peers, Role
 from kvd.control.errors import DeadlinePassed
-from kvd.control.peers import Context, Peers, Role
-from kvd.control.session import Request, SessionContext
-from kvd.control.verbs import LiveSession
+from kvd.control.sessions.session import Request, SessionContext
+from kvd.control.sessions.verbs import LiveSession
 from kvd.core.errors import InvalidArgument
 from kvd_proto.v1 import engine_pb2 as pb
 from kvd_proto.v1 import engine_pb2_grpc

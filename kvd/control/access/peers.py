@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 
-from kvd.control import descriptors
+from kvd.control.access import descriptors
 from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
 from kvd_proto.v1 import companion_pb2 as pb
 

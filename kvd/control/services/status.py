@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import kvd
+from kvd.control.access.peers import Peer
+from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespaces import Namespaces
-from kvd.control.peers import Peer
-from kvd.control.rendezvous import Rendezvous
-from kvd.control.tenants import TenantPolicy
-from kvd.control.verbs import Sessions
+from kvd.control.registration.rendezvous import Rendezvous
+from kvd.control.sessions.verbs import Sessions
 from kvd.core.events import JobKind
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.core.statistics import NamespaceFigures, SessionFigures, Statistics

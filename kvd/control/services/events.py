@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 
 from kvd.control import convert
+from kvd.control.access.peers import Context, Peers
+from kvd.control.access.shares import Bound, Shares
 from kvd.control.errors import DeadlinePassed
 from kvd.control.namespaces import Namespaces
-from kvd.control.peers import Context, Peers
-from kvd.control.shares import Bound, Shares
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import NamespaceId, TenantId
 from kvd.runtime.driver import Driver

@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvd.control import convert, descriptors
-from kvd.control.engine_exits import EngineExitWatcher
+from kvd.control import convert
+from kvd.control.access import descriptors
+from kvd.control.access.peers import Context, Peer
+from kvd.control.access.tenants import TenantPolicy
 from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT
 from kvd.control.namespace import namespace_spec
-from kvd.control.outbox import QUIET, Outbox
-from kvd.control.peers import Context, Peer
-from kvd.control.rendezvous import EngineStart, Rendezvous, check_identity
-from kvd.control.tenants import TenantPolicy
-from kvd.control.verbs import LiveSession, Sessions, Verbs
-from kvd.control.wire import UnreadableRequest
+from kvd.control.registration.engine_exits import EngineExitWatcher
+from kvd.control.registration.rendezvous import EngineStart, Rendezvous, check_identity
+from kvd.control.sessions.outbox import QUIET, Outbox
+from kvd.control.sessions.verbs import LiveSession, Sessions, Verbs
+from kvd.control.sessions.wire import UnreadableRequest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded

@@ -6,19 +6,20 @@ import logging
 from pathlib import Path
 from typing import Any, cast
 
-from kvd.control import convert, descriptors, errors
+from kvd.control import convert, errors
+from kvd.control.access import descriptors
+from kvd.control.access.peers import Context, Peer, Peers, Role
 from kvd.control.errors import MoverStartFailed
-from kvd.control.gpu_room import GpuCapacity, in_words
-from kvd.control.memories import RankMemory, rank_memory
-from kvd.control.peers import Context, Peer, Peers, Role
-from kvd.control.rendezvous import (
+from kvd.control.registration.gpu_capacity import GpuCapacity, in_words
+from kvd.control.registration.memories import RankMemory, rank_memory
+from kvd.control.registration.rendezvous import (
     EngineStart,
     GroupFigures,
     Rank,
     RankLayout,
     check_identity,
 )
-from kvd.control.session import SessionContext
+from kvd.control.sessions.session import SessionContext
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId
 from kvd.mover.facts import MoverFacts

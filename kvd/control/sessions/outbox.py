@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from kvd.control.peers import Context
+from kvd.control.access.peers import Context
 from kvd_proto.v1 import engine_pb2 as pb
 
 MAX_UNSENT_MESSAGES = 4096  # a client that doesn't read is dropped

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvd.control import convert
-from kvd.control.peers import Peer
+from kvd.control.access.peers import Peer
 from kvd.core import events as ev
 from kvd.core.errors import JobNotRising, KvdError, SequenceGap, UnknownSession
 from kvd.core.keys import JobId, LeaseId, NamespaceId, RequestId, SessionId

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvd.control.peers import Memory, Peer
+from kvd.control.access.peers import Memory, Peer
 from kvd.core.errors import InvalidArgument
 from kvd.mover import registration_errors
 from kvd.mover.layout import CudaRegion, Region

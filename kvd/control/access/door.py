@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.control import descriptors
-from kvd.control.peers import user_of
-from kvd.control.shares import Bound
+from kvd.control.access import descriptors
+from kvd.control.access.peers import user_of
+from kvd.control.access.shares import Bound
 
 log = logging.getLogger(__name__)
 

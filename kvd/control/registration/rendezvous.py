@@ -13,10 +13,10 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvd.control.access.peers import Peer
+from kvd.control.access.shares import Bound, Shares
 from kvd.control.errors import OldEngineEnding, RankTaken
 from kvd.control.namespace import check_string
-from kvd.control.peers import Peer
-from kvd.control.shares import Bound, Shares
 from kvd.core.errors import (
     EngineAlreadyLives,
     InvalidArgument,

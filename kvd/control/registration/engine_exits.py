@@ -13,8 +13,8 @@ import os
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from kvd.control.peers import Peer, has_ended
-from kvd.control.shares import Bound, Shares
+from kvd.control.access.peers import Peer, has_ended
+from kvd.control.access.shares import Bound, Shares
 from kvd.core import events as ev
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import SessionId

@@ -1,0 +1,1 @@
+"""The session stream of an engine's scheduler: steps in, answers out."""
