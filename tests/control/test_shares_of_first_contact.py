@@ -175,11 +175,10 @@ REFUSED = "RESOURCE_EXHAUSTED LIMIT_EXCEEDED identity.engine_id"
 
 @as_root
 def test_engines_are_bounded_for_a_user_and_for_all_and_one_that_ends_makes_room() -> None:
+    place = "registration.rendezvous"
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(
-            daemon_with(
-                "registration.rendezvous:MAX_ENGINES=3 registration.rendezvous:MAX_ENGINES_OF_A_USER=2"
-            )
+            daemon_with(f"{place}:MAX_ENGINES=3 {place}:MAX_ENGINES_OF_A_USER=2")
         )
         held, told = open_sessions(running.socket, 2)
         for each in held[1:]:

@@ -21,8 +21,8 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvd_client import Namespace
+from kvd_client.integrations.vllm.identity.namespace import build_namespace
 from kvd_client.integrations.vllm.metadata import RankHandshake
-from kvd_client.integrations.vllm.namespace import build_namespace
 from kvd_client.integrations.vllm.options import KvdOptions
 
 BLOCK_TOKENS = 32

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from vllm.v1.kv_offload.base import CanonicalKVCaches, CanonicalKVCacheTensor
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvd_client.integrations.vllm.worker import KvdConnectorWorker
+from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
 from tests.gpu.device_memory import DeviceMemory
 from tests.vllm.rank_rig import BLOCK_TOKENS, Rank
 

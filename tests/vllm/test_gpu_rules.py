@@ -14,9 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1, KVC
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
-from kvd_client.integrations.vllm import worker as rank_side
 from kvd_client.integrations.vllm.connector import KvdConnector
-from kvd_client.integrations.vllm.gpu_rules import (
+from kvd_client.integrations.vllm.rank import worker as rank_side
+from kvd_client.integrations.vllm.rank.gpu_rules import (
     SLEEP_HOOK,
     check_sleep,
     check_step_order,

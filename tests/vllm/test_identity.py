@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvd_client.integrations.vllm.namespace import check_config, engine_identity
+from kvd_client.integrations.vllm.identity.namespace import check_config, engine_identity
 from tests.vllm.configurations import Configuration, configure
 
 

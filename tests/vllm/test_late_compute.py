@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvd_client.integrations.vllm import worker as rank_side
+from kvd_client.integrations.vllm.rank import worker as rank_side
 from tests.daemon_process import DaemonProcess
 from tests.vllm.rank_rig import PATIENCE_S, RankRig
 

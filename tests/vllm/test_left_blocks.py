@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
-from kvd_client.integrations.vllm.manager import KvdManager
 from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
 CONTEXT = ReqContext(req_id="r")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvd_client.integrations.vllm.named_inputs import NamedInputs
+from kvd_client.integrations.vllm.identity.named_inputs import NamedInputs
 
 CONTENT = hashlib.sha256(b"image").hexdigest()
 

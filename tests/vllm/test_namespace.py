@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvd_client import GroupKind, Namespace
-from kvd_client.integrations.vllm.model_identity import config_digest
+from kvd_client.integrations.vllm.identity.model import config_digest
 from tests.vllm.configurations import (
     LAYERS,
     LAYOUT,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvd_client.integrations.vllm import memory
-from kvd_client.integrations.vllm.memory import compute_end
 from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata, RankHandshake
-from kvd_client.integrations.vllm.worker import KvdConnectorWorker
+from kvd_client.integrations.vllm.rank import memory
+from kvd_client.integrations.vllm.rank.memory import compute_end
+from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
 from kvd_client.scheduler import JobReport, StepPlan, WorkerReport
 from tests.vllm.rank_rig import LAYER_BYTES, Rank, cache_config, vllm_job
 

@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCacheTensor,
 )
 
-from kvd_client.integrations.vllm.memory import (
+from kvd_client.integrations.vllm.rank.memory import (
     BlockRows,
     SharedAllocation,
     SharedBuffer,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvd_client.integrations.vllm.weights import (
+from kvd_client.integrations.vllm.identity.weights import (
     SAMPLES,
     WeightsName,
     name_weights,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import ReqContext, make_offload_key
 
-from kvd_client.integrations.vllm.scheduler import KvdConnectorScheduler
+from kvd_client.integrations.vllm.scheduling.scheduler import KvdConnectorScheduler
 
 WIDTH = 2
 BLOCKS = [0, 3, 4, 5, 0, 6, 7, 0, 8]

@@ -27,19 +27,19 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.connection import SchedulerConnection
 from kvd_client.integrations.vllm.events import RemovalWatcher
-from kvd_client.integrations.vllm.gpu_rules import check_sleep, check_step_order
-from kvd_client.integrations.vllm.metadata import RankHandshake
-from kvd_client.integrations.vllm.namespace import (
+from kvd_client.integrations.vllm.identity.namespace import (
     build_namespace,
     check_config,
     engine_identity,
 )
+from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.plugin import register_spec
-from kvd_client.integrations.vllm.scheduler import KvdConnectorScheduler
+from kvd_client.integrations.vllm.rank.gpu_rules import check_sleep, check_step_order
+from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
+from kvd_client.integrations.vllm.scheduling.scheduler import KvdConnectorScheduler
 from kvd_client.integrations.vllm.shared_metrics import shareable
 from kvd_client.integrations.vllm.spec import SPEC_NAME, KvdOffloadingSpec
 from kvd_client.integrations.vllm.stats import keep_deprecated_totals
-from kvd_client.integrations.vllm.worker import KvdConnectorWorker
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

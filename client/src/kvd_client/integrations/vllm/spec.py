@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvd_client.integrations.vllm.manager import KvdManager
 from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 from kvd_client.integrations.vllm.stats import build_metric_definitions
 
 SPEC_NAME = "KvdOffloadingSpec"

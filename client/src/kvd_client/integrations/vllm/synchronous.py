@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingMetrics
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.draft import BlockRun, JobDraft, request_context
-from kvd_client.integrations.vllm.requests import LOOKUP_RESULTS, hints_of, policy_of
+from kvd_client.integrations.vllm.scheduling.requests import LOOKUP_RESULTS, hints_of, policy_of
 from kvd_client.integrations.vllm.synchronous_jobs import (
     Capacity,
     ChunkNames,

@@ -34,12 +34,22 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.draft import BlockRun
 from kvd_client.integrations.vllm.events import RemovalWatcher
-from kvd_client.integrations.vllm.lookups import Prompt, RequestLookups
 from kvd_client.integrations.vllm.options import KvdOptions
-from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, by_group, track
+from kvd_client.integrations.vllm.scheduling.lookups import Prompt, RequestLookups
+from kvd_client.integrations.vllm.scheduling.requests import (
+    OffloadGroup,
+    TrackedRequest,
+    by_group,
+    track,
+)
+from kvd_client.integrations.vllm.scheduling.steps import StepJobs, StepSender
+from kvd_client.integrations.vllm.scheduling.stores import (
+    BlocksSpec,
+    IsWhole,
+    StorePlanner,
+    nothing,
+)
 from kvd_client.integrations.vllm.stats import KvdStats
-from kvd_client.integrations.vllm.steps import StepJobs, StepSender
-from kvd_client.integrations.vllm.stores import BlocksSpec, IsWhole, StorePlanner, nothing
 from kvd_client.scheduler.lookup import GivenUp, Knowledge, LookupQueue
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.request import LookupState

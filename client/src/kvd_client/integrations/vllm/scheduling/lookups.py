@@ -15,7 +15,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvd_client.draft import BlockRun
-from kvd_client.integrations.vllm.requests import (
+from kvd_client.integrations.vllm.scheduling.requests import (
     LOOKUP_RESULTS,
     OffloadGroup,
     TrackedRequest,

@@ -25,8 +25,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
 
-from kvd_client.integrations.vllm.gpu_rules import check_devices, start_up_error
-from kvd_client.integrations.vllm.memory import (
+from kvd_client.integrations.vllm.identity.namespace import engine_identity
+from kvd_client.integrations.vllm.metadata import (
+    KvdConnectorMetadata,
+    KvdWorkerMetadata,
+    RankHandshake,
+)
+from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.vllm.rank.gpu_rules import check_devices, start_up_error
+from kvd_client.integrations.vllm.rank.layout import describe_rank
+from kvd_client.integrations.vllm.rank.memory import (
     RankKv,
     SharedAllocation,
     SharedBuffer,
@@ -34,14 +42,6 @@ from kvd_client.integrations.vllm.memory import (
     device_spans,
     rank_kv,
 )
-from kvd_client.integrations.vllm.metadata import (
-    KvdConnectorMetadata,
-    KvdWorkerMetadata,
-    RankHandshake,
-)
-from kvd_client.integrations.vllm.namespace import engine_identity
-from kvd_client.integrations.vllm.options import KvdOptions
-from kvd_client.integrations.vllm.rank_layout import describe_rank
 from kvd_client.scheduler import JobReport
 from kvd_client.worker import CudaMemoryRefused, DeviceSpan, Worker
 from kvd_client.worker.worker import WaitForCompute

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
 from kvd_client.draft import BlockRun
-from kvd_client.integrations.vllm.requests import OffloadGroup, stretches
-from kvd_client.integrations.vllm.stores import BlocksSpec
+from kvd_client.integrations.vllm.scheduling.requests import OffloadGroup, stretches
+from kvd_client.integrations.vllm.scheduling.stores import BlocksSpec
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 VLLM_NULL_BLOCK = 0

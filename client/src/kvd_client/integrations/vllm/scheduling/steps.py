@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvd_client.draft import BlockRun, JobDraft, StepDraft, in_parts
-from kvd_client.integrations.vllm.requests import TrackedRequest, offered_runs
+from kvd_client.integrations.vllm.scheduling.requests import TrackedRequest, offered_runs
 from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.session import Connection, SessionView

@@ -16,9 +16,9 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvd_client.draft import count_parts
-from kvd_client.integrations.vllm.requests import OffloadGroup, TrackedRequest, by_group
+from kvd_client.integrations.vllm.scheduling.requests import OffloadGroup, TrackedRequest, by_group
+from kvd_client.integrations.vllm.scheduling.steps import MAX_JOBS_PER_STEP
 from kvd_client.integrations.vllm.stats import KvdStats
-from kvd_client.integrations.vllm.steps import MAX_JOBS_PER_STEP
 from kvd_client.session import SessionView
 from kvd_proto import layout
 

@@ -39,25 +39,25 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvd_client.integrations.vllm.jobs import (
+from kvd_client.integrations.vllm.identity.named_inputs import NamedInputs
+from kvd_client.integrations.vllm.metadata import (
+    KvdConnectorMetadata,
+    KvdWorkerMetadata,
+)
+from kvd_client.integrations.vllm.scheduling.jobs import (
     VLLM_NULL_BLOCK,
     SingleBlock,
     load_runs,
     single_run,
     store_runs,
 )
-from kvd_client.integrations.vllm.lookups import Prompt
-from kvd_client.integrations.vllm.manager import KvdManager
-from kvd_client.integrations.vllm.metadata import (
-    KvdConnectorMetadata,
-    KvdWorkerMetadata,
-)
-from kvd_client.integrations.vllm.named_inputs import NamedInputs
-from kvd_client.integrations.vllm.prompt_times import PromptTimes
-from kvd_client.integrations.vllm.requests import TrackedRequest
+from kvd_client.integrations.vllm.scheduling.lookups import Prompt
+from kvd_client.integrations.vllm.scheduling.manager import KvdManager
+from kvd_client.integrations.vllm.scheduling.prompt_times import PromptTimes
+from kvd_client.integrations.vllm.scheduling.requests import TrackedRequest
+from kvd_client.integrations.vllm.scheduling.steps import StepJobs
+from kvd_client.integrations.vllm.scheduling.stores import BlocksSpec
 from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
-from kvd_client.integrations.vllm.steps import StepJobs
-from kvd_client.integrations.vllm.stores import BlocksSpec
 from kvd_client.scheduler import StepPlan
 from kvd_client.scheduler.doubts import MAX_DOUBTS, WAIT_S
 from kvd_client.scheduler.lookup import Knowledge

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvd_client.identity import EngineIdentity, Group, GroupKind, Namespace
+from kvd_client.integrations.vllm.identity.model import config_digest, digest_of
+from kvd_client.integrations.vllm.identity.weights import name_weights, short_model_name
 from kvd_client.integrations.vllm.metadata import RankHandshake
-from kvd_client.integrations.vllm.model_identity import config_digest, digest_of
 from kvd_client.integrations.vllm.options import KvdOptions
-from kvd_client.integrations.vllm.rank_layout import RankLayout, describe_rank, sees_layers
-from kvd_client.integrations.vllm.weights import name_weights, short_model_name
+from kvd_client.integrations.vllm.rank.layout import RankLayout, describe_rank, sees_layers
 from kvd_proto import layout
 
 log = logging.getLogger(__name__)

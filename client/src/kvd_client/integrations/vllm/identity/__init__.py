@@ -1,0 +1,1 @@
+"""What must agree before two vLLM engines may share blocks."""

@@ -1,0 +1,1 @@
+"""What vLLM's scheduler process does with kvd: lookups, stores, loads, one step a message."""
