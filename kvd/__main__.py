@@ -79,7 +79,7 @@ def serve(arguments: argparse.Namespace) -> int:
         return 0
     from kvd import app
     from kvd.control.sockets import SocketTaken
-    from kvd.own_directory import NotTrustedError
+    from kvd.linux.own_directory import NotTrustedError
     from kvd.pool.config import PoolError
 
     try:

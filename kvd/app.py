@@ -16,7 +16,6 @@ from typing import Any
 import uvloop
 
 import kvd
-from kvd import signals
 from kvd.config.settings import Config
 from kvd.control.access import descriptors
 from kvd.control.access.tenants import TenantPolicy
@@ -30,6 +29,7 @@ from kvd.core import events as ev
 from kvd.core.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.state import MAX_NAMESPACES
+from kvd.linux import signals
 from kvd.observability import logs, metrics
 from kvd.observability.floods import Floods
 from kvd.pool.config import COMFORTABLE_EXTENTS, PoolConfig, PoolError

@@ -30,7 +30,7 @@ from kvd.control.services.status import PoolPlace, StatusReport
 from kvd.control.services.worker import WorkerServicer
 from kvd.control.sessions.session import SessionContext, SessionTerms
 from kvd.control.sockets import SocketFile, alone_in, refuse_taken, unused_name
-from kvd.own_directory import Wanted, require_place
+from kvd.linux.own_directory import Wanted, require_place
 from kvd.runtime.driver import Driver
 from kvd_proto.layout import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import (

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvd import signals
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import U64, RowId
+from kvd.linux import signals
 from kvd.mover import frames
 from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, part_checksums, pieces_of
 from kvd.mover.complaints import log_limited

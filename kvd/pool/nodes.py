@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.config.number_lists import numbers_of
+from kvd.linux.number_lists import numbers_of
 
 log = logging.getLogger(__name__)
 

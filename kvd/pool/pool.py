@@ -30,7 +30,7 @@ from kvd.core.actions import (
 )
 from kvd.core.events import Event
 from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
-from kvd.own_directory import NotTrustedError, Wanted, require_own
+from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
 from kvd.pool import capacity_check
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.config import PoolConfig, PoolError

@@ -25,7 +25,6 @@ from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId, TenantId
 from kvd.core.machine import Machine
 from kvd.core.spec import NamespaceSpec
-from kvd.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.mover.process import MoverProcess
 from kvd.pool.config import PoolError
 from kvd.pool.pool import Pool
@@ -33,6 +32,7 @@ from kvd.runtime.batching import answer_in_pieces, run_pieces
 from kvd.runtime.clock import AwakeClock, Clock
 from kvd.runtime.event_log import EventLog, change_of, resident_changes
 from kvd.runtime.fleet import MoverFleet, MoverLauncher, RankPlacement
+from kvd.runtime.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.runtime.page_mending import PageMending
 from kvd.runtime.pending_jobs import PendingJobs
 from kvd.runtime.row_teller import RowTeller

@@ -21,7 +21,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvd import signals
+from kvd.linux import signals
 from kvd_proto.v1 import events_pb2, operator_pb2
 from tests.control.daemon_rig import (
     Caller,

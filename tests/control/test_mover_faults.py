@@ -22,12 +22,12 @@ import pytest
 from kvd.core.errors import InvalidArgument, KvdError, LayoutMismatch
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
+from kvd.linux.signals import IGNORED, STOPPING
 from kvd.mover import process, registration_errors
 from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.frames import FrameKind, frame
 from kvd.mover.layout import CudaRegion, GpuConfig
 from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartFailed, Region
-from kvd.signals import IGNORED, STOPPING
 from kvd_proto import layout
 from tests.control.mover_rig import (
     BLOCKS,

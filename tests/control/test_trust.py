@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.own_directory import MOST_LINKS, NotTrustedError, Wanted, require_own, require_place
+from kvd.linux.own_directory import MOST_LINKS, NotTrustedError, Wanted, require_own, require_place
 from tests.daemon_process import DaemonProcess
 
 STRANGER = 65534

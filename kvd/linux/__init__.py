@@ -1,0 +1,1 @@
+"""What Linux is asked and told: directories that are ours alone, signals, lists of numbers."""
