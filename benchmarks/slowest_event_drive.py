@@ -52,7 +52,7 @@ def make_known(rig: Rig) -> None:
     scale = rig.shape.scale
     for number in range(scale.namespaces - scale.live - 1):
         groups = scale.groups if number < scale.known_of_groups else 1
-        with mock.patch("kvd.core.session.grant_spare"):  # as if their rows were taken back
+        with mock.patch("kvd.core.upkeep.session.grant_spare"):  # as if their rows were taken back
             rig.close(rig.open(rig.shape.spec(f"known-{number}", groups)))
 
 

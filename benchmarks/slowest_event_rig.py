@@ -14,9 +14,10 @@ from unittest import mock
 
 import numpy as np
 
-from kvd.core import actions, chores, events, keys
+from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.upkeep import chores
 from kvd.pool import Pool, PoolConfig
 from kvd.runtime.batching import run_pieces
 from kvd.runtime.driver import Driver, OpenSessionRecord

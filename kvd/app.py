@@ -26,7 +26,7 @@ from kvd.control.server import ControlServer, Place, make_directory
 from kvd.control.sessions.session import SessionTerms
 from kvd.control.sockets import refuse_taken
 from kvd.core import events as ev
-from kvd.core.extent_fit import size
+from kvd.core.blocks.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.state import MAX_NAMESPACES
 from kvd.linux import signals

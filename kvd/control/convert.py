@@ -16,8 +16,8 @@ from kvd.control import errors
 from kvd.control.namespace import STRING_BYTES, check_string
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core.claims.hand_off import MAX_HAND_OFF_NS
 from kvd.core.errors import InvalidArgument, KvdError
-from kvd.core.hand_off import MAX_HAND_OFF_NS
 from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
 from kvd.runtime.event_log import Change, ChangeKind, Delivery

@@ -10,8 +10,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvd.core.extents import NODE_UNKNOWN
 from kvd.core.keys import (
+    NODE_UNKNOWN,
     U32,
     U64,
     JobId,

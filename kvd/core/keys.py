@@ -48,3 +48,6 @@ class KeyBatch:
         """The hashes one after the other, padding taken off."""
         raw = np.ascontiguousarray(self.words).view(np.uint8)
         return raw.reshape(len(self), -1)[:, : self.hash_bytes].tobytes()
+
+
+NODE_UNKNOWN = -1

@@ -11,34 +11,20 @@ from typing import assert_never
 
 import numpy as np
 
-from kvd.core import (
-    chores,
-    clear,
-    eviction,
-    expiry,
-    follow,
-    hand_off,
-    lease,
-    load,
-    lookup,
-    namespaces,
-    operator,
-    prefix,
-    reclaim,
-    recovery,
-    session,
-    store,
-    transfer,
-)
 from kvd.core import events as ev
 from kvd.core.actions import Action, GrantRow
-from kvd.core.block import SlotState
+from kvd.core.blocks import namespaces
+from kvd.core.claims import hand_off, lease, prefix
+from kvd.core.jobs import load, lookup, store, transfer, waiters
 from kvd.core.keys import U64, KeyBatch, NamespaceId, RowId, ScopeId, Slots, TenantId
+from kvd.core.model.size_class import Row, SizeClass
+from kvd.core.model.slots import SlotState
 from kvd.core.policy import POLICY_NAMES, make_policy
-from kvd.core.rows import Row, SizeClass
+from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.spec import NamespaceSpec
 from kvd.core.state import MachineConfig, PolicyFactory, State
-from kvd.core.statistics import Statistics, gather
+from kvd.core.upkeep import chores, clear, operator, recovery, session
+from kvd.core.upkeep.statistics import Statistics, gather
 
 # Looked at in one go for a snapshot: each may be of another account.
 RESIDENT_SLOTS = 256
@@ -62,7 +48,7 @@ class Machine:
         state.now_ns = now_ns
         actions = self._apply(event, now_ns)
         if state.released:
-            for each in follow.go_on(state, now_ns, actions):
+            for each in waiters.go_on(state, now_ns, actions):
                 session.forget_session(state, each, now_ns)
         if state.claims or state.emptying:
             reclaim.serve(state, actions)

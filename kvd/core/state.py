@@ -9,14 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.admission import ReuseFilter
-from kvd.core.backlog import Backlog
-from kvd.core.block import SlotTable
-from kvd.core.claims import Claims
 from kvd.core.errors import UnknownNamespace, UnknownSession
-from kvd.core.extents import FreeExtents
-from kvd.core.index import Index
-from kvd.core.job import Job, Piece, Prefix, Transfer, Wait
 from kvd.core.keys import (
     JobId,
     LeaseId,
@@ -30,13 +23,27 @@ from kvd.core.keys import (
     TenantId,
     TransferId,
 )
+from kvd.core.model.admission import ReuseFilter
+from kvd.core.model.backlog import Backlog
+from kvd.core.model.extents import FreeExtents
+from kvd.core.model.index import Index
+from kvd.core.model.job import Job, Piece, Prefix, Transfer, Wait
+from kvd.core.model.leases import HandOff, Lease
+from kvd.core.model.rights import Rights
+from kvd.core.model.row_claims import Claims
+from kvd.core.model.scope_shares import ScopeShares
+from kvd.core.model.size_class import (
+    MIN_SLOT_BYTES,
+    GrantPause,
+    Remembered,
+    Row,
+    SizeClass,
+    Tally,
+    Tenant,
+)
+from kvd.core.model.slots import SlotTable
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.policy.slot_queue import PolicyMemory
-from kvd.core.quota import Remembered, Tally, Tenant
-from kvd.core.recency import RecencyTurns
-from kvd.core.rights import Rights
-from kvd.core.rows import MIN_SLOT_BYTES, GrantPause, Row, SizeClass
-from kvd.core.scope_shares import ScopeShares
 from kvd.core.spec import NamespaceSpec
 
 MAX_NAMESPACES = 4096
@@ -114,27 +121,6 @@ class Mover:
     engine_blocks: tuple[int, ...] = ()  # by group, registered: ids are below this
     ending: str = ""  # why, once nothing new may go to it
     transfers: dict[TransferId, Transfer] = field(default_factory=dict)
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    lease: LeaseId
-    session: SessionId
-    request: RequestId
-    size_class: SizeClass
-    slots: Slots  # distinct
-    taken_ns: int
-
-
-@dataclass(slots=True, eq=False)
-class HandOff:
-    """Blocks that one request left for other sessions; outlives the session that left them."""
-
-    session: SessionId
-    request: RequestId
-    namespace: NamespaceId
-    until_ns: int = 0
-    held: dict[int, Slots] = field(default_factory=dict)  # by group: ascending, never empty
 
 
 @dataclass(slots=True, eq=False)
@@ -339,3 +325,10 @@ class State:
     def scope_of(self, slot: int) -> ScopeId:
         """The scope of the key that the slot holds."""
         return ScopeId(int(self.slots.scopes[slot]))
+
+
+@dataclass(slots=True)
+class RecencyTurns:
+    """Rows still to be looked at in this turn; the last one comes first."""
+
+    rows: list[RowId] = field(default_factory=list)

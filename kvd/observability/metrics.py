@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from kvd.core.actions import EndJob
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
-from kvd.core.statistics import Occupancy, Statistics
+from kvd.core.upkeep.statistics import Occupancy, Statistics
 from kvd.runtime.fleet import AttachedMover
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -21,8 +21,7 @@ from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
 from kvd.core.errors import NO_ROOM, RANKS_MISSING, KvdError, LimitExceeded
 from kvd.core.events import Event, JobKind, JobStatus, Query
-from kvd.core.extents import NODE_UNKNOWN
-from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId, TenantId
+from kvd.core.keys import NODE_UNKNOWN, JobId, MoverId, NamespaceId, RowId, SessionId, TenantId
 from kvd.core.machine import Machine
 from kvd.core.spec import NamespaceSpec
 from kvd.mover.process import MoverProcess

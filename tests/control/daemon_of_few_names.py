@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from kvd.core import namespaces
+from kvd.core.blocks import namespaces
 
 MOST = 10
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from kvd.core import clear, namespaces
+from kvd.core.blocks import namespaces
+from kvd.core.upkeep import clear
 
 MOST = 64
 

@@ -40,8 +40,8 @@ async def work_off(driver: Driver) -> None:
 async def test_engines_that_crash_in_a_loop_leave_no_descriptor_page_or_line(
     shared_directory: Path, monkeypatch: pytest.MonkeyPatch, unshared: bool
 ) -> None:
-    monkeypatch.setattr("kvd.core.expiry.ROOM_KEPT", 32)
-    monkeypatch.setattr("kvd.core.namespaces.MAX_NAMESPACES", 128)
+    monkeypatch.setattr("kvd.core.room.expiry.ROOM_KEPT", 32)
+    monkeypatch.setattr("kvd.core.blocks.namespaces.MAX_NAMESPACES", 128)
     config = PoolConfig(shared_directory, 4 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
     pool = Pool.open(config, lambda _done, _all: None)
     driver = Driver(Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0)), pool)

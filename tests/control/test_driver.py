@@ -13,10 +13,12 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import reclaim, rows
+from kvd.core.blocks import row_grants
 from kvd.core.errors import LayoutMismatch, LimitExceeded
 from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId
 from kvd.core.machine import Machine, MachineConfig
+from kvd.core.model import size_class
+from kvd.core.room import reclaim
 from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.process import MoverConfig, MoverProcess, MoverSink
 from kvd.pool.config import PoolConfig, PoolError
@@ -202,7 +204,7 @@ async def test_row_that_could_not_be_zeroed_is_zeroed_later(
     orders: list[act.Action] = []
     open_session(driver)
     owner = next(iter(state.classes.values()))
-    rows.grant_row(state, owner, orders)
+    row_grants.grant_row(state, owner, orders)
     reclaim.retire_row(state, next(iter(owner.rows.values())), orders)
     for order in orders:
         driver._carry_out(order)
@@ -273,11 +275,11 @@ async def test_row_that_there_is_no_memory_for_costs_its_store_and_nothing_else(
         assert not state.rows
         assert len(state.free_extents) == driver.pool.extents
         assert store(2).reason == "NO_ROOM"  # not asked again at once
-        for _ in range(rows.FIRST_PAUSE_TICKS):
+        for _ in range(size_class.FIRST_PAUSE_TICKS):
             driver.call(ev.TimerTicked())
         store(3)
         assert [order.reason for order in ended] == ["NO_ROOM"] * 3
-    for _ in range(rows.LONGEST_PAUSE_TICKS):
+    for _ in range(size_class.LONGEST_PAUSE_TICKS):
         driver.call(ev.TimerTicked())
     assert store(4).accepted
     assert len(started) == 1

@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.core.keys import TenantId
 from kvd.core.state import Counters
-from kvd.core.statistics import Occupancy, Statistics, TenantFigures
+from kvd.core.upkeep.statistics import Occupancy, Statistics, TenantFigures
 from kvd.mover.facts import MoverFacts
 from kvd.observability.metrics import MAX_RANKS_SHOWN, MAX_TENANTS_SHOWN, Metrics
 from tests.control.test_transport_shown import attached

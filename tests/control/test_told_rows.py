@@ -13,11 +13,12 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import reclaim, rows
+from kvd.core.blocks import row_grants
 from kvd.core.errors import RANKS_MISSING
 from kvd.core.keys import JobId, MoverId, RowId, SessionId, TransferId
 from kvd.core.machine import Machine, MachineConfig
-from kvd.core.rows import Row, SizeClass
+from kvd.core.model.size_class import Row, SizeClass
+from kvd.core.room import reclaim
 from kvd.mover.facts import MoverFacts
 from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.pool.config import PoolConfig, PoolError
@@ -125,7 +126,7 @@ class Stage:
 
     def grant(self, group: int = 0) -> Row:
         orders: list[act.Action] = []
-        rows.grant_row(self.state, self.owners[group], orders)
+        row_grants.grant_row(self.state, self.owners[group], orders)
         self._carry_out(orders)
         return self.state.rows[cast("act.GrantRow", orders[0]).row]
 

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvd.core.backlog import CallOff
-from kvd.core.block import SlotState
+from kvd.core.claims.hand_off import MAX_CLAIMS_PER_TENANT, MAX_HAND_OFFS_PER_TENANT
 from kvd.core.events import JobKind
-from kvd.core.hand_off import MAX_CLAIMS_PER_TENANT, MAX_HAND_OFFS_PER_TENANT
-from kvd.core.index import NOWHERE
-from kvd.core.job import Piece, Wait
+from kvd.core.jobs.waits import MAX_TENANT_WAITING_BYTES, MAX_WAITING_BYTES
 from kvd.core.keys import NamespaceId, ScopeId, Slots
 from kvd.core.machine import Machine
-from kvd.core.quota import Tally
-from kvd.core.waits import MAX_TENANT_WAITING_BYTES, MAX_WAITING_BYTES
+from kvd.core.model.backlog import CallOff
+from kvd.core.model.index import NOWHERE
+from kvd.core.model.job import Piece, Wait
+from kvd.core.model.size_class import Tally
+from kvd.core.model.slots import SlotState
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.tags import tags_of
 
 if TYPE_CHECKING:
-    from kvd.core.rows import SizeClass
+    from kvd.core.model.size_class import SizeClass
     from kvd.core.state import State
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.backlog import LEASES_AT_ONCE, PARTS_AT_ONCE
 from kvd.core.errors import MOVER_GONE, SESSION_CLOSED
 from kvd.core.keys import MoverId, SessionId
+from kvd.core.model.backlog import LEASES_AT_ONCE, PARTS_AT_ONCE
 from tests.core.bench import SECOND, Bench, finished, only, small
 from tests.core.replaying import replay
 
@@ -72,7 +72,7 @@ def test_ticks_alone_end_long_work_too() -> None:
 
 
 def test_ended_leases_count_until_their_claims_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvd.core.lease.MAX_LEASES_PER_SESSION", MANY)
+    monkeypatch.setattr("kvd.core.claims.lease.MAX_LEASES_PER_SESSION", MANY)
     bench = small()
     bench.open()
     bench.stored(range(4))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import actions as act
-from kvd.core import claims, reclaim
 from kvd.core import events as ev
 from kvd.core.events import LeaseMode
 from kvd.core.keys import SessionId
-from kvd.core.rows import Row
+from kvd.core.model import row_claims
+from kvd.core.model.size_class import Row
+from kvd.core.room import reclaim, row_rights
 from kvd.core.state import State
 from tests.core.bench import MS, SECOND, Bench, only, small, spec, verdict
 
@@ -56,10 +57,10 @@ def test_claim_ends_when_it_is_not_asked_for_again() -> None:
     bench = full(lease_ttl_ns=60 * SECOND)
     bench.open(2, spec("b"))
     bench.store([1], 2)
-    bench.tick(claims.CLAIM_NS)
+    bench.tick(row_rights.CLAIM_NS)
     assert claimed(bench) == ["b"]
     bench.store([1], 2)
-    bench.tick(claims.CLAIM_NS)
+    bench.tick(row_rights.CLAIM_NS)
     assert claimed(bench) == ["b"]
     bench.tick(MS)
     assert claimed(bench) == []
@@ -104,7 +105,7 @@ def test_search_reads_few_rows_an_event_and_finds_the_last_one_all_the_same(
     read: list[int] = []
     weigh = reclaim._weigh
 
-    def counted(state: State, claim: claims.Claim, row: Row) -> object:
+    def counted(state: State, claim: row_claims.Claim, row: Row) -> object:
         read.append(row.row)
         return weigh(state, claim, row)
 

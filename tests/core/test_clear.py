@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from kvd.core import actions as act
-from kvd.core import backlog
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, SessionId
+from kvd.core.model import backlog
 from tests.core.bench import SECOND, Bench, context, done, keys, only, small, spec
 from tests.core.replaying import replay
 from tests.core.test_recovery import restarted

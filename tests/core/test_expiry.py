@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from kvd.core import actions as act
-from kvd.core import backlog, expiry, namespaces
 from kvd.core import events as ev
+from kvd.core.blocks import namespaces
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import MoverId, NamespaceId, SessionId
+from kvd.core.model import backlog
+from kvd.core.room import expiry
 from kvd.core.state import Namespace, State
 from tests.core.bench import SECOND, Bench, context, keys, numbers_of, only, small, spec, verdict
 from tests.core.replaying import replay

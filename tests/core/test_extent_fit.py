@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.core import events as ev
+from kvd.core.blocks.extent_fit import fitting_size, wasted_share
 from kvd.core.errors import ExtentWaste, KvdError, TooFewExtents
-from kvd.core.extent_fit import fitting_size, wasted_share
 from kvd.core.keys import NamespaceId, ScopeId, SessionId, TenantId
 from kvd.core.machine import MachineConfig
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec

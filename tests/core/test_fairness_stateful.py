@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.core import actions as act
-from kvd.core import claims
 from kvd.core import events as ev
 from kvd.core.keys import MoverId, SessionId
 from kvd.core.machine import MachineConfig
+from kvd.core.model import row_claims
+from kvd.core.room import row_rights
 from tests.core.bench import (
     EXTENT,
     MS,
@@ -105,8 +106,8 @@ def longest_wait(extents: int, shards: list[int], latency_ns: int) -> int:
     """The bound that `claims` promises: one turn of all, or one retirement each, in parallel."""
     retirement = 3 * latency_ns  # a copy, the movers, the zeroing
     turns = -(-sum(shards) // extents)
-    turn = claims.SAFE_NS if sum(shards) > extents else 0
-    batches = -(-len(shards) // claims.CLAIMS_SERVED)
+    turn = row_rights.SAFE_NS if sum(shards) > extents else 0
+    batches = -(-len(shards) // row_claims.CLAIMS_SERVED)
     return turns * (turn + max(shards) * retirement) + batches * retirement + SLACK
 
 
@@ -171,7 +172,7 @@ def longest_wait_of_a_payer(
     How many classes any of them has is no part of it.
     """
     widest = max(greedy_widest, *shards.values())
-    turn = claims.SAFE_NS + 3 * latency_ns * widest
+    turn = row_rights.SAFE_NS + 3 * latency_ns * widest
     rounds = -(-(sum(shards.values()) + greedy_widest) // extents)
     return rounds * (len(shards) + 1) * turn + SLACK
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.core.rows import STACK_PIECE, FreeSlots
+from kvd.core.model.size_class import STACK_PIECE, FreeSlots
 
 ROW = 3000  # slots, so that rows and pieces overlap in every way
 PUT, TAKE, DROP = range(3)

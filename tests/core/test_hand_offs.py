@@ -8,10 +8,10 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import hand_off as hand_offs
+from kvd.core.claims import hand_off as hand_offs
 from kvd.core.errors import InvalidArgument, UnknownSession
 from kvd.core.keys import SessionId
-from kvd.core.statistics import Statistics
+from kvd.core.upkeep.statistics import Statistics
 from tests.core.bench import BLOCK, MS, SECOND, Bench, context, keys, only, small, spec, verdict
 
 PREFILL, DECODE, OTHER = 1, 2, 3

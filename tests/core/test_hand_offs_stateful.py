@@ -10,8 +10,8 @@ from hypothesis.stateful import invariant, rule
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import reclaim
 from kvd.core.keys import NamespaceId, ScopeId, SessionId
+from kvd.core.room import reclaim
 from tests.core.bench import SECOND, context, keys, numbers_of, only
 from tests.core.drawn import SPECS, accounts, key_lists, requests, sessions
 from tests.core.test_machine_stateful import MachineRules

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.core.admission import ReuseFilter
-from kvd.core.block import STEPS, SlotState, SlotTable
-from kvd.core.index import NOWHERE, Index
 from kvd.core.keys import U64, Slots
+from kvd.core.model.admission import ReuseFilter
+from kvd.core.model.index import NOWHERE, Index
+from kvd.core.model.slots import STEPS, SlotState, SlotTable
 
 
 def filled(size: int, tags: U64) -> tuple[SlotTable, Index, Slots]:

@@ -15,10 +15,10 @@ from hypothesis.stateful import (
 )
 
 from kvd.core import actions as act
-from kvd.core import backlog
 from kvd.core import events as ev
 from kvd.core.keys import JobId, MoverId, RequestId, SessionId
 from kvd.core.machine import MachineConfig
+from kvd.core.model import backlog
 from tests.core import drawn
 from tests.core.bench import (
     BLOCK,

@@ -6,10 +6,13 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import eviction, operator, rows
+from kvd.core.blocks import row_grants
+from kvd.core.blocks.row_grants import MAX_SPARE_ROWS_AT_ONCE
 from kvd.core.keys import SessionId
-from kvd.core.rows import MAX_SPARE_ROWS_AT_ONCE, SizeClass
+from kvd.core.model.size_class import SizeClass
+from kvd.core.room import eviction
 from kvd.core.state import State
+from kvd.core.upkeep import operator
 from tests.core.bench import BLOCK, Bench, only, small, spec
 
 
@@ -33,13 +36,13 @@ def test_ticks_look_at_some_classes_in_turn(monkeypatch: pytest.MonkeyPatch) -> 
     bench = roomy(groups=12)
     bench.open(namespace=spec(groups=12))
     looked_at: list[int] = []
-    spare_slots = rows._spare_slots
+    spare_slots = row_grants._spare_slots
 
     def counted(state: State, owner: SizeClass) -> int:
         looked_at.append(owner.group)
         return spare_slots(state, owner)
 
-    monkeypatch.setattr(rows, "_spare_slots", counted)
+    monkeypatch.setattr(row_grants, "_spare_slots", counted)
     for _ in range(3):
         bench.feed(ev.TimerTicked())
     assert looked_at == list(range(12))

@@ -9,8 +9,8 @@ import pytest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import InvalidArgument
-from kvd.core.extents import NODE_UNKNOWN, FreeExtents
-from kvd.core.keys import MoverId, NamespaceId, SessionId
+from kvd.core.keys import NODE_UNKNOWN, MoverId, NamespaceId, SessionId
+from kvd.core.model.extents import FreeExtents
 from tests.core.bench import BLOCK, EXTENT, Bench, only, small, spec
 from tests.core.drawn import dealt
 from tests.core.test_recovery import restarted

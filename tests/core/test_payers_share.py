@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvd.core import claims
 from kvd.core.machine import MachineConfig
+from kvd.core.room import row_rights
 from tests.core.bench import EXTENT, MS, SECOND, SECRET, Bench
 from tests.core.test_fairness_stateful import SLOTS, STEP, FullPool
 
@@ -58,14 +58,14 @@ def test_payer_with_many_classes_leaves_another_its_half() -> None:
 def test_payer_with_more_classes_than_rows_makes_nobody_else_wait_for_a_turn_of_them() -> None:
     pool = crowd(8, 4)  # 32 classes in 8 rows: a turn of all is 8 seconds
     waits = waits_beside(pool, 4, 320)
-    assert max(waits) <= claims.SAFE_NS
+    assert max(waits) <= row_rights.SAFE_NS
     assert rows_of(pool, HONEST) >= 3
 
 
 def test_wide_row_is_gathered_beside_a_payer_with_more_classes_than_rows() -> None:
     pool = crowd(16, 4)
     waits = waits_beside(pool, 4, 320, wide=8)
-    assert max(waits) <= 2 * claims.SAFE_NS
+    assert max(waits) <= 2 * row_rights.SAFE_NS
     assert rows_of(pool, HONEST) == 1
 
 

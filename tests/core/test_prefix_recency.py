@@ -9,7 +9,8 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import prefix, slot_lifecycle
+from kvd.core.blocks import slot_lifecycle
+from kvd.core.claims import prefix
 from kvd.core.events import LeaseMode
 from kvd.core.keys import RequestId, SessionId, TenantId
 from tests.core.bench import Bench, context, engine_blocks, keys, small

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import actions as act
-from kvd.core import backlog, claims, extent_fit, lease, reclaim
 from kvd.core import events as ev
+from kvd.core.blocks import extent_fit
+from kvd.core.claims import lease
 from kvd.core.events import LeaseMode
 from kvd.core.keys import NamespaceId, SessionId
+from kvd.core.model import backlog, row_claims
+from kvd.core.room import reclaim
 from tests.core.bench import MS, SECOND, Bench, context, keys, only, small, spec, verdict
 
 STEP = 100 * MS
@@ -127,7 +130,7 @@ def test_claim_that_never_has_enough_gives_way_to_the_next() -> None:
     began = bench.now_ns
     while not ask():
         settle(bench, bench.tick(STEP))
-        assert bench.now_ns - began < claims.FIRST_NS + SECOND, "what is free is kept for ever"
+        assert bench.now_ns - began < row_claims.FIRST_NS + SECOND, "what is free is kept for ever"
 
 
 def test_row_whose_copies_hang_is_not_waited_for_where_another_comes_free() -> None:

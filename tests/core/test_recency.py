@@ -7,9 +7,9 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import recency
-from kvd.core.block import SlotState, coarse_stamp
 from kvd.core.keys import RequestId, SessionId
+from kvd.core.model.slots import SlotState, coarse_stamp
+from kvd.core.upkeep import recency
 from tests.core.bench import SECOND, Bench, only, small
 from tests.core.test_recovery import restarted
 

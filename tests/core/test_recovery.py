@@ -10,9 +10,8 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.extents import NODE_UNKNOWN
-from kvd.core.index import Index
-from kvd.core.keys import U32, U64, NamespaceId, RowId, ScopeId, Slots
+from kvd.core.keys import NODE_UNKNOWN, U32, U64, NamespaceId, RowId, ScopeId, Slots
+from kvd.core.model.index import Index
 from tests.core.bench import SECOND, Bench, keys, numbers_of, only, small, spec, verdict
 
 

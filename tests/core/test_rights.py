@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 from kvd.core.keys import NamespaceId
-from kvd.core.rights import Rights
+from kvd.core.model.rights import Rights
 
 A, B, C = (NamespaceId(number) for number in (1, 2, 3))
 

@@ -9,10 +9,10 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import rows
 from kvd.core.errors import InvalidArgument, UnknownNamespace
 from kvd.core.events import LeaseMode
 from kvd.core.keys import JobId, MoverId, NamespaceId, RequestId, SessionId
+from kvd.core.model import size_class
 from kvd.core.policy import ArcPolicy
 from tests.core.bench import (
     BLOCK,
@@ -487,7 +487,7 @@ def test_row_that_the_pool_could_not_have_is_no_room_and_is_tried_again_later() 
     assert only(bench.store(range(30, 32)), act.GrantRow) == []
     bench.finish()
     granted = []
-    for _ in range(rows.FIRST_PAUSE_TICKS):
+    for _ in range(size_class.FIRST_PAUSE_TICKS):
         assert room(bench) == (16,)
         granted += only(bench.feed(ev.TimerTicked()), act.GrantRow)
     assert room(bench) == (32,)
@@ -496,7 +496,7 @@ def test_row_that_the_pool_could_not_have_is_no_room_and_is_tried_again_later() 
 
 
 def test_pool_that_goes_on_having_no_memory_for_rows_is_asked_less_and_less_often() -> None:
-    pause = rows.GrantPause()
+    pause = size_class.GrantPause()
     asked = []
     for tick in range(2000):
         if not pause.ticks_left:
@@ -504,10 +504,10 @@ def test_pool_that_goes_on_having_no_memory_for_rows_is_asked_less_and_less_ofte
             pause.begin()
         pause.tick()
     apart = [later - earlier for earlier, later in pairwise(asked)]
-    assert apart[0] == rows.FIRST_PAUSE_TICKS
-    assert max(apart) == rows.LONGEST_PAUSE_TICKS
+    assert apart[0] == size_class.FIRST_PAUSE_TICKS
+    assert max(apart) == size_class.LONGEST_PAUSE_TICKS
     assert sorted(apart) == apart
-    for _ in range(rows.LONGEST_PAUSE_TICKS * 2):
+    for _ in range(size_class.LONGEST_PAUSE_TICKS * 2):
         pause.tick()
     pause.begin()
-    assert pause.ticks_left == rows.FIRST_PAUSE_TICKS
+    assert pause.ticks_left == size_class.FIRST_PAUSE_TICKS

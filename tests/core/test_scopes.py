@@ -6,10 +6,10 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import namespaces
+from kvd.core.blocks import namespaces
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import SessionId
-from kvd.core.scope_shares import share_left
+from kvd.core.model.scope_shares import share_left
 from tests.core.bench import Bench, only, small, spec, verdict
 from tests.core.replaying import replay
 

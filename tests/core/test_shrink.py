@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvd.core import actions as act
-from kvd.core import backlog
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, TenantId
+from kvd.core.model import backlog
 from tests.core.bench import BLOCK, Bench, done, only, small, spec, verdict
 from tests.core.replaying import replay
 

@@ -9,8 +9,8 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core import follow, waits
 from kvd.core.errors import DuplicateJob, InvalidArgument, LimitExceeded
+from kvd.core.jobs import waiters, waits
 from kvd.core.keys import JobId, KeyBatch, MoverId, SessionId
 from kvd.core.state import MAX_ENGINE_BLOCKS
 from kvd_proto.layout import MAX_JOBS_IN_FLIGHT, NULL_ENGINE_BLOCK
@@ -392,7 +392,7 @@ def test_key_that_a_job_waits_for_twice_is_copied_once_when_its_leader_fails(ben
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Waits that each event carried on with."""
     carried: list[int] = []
-    sound = follow.go_on
+    sound = waiters.go_on
 
     def go_on(state: Any, now_ns: int, actions: Any) -> Any:
         before = len(state.released)
@@ -400,7 +400,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         carried.append(before - len(state.released))
         return seen
 
-    monkeypatch.setattr(follow, "go_on", go_on)
+    monkeypatch.setattr(waiters, "go_on", go_on)
     return carried
 
 
@@ -414,13 +414,13 @@ def test_an_event_carries_on_with_few_of_those_who_wait_for_one_store(
     bench.open(1)
     bench.open(2)
     leader = bench.store([1, 2], 1)
-    jobs = 3 * follow.WAITS_AT_ONCE
+    jobs = 3 * waiters.WAITS_AT_ONCE
     for _ in range(jobs):
         bench.store([1, 2], 2, whole=True)
     news = bench.finish(leader, outcome)
     while bench.machine.state.released or bench.transfers:
         news += bench.tick(MS) + bench.finish()
-    assert max(carried) <= follow.WAITS_AT_ONCE
+    assert max(carried) <= waiters.WAITS_AT_ONCE
     ends = [end.status for end in only(news, act.EndJob) if end.session == 2]
     assert ends == [ev.JobStatus.DONE] * jobs
     assert bench.statuses([1, 2]) == "HH"
@@ -430,7 +430,7 @@ def test_waits_of_a_failed_store_copy_few_keys_in_one_event() -> None:
     bench = small(extents=64)
     bench.open(1)
     bench.open(2)
-    per_job = follow.KEYS_AT_ONCE // 2
+    per_job = waiters.KEYS_AT_ONCE // 2
     leaders = [bench.store(range(n * per_job, (n + 1) * per_job), 1) for n in range(4)]
     bench.store(range(4 * per_job), 2, whole=True)
     bench.feed(ev.RankEnding(MoverId(100), "test"))
@@ -441,7 +441,7 @@ def test_waits_of_a_failed_store_copy_few_keys_in_one_event() -> None:
         bench.tick(MS)
     orders = only(bench.history[-1], act.StartTransfer)
     copied.append(sum(len(part.slots) for order in orders for part in order.parts))
-    assert max(copied) == follow.KEYS_AT_ONCE
+    assert max(copied) == waiters.KEYS_AT_ONCE
     assert sum(copied) == len(leaders) * per_job
 
 
@@ -475,7 +475,7 @@ def test_closed_session_with_many_waits_is_forgotten_over_some_events() -> None:
     bench.open(1)
     bench.open(2)
     leader = bench.store([1], 1)
-    for _ in range(3 * follow.WAITS_AT_ONCE):
+    for _ in range(3 * waiters.WAITS_AT_ONCE):
         bench.store([1], 2, whole=True)
     bench.leave(2)
     for _ in range(3):

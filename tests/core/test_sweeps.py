@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvd.core import expiry
+from kvd.core.room import expiry
 from kvd.core.state import State
 from tests.core.bench import small
 from tests.core.replaying import replay

@@ -13,8 +13,8 @@ from typing import Any
 
 from kvd.__main__ import main
 from kvd.control.services.operator import OperatorServicer
-from kvd.core import slot_lifecycle
-from kvd.core.block import SlotState
+from kvd.core.blocks import slot_lifecycle
+from kvd.core.model.slots import SlotState
 from kvd.pool.pool import Pool
 
 PLANTED = "planted by a test"

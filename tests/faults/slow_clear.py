@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 
 from kvd.__main__ import main
-from kvd.core import backlog, clear
 from kvd.core.actions import Action
+from kvd.core.model import backlog
 from kvd.core.state import Namespace, State
+from kvd.core.upkeep import clear
 
 PIECES = 3
 done: list[int] = []

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvd.core import reclaim
+from kvd.core.room import reclaim
 from kvd_proto.v1 import engine_pb2
 from tests.control.daemon_rig import RawEngine, block, hashes, identity, namespace, store_job
 from tests.faults.probe import Probe

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvd.config.settings import SETTINGS
-from kvd.core.block import STEPS
+from kvd.core.model.slots import STEPS
 from tests.tidy.source import ROOT, committed_files
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")

@@ -16,7 +16,7 @@ from kvd.control.registration.rendezvous import Rendezvous
 from kvd.control.sessions.verbs import Sessions
 from kvd.core.events import JobKind
 from kvd.core.keys import NamespaceId, SessionId
-from kvd.core.statistics import NamespaceFigures, SessionFigures, Statistics
+from kvd.core.upkeep.statistics import NamespaceFigures, SessionFigures, Statistics
 from kvd.mover.facts import MoverFacts
 from kvd.runtime.driver import Driver
 from kvd.runtime.fleet import AttachedMover

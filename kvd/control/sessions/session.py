@@ -27,8 +27,8 @@ from kvd.control.sessions.verbs import LiveSession, Sessions, Verbs
 from kvd.control.sessions.wire import UnreadableRequest
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core.blocks.extent_fit import wasted_share
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
-from kvd.core.extent_fit import wasted_share
 from kvd.core.keys import MoverId
 from kvd.core.spec import NamespaceSpec
 from kvd.mover.process import MoverProcess

@@ -1,0 +1,339 @@
+"""Namespaces, their size classes, and the scopes in which keys may meet."""
+
+from __future__ import annotations
+
+import hashlib
+
+from kvd.core.actions import Action, EpochOpened, ForgetScopes, OpenNamespace, OpenScope
+from kvd.core.blocks.extent_fit import fitting_size, size, wasted_share
+from kvd.core.blocks.row_grants import slots_per_row
+from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
+from kvd.core.keys import NamespaceId, ScopeId
+from kvd.core.model.scope_shares import share_left
+from kvd.core.model.size_class import SizeClass, Tally
+from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd.core.state import (
+    MAX_NAMESPACES,
+    MAX_SCOPES,
+    Namespace,
+    Scope,
+    Session,
+    State,
+)
+from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_HASH_BYTES, MAX_RANKS
+from kvd_proto.tags import account_seed
+
+MAX_NAME_BYTES = 256  # epochs, accounts
+
+
+def check_spec(state: State, spec: NamespaceSpec) -> None:
+    """Raise InvalidArgument, naming the field, for a namespace that can't be served."""
+    if not 1 <= spec.hash_bytes <= MAX_HASH_BYTES:
+        raise InvalidArgument(
+            f"hash_bytes is {spec.hash_bytes}, must be 1..{MAX_HASH_BYTES}",
+            "hash_bytes",
+            "HASH_BYTES",
+        )
+    if not 1 <= len(spec.groups) <= MAX_GROUPS:
+        raise InvalidArgument(
+            f"{len(spec.groups)} groups, must be 1..{MAX_GROUPS}", "groups", "GROUP_COUNT"
+        )
+    shards = len(spec.groups[0].shard_bytes)
+    for number, group in enumerate(spec.groups):
+        _check_group(state, number, group)
+        if len(group.shard_bytes) != shards:
+            raise InvalidArgument(
+                f"group {number} has {len(group.shard_bytes)} shards, group 0 has {shards}: a rank "
+                "holds one shard of every group",
+                f"groups[{number}].shard_bytes",
+            )
+
+
+def _check_group(state: State, number: int, group: GroupSpec) -> None:
+    field = f"groups[{number}]"
+    if not 1 <= group.blocks_per_block <= MAX_BLOCKS_PER_BLOCK:
+        raise InvalidArgument(
+            f"{group.blocks_per_block} engine blocks in a block, must be 1..{MAX_BLOCKS_PER_BLOCK}",
+            f"{field}.blocks_per_block",
+            "BLOCKS_PER_BLOCK",
+        )
+    if not 1 <= len(group.shard_bytes) <= MAX_RANKS or min(group.shard_bytes) < 1:
+        raise InvalidArgument(
+            f"shard_bytes must list 1..{MAX_RANKS} positive sizes", f"{field}.shard_bytes"
+        )
+    if slots_per_row(group, state.config.extent_bytes) < 1:
+        raise InvalidArgument(
+            f"a block's part of {max(group.part_bytes)} bytes is larger than an extent of "
+            f"{state.config.extent_bytes} bytes: raise extent_bytes, to "
+            f"{size(fitting_size((group,)))} or more",
+            field,
+        )
+
+
+def lacks_room(state: State, spec: NamespaceSpec, payer: str) -> bool:
+    """Whether this would be one namespace too many for the payer."""
+    if spec.fingerprint in state.by_fingerprint:
+        return False
+    return not namespaces_left(state, payer)
+
+
+def most_blocks(state: State, spec: NamespaceSpec) -> int:
+    """How many blocks of a namespace of this spec, which was checked, the pool could hold."""
+    config = state.config
+    return max(
+        config.extents // len(group.shard_bytes) * slots_per_row(group, config.extent_bytes)
+        for group in spec.groups
+    )
+
+
+def most_namespaces(state: State) -> int:
+    """How many there may be."""
+    return min(MAX_NAMESPACES, state.config.namespaces)
+
+
+def namespaces_left(state: State, payer: str, gone: Namespace | None = None) -> int:
+    """How many more the payer may open, once the one that is to go has gone."""
+    has, whole = state.namespaces_of[payer], len(state.namespaces)
+    if gone is not None:
+        has, whole = has - (gone.payer == payer), whole - 1
+    return share_left(has, whole, most_namespaces(state))
+
+
+def open_namespace(
+    state: State, spec: NamespaceSpec, payer: str, actions: list[Action]
+) -> Namespace:
+    """The namespace of this fingerprint, made if it is new; raises and changes nothing else."""
+    found = state.by_fingerprint.get(spec.fingerprint)
+    if found is not None:
+        if found.spec != spec:
+            raise LayoutMismatch(
+                "another engine opened this fingerprint with other groups", "groups"
+            )
+        return found
+    check_spec(state, spec)
+    if lacks_room(state, spec, payer):
+        raise LimitExceeded(
+            f"{payer} has {state.namespaces_of[payer]} of {len(state.namespaces)} namespaces that"
+            f" hold blocks or sessions, and others need what is left of {most_namespaces(state)}:"
+            " end some sessions, or clear some namespaces (below 4096 raise LimitNOFILE)",
+            "namespace",
+        )
+    number = NamespaceId(state.next_namespace)
+    return add_namespace(state, number, spec, payer, actions)
+
+
+def add_namespace(
+    state: State, number: NamespaceId, spec: NamespaceSpec, payer: str, actions: list[Action]
+) -> Namespace:
+    """Make a namespace whose spec was checked."""
+    tenant = state.tenant(spec.tenant)
+    tally = Tally()
+    tallies = (state.tally, tenant.tally, tally)
+    groups = range(len(spec.groups))
+    classes = tuple(_make_class(state, number, group, spec, tallies) for group in groups)
+    page_blocks = most_blocks(state, spec)
+    namespace = Namespace(number, spec, classes, tenant, page_blocks, tally, payer)
+    namespace.wasted_shares = tuple(
+        wasted_share(group, state.config.extent_bytes) for group in spec.groups
+    )
+    state.namespaces[number] = namespace
+    state.namespaces_of[payer] += 1
+    state.next_namespace = max(state.next_namespace, number + 1)
+    state.by_fingerprint[spec.fingerprint] = namespace
+    for owner in classes:
+        state.classes[number, owner.group] = owner
+    actions.append(OpenNamespace(number, spec, page_blocks))
+    return namespace
+
+
+def _make_class(
+    state: State,
+    number: NamespaceId,
+    group: int,
+    spec: NamespaceSpec,
+    tallies: tuple[Tally, ...],
+) -> SizeClass:
+    found: list[SizeClass] = []
+
+    def capacity() -> int:
+        return found[0].slot_limit if found else 0
+
+    groups = spec.groups
+    owner = SizeClass(
+        namespace=number,
+        group=group,
+        spec=groups[group],
+        width=-(-spec.hash_bytes // 8),
+        tenant=state.tenant(spec.tenant),
+        policy=state.make_policy(state.config.policy, capacity, state.policy_memory),
+        slots_per_row=slots_per_row(groups[group], state.config.extent_bytes),
+        tallies=tallies,
+    )
+    found.append(owner)
+    return owner
+
+
+def check_name(name: str, field: str) -> None:
+    if len(name.encode()) > MAX_NAME_BYTES:
+        raise InvalidArgument(
+            f"{field} is longer than {MAX_NAME_BYTES} bytes", field, "STRING_TOO_LONG"
+        )
+
+
+def scope_seed(state: State, namespace: Namespace, epoch: str, account: str, group: int) -> int:
+    """Seed of the tags of a scope; the same in every incarnation of the pool."""
+    return account_seed(group_seed(state, namespace, epoch, group), account)
+
+
+def group_seed(state: State, namespace: Namespace, epoch: str, group: int) -> int:
+    """`scope_seed` of the empty account; of all of them it is what takes longer."""
+    digest = hashlib.blake2b(digest_size=8, key=state.config.tag_secret)
+    for text in (namespace.spec.fingerprint, epoch, str(group)):
+        encoded = text.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def find_scope(state: State, session: Session, account: str, group: int) -> Scope | None:
+    """The scope in which this session's keys of a group meet others, if it was ever opened."""
+    number = state.scope_ids.get((session.namespace, session.epoch, account, group))
+    if number is None or number < state.namespaces[session.namespace].cleared_below:
+        return None
+    return state.scopes[number]
+
+
+def is_cleared(state: State, namespace: NamespaceId, scope: ScopeId) -> bool:
+    """Whether blocks of this scope of the namespace are of no use since it was cleared."""
+    return scope < state.namespaces[namespace].cleared_below
+
+
+def check_scopes(state: State, spec: NamespaceSpec, epoch: str, payer: str) -> None:
+    """Raise LimitExceeded unless a session of this payer may go to this epoch."""
+    if not scopes_fit(state, spec, payer, epoch, ""):
+        raise LimitExceeded(
+            f"{payer} has {state.scope_shares.taken[payer]} of {len(state.scopes)} scopes that hold"
+            f" blocks, and others need what is left of {MAX_SCOPES}: use fewer epochs and cache"
+            " salts",
+            "epoch",
+        )
+
+
+def scopes_fit(state: State, spec: NamespaceSpec, payer: str, epoch: str, account: str) -> bool:
+    """Whether these names' scopes, in every group, are open or can be opened by the payer."""
+    known = state.by_fingerprint.get(spec.fingerprint)
+    new = sum(
+        known is None or (known.namespace, epoch, account, group) not in state.scope_ids
+        for group in range(len(spec.groups))
+    )
+    if not new:
+        return True
+    taken, whole = state.scope_shares.taken[payer], len(state.scopes)
+    if share_left(taken, whole, MAX_SCOPES) >= new:
+        return True
+    mine, others = _forgettable_scopes(state, payer, new)
+    gone = len(mine) + len(others)
+    return share_left(taken - len(mine), whole - gone, MAX_SCOPES) >= new
+
+
+def _forgettable_scopes(
+    state: State, payer: str, wanted: int
+) -> tuple[list[ScopeId], list[ScopeId]]:
+    """Scopes without a block that no session opened for itself: the payer's, and others'.
+
+    Only where the payer has none they are of whoever has most of those, and then none with which
+    an engine of theirs would come back to its blocks: it might not get them again. What was
+    cleared goes with its clear.
+    """
+    epochs = {(session.namespace, session.epoch) for session in state.sessions.values()}
+
+    def may_go(number: ScopeId) -> bool:
+        scope = state.scopes[number]
+        if is_cleared(state, scope.namespace, number):
+            return False
+        return bool(scope.account) or (scope.namespace, scope.epoch) not in epochs
+
+    def may_go_for_others(number: ScopeId) -> bool:
+        scope = state.scopes[number]
+        return may_go(number) and (bool(scope.account) or not _may_hold_blocks(state, scope))
+
+    shares = state.scope_shares
+    mine = shares.forgettable(payer, wanted, may_go)
+    others = [other for other in shares.empty if other != payer]
+    if mine or not others:
+        return mine, []
+    most = max(others, key=lambda other: len(shares.empty[other]))
+    return [], shares.forgettable(most, wanted, may_go_for_others)
+
+
+def _may_hold_blocks(state: State, scope: Scope) -> bool:
+    """Whether a scope of the same epoch has a block, as where it has accounts one may."""
+    namespace = state.namespaces[scope.namespace]
+    together = namespace.scopes[scope.epoch]
+    if len(together) > len(namespace.classes):
+        return True
+    return not state.scope_shares.blocks.keys().isdisjoint(together)
+
+
+def _forget_unused_scopes(state: State, payer: str, actions: list[Action]) -> None:
+    """Their numbers never come back in this incarnation; their tags are the same when they do."""
+    mine, others = _forgettable_scopes(state, payer, MAX_GROUPS)
+    for number in (*mine, *others):
+        forget_scope(state, number)
+    actions.append(ForgetScopes((*mine, *others)))
+
+
+def forget_scope(state: State, number: ScopeId) -> None:
+    """Nothing names it any more. A name that was opened anew since it was cleared stays."""
+    scope = state.scopes.pop(number)
+    name = (scope.namespace, scope.epoch, scope.account, scope.group)
+    state.scope_shares.forgotten(number)
+    if state.scope_ids.get(name) == number:
+        del state.scope_ids[name]
+    if not is_cleared(state, scope.namespace, number):
+        siblings = state.namespaces[scope.namespace].scopes
+        siblings[scope.epoch].remove(number)
+        if not siblings[scope.epoch]:
+            del siblings[scope.epoch]
+
+
+def open_scope(
+    state: State, session: Session, account: str, group: int, actions: list[Action]
+) -> Scope:
+    """`find_scope`, opened when new; the caller has made sure that the limit allows it."""
+    found = find_scope(state, session, account, group)
+    if found is not None:
+        return found
+    payer = session.payer
+    if not share_left(state.scope_shares.taken[payer], len(state.scopes), MAX_SCOPES):
+        _forget_unused_scopes(state, payer, actions)
+    return open_named(state, (session.namespace, session.epoch, account, group), payer, actions)
+
+
+def open_named(
+    state: State, name: tuple[NamespaceId, str, str, int], payer: str, actions: list[Action]
+) -> Scope:
+    """A scope of this name that is new, or was cleared, under the next number."""
+    number, namespace = ScopeId(state.next_scope), state.namespaces[name[0]]
+    seed = scope_seed(state, namespace, *name[1:])
+    scope = Scope(number, *name, seed)
+    add_scope(state, scope, payer)
+    own = scope.epoch in namespace.own_epochs
+    actions.append(OpenScope(number, scope.namespace, scope.epoch, scope.account, scope.group, own))
+    return scope
+
+
+def add_scope(state: State, scope: Scope, payer: str) -> None:
+    """Make a scope known, which counts against the payer's share."""
+    number = scope.scope
+    state.scopes[number] = scope
+    state.scope_shares.opened(number, payer)
+    state.namespaces[scope.namespace].scopes.setdefault(scope.epoch, set()).add(number)
+    state.next_scope = max(state.next_scope, number + 1)
+    state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group] = number
+
+
+def open_epoch(state: State, session: Session, actions: list[Action]) -> EpochOpened:
+    """Open the session's epoch for the empty account, in every group."""
+    groups = range(len(state.namespaces[session.namespace].classes))
+    scopes = [open_scope(state, session, "", group, actions) for group in groups]
+    return EpochOpened(session.epoch, tuple(s.scope for s in scopes), tuple(s.seed for s in scopes))

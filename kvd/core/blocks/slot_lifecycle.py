@@ -1,0 +1,213 @@
+"""A block's way through its states, with every count, the index and the policy kept in line.
+
+All functions take slots of one size class and assert the step they take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.actions import (
+    Action,
+    AnnounceRemoved,
+    AnnounceStored,
+    PublishTags,
+    RetractTags,
+    WriteFree,
+    WriteReady,
+)
+from kvd.core.keys import KeyBatch, ScopeId, Slots
+from kvd.core.model import backlog
+from kvd.core.model.slots import SlotState, coarse_stamp
+
+if TYPE_CHECKING:
+    from kvd.core.model.job import Offer
+    from kvd.core.model.size_class import Row, SizeClass
+    from kvd.core.state import Scope, State
+
+
+def ready_in(state: State, row: Row) -> Slots:
+    """The row's READY slots."""
+    return row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.READY)
+
+
+def reserve(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Slots:
+    """FREE -> RESERVED for one new key each; the class has that many free slots.
+
+    From here on the policy knows them: they are as young as their store's admission is late.
+    """
+    owner = fresh.size_class
+    slots = owner.free.take(len(fresh.tags))
+    table = state.slots
+    table.move(slots, SlotState.FREE, SlotState.RESERVED)
+    table.tags[slots] = fresh.tags
+    table.scopes[slots] = scope
+    table.stamps[slots] = coarse_stamp(now_ns)
+    table.keys(owner.width)[slots] = fresh.words
+    state.index.insert(slots)
+    state.scope_shares.put(scope, len(slots))
+    owner.policy.insert(slots, fresh.tags)
+    owner.count(reserved=len(slots))
+    owner.tenant.used_bytes += len(slots) * owner.block_bytes
+    return slots
+
+
+def make_ready(
+    state: State, owner: SizeClass, slots: Slots, now_ns: int, actions: list[Action]
+) -> None:
+    """RESERVED -> READY: the records, then the tags, then the news."""
+    table = state.slots
+    table.move(slots, SlotState.RESERVED, SlotState.READY)
+    evictable = int(np.count_nonzero(table.pins[slots] == 0))
+    owner.count(reserved=-len(slots), ready=len(slots), evictable=evictable)
+    tags = table.tags[slots]
+    words = table.keys(owner.width)[slots]
+    hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
+    table.noted[slots] = table.stamps[slots]
+    stamps = np.full(len(slots), now_ns, dtype=np.uint64)
+    keys = KeyBatch(words, hash_bytes)
+    actions.append(WriteReady(slots, table.scopes[slots], keys, stamps))
+    actions.append(PublishTags(owner.namespace, tags))
+    for scope, members in _by_scope(state, slots):
+        batch = keys if len(members) == len(slots) else _keys_of(state, owner, members)
+        actions.append(
+            AnnounceStored(scope.namespace, scope.epoch, scope.account, scope.group, batch)
+        )
+
+
+def evict(state: State, owner: SizeClass, count: int, actions: list[Action]) -> None:
+    """Free `count` slots of blocks that the policy gives up; that many are evictable."""
+    pins = state.slots.pins
+    victims = owner.policy.evict(count, lambda slots: pins[slots] == 0)
+    assert victims is not None, "the policy found fewer evictable blocks than there are"
+    state.counters.evicted += len(victims)
+    forget_ready(state, owner, victims, actions)
+
+
+def forget_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    """READY -> FREE for unpinned blocks that the policy has already let go."""
+    assert not state.slots.pins[slots].any(), "a pinned block was evicted"
+    _leave_index(state, owner, slots, actions)
+    actions.append(WriteFree(slots))
+    state.slots.move(slots, SlotState.READY, SlotState.FREE)
+    owner.count(ready=-len(slots), evictable=-len(slots))
+    owner.tenant.used_bytes -= len(slots) * owner.block_bytes
+    owner.put_free(slots)
+
+
+def quarantine_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    """READY -> QUARANTINED for pinned blocks that the policy has already let go."""
+    assert bool((state.slots.pins[slots] > 0).all()), "an unpinned block needs no quarantine"
+    _leave_index(state, owner, slots, actions)
+    actions.append(WriteFree(slots))
+    state.slots.move(slots, SlotState.READY, SlotState.QUARANTINED)
+    owner.count(ready=-len(slots), quarantined=len(slots))
+
+
+def quarantine_reserved(state: State, owner: SizeClass, slots: Slots) -> None:
+    """RESERVED -> QUARANTINED, and on to FREE where no copy is left."""
+    state.index.remove(slots)
+    state.scope_shares.take_each(state.slots.scopes[slots])
+    owner.policy.remove(slots)
+    state.slots.move(slots, SlotState.RESERVED, SlotState.QUARANTINED)
+    owner.count(reserved=-len(slots), quarantined=len(slots))
+    _free_unpinned(state, owner, slots)
+
+
+def pin(state: State, owner: SizeClass, slots: Slots) -> None:
+    """One more reason not to evict each of these distinct slots."""
+    pins = state.slots.pins
+    before = pins[slots]
+    ready = state.slots.state[slots] == SlotState.READY
+    owner.count(evictable=-int(np.count_nonzero((before == 0) & ready)))
+    pins[slots] = before + 1
+
+
+def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
+    """Take one such reason away; a quarantined slot's last one sets it free."""
+    pins = state.slots.pins
+    after = pins[slots] - 1
+    assert bool((after >= 0).all()), "a pin was taken away twice"
+    pins[slots] = after
+    states = state.slots.state[slots]
+    owner.count(evictable=int(np.count_nonzero((after == 0) & (states == SlotState.READY))))
+    if (states == SlotState.QUARANTINED).any():
+        _free_unpinned(state, owner, slots[states == SlotState.QUARANTINED])
+
+
+def touch(
+    state: State, owner: SizeClass, slots: Slots, now_ns: int, *, as_use: bool = True
+) -> None:
+    """These blocks were used, or (not `as_use`) shall only be young; repeats count once."""
+    if not len(slots):
+        return
+    slots = slots[state.slots.firsts(slots)]
+    owner.policy.touch(slots, as_use=as_use)
+    state.slots.stamps[slots] = coarse_stamp(now_ns)
+
+
+def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:
+    """QUARANTINED -> FREE where no pin is left. Their records say FREE already."""
+    slots = slots[state.slots.pins[slots] == 0]
+    state.slots.move(slots, SlotState.QUARANTINED, SlotState.FREE)
+    owner.count(quarantined=-len(slots))
+    owner.tenant.used_bytes -= len(slots) * owner.block_bytes
+    owner.put_free(slots)
+
+
+def _leave_index(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    """Those that were READY: nobody finds them, and everybody who could is told."""
+    state.index.remove(slots)
+    state.scope_shares.take_each(state.slots.scopes[slots])
+    actions.append(RetractTags(owner.namespace, state.slots.tags[slots]))
+    namespace = state.namespaces[owner.namespace]
+    if namespace.doomed:  # everybody was told of these when the namespace was cleared
+        live = state.slots.scopes[slots] >= namespace.cleared_below
+        namespace.doomed -= int(np.count_nonzero(~live))
+        slots = slots[live]
+    _announce_removed(state, owner, slots, actions)
+
+
+def _announce_removed(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+    for scope, members in _by_scope(state, slots):
+        keys = _keys_of(state, owner, members)
+        actions.append(
+            AnnounceRemoved(scope.namespace, scope.epoch, scope.account, scope.group, keys)
+        )
+
+
+def _keys_of(state: State, owner: SizeClass, slots: Slots) -> KeyBatch:
+    hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
+    return KeyBatch(state.slots.keys(owner.width)[slots], hash_bytes)
+
+
+def _by_scope(state: State, slots: Slots) -> Iterator[tuple[Scope, Slots]]:
+    """The slots by scope; nearly always there is one."""
+    if not len(slots):
+        return
+    scopes = state.slots.scopes[slots]
+    if (scopes == scopes[0]).all():
+        yield state.scopes[ScopeId(int(scopes[0]))], slots
+        return
+    # Sorted once: with an account a user a row holds blocks of thousands of scopes.
+    order = np.argsort(scopes, kind="stable")
+    numbers, starts = np.unique(scopes[order], return_index=True)
+    members = np.split(slots[order], starts[1:])
+    for scope, inside in zip(numbers.tolist(), members, strict=True):
+        yield state.scopes[ScopeId(scope)], inside
+
+
+def first_of(state: State, slots: Slots, most: int) -> Slots:
+    """As many as one event gives up: each scope and each claim takes longer than a block."""
+    slots = slots[:most]
+    scopes = state.slots.scopes[slots]
+    changes = np.flatnonzero(scopes[1:] != scopes[:-1])
+    if len(changes) > backlog.SCOPES_CHANGED_AT_ONCE:
+        slots = slots[: changes[backlog.SCOPES_CHANGED_AT_ONCE] + 1]
+    claimed = np.flatnonzero(state.slots.leases[slots])
+    if len(claimed) > backlog.CLAIMED_AT_ONCE:
+        slots = slots[: claimed[backlog.CLAIMED_AT_ONCE]]
+    return slots

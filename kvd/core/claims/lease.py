@@ -1,0 +1,178 @@
+"""Leases: expiring claims on ready blocks, renewed by steps, capped per tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvd.core.blocks import slot_lifecycle
+from kvd.core.events import Query
+from kvd.core.keys import LeaseId, RequestId, Slots
+from kvd.core.model import backlog
+from kvd.core.model.leases import Lease
+from kvd.core.model.size_class import LeasesLeft
+from kvd.core.state import Session, State
+
+if TYPE_CHECKING:
+    from kvd.core.model.size_class import SizeClass
+
+MAX_LEASES_PER_SESSION = 16384
+LEASES_LOOKED_AT = 512  # in one event
+SLOTS_LOOKED_AT = 1 << 16  # of those, but for the last one's
+
+
+def leasable(state: State, session: Session, owner: SizeClass, slots: Slots) -> int:
+    """How many of these slots, from the first on, a lease of this session may take."""
+    if len(session.leases) + session.ended_leases >= MAX_LEASES_PER_SESSION:
+        return 0
+    return within_cap(state, owner, slots)
+
+
+def within_cap(state: State, owner: SizeClass, slots: Slots) -> int:
+    """How many of these slots, from the first on, the tenant's cap lets anybody claim.
+
+    A block counts once however many leases and hand-offs claim it.
+    """
+    room = owner.tenant.lease_room(state.pool_bytes, state.config.lease_share)
+    if len(slots) * owner.block_bytes <= room:
+        return len(slots)
+    fresh = state.slots.leases[slots] == 0
+    cost = np.cumsum(fresh & state.slots.firsts(slots)) * owner.block_bytes
+    return int(np.count_nonzero(cost <= max(room, 0)))
+
+
+def take_lease(
+    state: State, session: Session, request: RequestId, owner: SizeClass, held: tuple[Slots, int]
+) -> LeaseId:
+    """Hold these READY slots for the request from `held[1]` (now, ns) on."""
+    slots, now_ns = held[0][state.slots.firsts(held[0])], held[1]
+    lease = Lease(LeaseId(state.next_lease), session.session, request, owner, slots, now_ns)
+    state.next_lease += 1
+    session.leases[lease.lease] = lease
+    session.by_request.setdefault(request, set()).add(lease.lease)
+    claim(state, owner, slots)
+    return lease.lease
+
+
+def hold(
+    state: State, session: Session, query: Query, owner: SizeClass, held: tuple[Slots, int]
+) -> LeaseId:
+    """Hold these READY slots by the lease that the query extends, or by a new one."""
+    lease = session.leases.get(query.extends) if query.extends is not None else None
+    if lease is None or lease.size_class is not owner:
+        return take_lease(state, session, query.context.request, owner, held)
+    fresh = state.slots.without(held[0][state.slots.firsts(held[0])], lease.slots)
+    claim(state, owner, fresh)
+    lease.slots = np.concatenate([lease.slots, fresh])
+    return lease.lease
+
+
+def claim(state: State, owner: SizeClass, slots: Slots) -> None:
+    """One more lease or hand-off holds each of these distinct slots."""
+    slot_lifecycle.pin(state, owner, slots)
+    holders = state.slots.leases[slots]
+    owner.tenant.leased_bytes += int(np.count_nonzero(holders == 0)) * owner.block_bytes
+    state.slots.leases[slots] = holders + 1
+
+
+def unclaim(state: State, owner: SizeClass, slots: Slots) -> None:
+    """Take one such claim away from each of these distinct slots."""
+    holders = state.slots.leases[slots] - 1
+    state.slots.leases[slots] = holders
+    owner.tenant.leased_bytes -= int(np.count_nonzero(holders == 0)) * owner.block_bytes
+    slot_lifecycle.unpin(state, owner, slots)
+
+
+def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> None:
+    """End the leases that are still held; ids that are not are ignored."""
+    ended = []
+    for number in list(leases):
+        lease = session.leases.pop(number, None)
+        if lease is None:
+            continue
+        siblings = session.by_request[lease.request]
+        siblings.discard(number)
+        if not siblings:
+            del session.by_request[lease.request]
+        ended.append(lease)
+    _give_up(state, session, ended)
+
+
+def end_all(state: State, session: Session) -> None:
+    """End every lease of the session."""
+    ended = list(session.leases.values())
+    session.leases, session.by_request = {}, {}
+    _give_up(state, session, ended)
+
+
+def _give_up(state: State, session: Session, ended: list[Lease]) -> None:
+    """Take the claims of a few leases away now, those of the others in pieces."""
+    blocks = 0
+    for count, lease in enumerate(ended):
+        if count >= backlog.LEASES_AT_ONCE or blocks >= backlog.LEASED_BLOCKS_AT_ONCE:
+            later = ended[count:]
+            state.backlog.leases.extend(later)
+            session.ended_leases += len(later)
+            state.namespaces[session.namespace].ended_leases += len(later)
+            return
+        unclaim(state, lease.size_class, lease.slots)
+        blocks += len(lease.slots)
+
+
+def unclaim_ended(state: State) -> list[Session]:
+    """Take the claims of some ended leases away. The sessions of which none is left now."""
+    queue, blocks, over = state.backlog.leases, 0, []
+    for _ in range(min(backlog.LEASES_AT_ONCE, len(queue))):
+        lease = queue.popleft()
+        unclaim(state, lease.size_class, lease.slots)
+        session = state.sessions[lease.session]
+        session.ended_leases -= 1
+        state.namespaces[session.namespace].ended_leases -= 1
+        if not session.ended_leases:
+            over.append(session)
+        blocks += len(lease.slots)
+        if blocks >= backlog.LEASED_BLOCKS_AT_ONCE:
+            break
+    return over
+
+
+def end_leases_of(state: State, session: Session, requests: Iterable[RequestId]) -> None:
+    """End what is held for these requests."""
+    numbers = (sorted(session.by_request.get(request, ())) for request in requests)
+    end_leases(state, session, [number for several in numbers for number in several])
+
+
+def end_leases_on(state: State, owner: SizeClass, span: slice, left: LeasesLeft) -> None:
+    """End those of the next few leases that hold a slot of the span, which takes no new ones."""
+    slots = 0
+    for _ in range(LEASES_LOOKED_AT):
+        if slots >= SLOTS_LOOKED_AT:
+            return
+        while not left.leases:
+            if not left.sessions:
+                return
+            left.session = left.sessions.pop()
+            opened = state.sessions.get(left.session)
+            left.leases = list(opened.leases) if opened is not None else []
+        number = left.leases.pop()
+        session = state.sessions.get(left.session) if left.session is not None else None
+        lease = session.leases.get(number) if session is not None else None
+        if session is None or lease is None or lease.size_class is not owner:
+            continue
+        slots += len(lease.slots)
+        if ((lease.slots >= span.start) & (lease.slots < span.stop)).any():
+            state.counters.leases_expired += 1
+            end_leases(state, session, [number])
+
+
+def expire_leases(state: State, now_ns: int) -> None:
+    """End every lease that neither its taking nor its session's last step keeps alive."""
+    oldest = now_ns - state.config.lease_ttl_ns
+    for session in state.sessions.values():
+        if session.renewed_ns > oldest:
+            continue
+        expired = [n for n, lease in session.leases.items() if lease.taken_ns <= oldest]
+        state.counters.leases_expired += len(expired)
+        end_leases(state, session, expired)

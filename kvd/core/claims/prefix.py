@@ -1,0 +1,144 @@
+"""Recency by request: a prompt's tail leaves before its head, whenever each was stored.
+
+A policy keeps this order within one batch. But a request finds its head first and stores its
+tail later, in several batches, each of them younger than the head and not always in order. So
+the machine remembers which blocks a request has used, in the order of its prompt, and renews
+them all when more of them are admitted, and once again at the request's end, which is their last
+use. When a copy ends says nothing about recency: a late one makes nothing young. What is
+remembered pins nothing: a slot may have gone to another key meanwhile, and is then left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvd.core.blocks import namespaces, slot_lifecycle
+from kvd.core.keys import RequestId, ScopeId, Slots
+from kvd.core.model.job import Prefix, Used
+from kvd.core.model.slots import SlotState
+from kvd.core.state import Session, State
+
+MAX_PREFIXES = 4096  # requests of one session; the oldest is forgotten
+MAX_PREFIX_BLOCKS = 65536  # of one request and scope; what is behind them is not remembered
+# Of all its requests, 16 bytes each: beyond, the session's oldest requests are forgotten.
+MAX_SESSION_BLOCKS = 524_288
+MAX_TENANT_BLOCKS = 2_097_152  # of all its sessions
+# A request is renewed once it has grown by this part since it last was, a short one always: so
+# each of its blocks is renewed some eight times, however long its prompt and small its pieces.
+GROWTH = 8
+SHORT_BLOCKS = 512
+
+
+def of(session: Session, request: RequestId) -> Prefix:
+    """The request's prefix, remembered from now on."""
+    found = session.prefixes.get(request)
+    if found is None:
+        if len(session.prefixes) >= MAX_PREFIXES:
+            _forget_oldest(session, None)
+        found = session.prefixes[request] = Prefix(session.remembered)
+    return found
+
+
+def end(state: State, session: Session, requests: Iterable[RequestId], now_ns: int) -> None:
+    """These requests ended: their blocks were used until now, and are forgotten as theirs."""
+    for request in requests:
+        prefix = session.prefixes.pop(request, None)
+        if prefix is None:
+            continue
+        for scope in prefix.used:
+            _renew(state, prefix, scope, now_ns)
+        prefix.forget()
+
+
+def forget_all(session: Session) -> None:
+    """The session is over, and no job is left that could add to what its requests have used."""
+    session.remembered.add(-session.remembered.blocks)
+    session.prefixes.clear()
+
+
+def note(state: State, session: Session, prefix: Prefix, slots: Slots, blocks: Slots) -> None:
+    """The request has used these blocks of one scope, that stand at `blocks` in its prompt."""
+    if not len(slots) or prefix.is_forgotten or not _fits(session, prefix, len(slots)):
+        return
+    scope = state.scope_of(int(slots[0]))
+    firsts = state.slots.firsts(slots)
+    slots, blocks = slots[firsts], blocks[firsts]
+    before = prefix.used.get(scope)
+    if before is not None:
+        others = ~state.slots.among(before.slots, slots)
+        slots = np.concatenate([before.slots[others], slots])
+        blocks = np.concatenate([before.blocks[others], blocks])
+    if (blocks[1:] < blocks[:-1]).any():
+        order = np.argsort(blocks, kind="stable")
+        slots, blocks = slots[order], blocks[order]
+    prefix.set(scope, Used(_first(slots), _first(blocks)))
+
+
+def _first(places: Slots) -> Slots:
+    """As many as are remembered, in an array of their own."""
+    return places if len(places) <= MAX_PREFIX_BLOCKS else places[:MAX_PREFIX_BLOCKS].copy()
+
+
+def _fits(session: Session, prefix: Prefix, blocks: int) -> bool:
+    """Whether so many more may be remembered; older requests of the session make room."""
+    mine, tenant = session.remembered, session.remembered.tenant
+    while mine.blocks + blocks > MAX_SESSION_BLOCKS or (
+        tenant is not None and tenant.blocks + blocks > MAX_TENANT_BLOCKS
+    ):
+        if not _forget_oldest(session, prefix):
+            return False
+    return True
+
+
+def _forget_oldest(session: Session, keep: Prefix | None) -> bool:
+    """Forget the session's oldest request but this one. False: there is none."""
+    for request, each in session.prefixes.items():
+        if each is not keep:
+            each.forget()
+            del session.prefixes[request]
+            return True
+    return False
+
+
+def grow(
+    state: State, session: Session, prefix: Prefix, slots: Slots, blocks: Slots, now_ns: int
+) -> None:
+    """These blocks were admitted for the request: note them, and renew all that it has used, now
+    or with one of the next if there is much of it.
+    """
+    scope = state.scope_of(int(slots[0]))
+    in_order = scope not in prefix.used and not (blocks[1:] < blocks[:-1]).any()
+    note(state, session, prefix, slots, blocks)
+    used = prefix.used.get(scope)
+    if used is None:
+        return
+    size, before = len(used.slots), prefix.renewed.get(scope, 0)
+    if in_order:  # they are its only ones, and stand right as they came in
+        prefix.renewed[scope] = size
+    elif size <= SHORT_BLOCKS or size >= before + before // GROWTH:
+        _renew(state, prefix, scope, now_ns)
+        prefix.renewed[scope] = size
+
+
+def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
+    """What the request has used of this scope and is still there, in prompt order."""
+    used = prefix.used.get(scope)
+    if used is None:
+        return np.empty(0, dtype=np.int64)
+    states = state.slots.state[used.slots]
+    still = (states == SlotState.READY) | (states == SlotState.RESERVED)
+    still &= state.slots.scopes[used.slots] == scope
+    if not still.all():
+        used = Used(used.slots[still], used.blocks[still])
+        prefix.set(scope, used)
+    return used.slots
+
+
+def _renew(state: State, prefix: Prefix, scope: ScopeId, now_ns: int) -> None:
+    named = state.scopes.get(scope)
+    if named is None or namespaces.is_cleared(state, named.namespace, scope):
+        return  # nothing of it is there, or to be found
+    owner = state.classes[named.namespace, named.group]
+    slot_lifecycle.touch(state, owner, held(state, prefix, scope), now_ns, as_use=False)

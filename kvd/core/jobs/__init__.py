@@ -1,0 +1,1 @@
+"""Lookups, stores and loads, and the transfers that carry them out."""

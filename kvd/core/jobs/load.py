@@ -1,0 +1,59 @@
+"""Loads: all of the blocks or none, pinned until every rank's copy is known to have ended."""
+
+from __future__ import annotations
+
+from kvd.core.actions import Action, Reply, Verdict
+from kvd.core.blocks import slot_lifecycle
+from kvd.core.errors import KEY_MISSING, RANKS_MISSING
+from kvd.core.events import JobKind, JobStatus, LoadRequested
+from kvd.core.jobs import transfer
+from kvd.core.jobs.offer import check_loaded_places, check_runs, read_offers
+from kvd.core.jobs.store import check_new_job
+from kvd.core.keys import ScopeId, Slots
+from kvd.core.model.index import NOWHERE
+from kvd.core.model.job import Job, Offer, Part
+from kvd.core.model.slots import SlotState
+from kvd.core.state import State
+
+
+def load(state: State, event: LoadRequested, now_ns: int) -> list[Action]:
+    """Start a transfer of every block to every rank, or refuse the job."""
+    session = state.require_session(event.session)
+    check_runs(state, session, event.runs)
+    check_loaded_places(state, session, event.runs)
+    check_new_job(session, event)
+    job = Job(session.session, event.job, JobKind.LOAD, event.context.request, open=False)
+    session.jobs[event.job] = job
+    offers = read_offers(state, session, event.context.account, event.runs)
+    actions: list[Action] = []
+    reason = "" if session.usable() else RANKS_MISSING
+    if not reason and not all(_readable(state, offer) for offer in offers):
+        reason = KEY_MISSING
+    blocks = 0 if reason else sum(len(offer.slots) for offer in offers)
+    if reason:
+        job.status, job.reason = JobStatus.REFUSED, reason
+    elif blocks:
+        for offer in offers:
+            slot_lifecycle.touch(state, offer.size_class, _unclaimed(state, offer), now_ns)
+        parts = tuple(_part(state, offer) for offer in offers)
+        transfer.start_piece(state, job, parts, now_ns, actions)
+    actions.append(Reply(Verdict(event.job, JobKind.LOAD, not reason, reason, blocks)))
+    transfer.end_job_when_done(state, job, actions)
+    return actions
+
+
+def _readable(state: State, offer: Offer) -> bool:
+    known = bool((offer.slots != NOWHERE).all())
+    return known and bool((state.slots.state[offer.slots] == SlotState.READY).all())
+
+
+def _unclaimed(state: State, offer: Offer) -> Slots:
+    """Blocks without a lease: taking the lease of the others was their use already."""
+    unclaimed: Slots = offer.slots[state.slots.leases[offer.slots] == 0]
+    return unclaimed
+
+
+def _part(state: State, offer: Offer) -> Part:
+    scope = ScopeId(int(state.slots.scopes[offer.slots[0]]))
+    pinned = offer.slots[state.slots.firsts(offer.slots)]
+    return Part(offer.size_class, scope, offer.slots, pinned, offer.engine_blocks)

@@ -1,0 +1,108 @@
+"""Lookups and touches."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.actions import Action, Answer, Reply
+from kvd.core.blocks import slot_lifecycle
+from kvd.core.blocks.reading import check_key_count, check_keys, read_keys
+from kvd.core.claims import lease, prefix
+from kvd.core.events import LeaseMode, LookupRequested, Query, Touched
+from kvd.core.keys import U64, Slots
+from kvd.core.model.index import NOWHERE
+from kvd.core.model.size_class import SizeClass
+from kvd.core.model.slots import SlotState
+from kvd.core.state import Session, State
+
+MISS, HIT, PENDING, RETRY = 0, 1, 2, 3  # as in kvd.v1 Answer
+ADMIT = 4
+
+_STATUS_OF_STATE = np.zeros(len(SlotState), dtype=np.uint8)
+_STATUS_OF_STATE[SlotState.READY] = HIT
+_STATUS_OF_STATE[SlotState.RESERVED] = PENDING
+
+
+def lookup(state: State, event: LookupRequested, now_ns: int) -> list[Action]:
+    """Answer every query; take leases where asked."""
+    session = state.require_session(event.session)
+    check_key_count(sum(len(query.keys) for query in event.queries))
+    owners = [check_keys(state, session, q.group, q.keys) for q in event.queries]
+    answers = tuple(
+        _answer(state, session, query, owner, now_ns)
+        for query, owner in zip(event.queries, owners, strict=True)
+    )
+    return [Reply(answers)]
+
+
+def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_ns: int) -> Answer:
+    counters = state.counters
+    tags, slots = read_keys(state, session, query.context.account, query.group, query.keys.words)
+    known = slots != NOWHERE
+    if known.all():
+        statuses = _STATUS_OF_STATE.take(state.slots.state.take(slots))
+    else:
+        statuses = _statuses(state, owner, tags, slots, known)
+    held, leased = None, 0
+    if query.lease is not LeaseMode.NONE:
+        run = _claimed(statuses, query.lease)
+        claimed = slots.take(run)
+        leased = lease.leasable(state, session, owner, claimed)
+        if leased < len(run):
+            statuses[run[leased:]] = RETRY
+            claimed = claimed[:leased]
+        if leased:
+            held = lease.hold(state, session, query, owner, (claimed, now_ns))
+            slot_lifecycle.touch(state, owner, claimed, now_ns)
+            places = query.first_block + run[:leased]
+            used = prefix.of(session, query.context.request)
+            prefix.note(state, session, used, claimed, places)
+    counts = np.bincount(statuses & 3, minlength=4)
+    counters.misses += int(counts[MISS])
+    counters.hits += int(counts[HIT])
+    counters.pending += int(counts[PENDING])
+    counters.retries += int(counts[RETRY])
+    return Answer(statuses.tobytes(), held, leased)
+
+
+def _statuses(
+    state: State, owner: SizeClass, tags: U64, slots: Slots, known: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.uint8]:
+    """Statuses of keys of which some are not in the index; the policy hears which."""
+    statuses = np.zeros(len(slots), dtype=np.uint8)
+    statuses[known] = _STATUS_OF_STATE.take(state.slots.state.take(slots[known]))
+    missed = ~known
+    owner.policy.missed(tags[missed])
+    if not state.draining:
+        statuses[missed] = np.where(state.admission.would_admit(tags[missed]), ADMIT, MISS)
+    return statuses
+
+
+def _claimed(statuses: npt.NDArray[np.uint8], mode: LeaseMode) -> Slots:
+    """Places of the keys that a lease of this mode would hold."""
+    hit = statuses == HIT
+    if mode is LeaseMode.ALL or hit.all():
+        return np.flatnonzero(hit)
+    return np.arange(int(np.argmin(hit)))
+
+
+def touch(state: State, event: Touched, now_ns: int) -> list[Action]:
+    """Readable blocks among these were used; the unknown were sighted, for the reuse filter.
+
+    What is still being stored is no hit, but it becomes as young as the others.
+    """
+    session = state.require_session(event.session)
+    check_key_count(len(event.keys))
+    owner = check_keys(state, session, event.group, event.keys)
+    words = event.keys.words
+    tags, slots = read_keys(state, session, event.context.account, event.group, words)
+    unknown = slots == NOWHERE
+    if unknown.any():
+        state.admission.offer(np.unique(tags[unknown]))
+    slots = slots[~unknown]
+    ready = state.slots.state[slots] == SlotState.READY
+    slot_lifecycle.touch(state, owner, slots[ready], now_ns)
+    if not ready.all():
+        slot_lifecycle.touch(state, owner, slots, now_ns, as_use=False)
+    return []

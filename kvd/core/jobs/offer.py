@@ -1,0 +1,101 @@
+"""What a store or a load asks for: checked, merged by group, and compared with the index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.blocks.reading import check_key_count, check_keys, read_keys
+from kvd.core.errors import InvalidArgument
+from kvd.core.events import Run
+from kvd.core.model.job import Offer
+from kvd.core.spec import GroupKind
+from kvd.core.state import Session, State
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+
+
+def check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
+    """Raise InvalidArgument where a run can't be meant, whatever the state."""
+    check_key_count(sum(len(run.keys) for run in runs))
+    for run in runs:
+        owner = check_keys(state, session, run.group, run.keys)
+        shape = (len(run.keys), owner.spec.blocks_per_block)
+        if run.engine_blocks.shape != shape:
+            raise InvalidArgument(
+                f"engine blocks of shape {run.engine_blocks.shape}, must be {shape}",
+                "engine_blocks",
+            )
+        real = run.engine_blocks[run.engine_blocks != NULL_ENGINE_BLOCK]
+        known = session.engine_blocks(run.group)
+        if len(real) and int(real.max()) >= known:
+            raise InvalidArgument(
+                f"engine block {int(real.max())} of group {run.group}, which has {known} as its"
+                " ranks registered it: ids are below that",
+                "engine_blocks",
+            )
+
+
+def check_loaded_places(state: State, session: Session, runs: Sequence[Run]) -> None:
+    """Raise InvalidArgument where a load wants more of a recurrent block than its last state."""
+    classes = state.namespace_of(session).classes
+    for run in runs:
+        if classes[run.group].spec.kind is not GroupKind.RECURRENT_STATE:
+            continue
+        if (run.engine_blocks[:, :-1] != NULL_ENGINE_BLOCK).any():
+            raise InvalidArgument(
+                "a recurrent group's blocks keep their last state: all but the last engine block"
+                " of a row must be null (0xFFFFFFFF) in a load",
+                "engine_blocks",
+            )
+
+
+def read_offers(state: State, session: Session, account: str, runs: Sequence[Run]) -> list[Offer]:
+    """One offer a group, in the order of the groups' first runs."""
+    by_group: dict[int, list[Run]] = {}
+    for run in runs:
+        if len(run.keys):
+            by_group.setdefault(run.group, []).append(run)
+    return [_read_group(state, session, account, same) for same in by_group.values()]
+
+
+def _read_group(state: State, session: Session, account: str, runs: list[Run]) -> Offer:
+    group = runs[0].group
+    namespace = state.namespace_of(session)
+    blocks = np.concatenate([run.first_block + np.arange(len(run.keys)) for run in runs])
+    if len(runs) == 1:
+        words, engine_blocks = runs[0].keys.words, runs[0].engine_blocks
+    else:
+        words = np.concatenate([run.keys.words for run in runs])
+        engine_blocks = np.concatenate([run.engine_blocks for run in runs])
+    tags, slots = read_keys(state, session, account, group, words)
+    return Offer(namespace.classes[group], words, tags, engine_blocks, blocks, slots)
+
+
+def storable_rows(offer: Offer) -> Offer:
+    """The offer without repeated keys and without blocks that are not whole.
+
+    A null engine block would put zeros under a real key, and whoever loads that block may want
+    just this part of it. Of a recurrent group's block only the last state is ever loaded.
+    """
+    real = _whole_rows(offer)
+    if not real.all():
+        offer = offer.rows(np.flatnonzero(real))
+    if len(set(offer.tags.tolist())) == len(offer.tags):  # sorting costs four times as much
+        return offer
+    unique, first = np.unique(offer.tags, return_index=True)
+    if len(unique) < len(np.unique(offer.words, axis=0)):  # two keys share a tag
+        _, first = np.unique(offer.words, axis=0, return_index=True)
+    return offer.rows(np.sort(first))
+
+
+def broken_rows(offer: Offer) -> int:
+    """How many of the blocks are not whole."""
+    return len(offer.tags) - int(np.count_nonzero(_whole_rows(offer)))
+
+
+def _whole_rows(offer: Offer) -> npt.NDArray[np.bool_]:
+    given = offer.engine_blocks != NULL_ENGINE_BLOCK
+    keeps_last = offer.size_class.spec.kind is GroupKind.RECURRENT_STATE
+    return np.asarray(given[:, -1] if keeps_last else given.all(axis=1))

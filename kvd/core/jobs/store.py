@@ -1,0 +1,234 @@
+"""Stores: which of the offered blocks are copied, into which slots, and who waits for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.actions import Action, Reply, Verdict
+from kvd.core.blocks import namespaces, slot_lifecycle
+from kvd.core.blocks.row_grants import grant_spare
+from kvd.core.claims import prefix
+from kvd.core.errors import (
+    COPY_FAILED,
+    DRAINING,
+    RANKS_MISSING,
+    DuplicateJob,
+    InvalidArgument,
+    KvdError,
+    LimitExceeded,
+)
+from kvd.core.events import JobKind, JobStatus, LoadRequested, StoreRequested
+from kvd.core.jobs import transfer, waits
+from kvd.core.jobs.offer import broken_rows, check_runs, read_offers, storable_rows
+from kvd.core.keys import ScopeId, Slots
+from kvd.core.model.index import NOWHERE
+from kvd.core.model.job import Job, Offer, Part
+from kvd.core.model.slots import SlotState
+from kvd.core.room.eviction import make_room
+from kvd.core.state import Session, State
+from kvd_proto.layout import MAX_JOBS_IN_FLIGHT
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """An offer, divided. `fresh` will be copied; `ready` and `followed` are slots."""
+
+    offer: Offer
+    fresh: Offer
+    ready: Slots
+    ready_blocks: Slots  # their places in the prompt
+    followed: Offer
+    blocked: bool  # some must be stored, but their engine block is being copied already
+    left: int  # neither copied, nor followed, nor there
+
+
+def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
+    """Start copying what is neither readable nor being stored; all of it or nothing.
+
+    A later piece that breaks a rule is no error: its job's first pieces are under way, so the
+    job fails, and ends.
+    """
+    session = state.require_session(event.session)
+    job = session.jobs.get(event.job)
+    if job is not None and (job.kind is not JobKind.STORE or not job.open):
+        raise DuplicateJob(f"job {event.job} is in flight", "job_id")
+    reason = message = ""
+    try:
+        _check(state, session, event)
+    except KvdError as error:
+        if job is None:
+            raise
+        reason, message = error.reason, str(error)
+    if job is None:
+        check_new_job(session, event)
+        job = Job(session.session, event.job, JobKind.STORE, event.context.request)
+        job.prefix = prefix.of(session, event.context.request)
+        session.jobs[event.job] = job
+    actions: list[Action] = []
+    reason = job.reason or reason or _refusal(state, session, event)
+    blocks = 0
+    if not reason:
+        reason, blocks = _admit(state, session, job, event, (now_ns, actions))
+    if reason and not job.reason:
+        job.reason = reason
+        job.status = JobStatus.FAILED if job.started or job.followed else JobStatus.REFUSED
+    actions.append(Reply(Verdict(event.job, JobKind.STORE, not reason, reason, blocks, message)))
+    job.open = not event.last
+    transfer.end_job_when_done(state, job, actions)
+    return actions
+
+
+def _check(state: State, session: Session, event: StoreRequested) -> None:
+    check_runs(state, session, event.runs)
+    namespaces.check_name(event.context.account, "account")
+
+
+def check_new_job(session: Session, event: StoreRequested | LoadRequested) -> None:
+    """Raise unless the session may start a job of this number."""
+    if event.job <= 0:
+        raise InvalidArgument("job ids start at 1", "job_id")
+    if event.job in session.jobs:
+        raise DuplicateJob(f"job {event.job} is in flight", "job_id")
+    if len(session.jobs) >= MAX_JOBS_IN_FLIGHT:
+        raise LimitExceeded(f"{MAX_JOBS_IN_FLIGHT} jobs are in flight", "job_id")
+
+
+def _refusal(state: State, session: Session, event: StoreRequested) -> str:
+    if state.draining:
+        return DRAINING
+    if not can_store(state, session):
+        return RANKS_MISSING
+    spec = state.namespace_of(session).spec
+    if not namespaces.scopes_fit(state, spec, session.payer, session.epoch, event.context.account):
+        return LimitExceeded.reason
+    return ""
+
+
+def can_store(state: State, session: Session) -> bool:
+    """Every rank stands, and every shard has its writer."""
+    shards = state.namespace_of(session).classes[0].shards
+    writing = {mover.shard for mover in session.movers.values() if mover.writer}
+    return session.usable() and len(writing) == shards
+
+
+def _admit(
+    state: State,
+    session: Session,
+    job: Job,
+    event: StoreRequested,
+    at: tuple[int, list[Action]],
+) -> tuple[str, int]:
+    """Divide, make room, start. Answers why not ("" = started) and the blocks that will go."""
+    now_ns, actions = at
+    account = event.context.account
+    offers = read_offers(state, session, account, event.runs)
+    whole = event.request_level
+    plans = [_divide(state, job, storable_rows(offer), whole) for offer in offers]
+    if not waits.waits_fit(state, session, [plan.followed for plan in plans]):
+        return LimitExceeded.reason, 0
+    job.left += sum(broken_rows(offer) for offer in offers)
+    needs = [(p.offer.size_class, len(p.fresh.tags)) for p in plans if len(p.fresh.tags)]
+    # Neither what was just offered nor what the request used before it makes room for the rest:
+    # a tail is worth nothing without its head.
+    kept = [_kept(state, session, job, account, plan) for plan in plans]
+    for plan, slots in zip(plans, kept, strict=True):
+        slot_lifecycle.pin(state, plan.offer.size_class, slots)
+    reason = make_room(state, needs, actions)
+    for plan, slots in zip(plans, kept, strict=True):
+        slot_lifecycle.unpin(state, plan.offer.size_class, slots)
+    for plan in plans:
+        slot_lifecycle.touch(state, plan.offer.size_class, plan.ready, now_ns)
+        prefix.note(state, session, job.prefix, plan.ready, plan.ready_blocks)
+    if reason:
+        return reason, 0
+    parts = _start(state, session, job, plans, (account, now_ns, actions))
+    return "", sum(len(part.slots) for part in parts)
+
+
+def _kept(state: State, session: Session, job: Job, account: str, plan: Plan) -> Slots:
+    """Blocks of the plan's group that the store may not evict; distinct."""
+    scope = namespaces.find_scope(state, session, account, plan.offer.size_class.group)
+    if scope is None:
+        return plan.ready
+    both = np.concatenate([plan.ready, prefix.held(state, job.prefix, scope.scope)])
+    return both[state.slots.firsts(both)]
+
+
+def _start(
+    state: State,
+    session: Session,
+    job: Job,
+    plans: list[Plan],
+    at: tuple[str, int, list[Action]],
+) -> list[Part]:
+    account, now_ns, actions = at
+    parts = []
+    for plan in plans:
+        owner = plan.offer.size_class
+        if len(plan.fresh.tags):
+            scope = namespaces.open_scope(state, session, account, owner.group, actions).scope
+            parts.append(reserve_part(state, plan.fresh, scope, now_ns))
+            prefix.grow(state, session, job.prefix, parts[-1].slots, plan.fresh.blocks, now_ns)
+        if len(plan.followed.tags):
+            waits.follow(state, job, plan.followed)
+        if plan.blocked:
+            transfer.fail_job(job, COPY_FAILED)
+        job.left += plan.left
+    if parts:
+        transfer.start_piece(state, job, tuple(parts), now_ns, actions)
+        grant_spare(state, [part.size_class for part in parts], actions)
+    return parts
+
+
+def reserve_part(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Part:
+    """Slots for these blocks; there is room for them."""
+    slots = slot_lifecycle.reserve(state, fresh, scope, now_ns)
+    return Part(fresh.size_class, scope, slots, slots, fresh.engine_blocks)
+
+
+def _divide(state: State, job: Job, offer: Offer, whole: bool) -> Plan:
+    """What to copy, what is there, and (where all must be stored) what others are storing.
+
+    What an earlier piece of the job itself is storing is none of these.
+    """
+    session = state.sessions[job.session]
+    states = state.slots.state[offer.slots]
+    states[offer.slots == NOWHERE] = SlotState.ABSENT
+    pending = np.flatnonzero(states == SlotState.RESERVED)
+    fresh = np.flatnonzero(states == SlotState.ABSENT)
+    blocked = _in_flight(session, offer, fresh)
+    fresh = fresh[~blocked]
+    if len(fresh):
+        admitted = state.admission.offer(offer.tags[fresh])
+        if not whole and not admitted.all():
+            state.counters.filtered += int(np.count_nonzero(~admitted))
+            fresh = fresh[admitted]
+    is_ready = states == SlotState.READY
+    ready = offer.slots[is_ready]
+    state.counters.deduplicated += len(ready) + len(pending)
+    others = pending[~waits.stored_by(state, offer.slots[pending], job)]
+    own = len(pending) - len(others)
+    followed = others if whole else others[:0]
+    return Plan(
+        offer=offer,
+        fresh=offer if len(fresh) == len(offer.tags) else offer.rows(fresh),
+        ready=ready,
+        ready_blocks=offer.blocks[is_ready],
+        followed=offer.rows(followed),
+        blocked=whole and bool(blocked.any()),
+        left=len(offer.tags) - len(fresh) - len(ready) - len(followed) - own,
+    )
+
+
+def _in_flight(session: Session, offer: Offer, rows: Slots) -> npt.NDArray[np.bool_]:
+    """Which of these rows name an engine block that an earlier store is still copying."""
+    counts = session.busy.get(offer.size_class.group)
+    if counts is None or not len(rows):
+        return np.zeros(len(rows), dtype=np.bool_)
+    blocks = offer.engine_blocks[rows]
+    known = blocks < len(counts)  # so that a null engine block is never looked up
+    busy = counts[np.where(known, blocks, 0)] > 0
+    return np.asarray((busy & known).any(axis=1))

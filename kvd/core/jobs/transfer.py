@@ -1,0 +1,300 @@
+"""Transfers: started rank by rank, finished in any order, and what their end does to a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvd.core.actions import (
+    Action,
+    EndJob,
+    PostBoard,
+    RevokeTransfer,
+    StartTransfer,
+    TransferPart,
+)
+from kvd.core.blocks import namespaces, slot_lifecycle
+from kvd.core.claims import hand_off, lease
+from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FULL, RESET
+from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
+from kvd.core.keys import U32, JobId, Slots, TransferId
+from kvd.core.model.backlog import CalledOff, CallOff
+from kvd.core.model.job import Job, Part, Piece, Transfer
+from kvd.core.model.slots import SlotState
+from kvd.core.state import Mover, Session, State
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+
+MAX_ENDED_LOADS = 4096  # of a session, remembered until acknowledged
+
+
+def start_piece(
+    state: State, job: Job, parts: tuple[Part, ...], now_ns: int, actions: list[Action]
+) -> None:
+    """Pin the parts' blocks and start one transfer for each rank that copies."""
+    session = state.sessions[job.session]
+    store = job.kind is JobKind.STORE
+    piece = Piece(job, parts)
+    if store:
+        piece.number = state.next_piece
+        state.next_piece += 1
+        state.pieces[piece.number] = piece
+    job.pieces += 1
+    job.started = True
+    orders = tuple(
+        TransferPart(part.size_class.group, part.slots, part.engine_blocks) for part in parts
+    )
+    if store:
+        for part in parts:
+            state.slots.pieces[part.slots] = piece.number
+            mark_busy(session, part.size_class.group, part.engine_blocks, +1)
+    for mover in ranks(session):
+        if store and not mover.writer:
+            continue
+        transfer = Transfer(TransferId(state.next_transfer), mover.mover, piece, now_ns)
+        state.next_transfer += 1
+        state.transfers[transfer.transfer] = transfer
+        mover.transfers[transfer.transfer] = transfer
+        piece.transfers[transfer.transfer] = transfer
+        for part in parts:
+            slot_lifecycle.pin(state, part.size_class, part.pinned)
+        actions.append(StartTransfer(mover.mover, transfer.transfer, job.job, job.kind, orders))
+    for part in parts:
+        state.count_in_flight(part.scope, +1)
+
+
+def ranks(session: Session) -> list[Mover]:
+    return [session.movers[rank] for rank in sorted(session.movers)]
+
+
+def mark_busy(session: Session, group: int, engine_blocks: U32, step: int) -> None:
+    """Count these engine blocks in or out of the session's blocks whose copy is in flight."""
+    blocks = engine_blocks[engine_blocks != NULL_ENGINE_BLOCK].ravel()
+    if not len(blocks):
+        return
+    counts = session.busy.get(group)
+    highest = int(blocks.max())
+    if counts is None or highest >= len(counts):
+        larger = np.zeros(max(highest + 1, session.map_size(group)), dtype=np.int16)
+        if counts is not None:
+            larger[: len(counts)] = counts
+        counts = session.busy[group] = larger
+    np.add.at(counts, blocks, step)
+
+
+def transfer_finished(
+    state: State, event: TransferFinished, now_ns: int, actions: list[Action]
+) -> None:
+    """A copy has ended, or never will start. Unknown ones were given up with their mover."""
+    transfer = state.transfers.get(event.transfer)
+    mover = state.movers.get(event.mover)
+    if transfer is None or transfer.mover != event.mover or mover is None:
+        return
+    job = transfer.piece.job
+    done = event.outcome is TransferOutcome.DONE
+    reason = transfer.revoked_because or COPY_FAILED
+    if event.damaged:
+        reason = CHECKSUM_MISMATCH
+        damaged = np.array(event.damaged, dtype=np.int64)
+        _remove_damaged(state, transfer.piece, damaged, actions)
+    if event.outcome is TransferOutcome.REVOKED and not transfer.revoked_because:
+        reason = event.reason or QUEUE_FULL  # the mover never took it
+        if job.kind is JobKind.LOAD:
+            actions.append(PostBoard(transfer.mover, job.job, job.kind, JobStatus.FAILED, 0, 0))
+    if done:
+        copied = job.bytes_by_mover.get(transfer.mover, 0) + event.bytes_copied
+        job.bytes_by_mover[transfer.mover] = copied
+        spent = job.duration_ns.get(transfer.mover, 0) + event.duration_ns
+        job.duration_ns[transfer.mover] = spent
+    if mover.ending:
+        reason = MOVER_GONE  # perhaps its failing still waits in the backlog
+    done = done and not mover.ending
+    end_transfer(state, transfer, "" if done else reason, now_ns, actions)
+
+
+def _remove_damaged(state: State, piece: Piece, damaged: Slots, actions: list[Action]) -> None:
+    """Nobody finds these blocks any more; their slots are free once no copy uses them.
+
+    The transfer that found them still pins them, so each holds what it held when it was read.
+    """
+    for part in piece.parts:
+        found = part.pinned[np.isin(part.pinned, damaged)]
+        found = found[state.slots.state[found] == SlotState.READY]
+        if len(found):
+            state.counters.damaged += len(found)
+            part.size_class.policy.remove(found)
+            hand_off.blocks_lost(state, part.size_class, found)
+            slot_lifecycle.quarantine_ready(state, part.size_class, found, actions)
+
+
+def mover_gone(state: State, mover: Mover, now_ns: int, actions: list[Action]) -> None:
+    """No copy of this mover runs any more: all that it still had has failed, or soon will have."""
+    session = state.sessions[mover.session]
+    mover.ending = mover.ending or MOVER_GONE
+    del state.movers[mover.mover]
+    del session.movers[mover.rank]
+    running = list(mover.transfers.values())
+    for transfer in state.backlog.call_off(running, CallOff.END, MOVER_GONE):
+        end_transfer(state, transfer, MOVER_GONE, now_ns, actions)
+
+
+def call_off(state: State, item: CalledOff, now_ns: int, actions: list[Action]) -> None:
+    """What was put off with a transfer that still stands."""
+    match item.how:
+        case CallOff.REVOKE:
+            revoke(state, [item.transfer], item.reason, actions)
+        case CallOff.FAIL:
+            fail_running(state, item.transfer, item.reason, actions)
+        case CallOff.END:
+            end_transfer(state, item.transfer, item.reason, now_ns, actions)
+
+
+def fail_running(state: State, transfer: Transfer, reason: str, actions: list[Action]) -> None:
+    """What it copies is of no use, though the copy may run on."""
+    if transfer.piece.job.kind is JobKind.STORE:
+        fail_piece(state, transfer.piece, reason, actions)
+    else:
+        fail_job(transfer.piece.job, reason)
+        transfer.piece.failed = True
+
+
+def end_those_of_gone_movers(state: State, session: Session, actions: list[Action]) -> None:
+    """Nothing of the session's former movers waits any more: another may come in their place."""
+    for item in [each for each in state.backlog.transfers if each.how is CallOff.END]:
+        running = state.transfers.get(item.transfer.transfer)
+        if running is item.transfer and running.piece.job.session == session.session:
+            end_transfer(state, running, item.reason, state.now_ns, actions)
+
+
+def end_transfer(
+    state: State, transfer: Transfer, failure: str, now_ns: int, actions: list[Action]
+) -> None:
+    """Take the transfer's pins away; with its last one a piece is readable, or given up."""
+    piece = transfer.piece
+    job = piece.job
+    del state.transfers[transfer.transfer]
+    del piece.transfers[transfer.transfer]
+    mover = state.movers.get(transfer.mover)
+    if mover is not None:
+        del mover.transfers[transfer.transfer]
+    if not failure and job.kind is JobKind.STORE and _is_cleared(state, piece):
+        failure = RESET
+    if failure:
+        fail_piece(state, piece, failure, actions)
+    for part in piece.parts:
+        slot_lifecycle.unpin(state, part.size_class, part.pinned)
+    if piece.transfers:
+        return
+    for part in piece.parts:
+        state.count_in_flight(part.scope, -1)
+    session = state.sessions[job.session]
+    if job.kind is JobKind.STORE:
+        del state.pieces[piece.number]
+        for part in piece.parts:
+            mark_busy(session, part.size_class.group, part.engine_blocks, -1)
+    if not piece.failed:
+        blocks = sum(len(part.slots) for part in piece.parts)
+        job.blocks += blocks
+        if job.kind is JobKind.STORE:
+            state.counters.stored += blocks
+            for part in piece.parts:
+                slot_lifecycle.make_ready(state, part.size_class, part.slots, now_ns, actions)
+            _release(state, piece, done=True)
+        else:
+            state.counters.loaded += blocks
+            for part in piece.parts:
+                hand_off.loaded(state, job.session, part.size_class, part.pinned)
+    job.pieces -= 1
+    end_job_when_done(state, job, actions)
+
+
+def _is_cleared(state: State, piece: Piece) -> bool:
+    """Whether the piece's namespace was cleared since it was admitted."""
+    part = piece.parts[0]
+    return namespaces.is_cleared(state, part.size_class.namespace, part.scope)
+
+
+def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -> None:
+    """The piece's blocks will not be readable by it; a store's other ranks are called off."""
+    if piece.failed:
+        return
+    piece.failed = True
+    fail_job(piece.job, reason)
+    if piece.job.kind is not JobKind.STORE:
+        return
+    for part in piece.parts:
+        state.counters.failed += len(part.slots)
+        hand_off.blocks_lost(state, part.size_class, part.slots)
+        slot_lifecycle.quarantine_reserved(state, part.size_class, part.slots)
+    _release(state, piece, done=False)
+    revoke(state, piece.transfers.values(), reason, actions)
+
+
+def fail_job(job: Job, reason: str) -> None:
+    """The job will end as failed; the first reason stands."""
+    job.status = JobStatus.FAILED
+    job.reason = job.reason or reason
+
+
+def revoke(state: State, transfers: Iterable[Transfer], reason: str, actions: list[Action]) -> None:
+    """Ask the movers to give up what they have not started; asked once."""
+    for transfer in transfers:
+        mover = state.movers.get(transfer.mover)
+        if transfer.revoked_because or mover is None:
+            continue
+        transfer.revoked_because = reason
+        if not mover.ending:
+            actions.append(RevokeTransfer(transfer.mover, transfer.transfer))
+
+
+def _release(state: State, piece: Piece, *, done: bool) -> None:
+    """Who waited for this piece goes on, a few in each event: see `follow`."""
+    for wait in piece.waits:
+        wait.leader, wait.done = None, done
+    state.released.extend(piece.waits)
+    piece.waits = {}
+
+
+def end_job_when_done(state: State, job: Job, actions: list[Action]) -> None:
+    """Tell everybody once nothing of the job is open, running or followed."""
+    if job.open or job.pieces or job.followed:
+        return
+    session = state.sessions[job.session]
+    del session.jobs[job.job]
+    if job.left and job.status is JobStatus.DONE:
+        job.status = JobStatus.PARTIAL
+    copied = sum(job.bytes_by_mover.values())
+    if job.kind is JobKind.LOAD:
+        state.counters.load_bytes += copied
+        _remember_load(session, job.job, job)
+    else:
+        state.counters.store_bytes += copied
+    if job.kind is JobKind.STORE or not job.started:
+        post_boards(session, job, actions)
+    if job.reason:
+        refused = state.counters.refused
+        refused[job.reason] = refused.get(job.reason, 0) + 1
+    left = job.left if job.status is JobStatus.PARTIAL else 0
+    actions.append(
+        EndJob(job.session, job.job, job.kind, job.status, job.reason, job.blocks, copied, left)
+    )
+
+
+def post_boards(session: Session, job: Job, actions: list[Action]) -> None:
+    for mover in ranks(session):
+        if not mover.ending:
+            copied = job.bytes_by_mover.get(mover.mover, 0)
+            spent = job.duration_ns.get(mover.mover, 0)
+            actions.append(PostBoard(mover.mover, job.job, job.kind, job.status, copied, spent))
+
+
+def _remember_load(session: Session, number: JobId, job: Job) -> None:
+    if len(session.loaded) >= MAX_ENDED_LOADS:
+        del session.loaded[next(iter(session.loaded))]
+    session.loaded[number] = job.request
+
+
+def jobs_completed(state: State, session: Session, jobs: Iterable[JobId]) -> None:
+    """The engine has what it loaded: the leases of those requests have served their purpose."""
+    requests = [session.loaded.pop(number, None) for number in jobs]
+    lease.end_leases_of(state, session, [each for each in requests if each is not None])

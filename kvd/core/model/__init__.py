@@ -1,0 +1,1 @@
+"""What the machine knows, without a question to all of it: slots, rows, jobs, leases, tenants."""

@@ -1,0 +1,96 @@
+"""What one event has ended and others tidy up, so that none takes long.
+
+A session that dies may hold 16,384 leases and a thousand copies. What its end promises holds at
+once: an ended lease is its session's no more, and of a mover that ends nothing more becomes
+readable or is loaded. What is left to be done stands here, and each `WorkContinued` does a piece of
+it (`chores`). Until that is done a session is not forgotten.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvd.core.keys import NamespaceId, RowId, ScopeId, TenantId
+
+if TYPE_CHECKING:
+    from kvd.core.model.job import Transfer
+    from kvd.core.model.leases import Lease
+
+LEASES_AT_ONCE = 32
+LEASED_BLOCKS_AT_ONCE = 2048  # but for those of the last lease
+PARTS_AT_ONCE = 4  # of transfers, but for those of the last one
+BLOCKS_AT_ONCE = 512  # of a namespace that was cleared
+SCOPES_CHANGED_AT_ONCE = 256  # from one block to the next, in their places
+CLAIMED_AT_ONCE = 64  # of those, the ones that are leased or handed off
+STORES_LOOKED_AT = 1024
+ROWS_LOOKED_AT = 64
+SLOTS_LOOKED_AT = 65536  # of those, but for the last one's
+SCOPES_AT_ONCE = 128
+EMPTIED_AT_ONCE = 512  # blocks of a row that others wait for
+EMPTIED_IN_PASSING = 64  # of those, by an event that has its own work to do
+DROPPED_AT_ONCE = 512  # blocks that nobody can use any more, or what takes as long
+EVICTED_AT_ONCE = 512  # blocks of a tenant beyond its quota
+EVICTED_IN_A_BATCH = 64  # of those, where each may be of another account, and is announced so
+NEWS_AT_ONCE = 12  # orders, but for those of the last batch
+
+
+class CallOff(enum.Enum):
+    """What becomes of a transfer that nobody wants any more."""
+
+    REVOKE = "its mover is asked to give it up"
+    FAIL = "its blocks will not be readable; its copy may run on"
+    END = "its mover is gone"
+
+
+class CalledOff(NamedTuple):
+    transfer: Transfer
+    how: CallOff
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
+class Clear:
+    """What is left of a namespace that was cleared; see `clear`."""
+
+    answers: list[tuple[int, int]] = field(default_factory=list)  # token, blocks
+    stores: deque[int] = field(default_factory=deque)  # pieces that may be of it, by number
+    rows: deque[RowId] = field(default_factory=deque)  # that may hold blocks of it
+    scopes: list[set[ScopeId]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Shrink:
+    """A tenant that has more than its quota; see `room.shrink_some`."""
+
+    answers: list[tuple[int, int]] = field(default_factory=list)  # token, `evicted` by then
+    evicted: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Backlog:
+    """What waits to be done; oldest first."""
+
+    leases: deque[Lease] = field(default_factory=deque)  # ended; their claims still stand
+    transfers: deque[CalledOff] = field(default_factory=deque)
+    clears: dict[NamespaceId, Clear] = field(default_factory=dict)
+    shrinks: dict[TenantId, Shrink] = field(default_factory=dict)
+    turn: int = 0  # which kind comes next
+
+    def __bool__(self) -> bool:
+        return bool(self.leases or self.transfers or self.clears or self.shrinks)
+
+    def call_off(self, transfers: Iterable[Transfer], how: CallOff, reason: str) -> list[Transfer]:
+        """Those that the caller calls off itself now; each of the others ends so in its turn."""
+        few: list[Transfer] = []
+        parts = 0
+        for each in transfers:
+            if parts < PARTS_AT_ONCE:
+                few.append(each)
+                parts += len(each.piece.parts)
+            else:
+                self.transfers.append(CalledOff(each, how, reason))
+        return few

@@ -1,0 +1,150 @@
+"""Jobs: one store or load of many blocks, and the transfers that carry it out.
+
+A job has one piece for each event that fed it; a piece has one transfer for each rank that
+copies. A piece's blocks become readable together; the job ends with its last piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvd.core.events import JobKind, JobStatus
+from kvd.core.keys import (
+    U32,
+    U64,
+    JobId,
+    MoverId,
+    RequestId,
+    ScopeId,
+    SessionId,
+    Slots,
+    TransferId,
+)
+from kvd.core.model.size_class import Remembered, SizeClass
+
+WAIT_BYTES = 1024  # of a Wait without the content of its arrays
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """Blocks of one group, in the caller's order. `slots` says NOWHERE for the unknown.
+
+    `blocks` are their places in the request's prompt.
+    """
+
+    size_class: SizeClass
+    words: U64  # [n, width]
+    tags: U64
+    engine_blocks: U32  # [n, blocks_per_block]
+    blocks: Slots
+    slots: Slots
+
+    @property
+    def nbytes(self) -> int:
+        arrays = (self.words, self.tags, self.engine_blocks, self.blocks, self.slots)
+        return sum(array.nbytes for array in arrays)
+
+    def rows(self, rows: Slots) -> Offer:
+        return Offer(
+            self.size_class,
+            self.words[rows],
+            self.tags[rows],
+            self.engine_blocks[rows],
+            self.blocks[rows],
+            self.slots[rows],
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """Blocks of one group: `slots` to copy with their engine blocks, `pinned` without repeats."""
+
+    size_class: SizeClass
+    scope: ScopeId
+    slots: Slots
+    pinned: Slots
+    engine_blocks: U32
+
+
+class Used(NamedTuple):
+    """Slots that one request has used in one scope, and the places of their blocks, ascending."""
+
+    slots: Slots
+    blocks: Slots
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """What one request has used, by scope."""
+
+    remembered: Remembered = field(default_factory=Remembered)  # of its session
+    used: dict[ScopeId, Used] = field(default_factory=dict)
+    renewed: dict[ScopeId, int] = field(default_factory=dict)  # blocks that last became young
+    is_forgotten: bool = False
+
+    def set(self, scope: ScopeId, used: Used) -> None:
+        before = self.used.get(scope)
+        self.remembered.add(len(used.slots) - (0 if before is None else len(before.slots)))
+        self.used[scope] = used
+
+    def forget(self) -> None:
+        """Remember nothing any more, whoever still has it."""
+        self.remembered.add(-sum(len(used.slots) for used in self.used.values()))
+        self.used.clear()
+        self.is_forgotten = True
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    session: SessionId
+    job: JobId
+    kind: JobKind
+    request: RequestId
+    prefix: Prefix = field(default_factory=Prefix)
+    open: bool = True  # further pieces may come
+    status: JobStatus = JobStatus.DONE  # what it will end with, as far as is known
+    reason: str = ""
+    blocks: int = 0  # copied
+    pieces: int = 0  # that still run
+    started: bool = False  # any transfer at all
+    followed: int = 0  # keys that another job is storing for it
+    left: int = 0  # keys that it neither copies, nor follows, nor found readable
+    bytes_by_mover: dict[MoverId, int] = field(default_factory=dict)
+    duration_ns: dict[MoverId, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    job: Job
+    parts: tuple[Part, ...]
+    number: int = 0  # of a store: what SlotTable.pieces says of its slots
+    transfers: dict[TransferId, Transfer] = field(default_factory=dict)
+    waits: dict[Wait, None] = field(default_factory=dict)  # in the order in which they came
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """`revoked_because` is the reason of our own RevokeTransfer, "" while there was none."""
+
+    transfer: TransferId
+    mover: MoverId
+    piece: Piece
+    submitted_ns: int
+    revoked_because: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """Keys of a request-level job that a piece of another job is storing for it."""
+
+    job: Job
+    offer: Offer  # in one scope
+    scope: ScopeId
+    leader: Piece | None  # None: it has ended, and the wait stands in `State.released`
+    done: bool = False  # how it ended
+
+    @property
+    def nbytes(self) -> int:
+        return WAIT_BYTES + self.offer.nbytes

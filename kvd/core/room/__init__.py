@@ -1,0 +1,1 @@
+"""Room for what is stored: eviction, rows that change hands, and what nobody uses any more."""

@@ -1,0 +1,177 @@
+"""Room for new blocks: free slots, free extents, then eviction; all of it or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from kvd.core.actions import Action, TellDone
+from kvd.core.blocks import slot_lifecycle
+from kvd.core.blocks.row_grants import grant_row, unclaimed_extents
+from kvd.core.errors import NO_ROOM, QUOTA
+from kvd.core.keys import NamespaceId, TenantId
+from kvd.core.model import backlog
+from kvd.core.model.size_class import SizeClass, Tenant
+from kvd.core.room import row_rights
+from kvd.core.room.reclaim import coldest_stamp
+from kvd.core.state import State
+
+ORDERS_OF_ONE_SCOPE = 3  # when blocks of it are evicted: tags, records, news
+CLASSES_WEIGHED = 128  # of a tenant, against each other, in one event
+
+# Blocks wanted, by size class: each class once, all of one tenant.
+Needs = list[tuple[SizeClass, int]]
+
+
+def make_room(state: State, needs: Needs, actions: list[Action]) -> str:
+    """Free as many slots as each class needs, within the tenant's quota.
+
+    The answer is "" or the reason why there is no room; then nothing was evicted or granted,
+    though a claim for a row may have been made.
+    """
+    if not needs:
+        return ""
+    evictions: dict[int, int] = {}  # by identity of the class
+    victims = _for_quota(state, needs, evictions)
+    if victims is None:
+        return QUOTA
+    extents = unclaimed_extents(state)
+    rows: list[tuple[SizeClass, int]] = []
+    short: list[tuple[SizeClass, int, int]] = []
+    possible = True
+    for owner, need in needs:
+        owner.stored_ns = state.now_ns
+        missing = need - len(owner.free) - evictions.get(id(owner), 0)
+        if missing <= 0:
+            continue
+        granted = min(-(-missing // owner.slots_per_row), extents // owner.shards)
+        extents -= granted * owner.shards
+        rows.append((owner, granted))
+        missing -= granted * owner.slots_per_row
+        if missing > 0:
+            short.append((owner, need, missing))
+            evictions[id(owner)] = evictions.get(id(owner), 0) + missing
+            victims.append(owner)
+            possible = possible and evictions[id(owner)] <= owner.evictable
+    if possible:
+        _commit(state, victims, evictions, rows, actions)
+    for owner, need, missing in short:
+        row_rights.ask(state, owner, need, missing)
+    return "" if possible else NO_ROOM
+
+
+def _commit(
+    state: State,
+    victims: list[SizeClass],
+    evictions: dict[int, int],
+    rows: list[tuple[SizeClass, int]],
+    actions: list[Action],
+) -> None:
+    for owner in victims:
+        count = evictions.pop(id(owner), 0)
+        if count:
+            slot_lifecycle.evict(state, owner, count, actions)
+    for owner, count in rows:
+        for _ in range(count):
+            grant_row(state, owner, actions)
+
+
+def _for_quota(state: State, needs: Needs, evictions: dict[int, int]) -> list[SizeClass] | None:
+    """Classes that must evict for the tenant's quota, None where that can't be enough.
+
+    The classes that store come first, then the tenant's others, coldest first.
+    """
+    tenant = needs[0][0].tenant
+    excess = tenant.excess(sum(need * owner.block_bytes for owner, need in needs))
+    if excess <= 0:
+        return []
+    if tenant.shrinking or tenant.tally.evictable_bytes < excess:
+        return None
+    chosen = []
+    for owner in _victims_in_order(state, tenant, [owner for owner, _ in needs]):
+        count = min(owner.evictable, -(-excess // owner.block_bytes))
+        if count <= 0:
+            continue
+        evictions[id(owner)] = count
+        chosen.append(owner)
+        excess -= count * owner.block_bytes
+        if excess <= 0:
+            return chosen
+    return None
+
+
+def _victims_in_order(
+    state: State, tenant: Tenant, storing: list[SizeClass]
+) -> Iterator[SizeClass]:
+    """The storing classes; the tenant's others, of which there may be many, only when asked for."""
+    yield from storing
+    for _ in range(0, len(tenant.evictable), CLASSES_WEIGHED):
+        yield from _coldest_first(state, tenant, storing)
+
+
+def _coldest_first(state: State, tenant: Tenant, but: list[SizeClass]) -> list[SizeClass]:
+    """Some of the tenant's classes that could evict, in turn; where there are few, all."""
+    ranked = []
+    for owner in list(islice(tenant.evictable, CLASSES_WEIGHED)):
+        tenant.evictable[owner] = tenant.evictable.pop(owner)  # to the end
+        stamp = coldest_stamp(state, owner)
+        if stamp is not None and all(owner is not other for other in but):
+            ranked.append((int(stamp), owner))
+    ranked.sort(key=lambda pair: pair[0])
+    return [owner for _, owner in ranked]
+
+
+def shrink_some(state: State, actions: list[Action]) -> None:
+    """Evict some blocks of a tenant that has more than its quota, coldest classes first.
+
+    Over when it keeps the quota, or only what is pinned is left.
+    """
+    number, left = next(iter(state.backlog.shrinks.items()))
+    tenant, before = state.tenants[number], len(actions)
+    blocks, batch = backlog.EVICTED_AT_ONCE, backlog.EVICTED_IN_A_BATCH
+    for owner in _coldest_first(state, tenant, []):
+        while (excess := tenant.excess(0)) > 0 and owner.evictable:
+            count = min(owner.evictable, -(-excess // owner.block_bytes), blocks, batch)
+            told = len(actions)
+            slot_lifecycle.evict(state, owner, count, actions)
+            left.evicted += count
+            blocks -= count
+            # Many of one account are quicker in few large batches.
+            alike = len(actions) - told <= ORDERS_OF_ONE_SCOPE
+            batch = 4 * batch if alike else backlog.EVICTED_IN_A_BATCH
+            if not blocks or len(actions) - before >= backlog.NEWS_AT_ONCE:
+                break
+        if excess <= 0 or not blocks or len(actions) - before >= backlog.NEWS_AT_ONCE:
+            break
+    tenant.shrinking = tenant.excess(0) > 0
+    if not tenant.shrinking or not tenant.evictable:
+        end_shrinking(state, number, actions)
+
+
+def end_shrinking(state: State, tenant: TenantId, actions: list[Action]) -> None:
+    """Tell who asked for the quota; pins that end later are seen to by ticks."""
+    left = state.backlog.shrinks.pop(tenant)
+    actions.extend(TellDone(token, left.evicted - before) for token, before in left.answers)
+
+
+def storable(state: State, namespace: NamespaceId) -> tuple[int, ...]:
+    """Blocks that a store could get now, by group: free, to be granted, or by eviction."""
+    found = state.namespaces[namespace]
+    if state.draining or found.tenant.shrinking:
+        return tuple(0 for _ in found.classes)
+    return tuple(_storable(state, owner) for owner in found.classes)
+
+
+def _storable(state: State, owner: SizeClass) -> int:
+    rows = unclaimed_extents(state) // owner.shards
+    blocks = len(owner.free) + rows * owner.slots_per_row + owner.evictable
+    if not blocks and (state.tally.evictable or state.tally.free or not owner.rows):
+        # An offer is what makes the core take a row from another class. One without a row may have
+        # it though all is promised: it only has to wait longer.
+        blocks = 1
+    tenant = owner.tenant
+    if tenant.quota_bytes:
+        left = max(0, tenant.quota_bytes - tenant.used_bytes)
+        reachable = tenant.tally.evictable_bytes  # that eviction could free
+        blocks = min(blocks, (left + reachable) // owner.block_bytes)
+    return blocks

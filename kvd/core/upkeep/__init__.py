@@ -1,0 +1,1 @@
+"""What sessions, operators, time and restarts bring, in pieces where it is long."""

@@ -1,0 +1,80 @@
+"""What operators and time do: quotas and deadlines."""
+
+from __future__ import annotations
+
+from kvd.core.actions import Action
+from kvd.core.blocks.row_grants import grant_spare
+from kvd.core.claims import hand_off, lease
+from kvd.core.errors import EXPIRED, InvalidArgument
+from kvd.core.events import QuotaSet
+from kvd.core.jobs import transfer
+from kvd.core.model.backlog import Shrink
+from kvd.core.model.size_class import SizeClass
+from kvd.core.room import eviction, expiry
+from kvd.core.state import State
+from kvd.core.upkeep import recency, session
+
+CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need
+
+
+def quota_set(state: State, event: QuotaSet) -> list[Action]:
+    """The tenant stores nothing beyond the quota from now on; what is there goes in pieces, and
+    what is pinned when its pins end.
+    """
+    if event.quota_bytes < 0:
+        raise InvalidArgument("a quota can't be negative", "quota_bytes")
+    actions: list[Action] = []
+    tenant = state.tenant(event.tenant)
+    tenant.quota_bytes = event.quota_bytes
+    shrink = state.backlog.shrinks.setdefault(event.tenant, Shrink())
+    shrink.answers.append((event.token, shrink.evicted))
+    tenant.shrinking = tenant.excess(0) > 0
+    if not tenant.shrinking:
+        eviction.end_shrinking(state, event.tenant, actions)
+    return actions
+
+
+def timer_ticked(state: State, now_ns: int) -> list[Action]:
+    """Expire leases, revoke and kill what is late, and find what is due."""
+    actions: list[Action] = []
+    lease.expire_leases(state, now_ns)
+    hand_off.expire(state, now_ns)
+    _enforce_deadlines(state, now_ns, actions)
+    state.grant_pause.tick()
+    expiry.prepare_room(state)
+    expiry.look(state, now_ns)
+    for tenant in state.tenants.values():
+        if tenant.shrinking and (tenant.evictable or tenant.excess(0) <= 0):
+            state.backlog.shrinks.setdefault(tenant.tenant, Shrink())
+    grant_spare(state, _next_in_use(state), actions)
+    recency.write_down(state, actions)
+    return actions
+
+
+def _next_in_use(state: State) -> list[SizeClass]:
+    """Some classes of namespaces with a session, in turn; where there are few, all."""
+    turns = state.spare_turns
+    if not turns:
+        for namespace in sorted({s.namespace for s in state.sessions.values()}):
+            turns.extend(state.namespaces[namespace].classes)
+    chosen = [turns.popleft() for _ in range(min(len(turns), CLASSES_A_TICK))]
+    idle = state.expiring.namespaces
+    known = (c for c in chosen if state.classes.get((c.namespace, c.group)) is c)
+    return [c for c in known if c.namespace not in idle]
+
+
+def _enforce_deadlines(state: State, now_ns: int, actions: list[Action]) -> None:
+    config = state.config
+    submitted_by = now_ns - config.submit_deadline_ns
+    copied_by = submitted_by - config.copy_deadline_ns
+    for running in list(state.transfers.values()):
+        if running.submitted_ns > submitted_by:
+            break  # the dict is in the order of submission
+        mover = state.movers.get(running.mover)
+        if mover is None:
+            continue  # that it ends stands in the backlog
+        if running.submitted_ns <= copied_by:
+            if not mover.ending:
+                session.kill_mover(state, mover, "a copy passed its deadline", actions)
+        else:
+            transfer.revoke(state, [running], EXPIRED, actions)

@@ -1,0 +1,241 @@
+"""Sessions and ranks: they come, change their epoch, and end."""
+
+from __future__ import annotations
+
+from kvd.core.actions import Action, KillMover, Reply, SessionAccepted
+from kvd.core.blocks import extent_fit, namespaces
+from kvd.core.blocks.row_grants import grant_spare
+from kvd.core.claims import lease, prefix
+from kvd.core.errors import (
+    MOVER_GONE,
+    SESSION_CLOSED,
+    InvalidArgument,
+    LayoutMismatch,
+    LimitExceeded,
+    UnknownRegistration,
+)
+from kvd.core.events import (
+    EpochChanged,
+    MoverGone,
+    RankAttached,
+    RankEnding,
+    SessionClosed,
+    SessionOpened,
+)
+from kvd.core.jobs import transfer, waits
+from kvd.core.keys import NODE_UNKNOWN
+from kvd.core.model.backlog import CallOff
+from kvd.core.room import expiry, row_rights
+from kvd.core.room.reclaim import row_unmapped
+from kvd.core.state import (
+    MAX_ENGINE_BLOCKS,
+    MAX_SESSION_ENGINE_BLOCKS,
+    MAX_SESSIONS,
+    MAX_TENANT_ENGINE_BLOCKS,
+    Mover,
+    Session,
+    State,
+)
+from kvd_proto.layout import MAX_RANKS
+
+
+def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Action]:
+    """The session, its namespace and the scopes of its epoch."""
+    if event.session in state.sessions:
+        raise InvalidArgument(f"session {event.session} is open", "session_id")
+    if len(state.sessions) >= MAX_SESSIONS:
+        raise LimitExceeded(f"{MAX_SESSIONS} sessions are open", "session_id")
+    if not 1 <= event.world_size <= MAX_RANKS:
+        raise InvalidArgument(
+            f"world_size is {event.world_size}, must be 1..{MAX_RANKS}",
+            "world_size",
+            "RANK_COUNT",
+        )
+    namespaces.check_name(event.epoch, "epoch")
+    namespaces.check_spec(state, event.spec)
+    if event.spec.fingerprint not in state.by_fingerprint:
+        extent_fit.require_fit(state, event.spec)
+    payer = event.payer or event.spec.tenant
+    namespaces.check_scopes(state, event.spec, event.epoch, payer)
+    actions: list[Action] = []
+    if namespaces.lacks_room(state, event.spec, payer):
+        idle = expiry.forgettable(state, payer)
+        if idle is not None and namespaces.namespaces_left(state, payer, idle):
+            expiry.forget(state, idle, actions)
+    namespace = namespaces.open_namespace(state, event.spec, payer, actions)
+    session = Session(
+        event.session, namespace.namespace, event.epoch, event.world_size, event.engine, payer
+    )
+    session.renewed_ns = now_ns
+    session.remembered.tenant = namespace.tenant.remembered
+    state.sessions[event.session] = session
+    expiry.enter(state, session, actions, own=event.own_epoch)
+    row_rights.session_came(state, session)
+    epoch = namespaces.open_epoch(state, session, actions)
+    grant_spare(state, namespace.classes, actions)
+    actions.append(Reply(SessionAccepted(namespace.namespace, epoch)))
+    return actions
+
+
+def session_closed(state: State, event: SessionClosed, now_ns: int) -> list[Action]:
+    """Leases end, waits end, and movers are asked to give up what they have not started.
+
+    A store whose ranks all report done becomes readable nevertheless.
+    """
+    session = state.sessions.get(event.session)
+    actions: list[Action] = []
+    if session is None:
+        if event.gone:
+            expiry.engine_gone(state, event.session, now_ns)
+        return actions
+    session.gone = session.gone or event.gone
+    if session.closed:
+        return actions
+    session.closed = True
+    lease.end_all(state, session)
+    waits.drop(state, session)
+    running = [each for mover in transfer.ranks(session) for each in mover.transfers.values()]
+    few = state.backlog.call_off(running, CallOff.REVOKE, SESSION_CLOSED)
+    transfer.revoke(state, few, SESSION_CLOSED, actions)
+    for job in list(session.jobs.values()):
+        if job.open:
+            transfer.fail_job(job, SESSION_CLOSED)
+            job.open = False
+            transfer.end_job_when_done(state, job, actions)
+    forget_session(state, session, now_ns)
+    return actions
+
+
+def forget_session(state: State, session: Session, now_ns: int) -> None:
+    """Drop a closed session once no job, no mover and no ended lease of it is left."""
+    known = state.sessions.get(session.session) is session
+    if known and session.closed and not (session.jobs or session.movers or session.ended_leases):
+        del state.sessions[session.session]
+        row_rights.session_went(state, session)
+        prefix.forget_all(session)
+        expiry.leave(state, session, now_ns)
+
+
+def rank_attached(state: State, event: RankAttached) -> list[Action]:
+    session = state.require_session(event.session)
+    namespace = state.namespace_of(session)
+    if event.mover in state.movers:
+        raise InvalidArgument(f"mover {event.mover} is attached", "registration_id")
+    if not 0 <= event.rank < session.world_size:
+        raise InvalidArgument(f"rank {event.rank} of {session.world_size}", "rank", "RANK_COUNT")
+    if event.rank in session.movers:
+        raise InvalidArgument(f"rank {event.rank} is registered", "rank")
+    shards = namespace.classes[0].shards
+    if not 0 <= event.shard < shards:
+        raise LayoutMismatch(f"shard {event.shard} of {shards}", "shard")
+    others = session.movers.values()
+    if event.writer and any(m.writer and m.shard == event.shard for m in others):
+        raise LayoutMismatch(f"shard {event.shard} has another writer", "writer")
+    _check_engine_blocks(state, session, event.engine_blocks)
+    mover = Mover(
+        event.mover, event.session, event.rank, event.shard, event.writer, event.engine_blocks
+    )
+    actions: list[Action] = []
+    transfer.end_those_of_gone_movers(state, session, actions)
+    session.movers[event.rank] = mover
+    state.movers[event.mover] = mover
+    if event.node != NODE_UNKNOWN and (event.writer or event.shard not in namespace.shard_nodes):
+        namespace.shard_nodes[event.shard] = event.node
+    if state.free_extents.is_numa and session.usable():
+        grant_spare(state, namespace.classes, actions)
+    return actions
+
+
+def _check_engine_blocks(state: State, session: Session, said: tuple[int, ...]) -> None:
+    """Raise LimitExceeded where the maps of engine blocks in flight could grow too large."""
+    for group, count in enumerate(said):
+        if count > MAX_ENGINE_BLOCKS:
+            raise LimitExceeded(
+                f"group {group} has {count} engine blocks, at most {MAX_ENGINE_BLOCKS}",
+                f"groups[{group}].num_blocks",
+            )
+    tenant = state.namespace_of(session).tenant
+    others = (
+        s
+        for s in state.sessions.values()
+        if s is not session and state.namespace_of(s).tenant is tenant
+    )
+    for count, most, whose in (
+        (sum(said), MAX_SESSION_ENGINE_BLOCKS, "of an engine"),
+        (
+            sum(said) + sum(map(_engine_blocks, others)),
+            MAX_TENANT_ENGINE_BLOCKS,
+            f"of all engines of tenant {tenant.tenant!r}",
+        ),
+    ):
+        if count > most:
+            raise LimitExceeded(
+                f"{count} engine blocks in all groups {whose}, at most {most}", "groups.num_blocks"
+            )
+
+
+def _engine_blocks(session: Session) -> int:
+    """In all groups, on the rank that has most."""
+    return max((sum(mover.engine_blocks) for mover in session.movers.values()), default=0)
+
+
+def rank_ending(state: State, event: RankEnding) -> list[Action]:
+    mover = state.movers.get(event.mover)
+    if mover is None:
+        raise UnknownRegistration(f"no mover {event.mover}", "registration_id")
+    actions: list[Action] = []
+    end_rank(state, mover, event.reason or MOVER_GONE, actions)
+    return actions
+
+
+def end_rank(state: State, mover: Mover, reason: str, actions: list[Action]) -> None:
+    """No new transfer goes to it, and what it was storing will not be readable.
+
+    Its stores' slots stay quarantined until it reports their end, or is gone.
+    """
+    if mover.ending:
+        return
+    mover.ending = reason
+    # What of the others ends meanwhile fails all the same: its mover is ending.
+    running = list(mover.transfers.values())
+    for each in state.backlog.call_off(running, CallOff.FAIL, MOVER_GONE):
+        transfer.fail_running(state, each, MOVER_GONE, actions)
+
+
+def kill_mover(state: State, mover: Mover, reason: str, actions: list[Action]) -> None:
+    end_rank(state, mover, reason, actions)
+    state.counters.movers_killed += 1
+    actions.append(KillMover(mover.mover, reason))
+
+
+def mover_gone(state: State, event: MoverGone, now_ns: int) -> list[Action]:
+    """Every copy of it has ended: pins, rows and slots that waited for it are free."""
+    mover = state.movers.get(event.mover)
+    if mover is None:
+        return []
+    actions: list[Action] = []
+    session = state.sessions[mover.session]
+    transfer.mover_gone(state, mover, now_ns, actions)
+    for row in list(state.retiring):
+        row_unmapped(state, row, event.mover, actions)
+    forget_session(state, session, now_ns)
+    return actions
+
+
+def epoch_changed(state: State, event: EpochChanged, now_ns: int) -> list[Action]:
+    """The session's keys meet those of another epoch from now on; its leases end.
+
+    It won't come back to the epoch that it leaves.
+    """
+    session = state.require_session(event.session)
+    namespaces.check_name(event.epoch, "epoch")
+    namespaces.check_scopes(state, state.namespace_of(session).spec, event.epoch, session.payer)
+    actions: list[Action] = []
+    lease.end_all(state, session)
+    left, session.epoch = session.epoch, event.epoch
+    expiry.enter(state, session, actions, own=True)
+    actions.append(Reply(namespaces.open_epoch(state, session, actions)))
+    if left != session.epoch:
+        expiry.leave_epoch(state, session, left, now_ns)
+        expiry.look(state, now_ns)
+    return actions

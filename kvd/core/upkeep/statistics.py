@@ -1,0 +1,145 @@
+"""Figures for status and metrics, gathered from the counts that the state keeps anyway."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvd.core.keys import NamespaceId, SessionId, TenantId
+from kvd.core.model.size_class import Tally
+from kvd.core.state import Counters
+
+if TYPE_CHECKING:
+    from kvd.core.state import State
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Slots, or bytes, by state. `capacity` is their sum."""
+
+    capacity: int
+    free: int
+    reserved: int
+    ready: int
+    quarantined: int
+
+
+class TenantFigures(NamedTuple):  # there may be thousands
+    tenant: TenantId
+    used_bytes: int
+    quota_bytes: int  # 0 = no quota
+    leased_bytes: int
+    reserved_bytes: int
+    evictable_bytes: int
+
+
+class NamespaceFigures(NamedTuple):  # there may be thousands
+    namespace: NamespaceId
+    fingerprint: str
+    tenant: TenantId
+    blocks: int  # readable
+    bytes: int
+    sessions: int
+    wasted_shares: tuple[float, ...]  # of the extents of each group's rows
+
+
+class SessionFigures(NamedTuple):  # there may be thousands
+    session: SessionId
+    namespace: NamespaceId
+    jobs: int
+    leases: int
+    usable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    slots: Occupancy
+    bytes: Occupancy
+    extents: int
+    extents_free: int
+    rows: int
+    rows_retiring: int
+    transfers: int
+    leases: int
+    hand_offs: int
+    handed_off_blocks: int  # that hand-offs hold now; each counts once
+    followed_keys: int
+    draining: bool
+    tenants: tuple[TenantFigures, ...]
+    namespaces: tuple[NamespaceFigures, ...]
+    sessions: tuple[SessionFigures, ...]
+    counters: Counters
+
+
+def gather(state: State) -> Statistics:
+    """A snapshot; shares nothing with the state."""
+    sessions = tuple(
+        SessionFigures(s.session, s.namespace, len(s.jobs), len(s.leases), s.usable())
+        for s in state.sessions.values()
+    )
+    return Statistics(
+        slots=_of_slots(state.tally),
+        bytes=_of_bytes(state.tally),
+        extents=state.config.extents,
+        extents_free=len(state.free_extents),
+        rows=len(state.rows),
+        rows_retiring=len(state.retiring),
+        transfers=len(state.transfers),
+        leases=sum(s.leases for s in sessions),
+        hand_offs=len(state.hand_offs),
+        handed_off_blocks=len(state.handed_off),
+        followed_keys=sum(
+            len(wait.offer.slots) for s in state.sessions.values() for wait in s.waits
+        ),
+        draining=state.draining,
+        tenants=_tenants(state),
+        namespaces=_namespaces(state),
+        sessions=sessions,
+        counters=replace(state.counters, refused=dict(state.counters.refused)),
+    )
+
+
+def _tenants(state: State) -> tuple[TenantFigures, ...]:
+    return tuple(
+        TenantFigures(
+            t.tenant,
+            t.used_bytes,
+            t.quota_bytes,
+            t.leased_bytes,
+            t.tally.reserved_bytes,
+            t.tally.evictable_bytes,
+        )
+        for t in state.tenants.values()
+    )
+
+
+def _of_slots(tally: Tally) -> Occupancy:
+    return Occupancy(tally.capacity, tally.free, tally.reserved, tally.ready, tally.quarantined)
+
+
+def _of_bytes(tally: Tally) -> Occupancy:
+    return Occupancy(
+        tally.capacity_bytes,
+        tally.free_bytes,
+        tally.reserved_bytes,
+        tally.ready_bytes,
+        tally.quarantined_bytes,
+    )
+
+
+def _namespaces(state: State) -> tuple[NamespaceFigures, ...]:
+    sessions: dict[NamespaceId, int] = {}
+    for session in state.sessions.values():
+        sessions[session.namespace] = sessions.get(session.namespace, 0) + 1
+    return tuple(
+        NamespaceFigures(
+            namespace.namespace,
+            namespace.spec.fingerprint,
+            namespace.spec.tenant,
+            namespace.tally.ready,
+            namespace.tally.ready_bytes,
+            sessions.get(namespace.namespace, 0),
+            namespace.wasted_shares,
+        )
+        for namespace in state.namespaces.values()
+    )
