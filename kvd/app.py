@@ -28,7 +28,7 @@ from kvd.control.sockets import refuse_taken
 from kvd.core import events as ev
 from kvd.core.blocks.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
-from kvd.core.state import MAX_NAMESPACES
+from kvd.core.model.state import MAX_NAMESPACES
 from kvd.linux import signals
 from kvd.observability import logs, metrics
 from kvd.observability.floods import Floods

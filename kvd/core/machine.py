@@ -19,10 +19,10 @@ from kvd.core.jobs import load, lookup, store, transfer, waiters
 from kvd.core.keys import U64, KeyBatch, NamespaceId, RowId, ScopeId, Slots, TenantId
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
+from kvd.core.model.state import MachineConfig, PolicyFactory, State
 from kvd.core.policy import POLICY_NAMES, make_policy
 from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.spec import NamespaceSpec
-from kvd.core.state import MachineConfig, PolicyFactory, State
 from kvd.core.upkeep import chores, clear, operator, recovery, session
 from kvd.core.upkeep.statistics import Statistics, gather
 

@@ -6,7 +6,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.core.keys import TenantId
-from kvd.core.state import Counters
+from kvd.core.model.state import Counters
 from kvd.core.upkeep.statistics import Occupancy, Statistics, TenantFigures
 from kvd.mover.facts import MoverFacts
 from kvd.observability.metrics import MAX_RANKS_SHOWN, MAX_TENANTS_SHOWN, Metrics

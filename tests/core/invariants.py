@@ -28,7 +28,7 @@ from kvd_proto.tags import tags_of
 
 if TYPE_CHECKING:
     from kvd.core.model.size_class import SizeClass
-    from kvd.core.state import State
+    from kvd.core.model.state import State
 
 
 def check(machine: Machine) -> None:

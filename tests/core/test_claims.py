@@ -10,8 +10,8 @@ from kvd.core.events import LeaseMode
 from kvd.core.keys import SessionId
 from kvd.core.model import row_claims
 from kvd.core.model.size_class import Row
+from kvd.core.model.state import State
 from kvd.core.room import reclaim, row_rights
-from kvd.core.state import State
 from tests.core.bench import MS, SECOND, Bench, only, small, spec, verdict
 
 

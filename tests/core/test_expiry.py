@@ -13,8 +13,8 @@ from kvd.core.blocks import namespaces
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import MoverId, NamespaceId, SessionId
 from kvd.core.model import backlog
+from kvd.core.model.state import Namespace, State
 from kvd.core.room import expiry
-from kvd.core.state import Namespace, State
 from tests.core.bench import SECOND, Bench, context, keys, numbers_of, only, small, spec, verdict
 from tests.core.replaying import replay
 from tests.core.test_recovery import restarted

@@ -10,8 +10,8 @@ from kvd.core.blocks import row_grants
 from kvd.core.blocks.row_grants import MAX_SPARE_ROWS_AT_ONCE
 from kvd.core.keys import SessionId
 from kvd.core.model.size_class import SizeClass
+from kvd.core.model.state import State
 from kvd.core.room import eviction
-from kvd.core.state import State
 from kvd.core.upkeep import operator
 from tests.core.bench import BLOCK, Bench, only, small, spec
 

@@ -15,7 +15,7 @@ from kvd.core.errors import (
     UnknownRegistration,
 )
 from kvd.core.keys import MoverId, SessionId
-from kvd.core.state import MAX_ENGINE_BLOCKS
+from kvd.core.model.state import MAX_ENGINE_BLOCKS
 from tests.core.bench import SECOND, Bench, only, small, spec, verdict
 
 DONE, FAILED, REVOKED = (

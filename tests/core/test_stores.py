@@ -12,7 +12,7 @@ from kvd.core import events as ev
 from kvd.core.errors import DuplicateJob, InvalidArgument, LimitExceeded
 from kvd.core.jobs import waiters, waits
 from kvd.core.keys import JobId, KeyBatch, MoverId, SessionId
-from kvd.core.state import MAX_ENGINE_BLOCKS
+from kvd.core.model.state import MAX_ENGINE_BLOCKS
 from kvd_proto.layout import MAX_JOBS_IN_FLIGHT, NULL_ENGINE_BLOCK
 from tests.core.bench import MS, Bench, context, engine_blocks, keys, only, small, spec, verdict
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvd.core.model.state import State
 from kvd.core.room import expiry
-from kvd.core.state import State
 from tests.core.bench import small
 from tests.core.replaying import replay
 from tests.core.test_expiry import GRACE, reset

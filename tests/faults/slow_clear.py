@@ -7,7 +7,7 @@ import sys
 from kvd.__main__ import main
 from kvd.core.actions import Action
 from kvd.core.model import backlog
-from kvd.core.state import Namespace, State
+from kvd.core.model.state import Namespace, State
 from kvd.core.upkeep import clear
 
 PIECES = 3

@@ -9,8 +9,8 @@ from __future__ import annotations
 from kvd.core.blocks.row_grants import slots_per_row
 from kvd.core.errors import ExtentWaste, TooFewExtents
 from kvd.core.model.size_class import MIN_SLOT_BYTES
+from kvd.core.model.state import State
 from kvd.core.spec import GroupSpec, NamespaceSpec
-from kvd.core.state import State
 
 WASTE_DIVISOR = 10  # at most 1/10 of an extent may be lost
 

@@ -11,8 +11,7 @@ from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
 from kvd.core.keys import NamespaceId, ScopeId
 from kvd.core.model.scope_shares import share_left
 from kvd.core.model.size_class import SizeClass, Tally
-from kvd.core.spec import GroupSpec, NamespaceSpec
-from kvd.core.state import (
+from kvd.core.model.state import (
     MAX_NAMESPACES,
     MAX_SCOPES,
     Namespace,
@@ -20,6 +19,7 @@ from kvd.core.state import (
     Session,
     State,
 )
+from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_HASH_BYTES, MAX_RANKS
 from kvd_proto.tags import account_seed
 

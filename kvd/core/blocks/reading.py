@@ -9,7 +9,7 @@ from kvd.core.errors import InvalidArgument
 from kvd.core.keys import U64, KeyBatch, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
-from kvd.core.state import Session, State
+from kvd.core.model.state import Session, State
 from kvd_proto.layout import MAX_KEYS_PER_MESSAGE
 from kvd_proto.tags import tags_of
 

@@ -10,8 +10,8 @@ from kvd.core.actions import Action
 from kvd.core.keys import NODE_UNKNOWN, RowId
 from kvd.core.model.size_class import MIN_SLOT_BYTES, Row, SizeClass
 from kvd.core.model.slots import SlotState
+from kvd.core.model.state import State
 from kvd.core.spec import GroupSpec
-from kvd.core.state import State
 
 MAX_SPARE_ROWS_AT_ONCE = 8  # granted in one event
 SPARE_SHARE = 8  # at most 1/8 of the pool is granted ahead of need

@@ -26,7 +26,7 @@ from kvd.core.model.slots import SlotState, coarse_stamp
 if TYPE_CHECKING:
     from kvd.core.model.job import Offer
     from kvd.core.model.size_class import Row, SizeClass
-    from kvd.core.state import Scope, State
+    from kvd.core.model.state import Scope, State
 
 
 def ready_in(state: State, row: Row) -> Slots:

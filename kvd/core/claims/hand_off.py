@@ -22,7 +22,7 @@ from kvd.core.keys import SessionId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.leases import HandOff
 from kvd.core.model.size_class import SizeClass
-from kvd.core.state import Session, State
+from kvd.core.model.state import Session, State
 
 MAX_HAND_OFF_NS = 600_000_000_000
 MAX_HAND_OFFS_PER_TENANT = 4096

@@ -13,7 +13,7 @@ from kvd.core.keys import LeaseId, RequestId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.leases import Lease
 from kvd.core.model.size_class import LeasesLeft
-from kvd.core.state import Session, State
+from kvd.core.model.state import Session, State
 
 if TYPE_CHECKING:
     from kvd.core.model.size_class import SizeClass

@@ -18,7 +18,7 @@ from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.keys import RequestId, ScopeId, Slots
 from kvd.core.model.job import Prefix, Used
 from kvd.core.model.slots import SlotState
-from kvd.core.state import Session, State
+from kvd.core.model.state import Session, State
 
 MAX_PREFIXES = 4096  # requests of one session; the oldest is forgotten
 MAX_PREFIX_BLOCKS = 65536  # of one request and scope; what is behind them is not remembered

@@ -13,7 +13,7 @@ from kvd.core.keys import ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, Offer, Part
 from kvd.core.model.slots import SlotState
-from kvd.core.state import State
+from kvd.core.model.state import State
 
 
 def load(state: State, event: LoadRequested, now_ns: int) -> list[Action]:

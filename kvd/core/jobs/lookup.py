@@ -14,7 +14,7 @@ from kvd.core.keys import U64, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
-from kvd.core.state import Session, State
+from kvd.core.model.state import Session, State
 
 MISS, HIT, PENDING, RETRY = 0, 1, 2, 3  # as in kvd.v1 Answer
 ADMIT = 4

@@ -11,8 +11,8 @@ from kvd.core.blocks.reading import check_key_count, check_keys, read_keys
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import Run
 from kvd.core.model.job import Offer
+from kvd.core.model.state import Session, State
 from kvd.core.spec import GroupKind
-from kvd.core.state import Session, State
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 

@@ -27,8 +27,8 @@ from kvd.core.keys import ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, Offer, Part
 from kvd.core.model.slots import SlotState
+from kvd.core.model.state import Session, State
 from kvd.core.room.eviction import make_room
-from kvd.core.state import Session, State
 from kvd_proto.layout import MAX_JOBS_IN_FLIGHT
 
 

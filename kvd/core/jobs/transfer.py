@@ -22,7 +22,7 @@ from kvd.core.keys import U32, JobId, Slots, TransferId
 from kvd.core.model.backlog import CalledOff, CallOff
 from kvd.core.model.job import Job, Part, Piece, Transfer
 from kvd.core.model.slots import SlotState
-from kvd.core.state import Mover, Session, State
+from kvd.core.model.state import Mover, Session, State
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 MAX_ENDED_LOADS = 4096  # of a session, remembered until acknowledged

@@ -19,8 +19,8 @@ from kvd.core.jobs import store, transfer, waits
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Wait
 from kvd.core.model.slots import SlotState
+from kvd.core.model.state import Session, State
 from kvd.core.room.eviction import make_room
-from kvd.core.state import Session, State
 
 WAITS_AT_ONCE = 32  # in one event
 KEYS_AT_ONCE = 256  # newly copied in one event, but for those of its last wait

@@ -9,7 +9,7 @@ from kvd.core.jobs import transfer
 from kvd.core.keys import Slots
 from kvd.core.model.job import WAIT_BYTES, Job, Offer, Wait
 from kvd.core.model.size_class import Tenant
-from kvd.core.state import Session, State
+from kvd.core.model.state import Session, State
 
 MAX_WAITING_BYTES = 4 * 2**20  # of one session: 65,536 keys of common length, or 4,096 waits
 MAX_TENANT_WAITING_BYTES = 16 * 2**20  # of all sessions of a tenant

@@ -12,9 +12,9 @@ from kvd.core.errors import NO_ROOM, QUOTA
 from kvd.core.keys import NamespaceId, TenantId
 from kvd.core.model import backlog
 from kvd.core.model.size_class import SizeClass, Tenant
+from kvd.core.model.state import State
 from kvd.core.room import row_rights
 from kvd.core.room.reclaim import coldest_stamp
-from kvd.core.state import State
 
 ORDERS_OF_ONE_SCOPE = 3  # when blocks of it are evicted: tags, records, news
 CLASSES_WEIGHED = 128  # of a tenant, against each other, in one event

@@ -28,8 +28,7 @@ from kvd.core.keys import U32, ScopeId, SessionId, Slots
 from kvd.core.model.backlog import SCOPES_AT_ONCE
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
-from kvd.core.room.reclaim import give_up_left, retire_row
-from kvd.core.state import (
+from kvd.core.model.state import (
     MAX_NAMESPACES,
     NEVER,
     Departure,
@@ -39,6 +38,7 @@ from kvd.core.state import (
     Session,
     State,
 )
+from kvd.core.room.reclaim import give_up_left, retire_row
 
 ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
 ROWS_TO_GO_AT_ONCE = 64  # looked at in one event

@@ -35,7 +35,7 @@ from kvd.core.model.slots import SlotState
 from kvd.core.room import row_rights
 
 if TYPE_CHECKING:
-    from kvd.core.state import State
+    from kvd.core.model.state import State
 
 ROWS_LOOKED_AT = 256  # in one event
 ROWS_WEIGHED = 32  # of those: their slots are read

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from kvd.core.model.row_claims import Claim
 from kvd.core.model.size_class import RECLAIM_INTERVAL_NS, SizeClass
-from kvd.core.state import Session, State
+from kvd.core.model.state import Session, State
 
 CLAIM_NS = 10_000_000_000  # life of a claim that is not asked for again
 SAFE_NS = 2_000_000_000  # of a row from when it was granted

@@ -6,8 +6,8 @@ from kvd.core.actions import Action
 from kvd.core.claims import lease
 from kvd.core.jobs import transfer
 from kvd.core.model import backlog
+from kvd.core.model.state import State
 from kvd.core.room import eviction, expiry, reclaim
-from kvd.core.state import State
 from kvd.core.upkeep import clear, session
 
 # In the order of their turns.

@@ -31,7 +31,7 @@ from kvd.core.keys import RowId, ScopeId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.backlog import Clear
 from kvd.core.model.size_class import Row, SizeClass
-from kvd.core.state import MAX_SCOPES, Namespace, State
+from kvd.core.model.state import MAX_SCOPES, Namespace, State
 
 
 def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:

@@ -10,8 +10,8 @@ from kvd.core.events import QuotaSet
 from kvd.core.jobs import transfer
 from kvd.core.model.backlog import Shrink
 from kvd.core.model.size_class import SizeClass
+from kvd.core.model.state import State
 from kvd.core.room import eviction, expiry
-from kvd.core.state import State
 from kvd.core.upkeep import recency, session
 
 CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need

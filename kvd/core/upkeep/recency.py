@@ -16,7 +16,7 @@ from kvd.core.keys import Slots
 from kvd.core.model.slots import STAMP_SHIFT, SlotState
 
 if TYPE_CHECKING:
-    from kvd.core.state import State
+    from kvd.core.model.state import State
 
 ROWS_LOOKED_AT = 64  # in one tick
 SLOTS_LOOKED_AT = 65536  # but for the rest of the last row

@@ -12,8 +12,8 @@ from kvd.core.keys import U64, RowId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
+from kvd.core.model.state import Scope, State
 from kvd.core.room import expiry
-from kvd.core.state import Scope, State
 from kvd_proto.layout import MAX_GROUPS
 from kvd_proto.tags import account_seed, tags_of
 

@@ -25,9 +25,7 @@ from kvd.core.events import (
 from kvd.core.jobs import transfer, waits
 from kvd.core.keys import NODE_UNKNOWN
 from kvd.core.model.backlog import CallOff
-from kvd.core.room import expiry, row_rights
-from kvd.core.room.reclaim import row_unmapped
-from kvd.core.state import (
+from kvd.core.model.state import (
     MAX_ENGINE_BLOCKS,
     MAX_SESSION_ENGINE_BLOCKS,
     MAX_SESSIONS,
@@ -36,6 +34,8 @@ from kvd.core.state import (
     Session,
     State,
 )
+from kvd.core.room import expiry, row_rights
+from kvd.core.room.reclaim import row_unmapped
 from kvd_proto.layout import MAX_RANKS
 
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvd.core.keys import NamespaceId, SessionId, TenantId
 from kvd.core.model.size_class import Tally
-from kvd.core.state import Counters
+from kvd.core.model.state import Counters
 
 if TYPE_CHECKING:
-    from kvd.core.state import State
+    from kvd.core.model.state import State
 
 
 @dataclass(frozen=True, slots=True)
