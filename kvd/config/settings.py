@@ -32,10 +32,10 @@ from kvd.config.values import (
     whole_number,
 )
 from kvd.core.keys import TenantId
+from kvd.core.policy import POLICY_NAMES
 from kvd.pool.config import MAX_POOL_BYTES, chosen_extent_bytes
 
 MIB = 1 << 20
-POLICIES = ("lru", "arc", "s3fifo")
 COPIERS = ("auto", "batch", "plain", "strided", "kernel")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -165,7 +165,7 @@ SETTINGS: tuple[Setting, ...] = (
         read_switch,
         "keep a checksum of every block's bytes and compare it at each load",
     ),
-    Setting("policy", "lru", one_of(*POLICIES), "eviction policy: " + ", ".join(POLICIES)),
+    Setting("policy", "lru", one_of(*POLICY_NAMES), "eviction policy: " + ", ".join(POLICY_NAMES)),
     Setting(
         "store_threshold",
         1,
