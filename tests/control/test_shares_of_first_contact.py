@@ -92,7 +92,7 @@ def say_nothing(path: str, count: int) -> tuple[list[socket.socket], str]:
 def test_users_who_say_nothing_have_their_shares_and_operators_their_reserve() -> None:
     bounds = (
         "access.companion:MAX_STRANGERS=9 access.companion:MAX_STRANGERS_OF_A_USER=4"
-        " companion:STRANGERS_FOR_OPERATORS=2 companion:HELLO_SECONDS=600"
+        " access.companion:STRANGERS_FOR_OPERATORS=2 access.companion:HELLO_SECONDS=600"
     )
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(daemon_with(bounds))
