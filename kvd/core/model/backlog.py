@@ -33,7 +33,7 @@ SCOPES_AT_ONCE = 128
 EMPTIED_AT_ONCE = 512  # blocks of a row that others wait for
 EMPTIED_IN_PASSING = 64  # of those, by an event that has its own work to do
 DROPPED_AT_ONCE = 512  # blocks that nobody can use any more, or what takes as long
-EVICTED_AT_ONCE = 512  # blocks of a tenant beyond its quota
+EVICTED_AT_ONCE = 384  # blocks of a tenant beyond its quota
 EVICTED_IN_A_BATCH = 64  # of those, where each may be of another account, and is announced so
 NEWS_AT_ONCE = 12  # orders, but for those of the last batch
 
