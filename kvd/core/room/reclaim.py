@@ -37,7 +37,7 @@ from kvd.core.room import row_rights
 if TYPE_CHECKING:
     from kvd.core.model.state import State
 
-ROWS_LOOKED_AT = 192  # in one event
+ROWS_LOOKED_AT = 128  # in one event
 ROWS_WEIGHED = 32  # of those: their slots are read
 SLOTS_WEIGHED = 1 << 16  # ... and so many slots
 MAX_EMPTYING = 8  # rows
