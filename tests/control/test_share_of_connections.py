@@ -8,12 +8,20 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from kvd.control.access import companion, descriptors
-from kvd.control.access.door import MAX_UNACCEPTED, Connection, Door, bound_of_connections, too_many
+from kvd.control.access.door import (
+    LOOK_SECONDS,
+    MAX_UNACCEPTED,
+    Connection,
+    Door,
+    bound_of_connections,
+    too_many,
+)
 from kvd.control.access.shares import Bound
 from tests.control.daemon_of_few_connections import MOST
 from tests.control.daemon_rig import Caller, wait_until
@@ -167,6 +175,7 @@ def has_stopped(pid: int) -> bool:
 
 def test_few_connections_wait_at_a_daemon_that_does_not_accept() -> None:
     with daemon() as running:
+        time.sleep(2 * LOOK_SECONDS)  # gRPC listens when it likes, and the door looks again
         running.process.send_signal(signal.SIGSTOP)
         try:
             wait_until(lambda: has_stopped(running.pid), "the daemon's stop")

@@ -88,15 +88,26 @@ class Door:
         self._looks = 0
         self._logged_s = -LOG_SECONDS
         self._held = 0  # descriptors at the last look
+        self._listener: tuple[int, int] | None = None  # gRPC's: descriptor, inode
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Look from now on, until `close`; gRPC listens already."""
-        for fd in _sockets():
-            with contextlib.suppress(OSError), _socket(fd) as listener:
-                if self._is_mine(listener) and _listens(listener):
-                    listener.listen(MAX_UNACCEPTED)
+        """Look from now on, until `close`."""
+        self._shorten_queue()
         self._look_later()
+
+    def _shorten_queue(self) -> None:
+        """Let few connections wait. gRPC may listen only in a moment, with a queue of its own."""
+        if self._listener is None:
+            for fd in _sockets():
+                with contextlib.suppress(OSError), _socket(fd) as some:
+                    if self._is_mine(some) and _listens(some):
+                        self._listener = fd, os.fstat(fd).st_ino
+        if self._listener is not None:
+            fd, inode = self._listener
+            with contextlib.suppress(OSError), _socket(fd) as listener:
+                if os.fstat(listener.fileno()).st_ino == inode:
+                    listener.listen(MAX_UNACCEPTED)
 
     def _look_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._tick)
@@ -107,6 +118,7 @@ class Door:
             self._timer = None
 
     def _tick(self) -> None:
+        self._shorten_queue()
         held = descriptors.held()
         if held <= self.bound.each or held == self._held:
             self._held = held
