@@ -25,6 +25,8 @@ U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
 Slots = npt.NDArray[np.int64]  # dense slot numbers
 
+NODE_UNKNOWN = -1  # memory node of an extent, or of a rank's GPU
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyBatch:
@@ -48,6 +50,3 @@ class KeyBatch:
         """The hashes one after the other, padding taken off."""
         raw = np.ascontiguousarray(self.words).view(np.uint8)
         return raw.reshape(len(self), -1)[:, : self.hash_bytes].tobytes()
-
-
-NODE_UNKNOWN = -1

@@ -99,10 +99,10 @@ class Door:
     def _shorten_queue(self) -> None:
         """Let few connections wait. gRPC may listen only in a moment, with a queue of its own."""
         if self._listener is None:
-            for fd in _sockets():
+            for fd, inode in _sockets():
                 with contextlib.suppress(OSError), _socket(fd) as some:
                     if self._is_mine(some) and _listens(some):
-                        self._listener = fd, os.fstat(fd).st_ino
+                        self._listener = fd, inode
         if self._listener is not None:
             fd, inode = self._listener
             with contextlib.suppress(OSError), _socket(fd) as listener:
@@ -160,9 +160,8 @@ class Door:
         self._looks += 1
         known, seen, found = self._users, self._seen, []
         users: dict[int, int | None] = {}
-        for fd in _sockets():
+        for fd, inode in _sockets():
             with contextlib.suppress(OSError):
-                inode = os.fstat(fd).st_ino
                 users[inode] = known[inode] if inode in known else self._user_behind(fd)
                 if (user := users[inode]) is not None:
                     found.append(Connection(fd, inode, user))
@@ -180,12 +179,13 @@ class Door:
         return some.family == socket.AF_UNIX and some.getsockname() == self._path
 
 
-def _sockets() -> Iterator[int]:
-    """Descriptors of this process that are sockets; they may be others by the next moment."""
+def _sockets() -> Iterator[tuple[int, int]]:
+    """Descriptor and inode of this process's sockets; they may be others by the next moment."""
     for name in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(name.name)).st_mode):
-                yield int(name.name)
+            status = os.fstat(int(name.name))
+            if stat.S_ISSOCK(status.st_mode):
+                yield int(name.name), status.st_ino
 
 
 def _listens(some: socket.socket) -> bool:

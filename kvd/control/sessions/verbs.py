@@ -232,9 +232,9 @@ class Verbs:
         reply = pb.StepReply(sequence=sequence)
         used: set[int] = set()
         for load in parts.loads:
-            reply.verdicts.append(await self._load(live, load, used))
+            reply.verdicts.append(await self._begin(live, load, used))
         for store in parts.stores:
-            reply.verdicts.append(await self._store(live, store, used))
+            reply.verdicts.append(await self._begin(live, store, used))
         live.last_job = max(live.last_job, *used, 0)
         for hand_off in parts.hand_offs:
             await self._hand_off(hand_off)
@@ -280,31 +280,23 @@ class Verbs:
             self._driver.refuse(live.id, job, kind, error)
             raise error
 
-    async def _load(
-        self, live: LiveSession, load: ev.LoadRequested, used: set[int]
-    ) -> pb.JobVerdict:
-        try:
-            self._require_rising(live, load.job, ev.JobKind.LOAD, used)
-            verdict = convert.verdict_message(self._driver.load(load))
-        except UnknownSession:
-            raise
-        except KvdError as error:
-            verdict = convert.refusal_message(load.job, ev.JobKind.LOAD, error)
-        await self._driver.let_others_in(live.id)
-        return verdict
-
-    async def _store(
-        self, live: LiveSession, store: ev.StoreRequested, used: set[int]
+    async def _begin(
+        self, live: LiveSession, job: ev.StoreRequested | ev.LoadRequested, used: set[int]
     ) -> pb.JobVerdict:
         # A job that clashes with the session's state is refused alone, so that the rest of an
         # ordered, half-applied step is not lost with it.
+        kind = ev.JobKind.LOAD if isinstance(job, ev.LoadRequested) else ev.JobKind.STORE
         try:
-            self._require_rising(live, store.job, ev.JobKind.STORE, used)
-            verdict = convert.verdict_message(await self._driver.store(store))
+            self._require_rising(live, job.job, kind, used)
+            if isinstance(job, ev.LoadRequested):
+                said = self._driver.load(job)
+            else:
+                said = await self._driver.store(job)
+            verdict = convert.verdict_message(said)
         except UnknownSession:
             raise
         except KvdError as error:
-            verdict = convert.refusal_message(store.job, ev.JobKind.STORE, error)
+            verdict = convert.refusal_message(job.job, kind, error)
         await self._driver.let_others_in(live.id)
         return verdict
 

@@ -6,7 +6,6 @@ All functions take slots of one size class and assert the step they take.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,12 +20,10 @@ from kvd.core.actions import (
 )
 from kvd.core.keys import KeyBatch, ScopeId, Slots
 from kvd.core.model import backlog
+from kvd.core.model.job import Offer
+from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState, coarse_stamp
-
-if TYPE_CHECKING:
-    from kvd.core.model.job import Offer
-    from kvd.core.model.size_class import Row, SizeClass
-    from kvd.core.model.state import Scope, State
+from kvd.core.model.state import Scope, State
 
 
 def ready_in(state: State, row: Row) -> Slots:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +11,8 @@ from kvd.core.events import Query
 from kvd.core.keys import LeaseId, RequestId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.leases import Lease
-from kvd.core.model.size_class import LeasesLeft
+from kvd.core.model.size_class import LeasesLeft, SizeClass
 from kvd.core.model.state import Session, State
-
-if TYPE_CHECKING:
-    from kvd.core.model.size_class import SizeClass
 
 MAX_LEASES_PER_SESSION = 16384
 LEASES_LOOKED_AT = 512  # in one event

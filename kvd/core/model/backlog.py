@@ -12,13 +12,11 @@ import enum
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvd.core.keys import NamespaceId, RowId, ScopeId, TenantId
-
-if TYPE_CHECKING:
-    from kvd.core.model.job import Transfer
-    from kvd.core.model.leases import Lease
+from kvd.core.model.job import Transfer
+from kvd.core.model.leases import Lease
 
 LEASES_AT_ONCE = 32
 LEASED_BLOCKS_AT_ONCE = 2048  # but for those of the last lease

@@ -231,6 +231,13 @@ class Counters:
     refused: dict[str, int] = field(default_factory=dict)  # jobs by reason
 
 
+@dataclass(slots=True)
+class RecencyTurns:
+    """Rows still to be looked at in this turn; the last one comes first."""
+
+    rows: list[RowId] = field(default_factory=list)
+
+
 class State:
     """Plain tables. Changed only by the functions that `Machine.handle` calls."""
 
@@ -325,10 +332,3 @@ class State:
     def scope_of(self, slot: int) -> ScopeId:
         """The scope of the key that the slot holds."""
         return ScopeId(int(self.slots.scopes[slot]))
-
-
-@dataclass(slots=True)
-class RecencyTurns:
-    """Rows still to be looked at in this turn; the last one comes first."""
-
-    rows: list[RowId] = field(default_factory=list)

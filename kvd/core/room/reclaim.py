@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,10 +32,8 @@ from kvd.core.model import backlog, row_claims
 from kvd.core.model.row_claims import Claim
 from kvd.core.model.size_class import RECLAIM_INTERVAL_NS, LeasesLeft, Row, SizeClass
 from kvd.core.model.slots import SlotState
+from kvd.core.model.state import State
 from kvd.core.room import row_rights
-
-if TYPE_CHECKING:
-    from kvd.core.model.state import State
 
 ROWS_LOOKED_AT = 128  # in one event
 ROWS_WEIGHED = 32  # of those: their slots are read

@@ -7,16 +7,12 @@ order of the last turn through all rows.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from kvd.core.actions import Action, WriteStamps
 from kvd.core.keys import Slots
 from kvd.core.model.slots import STAMP_SHIFT, SlotState
-
-if TYPE_CHECKING:
-    from kvd.core.model.state import State
+from kvd.core.model.state import State
 
 ROWS_LOOKED_AT = 64  # in one tick
 SLOTS_LOOKED_AT = 65536  # but for the rest of the last row

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvd.core.keys import NamespaceId, SessionId, TenantId
 from kvd.core.model.size_class import Tally
-from kvd.core.model.state import Counters
-
-if TYPE_CHECKING:
-    from kvd.core.model.state import State
+from kvd.core.model.state import Counters, State
 
 
 @dataclass(frozen=True, slots=True)
