@@ -104,11 +104,17 @@ class RawHttp2:
                     for each in self._windows.keys() - {0}:
                         self._windows[each] += value - self._initial
                     self._initial = value
-            self._socket.sendall(_frame(_SETTINGS, 1, 0, b""))
+            self._answer(_frame(_SETTINGS, 1, 0, b""))
         elif kind == _PING and not flags & 1:
-            self._socket.sendall(_frame(_PING, 1, 0, body))
+            self._answer(_frame(_PING, 1, 0, body))
         elif kind == _RESET or (kind == _HEADERS and flags & 1):
             self.reset.add(stream)
+
+    def _answer(self, frame: bytes) -> None:
+        try:
+            self._socket.sendall(frame)
+        except OSError:  # shut down after it had spoken
+            self.is_over = True
 
     def close(self) -> None:
         self._socket.close()

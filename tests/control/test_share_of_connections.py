@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvd.control.access import companion, descriptors
@@ -23,6 +24,7 @@ from kvd.control.access.door import (
     too_many,
 )
 from kvd.control.access.shares import Bound
+from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
 from tests.control.daemon_of_few_connections import MOST
 from tests.control.daemon_rig import Caller, wait_until
 from tests.control.raw_http2 import RawHttp2
@@ -186,3 +188,27 @@ def test_few_connections_wait_at_a_daemon_that_does_not_accept() -> None:
         caller = Caller(running.socket)
         assert caller.status().state
         caller.close()
+
+
+def test_clients_that_connect_at_once_while_the_daemon_is_busy_all_come_in() -> None:
+    with daemon() as running, contextlib.ExitStack() as stack:
+        time.sleep(2 * LOOK_SECONDS)
+        caller = Caller(running.socket)
+        stack.callback(caller.close)
+        running.process.send_signal(signal.SIGSTOP)
+        try:
+            wait_until(lambda: has_stopped(running.pid), "the daemon's stop")
+            answers = []
+            for _ in range(MAX_UNACCEPTED - 8):
+                alone = (("grpc.use_local_subchannel_pool", 1),)
+                channel = grpc.insecure_channel(f"unix:{running.socket}", options=alone)
+                stack.callback(channel.close)
+                stub = operator_pb2_grpc.OperatorServiceStub(channel)
+                request = operator_pb2.StatusRequest()
+                answers.append(stub.Status.future(request, metadata=caller.metadata))
+            time.sleep(0.5)  # all are connecting, and none may fail
+            failed = [answer.code() for answer in answers if answer.done()]
+        finally:
+            running.process.send_signal(signal.SIGCONT)
+        assert failed == []
+        assert all(answer.result(timeout=30).state for answer in answers)

@@ -31,7 +31,9 @@ log = logging.getLogger(__name__)
 # Who has as many engines and tools as a user may have companion connections has a gRPC connection
 # for each of those, and some for those that begin anew.
 MAX_CONNECTIONS_OF_A_USER = 224
-MAX_UNACCEPTED = 32  # connections; gRPC asks for 4,096
+# All clients of a node may connect at once: gRPC's client takes a full queue for a daemon that is
+# away. gRPC's server asks for 4,096, and serves nobody while it accepts them.
+MAX_UNACCEPTED = 128  # connections
 LOOK_SECONDS = 0.25
 LOG_SECONDS = 10.0  # who is shut out connects again at once
 
