@@ -1,4 +1,4 @@
-"""The client's one-call-a-verb session, over a real daemon and mover."""
+"""The conformance tests' session, a call for each verb, over a real daemon and mover."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from kvd_client.draft import BlockRun, JobDraft
 from kvd_client.identity import EngineIdentity, Group, Namespace
-from kvd_client.verbs import ChangeTail, VerbSession
 from kvd_proto.v1 import common_pb2, events_pb2
 from tests.control.daemon_rig import (
     BLOCK_BYTES,
@@ -22,6 +21,7 @@ from tests.control.daemon_rig import (
     hashes,
     identity,
 )
+from verb_session import ChangeTail, VerbSession
 
 MISS, HIT, PENDING = 0, 1, 2
 

@@ -17,6 +17,7 @@ from tests.daemon_process import DaemonProcess
 from tests.vllm_conformance import fetch, report
 
 ROOT = Path(__file__).resolve().parents[2]
+PLUGIN = Path(__file__).parent / "plugin"  # all that runs where `tests` is vLLM's package
 CACHE = ROOT / ".cache" / "vllm-conformance"
 SHARED_MEMORY = "/dev/shm"
 CANNOT_BE_HAD = 3
@@ -77,7 +78,7 @@ def run(mode: str, python: Path, more: list[str]) -> int:
             "KVD_CONFORMANCE_SOCKETS": json.dumps(sockets),
             "OMP_NUM_THREADS": "1",
             # vLLM's Python of the fetched version comes before the installed one's.
-            "PYTHONPATH": os.pathsep.join([str(place), str(Path(__file__).parent)]),
+            "PYTHONPATH": os.pathsep.join([str(place), str(PLUGIN)]),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_TARGET_DEVICE": "cpu",
         }

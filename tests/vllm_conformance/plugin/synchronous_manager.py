@@ -31,7 +31,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.draft import BlockRun, JobDraft, request_context
 from kvd_client.integrations.vllm.scheduling.requests import LOOKUP_RESULTS, hints_of, policy_of
-from kvd_client.integrations.vllm.synchronous_jobs import (
+from kvd_client.scheduler.hits import HIT, MISS, STATUS_BITS
+from kvd_proto.v1 import common_pb2, events_pb2, operator_pb2
+from synchronous_jobs import (
     Capacity,
     ChunkNames,
     OpenJob,
@@ -40,9 +42,7 @@ from kvd_client.integrations.vllm.synchronous_jobs import (
     unwired,
     wire,
 )
-from kvd_client.scheduler.hits import HIT, MISS, STATUS_BITS
-from kvd_client.verbs import ChangeTail, VerbSession
-from kvd_proto.v1 import common_pb2, events_pb2, operator_pb2
+from verb_session import ChangeTail, VerbSession
 
 ADMITTED = 4  # beside MISS: a store would be admitted
 ANONYMOUS = "-"

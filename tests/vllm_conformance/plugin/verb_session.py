@@ -1,4 +1,4 @@
-"""The verbs one by one, each a call that waits for its answer: for tools and conformance runs.
+"""The verbs one by one, each a call that waits for its answer.
 
 An engine wants `SchedulerConnection`, which waits for nothing and survives any daemon. Here a
 refusal and an absent daemon are raised as they come (grpc.RpcError, CompanionRefused, OSError).

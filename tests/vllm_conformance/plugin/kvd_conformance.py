@@ -29,11 +29,11 @@ from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 
 from kvd_client.identity import EngineIdentity, Group, Namespace
 from kvd_client.integrations.vllm.connector import KvdConnector
-from kvd_client.integrations.vllm.synchronous import SynchronousManager
-from kvd_client.integrations.vllm.synchronous_jobs import HASH_BYTES, Capacity
-from kvd_client.verbs import VerbSession
 from kvd_client.worker.memory import Fragment, GroupLayout, SharedMemory
 from kvd_client.worker.registrar import RankMemory, RankPlace, Registrar
+from synchronous_jobs import HASH_BYTES, Capacity
+from synchronous_manager import SynchronousManager
+from verb_session import VerbSession
 
 SOCKETS = json.loads(os.environ["KVD_CONFORMANCE_SOCKETS"])  # by policy and threshold
 RESULTS = Path(os.environ["KVD_CONFORMANCE_RESULTS"])
