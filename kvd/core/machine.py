@@ -20,6 +20,7 @@ from kvd.core.keys import U64, KeyBatch, NamespaceId, RowId, ScopeId, Slots, Ten
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import MachineConfig, PolicyFactory, State
+from kvd.core.model.turn import Turn
 from kvd.core.policy import POLICY_NAMES, make_policy
 from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.spec import NamespaceSpec
@@ -45,14 +46,14 @@ class Machine:
     def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
         """Apply one event. A KvdError means that nothing was changed."""
         state = self.state
-        state.now_ns = now_ns
-        actions = self._apply(event, now_ns)
+        turn = Turn(state, now_ns)
+        _apply(turn, event)
         if state.released:
-            for each in waiters.go_on(state, now_ns, actions):
-                session.forget_session(state, each, now_ns)
+            for each in waiters.go_on(turn):
+                session.forget_session(turn, each)
         if state.claims or state.emptying:
-            reclaim.serve(state, actions)
-        return actions
+            reclaim.serve(turn)
+        return turn.orders
 
     def room(self, namespace: NamespaceId) -> tuple[int, ...]:
         """Blocks that a store could get now, by group."""
@@ -158,128 +159,104 @@ class Machine:
     def statistics(self) -> Statistics:
         return gather(self.state)
 
-    def _apply(self, event: ev.Event, now_ns: int) -> list[Action]:
-        match event:
-            case (
-                ev.LookupRequested()
-                | ev.StoreRequested()
-                | ev.LoadRequested()
-                | ev.Touched()
-                | ev.HandOffRequested()
-                | ev.JobsCompleted()
-                | ev.LeasesReleased()
-                | ev.RequestsEnded()
-                | ev.StepEnded()
-            ):
-                return self._apply_verb(event, now_ns)
-            case ev.TransferFinished():
-                return self._finish(event, now_ns)
-            case ev.SessionOpened():
-                return session.session_opened(self.state, event, now_ns)
-            case ev.SessionClosed():
-                return session.session_closed(self.state, event, now_ns)
-            case ev.RankAttached():
-                return session.rank_attached(self.state, event)
-            case ev.RankEnding():
-                return session.rank_ending(self.state, event)
-            case ev.MoverGone():
-                return session.mover_gone(self.state, event, now_ns)
-            case ev.EpochChanged():
-                return session.epoch_changed(self.state, event, now_ns)
-            case _:
-                return self._apply_upkeep(event, now_ns)
 
-    def _apply_verb(
-        self,
-        event: ev.LookupRequested
-        | ev.StoreRequested
-        | ev.LoadRequested
-        | ev.Touched
-        | ev.HandOffRequested
-        | ev.JobsCompleted
-        | ev.LeasesReleased
-        | ev.RequestsEnded
-        | ev.StepEnded,
-        now_ns: int,
-    ) -> list[Action]:
-        state = self.state
-        match event:
-            case ev.LookupRequested():
-                return lookup.lookup(state, event, now_ns)
-            case ev.StoreRequested():
-                return store.store(state, event, now_ns)
-            case ev.LoadRequested():
-                return load.load(state, event, now_ns)
-            case ev.Touched():
-                return lookup.touch(state, event, now_ns)
-            case ev.HandOffRequested():
-                return hand_off.hand_off(state, event, now_ns)
-        found = state.require_session(event.session)
-        match event:
-            case ev.JobsCompleted():
-                transfer.jobs_completed(state, found, event.jobs)
-            case ev.LeasesReleased():
-                lease.end_leases(state, found, event.leases)
-            case ev.RequestsEnded():
-                lease.end_leases_of(state, found, event.requests)
-                prefix.end(state, found, event.requests, now_ns)
-            case ev.StepEnded():
-                found.renewed_ns = now_ns
-            case _:
-                assert_never(event)
-        return []
+def _apply(turn: Turn, event: ev.Event) -> None:
+    match event:
+        case ev.LookupRequested():
+            lookup.lookup(turn, event)
+        case ev.StoreRequested():
+            store.store(turn, event)
+        case ev.LoadRequested():
+            load.load(turn, event)
+        case ev.Touched():
+            lookup.touch(turn, event)
+        case ev.HandOffRequested():
+            hand_off.hand_off(turn, event)
+        case ev.JobsCompleted() | ev.LeasesReleased() | ev.RequestsEnded() | ev.StepEnded():
+            _apply_step(turn, event)
+        case ev.TransferFinished():
+            _finish(turn, event)
+        case ev.SessionOpened():
+            session.session_opened(turn, event)
+        case ev.SessionClosed():
+            session.session_closed(turn, event)
+        case ev.RankAttached():
+            session.rank_attached(turn, event)
+        case ev.RankEnding():
+            session.rank_ending(turn, event)
+        case ev.MoverGone():
+            session.mover_gone(turn, event)
+        case ev.EpochChanged():
+            session.epoch_changed(turn, event)
+        case _:
+            _apply_upkeep(turn, event)
 
-    def _finish(self, event: ev.TransferFinished, now_ns: int) -> list[Action]:
-        actions: list[Action] = []
-        running = self.state.transfers.get(event.transfer)
-        transfer.transfer_finished(self.state, event, now_ns, actions)
-        if running is not None:
-            owner = self.state.sessions[running.piece.job.session]
-            session.forget_session(self.state, owner, now_ns)
-        return actions
 
-    def _apply_upkeep(
-        self,
-        event: ev.ScopesRecovered
-        | ev.RowsRecovered
-        | ev.PoolRecovered
-        | ev.RowUnmapped
-        | ev.RowRefused
-        | ev.RowZeroed
-        | ev.NamespaceCleared
-        | ev.QuotaSet
-        | ev.DrainStarted
-        | ev.TimerTicked
-        | ev.WorkContinued,
-        now_ns: int,
-    ) -> list[Action]:
-        state = self.state
-        actions: list[Action] = []
-        match event:
-            case ev.ScopesRecovered():
-                return recovery.scopes_recovered(state, event)
-            case ev.RowsRecovered():
-                return recovery.rows_recovered(state, event)
-            case ev.PoolRecovered():
-                expiry.begin(state, now_ns)
-                return recovery.pool_recovered(state, event)
-            case ev.RowUnmapped():
-                reclaim.row_unmapped(state, event.row, event.mover, actions)
-            case ev.RowRefused():
-                return reclaim.row_refused(state, event)
-            case ev.RowZeroed():
-                reclaim.row_zeroed(state, event.row, actions)
-                expiry.look(state, now_ns)
-            case ev.NamespaceCleared():
-                return clear.namespace_cleared(state, event)
-            case ev.QuotaSet():
-                return operator.quota_set(state, event)
-            case ev.DrainStarted():
-                state.draining = True
-            case ev.WorkContinued():
-                chores.go_on(state, now_ns, actions)
-            case ev.TimerTicked():
-                return operator.timer_ticked(state, now_ns)
-            case _:
-                assert_never(event)
-        return actions
+def _apply_step(
+    turn: Turn, event: ev.JobsCompleted | ev.LeasesReleased | ev.RequestsEnded | ev.StepEnded
+) -> None:
+    state = turn.state
+    found = state.require_session(event.session)
+    match event:
+        case ev.JobsCompleted():
+            transfer.jobs_completed(state, found, event.jobs)
+        case ev.LeasesReleased():
+            lease.end_leases(state, found, event.leases)
+        case ev.RequestsEnded():
+            lease.end_leases_of(state, found, event.requests)
+            prefix.end(turn, found, event.requests)
+        case ev.StepEnded():
+            found.renewed_ns = turn.now_ns
+        case _:
+            assert_never(event)
+
+
+def _finish(turn: Turn, event: ev.TransferFinished) -> None:
+    state = turn.state
+    running = state.transfers.get(event.transfer)
+    transfer.transfer_finished(turn, event)
+    if running is not None:
+        session.forget_session(turn, state.sessions[running.piece.job.session])
+
+
+def _apply_upkeep(
+    turn: Turn,
+    event: ev.ScopesRecovered
+    | ev.RowsRecovered
+    | ev.PoolRecovered
+    | ev.RowUnmapped
+    | ev.RowRefused
+    | ev.RowZeroed
+    | ev.NamespaceCleared
+    | ev.QuotaSet
+    | ev.DrainStarted
+    | ev.TimerTicked
+    | ev.WorkContinued,
+) -> None:
+    match event:
+        case ev.ScopesRecovered():
+            recovery.scopes_recovered(turn, event)
+        case ev.RowsRecovered():
+            recovery.rows_recovered(turn, event)
+        case ev.PoolRecovered():
+            expiry.begin(turn)
+            recovery.pool_recovered(turn, event)
+        case ev.RowUnmapped():
+            reclaim.row_unmapped(turn, event.row, event.mover)
+        case ev.RowRefused():
+            reclaim.row_refused(turn, event)
+        case ev.RowZeroed():
+            reclaim.row_zeroed(turn, event.row)
+            expiry.look(turn)
+        case ev.NamespaceCleared():
+            clear.namespace_cleared(turn, event)
+        case ev.QuotaSet():
+            operator.quota_set(turn, event)
+        case ev.DrainStarted():
+            turn.state.draining = True
+        case ev.WorkContinued():
+            chores.go_on(turn)
+        case ev.TimerTicked():
+            operator.timer_ticked(turn)
+        case _:
+            assert_never(event)

@@ -18,6 +18,7 @@ from kvd.core.errors import LayoutMismatch, LimitExceeded
 from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model import size_class
+from kvd.core.model.turn import Turn
 from kvd.core.room import reclaim
 from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.process import MoverConfig, MoverProcess, MoverSink
@@ -201,12 +202,12 @@ async def test_row_that_could_not_be_zeroed_is_zeroed_later(
     monkeypatch.setattr(driver.pool, "zero_row", zero)
     monkeypatch.setattr(driver.pool, "release_row", release)
     state = driver.machine.state
-    orders: list[act.Action] = []
     open_session(driver)
     owner = next(iter(state.classes.values()))
-    row_grants.grant_row(state, owner, orders)
-    reclaim.retire_row(state, next(iter(owner.rows.values())), orders)
-    for order in orders:
+    turn = Turn(state, now_ns=0)
+    row_grants.grant_row(turn, owner)
+    reclaim.retire_row(turn, next(iter(owner.rows.values())))
+    for order in turn.orders:
         driver._carry_out(order)
     await asyncio.wait_for(released.wait(), 10)
     assert not failures

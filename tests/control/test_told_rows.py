@@ -18,6 +18,7 @@ from kvd.core.errors import RANKS_MISSING
 from kvd.core.keys import JobId, MoverId, RowId, SessionId, TransferId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.size_class import Row, SizeClass
+from kvd.core.model.turn import Turn
 from kvd.core.room import reclaim
 from kvd.mover.facts import MoverFacts
 from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess, MoverSink
@@ -125,15 +126,15 @@ class Stage:
         return process
 
     def grant(self, group: int = 0) -> Row:
-        orders: list[act.Action] = []
-        row_grants.grant_row(self.state, self.owners[group], orders)
-        self._carry_out(orders)
-        return self.state.rows[cast("act.GrantRow", orders[0]).row]
+        turn = Turn(self.state, now_ns=0)
+        row_grants.grant_row(turn, self.owners[group])
+        self._carry_out(turn.orders)
+        return self.state.rows[cast("act.GrantRow", turn.orders[0]).row]
 
     def retire(self, row: Row) -> None:
-        orders: list[act.Action] = []
-        reclaim.retire_row(self.state, row, orders)
-        self._carry_out(orders)
+        turn = Turn(self.state, now_ns=0)
+        reclaim.retire_row(turn, row)
+        self._carry_out(turn.orders)
 
     def _carry_out(self, orders: list[act.Action]) -> None:
         for order in orders:

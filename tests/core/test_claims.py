@@ -10,7 +10,7 @@ from kvd.core.events import LeaseMode
 from kvd.core.keys import SessionId
 from kvd.core.model import row_claims
 from kvd.core.model.size_class import Row
-from kvd.core.model.state import State
+from kvd.core.model.turn import Turn
 from kvd.core.room import reclaim, row_rights
 from tests.core.bench import MS, SECOND, Bench, only, small, spec, verdict
 
@@ -105,9 +105,9 @@ def test_search_reads_few_rows_an_event_and_finds_the_last_one_all_the_same(
     read: list[int] = []
     weigh = reclaim._weigh
 
-    def counted(state: State, claim: row_claims.Claim, row: Row) -> object:
+    def counted(turn: Turn, claim: row_claims.Claim, row: Row) -> object:
         read.append(row.row)
-        return weigh(state, claim, row)
+        return weigh(turn, claim, row)
 
     monkeypatch.setattr(reclaim, "ROWS_LOOKED_AT", 4)
     monkeypatch.setattr(reclaim, "_weigh", counted)

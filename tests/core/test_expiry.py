@@ -59,7 +59,7 @@ def test_private_namespace_goes_with_its_blocks_when_its_engine_has_ended() -> N
 def test_scopes_of_a_namespace_go_a_few_at_a_time_and_it_goes_with_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(expiry, "SCOPES_AT_ONCE", 4)
+    monkeypatch.setattr(backlog, "SCOPES_AT_ONCE", 4)
     bench = small()
     bench.open(1, PRIVATE)
     for number in range(16):
@@ -505,7 +505,7 @@ def test_blocks_and_scopes_of_an_epoch_go_a_few_in_each_event(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backlog, "DROPPED_AT_ONCE", 3)
-    monkeypatch.setattr(expiry, "SCOPES_AT_ONCE", 4)
+    monkeypatch.setattr(backlog, "SCOPES_AT_ONCE", 4)
     bench = small()
     bench.open(1)
     reset(bench, "mine")

@@ -13,6 +13,7 @@ from kvd.core.errors import DuplicateJob, InvalidArgument, LimitExceeded
 from kvd.core.jobs import waiters, waits
 from kvd.core.keys import JobId, KeyBatch, MoverId, SessionId
 from kvd.core.model.state import MAX_ENGINE_BLOCKS
+from kvd.core.model.turn import Turn
 from kvd_proto.layout import MAX_JOBS_IN_FLIGHT, NULL_ENGINE_BLOCK
 from tests.core.bench import MS, Bench, context, engine_blocks, keys, only, small, spec, verdict
 
@@ -394,10 +395,10 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     carried: list[int] = []
     sound = waiters.go_on
 
-    def go_on(state: Any, now_ns: int, actions: Any) -> Any:
-        before = len(state.released)
-        seen = sound(state, now_ns, actions)
-        carried.append(before - len(state.released))
+    def go_on(turn: Turn) -> Any:
+        before = len(turn.state.released)
+        seen = sound(turn)
+        carried.append(before - len(turn.state.released))
         return seen
 
     monkeypatch.setattr(waiters, "go_on", go_on)

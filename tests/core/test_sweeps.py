@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvd.core.model.state import State
+from kvd.core.model.turn import Turn
 from kvd.core.room import expiry
 from tests.core.bench import small
 from tests.core.replaying import replay
@@ -27,11 +27,12 @@ def test_epochs_that_end_together_go_a_few_in_each_sweep(
         bench.leave(number)
     begin, sweeps = expiry._begin_sweep, []
 
-    def noted(state: State, now_ns: int) -> None:
-        begin(state, now_ns)
-        assert state.expiring.sweep is not None
-        if state.expiring.sweep.epochs:
-            sweeps.append((len(state.expiring.sweep.epochs), len(state.expiring.sweep.scopes)))
+    def noted(turn: Turn) -> None:
+        begin(turn)
+        sweep = turn.state.expiring.sweep
+        assert sweep is not None
+        if sweep.epochs:
+            sweeps.append((len(sweep.epochs), len(sweep.scopes)))
 
     monkeypatch.setattr(expiry, "_begin_sweep", noted)
     bench.tick(GRACE)

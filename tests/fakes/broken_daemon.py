@@ -23,11 +23,11 @@ PLANTED = "planted by a test"
 def _free_slots_too_early() -> None:
     sound = slot_lifecycle.make_ready
 
-    def make_ready(state: Any, owner: Any, slots: Any, *rest: Any) -> None:
-        state.slots.state[slots] = SlotState.FREE  # while they are being stored
-        sound(state, owner, slots, *rest)
+    def make_ready(turn: Any, owner: Any, slots: Any) -> None:
+        turn.state.slots.state[slots] = SlotState.FREE  # while they are being stored
+        sound(turn, owner, slots)
 
-    slot_lifecycle.make_ready = make_ready  # type: ignore[assignment]
+    slot_lifecycle.make_ready = make_ready
 
 
 def _fail(*_args: Any, **_named: Any) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from kvd.__main__ import main
-from kvd.core.actions import Action
 from kvd.core.model import backlog
-from kvd.core.model.state import Namespace, State
+from kvd.core.model.state import Namespace
+from kvd.core.model.turn import Turn
 from kvd.core.upkeep import clear
 
 PIECES = 3
@@ -15,10 +15,10 @@ done: list[int] = []
 give_up = clear._give_up
 
 
-def a_few(state: State, namespace: Namespace, left: backlog.Clear, actions: list[Action]) -> None:
+def a_few(turn: Turn, namespace: Namespace, left: backlog.Clear) -> None:
     if len(done) < PIECES:
         done.append(1)
-        give_up(state, namespace, left, actions)
+        give_up(turn, namespace, left)
 
 
 if __name__ == "__main__":

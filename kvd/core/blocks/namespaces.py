@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from kvd.core.actions import Action, EpochOpened, ForgetScopes, OpenNamespace, OpenScope
+from kvd.core.actions import EpochOpened, ForgetScopes, OpenNamespace, OpenScope
 from kvd.core.blocks.extent_fit import fitting_size, size, wasted_share
 from kvd.core.blocks.row_grants import slots_per_row
 from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
@@ -19,6 +19,7 @@ from kvd.core.model.state import (
     Session,
     State,
 )
+from kvd.core.model.turn import Turn
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_HASH_BYTES, MAX_RANKS
 from kvd_proto.tags import account_seed
@@ -99,10 +100,9 @@ def namespaces_left(state: State, payer: str, gone: Namespace | None = None) -> 
     return share_left(has, whole, most_namespaces(state))
 
 
-def open_namespace(
-    state: State, spec: NamespaceSpec, payer: str, actions: list[Action]
-) -> Namespace:
+def open_namespace(turn: Turn, spec: NamespaceSpec, payer: str) -> Namespace:
     """The namespace of this fingerprint, made if it is new; raises and changes nothing else."""
+    state = turn.state
     found = state.by_fingerprint.get(spec.fingerprint)
     if found is not None:
         if found.spec != spec:
@@ -119,13 +119,12 @@ def open_namespace(
             "namespace",
         )
     number = NamespaceId(state.next_namespace)
-    return add_namespace(state, number, spec, payer, actions)
+    return add_namespace(turn, number, spec, payer)
 
 
-def add_namespace(
-    state: State, number: NamespaceId, spec: NamespaceSpec, payer: str, actions: list[Action]
-) -> Namespace:
+def add_namespace(turn: Turn, number: NamespaceId, spec: NamespaceSpec, payer: str) -> Namespace:
     """Make a namespace whose spec was checked."""
+    state = turn.state
     tenant = state.tenant(spec.tenant)
     tally = Tally()
     tallies = (state.tally, tenant.tally, tally)
@@ -142,7 +141,7 @@ def add_namespace(
     state.by_fingerprint[spec.fingerprint] = namespace
     for owner in classes:
         state.classes[number, owner.group] = owner
-    actions.append(OpenNamespace(number, spec, page_blocks))
+    turn.orders.append(OpenNamespace(number, spec, page_blocks))
     return namespace
 
 
@@ -274,12 +273,13 @@ def _may_hold_blocks(state: State, scope: Scope) -> bool:
     return not state.scope_shares.blocks.keys().isdisjoint(together)
 
 
-def _forget_unused_scopes(state: State, payer: str, actions: list[Action]) -> None:
+def _forget_unused_scopes(turn: Turn, payer: str) -> None:
     """Their numbers never come back in this incarnation; their tags are the same when they do."""
+    state = turn.state
     mine, others = _forgettable_scopes(state, payer, MAX_GROUPS)
     for number in (*mine, *others):
         forget_scope(state, number)
-    actions.append(ForgetScopes((*mine, *others)))
+    turn.orders.append(ForgetScopes((*mine, *others)))
 
 
 def forget_scope(state: State, number: ScopeId) -> None:
@@ -296,29 +296,29 @@ def forget_scope(state: State, number: ScopeId) -> None:
             del siblings[scope.epoch]
 
 
-def open_scope(
-    state: State, session: Session, account: str, group: int, actions: list[Action]
-) -> Scope:
+def open_scope(turn: Turn, session: Session, account: str, group: int) -> Scope:
     """`find_scope`, opened when new; the caller has made sure that the limit allows it."""
+    state = turn.state
     found = find_scope(state, session, account, group)
     if found is not None:
         return found
     payer = session.payer
     if not share_left(state.scope_shares.taken[payer], len(state.scopes), MAX_SCOPES):
-        _forget_unused_scopes(state, payer, actions)
-    return open_named(state, (session.namespace, session.epoch, account, group), payer, actions)
+        _forget_unused_scopes(turn, payer)
+    return open_named(turn, (session.namespace, session.epoch, account, group), payer)
 
 
-def open_named(
-    state: State, name: tuple[NamespaceId, str, str, int], payer: str, actions: list[Action]
-) -> Scope:
+def open_named(turn: Turn, name: tuple[NamespaceId, str, str, int], payer: str) -> Scope:
     """A scope of this name that is new, or was cleared, under the next number."""
+    state = turn.state
     number, namespace = ScopeId(state.next_scope), state.namespaces[name[0]]
     seed = scope_seed(state, namespace, *name[1:])
     scope = Scope(number, *name, seed)
     add_scope(state, scope, payer)
     own = scope.epoch in namespace.own_epochs
-    actions.append(OpenScope(number, scope.namespace, scope.epoch, scope.account, scope.group, own))
+    turn.orders.append(
+        OpenScope(number, scope.namespace, scope.epoch, scope.account, scope.group, own)
+    )
     return scope
 
 
@@ -332,8 +332,8 @@ def add_scope(state: State, scope: Scope, payer: str) -> None:
     state.scope_ids[scope.namespace, scope.epoch, scope.account, scope.group] = number
 
 
-def open_epoch(state: State, session: Session, actions: list[Action]) -> EpochOpened:
+def open_epoch(turn: Turn, session: Session) -> EpochOpened:
     """Open the session's epoch for the empty account, in every group."""
-    groups = range(len(state.namespaces[session.namespace].classes))
-    scopes = [open_scope(state, session, "", group, actions) for group in groups]
+    groups = range(len(turn.state.namespaces[session.namespace].classes))
+    scopes = [open_scope(turn, session, "", group) for group in groups]
     return EpochOpened(session.epoch, tuple(s.scope for s in scopes), tuple(s.seed for s in scopes))

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from kvd.core.actions import Action
 from kvd.core.keys import NODE_UNKNOWN, RowId
 from kvd.core.model.size_class import MIN_SLOT_BYTES, Row, SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import State
+from kvd.core.model.turn import Turn
 from kvd.core.spec import GroupSpec
 
 MAX_SPARE_ROWS_AT_ONCE = 8  # granted in one event
@@ -33,11 +33,12 @@ def slots_per_row(spec: GroupSpec, extent_bytes: int) -> int:
     return min(fitting, extent_bytes // MIN_SLOT_BYTES)
 
 
-def grant_row(state: State, owner: SizeClass, actions: list[Action]) -> None:
+def grant_row(turn: Turn, owner: SizeClass) -> None:
     """Give the class its next row from the free extents, of which there are enough.
 
     Each shard's extent is of the node of the rank that writes the shard, where one is free there.
     """
+    state = turn.state
     nodes = state.namespaces[owner.namespace].shard_nodes
     extents = tuple(
         state.free_extents.take(nodes.get(shard, NODE_UNKNOWN)) for shard in range(owner.shards)
@@ -48,13 +49,13 @@ def grant_row(state: State, owner: SizeClass, actions: list[Action]) -> None:
         extents,
         extents[0] * state.slots_per_extent,
         owner.slots_per_row,
-        granted_ns=state.now_ns,
+        granted_ns=turn.now_ns,
     )
     add_row(state, row)
     slots = np.arange(row.first_slot, row.first_slot + row.slots, dtype=np.int64)
     owner.free.put(slots)
     state.counters.rows_granted += 1
-    actions.append(row.grant())
+    turn.orders.append(row.grant())
 
 
 def add_row(state: State, row: Row) -> None:
@@ -68,7 +69,7 @@ def add_row(state: State, row: Row) -> None:
     state.slots.move(slots, SlotState.ABSENT, SlotState.FREE)
 
 
-def grant_spare(state: State, owners: Iterable[SizeClass], actions: list[Action]) -> None:
+def grant_spare(turn: Turn, owners: Iterable[SizeClass]) -> None:
     """Grant rows ahead of need, so that movers have mapped and pinned them before a store comes.
 
     Each class is given as many as `spare_bytes` hold, and, unless that is 0, at least until a whole
@@ -76,13 +77,14 @@ def grant_spare(state: State, owners: Iterable[SizeClass], actions: list[Action]
     whose extents lie apart the first ones wait for the ranks, which know where they should lie.
     What is more than one event may grant comes with the next ticks.
     """
+    state = turn.state
     left = MAX_SPARE_ROWS_AT_ONCE
     for owner in owners:
         spare_slots = _spare_slots(state, owner)
         while len(owner.free) + owner.slots_per_row <= spare_slots:
             if not left or not _may_have_spare(state, owner):
                 break
-            grant_row(state, owner, actions)
+            grant_row(turn, owner)
             left -= 1
         if not left:
             return

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvd.core.actions import (
-    Action,
     AnnounceRemoved,
     AnnounceStored,
     PublishTags,
@@ -24,6 +23,7 @@ from kvd.core.model.job import Offer
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState, coarse_stamp
 from kvd.core.model.state import Scope, State
+from kvd.core.model.turn import Turn
 
 
 def ready_in(state: State, row: Row) -> Slots:
@@ -31,18 +31,19 @@ def ready_in(state: State, row: Row) -> Slots:
     return row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.READY)
 
 
-def reserve(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Slots:
+def reserve(turn: Turn, fresh: Offer, scope: ScopeId) -> Slots:
     """FREE -> RESERVED for one new key each; the class has that many free slots.
 
     From here on the policy knows them: they are as young as their store's admission is late.
     """
+    state = turn.state
     owner = fresh.size_class
     slots = owner.free.take(len(fresh.tags))
     table = state.slots
     table.move(slots, SlotState.FREE, SlotState.RESERVED)
     table.tags[slots] = fresh.tags
     table.scopes[slots] = scope
-    table.stamps[slots] = coarse_stamp(now_ns)
+    table.stamps[slots] = coarse_stamp(turn.now_ns)
     table.keys(owner.width)[slots] = fresh.words
     state.index.insert(slots)
     state.scope_shares.put(scope, len(slots))
@@ -52,10 +53,9 @@ def reserve(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Slots:
     return slots
 
 
-def make_ready(
-    state: State, owner: SizeClass, slots: Slots, now_ns: int, actions: list[Action]
-) -> None:
+def make_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """RESERVED -> READY: the records, then the tags, then the news."""
+    state = turn.state
     table = state.slots
     table.move(slots, SlotState.RESERVED, SlotState.READY)
     evictable = int(np.count_nonzero(table.pins[slots] == 0))
@@ -64,42 +64,45 @@ def make_ready(
     words = table.keys(owner.width)[slots]
     hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
     table.noted[slots] = table.stamps[slots]
-    stamps = np.full(len(slots), now_ns, dtype=np.uint64)
+    stamps = np.full(len(slots), turn.now_ns, dtype=np.uint64)
     keys = KeyBatch(words, hash_bytes)
-    actions.append(WriteReady(slots, table.scopes[slots], keys, stamps))
-    actions.append(PublishTags(owner.namespace, tags))
+    turn.orders.append(WriteReady(slots, table.scopes[slots], keys, stamps))
+    turn.orders.append(PublishTags(owner.namespace, tags))
     for scope, members in _by_scope(state, slots):
         batch = keys if len(members) == len(slots) else _keys_of(state, owner, members)
-        actions.append(
+        turn.orders.append(
             AnnounceStored(scope.namespace, scope.epoch, scope.account, scope.group, batch)
         )
 
 
-def evict(state: State, owner: SizeClass, count: int, actions: list[Action]) -> None:
+def evict(turn: Turn, owner: SizeClass, count: int) -> None:
     """Free `count` slots of blocks that the policy gives up; that many are evictable."""
+    state = turn.state
     pins = state.slots.pins
     victims = owner.policy.evict(count, lambda slots: pins[slots] == 0)
     assert victims is not None, "the policy found fewer evictable blocks than there are"
     state.counters.evicted += len(victims)
-    forget_ready(state, owner, victims, actions)
+    forget_ready(turn, owner, victims)
 
 
-def forget_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+def forget_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """READY -> FREE for unpinned blocks that the policy has already let go."""
+    state = turn.state
     assert not state.slots.pins[slots].any(), "a pinned block was evicted"
-    _leave_index(state, owner, slots, actions)
-    actions.append(WriteFree(slots))
+    _leave_index(turn, owner, slots)
+    turn.orders.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.FREE)
     owner.count(ready=-len(slots), evictable=-len(slots))
     owner.tenant.used_bytes -= len(slots) * owner.block_bytes
     owner.put_free(slots)
 
 
-def quarantine_ready(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+def quarantine_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """READY -> QUARANTINED for pinned blocks that the policy has already let go."""
+    state = turn.state
     assert bool((state.slots.pins[slots] > 0).all()), "an unpinned block needs no quarantine"
-    _leave_index(state, owner, slots, actions)
-    actions.append(WriteFree(slots))
+    _leave_index(turn, owner, slots)
+    turn.orders.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.QUARANTINED)
     owner.count(ready=-len(slots), quarantined=len(slots))
 
@@ -135,15 +138,14 @@ def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
         _free_unpinned(state, owner, slots[states == SlotState.QUARANTINED])
 
 
-def touch(
-    state: State, owner: SizeClass, slots: Slots, now_ns: int, *, as_use: bool = True
-) -> None:
+def touch(turn: Turn, owner: SizeClass, slots: Slots, *, as_use: bool = True) -> None:
     """These blocks were used, or (not `as_use`) shall only be young; repeats count once."""
+    state = turn.state
     if not len(slots):
         return
     slots = slots[state.slots.firsts(slots)]
     owner.policy.touch(slots, as_use=as_use)
-    state.slots.stamps[slots] = coarse_stamp(now_ns)
+    state.slots.stamps[slots] = coarse_stamp(turn.now_ns)
 
 
 def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:
@@ -155,23 +157,25 @@ def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:
     owner.put_free(slots)
 
 
-def _leave_index(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+def _leave_index(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """Those that were READY: nobody finds them, and everybody who could is told."""
+    state = turn.state
     state.index.remove(slots)
     state.scope_shares.take_each(state.slots.scopes[slots])
-    actions.append(RetractTags(owner.namespace, state.slots.tags[slots]))
+    turn.orders.append(RetractTags(owner.namespace, state.slots.tags[slots]))
     namespace = state.namespaces[owner.namespace]
     if namespace.doomed:  # everybody was told of these when the namespace was cleared
         live = state.slots.scopes[slots] >= namespace.cleared_below
         namespace.doomed -= int(np.count_nonzero(~live))
         slots = slots[live]
-    _announce_removed(state, owner, slots, actions)
+    _announce_removed(turn, owner, slots)
 
 
-def _announce_removed(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+def _announce_removed(turn: Turn, owner: SizeClass, slots: Slots) -> None:
+    state = turn.state
     for scope, members in _by_scope(state, slots):
         keys = _keys_of(state, owner, members)
-        actions.append(
+        turn.orders.append(
             AnnounceRemoved(scope.namespace, scope.epoch, scope.account, scope.group, keys)
         )
 

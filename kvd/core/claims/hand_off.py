@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core.actions import Action
 from kvd.core.blocks.reading import check_key_count, check_keys, read_keys
 from kvd.core.claims import lease
 from kvd.core.errors import InvalidArgument
@@ -23,6 +22,7 @@ from kvd.core.model.index import NOWHERE
 from kvd.core.model.leases import HandOff
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import Session, State
+from kvd.core.model.turn import Turn
 
 MAX_HAND_OFF_NS = 600_000_000_000
 MAX_HAND_OFFS_PER_TENANT = 4096
@@ -30,8 +30,9 @@ MAX_EXPIRED_AT_ONCE = 8192  # blocks, so that a tick doesn't hold others up
 MAX_CLAIMS_PER_TENANT = 1 << 18  # blocks, one counted again for each hand-off that holds it
 
 
-def hand_off(state: State, event: HandOffRequested, now_ns: int) -> list[Action]:
+def hand_off(turn: Turn, event: HandOffRequested) -> None:
     """Hold those of the blocks that are there, from the first on, as far as the caps allow."""
+    state = turn.state
     session = state.require_session(event.session)
     check_key_count(len(event.keys))
     owner = check_keys(state, session, event.group, event.keys)
@@ -52,10 +53,9 @@ def hand_off(state: State, event: HandOffRequested, now_ns: int) -> list[Action]
     if len(taken) and found is None:
         found = _open(state, session, event)
     if found is not None:
-        found.until_ns = max(found.until_ns, now_ns + event.lasting_ns)
+        found.until_ns = max(found.until_ns, turn.now_ns + event.lasting_ns)
         if len(taken):
             _hold(state, found, owner, taken)
-    return []
 
 
 def _room(state: State, found: HandOff | None, owner: SizeClass, slots: Slots) -> int:
@@ -118,10 +118,11 @@ def blocks_lost(state: State, owner: SizeClass, slots: Slots) -> None:
         _let_go(state, found, owner, np.array(places, dtype=np.int64))
 
 
-def expire(state: State, now_ns: int) -> None:
+def expire(turn: Turn) -> None:
     """Let go of hand-offs whose deadline has passed; what is beyond the bound, next time."""
+    state = turn.state
     left = MAX_EXPIRED_AT_ONCE
-    for found in [h for h in state.hand_offs.values() if h.until_ns <= now_ns]:
+    for found in [h for h in state.hand_offs.values() if h.until_ns <= turn.now_ns]:
         for group, slots in list(found.held.items()):
             late = slots[:left]
             if not len(late):

@@ -13,6 +13,7 @@ from kvd.core.model import backlog
 from kvd.core.model.leases import Lease
 from kvd.core.model.size_class import LeasesLeft, SizeClass
 from kvd.core.model.state import Session, State
+from kvd.core.model.turn import Turn
 
 MAX_LEASES_PER_SESSION = 16384
 LEASES_LOOKED_AT = 512  # in one event
@@ -40,11 +41,12 @@ def within_cap(state: State, owner: SizeClass, slots: Slots) -> int:
 
 
 def take_lease(
-    state: State, session: Session, request: RequestId, owner: SizeClass, held: tuple[Slots, int]
+    turn: Turn, session: Session, request: RequestId, owner: SizeClass, slots: Slots
 ) -> LeaseId:
-    """Hold these READY slots for the request from `held[1]` (now, ns) on."""
-    slots, now_ns = held[0][state.slots.firsts(held[0])], held[1]
-    lease = Lease(LeaseId(state.next_lease), session.session, request, owner, slots, now_ns)
+    """Hold these READY slots for the request from now on."""
+    state = turn.state
+    slots = slots[state.slots.firsts(slots)]
+    lease = Lease(LeaseId(state.next_lease), session.session, request, owner, slots, turn.now_ns)
     state.next_lease += 1
     session.leases[lease.lease] = lease
     session.by_request.setdefault(request, set()).add(lease.lease)
@@ -52,14 +54,13 @@ def take_lease(
     return lease.lease
 
 
-def hold(
-    state: State, session: Session, query: Query, owner: SizeClass, held: tuple[Slots, int]
-) -> LeaseId:
+def hold(turn: Turn, session: Session, query: Query, owner: SizeClass, slots: Slots) -> LeaseId:
     """Hold these READY slots by the lease that the query extends, or by a new one."""
+    state = turn.state
     lease = session.leases.get(query.extends) if query.extends is not None else None
     if lease is None or lease.size_class is not owner:
-        return take_lease(state, session, query.context.request, owner, held)
-    fresh = state.slots.without(held[0][state.slots.firsts(held[0])], lease.slots)
+        return take_lease(turn, session, query.context.request, owner, slots)
+    fresh = state.slots.without(slots[state.slots.firsts(slots)], lease.slots)
     claim(state, owner, fresh)
     lease.slots = np.concatenate([lease.slots, fresh])
     return lease.lease
@@ -163,9 +164,10 @@ def end_leases_on(state: State, owner: SizeClass, span: slice, left: LeasesLeft)
             end_leases(state, session, [number])
 
 
-def expire_leases(state: State, now_ns: int) -> None:
+def expire_leases(turn: Turn) -> None:
     """End every lease that neither its taking nor its session's last step keeps alive."""
-    oldest = now_ns - state.config.lease_ttl_ns
+    state = turn.state
+    oldest = turn.now_ns - state.config.lease_ttl_ns
     for session in state.sessions.values():
         if session.renewed_ns > oldest:
             continue

@@ -19,6 +19,7 @@ from kvd.core.keys import RequestId, ScopeId, Slots
 from kvd.core.model.job import Prefix, Used
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
+from kvd.core.model.turn import Turn
 
 MAX_PREFIXES = 4096  # requests of one session; the oldest is forgotten
 MAX_PREFIX_BLOCKS = 65536  # of one request and scope; what is behind them is not remembered
@@ -41,14 +42,14 @@ def of(session: Session, request: RequestId) -> Prefix:
     return found
 
 
-def end(state: State, session: Session, requests: Iterable[RequestId], now_ns: int) -> None:
+def end(turn: Turn, session: Session, requests: Iterable[RequestId]) -> None:
     """These requests ended: their blocks were used until now, and are forgotten as theirs."""
     for request in requests:
         prefix = session.prefixes.pop(request, None)
         if prefix is None:
             continue
         for scope in prefix.used:
-            _renew(state, prefix, scope, now_ns)
+            _renew(turn, prefix, scope)
         prefix.forget()
 
 
@@ -102,12 +103,11 @@ def _forget_oldest(session: Session, keep: Prefix | None) -> bool:
     return False
 
 
-def grow(
-    state: State, session: Session, prefix: Prefix, slots: Slots, blocks: Slots, now_ns: int
-) -> None:
+def grow(turn: Turn, session: Session, prefix: Prefix, slots: Slots, blocks: Slots) -> None:
     """These blocks were admitted for the request: note them, and renew all that it has used, now
     or with one of the next if there is much of it.
     """
+    state = turn.state
     scope = state.scope_of(int(slots[0]))
     in_order = scope not in prefix.used and not (blocks[1:] < blocks[:-1]).any()
     note(state, session, prefix, slots, blocks)
@@ -118,7 +118,7 @@ def grow(
     if in_order:  # they are its only ones, and stand right as they came in
         prefix.renewed[scope] = size
     elif size <= SHORT_BLOCKS or size >= before + before // GROWTH:
-        _renew(state, prefix, scope, now_ns)
+        _renew(turn, prefix, scope)
         prefix.renewed[scope] = size
 
 
@@ -136,9 +136,10 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
     return used.slots
 
 
-def _renew(state: State, prefix: Prefix, scope: ScopeId, now_ns: int) -> None:
+def _renew(turn: Turn, prefix: Prefix, scope: ScopeId) -> None:
+    state = turn.state
     named = state.scopes.get(scope)
     if named is None or namespaces.is_cleared(state, named.namespace, scope):
         return  # nothing of it is there, or to be found
     owner = state.classes[named.namespace, named.group]
-    slot_lifecycle.touch(state, owner, held(state, prefix, scope), now_ns, as_use=False)
+    slot_lifecycle.touch(turn, owner, held(state, prefix, scope), as_use=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.actions import Action, Reply, Verdict
+from kvd.core.actions import Reply, Verdict
 from kvd.core.blocks import slot_lifecycle
 from kvd.core.errors import KEY_MISSING, RANKS_MISSING
 from kvd.core.events import JobKind, JobStatus, LoadRequested
@@ -14,10 +14,12 @@ from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, Offer, Part
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import State
+from kvd.core.model.turn import Turn
 
 
-def load(state: State, event: LoadRequested, now_ns: int) -> list[Action]:
+def load(turn: Turn, event: LoadRequested) -> None:
     """Start a transfer of every block to every rank, or refuse the job."""
+    state = turn.state
     session = state.require_session(event.session)
     check_runs(state, session, event.runs)
     check_loaded_places(state, session, event.runs)
@@ -25,7 +27,6 @@ def load(state: State, event: LoadRequested, now_ns: int) -> list[Action]:
     job = Job(session.session, event.job, JobKind.LOAD, event.context.request, open=False)
     session.jobs[event.job] = job
     offers = read_offers(state, session, event.context.account, event.runs)
-    actions: list[Action] = []
     reason = "" if session.usable() else RANKS_MISSING
     if not reason and not all(_readable(state, offer) for offer in offers):
         reason = KEY_MISSING
@@ -34,12 +35,11 @@ def load(state: State, event: LoadRequested, now_ns: int) -> list[Action]:
         job.status, job.reason = JobStatus.REFUSED, reason
     elif blocks:
         for offer in offers:
-            slot_lifecycle.touch(state, offer.size_class, _unclaimed(state, offer), now_ns)
+            slot_lifecycle.touch(turn, offer.size_class, _unclaimed(state, offer))
         parts = tuple(_part(state, offer) for offer in offers)
-        transfer.start_piece(state, job, parts, now_ns, actions)
-    actions.append(Reply(Verdict(event.job, JobKind.LOAD, not reason, reason, blocks)))
-    transfer.end_job_when_done(state, job, actions)
-    return actions
+        transfer.start_piece(turn, job, parts)
+    turn.orders.append(Reply(Verdict(event.job, JobKind.LOAD, not reason, reason, blocks)))
+    transfer.end_job_when_done(turn, job)
 
 
 def _readable(state: State, offer: Offer) -> bool:

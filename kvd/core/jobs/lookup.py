@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.actions import Action, Answer, Reply
+from kvd.core.actions import Answer, Reply
 from kvd.core.blocks import slot_lifecycle
 from kvd.core.blocks.reading import check_key_count, check_keys, read_keys
 from kvd.core.claims import lease, prefix
@@ -15,6 +15,7 @@ from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
+from kvd.core.model.turn import Turn
 
 MISS, HIT, PENDING, RETRY = 0, 1, 2, 3  # as in kvd.v1 Answer
 ADMIT = 4
@@ -24,19 +25,21 @@ _STATUS_OF_STATE[SlotState.READY] = HIT
 _STATUS_OF_STATE[SlotState.RESERVED] = PENDING
 
 
-def lookup(state: State, event: LookupRequested, now_ns: int) -> list[Action]:
+def lookup(turn: Turn, event: LookupRequested) -> None:
     """Answer every query; take leases where asked."""
+    state = turn.state
     session = state.require_session(event.session)
     check_key_count(sum(len(query.keys) for query in event.queries))
     owners = [check_keys(state, session, q.group, q.keys) for q in event.queries]
     answers = tuple(
-        _answer(state, session, query, owner, now_ns)
+        _answer(turn, session, query, owner)
         for query, owner in zip(event.queries, owners, strict=True)
     )
-    return [Reply(answers)]
+    turn.orders.append(Reply(answers))
 
 
-def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_ns: int) -> Answer:
+def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Answer:
+    state = turn.state
     counters = state.counters
     tags, slots = read_keys(state, session, query.context.account, query.group, query.keys.words)
     known = slots != NOWHERE
@@ -53,8 +56,8 @@ def _answer(state: State, session: Session, query: Query, owner: SizeClass, now_
             statuses[run[leased:]] = RETRY
             claimed = claimed[:leased]
         if leased:
-            held = lease.hold(state, session, query, owner, (claimed, now_ns))
-            slot_lifecycle.touch(state, owner, claimed, now_ns)
+            held = lease.hold(turn, session, query, owner, claimed)
+            slot_lifecycle.touch(turn, owner, claimed)
             places = query.first_block + run[:leased]
             used = prefix.of(session, query.context.request)
             prefix.note(state, session, used, claimed, places)
@@ -87,11 +90,12 @@ def _claimed(statuses: npt.NDArray[np.uint8], mode: LeaseMode) -> Slots:
     return np.arange(int(np.argmin(hit)))
 
 
-def touch(state: State, event: Touched, now_ns: int) -> list[Action]:
+def touch(turn: Turn, event: Touched) -> None:
     """Readable blocks among these were used; the unknown were sighted, for the reuse filter.
 
     What is still being stored is no hit, but it becomes as young as the others.
     """
+    state = turn.state
     session = state.require_session(event.session)
     check_key_count(len(event.keys))
     owner = check_keys(state, session, event.group, event.keys)
@@ -102,7 +106,6 @@ def touch(state: State, event: Touched, now_ns: int) -> list[Action]:
         state.admission.offer(np.unique(tags[unknown]))
     slots = slots[~unknown]
     ready = state.slots.state[slots] == SlotState.READY
-    slot_lifecycle.touch(state, owner, slots[ready], now_ns)
+    slot_lifecycle.touch(turn, owner, slots[ready])
     if not ready.all():
-        slot_lifecycle.touch(state, owner, slots, now_ns, as_use=False)
-    return []
+        slot_lifecycle.touch(turn, owner, slots, as_use=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.actions import Action, Reply, Verdict
+from kvd.core.actions import Reply, Verdict
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.blocks.row_grants import grant_spare
 from kvd.core.claims import prefix
@@ -28,6 +28,7 @@ from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, Offer, Part
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
+from kvd.core.model.turn import Turn
 from kvd.core.room.eviction import make_room
 from kvd_proto.layout import MAX_JOBS_IN_FLIGHT
 
@@ -45,12 +46,13 @@ class Plan:
     left: int  # neither copied, nor followed, nor there
 
 
-def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
+def store(turn: Turn, event: StoreRequested) -> None:
     """Start copying what is neither readable nor being stored; all of it or nothing.
 
     A later piece that breaks a rule is no error: its job's first pieces are under way, so the
     job fails, and ends.
     """
+    state = turn.state
     session = state.require_session(event.session)
     job = session.jobs.get(event.job)
     if job is not None and (job.kind is not JobKind.STORE or not job.open):
@@ -67,18 +69,18 @@ def store(state: State, event: StoreRequested, now_ns: int) -> list[Action]:
         job = Job(session.session, event.job, JobKind.STORE, event.context.request)
         job.prefix = prefix.of(session, event.context.request)
         session.jobs[event.job] = job
-    actions: list[Action] = []
     reason = job.reason or reason or _refusal(state, session, event)
     blocks = 0
     if not reason:
-        reason, blocks = _admit(state, session, job, event, (now_ns, actions))
+        reason, blocks = _admit(turn, session, job, event)
     if reason and not job.reason:
         job.reason = reason
         job.status = JobStatus.FAILED if job.started or job.followed else JobStatus.REFUSED
-    actions.append(Reply(Verdict(event.job, JobKind.STORE, not reason, reason, blocks, message)))
+    turn.orders.append(
+        Reply(Verdict(event.job, JobKind.STORE, not reason, reason, blocks, message))
+    )
     job.open = not event.last
-    transfer.end_job_when_done(state, job, actions)
-    return actions
+    transfer.end_job_when_done(turn, job)
 
 
 def _check(state: State, session: Session, event: StoreRequested) -> None:
@@ -114,15 +116,9 @@ def can_store(state: State, session: Session) -> bool:
     return session.usable() and len(writing) == shards
 
 
-def _admit(
-    state: State,
-    session: Session,
-    job: Job,
-    event: StoreRequested,
-    at: tuple[int, list[Action]],
-) -> tuple[str, int]:
+def _admit(turn: Turn, session: Session, job: Job, event: StoreRequested) -> tuple[str, int]:
     """Divide, make room, start. Answers why not ("" = started) and the blocks that will go."""
-    now_ns, actions = at
+    state = turn.state
     account = event.context.account
     offers = read_offers(state, session, account, event.runs)
     whole = event.request_level
@@ -136,15 +132,15 @@ def _admit(
     kept = [_kept(state, session, job, account, plan) for plan in plans]
     for plan, slots in zip(plans, kept, strict=True):
         slot_lifecycle.pin(state, plan.offer.size_class, slots)
-    reason = make_room(state, needs, actions)
+    reason = make_room(turn, needs)
     for plan, slots in zip(plans, kept, strict=True):
         slot_lifecycle.unpin(state, plan.offer.size_class, slots)
     for plan in plans:
-        slot_lifecycle.touch(state, plan.offer.size_class, plan.ready, now_ns)
+        slot_lifecycle.touch(turn, plan.offer.size_class, plan.ready)
         prefix.note(state, session, job.prefix, plan.ready, plan.ready_blocks)
     if reason:
         return reason, 0
-    parts = _start(state, session, job, plans, (account, now_ns, actions))
+    parts = _start(turn, session, job, plans, account)
     return "", sum(len(part.slots) for part in parts)
 
 
@@ -157,35 +153,28 @@ def _kept(state: State, session: Session, job: Job, account: str, plan: Plan) ->
     return both[state.slots.firsts(both)]
 
 
-def _start(
-    state: State,
-    session: Session,
-    job: Job,
-    plans: list[Plan],
-    at: tuple[str, int, list[Action]],
-) -> list[Part]:
-    account, now_ns, actions = at
+def _start(turn: Turn, session: Session, job: Job, plans: list[Plan], account: str) -> list[Part]:
     parts = []
     for plan in plans:
         owner = plan.offer.size_class
         if len(plan.fresh.tags):
-            scope = namespaces.open_scope(state, session, account, owner.group, actions).scope
-            parts.append(reserve_part(state, plan.fresh, scope, now_ns))
-            prefix.grow(state, session, job.prefix, parts[-1].slots, plan.fresh.blocks, now_ns)
+            scope = namespaces.open_scope(turn, session, account, owner.group).scope
+            parts.append(reserve_part(turn, plan.fresh, scope))
+            prefix.grow(turn, session, job.prefix, parts[-1].slots, plan.fresh.blocks)
         if len(plan.followed.tags):
-            waits.follow(state, job, plan.followed)
+            waits.follow(turn.state, job, plan.followed)
         if plan.blocked:
             transfer.fail_job(job, COPY_FAILED)
         job.left += plan.left
     if parts:
-        transfer.start_piece(state, job, tuple(parts), now_ns, actions)
-        grant_spare(state, [part.size_class for part in parts], actions)
+        transfer.start_piece(turn, job, tuple(parts))
+        grant_spare(turn, [part.size_class for part in parts])
     return parts
 
 
-def reserve_part(state: State, fresh: Offer, scope: ScopeId, now_ns: int) -> Part:
+def reserve_part(turn: Turn, fresh: Offer, scope: ScopeId) -> Part:
     """Slots for these blocks; there is room for them."""
-    slots = slot_lifecycle.reserve(state, fresh, scope, now_ns)
+    slots = slot_lifecycle.reserve(turn, fresh, scope)
     return Part(fresh.size_class, scope, slots, slots, fresh.engine_blocks)
 
 

@@ -23,15 +23,15 @@ from kvd.core.model.backlog import CalledOff, CallOff
 from kvd.core.model.job import Job, Part, Piece, Transfer
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Mover, Session, State
+from kvd.core.model.turn import Turn
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 MAX_ENDED_LOADS = 4096  # of a session, remembered until acknowledged
 
 
-def start_piece(
-    state: State, job: Job, parts: tuple[Part, ...], now_ns: int, actions: list[Action]
-) -> None:
+def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
     """Pin the parts' blocks and start one transfer for each rank that copies."""
+    state = turn.state
     session = state.sessions[job.session]
     store = job.kind is JobKind.STORE
     piece = Piece(job, parts)
@@ -51,14 +51,14 @@ def start_piece(
     for mover in ranks(session):
         if store and not mover.writer:
             continue
-        transfer = Transfer(TransferId(state.next_transfer), mover.mover, piece, now_ns)
+        transfer = Transfer(TransferId(state.next_transfer), mover.mover, piece, turn.now_ns)
         state.next_transfer += 1
         state.transfers[transfer.transfer] = transfer
         mover.transfers[transfer.transfer] = transfer
         piece.transfers[transfer.transfer] = transfer
         for part in parts:
             slot_lifecycle.pin(state, part.size_class, part.pinned)
-        actions.append(StartTransfer(mover.mover, transfer.transfer, job.job, job.kind, orders))
+        turn.orders.append(StartTransfer(mover.mover, transfer.transfer, job.job, job.kind, orders))
     for part in parts:
         state.count_in_flight(part.scope, +1)
 
@@ -82,10 +82,9 @@ def mark_busy(session: Session, group: int, engine_blocks: U32, step: int) -> No
     np.add.at(counts, blocks, step)
 
 
-def transfer_finished(
-    state: State, event: TransferFinished, now_ns: int, actions: list[Action]
-) -> None:
+def transfer_finished(turn: Turn, event: TransferFinished) -> None:
     """A copy has ended, or never will start. Unknown ones were given up with their mover."""
+    state = turn.state
     transfer = state.transfers.get(event.transfer)
     mover = state.movers.get(event.mover)
     if transfer is None or transfer.mover != event.mover or mover is None:
@@ -96,11 +95,11 @@ def transfer_finished(
     if event.damaged:
         reason = CHECKSUM_MISMATCH
         damaged = np.array(event.damaged, dtype=np.int64)
-        _remove_damaged(state, transfer.piece, damaged, actions)
+        _remove_damaged(turn, transfer.piece, damaged)
     if event.outcome is TransferOutcome.REVOKED and not transfer.revoked_because:
         reason = event.reason or QUEUE_FULL  # the mover never took it
         if job.kind is JobKind.LOAD:
-            actions.append(PostBoard(transfer.mover, job.job, job.kind, JobStatus.FAILED, 0, 0))
+            turn.orders.append(PostBoard(transfer.mover, job.job, job.kind, JobStatus.FAILED, 0, 0))
     if done:
         copied = job.bytes_by_mover.get(transfer.mover, 0) + event.bytes_copied
         job.bytes_by_mover[transfer.mover] = copied
@@ -109,14 +108,15 @@ def transfer_finished(
     if mover.ending:
         reason = MOVER_GONE  # perhaps its failing still waits in the backlog
     done = done and not mover.ending
-    end_transfer(state, transfer, "" if done else reason, now_ns, actions)
+    end_transfer(turn, transfer, "" if done else reason)
 
 
-def _remove_damaged(state: State, piece: Piece, damaged: Slots, actions: list[Action]) -> None:
+def _remove_damaged(turn: Turn, piece: Piece, damaged: Slots) -> None:
     """Nobody finds these blocks any more; their slots are free once no copy uses them.
 
     The transfer that found them still pins them, so each holds what it held when it was read.
     """
+    state = turn.state
     for part in piece.parts:
         found = part.pinned[np.isin(part.pinned, damaged)]
         found = found[state.slots.state[found] == SlotState.READY]
@@ -124,52 +124,53 @@ def _remove_damaged(state: State, piece: Piece, damaged: Slots, actions: list[Ac
             state.counters.damaged += len(found)
             part.size_class.policy.remove(found)
             hand_off.blocks_lost(state, part.size_class, found)
-            slot_lifecycle.quarantine_ready(state, part.size_class, found, actions)
+            slot_lifecycle.quarantine_ready(turn, part.size_class, found)
 
 
-def mover_gone(state: State, mover: Mover, now_ns: int, actions: list[Action]) -> None:
+def mover_gone(turn: Turn, mover: Mover) -> None:
     """No copy of this mover runs any more: all that it still had has failed, or soon will have."""
+    state = turn.state
     session = state.sessions[mover.session]
     mover.ending = mover.ending or MOVER_GONE
     del state.movers[mover.mover]
     del session.movers[mover.rank]
     running = list(mover.transfers.values())
     for transfer in state.backlog.call_off(running, CallOff.END, MOVER_GONE):
-        end_transfer(state, transfer, MOVER_GONE, now_ns, actions)
+        end_transfer(turn, transfer, MOVER_GONE)
 
 
-def call_off(state: State, item: CalledOff, now_ns: int, actions: list[Action]) -> None:
+def call_off(turn: Turn, item: CalledOff) -> None:
     """What was put off with a transfer that still stands."""
     match item.how:
         case CallOff.REVOKE:
-            revoke(state, [item.transfer], item.reason, actions)
+            revoke(turn, [item.transfer], item.reason)
         case CallOff.FAIL:
-            fail_running(state, item.transfer, item.reason, actions)
+            fail_running(turn, item.transfer, item.reason)
         case CallOff.END:
-            end_transfer(state, item.transfer, item.reason, now_ns, actions)
+            end_transfer(turn, item.transfer, item.reason)
 
 
-def fail_running(state: State, transfer: Transfer, reason: str, actions: list[Action]) -> None:
+def fail_running(turn: Turn, transfer: Transfer, reason: str) -> None:
     """What it copies is of no use, though the copy may run on."""
     if transfer.piece.job.kind is JobKind.STORE:
-        fail_piece(state, transfer.piece, reason, actions)
+        fail_piece(turn, transfer.piece, reason)
     else:
         fail_job(transfer.piece.job, reason)
         transfer.piece.failed = True
 
 
-def end_those_of_gone_movers(state: State, session: Session, actions: list[Action]) -> None:
+def end_those_of_gone_movers(turn: Turn, session: Session) -> None:
     """Nothing of the session's former movers waits any more: another may come in their place."""
+    state = turn.state
     for item in [each for each in state.backlog.transfers if each.how is CallOff.END]:
         running = state.transfers.get(item.transfer.transfer)
         if running is item.transfer and running.piece.job.session == session.session:
-            end_transfer(state, running, item.reason, state.now_ns, actions)
+            end_transfer(turn, running, item.reason)
 
 
-def end_transfer(
-    state: State, transfer: Transfer, failure: str, now_ns: int, actions: list[Action]
-) -> None:
+def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
     """Take the transfer's pins away; with its last one a piece is readable, or given up."""
+    state = turn.state
     piece = transfer.piece
     job = piece.job
     del state.transfers[transfer.transfer]
@@ -180,7 +181,7 @@ def end_transfer(
     if not failure and job.kind is JobKind.STORE and _is_cleared(state, piece):
         failure = RESET
     if failure:
-        fail_piece(state, piece, failure, actions)
+        fail_piece(turn, piece, failure)
     for part in piece.parts:
         slot_lifecycle.unpin(state, part.size_class, part.pinned)
     if piece.transfers:
@@ -198,14 +199,14 @@ def end_transfer(
         if job.kind is JobKind.STORE:
             state.counters.stored += blocks
             for part in piece.parts:
-                slot_lifecycle.make_ready(state, part.size_class, part.slots, now_ns, actions)
+                slot_lifecycle.make_ready(turn, part.size_class, part.slots)
             _release(state, piece, done=True)
         else:
             state.counters.loaded += blocks
             for part in piece.parts:
                 hand_off.loaded(state, job.session, part.size_class, part.pinned)
     job.pieces -= 1
-    end_job_when_done(state, job, actions)
+    end_job_when_done(turn, job)
 
 
 def _is_cleared(state: State, piece: Piece) -> bool:
@@ -214,8 +215,9 @@ def _is_cleared(state: State, piece: Piece) -> bool:
     return namespaces.is_cleared(state, part.size_class.namespace, part.scope)
 
 
-def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -> None:
+def fail_piece(turn: Turn, piece: Piece, reason: str) -> None:
     """The piece's blocks will not be readable by it; a store's other ranks are called off."""
+    state = turn.state
     if piece.failed:
         return
     piece.failed = True
@@ -227,7 +229,7 @@ def fail_piece(state: State, piece: Piece, reason: str, actions: list[Action]) -
         hand_off.blocks_lost(state, part.size_class, part.slots)
         slot_lifecycle.quarantine_reserved(state, part.size_class, part.slots)
     _release(state, piece, done=False)
-    revoke(state, piece.transfers.values(), reason, actions)
+    revoke(turn, piece.transfers.values(), reason)
 
 
 def fail_job(job: Job, reason: str) -> None:
@@ -236,15 +238,15 @@ def fail_job(job: Job, reason: str) -> None:
     job.reason = job.reason or reason
 
 
-def revoke(state: State, transfers: Iterable[Transfer], reason: str, actions: list[Action]) -> None:
+def revoke(turn: Turn, transfers: Iterable[Transfer], reason: str) -> None:
     """Ask the movers to give up what they have not started; asked once."""
     for transfer in transfers:
-        mover = state.movers.get(transfer.mover)
+        mover = turn.state.movers.get(transfer.mover)
         if transfer.revoked_because or mover is None:
             continue
         transfer.revoked_because = reason
         if not mover.ending:
-            actions.append(RevokeTransfer(transfer.mover, transfer.transfer))
+            turn.orders.append(RevokeTransfer(transfer.mover, transfer.transfer))
 
 
 def _release(state: State, piece: Piece, *, done: bool) -> None:
@@ -255,8 +257,9 @@ def _release(state: State, piece: Piece, *, done: bool) -> None:
     piece.waits = {}
 
 
-def end_job_when_done(state: State, job: Job, actions: list[Action]) -> None:
+def end_job_when_done(turn: Turn, job: Job) -> None:
     """Tell everybody once nothing of the job is open, running or followed."""
+    state = turn.state
     if job.open or job.pieces or job.followed:
         return
     session = state.sessions[job.session]
@@ -270,12 +273,12 @@ def end_job_when_done(state: State, job: Job, actions: list[Action]) -> None:
     else:
         state.counters.store_bytes += copied
     if job.kind is JobKind.STORE or not job.started:
-        post_boards(session, job, actions)
+        post_boards(session, job, turn.orders)
     if job.reason:
         refused = state.counters.refused
         refused[job.reason] = refused.get(job.reason, 0) + 1
     left = job.left if job.status is JobStatus.PARTIAL else 0
-    actions.append(
+    turn.orders.append(
         EndJob(job.session, job.job, job.kind, job.status, job.reason, job.blocks, copied, left)
     )
 

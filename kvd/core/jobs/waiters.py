@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core.actions import Action
 from kvd.core.blocks import namespaces
 from kvd.core.claims import prefix
 from kvd.core.errors import COPY_FAILED, RANKS_MISSING, RESET
@@ -19,15 +18,17 @@ from kvd.core.jobs import store, transfer, waits
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Wait
 from kvd.core.model.slots import SlotState
-from kvd.core.model.state import Session, State
+from kvd.core.model.state import Session
+from kvd.core.model.turn import Turn
 from kvd.core.room.eviction import make_room
 
 WAITS_AT_ONCE = 32  # in one event
 KEYS_AT_ONCE = 256  # newly copied in one event, but for those of its last wait
 
 
-def go_on(state: State, now_ns: int, actions: list[Action]) -> list[Session]:
+def go_on(turn: Turn) -> list[Session]:
     """Carry on with some of those whose leader has ended. Their sessions, which may be over now."""
+    state = turn.state
     seen: dict[Session, None] = {}
     keys = 0
     for _ in range(min(WAITS_AT_ONCE, len(state.released))):
@@ -39,15 +40,14 @@ def go_on(state: State, now_ns: int, actions: list[Action]) -> list[Session]:
         seen[session] = None
         waits.leave(state, session, wait)
         if job.status is JobStatus.DONE and not wait.done:
-            keys += _take_over(state, session, wait, now_ns, actions)
-        transfer.end_job_when_done(state, job, actions)
+            keys += _take_over(turn, session, wait)
+        transfer.end_job_when_done(turn, job)
     return list(seen)
 
 
-def _take_over(
-    state: State, session: Session, wait: Wait, now_ns: int, actions: list[Action]
-) -> int:
+def _take_over(turn: Turn, session: Session, wait: Wait) -> int:
     """Copy what nobody stores, wait for who stores the rest. How many keys are copied."""
+    state = turn.state
     job, offer = wait.job, wait.offer
     if wait.scope not in state.scopes:
         transfer.fail_job(job, COPY_FAILED)
@@ -62,13 +62,13 @@ def _take_over(
     if len(absent):
         reason = "" if store.can_store(state, session) else RANKS_MISSING
         needs = [(offer.size_class, len(absent))]
-        reason = reason or make_room(state, needs, actions)
+        reason = reason or make_room(turn, needs)
         if reason:
             transfer.fail_job(job, reason)
             return 0
-        part = store.reserve_part(state, offer.rows(absent), wait.scope, now_ns)
-        prefix.grow(state, session, job.prefix, part.slots, offer.blocks[absent], now_ns)
-        transfer.start_piece(state, job, (part,), now_ns, actions)
+        part = store.reserve_part(turn, offer.rows(absent), wait.scope)
+        prefix.grow(turn, session, job.prefix, part.slots, offer.blocks[absent])
+        transfer.start_piece(turn, job, (part,))
     pending = np.flatnonzero(states == SlotState.RESERVED)
     pending = pending[~waits.stored_by(state, offer.slots[pending], job)]
     if len(pending):

@@ -286,7 +286,6 @@ class State:
         self.backlog = Backlog()
         self.counters = Counters()
         self.draining = False
-        self.now_ns = 0  # of the event in hand
         self.next_namespace = 1
         self.next_scope = 1
         self.next_transfer = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from kvd.core.actions import Action, TellDone
+from kvd.core.actions import TellDone
 from kvd.core.blocks import slot_lifecycle
 from kvd.core.blocks.row_grants import grant_row, unclaimed_extents
 from kvd.core.errors import NO_ROOM, QUOTA
@@ -13,6 +13,7 @@ from kvd.core.keys import NamespaceId, TenantId
 from kvd.core.model import backlog
 from kvd.core.model.size_class import SizeClass, Tenant
 from kvd.core.model.state import State
+from kvd.core.model.turn import Turn
 from kvd.core.room import row_rights
 from kvd.core.room.reclaim import coldest_stamp
 
@@ -23,12 +24,13 @@ CLASSES_WEIGHED = 128  # of a tenant, against each other, in one event
 Needs = list[tuple[SizeClass, int]]
 
 
-def make_room(state: State, needs: Needs, actions: list[Action]) -> str:
+def make_room(turn: Turn, needs: Needs) -> str:
     """Free as many slots as each class needs, within the tenant's quota.
 
     The answer is "" or the reason why there is no room; then nothing was evicted or granted,
     though a claim for a row may have been made.
     """
+    state = turn.state
     if not needs:
         return ""
     evictions: dict[int, int] = {}  # by identity of the class
@@ -40,7 +42,7 @@ def make_room(state: State, needs: Needs, actions: list[Action]) -> str:
     short: list[tuple[SizeClass, int, int]] = []
     possible = True
     for owner, need in needs:
-        owner.stored_ns = state.now_ns
+        owner.stored_ns = turn.now_ns
         missing = need - len(owner.free) - evictions.get(id(owner), 0)
         if missing <= 0:
             continue
@@ -54,26 +56,25 @@ def make_room(state: State, needs: Needs, actions: list[Action]) -> str:
             victims.append(owner)
             possible = possible and evictions[id(owner)] <= owner.evictable
     if possible:
-        _commit(state, victims, evictions, rows, actions)
+        _commit(turn, victims, evictions, rows)
     for owner, need, missing in short:
-        row_rights.ask(state, owner, need, missing)
+        row_rights.ask(turn, owner, need, missing)
     return "" if possible else NO_ROOM
 
 
 def _commit(
-    state: State,
+    turn: Turn,
     victims: list[SizeClass],
     evictions: dict[int, int],
     rows: list[tuple[SizeClass, int]],
-    actions: list[Action],
 ) -> None:
     for owner in victims:
         count = evictions.pop(id(owner), 0)
         if count:
-            slot_lifecycle.evict(state, owner, count, actions)
+            slot_lifecycle.evict(turn, owner, count)
     for owner, count in rows:
         for _ in range(count):
-            grant_row(state, owner, actions)
+            grant_row(turn, owner)
 
 
 def _for_quota(state: State, needs: Needs, evictions: dict[int, int]) -> list[SizeClass] | None:
@@ -121,37 +122,38 @@ def _coldest_first(state: State, tenant: Tenant, but: list[SizeClass]) -> list[S
     return [owner for _, owner in ranked]
 
 
-def shrink_some(state: State, actions: list[Action]) -> None:
+def shrink_some(turn: Turn) -> None:
     """Evict some blocks of a tenant that has more than its quota, coldest classes first.
 
     Over when it keeps the quota, or only what is pinned is left.
     """
+    state = turn.state
     number, left = next(iter(state.backlog.shrinks.items()))
-    tenant, before = state.tenants[number], len(actions)
+    tenant, before = state.tenants[number], len(turn.orders)
     blocks, batch = backlog.EVICTED_AT_ONCE, backlog.EVICTED_IN_A_BATCH
     for owner in _coldest_first(state, tenant, []):
         while (excess := tenant.excess(0)) > 0 and owner.evictable:
             count = min(owner.evictable, -(-excess // owner.block_bytes), blocks, batch)
-            told = len(actions)
-            slot_lifecycle.evict(state, owner, count, actions)
+            told = len(turn.orders)
+            slot_lifecycle.evict(turn, owner, count)
             left.evicted += count
             blocks -= count
             # Many of one account are quicker in few large batches.
-            alike = len(actions) - told <= ORDERS_OF_ONE_SCOPE
+            alike = len(turn.orders) - told <= ORDERS_OF_ONE_SCOPE
             batch = 4 * batch if alike else backlog.EVICTED_IN_A_BATCH
-            if not blocks or len(actions) - before >= backlog.NEWS_AT_ONCE:
+            if not blocks or len(turn.orders) - before >= backlog.NEWS_AT_ONCE:
                 break
-        if excess <= 0 or not blocks or len(actions) - before >= backlog.NEWS_AT_ONCE:
+        if excess <= 0 or not blocks or len(turn.orders) - before >= backlog.NEWS_AT_ONCE:
             break
     tenant.shrinking = tenant.excess(0) > 0
     if not tenant.shrinking or not tenant.evictable:
-        end_shrinking(state, number, actions)
+        end_shrinking(turn, number)
 
 
-def end_shrinking(state: State, tenant: TenantId, actions: list[Action]) -> None:
+def end_shrinking(turn: Turn, tenant: TenantId) -> None:
     """Tell who asked for the quota; pins that end later are seen to by ticks."""
-    left = state.backlog.shrinks.pop(tenant)
-    actions.extend(TellDone(token, left.evicted - before) for token, before in left.answers)
+    left = turn.state.backlog.shrinks.pop(tenant)
+    turn.orders.extend(TellDone(token, left.evicted - before) for token, before in left.answers)
 
 
 def storable(state: State, namespace: NamespaceId) -> tuple[int, ...]:

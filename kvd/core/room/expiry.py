@@ -20,12 +20,12 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.actions import Action, ForgetNamespace, ForgetScopes, OpenScope
+from kvd.core.actions import ForgetNamespace, ForgetScopes, OpenScope
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.blocks.slot_lifecycle import first_of
 from kvd.core.claims import hand_off
 from kvd.core.keys import U32, ScopeId, SessionId, Slots
-from kvd.core.model.backlog import SCOPES_AT_ONCE
+from kvd.core.model import backlog
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import (
@@ -38,6 +38,7 @@ from kvd.core.model.state import (
     Session,
     State,
 )
+from kvd.core.model.turn import Turn
 from kvd.core.room.reclaim import give_up_left, retire_row
 
 ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
@@ -62,12 +63,13 @@ MAX_ROWS_FORGOTTEN = 64  # with a namespace whose room is needed in this very ev
 # -- use and its end ------------------------------------------------------------------------------
 
 
-def enter(state: State, session: Session, actions: list[Action], *, own: bool) -> None:
+def enter(turn: Turn, session: Session, *, own: bool) -> None:
     """The session uses its namespace and its epoch from now on: neither goes.
 
     An `own` epoch is of use to this session's engine alone: one that is new, or is its own already.
     Once another engine has come to it, or it was shared before, it outlives them all.
     """
+    state = turn.state
     expiring = state.expiring
     expiring.namespaces.pop(session.namespace, None)
     expiring.ending.pop(session.namespace, None)
@@ -82,7 +84,7 @@ def enter(state: State, session: Session, actions: list[Action], *, own: bool) -
             owned[session.epoch] = session.engine
     elif owner is not None:
         del owned[session.epoch]
-        _write_shared(state, session, actions)
+        _write_shared(turn, session)
 
 
 def _is_known(state: State, session: Session) -> bool:
@@ -93,24 +95,26 @@ def _is_known(state: State, session: Session) -> bool:
     return any((s.namespace, s.epoch) == (session.namespace, session.epoch) for s in others)
 
 
-def _write_shared(state: State, session: Session, actions: list[Action]) -> None:
+def _write_shared(turn: Turn, session: Session) -> None:
     """Have the pool remember that the session's epoch is nobody's own; see `read_back`."""
+    state = turn.state
     numbers = state.namespaces[session.namespace].scopes.get(session.epoch, ())
     some = [state.scopes[number] for number in islice(numbers, SCOPES_SHARED_AT_ONCE)]
-    actions.extend(
+    turn.orders.extend(
         OpenScope(s.scope, s.namespace, s.epoch, s.account, s.group, own=False) for s in some
     )
 
 
-def leave(state: State, session: Session, now_ns: int) -> None:
+def leave(turn: Turn, session: Session) -> None:
     """The session is forgotten: nothing of it runs any more."""
-    until_ns = now_ns if session.gone else now_ns + state.config.private_grace_ns
+    state = turn.state
+    until_ns = turn.now_ns if session.gone else turn.now_ns + state.config.private_grace_ns
     leave_epoch(state, session, session.epoch, until_ns)
     if not any(s.namespace == session.namespace for s in state.sessions.values()):
         private = state.namespaces[session.namespace].spec.unshared
         departure = Departure(until_ns if private else NEVER, session.session)
         state.expiring.namespaces[session.namespace] = departure
-    look(state, now_ns)
+    look(turn)
 
 
 def leave_epoch(state: State, session: Session, epoch: str, until_ns: int) -> None:
@@ -123,13 +127,13 @@ def leave_epoch(state: State, session: Session, epoch: str, until_ns: int) -> No
         state.expiring.epochs[name] = Departure(until_ns, session.session)
 
 
-def engine_gone(state: State, session: SessionId, now_ns: int) -> None:
+def engine_gone(turn: Turn, session: SessionId) -> None:
     """The engine of a session that is forgotten has ended: it won't come back for its own."""
-    expiring = state.expiring
+    expiring = turn.state.expiring
     for departure in (*expiring.namespaces.values(), *expiring.epochs.values()):
         if departure.session == session and departure.until_ns != NEVER:
-            departure.until_ns = now_ns
-    look(state, now_ns)
+            departure.until_ns = turn.now_ns
+    look(turn)
 
 
 def read_back(state: State, namespace: Namespace, epoch: str, *, own: bool) -> None:
@@ -147,9 +151,10 @@ def read_back(state: State, namespace: Namespace, epoch: str, *, own: bool) -> N
         state.expiring.epochs.pop((namespace.namespace, epoch), None)
 
 
-def begin(state: State, now_ns: int) -> None:
+def begin(turn: Turn) -> None:
     """All of the pool was read back: what is an engine's own waits for it from now on."""
-    until_ns = now_ns + state.config.private_grace_ns
+    state = turn.state
+    until_ns = turn.now_ns + state.config.private_grace_ns
     for number, departure in state.expiring.namespaces.items():
         if state.namespaces[number].spec.unshared:
             departure.until_ns = until_ns
@@ -160,27 +165,28 @@ def begin(state: State, now_ns: int) -> None:
 # -- namespaces -----------------------------------------------------------------------------------
 
 
-def look(state: State, now_ns: int) -> None:
+def look(turn: Turn) -> None:
     """What is due by now begins to go, or goes on; `chores` does it."""
-    expiring = state.expiring
-    due = [n for n, departure in expiring.namespaces.items() if departure.until_ns <= now_ns]
+    expiring = turn.state.expiring
+    due = [n for n, departure in expiring.namespaces.items() if departure.until_ns <= turn.now_ns]
     expiring.ending.update(dict.fromkeys(due))
     if not expiring.turn:
         expiring.turn.extend(expiring.ending)
-    if expiring.sweep is None and any(d.until_ns <= now_ns for d in expiring.epochs.values()):
-        _begin_sweep(state, now_ns)
+    if expiring.sweep is None and any(d.until_ns <= turn.now_ns for d in expiring.epochs.values()):
+        _begin_sweep(turn)
 
 
-def take_back_some(state: State, most: int, actions: list[Action]) -> None:
+def take_back_some(turn: Turn) -> None:
     """A piece of the way of namespaces that end, those first that have waited longest.
 
     One whose rows are to be zeroed before the next ones may go has its turn after that.
     """
-    expiring, left = state.expiring, most
+    state = turn.state
+    expiring, left = state.expiring, backlog.DROPPED_AT_ONCE
     while expiring.turn and left > 0:
         number = expiring.turn.popleft()
         if number in expiring.ending:
-            left -= LOOK_COST + _take_back(state, state.namespaces[number], left, actions)
+            left -= LOOK_COST + _take_back(turn, state.namespaces[number], left)
 
 
 def prepare_room(state: State) -> None:
@@ -232,7 +238,7 @@ def _is_small(state: State, namespace: Namespace) -> bool:
 
 
 def _has_few_scopes(namespace: Namespace) -> bool:
-    left = SCOPES_AT_ONCE
+    left = backlog.SCOPES_AT_ONCE
     for numbers in namespace.scopes.values():
         left -= len(numbers)
         if left < 0:
@@ -240,15 +246,16 @@ def _has_few_scopes(namespace: Namespace) -> bool:
     return True
 
 
-def forget(state: State, namespace: Namespace, actions: list[Action]) -> None:
+def forget(turn: Turn, namespace: Namespace) -> None:
     """Make a namespace that holds nothing, and has few scopes and none that were cleared, unknown.
 
     The same engine would make it anew.
     """
+    state = turn.state
     number = namespace.namespace
     for owner in namespace.classes:
         for row in list(owner.rows.values()):
-            retire_row(state, row, actions)
+            retire_row(turn, row)
         state.claims.drop(owner)
         del state.classes[number, owner.group]
     for scope in [each for numbers in namespace.scopes.values() for each in numbers]:
@@ -263,19 +270,20 @@ def forget(state: State, namespace: Namespace, actions: list[Action]) -> None:
     if not state.namespaces_of[namespace.payer]:
         del state.namespaces_of[namespace.payer]
     state.counters.namespaces_forgotten += 1
-    actions.append(ForgetNamespace(number))
+    turn.orders.append(ForgetNamespace(number))
 
 
-def _take_back(state: State, namespace: Namespace, most: int, actions: list[Action]) -> int:
+def _take_back(turn: Turn, namespace: Namespace, most: int) -> int:
     """Give up that many of its blocks at most, and take back the rows that are empty; after the
     last one forget it. How much of that was done; what could go on at once has the next turn.
     """
+    state = turn.state
     done = 0
     for row in _rows_to_go(namespace):
         if not row.orphaned and len(state.retiring) >= ROWS_AT_ONCE:
             continue
         if done < most:
-            given_up, empty = _give_up_some(state, row, most - done, actions)
+            given_up, empty = _give_up_some(turn, row, most - done)
             done += given_up
         if done >= most or not empty:
             state.expiring.turn.appendleft(namespace.namespace)
@@ -283,17 +291,17 @@ def _take_back(state: State, namespace: Namespace, most: int, actions: list[Acti
         if row.orphaned:  # it stays; the next incarnation of the pool takes it back
             row.drained = True
         else:
-            retire_row(state, row, actions)
+            retire_row(turn, row)
             done += FORGET_COST
     if any(owner.rows for owner in namespace.classes):
         return done
     if namespace.namespace in state.backlog.clears:
         return done  # it goes after what was cleared
     if _has_few_scopes(namespace):
-        forget(state, namespace, actions)
+        forget(turn, namespace)
         return done + FORGET_COST
     state.expiring.turn.appendleft(namespace.namespace)
-    return done + SCOPE_COST * _forget_some_scopes(state, namespace.scopes.values(), actions)
+    return done + SCOPE_COST * _forget_some_scopes(turn, namespace.scopes.values())
 
 
 def _rows_to_go(namespace: Namespace) -> list[Row]:
@@ -302,15 +310,15 @@ def _rows_to_go(namespace: Namespace) -> list[Row]:
     return list(islice(rows, ROWS_TO_GO_AT_ONCE))
 
 
-def _forget_some_scopes(
-    state: State, of_epochs: Iterable[set[ScopeId]], actions: list[Action]
-) -> int:
+def _forget_some_scopes(turn: Turn, of_epochs: Iterable[set[ScopeId]]) -> int:
     """Of those that hold nothing; how many."""
-    some = list(islice((number for several in of_epochs for number in several), SCOPES_AT_ONCE))
+    some = list(
+        islice((number for several in of_epochs for number in several), backlog.SCOPES_AT_ONCE)
+    )
     for number in some:
-        namespaces.forget_scope(state, number)
+        namespaces.forget_scope(turn.state, number)
     if some:
-        actions.append(ForgetScopes(tuple(some)))
+        turn.orders.append(ForgetScopes(tuple(some)))
     return len(some)
 
 
@@ -324,12 +332,13 @@ def _is_empty(namespace: Namespace, payer: str | None) -> bool:
 # -- epochs ---------------------------------------------------------------------------------------
 
 
-def _begin_sweep(state: State, now_ns: int) -> None:
+def _begin_sweep(turn: Turn) -> None:
     """Of epochs that are due, as many as one sweep takes; the others have the next one."""
+    state = turn.state
     due: list[EpochName] = []
     scopes = 0
     for name, departure in state.expiring.epochs.items():
-        if departure.until_ns > now_ns:
+        if departure.until_ns > turn.now_ns:
             continue
         namespace = state.namespaces[name[0]]
         of_epoch = namespace.scopes.get(name[1], set())
@@ -346,23 +355,25 @@ def _begin_sweep(state: State, now_ns: int) -> None:
     state.expiring.sweep = EpochSweep(due, _scopes_of(state, due), deque(owners))
 
 
-def sweep_some(state: State, most: int, actions: list[Action]) -> None:
+def sweep_some(turn: Turn) -> None:
     """Give up some blocks of epochs that are due, row by row; at the end some of their scopes."""
+    state = turn.state
     sweep = state.expiring.sweep
     assert sweep is not None, "no epoch is being swept"
-    _sweep_rows(state, sweep, most, actions)
-    if not _has_rows(state, sweep) and _forget_epochs(state, sweep.epochs, actions):
+    _sweep_rows(turn, sweep)
+    if not _has_rows(state, sweep) and _forget_epochs(turn, sweep.epochs):
         state.expiring.sweep = None
 
 
-def _sweep_rows(state: State, sweep: EpochSweep, most: int, actions: list[Action]) -> None:
-    left, slots = most, 0
+def _sweep_rows(turn: Turn, sweep: EpochSweep) -> None:
+    state = turn.state
+    left, slots = backlog.DROPPED_AT_ONCE, 0
     for _ in range(ROWS_SWEPT_AT_ONCE):
         if not _has_rows(state, sweep):
             return
         row = state.rows.get(sweep.rows[0])
         if row is not None:
-            given_up, done = _give_up_some(state, row, left, actions, sweep.scopes)
+            given_up, done = _give_up_some(turn, row, left, sweep.scopes)
             left -= given_up + (ROW_COST if given_up else 0)
             slots += row.slots
             if not done:
@@ -381,11 +392,12 @@ def _has_rows(state: State, sweep: EpochSweep) -> bool:
     return bool(sweep.rows)
 
 
-def _forget_epochs(state: State, names: Iterable[EpochName], actions: list[Action]) -> bool:
+def _forget_epochs(turn: Turn, names: Iterable[EpochName]) -> bool:
     """Some of their scopes, and with the last ones the epochs; whether that was all."""
+    state = turn.state
     known = [(number, epoch) for number, epoch in names if number in state.namespaces]
     scopes = (state.namespaces[number].scopes.get(epoch, set()) for number, epoch in known)
-    if _forget_some_scopes(state, scopes, actions) >= SCOPES_AT_ONCE:
+    if _forget_some_scopes(turn, scopes) >= backlog.SCOPES_AT_ONCE:
         return False
     for namespace, epoch in known:
         del state.namespaces[namespace].own_epochs[epoch]
@@ -403,15 +415,14 @@ def _scopes_of(state: State, names: Iterable[EpochName]) -> Slots:
 # -- blocks ---------------------------------------------------------------------------------------
 
 
-def _give_up_some(
-    state: State, row: Row, most: int, actions: list[Action], scopes: Slots | None = None
-) -> tuple[int, bool]:
+def _give_up_some(turn: Turn, row: Row, most: int, scopes: Slots | None = None) -> tuple[int, bool]:
     """Of the row's READY blocks, in these scopes; how many, and whether that was all.
 
     Those of a row that others wait for go first, whatever their scope.
     """
+    state = turn.state
     some = len(first_of(state, row.left, most))
-    give_up_left(state, row, some, actions)
+    give_up_left(turn, row, some)
     if len(row.left):
         return some, False
     ready = slot_lifecycle.ready_in(state, row)
@@ -420,7 +431,7 @@ def _give_up_some(
     if not len(ready):
         return some, True
     few = first_of(state, ready, most - some)
-    _give_up(state, row.size_class, few, actions)
+    _give_up(turn, row.size_class, few)
     stuck = len(few) > 0 and bool((state.slots.state[few] == SlotState.READY).all())
     return some + len(few), stuck or len(few) == len(ready)
 
@@ -434,12 +445,13 @@ def _are_among(numbers: U32, ascending: Slots) -> npt.NDArray[np.bool_]:
     return found
 
 
-def _give_up(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+def _give_up(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """Nobody can use these READY blocks; whoever they were handed to can't either."""
+    state = turn.state
     if not len(slots):
         return
     hand_off.blocks_lost(state, owner, slots)
     slots = slots[state.slots.pins[slots] == 0]
     owner.policy.remove(slots)
     state.counters.dropped += len(slots)
-    slot_lifecycle.forget_ready(state, owner, slots, actions)
+    slot_lifecycle.forget_ready(turn, owner, slots)

@@ -33,6 +33,7 @@ from kvd.core.model.row_claims import Claim
 from kvd.core.model.size_class import RECLAIM_INTERVAL_NS, LeasesLeft, Row, SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import State
+from kvd.core.model.turn import Turn
 from kvd.core.room import row_rights
 
 ROWS_LOOKED_AT = 128  # in one event
@@ -58,33 +59,34 @@ def may_retire(state: State, row: Row) -> bool:
 # -- for those who wait ---------------------------------------------------------------------------
 
 
-def serve(state: State, actions: list[Action]) -> None:
+def serve(turn: Turn) -> None:
     """Called after every event while somebody waits: give what is there, seek what is not.
 
     Does a bounded amount of work, and goes on after the next event.
     """
+    state = turn.state
     for row in list(state.emptying.values()):
         if not len(row.left):
-            _go_on_emptying(state, row, actions)
-    row_rights.drop_stale(state)
+            _go_on_emptying(turn, row)
+    row_rights.drop_stale(turn)
     for _ in range(row_claims.CLAIMS_SERVED):
         claim = state.claims.head()
         if claim is None:
             break
-        if row_rights.is_stale(state, claim):
+        if row_rights.is_stale(turn, claim):
             state.claims.drop(claim.owner)
             continue
         if grantable_extents(state) < claim.owner.shards:
-            state.claims.give_way(claim, state.now_ns)
+            state.claims.give_way(claim, turn.now_ns)
             break  # what is there is kept for it
-        grant_row(state, claim.owner, actions)
+        grant_row(turn, claim.owner)
         claim.rows -= 1
-        claim.since_ns = state.now_ns
+        claim.since_ns = turn.now_ns
         state.claims.end_turn(claim)
         if not claim.rows:
             state.claims.drop(claim.owner)
     if first_filled(state) is None:
-        _seek(state, actions)
+        _seek(turn)
 
 
 def first_filled(state: State) -> Row | None:
@@ -92,37 +94,39 @@ def first_filled(state: State) -> Row | None:
     return next((row for row in state.emptying.values() if len(row.left)), None)
 
 
-def empty_some(state: State, actions: list[Action]) -> None:
+def empty_some(turn: Turn) -> None:
     """A piece of what is in that row: an event of its own, so that no other takes longer."""
-    filled = first_filled(state)
+    filled = first_filled(turn.state)
     assert filled is not None, "no row is being emptied"
-    _go_on_emptying(state, filled, actions)
+    _go_on_emptying(turn, filled)
 
 
-def _seek(state: State, actions: list[Action]) -> None:
+def _seek(turn: Turn) -> None:
     """Begin to take back rows for the claims that what is free and on its way doesn't cover."""
-    supply = len(state.free_extents) + _on_their_way(state)
+    state = turn.state
+    supply = len(state.free_extents) + _on_their_way(turn)
     for claim in state.claims.first():
         supply -= claim.rows * claim.owner.shards
-        if supply >= 0 or state.now_ns < claim.search_ns:
+        if supply >= 0 or turn.now_ns < claim.search_ns:
             continue
-        row = _search(state, claim)
+        row = _search(turn, claim)
         if row is not None:
             claim.looked, claim.second_best = 0, None
             if may_retire(state, row) and len(ready_in(state, row)) <= backlog.EMPTIED_IN_PASSING:
-                retire_row(state, row, actions)
+                retire_row(turn, row)
             else:
-                _empty_row(state, row, actions)
+                _empty_row(turn, row)
         elif claim.looked == 0 and claim.owner.name in state.claims.growing:
             state.claims.drop(claim.owner)  # nothing is colder than what it has
         return  # one search an event
 
 
-def _on_their_way(state: State) -> int:
+def _on_their_way(turn: Turn) -> int:
     """Extents of rows that will be free soon."""
-    now_ns = state.now_ns
-    retiring = (row for row in state.retiring.values() if now_ns - row.retired_ns < STUCK_NS)
-    emptying = (row for row in state.emptying.values() if now_ns - row.emptied_ns < STUCK_NS)
+    state = turn.state
+    turn.now_ns = turn.now_ns
+    retiring = (row for row in state.retiring.values() if turn.now_ns - row.retired_ns < STUCK_NS)
+    emptying = (row for row in state.emptying.values() if turn.now_ns - row.emptied_ns < STUCK_NS)
     return sum(len(row.extents) for row in (*retiring, *emptying))
 
 
@@ -137,20 +141,21 @@ class _Weight(NamedTuple):
     stamp: float  # mean of its blocks
 
 
-def _search(state: State, claim: Claim) -> Row | None:
+def _search(turn: Turn, claim: Claim) -> Row | None:
     """The best row for the claim among the next ones of the pool; None: none, or not yet.
 
     After a whole round without a row that can be taken at once, the best of the others.
     """
+    state = turn.state
     limit = _limit(state, claim)
-    stuck = _stuck_classes(state)
+    stuck = _stuck_classes(turn)
     best: tuple[_Weight, Row] | None = None
     weighed = slots = 0
     for row in _next_rows(state):
         claim.looked += 1
-        if not _is_spare(state, claim, row) or row.size_class.name in stuck:
+        if not _is_spare(turn, claim, row) or row.size_class.name in stuck:
             continue
-        weight = _weigh(state, claim, row)
+        weight = _weigh(turn, claim, row)
         if weight is not None and weight.stamp < limit and (best is None or weight < best[0]):
             best = weight, row
         weighed, slots = weighed + 1, slots + row.slots
@@ -158,14 +163,14 @@ def _search(state: State, claim: Claim) -> Row | None:
             break
     if best is not None and not best[0].crowding and not best[0].busy:
         return best[1]
-    _keep_second_best(state, claim, best)
+    _keep_second_best(turn, claim, best)
     if claim.looked < len(state.rows):
         return None
     second = state.rows.get(claim.second_best) if claim.second_best is not None else None
     claim.looked, claim.second_best = 0, None
-    claim.search_ns = state.now_ns + RECLAIM_INTERVAL_NS
-    if second is not None and _is_spare(state, claim, second):
-        return second if _weigh(state, claim, second) is not None else None
+    claim.search_ns = turn.now_ns + RECLAIM_INTERVAL_NS
+    if second is not None and _is_spare(turn, claim, second):
+        return second if _weigh(turn, claim, second) is not None else None
     return None
 
 
@@ -176,9 +181,9 @@ def _next_rows(state: State) -> Iterator[Row]:
         yield state.rows[number]
 
 
-def _stuck_classes(state: State) -> set[row_claims.ClassName]:
+def _stuck_classes(turn: Turn) -> set[row_claims.ClassName]:
     """Classes whose movers don't unmap rows: another row of theirs wouldn't come either."""
-    late = (r for r in state.retiring.values() if state.now_ns - r.retired_ns >= STUCK_NS)
+    late = (r for r in turn.state.retiring.values() if turn.now_ns - r.retired_ns >= STUCK_NS)
     return {row.size_class.name for row in late}
 
 
@@ -190,56 +195,58 @@ def _limit(state: State, claim: Claim) -> float:
     return -1.0 if coldest is None else float(coldest)
 
 
-def _is_spare(state: State, claim: Claim, row: Row) -> bool:
+def _is_spare(turn: Turn, claim: Claim, row: Row) -> bool:
     """Whether the claim may be served with this row, as far as rights go."""
+    state = turn.state
     owner = row.size_class
     if owner is claim.owner or row.orphaned or row.emptying:
         return False
-    beyond_right = owner.lasting_rows > row_rights.kept_rows(state, owner)
+    beyond_right = owner.lasting_rows > row_rights.kept_rows(turn, owner)
     if claim.owner.name in state.claims.growing:
-        return beyond_right and not _is_safe(state, row)
+        return beyond_right and not _is_safe(turn, row)
     asking, extents = claim.owner.namespace, state.usable_extents
-    safe = _is_safe(state, row)
+    safe = _is_safe(turn, row)
     return beyond_right or state.rights.may_push(asking, owner.namespace, extents, safe=safe)
 
 
-def _is_safe(state: State, row: Row) -> bool:
-    return state.now_ns - row.granted_ns < row_rights.SAFE_NS
+def _is_safe(turn: Turn, row: Row) -> bool:
+    return turn.now_ns - row.granted_ns < row_rights.SAFE_NS
 
 
-def _weigh(state: State, claim: Claim, row: Row) -> _Weight | None:
+def _weigh(turn: Turn, claim: Claim, row: Row) -> _Weight | None:
     """None where the row can't be had, or not for this claim."""
+    state = turn.state
     owner = row.size_class
     states = state.slots.state[row.span]
     busy = not may_retire(state, row)
     promised = bool(state.slots.leases[row.span].any())
     if busy:
         needy = claim.owner.name in state.claims.needy
-        if not needy or len(state.emptying) >= MAX_EMPTYING or _hangs(state, owner):
+        if not needy or len(state.emptying) >= MAX_EMPTYING or _hangs(turn, owner):
             return None
-        if promised and state.now_ns - claim.since_ns < PROMISED_NS:
+        if promised and turn.now_ns - claim.since_ns < PROMISED_NS:
             return None
     ready = states == SlotState.READY
     filled = bool(ready.any())
     stamp = float(state.slots.stamps[row.span][ready].mean()) if filled else 0.0
-    crowding = owner.lasting_rows <= row_rights.kept_rows(state, owner)
-    safe = crowding and _is_safe(state, row)
+    crowding = owner.lasting_rows <= row_rights.kept_rows(turn, owner)
+    safe = crowding and _is_safe(turn, row)
     return _Weight(promised, crowding, safe, busy, filled or busy, stamp)
 
 
-def _hangs(state: State, owner: SizeClass) -> bool:
+def _hangs(turn: Turn, owner: SizeClass) -> bool:
     """Whether copies of the class don't end: another busy row of it wouldn't come either."""
-    return any(state.now_ns - row.emptied_ns >= STUCK_NS for row in owner.emptying.values())
+    return any(turn.now_ns - row.emptied_ns >= STUCK_NS for row in owner.emptying.values())
 
 
-def _keep_second_best(state: State, claim: Claim, best: tuple[_Weight, Row] | None) -> None:
+def _keep_second_best(turn: Turn, claim: Claim, best: tuple[_Weight, Row] | None) -> None:
     """Of what this search found and what an earlier one of the same round did."""
     if best is None:
         return
-    before = state.rows.get(claim.second_best) if claim.second_best is not None else None
+    before = turn.state.rows.get(claim.second_best) if claim.second_best is not None else None
     weight = None
-    if before is not None and _is_spare(state, claim, before):
-        weight = _weigh(state, claim, before)
+    if before is not None and _is_spare(turn, claim, before):
+        weight = _weigh(turn, claim, before)
     if weight is None or best[0] < weight:
         claim.second_best = best[1].row
 
@@ -247,18 +254,19 @@ def _keep_second_best(state: State, claim: Claim, best: tuple[_Weight, Row] | No
 # -- one row's way back ---------------------------------------------------------------------------
 
 
-def _empty_row(state: State, row: Row, actions: list[Action]) -> None:
+def _empty_row(turn: Turn, row: Row) -> None:
     """Give no slot of it out any more, and make what is in it go as its copies end.
 
     Slots that are being copied into get a pin, so that nobody takes them for evictable the
     moment that they are READY.
     """
+    state = turn.state
     owner = row.size_class
     owner.free.drop(row.first_slot, row.slots)
     owner.emptying[row.row] = state.emptying[row.row] = row
     state.rights.hold(owner.namespace, -len(row.extents))
     row.emptying = True
-    row.emptied_ns = state.now_ns
+    row.emptied_ns = turn.now_ns
     states = state.slots.state[row.span]
     row.copied_into = row.first_slot + np.flatnonzero(states == SlotState.RESERVED)
     pin(state, owner, row.copied_into)
@@ -269,16 +277,17 @@ def _empty_row(state: State, row: Row, actions: list[Action]) -> None:
     row.left = ready_in(state, row)
     pin(state, owner, row.left)
     if len(row.left) <= backlog.EMPTIED_IN_PASSING:
-        _go_on_emptying(state, row, actions)
+        _go_on_emptying(turn, row)
 
 
-def _go_on_emptying(state: State, row: Row, actions: list[Action]) -> None:
+def _go_on_emptying(turn: Turn, row: Row) -> None:
     """Take it back once it is empty; leave it alone where a block of it was promised meanwhile."""
+    state = turn.state
     owner = row.size_class
     if row.leases is None and state.slots.leases[row.span].any():
         _stop_emptying(state, row)
         return
-    give_up_left(state, row, backlog.EMPTIED_AT_ONCE, actions)
+    give_up_left(turn, row, backlog.EMPTIED_AT_ONCE)
     if row.leases is not None and state.slots.leases[row.span].any():
         lease.end_leases_on(state, owner, row.span, row.leases)
     ended = state.slots.state[row.copied_into] != SlotState.RESERVED
@@ -286,18 +295,19 @@ def _go_on_emptying(state: State, row: Row, actions: list[Action]) -> None:
         slots = row.copied_into[ended]
         row.copied_into = row.copied_into[~ended]
         unpin(state, owner, slots)
-        _give_up(state, owner, slots[state.slots.state[slots] == SlotState.READY], actions)
+        _give_up(turn, owner, slots[state.slots.state[slots] == SlotState.READY])
     if may_retire(state, row):
-        retire_row(state, row, actions)
+        retire_row(turn, row)
 
 
-def give_up_left(state: State, row: Row, most: int, actions: list[Action]) -> None:
+def give_up_left(turn: Turn, row: Row, most: int) -> None:
     """So many of the blocks that were in a row when it began to be emptied."""
+    state = turn.state
     slots, row.left = row.left[:most], row.left[most:]
     if len(slots):
         unpin(state, row.size_class, slots)
         ready = slots[state.slots.state[slots] == SlotState.READY]
-        _give_up(state, row.size_class, ready, actions)
+        _give_up(turn, row.size_class, ready)
 
 
 def _stop_emptying(state: State, row: Row) -> None:
@@ -315,8 +325,9 @@ def _stop_emptying(state: State, row: Row) -> None:
     owner.free.put(row.first_slot + free)
 
 
-def _give_up(state: State, owner: SizeClass, ready: Slots, actions: list[Action]) -> None:
+def _give_up(turn: Turn, owner: SizeClass, ready: Slots) -> None:
     """Unclaimed READY blocks leave; those that are being loaded keep their bytes till then."""
+    state = turn.state
     if not len(ready):
         return
     owner.policy.remove(ready)
@@ -324,22 +335,23 @@ def _give_up(state: State, owner: SizeClass, ready: Slots, actions: list[Action]
     state.counters.evicted += len(ready)
     pinned = state.slots.pins[ready] > 0
     if not pinned.all():
-        forget_ready(state, owner, ready[~pinned], actions)
+        forget_ready(turn, owner, ready[~pinned])
     if pinned.any():
-        quarantine_ready(state, owner, ready[pinned], actions)
+        quarantine_ready(turn, owner, ready[pinned])
 
 
-def retire_row(state: State, row: Row, actions: list[Action]) -> None:
+def retire_row(turn: Turn, row: Row) -> None:
     """Evict what the row holds, take its slots away, and have every mover unmap it."""
+    state = turn.state
     owner = row.size_class
-    _give_up(state, owner, ready_in(state, row), actions)
+    _give_up(turn, owner, ready_in(state, row))
     _leave_class(state, row)
-    row.retired_ns = state.now_ns
+    row.retired_ns = turn.now_ns
     row.mapped_by = set(state.movers_of(owner.namespace))
     state.retiring[row.row] = row
     state.counters.rows_taken_back += 1
-    actions.extend(UnmapRow(mover, row.row) for mover in sorted(row.mapped_by))
-    _zero_when_unmapped(row, actions)
+    turn.orders.extend(UnmapRow(mover, row.row) for mover in sorted(row.mapped_by))
+    _zero_when_unmapped(row, turn.orders)
 
 
 def _leave_class(state: State, row: Row) -> None:
@@ -359,11 +371,11 @@ def _leave_class(state: State, row: Row) -> None:
     del state.rows[row.row]
 
 
-def row_unmapped(state: State, row_id: RowId, mover: MoverId, actions: list[Action]) -> None:
-    row = state.retiring.get(row_id)
+def row_unmapped(turn: Turn, row_id: RowId, mover: MoverId) -> None:
+    row = turn.state.retiring.get(row_id)
     if row is not None and mover in row.mapped_by:
         row.mapped_by.discard(mover)
-        _zero_when_unmapped(row, actions)
+        _zero_when_unmapped(row, turn.orders)
 
 
 def _zero_when_unmapped(row: Row, actions: list[Action]) -> None:
@@ -372,26 +384,29 @@ def _zero_when_unmapped(row: Row, actions: list[Action]) -> None:
         actions.append(ZeroRow(row.row))
 
 
-def row_zeroed(state: State, row_id: RowId, actions: list[Action]) -> None:
+def row_zeroed(turn: Turn, row_id: RowId) -> None:
     """The extents are free; `serve` gives them to those who wait."""
+    state = turn.state
     row = state.retiring.get(row_id)
     if row is None or not row.zeroing:
         return
     del state.retiring[row_id]
-    actions.append(ReleaseRow(row_id))
+    turn.orders.append(ReleaseRow(row_id))
     for extent in row.extents:
         state.free_extents.put(extent)
 
 
-def row_refused(state: State, event: RowRefused) -> list[Action]:
+def row_refused(turn: Turn, event: RowRefused) -> None:
     """The extents of a row that could not be had are free; none is granted for a while."""
+    state = turn.state
     row = state.rows.get(event.row)
     states = state.slots.state[row.span] if row is not None else np.empty(0)
     if row is None or not bool((states == SlotState.FREE).all()):
-        return [Reply(row is None)]
+        turn.orders.append(Reply(row is None))
+        return
     _leave_class(state, row)
     for extent in row.extents:
         state.free_extents.put(extent)
     state.grant_pause.begin()
     state.counters.rows_refused += 1
-    return [Reply(True)]
+    turn.orders.append(Reply(True))

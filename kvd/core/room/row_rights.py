@@ -26,6 +26,7 @@ from __future__ import annotations
 from kvd.core.model.row_claims import Claim
 from kvd.core.model.size_class import RECLAIM_INTERVAL_NS, SizeClass
 from kvd.core.model.state import Session, State
+from kvd.core.model.turn import Turn
 
 CLAIM_NS = 10_000_000_000  # life of a claim that is not asked for again
 SAFE_NS = 2_000_000_000  # of a row from when it was granted
@@ -33,32 +34,33 @@ IN_USE_NS = 60_000_000_000  # since its last store a class counts as one that ne
 SMALL_SHARE = 4  # 1/4 of what one row for each class of a payer leaves is a right of all of them
 
 
-def ask(state: State, owner: SizeClass, need: int, missing: int) -> None:
+def ask(turn: Turn, owner: SizeClass, need: int, missing: int) -> None:
     """The class wants `need` slots, and would have to evict, or do without, for `missing`."""
-    now_ns, claims = state.now_ns, state.claims
+    state = turn.state
+    turn.now_ns, claims = turn.now_ns, state.claims
     payer = state.rights.payer_of(owner.namespace)
     if payer is None:
         return  # it has no session, or what is free would be kept for it for ever
-    _note_need(state, owner, -(-need // owner.slots_per_row))
+    _note_need(turn, owner, -(-need // owner.slots_per_row))
     claim = claims.needy.get(owner.name) or claims.growing.get(owner.name)
     if claim is not None:
-        claim.asked_ns = now_ns
+        claim.asked_ns = turn.now_ns
     lacking = entitled_rows(state, owner) - owner.lasting_rows
     if lacking > 0:
         claims.growing.pop(owner.name)
         known = claims.needy.get(owner.name)
         rows = max(1, min(lacking, -(-missing // owner.slots_per_row)))
-        claims.needy.put(known or Claim(owner, rows, now_ns, now_ns), payer.name)
-    elif claim is None and now_ns - owner.searched_ns >= RECLAIM_INTERVAL_NS:
-        owner.searched_ns = now_ns
-        claims.growing.put(Claim(owner, 1, now_ns, now_ns), payer.name)
+        claims.needy.put(known or Claim(owner, rows, turn.now_ns, turn.now_ns), payer.name)
+    elif claim is None and turn.now_ns - owner.searched_ns >= RECLAIM_INTERVAL_NS:
+        owner.searched_ns = turn.now_ns
+        claims.growing.put(Claim(owner, 1, turn.now_ns, turn.now_ns), payer.name)
 
 
-def _note_need(state: State, owner: SizeClass, rows: int) -> None:
+def _note_need(turn: Turn, owner: SizeClass, rows: int) -> None:
     """Remember the most rows that it lately wanted at once."""
-    now_ns = state.now_ns
-    if rows >= owner.needed_rows or now_ns - owner.needed_ns > IN_USE_NS:
-        owner.needed_rows, owner.needed_ns = rows, now_ns
+    turn.now_ns = turn.now_ns
+    if rows >= owner.needed_rows or turn.now_ns - owner.needed_ns > IN_USE_NS:
+        owner.needed_rows, owner.needed_ns = rows, turn.now_ns
 
 
 def entitled_rows(state: State, owner: SizeClass) -> int:
@@ -75,30 +77,32 @@ def entitled_rows(state: State, owner: SizeClass) -> int:
     return min(most, max(small, owner.needed_rows))
 
 
-def kept_rows(state: State, owner: SizeClass) -> int:
+def kept_rows(turn: Turn, owner: SizeClass) -> int:
     """Rows that nobody may take from the class as long as its payer isn't crowded.
 
     Where one row for each of the payer's classes in use would take more than half of its share,
     those that didn't store for a while keep none.
     """
+    state = turn.state
     payer = state.rights.payer_of(owner.namespace)
     if payer is None:
         return 0
-    if state.now_ns - owner.stored_ns <= IN_USE_NS:
+    if turn.now_ns - owner.stored_ns <= IN_USE_NS:
         return entitled_rows(state, owner)
     return 0 if 2 * payer.shards > state.rights.share(payer, state.usable_extents) else 1
 
 
-def is_stale(state: State, claim: Claim) -> bool:
+def is_stale(turn: Turn, claim: Claim) -> bool:
     """Whether its class is gone or doesn't ask any more."""
-    gone = state.rights.payer_of(claim.owner.namespace) is None
-    return gone or state.now_ns - claim.asked_ns > CLAIM_NS
+    gone = turn.state.rights.payer_of(claim.owner.namespace) is None
+    return gone or turn.now_ns - claim.asked_ns > CLAIM_NS
 
 
-def drop_stale(state: State) -> None:
+def drop_stale(turn: Turn) -> None:
     """Forget those claims, of the first ones."""
+    state = turn.state
     for claim in state.claims.first():
-        if is_stale(state, claim):
+        if is_stale(turn, claim):
             state.claims.drop(claim.owner)
 
 

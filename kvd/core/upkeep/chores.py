@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvd.core.actions import Action
 from kvd.core.claims import lease
 from kvd.core.jobs import transfer
 from kvd.core.model import backlog
 from kvd.core.model.state import State
+from kvd.core.model.turn import Turn
 from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.upkeep import clear, session
 
@@ -22,55 +22,37 @@ def waiting(state: State) -> bool:
     return reclaim.first_filled(state) is not None
 
 
-def go_on(state: State, now_ns: int, actions: list[Action]) -> None:
+def go_on(turn: Turn) -> None:
     """Do a piece of what has waited longest of its kind: a few milliseconds at most.
 
     Kinds take turns: what takes a thousand pieces holds up nothing that takes one.
     """
+    state = turn.state
     todo = (
         (bool(state.backlog.transfers), _call_off),
         (bool(state.backlog.leases), _unclaim),
-        (bool(state.backlog.clears), _clear),
-        (bool(state.backlog.shrinks), _shrink),
-        (reclaim.first_filled(state) is not None, _empty),
-        (state.expiring.sweep is not None, _sweep),
-        (bool(state.expiring.turn), _take_back),
+        (bool(state.backlog.clears), clear.go_on),
+        (bool(state.backlog.shrinks), eviction.shrink_some),
+        (reclaim.first_filled(state) is not None, reclaim.empty_some),
+        (state.expiring.sweep is not None, expiry.sweep_some),
+        (bool(state.expiring.turn), expiry.take_back_some),
     )
     for step in range(1, len(todo) + 1):
-        turn = (state.backlog.turn + step) % len(todo)
-        is_due, work = todo[turn]
+        place = (state.backlog.turn + step) % len(todo)
+        is_due, work = todo[place]
         if is_due:
-            state.backlog.turn = turn
-            work(state, now_ns, actions)
+            state.backlog.turn = place
+            work(turn)
             return
 
 
-def _clear(state: State, _now_ns: int, actions: list[Action]) -> None:
-    clear.go_on(state, actions)
+def _unclaim(turn: Turn) -> None:
+    for each in lease.unclaim_ended(turn.state):
+        session.forget_session(turn, each)
 
 
-def _shrink(state: State, _now_ns: int, actions: list[Action]) -> None:
-    eviction.shrink_some(state, actions)
-
-
-def _empty(state: State, _now_ns: int, actions: list[Action]) -> None:
-    reclaim.empty_some(state, actions)
-
-
-def _take_back(state: State, _now_ns: int, actions: list[Action]) -> None:
-    expiry.take_back_some(state, backlog.DROPPED_AT_ONCE, actions)
-
-
-def _sweep(state: State, _now_ns: int, actions: list[Action]) -> None:
-    expiry.sweep_some(state, backlog.DROPPED_AT_ONCE, actions)
-
-
-def _unclaim(state: State, now_ns: int, _actions: list[Action]) -> None:
-    for each in lease.unclaim_ended(state):
-        session.forget_session(state, each, now_ns)
-
-
-def _call_off(state: State, now_ns: int, actions: list[Action]) -> None:
+def _call_off(turn: Turn) -> None:
+    state = turn.state
     queue, parts = state.backlog.transfers, 0
     while queue and parts < backlog.PARTS_AT_ONCE:
         item = queue.popleft()
@@ -79,5 +61,5 @@ def _call_off(state: State, now_ns: int, actions: list[Action]) -> None:
             continue
         parts += len(item.transfer.piece.parts)
         owner = state.sessions[item.transfer.piece.job.session]
-        transfer.call_off(state, item, now_ns, actions)
-        session.forget_session(state, owner, now_ns)
+        transfer.call_off(turn, item)
+        session.forget_session(turn, owner)

@@ -16,7 +16,6 @@ from collections import deque
 import numpy as np
 
 from kvd.core.actions import (
-    Action,
     AnnounceCleared,
     ClearScopes,
     ForgetScopes,
@@ -32,21 +31,23 @@ from kvd.core.model import backlog
 from kvd.core.model.backlog import Clear
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.state import MAX_SCOPES, Namespace, State
+from kvd.core.model.turn import Turn
 
 
-def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
+def namespace_cleared(turn: Turn, event: NamespaceCleared) -> None:
     """No block of the namespace is found any more; running stores into it come to nothing.
 
     Pinned blocks keep their slots, unseen, until their pins end.
     """
+    state = turn.state
     namespace = state.require_namespace(event.namespace)
-    actions: list[Action] = [AnnounceCleared(event.namespace)]
+    turn.orders.extend([AnnounceCleared(event.namespace)])
     tally = namespace.tally
     found = state.backlog.clears.get(event.namespace)
     if found is None:
         if not (tally.ready or tally.reserved or namespace.tenant.waiting_bytes):
-            actions.append(TellDone(event.token, 0))
-            return actions
+            turn.orders.append(TellDone(event.token, 0))
+            return
         found = state.backlog.clears[event.namespace] = Clear()
     found.answers.append((event.token, tally.ready - namespace.doomed))
     found.stores = deque(state.pieces)
@@ -58,49 +59,50 @@ def namespace_cleared(state: State, event: NamespaceCleared) -> list[Action]:
     namespace.scopes = {}
     namespace.cleared_below = ScopeId(state.next_scope)
     namespace.doomed = tally.ready
-    actions.append(ClearScopes(event.namespace, namespace.cleared_below))
+    turn.orders.append(ClearScopes(event.namespace, namespace.cleared_below))
     for owner in namespace.classes:
         owner.policy.forget_gone()  # without what it learned of blocks that are gone
     # A namespace is known to the next incarnation by a scope, and by that its rows are.
     name = (event.namespace, "", "", 0)
     if name in state.scope_ids or len(state.scope_ids) < MAX_SCOPES:
-        namespaces.open_named(state, name, namespace.payer, actions)
-    return actions
+        namespaces.open_named(turn, name, namespace.payer)
 
 
-def go_on(state: State, actions: list[Action]) -> None:
+def go_on(turn: Turn) -> None:
     """A piece of the clear that has waited longest."""
+    state = turn.state
     number = next(iter(state.backlog.clears))
     namespace, left = state.namespaces[number], state.backlog.clears[number]
     if left.stores:
-        _call_off(state, namespace, left, actions)
+        _call_off(turn, namespace, left)
     elif namespace.doomed:
-        _give_up(state, namespace, left, actions)
+        _give_up(turn, namespace, left)
     elif left.scopes:
-        _forget_scopes(state, left, actions)
+        _forget_scopes(turn, left)
     else:
         del state.backlog.clears[number]
-        actions.extend(TellDone(token, blocks) for token, blocks in left.answers)
+        turn.orders.extend(TellDone(token, blocks) for token, blocks in left.answers)
 
 
-def _call_off(state: State, namespace: Namespace, left: Clear, actions: list[Action]) -> None:
+def _call_off(turn: Turn, namespace: Namespace, left: Clear) -> None:
     """Some of the stores into it. Those that end before their turn fail all the same."""
     parts = 0
     for _ in range(min(len(left.stores), backlog.STORES_LOOKED_AT)):
-        piece = state.pieces.get(left.stores.popleft())
+        piece = turn.state.pieces.get(left.stores.popleft())
         if piece is None or piece.failed:
             continue
         part = piece.parts[0]
         ours = part.size_class.namespace == namespace.namespace
         if ours and part.scope < namespace.cleared_below:
-            transfer.fail_piece(state, piece, RESET, actions)
+            transfer.fail_piece(turn, piece, RESET)
             parts += len(piece.parts)
             if parts >= backlog.PARTS_AT_ONCE:
                 return
 
 
-def _give_up(state: State, namespace: Namespace, left: Clear, actions: list[Action]) -> None:
+def _give_up(turn: Turn, namespace: Namespace, left: Clear) -> None:
     """Some of its READY blocks, row by row; those of rows of one class together."""
+    state = turn.state
     assert left.rows, "a doomed block lies in no row"
     blocks, slots = backlog.BLOCKS_AT_ONCE, 0
     found: list[Slots] = []
@@ -124,7 +126,7 @@ def _give_up(state: State, namespace: Namespace, left: Clear, actions: list[Acti
         return
     doomed = np.concatenate(found)
     some = slot_lifecycle.first_of(state, doomed, backlog.BLOCKS_AT_ONCE)
-    _forget(state, owner, some, actions)
+    _forget(turn, owner, some)
     if len(some) < len(doomed):
         later = np.unique(doomed[len(some) :] // state.slots_per_extent).tolist()
         waiting = RowId(left.rows[0]) if left.rows else None
@@ -137,7 +139,8 @@ def _doomed_in(state: State, row: Row, namespace: Namespace) -> Slots:
     return doomed
 
 
-def _forget(state: State, owner: SizeClass, slots: Slots, actions: list[Action]) -> None:
+def _forget(turn: Turn, owner: SizeClass, slots: Slots) -> None:
+    state = turn.state
     if not len(slots):
         return
     state.counters.cleared += len(slots)
@@ -145,20 +148,20 @@ def _forget(state: State, owner: SizeClass, slots: Slots, actions: list[Action])
     owner.policy.remove(slots)
     pinned = state.slots.pins[slots] > 0
     if not pinned.all():
-        slot_lifecycle.forget_ready(state, owner, slots[~pinned], actions)
+        slot_lifecycle.forget_ready(turn, owner, slots[~pinned])
     if pinned.any():
-        slot_lifecycle.quarantine_ready(state, owner, slots[pinned], actions)
+        slot_lifecycle.quarantine_ready(turn, owner, slots[pinned])
 
 
-def _forget_scopes(state: State, left: Clear, actions: list[Action]) -> None:
+def _forget_scopes(turn: Turn, left: Clear) -> None:
     """Some of those that nothing names any more."""
     forgotten: list[ScopeId] = []
     while left.scopes and len(forgotten) < backlog.SCOPES_AT_ONCE:
         numbers = left.scopes[-1]
         while numbers and len(forgotten) < backlog.SCOPES_AT_ONCE:
             forgotten.append(numbers.pop())
-            namespaces.forget_scope(state, forgotten[-1])
+            namespaces.forget_scope(turn.state, forgotten[-1])
         if not numbers:
             left.scopes.pop()
     if forgotten:
-        actions.append(ForgetScopes(tuple(forgotten)))
+        turn.orders.append(ForgetScopes(tuple(forgotten)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvd.core.actions import Action
 from kvd.core.blocks.row_grants import grant_spare
 from kvd.core.claims import hand_off, lease
 from kvd.core.errors import EXPIRED, InvalidArgument
@@ -11,44 +10,43 @@ from kvd.core.jobs import transfer
 from kvd.core.model.backlog import Shrink
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import State
+from kvd.core.model.turn import Turn
 from kvd.core.room import eviction, expiry
 from kvd.core.upkeep import recency, session
 
 CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need
 
 
-def quota_set(state: State, event: QuotaSet) -> list[Action]:
+def quota_set(turn: Turn, event: QuotaSet) -> None:
     """The tenant stores nothing beyond the quota from now on; what is there goes in pieces, and
     what is pinned when its pins end.
     """
+    state = turn.state
     if event.quota_bytes < 0:
         raise InvalidArgument("a quota can't be negative", "quota_bytes")
-    actions: list[Action] = []
     tenant = state.tenant(event.tenant)
     tenant.quota_bytes = event.quota_bytes
     shrink = state.backlog.shrinks.setdefault(event.tenant, Shrink())
     shrink.answers.append((event.token, shrink.evicted))
     tenant.shrinking = tenant.excess(0) > 0
     if not tenant.shrinking:
-        eviction.end_shrinking(state, event.tenant, actions)
-    return actions
+        eviction.end_shrinking(turn, event.tenant)
 
 
-def timer_ticked(state: State, now_ns: int) -> list[Action]:
+def timer_ticked(turn: Turn) -> None:
     """Expire leases, revoke and kill what is late, and find what is due."""
-    actions: list[Action] = []
-    lease.expire_leases(state, now_ns)
-    hand_off.expire(state, now_ns)
-    _enforce_deadlines(state, now_ns, actions)
+    state = turn.state
+    lease.expire_leases(turn)
+    hand_off.expire(turn)
+    _enforce_deadlines(turn)
     state.grant_pause.tick()
     expiry.prepare_room(state)
-    expiry.look(state, now_ns)
+    expiry.look(turn)
     for tenant in state.tenants.values():
         if tenant.shrinking and (tenant.evictable or tenant.excess(0) <= 0):
             state.backlog.shrinks.setdefault(tenant.tenant, Shrink())
-    grant_spare(state, _next_in_use(state), actions)
-    recency.write_down(state, actions)
-    return actions
+    grant_spare(turn, _next_in_use(state))
+    recency.write_down(turn)
 
 
 def _next_in_use(state: State) -> list[SizeClass]:
@@ -63,9 +61,10 @@ def _next_in_use(state: State) -> list[SizeClass]:
     return [c for c in known if c.namespace not in idle]
 
 
-def _enforce_deadlines(state: State, now_ns: int, actions: list[Action]) -> None:
+def _enforce_deadlines(turn: Turn) -> None:
+    state = turn.state
     config = state.config
-    submitted_by = now_ns - config.submit_deadline_ns
+    submitted_by = turn.now_ns - config.submit_deadline_ns
     copied_by = submitted_by - config.copy_deadline_ns
     for running in list(state.transfers.values()):
         if running.submitted_ns > submitted_by:
@@ -75,6 +74,6 @@ def _enforce_deadlines(state: State, now_ns: int, actions: list[Action]) -> None
             continue  # that it ends stands in the backlog
         if running.submitted_ns <= copied_by:
             if not mover.ending:
-                session.kill_mover(state, mover, "a copy passed its deadline", actions)
+                session.kill_mover(turn, mover, "a copy passed its deadline")
         else:
-            transfer.revoke(state, [running], EXPIRED, actions)
+            transfer.revoke(turn, [running], EXPIRED)

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core.actions import Action, WriteStamps
+from kvd.core.actions import WriteStamps
 from kvd.core.keys import Slots
 from kvd.core.model.slots import STAMP_SHIFT, SlotState
-from kvd.core.model.state import State
+from kvd.core.model.turn import Turn
 
 ROWS_LOOKED_AT = 64  # in one tick
 SLOTS_LOOKED_AT = 65536  # but for the rest of the last row
 STAMPS_WRITTEN = 8192  # in one tick
 
 
-def write_down(state: State, actions: list[Action]) -> None:
+def write_down(turn: Turn) -> None:
     """Note the last uses in some rows; the next call goes on behind them."""
+    state = turn.state
     turns, table = state.recency_turns, state.slots
     if not turns.rows:
         turns.rows = list(state.rows)
@@ -45,4 +46,4 @@ def write_down(state: State, actions: list[Action]) -> None:
     slots = np.concatenate([np.empty(0, dtype=np.int64), *found])
     if len(slots):
         stamps = table.noted[slots] = table.stamps[slots]
-        actions.append(WriteStamps(slots, stamps.astype(np.uint64) << np.uint64(STAMP_SHIFT)))
+        turn.orders.append(WriteStamps(slots, stamps.astype(np.uint64) << np.uint64(STAMP_SHIFT)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core.actions import Action, PublishTags, WriteFree
+from kvd.core.actions import PublishTags, WriteFree
 from kvd.core.blocks import namespaces
 from kvd.core.blocks.row_grants import add_row
 from kvd.core.events import PoolRecovered, RecoveredRow, RowsRecovered, ScopesRecovered
@@ -13,6 +13,7 @@ from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Scope, State
+from kvd.core.model.turn import Turn
 from kvd.core.room import expiry
 from kvd_proto.layout import MAX_GROUPS
 from kvd_proto.tags import account_seed, tags_of
@@ -20,12 +21,12 @@ from kvd_proto.tags import account_seed, tags_of
 _STAMP_SHIFT = np.uint64(24)  # as block.coarse_stamp
 
 
-def scopes_recovered(state: State, event: ScopesRecovered) -> list[Action]:
-    actions: list[Action] = []
+def scopes_recovered(turn: Turn, event: ScopesRecovered) -> None:
+    state = turn.state
     number = event.namespace
     if number not in state.namespaces:
         namespaces.check_spec(state, event.spec)
-        namespaces.add_namespace(state, number, event.spec, event.spec.tenant, actions)
+        namespaces.add_namespace(turn, number, event.spec, event.spec.tenant)
     namespace = state.namespaces[number]
     state.recovered_scopes = None
     seeds: dict[tuple[str, int], int] = {}
@@ -37,17 +38,17 @@ def scopes_recovered(state: State, event: ScopesRecovered) -> list[Action]:
         namespaces.add_scope(state, known, event.spec.tenant)
     for epoch, own in dict.fromkeys((scope.epoch, scope.own) for scope in event.scopes):
         expiry.read_back(state, namespace, epoch, own=own)
-    return actions
 
 
-def rows_recovered(state: State, event: RowsRecovered) -> list[Action]:
+def rows_recovered(turn: Turn, event: RowsRecovered) -> None:
     """The rows are granted again, with their READY blocks; these are known, not announced.
 
     A record whose key was already read, or whose scope is unknown, is freed.
     """
+    state = turn.state
     owner = state.classes[event.namespace, event.group]
     rows = [_granted_again(state, owner, found) for found in event.rows]
-    actions: list[Action] = [row.grant() for row in rows]
+    turn.orders.extend([row.grant() for row in rows])
     firsts = np.array([row.first_slot for row in rows], dtype=np.int64)
     table = state.slots
     slots = np.repeat(firsts, [found.ready for found in event.rows]) + event.ordinals
@@ -55,7 +56,7 @@ def rows_recovered(state: State, event: RowsRecovered) -> list[Action]:
     table.keys(owner.width)[slots] = event.keys.words
     # One from the future, of a machine whose clock was ahead, would stay the youngest for as long:
     # it counts as of now, and is written down as that.
-    stamps = np.minimum(event.stamps, np.uint64(state.now_ns))
+    stamps = np.minimum(event.stamps, np.uint64(turn.now_ns))
     table.stamps[slots] = (stamps >> _STAMP_SHIFT).astype(np.uint32)
     table.noted[slots] = (event.stamps >> _STAMP_SHIFT).astype(np.uint32)
     kept = _kept(state, slots, event)
@@ -69,10 +70,9 @@ def rows_recovered(state: State, event: RowsRecovered) -> list[Action]:
     state.counters.recovered += len(slots)
     _settle_free(state, owner, rows)
     if len(dropped):
-        actions.append(WriteFree(dropped))
+        turn.orders.append(WriteFree(dropped))
     if len(slots):
-        actions.append(PublishTags(event.namespace, table.tags[slots]))
-    return actions
+        turn.orders.append(PublishTags(event.namespace, table.tags[slots]))
 
 
 def _granted_again(state: State, owner: SizeClass, found: RecoveredRow) -> Row:
@@ -143,11 +143,12 @@ def _withhold(state: State, row: Row) -> None:
     owner.tenant.used_bytes += len(free) * owner.block_bytes
 
 
-def pool_recovered(state: State, event: PoolRecovered) -> list[Action]:
+def pool_recovered(turn: Turn, event: PoolRecovered) -> None:
     """The policies learn the blocks in the order of their last use, the shares whose they are.
 
     At the end: with an account a user, nearly every block of a row is of another scope.
     """
+    state = turn.state
     for key, batches in state.recovered.items():
         slots: Slots = np.concatenate([batch[0] for batch in batches])
         stamps: U64 = np.concatenate([batch[1] for batch in batches])
@@ -159,4 +160,3 @@ def pool_recovered(state: State, event: PoolRecovered) -> list[Action]:
     state.recovered_scopes = None
     state.next_namespace = max(state.next_namespace, event.next_namespace)
     state.next_scope = max(state.next_scope, event.next_scope)
-    return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvd.core.actions import Action, KillMover, Reply, SessionAccepted
+from kvd.core.actions import KillMover, Reply, SessionAccepted
 from kvd.core.blocks import extent_fit, namespaces
 from kvd.core.blocks.row_grants import grant_spare
 from kvd.core.claims import lease, prefix
@@ -34,13 +34,15 @@ from kvd.core.model.state import (
     Session,
     State,
 )
+from kvd.core.model.turn import Turn
 from kvd.core.room import expiry, row_rights
 from kvd.core.room.reclaim import row_unmapped
 from kvd_proto.layout import MAX_RANKS
 
 
-def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Action]:
+def session_opened(turn: Turn, event: SessionOpened) -> None:
     """The session, its namespace and the scopes of its epoch."""
+    state = turn.state
     if event.session in state.sessions:
         raise InvalidArgument(f"session {event.session} is open", "session_id")
     if len(state.sessions) >= MAX_SESSIONS:
@@ -57,66 +59,65 @@ def session_opened(state: State, event: SessionOpened, now_ns: int) -> list[Acti
         extent_fit.require_fit(state, event.spec)
     payer = event.payer or event.spec.tenant
     namespaces.check_scopes(state, event.spec, event.epoch, payer)
-    actions: list[Action] = []
     if namespaces.lacks_room(state, event.spec, payer):
         idle = expiry.forgettable(state, payer)
         if idle is not None and namespaces.namespaces_left(state, payer, idle):
-            expiry.forget(state, idle, actions)
-    namespace = namespaces.open_namespace(state, event.spec, payer, actions)
+            expiry.forget(turn, idle)
+    namespace = namespaces.open_namespace(turn, event.spec, payer)
     session = Session(
         event.session, namespace.namespace, event.epoch, event.world_size, event.engine, payer
     )
-    session.renewed_ns = now_ns
+    session.renewed_ns = turn.now_ns
     session.remembered.tenant = namespace.tenant.remembered
     state.sessions[event.session] = session
-    expiry.enter(state, session, actions, own=event.own_epoch)
+    expiry.enter(turn, session, own=event.own_epoch)
     row_rights.session_came(state, session)
-    epoch = namespaces.open_epoch(state, session, actions)
-    grant_spare(state, namespace.classes, actions)
-    actions.append(Reply(SessionAccepted(namespace.namespace, epoch)))
-    return actions
+    epoch = namespaces.open_epoch(turn, session)
+    grant_spare(turn, namespace.classes)
+    turn.orders.append(Reply(SessionAccepted(namespace.namespace, epoch)))
 
 
-def session_closed(state: State, event: SessionClosed, now_ns: int) -> list[Action]:
+def session_closed(turn: Turn, event: SessionClosed) -> None:
     """Leases end, waits end, and movers are asked to give up what they have not started.
 
     A store whose ranks all report done becomes readable nevertheless.
     """
+    state = turn.state
     session = state.sessions.get(event.session)
-    actions: list[Action] = []
     if session is None:
         if event.gone:
-            expiry.engine_gone(state, event.session, now_ns)
-        return actions
+            expiry.engine_gone(turn, event.session)
+        return
     session.gone = session.gone or event.gone
     if session.closed:
-        return actions
+        return
     session.closed = True
     lease.end_all(state, session)
     waits.drop(state, session)
     running = [each for mover in transfer.ranks(session) for each in mover.transfers.values()]
     few = state.backlog.call_off(running, CallOff.REVOKE, SESSION_CLOSED)
-    transfer.revoke(state, few, SESSION_CLOSED, actions)
+    transfer.revoke(turn, few, SESSION_CLOSED)
     for job in list(session.jobs.values()):
         if job.open:
             transfer.fail_job(job, SESSION_CLOSED)
             job.open = False
-            transfer.end_job_when_done(state, job, actions)
-    forget_session(state, session, now_ns)
-    return actions
+            transfer.end_job_when_done(turn, job)
+    forget_session(turn, session)
 
 
-def forget_session(state: State, session: Session, now_ns: int) -> None:
+def forget_session(turn: Turn, session: Session) -> None:
     """Drop a closed session once no job, no mover and no ended lease of it is left."""
+    state = turn.state
     known = state.sessions.get(session.session) is session
     if known and session.closed and not (session.jobs or session.movers or session.ended_leases):
         del state.sessions[session.session]
         row_rights.session_went(state, session)
         prefix.forget_all(session)
-        expiry.leave(state, session, now_ns)
+        expiry.leave(turn, session)
 
 
-def rank_attached(state: State, event: RankAttached) -> list[Action]:
+def rank_attached(turn: Turn, event: RankAttached) -> None:
+    state = turn.state
     session = state.require_session(event.session)
     namespace = state.namespace_of(session)
     if event.mover in state.movers:
@@ -135,15 +136,13 @@ def rank_attached(state: State, event: RankAttached) -> list[Action]:
     mover = Mover(
         event.mover, event.session, event.rank, event.shard, event.writer, event.engine_blocks
     )
-    actions: list[Action] = []
-    transfer.end_those_of_gone_movers(state, session, actions)
+    transfer.end_those_of_gone_movers(turn, session)
     session.movers[event.rank] = mover
     state.movers[event.mover] = mover
     if event.node != NODE_UNKNOWN and (event.writer or event.shard not in namespace.shard_nodes):
         namespace.shard_nodes[event.shard] = event.node
     if state.free_extents.is_numa and session.usable():
-        grant_spare(state, namespace.classes, actions)
-    return actions
+        grant_spare(turn, namespace.classes)
 
 
 def _check_engine_blocks(state: State, session: Session, said: tuple[int, ...]) -> None:
@@ -179,16 +178,14 @@ def _engine_blocks(session: Session) -> int:
     return max((sum(mover.engine_blocks) for mover in session.movers.values()), default=0)
 
 
-def rank_ending(state: State, event: RankEnding) -> list[Action]:
-    mover = state.movers.get(event.mover)
+def rank_ending(turn: Turn, event: RankEnding) -> None:
+    mover = turn.state.movers.get(event.mover)
     if mover is None:
         raise UnknownRegistration(f"no mover {event.mover}", "registration_id")
-    actions: list[Action] = []
-    end_rank(state, mover, event.reason or MOVER_GONE, actions)
-    return actions
+    end_rank(turn, mover, event.reason or MOVER_GONE)
 
 
-def end_rank(state: State, mover: Mover, reason: str, actions: list[Action]) -> None:
+def end_rank(turn: Turn, mover: Mover, reason: str) -> None:
     """No new transfer goes to it, and what it was storing will not be readable.
 
     Its stores' slots stay quarantined until it reports their end, or is gone.
@@ -198,44 +195,42 @@ def end_rank(state: State, mover: Mover, reason: str, actions: list[Action]) -> 
     mover.ending = reason
     # What of the others ends meanwhile fails all the same: its mover is ending.
     running = list(mover.transfers.values())
-    for each in state.backlog.call_off(running, CallOff.FAIL, MOVER_GONE):
-        transfer.fail_running(state, each, MOVER_GONE, actions)
+    for each in turn.state.backlog.call_off(running, CallOff.FAIL, MOVER_GONE):
+        transfer.fail_running(turn, each, MOVER_GONE)
 
 
-def kill_mover(state: State, mover: Mover, reason: str, actions: list[Action]) -> None:
-    end_rank(state, mover, reason, actions)
-    state.counters.movers_killed += 1
-    actions.append(KillMover(mover.mover, reason))
+def kill_mover(turn: Turn, mover: Mover, reason: str) -> None:
+    end_rank(turn, mover, reason)
+    turn.state.counters.movers_killed += 1
+    turn.orders.append(KillMover(mover.mover, reason))
 
 
-def mover_gone(state: State, event: MoverGone, now_ns: int) -> list[Action]:
+def mover_gone(turn: Turn, event: MoverGone) -> None:
     """Every copy of it has ended: pins, rows and slots that waited for it are free."""
+    state = turn.state
     mover = state.movers.get(event.mover)
     if mover is None:
-        return []
-    actions: list[Action] = []
+        return
     session = state.sessions[mover.session]
-    transfer.mover_gone(state, mover, now_ns, actions)
+    transfer.mover_gone(turn, mover)
     for row in list(state.retiring):
-        row_unmapped(state, row, event.mover, actions)
-    forget_session(state, session, now_ns)
-    return actions
+        row_unmapped(turn, row, event.mover)
+    forget_session(turn, session)
 
 
-def epoch_changed(state: State, event: EpochChanged, now_ns: int) -> list[Action]:
+def epoch_changed(turn: Turn, event: EpochChanged) -> None:
     """The session's keys meet those of another epoch from now on; its leases end.
 
     It won't come back to the epoch that it leaves.
     """
+    state = turn.state
     session = state.require_session(event.session)
     namespaces.check_name(event.epoch, "epoch")
     namespaces.check_scopes(state, state.namespace_of(session).spec, event.epoch, session.payer)
-    actions: list[Action] = []
     lease.end_all(state, session)
     left, session.epoch = session.epoch, event.epoch
-    expiry.enter(state, session, actions, own=True)
-    actions.append(Reply(namespaces.open_epoch(state, session, actions)))
+    expiry.enter(turn, session, own=True)
+    turn.orders.append(Reply(namespaces.open_epoch(turn, session)))
     if left != session.epoch:
-        expiry.leave_epoch(state, session, left, now_ns)
-        expiry.look(state, now_ns)
-    return actions
+        expiry.leave_epoch(state, session, left, turn.now_ns)
+        expiry.look(turn)
