@@ -11,7 +11,8 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from kvd_client.backoff import describe
-from kvd_client.companion import CompanionRefused, CompanionSocket
+from kvd_client.companion import CompanionRefused
+from kvd_client.daemon import greeted
 from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"
@@ -70,15 +71,9 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def ask(path: str, timeout_s: float) -> operator_pb2.StatusResponse:
     """The status that a daemon tells this process."""
-    companion = CompanionSocket(path, timeout_s)
-    try:
-        welcome = companion.hello(companion_pb2.PEER_ROLE_TOOL, "kvd status")
-        with grpc.insecure_channel(f"unix:{path}") as channel:
-            stub = operator_pb2_grpc.OperatorServiceStub(channel)
-            metadata = (("kvd-token", welcome.token),)
-            return whole_status(lambda r: stub.Status(r, timeout=timeout_s, metadata=metadata))
-    finally:
-        companion.close()
+    with greeted(path, companion_pb2.PEER_ROLE_TOOL, "kvd status", timeout_s) as daemon:
+        stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
+        return whole_status(lambda r: stub.Status(r, timeout=timeout_s, metadata=daemon.metadata))
 
 
 def whole_status(

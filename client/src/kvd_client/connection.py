@@ -25,8 +25,9 @@ from typing import NamedTuple
 
 import grpc
 
-from kvd_client.backoff import Backoff, describe
-from kvd_client.companion import CompanionRefused, CompanionSocket
+from kvd_client.backoff import Backoff, error_of, problem_of
+from kvd_client.companion import CompanionSocket
+from kvd_client.daemon import greeted
 from kvd_client.draft import QueryDraft, StepDraft
 from kvd_client.identity import EngineIdentity, Namespace
 from kvd_client.lookup_calls import LookupCalls
@@ -38,7 +39,6 @@ from kvd_proto.v1 import common_pb2, companion_pb2, engine_pb2
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 1.0
 OPEN_TIMEOUT_S = 10.0  # the daemon may wait for an earlier engine's movers to end
 SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon may hang
 SILENCE_S = 1.0
@@ -47,13 +47,6 @@ MAX_QUEUED_MESSAGES = 1024
 CAPABILITIES = ("request-level-store", "epochs", "quiet")  # ends are read from the boards
 PROTOCOL_MINOR = 0
 UNSENDABLE = "UNSENDABLE"  # our own word among the daemon's: a job that no message can carry
-CHANNEL_OPTIONS = (
-    # Channels would share one backoff through the global pool: a restarted daemon is found late.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.max_receive_message_length", 16 << 20),
-    ("grpc.max_send_message_length", 16 << 20),
-)
-
 SESSION_METHOD = f"/{engine_pb2.DESCRIPTOR.services_by_name['EngineService'].full_name}/Session"
 MAX_REMEMBERED_STEPS = MAX_QUEUED_MESSAGES  # of which a refusal may still come
 
@@ -264,57 +257,43 @@ class SchedulerConnection:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            try:
-                self._hold_session()
-                if not self._closing.is_set():
-                    self._note("the daemon ended the session")
-                pause_s = self._backoff.broken()
-            except grpc.RpcError as error:
-                self._note(describe(error))
-                pause_s = self._backoff.failed(error)
-            except CompanionRefused as error:
-                self._note(str(error))
-                pause_s = self._backoff.refused()
-            except OSError as error:
-                self._note(f"{self._socket_path}: {error}")
-                pause_s = self._backoff.lost()
-            except Exception as error:
-                # The engine must survive us, and a dead thread would end its cache for ever.
-                self.problem = f"{type(error).__name__}: {error}"
-                if self._backoff.is_news(self.problem):
-                    log.exception("the session's thread failed; it goes on")
-                pause_s = self._backoff.refused()
-            self._lose_session()
-            self._closing.wait(pause_s)
+            self._closing.wait(self._end_attempt(error_of(self._hold_session)))
+
+    def _end_attempt(self, error: Exception | None) -> float:
+        """Say why there is no session any more; the pause before the next attempt."""
+        if error is None:
+            self._note("the daemon ended the session")
+        else:
+            self._note(problem_of(error, self._socket_path), error)
+        self._lose_session()
+        return self._backoff.after(error)
 
     def _hold_session(self) -> None:
-        with CompanionSocket(self._socket_path, CONNECT_TIMEOUT_S) as companion:
-            role = companion_pb2.PEER_ROLE_SCHEDULER
-            token = companion.hello(role, f"kvd-client {self._identity.engine_id}").token
+        program = f"kvd-client {self._identity.engine_id}"
+        with greeted(self._socket_path, companion_pb2.PEER_ROLE_SCHEDULER, program) as daemon:
             self._backoff.meet()
-            with grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS) as channel:
-                outgoing: SimpleQueue[Message | None] = SimpleQueue()
-                opening = engine_pb2.SessionRequest(open=self._opening())
-                outgoing.put(opening.SerializeToString)
-                session = channel.stream_stream(
-                    SESSION_METHOD,
-                    request_serializer=as_is,
-                    response_deserializer=engine_pb2.SessionResponse.FromString,
-                )
-                call = session(serialised(outgoing), metadata=(("kvd-token", token),))
-                self._call = call
-                timer = threading.Timer(OPEN_TIMEOUT_S, call.cancel)
-                timer.daemon = True
-                timer.start()
-                try:
-                    for response in call:
-                        timer.cancel()
-                        self._receive(response, companion, outgoing)
-                finally:
+            outgoing: SimpleQueue[Message | None] = SimpleQueue()
+            opening = engine_pb2.SessionRequest(open=self._opening())
+            outgoing.put(opening.SerializeToString)
+            session = daemon.channel.stream_stream(
+                SESSION_METHOD,
+                request_serializer=as_is,
+                response_deserializer=engine_pb2.SessionResponse.FromString,
+            )
+            call = session(serialised(outgoing), metadata=daemon.metadata)
+            self._call = call
+            timer = threading.Timer(OPEN_TIMEOUT_S, call.cancel)
+            timer.daemon = True
+            timer.start()
+            try:
+                for response in call:
                     timer.cancel()
-                    outgoing.put(None)
-                    call.cancel()
-                    self._call = None
+                    self._receive(response, daemon.companion, outgoing)
+            finally:
+                timer.cancel()
+                outgoing.put(None)
+                call.cancel()
+                self._call = None
 
     def _opening(self) -> engine_pb2.OpenSession:
         return engine_pb2.OpenSession(
@@ -430,9 +409,7 @@ class SchedulerConnection:
             with contextlib.suppress(Exception):
                 call.cancel()
 
-    def _note(self, problem: str) -> None:
-        if self._closing.is_set():
-            return
-        if self._backoff.is_news(problem):
-            log.warning("kvd: %s", problem)
-        self.problem = problem
+    def _note(self, problem: str, error: Exception | None = None) -> None:
+        if not self._closing.is_set():
+            self._backoff.warn("kvd", problem, error)
+            self.problem = problem

@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import grpc
 
-from kvd_client.backoff import Backoff, describe
-from kvd_client.companion import CompanionRefused, CompanionSocket
-from kvd_client.connection import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S
+from kvd_client.backoff import EXPECTED, Backoff, error_of, problem_of
+from kvd_client.daemon import greeted
 from kvd_proto.v1 import companion_pb2, events_pb2, events_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -140,33 +139,20 @@ class RemovalWatch:
 
     def _run(self) -> None:
         while not self._closing.is_set():
+            self._closing.wait(self._end_attempt(error_of(self._watch)))
+
+    def _end_attempt(self, error: Exception | None) -> float:
+        """The pause before the next attempt."""
+        if isinstance(error, EXPECTED):
             # The session's own thread warns of an absent daemon; here it is nothing new.
-            try:
-                self._watch()
-                pause_s = self._backoff.broken()
-            except grpc.RpcError as error:
-                log.debug("kvd events: %s", describe(error))
-                pause_s = self._backoff.failed(error)
-            except CompanionRefused as error:
-                log.debug("kvd events: %s", error)
-                pause_s = self._backoff.refused()
-            except OSError as error:
-                log.debug("kvd events: %s", error)
-                pause_s = self._backoff.lost()
-            except Exception as error:
-                if self._backoff.is_news(f"{type(error).__name__}: {error}"):
-                    log.exception("the event stream's thread failed; it goes on")
-                pause_s = self._backoff.refused()
-            self._closing.wait(pause_s)
+            log.debug("kvd events: %s", problem_of(error, self._socket_path))
+        elif error is not None:
+            self._backoff.warn("kvd events", problem_of(error, self._socket_path), error)
+        return self._backoff.after(error)
 
     def _watch(self) -> None:
-        with contextlib.ExitStack() as stack:
-            companion = stack.enter_context(CompanionSocket(self._socket_path, CONNECT_TIMEOUT_S))
-            token = companion.hello(companion_pb2.PEER_ROLE_TOOL, self._program).token
+        with greeted(self._socket_path, companion_pb2.PEER_ROLE_TOOL, self._program) as daemon:
             self._backoff.meet()
-            channel = stack.enter_context(
-                grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS)
-            )
             with self._lock:
                 # Announced before the call, so stored before a snapshot that the call begins with.
                 reading = Reading(self._turn, self._epoch, set(self._tracked))
@@ -176,9 +162,8 @@ class RemovalWatch:
                     after_sequence=sequence,
                     namespace_id=self._namespace_id,
                 )
-            call = events_pb2_grpc.EventServiceStub(channel).WatchEvents(
-                request, metadata=(("kvd-token", token),)
-            )
+            stub = events_pb2_grpc.EventServiceStub(daemon.channel)
+            call = stub.WatchEvents(request, metadata=daemon.metadata)
             self._call = call
             try:
                 if reading.turn == self._turn and not self._closing.is_set():

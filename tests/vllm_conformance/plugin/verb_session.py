@@ -6,6 +6,7 @@ refusal and an absent daemon are raised as they come (grpc.RpcError, CompanionRe
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,8 +15,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
-from kvd_client.companion import CompanionSocket
-from kvd_client.connection import CHANNEL_OPTIONS
+from kvd_client.daemon import greeted
 from kvd_client.draft import BlockRun, JobDraft
 from kvd_client.identity import EngineIdentity, Namespace
 from kvd_proto.v1 import (
@@ -55,11 +55,10 @@ class VerbSession:
         self._last_job_id = 0
         self._outgoing: SimpleQueue[engine_pb2.SessionRequest | None] = SimpleQueue()
         self._incoming: SimpleQueue[engine_pb2.SessionResponse | None] = SimpleQueue()
-        self._companion = CompanionSocket(socket_path, timeout_s)
-        role = companion_pb2.PEER_ROLE_SCHEDULER
-        token = self._companion.hello(role, f"kvd-client {identity.engine_id} verbs").token
-        self.metadata = (("kvd-token", token),)
-        self._channel = grpc.insecure_channel(f"unix:{socket_path}", CHANNEL_OPTIONS)
+        self._held = contextlib.ExitStack()
+        role, program = companion_pb2.PEER_ROLE_SCHEDULER, f"kvd-client {identity.engine_id} verbs"
+        daemon = self._held.enter_context(greeted(socket_path, role, program, timeout_s))
+        self.metadata, self._channel = daemon.metadata, daemon.channel
         self._engine = engine_pb2_grpc.EngineServiceStub(self._channel)
         self._operator = OperatorServiceStub(self._channel)
         opening = engine_pb2.OpenSession(
@@ -93,8 +92,7 @@ class VerbSession:
         self._outgoing.put(None)
         self._reader.join(self._timeout_s)
         self._stream.cancel()
-        self._channel.close()
-        self._companion.close()
+        self._held.close()
 
     def _read(self) -> None:
         try:

@@ -16,15 +16,14 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvd_client.backoff import MAX_DOUBLINGS, Backoff, describe
-from kvd_client.companion import CompanionRefused, CompanionSocket
-from kvd_client.connection import CHANNEL_OPTIONS, CONNECT_TIMEOUT_S
+from kvd_client.backoff import MAX_DOUBLINGS, Backoff, error_of, problem_of
+from kvd_client.companion import CompanionSocket
+from kvd_client.daemon import greeted
 from kvd_client.identity import EngineIdentity
 from kvd_client.worker.cuda_memory import Gpu
 from kvd_client.worker.memory import GroupLayout
 from kvd_client.worker.regions import Region, VmmRegion, descriptor_of, to_proto
 from kvd_client.worker.registration import Registration
-from kvd_proto.libcuda import CudaError
 from kvd_proto.v1 import companion_pb2, worker_pb2, worker_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -189,49 +188,31 @@ class Registrar:
 
     def _run(self) -> None:
         while not self._stopping:
-            try:
-                self._hold_registration()
-                pause_s = self._backoff.broken()
-            except grpc.RpcError as error:
-                self._note(describe(error))
-                pause_s = self._backoff.failed(error)
-            except (CompanionRefused, CudaError) as error:
-                self._note(str(error))
-                pause_s = self._backoff.refused()
-            except grpc.FutureCancelledError as error:
-                self._note(f"{self._socket_path}: {error}")
-                pause_s = self._backoff.broken()
-            except OSError as error:
-                self._note(f"{self._socket_path}: {error}")
-                pause_s = self._backoff.lost()
-            except Exception as error:
-                # The engine must survive us, and a dead thread would end its cache for ever.
-                self.problem = f"{type(error).__name__}: {error}"
-                if self._backoff.is_news(self.problem):
-                    log.exception("the rank's thread failed; it goes on")
-                pause_s = self._backoff.refused()
-            self._sleep(pause_s)
+            self._sleep(self._end_attempt(error_of(self._hold_registration)))
+
+    def _end_attempt(self, error: Exception | None) -> float:
+        """Say why there is no registration; the pause before the next attempt."""
+        if error is not None:
+            self._note(problem_of(error, self._socket_path), error)
+        return self._backoff.after(error)
 
     def _hold_registration(self) -> None:
-        with CompanionSocket(self._socket_path, CONNECT_TIMEOUT_S) as companion:
-            program = f"kvd-client {self._identity.engine_id} rank {self._place.rank}"
-            welcome = companion.hello(companion_pb2.PEER_ROLE_WORKER, program)
+        program = f"kvd-client {self._identity.engine_id} rank {self._place.rank}"
+        with greeted(self._socket_path, companion_pb2.PEER_ROLE_WORKER, program) as daemon:
             self._backoff.meet()
             for token, region in enumerate(self._memory.regions, 1):
                 fd = descriptor_of(region)
                 if fd is not None:
-                    companion.offer_memory(token, fd, isinstance(region, VmmRegion))
-            metadata = (("kvd-token", welcome.token),)
-            with grpc.insecure_channel(f"unix:{self._socket_path}", CHANNEL_OPTIONS) as channel:
-                stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                self._metadata = metadata
-                registration = self._register(stub, companion)
-                try:
-                    self._watch(registration, companion.fileno())
-                finally:
-                    with self._changed:
-                        self._current = self._stub = None
-                        self.lost.append(registration)
+                    daemon.companion.offer_memory(token, fd, isinstance(region, VmmRegion))
+            self._metadata = daemon.metadata
+            stub = worker_pb2_grpc.WorkerServiceStub(daemon.channel)
+            registration = self._register(stub, daemon.companion)
+            try:
+                self._watch(registration, daemon.companion.fileno())
+            finally:
+                with self._changed:
+                    self._current = self._stub = None
+                    self.lost.append(registration)
         # The companion is closed: a daemon that lives ends the mover, one that died took it along.
         while not registration.wait_dead(0.05) and not self._stopping:
             pass
@@ -299,13 +280,10 @@ class Registrar:
         poller.register(self._wake_fd, select.POLLIN)
         poller.poll(seconds * 1000)
 
-    def _note(self, problem: str) -> None:
-        """Log it, once: the same refusal comes with other figures every time."""
-        if self._stopping:
-            return
-        if self._backoff.is_news(problem):
-            log.warning("kvd rank %d: %s", self._place.rank, problem)
-        self.problem = problem
+    def _note(self, problem: str, error: Exception | None = None) -> None:
+        if not self._stopping:
+            self._backoff.warn(f"kvd rank {self._place.rank}", problem, error)
+            self.problem = problem
 
 
 def _have_ended(registrations: Sequence[Registration], deadline: float) -> bool:
