@@ -20,7 +20,7 @@ from kvd_client import (
     Fragment,
     Group,
     GroupLayout,
-    Namespace,
+    NamespaceFields,
     ScheduledRequest,
     Scheduler,
     SchedulerConnection,
@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(self, socket: str) -> None:
         identity = EngineIdentity(f"bench-{os.getpid()}", os.urandom(16))
-        namespace = Namespace(
+        namespace = NamespaceFields(
             model="bench",
             kv_dtype="uint8",
             hash_algorithm="random",

@@ -34,7 +34,7 @@ from kvd_client import (
     Fragment,
     Group,
     GroupLayout,
-    Namespace,
+    NamespaceFields,
     SchedulerConnection,
     StepPlan,
     Worker,
@@ -66,7 +66,7 @@ class RankedEngine(BenchEngine):
         assert fragments == 1
         identity = EngineIdentity(name, os.urandom(16))
         group = Group(tokens_per_block=TOKENS_PER_BLOCK, shard_bytes=(PART_BYTES,) * self.ranks)
-        namespace = Namespace(
+        namespace = NamespaceFields(
             model=name,
             kv_dtype="bfloat16",
             hash_algorithm="sha256",

@@ -35,7 +35,7 @@ from kvd_client import (
     Fragment,
     Group,
     GroupLayout,
-    Namespace,
+    NamespaceFields,
     SchedulerConnection,
     SharedMemory,
     StepPlan,
@@ -65,7 +65,7 @@ OF_THE_SCHEDULER = ("session", "leases")
 def be_the_scheduler(socket: str, name: str) -> None:
     """Open a session, and do what standard input says: `fill`, then `hold`."""
     group = Group(tokens_per_block=TOKENS_PER_BLOCK, shard_bytes=(BLOCK_BYTES,))
-    namespace = Namespace(
+    namespace = NamespaceFields(
         model="bench-release",
         kv_dtype="bfloat16",
         hash_algorithm="sha256",

@@ -41,7 +41,7 @@ from kvd.core.machine import Machine, MachineConfig
 from kvd.pool import Pool, PoolConfig
 from kvd.pool.registry import Registry
 from kvd.pool.reserve import Reserve
-from kvd_client import EngineIdentity, Group, Namespace, SchedulerConnection
+from kvd_client import EngineIdentity, Group, NamespaceFields, SchedulerConnection
 from kvd_client.draft import BlockRun, QueryDraft
 from kvd_proto.v1 import common_pb2
 
@@ -55,7 +55,7 @@ ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0
 POLL_S = 0.002
 MISS, HIT, STATUS_BITS = 0, 1, 3  # of kvd.v1 Answer
-NAMESPACE = Namespace(
+NAMESPACE = NamespaceFields(
     model="bench",
     kv_dtype="float32",
     hash_algorithm="random",

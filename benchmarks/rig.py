@@ -24,7 +24,7 @@ from kvd_client import (
     Fragment,
     Group,
     GroupLayout,
-    Namespace,
+    NamespaceFields,
     SchedulerConnection,
     SharedMemory,
     StepPlan,
@@ -107,7 +107,7 @@ class BenchEngine:
         blocks, block_bytes = self.blocks, self.block_bytes
         identity = EngineIdentity(name, os.urandom(16))
         group = Group(tokens_per_block=TOKENS_PER_BLOCK, shard_bytes=(block_bytes,))
-        namespace = Namespace(
+        namespace = NamespaceFields(
             model=f"bench-{block_bytes}-{fragments}",
             kv_dtype="bfloat16",
             hash_algorithm="sha256",

@@ -20,7 +20,7 @@ from kvd_client import (
     Fragment,
     Group,
     GroupLayout,
-    Namespace,
+    NamespaceFields,
     ScheduledRequest,
     Scheduler,
     SchedulerConnection,
@@ -41,7 +41,7 @@ def main(socket: str) -> None:
 
     # ---- the twenty lines -----------------------------------------------------------------
     identity = EngineIdentity(engine_id="example", boot_nonce=os.urandom(16))
-    namespace = Namespace(
+    namespace = NamespaceFields(
         model="example",
         kv_dtype="uint8",
         hash_algorithm="sha256",

@@ -13,7 +13,7 @@ from examples.engine.weights import Checkpoint
 from kvd_client import (
     EngineIdentity,
     Group,
-    Namespace,
+    NamespaceFields,
     RequestParams,
     ScheduledRequest,
     Scheduler,
@@ -23,7 +23,7 @@ from kvd_client import (
 )
 
 
-def namespace_of(config: EngineConfig, checkpoint: Checkpoint) -> Namespace:
+def namespace_of(config: EngineConfig, checkpoint: Checkpoint) -> NamespaceFields:
     """All that must agree before two engines may share KV."""
     model = checkpoint.model
     chain = HashChain(model.digest(), checkpoint.weights_id, config.block_tokens)
@@ -32,7 +32,7 @@ def namespace_of(config: EngineConfig, checkpoint: Checkpoint) -> Namespace:
         * layer_block_bytes(model, Shard.of(model, rank, config.ranks), config.block_tokens)
         for rank in range(config.ranks)
     )
-    return Namespace(
+    return NamespaceFields(
         model=model.name,
         model_config_digest=model.digest(),
         weights_id=checkpoint.weights_id,

@@ -16,7 +16,7 @@ from examples.gpu.shape import Shape
 from kvd_client import (
     EngineIdentity,
     Group,
-    Namespace,
+    NamespaceFields,
     RequestParams,
     ScheduledRequest,
     Scheduler,
@@ -190,9 +190,9 @@ def block_hashes(tokens: torch.Tensor, block_tokens: int) -> list[bytes]:
     return hashes
 
 
-def namespace_of(shape: Shape) -> Namespace:
+def namespace_of(shape: Shape) -> NamespaceFields:
     """All that must agree before two engines may share this KV."""
-    return Namespace(
+    return NamespaceFields(
         model=shape.name,
         model_config_digest=shape.digest(),
         weights_id="random",

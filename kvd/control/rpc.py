@@ -17,7 +17,7 @@ from kvd.control.access.intake import TAKE_IN_SECONDS, Intake
 from kvd.control.access.peers import Context, no_peer
 from kvd.control.sessions import wire
 from kvd.core.errors import InvalidArgument, KvdError
-from kvd.runtime.turns import Pace, Turns
+from kvd.runtime.turns import FairQueue, Pace
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         self,
         observer: CallObserver,
         on_broken_invariant: Callable[[AssertionError], None],
-        turns: Turns,
+        turns: FairQueue,
         user_of: Callable[[Context], int | None],
         operates: Callable[[int], bool],
     ) -> None:

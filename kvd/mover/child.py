@@ -36,7 +36,7 @@ from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import LocatedPart, MoverConfig, flaw_of_part
 from kvd.mover.registration_errors import TRANSPORT_UNSUPPORTED
 from kvd.mover.rows import MappedRows
-from kvd.mover.transfers import Transfer, TransferQueue
+from kvd.mover.transfers import TransferProgress, TransferQueue
 from kvd_proto.board import BoardRecord, BoardWriter
 from kvd_proto.layout import LANE_MOVER
 from kvd_proto.ring import RingReader
@@ -91,7 +91,7 @@ class Copy:
         )
 
 
-class Mover:
+class MoverLoop:
     """The mover's rooms wired together. `run` returns when control says stop."""
 
     def __init__(
@@ -194,7 +194,7 @@ class Mover:
             log_limited(f"transfer {order.transfer} of job {order.job} is refused: {flaw}")
             self._report(order, TransferOutcome.FAILED)
             return
-        self._queue.submit(Transfer(order, extents))
+        self._queue.submit(TransferProgress(order, extents))
 
     # -- the copying threads ----------------------------------------------------------------
 
@@ -316,7 +316,7 @@ def serve(control_fd: int, parent: int) -> None:
     board = BoardWriter(board_fd, LANE_MOVER)
     ring = RingReader(ring_fd)
     _close((ring_fd, board_fd))
-    mover = Mover(config, engine, control, ring, board)
+    mover = MoverLoop(config, engine, control, ring, board)
     mover.start()
     gc.freeze()
     sys.setswitchinterval(0.0005)

@@ -23,7 +23,7 @@ from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import LocatedPart, MoverConfig, Region, check_config
 from kvd.mover.mappings import WARM_BYTES, Bytes, Mapping, map_extent, populate, warm
 from kvd.mover.presence import I64, Presence
-from kvd.mover.ranges import Piece, Range, fold, ranges_of
+from kvd.mover.ranges import FoldedFragment, Range, fold, ranges_of
 
 _U64 = np.dtype("<u8")
 _TMPFS = 0x01021994  # linux/magic.h
@@ -75,7 +75,9 @@ class _PieceView:
     row_bytes: int
 
     @classmethod
-    def of(cls, piece: Piece, place: tuple[_Memory, Region], block_bytes: int) -> _PieceView:
+    def of(
+        cls, piece: FoldedFragment, place: tuple[_Memory, Region], block_bytes: int
+    ) -> _PieceView:
         file, region = place
         tail = (*piece.counts, piece.bytes // 8)
         packed = [8]  # in a slot the repetitions lie close together

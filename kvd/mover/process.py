@@ -30,7 +30,7 @@ __all__ = [
     "MoverConfig",
     "MoverProcess",
     "MoverSink",
-    "MoverStartFailed",
+    "MoverStartError",
     "Region",
 ]
 
@@ -44,7 +44,7 @@ STOP_S = 3.0
 _LAST_WORDS_S = 1.0  # for what a dead mover wrote to be read
 
 
-class MoverStartFailed(Exception):
+class MoverStartError(Exception):
     """The process could not be started, or ended or hung before it said hello."""
 
 
@@ -122,18 +122,18 @@ class MoverProcess:
         """Start the process and return once it has mapped the rank's memory.
 
         Raises InvalidArgument or LayoutMismatch with the field that it refuses, or
-        MoverStartFailed; nothing is left then, and the sink hears of no mover that is gone.
+        MoverStartError; nothing is left then, and the sink hears of no mover that is gone.
         """
         mover = cls(config, sink)
         try:
             launched = mover._launch(config)
         except OSError as error:
             mover._close_channel()
-            raise MoverStartFailed(f"the mover process can't be started: {error}") from error
+            raise MoverStartError(f"the mover process can't be started: {error}") from error
         try:
             await mover._begin(config, launched.end)
             if mover._gone.done():
-                raise MoverStartFailed(f"the mover process ended at once: {mover._reason}")
+                raise MoverStartError(f"the mover process ended at once: {mover._reason}")
         except BaseException:
             mover._hello.cancel()
             mover.kill()
@@ -290,7 +290,7 @@ class MoverProcess:
             self._noted = True
             await self._greet(config, end)
         except OSError as error:
-            raise MoverStartFailed(f"the mover process can't be used: {error}") from error
+            raise MoverStartError(f"the mover process can't be used: {error}") from error
         finally:
             if self._transport is None:
                 end.close()
@@ -304,7 +304,7 @@ class MoverProcess:
         try:
             await asyncio.wait_for(asyncio.shield(self._hello), within_s)
         except TimeoutError:
-            raise MoverStartFailed(f"no word from the mover process in {within_s} s") from None
+            raise MoverStartError(f"no word from the mover process in {within_s} s") from None
 
     def _reap(self) -> None:
         """The pidfd is readable: the process has ended."""
@@ -323,7 +323,7 @@ class MoverProcess:
         self._warm.set()
         if not self._hello.done():
             self._hello.set_exception(
-                MoverStartFailed(f"the mover process ended at its start: {self._reason}")
+                MoverStartError(f"the mover process ended at its start: {self._reason}")
             )
         self._close_channel()
         if self._noted:

@@ -25,7 +25,7 @@ I64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FoldedFragment:
     """Fragments folded together: `counts` repetitions of `bytes`, outermost first, that lie
     `steps` bytes apart in the region and close together in a slot, `at` bytes from where the
     engine block begins there."""
@@ -49,9 +49,9 @@ class Range(NamedTuple):
     offset: int
 
 
-def fold(fragments: Sequence[FragmentSpec]) -> tuple[Piece, ...]:
+def fold(fragments: Sequence[FragmentSpec]) -> tuple[FoldedFragment, ...]:
     """The fewest pieces that this looks for: adjacent fragments joined, then even steps."""
-    pieces: list[Piece] = []
+    pieces: list[FoldedFragment] = []
     at = 0
     for fragment in fragments:
         last = pieces[-1] if pieces else None
@@ -63,7 +63,7 @@ def fold(fragments: Sequence[FragmentSpec]) -> tuple[Piece, ...]:
             pieces[-1] = replace(last, bytes=last.bytes + fragment.bytes)
         else:
             pieces.append(
-                Piece(fragment.region, fragment.base, fragment.stride, fragment.bytes, at)
+                FoldedFragment(fragment.region, fragment.base, fragment.stride, fragment.bytes, at)
             )
         at += fragment.bytes
     for _ in range(_MAX_FOLDS):
@@ -71,8 +71,8 @@ def fold(fragments: Sequence[FragmentSpec]) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def _fold_once(pieces: list[Piece]) -> list[Piece]:
-    folded: list[Piece] = []
+def _fold_once(pieces: list[FoldedFragment]) -> list[FoldedFragment]:
+    folded: list[FoldedFragment] = []
     start = 0
     while start < len(pieces):
         head = pieces[start]
@@ -93,7 +93,7 @@ def _fold_once(pieces: list[Piece]) -> list[Piece]:
     return folded
 
 
-def _same_shape(one: Piece, other: Piece) -> bool:
+def _same_shape(one: FoldedFragment, other: FoldedFragment) -> bool:
     return replace(one, base=0, at=0) == replace(other, base=0, at=0)
 
 

@@ -37,7 +37,7 @@ ALLOWED_STEPS = {
 
 
 @dataclass(slots=True, eq=False)
-class Transfer:
+class TransferProgress:
     """One order and how far it has come. `extents`: what it keeps mapped."""
 
     order: TransferOrder
@@ -54,14 +54,14 @@ class TransferQueue:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
-        self._transfers: dict[int, Transfer] = {}
-        self._waiting: dict[int, list[Transfer]] = {}
+        self._transfers: dict[int, TransferProgress] = {}
+        self._waiting: dict[int, list[TransferProgress]] = {}
         self._ready: dict[int, None] = {}  # in order of arrival
-        self._queues: dict[JobKind, queue.SimpleQueue[Transfer | None]] = {
+        self._queues: dict[JobKind, queue.SimpleQueue[TransferProgress | None]] = {
             kind: queue.SimpleQueue() for kind in JobKind
         }
 
-    def submit(self, transfer: Transfer) -> None:
+    def submit(self, transfer: TransferProgress) -> None:
         """Control's half is there."""
         job = transfer.order.job
         with self._lock:
@@ -87,7 +87,7 @@ class TransferQueue:
         with self._lock:
             self._ready.pop(job, None)
 
-    def revoke(self, number: int) -> Transfer | None:
+    def revoke(self, number: int) -> TransferProgress | None:
         """End a transfer that has not started, and return it; None when it's too late."""
         with self._lock:
             transfer = self._transfers.get(number)
@@ -102,7 +102,7 @@ class TransferQueue:
             del self._transfers[number]
             return transfer
 
-    def take(self, kind: JobKind) -> Transfer | None:
+    def take(self, kind: JobKind) -> TransferProgress | None:
         """Wait for the next transfer of a direction, now running. None: the queue is closed."""
         while True:
             transfer = self._queues[kind].get()
@@ -113,7 +113,7 @@ class TransferQueue:
                     self._step(transfer, TransferState.RUNNING)
                     return transfer
 
-    def end(self, transfer: Transfer) -> None:
+    def end(self, transfer: TransferProgress) -> None:
         """A running transfer has ended. A load's ready is used up, a store may have more pieces."""
         with self._lock:
             self._step(transfer, TransferState.ENDED)
@@ -127,10 +127,10 @@ class TransferQueue:
         for waiting in self._queues.values():
             waiting.put(None)
 
-    def _enqueue(self, transfer: Transfer) -> None:
+    def _enqueue(self, transfer: TransferProgress) -> None:
         self._step(transfer, TransferState.QUEUED)
         self._queues[transfer.order.kind].put(transfer)
 
-    def _step(self, transfer: Transfer, state: TransferState) -> None:
+    def _step(self, transfer: TransferProgress, state: TransferState) -> None:
         assert state in ALLOWED_STEPS[transfer.state], f"{transfer.state} -> {state}"
         transfer.state = state

@@ -7,7 +7,7 @@ import numpy as np
 from kvd.core.actions import GrantRow
 from kvd.core.keys import U32, U64, RowId, Slots
 from kvd.pool.config import PoolConfig
-from kvd.pool.row_table import Row
+from kvd.pool.row_table import GrantedRow
 from kvd.pool.slot_table import Records
 
 _NO_ROW = -1
@@ -54,7 +54,7 @@ class Placement:
         rows = self._rows(slots)
         return rows * self._per_extent + (slots - self._first_slot[rows])
 
-    def records_of_row(self, row: Row) -> Records:
+    def records_of_row(self, row: GrantedRow) -> Records:
         first = row.row * self._per_extent
         return np.arange(first, first + row.slots)
 

@@ -52,8 +52,8 @@ from kvd.pool.placement import Placement
 from kvd.pool.recovery import PoolFiles, Recovery
 from kvd.pool.registry import RegisteredNamespace, Registry
 from kvd.pool.reserve import FULL, Reserve
-from kvd.pool.row_table import Row, RowTable
-from kvd.pool.slot_table import SlotTable
+from kvd.pool.row_table import GrantedRow, RowTable
+from kvd.pool.slot_table import SlotTableFile
 from kvd.pool.standing import Standing
 from kvd_proto.layout import require_ordered_stores
 
@@ -272,7 +272,7 @@ class Pool:
 
         PoolError, and nothing was changed, where there is no memory for its records.
         """
-        row = Row(
+        row = GrantedRow(
             order.row, order.namespace, order.group, order.extents, order.part_bytes, order.slots
         )
         recovered = self._rows.get(order.row)
@@ -518,7 +518,7 @@ class Pool:
 
     def _recover(self, orphaned_extents: frozenset[int]) -> None:
         directory = self._config.directory
-        self._slot_table = SlotTable(self._config, directory / "slots.table")
+        self._slot_table = SlotTableFile(self._config, directory / "slots.table")
         self._resources.callback(self._slot_table.close)
         self._row_table = RowTable(self._config, directory / "rows.table")
         self._resources.callback(self._row_table.close)
@@ -538,7 +538,7 @@ class Pool:
         )
         # On a cold start an orphaned mover maps files that are gone; the new ones are nobody's.
         self._recovery = Recovery(books, frozenset() if self.cold_reason else orphaned_extents)
-        self._rows: dict[RowId, Row] = dict(self._recovery.rows)
+        self._rows: dict[RowId, GrantedRow] = dict(self._recovery.rows)
 
 
 def _own(wanted: Wanted) -> None:

@@ -25,8 +25,8 @@ from kvd.core.keys import NamespaceId, RowId
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.extents import Extents
 from kvd.pool.registry import Registry
-from kvd.pool.row_table import Row, RowTable
-from kvd.pool.slot_table import Records, SlotTable
+from kvd.pool.row_table import GrantedRow, RowTable
+from kvd.pool.slot_table import Records, SlotTableFile
 
 # Records verified together: enough to make numpy's cost per call small, few enough for the cache.
 _BATCH_SLOTS = 16384
@@ -39,7 +39,7 @@ class PoolFiles:
 
     slots_per_extent: int
     extents: Extents
-    slot_table: SlotTable
+    slot_table: SlotTableFile
     row_table: RowTable
     registry: Registry
     checksums: ChecksumTable | None = None  # None: none are wanted
@@ -51,7 +51,7 @@ class Recovery:
 
     books: PoolFiles
     orphaned_extents: frozenset[int]  # still mapped by movers that couldn't be killed
-    rows: dict[RowId, Row] = field(default_factory=dict)
+    rows: dict[RowId, GrantedRow] = field(default_factory=dict)
     dropped_rows: int = 0  # extents that said granted, but not credibly
     dropped_records: int = 0  # READY records that were not whole or named nothing known
     withheld: dict[RowId, int] = field(default_factory=dict)  # free slots that orphaned movers map
@@ -87,7 +87,7 @@ class Recovery:
             for first in range(0, len(scopes), _BATCH_SCOPES):
                 yield namespace, tuple(scopes[first : first + _BATCH_SCOPES])
 
-    def _credible(self, row: Row) -> bool:
+    def _credible(self, row: GrantedRow) -> bool:
         """Whether the registry knows what the row holds, and the row fits its extents."""
         known = self.books.registry.namespaces.get(row.namespace)
         if known is None or row.group >= len(known.spec.groups):
@@ -149,9 +149,9 @@ class Recovery:
                 scopeless.remove(scope.namespace)
         registry.keep_only(namespaces, kept)
 
-    def _batches(self) -> Iterator[list[Row]]:
+    def _batches(self) -> Iterator[list[GrantedRow]]:
         """Rows of one class at a time, by ascending number, about _BATCH_SLOTS slots each."""
-        batch: list[Row] = []
+        batch: list[GrantedRow] = []
         slots = 0
         of_class = (0, 0)
         for row in sorted(self.rows.values(), key=lambda r: (r.namespace, r.group, r.row)):
@@ -164,7 +164,7 @@ class Recovery:
         if batch:
             yield batch
 
-    def _read(self, rows: list[Row], groups: npt.NDArray[np.int64]) -> RowsRecovered:
+    def _read(self, rows: list[GrantedRow], groups: npt.NDArray[np.int64]) -> RowsRecovered:
         table, namespace, group = self.books.slot_table, rows[0].namespace, rows[0].group
         hash_bytes = self.books.registry.namespaces[namespace].spec.hash_bytes
         records = self._records_of(rows)
@@ -190,13 +190,13 @@ class Recovery:
             generations=table.generations(records),
         )
 
-    def _found(self, row: Row, ready: int) -> RecoveredRow:
+    def _found(self, row: GrantedRow, ready: int) -> RecoveredRow:
         orphaned = not self.orphaned_extents.isdisjoint(row.extents)
         if orphaned:
             self.withheld[row.row] = row.slots - ready
         return RecoveredRow(row.row, row.extents, ready, orphaned)
 
-    def _checked(self, rows: list[Row], records: Records) -> npt.NDArray[np.bool_]:
+    def _checked(self, rows: list[GrantedRow], records: Records) -> npt.NDArray[np.bool_]:
         """Which records may be served as far as checksums of their bytes are concerned.
 
         Where they are wanted: those that have the digest of what the table says. The bytes
@@ -230,5 +230,5 @@ class Recovery:
         first = extent * self.books.slots_per_extent
         return np.arange(first, first + slots)
 
-    def _records_of(self, rows: list[Row]) -> Records:
+    def _records_of(self, rows: list[GrantedRow]) -> Records:
         return np.concatenate([self._records(row.row, row.slots) for row in rows])

@@ -87,7 +87,7 @@ class LineFile:
         os.close(self._fd)
 
 
-class Kind(enum.Enum):
+class LineKind(enum.Enum):
     """What a line says."""
 
     NAMESPACE = "namespace"
@@ -95,7 +95,7 @@ class Kind(enum.Enum):
     CLEARED = "cleared"
 
 
-Name = tuple[Kind, int]  # and the number: of a namespace, but for a scope
+Name = tuple[LineKind, int]  # and the number: of a namespace, but for a scope
 
 
 @dataclass(slots=True)
@@ -163,20 +163,20 @@ class Registry:
                 return
             namespace = RegisteredNamespace(namespace.namespace, namespace.spec, fields)
         self.namespaces[namespace.namespace] = namespace
-        self._write((Kind.NAMESPACE, namespace.namespace))
+        self._write((LineKind.NAMESPACE, namespace.namespace))
 
     def add_scope(self, scope: OpenScope) -> None:
         """Write the scope down unless it stands there the same."""
         if self.scopes.get(scope.scope) == scope:
             return
         self._know(scope)
-        self._write((Kind.SCOPE, scope.scope))
+        self._write((LineKind.SCOPE, scope.scope))
 
     def clear_scopes(self, namespace: NamespaceId, below: ScopeId) -> None:
         """Records that name these scopes mean nothing; they are forgotten later."""
         self._cleared[namespace] = below
-        self._waiting.pop((Kind.CLEARED, namespace), None)  # it comes behind what waits now
-        self._write((Kind.CLEARED, namespace))
+        self._waiting.pop((LineKind.CLEARED, namespace), None)  # it comes behind what waits now
+        self._write((LineKind.CLEARED, namespace))
 
     def forget_scopes(self, scopes: Collection[ScopeId]) -> None:
         """Forget these."""
@@ -187,8 +187,8 @@ class Registry:
     def forget_namespace(self, namespace: NamespaceId) -> None:
         """Forget this and its scopes."""
         del self.namespaces[namespace]
-        self._waiting.pop((Kind.NAMESPACE, namespace), None)
-        self._waiting.pop((Kind.CLEARED, namespace), None)
+        self._waiting.pop((LineKind.NAMESPACE, namespace), None)
+        self._waiting.pop((LineKind.CLEARED, namespace), None)
         self._forget_scopes_of(namespace)
         self._cleared.pop(namespace, None)
         self._shrink()
@@ -218,7 +218,7 @@ class Registry:
 
     def _forget_scope(self, scope: ScopeId) -> None:
         known = self.scopes.pop(scope, None)
-        self._waiting.pop((Kind.SCOPE, scope), None)
+        self._waiting.pop((LineKind.SCOPE, scope), None)
         if known is not None:
             self._by_namespace[known.namespace].discard(scope)
 
@@ -228,14 +228,14 @@ class Registry:
         self._by_namespace.pop(namespace, None)
 
     def _take(self, record: dict[str, Any]) -> None:
-        if record["kind"] == Kind.CLEARED.value:
+        if record["kind"] == LineKind.CLEARED.value:
             below = ScopeId(record["below"])
             self.highest_scope = max(self.highest_scope, below - 1)
             for number in list(self._by_namespace.get(NamespaceId(record["namespace"]), ())):
                 if number < below:
                     self._forget_scope(number)
             return
-        if record["kind"] == Kind.NAMESPACE.value:
+        if record["kind"] == LineKind.NAMESPACE.value:
             namespace = _namespace_of(record)
             known = self.namespaces.get(namespace.namespace)
             if known is not None and known.spec != namespace.spec:
@@ -313,11 +313,11 @@ class Registry:
     def _lines_of(self, name: Name) -> Iterator[bytes]:
         """Its line; none where it was forgotten, or cleared."""
         kind, number = name
-        if kind is Kind.SCOPE:
+        if kind is LineKind.SCOPE:
             scope = self.scopes.get(ScopeId(number))
             if scope is not None and number >= self._cleared.get(scope.namespace, 0):
                 yield sealed_json.seal(_scope_record(scope))
-        elif kind is Kind.CLEARED:
+        elif kind is LineKind.CLEARED:
             if (below := self._cleared.get(NamespaceId(number))) is not None:
                 yield sealed_json.seal({"kind": kind.value, "namespace": number, "below": below})
         elif (known := self.namespaces.get(NamespaceId(number))) is not None:
@@ -336,8 +336,8 @@ class Registry:
         except OSError as error:
             self._wait(error)
             return
-        self._left = deque((Kind.NAMESPACE, number) for number in self.namespaces)
-        self._left.extend((Kind.SCOPE, number) for number in self.scopes)
+        self._left = deque((LineKind.NAMESPACE, number) for number in self.namespaces)
+        self._left.extend((LineKind.SCOPE, number) for number in self.scopes)
 
     def _go_on_anew(self, fresh: LineFile, most: int) -> None:
         names: list[Name] = []
@@ -369,7 +369,7 @@ class Registry:
 def _namespace_record(namespace: RegisteredNamespace) -> dict[str, Any]:
     spec = namespace.spec
     return {
-        "kind": Kind.NAMESPACE.value,
+        "kind": LineKind.NAMESPACE.value,
         "namespace": namespace.namespace,
         "fingerprint": spec.fingerprint,
         "tenant": spec.tenant,
@@ -394,7 +394,7 @@ def _namespace_of(record: dict[str, Any]) -> RegisteredNamespace:
 
 def _scope_record(scope: OpenScope) -> dict[str, Any]:
     return {
-        "kind": Kind.SCOPE.value,
+        "kind": LineKind.SCOPE.value,
         "scope": scope.scope,
         "namespace": scope.namespace,
         "epoch": scope.epoch,

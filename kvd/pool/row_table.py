@@ -31,7 +31,7 @@ _LOW = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GrantedRow:
     """A granted row as its headers say. `extents` and `part_bytes` by shard."""
 
     row: RowId
@@ -71,7 +71,7 @@ class RowTable:
         del self._words
         self._map.close()
 
-    def grant(self, row: Row) -> None:
+    def grant(self, row: GrantedRow) -> None:
         """Write the row's headers, the leading extent's last."""
         for shard in reversed(range(len(row.extents))):
             extent = row.extents[shard]
@@ -89,7 +89,7 @@ class RowTable:
             self._words[extent, _STATE] = 0
             self._words[extent] = 0
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[GrantedRow]:
         """Rows whose headers are all there and whole."""
         headers = self._headers()
         members: dict[int, dict[int, int]] = {}
@@ -103,7 +103,7 @@ class RowTable:
             parts = [headers[extent] for extent in extents]
             if any(_kind(part) != _kind(first) for part in parts):
                 continue
-            yield Row(
+            yield GrantedRow(
                 RowId(leading),
                 NamespaceId(first.namespace),
                 first.group,

@@ -39,7 +39,7 @@ _CHECKSUM_SEED = np.uint64(0x6B76642D736C6F74)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-class SlotTable:
+class SlotTableFile:
     """All records, mapped. Every call takes whole batches."""
 
     def __init__(self, config: PoolConfig, path: Path) -> None:

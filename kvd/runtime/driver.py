@@ -35,7 +35,7 @@ from kvd.runtime.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.runtime.page_mending import PageMending
 from kvd.runtime.pending_jobs import PendingJobs
 from kvd.runtime.row_teller import RowTeller
-from kvd.runtime.turns import TURNS_BETWEEN_PIECES, Turns
+from kvd.runtime.turns import TURNS_BETWEEN_PIECES, FairQueue
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Driver:
         self.on_broken_invariant: Callable[[Event, Exception], None] = exit_on_broken_invariant
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
         self.jobs = PendingJobs()
-        self.turns = Turns()
+        self.turns = FairQueue()
         self.event_log = EventLog(pool.incarnation, partial(resident_changes, machine), self.turns)
         self._clock = clock or AwakeClock()
         self._observer = observer or SilentObserver()

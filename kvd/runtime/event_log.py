@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvd.core import actions as act
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
 from kvd.core.machine import Machine
-from kvd.runtime.turns import Turns
+from kvd.runtime.turns import FairQueue
 
 KEPT_CHANGES = 16384  # batches, not blocks
 KEPT_BLOCKS = 1 << 19  # of all kept batches: 16 MiB of hashes of 32 bytes
@@ -97,7 +97,7 @@ class EventLog:
         self,
         incarnation: bytes,
         snapshot: Snapshot,
-        turns: Turns | None = None,
+        turns: FairQueue | None = None,
         kept: int = KEPT_CHANGES,
     ) -> None:
         self.incarnation = incarnation
@@ -107,7 +107,7 @@ class EventLog:
         self._most_kept = kept
         self._blocks = 0  # in the kept changes
         self._news = asyncio.Event()
-        self._turns = turns or Turns()
+        self._turns = turns or FairQueue()
 
     def append(self, change: Change) -> None:
         """Number the change and wake the watchers."""

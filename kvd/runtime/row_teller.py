@@ -13,7 +13,7 @@ from kvd.core.actions import StartTransfer
 from kvd.core.keys import RowId
 from kvd.core.machine import Machine
 from kvd.runtime.fleet import AttachedMover, MoverFleet
-from kvd.runtime.turns import Turns
+from kvd.runtime.turns import FairQueue
 
 ROWS_TOLD_AT_ONCE = 128  # about a millisecond of the event loop
 
@@ -22,7 +22,7 @@ class RowTeller:
     """Lives on the event loop. `refused` are rows that the core has and the pool can't have."""
 
     def __init__(
-        self, machine: Machine, fleet: MoverFleet, turns: Turns, refused: AbstractSet[RowId]
+        self, machine: Machine, fleet: MoverFleet, turns: FairQueue, refused: AbstractSet[RowId]
     ) -> None:
         self._machine = machine
         self._fleet = fleet

@@ -17,7 +17,7 @@ TURNS_BETWEEN_PIECES = 4
 UNITS_AT_ONCE = 64  # done by one call without letting others in: some tenths of a millisecond
 
 
-class Turns:
+class FairQueue:
     """Lets one piece go on at a time. Lives on one event loop."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Pace:
     Units are small: about the time in which a run of keys is looked at, some microseconds.
     """
 
-    def __init__(self, turns: Turns, user: Hashable = None) -> None:
+    def __init__(self, turns: FairQueue, user: Hashable = None) -> None:
         self._turns = turns
         self._user = user
         self._done = 0

@@ -9,7 +9,7 @@ from kvd_client import (
     Group,
     GroupKind,
     JobReport,
-    Namespace,
+    NamespaceFields,
     RequestParams,
     ScheduledRequest,
     Scheduler,
@@ -32,8 +32,8 @@ SLIDING = Group(
 RECURRENT = Group(tokens_per_block=4 * TOKENS, shard_bytes=(64,), kind=GroupKind.RECURRENT_STATE)
 
 
-def namespace(*groups: Group) -> Namespace:
-    return Namespace(
+def namespace(*groups: Group) -> NamespaceFields:
+    return NamespaceFields(
         model="m",
         kv_dtype="float32",
         hash_algorithm="sha256",

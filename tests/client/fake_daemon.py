@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.draft import QueryDraft, StepDraft
-from kvd_client.identity import Namespace
-from kvd_client.session import Answer
+from kvd_client.identity import NamespaceFields
+from kvd_client.session import QueryAnswer
 
 HASH_BYTES = 16
 MISS, HIT, PENDING, RETRY = range(4)
@@ -24,7 +24,7 @@ def hashes(prefix: str, count: int) -> list[bytes]:
 class FakeDaemon:
     """Connection and session in one. `statuses` is what the daemon knows, by hash."""
 
-    def __init__(self, namespace: Namespace, world_size: int = 1) -> None:
+    def __init__(self, namespace: NamespaceFields, world_size: int = 1) -> None:
         self.namespace = namespace
         self.world_size = world_size
         self.generation = 1
@@ -44,7 +44,7 @@ class FakeDaemon:
         self.resets = 0
         self.doubts: list[float] = []  # what the calls in question are worth, each time
         self.ended: list[tuple[int, bool]] = []
-        self._answers: dict[int, tuple[Answer, ...]] = {}
+        self._answers: dict[int, tuple[QueryAnswer, ...]] = {}
         self._unanswered: dict[int, list[QueryDraft]] = {}
         self._last_lease = 100
 
@@ -90,13 +90,13 @@ class FakeDaemon:
             self._answers[call_id] = tuple(self._answer(query) for query in queries)
         self._unanswered.clear()
 
-    def _answer(self, query: QueryDraft) -> Answer:
+    def _answer(self, query: QueryDraft) -> QueryAnswer:
         statuses = bytes(self.statuses.get(each, MISS) for each in query.run.block_hashes)
         lease = 0
         if any(status == HIT for status in statuses):
             self._last_lease += 1
             lease = self._last_lease
-        return Answer(statuses, lease)
+        return QueryAnswer(statuses, lease)
 
     def gather(self, call_ids: Sequence[int], deadline_s: float) -> None:
         if any(call_id in self._unanswered for call_id in call_ids):
@@ -107,7 +107,7 @@ class FakeDaemon:
     def doubt(self, call_ids: Sequence[int], patience_s: Callable[[], float]) -> None:
         self.doubts.append(patience_s())
 
-    def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
+    def take_answers(self, call_id: int) -> tuple[QueryAnswer, ...] | None:
         return None if call_id in self._unanswered else self._answers.pop(call_id, ())
 
     def give_up(self, call_id: int) -> None:

@@ -21,7 +21,7 @@ from kvd_client import (
     Fragment,
     Group,
     GroupLayout,
-    Namespace,
+    NamespaceFields,
     RequestParams,
     ScheduledRequest,
     Scheduler,
@@ -124,7 +124,7 @@ class SmallEngine:
             blocks_per_block=blocks_per_block,
         )
         identity = EngineIdentity(engine_id, os.urandom(16))
-        namespace = Namespace(
+        namespace = NamespaceFields(
             model="small",
             kv_dtype="uint8",
             hash_algorithm="sha256-chain",

@@ -19,7 +19,7 @@ from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
 from kvd_client.outgoing import step_bytes
 from kvd_client.worker.cuda_memory import Gpu
 from kvd_client.worker.jobs import MAX_UNASKED, Half, JobLedger
-from kvd_client.worker.registrar import MAX_GPU_DOUBLINGS, RankMemory, RankPlace, Registrar
+from kvd_client.worker.registrar import MAX_GPU_DOUBLINGS, RankPlace, RegisteredMemory, Registrar
 from kvd_proto.board import BoardRecord
 from kvd_proto.v1 import companion_pb2
 from tests.client.small_engine import SmallEngine
@@ -126,7 +126,7 @@ class Refused(Registrar):
         self._pauses = pauses
         place = RankPlace(0, 1, 0)
         identity = EngineIdentity("e", bytes(16))
-        super().__init__("/nowhere", identity, place, RankMemory((), (), gpu))
+        super().__init__("/nowhere", identity, place, RegisteredMemory((), (), gpu))
 
     def _hold_registration(self) -> None:
         raise CompanionRefused("NO", "never")

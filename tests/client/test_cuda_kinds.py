@@ -12,8 +12,8 @@ import pytest
 
 from kvd_client import CudaMemoryRefused, DeviceSpan
 from kvd_client.worker import cuda_memory
-from kvd_client.worker.cuda_kinds import Kind, allocation_of, check_gpu, device_of, kind_of
-from kvd_client.worker.cuda_refusals import Refusal
+from kvd_client.worker.cuda_kinds import HandleKind, allocation_of, check_gpu, device_of, kind_of
+from kvd_client.worker.cuda_refusals import CudaRefusal
 from kvd_client.worker.spans import Allocation
 from kvd_proto.libcuda import (
     ERROR_INVALID_VALUE,
@@ -112,7 +112,7 @@ class ScriptedDriver:
         return cast(Libcuda, self)
 
 
-def refusal(reason: Refusal) -> Any:
+def refusal(reason: CudaRefusal) -> Any:
     return pytest.raises(CudaMemoryRefused, match=rf"\[{reason}\]")
 
 
@@ -121,21 +121,21 @@ def refusal(reason: Refusal) -> Any:
 
 def test_legacy_memory_is_known_where_the_driver_has_no_word_for_pools() -> None:
     driver = ScriptedDriver({PointerAttribute.IS_LEGACY_CUDA_IPC_CAPABLE: 1})
-    assert kind_of(driver.typed, SPAN) is Kind.LEGACY
-    assert allocation_of(driver.typed, SPAN, Kind.LEGACY) == Allocation(BASE, MAPPED_BYTES)
+    assert kind_of(driver.typed, SPAN) is HandleKind.LEGACY
+    assert allocation_of(driver.typed, SPAN, HandleKind.LEGACY) == Allocation(BASE, MAPPED_BYTES)
 
 
 def test_pool_memory_is_refused_even_where_it_calls_itself_legacy() -> None:
     driver = ScriptedDriver(
         {PointerAttribute.IS_LEGACY_CUDA_IPC_CAPABLE: 1, PointerAttribute.MEMPOOL_HANDLE: 0xBEEF}
     )
-    with refusal(Refusal.POOL_MEMORY):
+    with refusal(CudaRefusal.POOL_MEMORY):
         kind_of(driver.typed, SPAN)
 
 
 def test_memory_that_is_neither_legacy_nor_mapped_by_this_process_is_not_shareable() -> None:
     driver = ScriptedDriver({PointerAttribute.IS_LEGACY_CUDA_IPC_CAPABLE: 0})
-    with refusal(Refusal.NOT_SHAREABLE):
+    with refusal(CudaRefusal.NOT_SHAREABLE):
         kind_of(driver.typed, SPAN)
 
 
@@ -144,7 +144,7 @@ def test_vmm_memory_that_no_descriptor_can_be_had_of_is_refused_with_the_setting
     handle_types: int,
 ) -> None:
     driver = ScriptedDriver(mapped={BASE: 1}, handle_types=handle_types)
-    with refusal(Refusal.VMM_NOT_EXPORTABLE) as refused:
+    with refusal(CudaRefusal.VMM_NOT_EXPORTABLE) as refused:
         kind_of(driver.typed, SPAN)
     assert "expandable_segments:False" in refused.value.fix
     assert "--enable-sleep-mode" in refused.value.fix
@@ -153,13 +153,13 @@ def test_vmm_memory_that_no_descriptor_can_be_had_of_is_refused_with_the_setting
 
 def test_vmm_memory_with_a_descriptor_among_its_handle_types_is_taken() -> None:
     driver = ScriptedDriver(mapped={BASE: 1}, handle_types=1 | 8)
-    assert kind_of(driver.typed, SPAN) is Kind.VMM
+    assert kind_of(driver.typed, SPAN) is HandleKind.VMM
     assert driver.released == driver.retained == 1
 
 
 def test_vmm_memory_on_the_host_is_refused() -> None:
     driver = ScriptedDriver(mapped={BASE: 1}, handle_types=1, location=3)
-    with refusal(Refusal.HOST_MEMORY):
+    with refusal(CudaRefusal.HOST_MEMORY):
         kind_of(driver.typed, SPAN)
 
 
@@ -173,37 +173,37 @@ def test_a_physical_allocation_is_taken_by_its_mapping_and_not_by_all_that_was_r
         mapped={mapping: 2},
     )
     span = DeviceSpan(mapping + 64, 4096)
-    assert allocation_of(driver.typed, span, Kind.VMM) == Allocation(mapping, MAPPED_BYTES)
+    assert allocation_of(driver.typed, span, HandleKind.VMM) == Allocation(mapping, MAPPED_BYTES)
 
 
 def test_an_older_driver_is_asked_for_the_range_of_a_physical_allocation() -> None:
     driver = ScriptedDriver(mapped={BASE: 1})
-    assert allocation_of(driver.typed, SPAN, Kind.VMM) == Allocation(BASE, MAPPED_BYTES)
+    assert allocation_of(driver.typed, SPAN, HandleKind.VMM) == Allocation(BASE, MAPPED_BYTES)
 
 
 @pytest.mark.parametrize("neighbour", [{BASE + MAPPED_BYTES: 2}, {}])
 def test_a_span_that_leaves_its_physical_allocation_is_refused(neighbour: dict[int, int]) -> None:
     driver = ScriptedDriver(mapped={BASE: 1} | neighbour)
-    with refusal(Refusal.SEVERAL_ALLOCATIONS):
-        allocation_of(driver.typed, DeviceSpan(BASE + 8, MAPPED_BYTES), Kind.VMM)
+    with refusal(CudaRefusal.SEVERAL_ALLOCATIONS):
+        allocation_of(driver.typed, DeviceSpan(BASE + 8, MAPPED_BYTES), HandleKind.VMM)
     assert driver.released == driver.retained
 
 
 def test_a_span_that_leaves_its_legacy_allocation_is_refused() -> None:
-    with refusal(Refusal.OUT_OF_ALLOCATION):
-        allocation_of(ScriptedDriver().typed, DeviceSpan(BASE + 8, MAPPED_BYTES), Kind.LEGACY)
+    with refusal(CudaRefusal.OUT_OF_ALLOCATION):
+        allocation_of(ScriptedDriver().typed, DeviceSpan(BASE + 8, MAPPED_BYTES), HandleKind.LEGACY)
 
 
 def test_pinned_host_memory_is_refused() -> None:
     driver = ScriptedDriver({PointerAttribute.MEMORY_TYPE: MemoryType.HOST})
-    with refusal(Refusal.HOST_MEMORY):
+    with refusal(CudaRefusal.HOST_MEMORY):
         device_of(driver.typed, SPAN)
 
 
 @pytest.mark.parametrize("side", [MemoryType.HOST, MemoryType.DEVICE])
 def test_managed_memory_is_refused_on_whichever_side_it_is(side: MemoryType) -> None:
     driver = ScriptedDriver({PointerAttribute.MEMORY_TYPE: side, PointerAttribute.IS_MANAGED: 1})
-    with refusal(Refusal.MANAGED_MEMORY):
+    with refusal(CudaRefusal.MANAGED_MEMORY):
         device_of(driver.typed, SPAN)
 
 
@@ -225,20 +225,20 @@ def test_a_whole_gpu_in_its_default_mode_is_taken() -> None:
 
 def test_a_mig_slice_is_refused_by_its_name() -> None:
     driver = ScriptedDriver(attributes=DEFAULT_MODE, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
-    with refusal(Refusal.MIG):
+    with refusal(CudaRefusal.MIG):
         check_gpu(driver.typed, 0)
 
 
 @pytest.mark.parametrize("mode", [2, 3])
 def test_a_gpu_that_lets_no_second_process_in_is_refused(mode: int) -> None:
     driver = ScriptedDriver(attributes={DeviceAttribute.COMPUTE_MODE: mode})
-    with refusal(Refusal.COMPUTE_MODE):
+    with refusal(CudaRefusal.COMPUTE_MODE):
         check_gpu(driver.typed, 0)
 
 
 def test_a_driver_that_knows_of_mps_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     on = ScriptedDriver(attributes=DEFAULT_MODE | {DeviceAttribute.MPS_ENABLED: 1})
-    with refusal(Refusal.MPS):
+    with refusal(CudaRefusal.MPS):
         check_gpu(on.typed, 0)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
     check_gpu(ScriptedDriver(attributes=DEFAULT_MODE | {DeviceAttribute.MPS_ENABLED: 0}).typed, 0)
@@ -250,7 +250,7 @@ def test_with_a_driver_that_does_not_know_of_mps_its_variable_counts(
     monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
     check_gpu(ScriptedDriver(attributes=DEFAULT_MODE).typed, 0)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", "/tmp/mps")
-    with refusal(Refusal.MPS):
+    with refusal(CudaRefusal.MPS):
         check_gpu(ScriptedDriver(attributes=DEFAULT_MODE).typed, 0)
 
 
@@ -298,5 +298,5 @@ def test_a_thread_without_a_context_is_told_to_make_one_current(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     legacy_driver(monkeypatch).context = 0
-    with refusal(Refusal.NO_CONTEXT):
+    with refusal(CudaRefusal.NO_CONTEXT):
         cuda_memory.export_regions([SPAN])

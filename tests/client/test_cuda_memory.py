@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_client import CudaMemoryRefused, DeviceSpan, Fragment, GroupLayout, SharedMemory
-from kvd_client.worker.cuda_refusals import FIXES, Refusal
+from kvd_client.worker.cuda_refusals import FIXES, CudaRefusal
 from kvd_client.worker.rank_memory import take_memory
 from kvd_client.worker.regions import IpcRegion, VmmRegion, descriptor_of, to_proto
 from kvd_client.worker.spans import Allocation, check_fragments, cover, relocated, span_of
@@ -71,26 +71,26 @@ def test_a_tensor_that_is_empty_or_overlaps_itself_is_refused(
 ) -> None:
     with pytest.raises(CudaMemoryRefused, match="storage") as refused:
         span_of(Tensor(shape, strides))
-    assert refused.value.reason is Refusal.SHAPE
+    assert refused.value.reason is CudaRefusal.SHAPE
 
 
 def test_a_tensor_that_starts_within_a_word_is_refused() -> None:
     with pytest.raises(CudaMemoryRefused) as refused:
         span_of(Tensor((64,), (1,), address=BASE + 2))
-    assert refused.value.reason is Refusal.SHAPE
+    assert refused.value.reason is CudaRefusal.SHAPE
 
 
 def test_a_tensor_smaller_than_a_word_is_refused() -> None:
     with pytest.raises(CudaMemoryRefused) as refused:
         span_of(Tensor((3,), (1,)))
-    assert refused.value.reason is Refusal.SHAPE
+    assert refused.value.reason is CudaRefusal.SHAPE
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "xpu"])
 def test_a_tensor_that_is_not_on_cuda_is_refused(kind: str) -> None:
     with pytest.raises(CudaMemoryRefused, match=kind) as refused:
         span_of(Tensor((64,), (1,), device=Device(kind)))
-    assert refused.value.reason is Refusal.NOT_ON_CUDA
+    assert refused.value.reason is CudaRefusal.NOT_ON_CUDA
 
 
 def test_a_device_that_is_only_a_name_will_do() -> None:
@@ -159,7 +159,7 @@ def test_more_allocations_than_can_be_registered_are_refused() -> None:
     cover(spans[:256], allocations[:256])
     with pytest.raises(CudaMemoryRefused) as refused:
         cover(spans, allocations)
-    assert refused.value.reason is Refusal.TOO_MANY_ALLOCATIONS
+    assert refused.value.reason is CudaRefusal.TOO_MANY_ALLOCATIONS
 
 
 @st.composite
@@ -240,7 +240,7 @@ def test_a_block_beyond_its_tensor_is_refused_though_the_neighbour_would_have_ro
 def test_host_and_gpu_memory_in_one_rank_are_refused() -> None:
     with pytest.raises(CudaMemoryRefused) as refused:
         take_memory([SharedMemory(0, 0, 4096), DeviceSpan(BASE, 4096)], [])
-    assert refused.value.reason is Refusal.MIXED_MEMORY
+    assert refused.value.reason is CudaRefusal.MIXED_MEMORY
 
 
 def test_what_is_no_memory_is_refused_by_its_type() -> None:
@@ -255,8 +255,8 @@ def test_a_fragment_of_a_memory_that_was_not_given_is_refused() -> None:
 
 
 def test_every_refusal_says_what_to_change() -> None:
-    assert set(FIXES) == set(Refusal)
-    for reason in Refusal:
+    assert set(FIXES) == set(CudaRefusal)
+    for reason in CudaRefusal:
         refused = CudaMemoryRefused(reason, "the memory")
         assert str(refused) == f"the memory [{reason}]. To fix it: {FIXES[reason]}."
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvd_client import event_watch
 from kvd_client.event_watch import Key, RemovalWatch, key_of
-from kvd_client.session import Session
+from kvd_client.session import DaemonSession
 from kvd_proto.v1 import events_pb2, operator_pb2
 from tests.client.small_engine import SmallEngine, block_hashes
 from tests.control.daemon_rig import Caller
@@ -46,9 +46,9 @@ class Watched:
         self.follow()
 
     @property
-    def session(self) -> Session:
+    def session(self) -> DaemonSession:
         session = self.engine.connection.session
-        assert isinstance(session, Session)
+        assert isinstance(session, DaemonSession)
         return session
 
     def follow(self) -> None:

@@ -27,7 +27,7 @@ from kvd.mover import process, registration_errors
 from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.frames import FrameKind, frame
 from kvd.mover.layout import CudaRegion, GpuConfig
-from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartFailed, Region
+from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartError, Region
 from kvd_proto import layout
 from tests.control.mover_rig import (
     BLOCKS,
@@ -81,7 +81,7 @@ async def test_mover_that_can_not_be_noted_ends_before_it_maps_anything() -> Non
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         r.sink.process_started = full  # type: ignore[method-assign]
-        with pytest.raises(MoverStartFailed, match="No space left"):
+        with pytest.raises(MoverStartError, match="No space left"):
             await r.start()
         [pid] = started
         assert not proc_text(pid, "stat")
@@ -175,10 +175,10 @@ async def test_a_process_that_cannot_start_is_an_error_and_leaves_nothing(
 ) -> None:
     async with rig() as r:
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(MoverStartFailed, match="exited with status 1"):
+        with pytest.raises(MoverStartError, match="exited with status 1"):
             await r.start()
         monkeypatch.setattr(sys, "executable", "/nonexistent")
-        with pytest.raises(MoverStartFailed, match="can't be started"):
+        with pytest.raises(MoverStartError, match="can't be started"):
             await r.start()
         assert not r.sink.gone
 

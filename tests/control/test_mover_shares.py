@@ -15,7 +15,7 @@ import pytest
 
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import MoverId
-from kvd.mover.process import MoverConfig, MoverStartFailed
+from kvd.mover.process import MoverConfig, MoverStartError
 from kvd.runtime import fleet
 from kvd.runtime.fleet import MoverFleet, MoverOwner
 from tests.control.daemon_rig import (
@@ -94,7 +94,7 @@ async def test_starts_under_way_count_and_failed_ones_give_their_place_back() ->
 
     async def launch(_config: MoverConfig, _sink: object) -> Any:
         await go_on.wait()
-        raise MoverStartFailed("it did not come up")
+        raise MoverStartError("it did not come up")
 
     movers = fleet_of(launch)
     owner = MoverOwner(1, "a")
@@ -110,9 +110,9 @@ async def test_starts_under_way_count_and_failed_ones_give_their_place_back() ->
     await asyncio.wait(starting[:1])
     go_on.set()
     for task in starting[1:]:
-        with pytest.raises(MoverStartFailed):
+        with pytest.raises(MoverStartError):
             await task
-    with pytest.raises(MoverStartFailed):
+    with pytest.raises(MoverStartError):
         await movers.start(late, owner)
 
 

@@ -16,7 +16,7 @@ from kvd.core.actions import Answer, Verdict
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import NamespaceId, SessionId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
-from kvd.runtime.turns import Turns
+from kvd.runtime.turns import FairQueue
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 from tests.control.daemon_rig import hashes, load_job, store_job
@@ -49,7 +49,7 @@ class ListeningDriver:
     def __init__(self) -> None:
         self.events: list[Any] = []
         self.jobs = self
-        self.turns = Turns()
+        self.turns = FairQueue()
 
     async def let_others_in(self, session: SessionId) -> None:
         pass

@@ -18,8 +18,8 @@ from kvd.control.access import companion, descriptors
 from kvd.control.access.door import (
     LOOK_SECONDS,
     MAX_UNACCEPTED,
-    Connection,
     Door,
+    GrpcConnection,
     bound_of_connections,
     too_many,
 )
@@ -52,8 +52,8 @@ while True:
 """
 
 
-def numbered(*users: int) -> list[Connection]:
-    return [Connection(n, n, user) for n, user in enumerate(users)]
+def numbered(*users: int) -> list[GrpcConnection]:
+    return [GrpcConnection(n, n, user) for n, user in enumerate(users)]
 
 
 def test_there_is_room_for_all_clients_and_for_few_that_say_nothing(

@@ -19,7 +19,7 @@ import pytest
 from kvd import app
 from kvd.control import http, namespaces
 from kvd.control.access import door
-from kvd.control.access.door import Connection, Door
+from kvd.control.access.door import Door, GrpcConnection
 from kvd.control.http import HttpServer
 from kvd.control.namespaces import Namespaces
 from kvd.control.registration import engine_exits
@@ -181,7 +181,7 @@ def test_who_is_shut_out_again_and_again_is_named_once_in_a_while(
     now = 1000.0
     monkeypatch.setattr(door, "time", SimpleNamespace(monotonic=lambda: now))
     mine = Door("nowhere", lambda _: False)
-    too_many = [Connection(-1, n, 5) for n in range(mine.bound.each + 3)]
+    too_many = [GrpcConnection(-1, n, 5) for n in range(mine.bound.each + 3)]
     monkeypatch.setattr(mine, "connections", lambda: list(too_many))
     monkeypatch.setattr(door, "_socket", _no_socket)
     for _ in range(101):

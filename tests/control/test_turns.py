@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-from kvd.runtime.turns import TURNS_BETWEEN_PIECES, Pace, Turns
+from kvd.runtime.turns import TURNS_BETWEEN_PIECES, FairQueue, Pace
 
 PIECES = 12
 
 
-async def call(turns: Turns, user: str, done: list[str]) -> None:
+async def call(turns: FairQueue, user: str, done: list[str]) -> None:
     for _ in range(PIECES):
         done.append(user)
         await turns.let_others_in(user)
@@ -18,7 +18,7 @@ async def call(turns: Turns, user: str, done: list[str]) -> None:
 
 def test_one_piece_is_done_in_some_turns_of_the_loop_however_many_calls_there_are() -> None:
     async def count() -> list[int]:
-        turns = Turns()
+        turns = FairQueue()
         done: list[str] = []
         calls = [asyncio.ensure_future(call(turns, "one", done)) for _ in range(50)]
         await asyncio.sleep(0)
@@ -38,7 +38,7 @@ def test_one_piece_is_done_in_some_turns_of_the_loop_however_many_calls_there_ar
 
 def test_a_user_with_many_calls_waits_for_himself() -> None:
     async def run() -> list[str]:
-        turns = Turns()
+        turns = FairQueue()
         done: list[str] = []
         calls = [call(turns, "greedy", done) for _ in range(20)]
         await asyncio.gather(*calls, call(turns, "honest", done))
@@ -51,7 +51,7 @@ def test_a_user_with_many_calls_waits_for_himself() -> None:
 
 def test_calls_that_give_up_hold_nobody_up() -> None:
     async def run() -> int:
-        turns = Turns()
+        turns = FairQueue()
         done: list[str] = []
         given_up = [asyncio.ensure_future(call(turns, "a", done)) for _ in range(5)]
         await asyncio.sleep(0)
@@ -65,7 +65,7 @@ def test_calls_that_give_up_hold_nobody_up() -> None:
 
 def test_a_pace_lets_others_in_when_much_is_done() -> None:
     async def run() -> int:
-        turns, others = Turns(), 0
+        turns, others = FairQueue(), 0
         ended = False
 
         async def other() -> None:

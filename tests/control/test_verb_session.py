@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from kvd_client.draft import BlockRun, JobDraft
-from kvd_client.identity import EngineIdentity, Group, Namespace
+from kvd_client.identity import EngineIdentity, Group, NamespaceFields
 from kvd_proto.v1 import common_pb2, events_pb2
 from tests.control.daemon_rig import (
     BLOCK_BYTES,
@@ -43,7 +43,7 @@ def worker(running: RunningDaemon) -> Iterator[RawWorker]:
 @pytest.fixture
 def session(running: RunningDaemon, worker: RawWorker) -> Iterator[VerbSession]:
     who = EngineIdentity(identity().engine_id, identity().boot_nonce)
-    namespace = Namespace(
+    namespace = NamespaceFields(
         model="verbs",
         kv_dtype="float32",
         hash_algorithm="sha256",

@@ -14,7 +14,7 @@ from kvd.control.sessions.verbs import LiveSession, step_parts
 from kvd.core.errors import KvdError
 from kvd.core.keys import SessionId, TenantId
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
-from kvd.runtime.turns import Pace, Turns
+from kvd.runtime.turns import FairQueue, Pace
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 from tests.control.test_malformed_requests import scrambled
@@ -26,7 +26,7 @@ class CountedPace(Pace):
     """Counts what is done in one go."""
 
     def __init__(self) -> None:
-        super().__init__(Turns())
+        super().__init__(FairQueue())
         self.spent: list[int] = []
 
     async def spend(self, units: int) -> None:

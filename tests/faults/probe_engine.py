@@ -22,7 +22,7 @@ import numpy as np
 from kvd_client import (
     EngineIdentity,
     Group,
-    Namespace,
+    NamespaceFields,
     RequestParams,
     ScheduledRequest,
     Scheduler,
@@ -73,7 +73,7 @@ class ProbeEngine:
         world_size = order["world_size"]
         identity = EngineIdentity(order["engine_id"], os.urandom(16))
         group = Group(tokens_per_block=TOKENS, shard_bytes=(order["block_bytes"],) * world_size)
-        namespace = Namespace(
+        namespace = NamespaceFields(
             model=order["model"],
             kv_dtype="uint64",
             hash_algorithm="sha256-chain",

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvd_client import Namespace
+from kvd_client import NamespaceFields
 from kvd_client.integrations.vllm.identity.namespace import build_namespace
 from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.options import KvdOptions
@@ -38,7 +38,7 @@ class Configuration(NamedTuple):
     offloading: OffloadingConfig
     options: KvdOptions
 
-    def namespace(self, handshakes: Sequence[RankHandshake] | None = None) -> Namespace:
+    def namespace(self, handshakes: Sequence[RankHandshake] | None = None) -> NamespaceFields:
         """What the scheduler side makes of it; ranks that hold the same where none are given."""
         world_size = self.offloading.parallel.world_size
         ranks = (

@@ -36,7 +36,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd_client.connection import SchedulerConnection
 from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
-from kvd_client.identity import Group, GroupKind, Namespace
+from kvd_client.identity import Group, GroupKind, NamespaceFields
 from kvd_client.integrations.vllm.identity.namespace import engine_identity
 from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata
 from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
@@ -228,7 +228,7 @@ class RankRig:
             )
             for g in range(len(caches.kv_cache_groups))
         )
-        namespace = Namespace(
+        namespace = NamespaceFields(
             model="rig",
             kv_dtype="float32",
             hash_algorithm="sha256",

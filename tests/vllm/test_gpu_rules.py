@@ -23,7 +23,7 @@ from kvd_client.integrations.vllm.rank.gpu_rules import (
     start_up_error,
 )
 from kvd_client.worker import CudaMemoryRefused, cuda_memory
-from kvd_client.worker.cuda_refusals import Refusal
+from kvd_client.worker.cuda_refusals import CudaRefusal
 from kvd_proto.libcuda import CudaUnavailable
 from tests.vllm.configurations import cache_of, configure, full_attention
 from tests.vllm.rank_rig import Rank, cache_config
@@ -92,14 +92,14 @@ def test_the_second_runner_of_this_vllm_zeroes_before_it_flushes() -> None:
 @pytest.mark.parametrize(
     ("reason", "flags"),
     [
-        (Refusal.VMM_NOT_EXPORTABLE, ["--enable-sleep-mode", "PYTORCH_CUDA_ALLOC_CONF"]),
-        (Refusal.SEVERAL_ALLOCATIONS, ["--enable-cumem-allocator", "expandable_segments:True"]),
-        (Refusal.POOL_MEMORY, ["backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF"]),
-        (Refusal.MPS, ["CUDA_MPS_PIPE_DIRECTORY"]),
+        (CudaRefusal.VMM_NOT_EXPORTABLE, ["--enable-sleep-mode", "PYTORCH_CUDA_ALLOC_CONF"]),
+        (CudaRefusal.SEVERAL_ALLOCATIONS, ["--enable-cumem-allocator", "expandable_segments:True"]),
+        (CudaRefusal.POOL_MEMORY, ["backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF"]),
+        (CudaRefusal.MPS, ["CUDA_MPS_PIPE_DIRECTORY"]),
     ],
 )
 def test_a_refusal_names_what_to_change_of_vllm_and_the_way_without_kvd(
-    reason: Refusal, flags: list[str]
+    reason: CudaRefusal, flags: list[str]
 ) -> None:
     said = str(start_up_error(CudaMemoryRefused(reason, "the KV can't be shared")))
     for flag in [*flags, reason.value, "--kv-transfer-config"]:

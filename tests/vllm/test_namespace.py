@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvd_client import GroupKind, Namespace
+from kvd_client import GroupKind, NamespaceFields
 from kvd_client.integrations.vllm.identity.model import config_digest
 from tests.vllm.configurations import (
     LAYERS,
@@ -34,7 +34,7 @@ from tests.vllm.configurations import (
 )
 from tests.vllm.engine import FORKS
 
-Change = Callable[[Configuration], Namespace]
+Change = Callable[[Configuration], NamespaceFields]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def base(model: Path) -> Configuration:
     return configure(model)
 
 
-def different(one: Namespace, other: Namespace) -> set[str]:
+def different(one: NamespaceFields, other: NamespaceFields) -> set[str]:
     """Names of the fields in which they differ, as the daemon compares them."""
     return {f.name for f in fields(one) if getattr(one, f.name) != getattr(other, f.name)}
 
@@ -267,7 +267,7 @@ def test_a_name_given_for_the_weights_lets_any_loader_share(base: Configuration)
 
 
 def test_adapters_share_only_under_a_name_for_what_is_in_them(model: Path) -> None:
-    def with_adapters(**options: Any) -> Namespace:
+    def with_adapters(**options: Any) -> NamespaceFields:
         return configure(model, options, enable_lora=True).namespace()
 
     assert with_adapters().unshared
@@ -381,5 +381,5 @@ def test_one_engine_on_two_ranks_does_not_share_with_one_on_one(base: Configurat
 
 
 def test_no_field_is_told_in_a_form_that_changes_between_runs(base: Configuration) -> None:
-    told = json.dumps([str(getattr(base.namespace(), f.name)) for f in fields(Namespace)])
+    told = json.dumps([str(getattr(base.namespace(), f.name)) for f in fields(NamespaceFields)])
     assert " at 0x" not in told

@@ -10,7 +10,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from kvd_client.integrations.vllm.rank.layout import RankLayout, describe_rank
+from kvd_client.integrations.vllm.rank.layout import KvLayout, describe_rank
 from tests.vllm.configurations import (
     BLOCK_TOKENS,
     LAYERS,
@@ -34,9 +34,9 @@ def layer(backend: str) -> SimpleNamespace:
 
 
 def test_text_and_parts_are_each_others_inverse() -> None:
-    parts = RankLayout("LBHNC", "CPU_ATTN,MAMBA", "avx512/vec")
-    assert RankLayout.parse(str(parts)) == parts
-    assert RankLayout.parse("free text") == RankLayout("free text", "", "")
+    parts = KvLayout("LBHNC", "CPU_ATTN,MAMBA", "avx512/vec")
+    assert KvLayout.parse(str(parts)) == parts
+    assert KvLayout.parse("free text") == KvLayout("free text", "", "")
 
 
 def test_backends_are_those_of_the_cached_layers(

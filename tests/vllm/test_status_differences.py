@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvd_client import EngineIdentity, Namespace, SchedulerConnection
+from kvd_client import EngineIdentity, NamespaceFields, SchedulerConnection
 from tests.vllm.configurations import cache_of, configure, full_attention, handshake
 from tests.vllm.conftest import DAEMON_PYTHON
 from tests.vllm.node_daemon import NodeDaemon, wait_until
@@ -24,7 +24,7 @@ class Node:
     daemon: NodeDaemon
     open: list[SchedulerConnection]
 
-    def enter(self, namespace: Namespace) -> None:
+    def enter(self, namespace: NamespaceFields) -> None:
         """Open a session; it never becomes usable, but its namespace is known."""
         identity = EngineIdentity(os.urandom(8).hex(), os.urandom(16))
         self.open.append(SchedulerConnection(self.daemon.socket, identity, namespace))

@@ -6,7 +6,7 @@ the engine computes what it can't load. examples/embed_engine.py is a complete e
 """
 
 from kvd_client.connection import SchedulerConnection
-from kvd_client.identity import EngineIdentity, Group, GroupKind, Namespace
+from kvd_client.identity import EngineIdentity, Group, GroupKind, NamespaceFields
 from kvd_client.scheduler import (
     NULL_BLOCK,
     JobReport,
@@ -40,7 +40,7 @@ __all__ = [
     "GroupKind",
     "GroupLayout",
     "JobReport",
-    "Namespace",
+    "NamespaceFields",
     "RequestParams",
     "ScheduledRequest",
     "Scheduler",

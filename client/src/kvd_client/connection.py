@@ -29,11 +29,11 @@ from kvd_client.backoff import Backoff, error_of, problem_of
 from kvd_client.companion import CompanionSocket
 from kvd_client.daemon import greeted
 from kvd_client.draft import QueryDraft, StepDraft
-from kvd_client.identity import EngineIdentity, Namespace
+from kvd_client.identity import EngineIdentity, NamespaceFields
 from kvd_client.lookup_calls import LookupCalls
 from kvd_client.messages import messages_of
 from kvd_client.outgoing import Message, as_is, lookup_bytes, serialised, step_bytes
-from kvd_client.session import Answer, Session
+from kvd_client.session import DaemonSession, QueryAnswer
 from kvd_proto import layout
 from kvd_proto.v1 import common_pb2, companion_pb2, engine_pb2
 
@@ -71,7 +71,7 @@ class SchedulerConnection:
         self,
         socket_path: str,
         identity: EngineIdentity,
-        namespace: Namespace,
+        namespace: NamespaceFields,
         world_size: int = 1,
         silent_after_s: float = SILENT_AFTER_S,
     ) -> None:
@@ -89,7 +89,7 @@ class SchedulerConnection:
         self._identity = identity
         self._epoch = ""
         self._changed = threading.Condition()
-        self._session: Session | None = None
+        self._session: DaemonSession | None = None
         self._outgoing: SimpleQueue[Message | None] | None = None
         self._call: grpc.Call | None = None
         self._sequence = 0
@@ -108,7 +108,7 @@ class SchedulerConnection:
     # -- what the scheduler side asks -------------------------------------------------------
 
     @property
-    def session(self) -> Session | None:
+    def session(self) -> DaemonSession | None:
         session = self._session
         if session is None or not session.is_usable:
             return None
@@ -117,7 +117,7 @@ class SchedulerConnection:
         return session
 
     @property
-    def open_session(self) -> Session | None:
+    def open_session(self) -> DaemonSession | None:
         session = self._session
         if session is None or not session.is_usable:
             return None
@@ -176,7 +176,7 @@ class SchedulerConnection:
             self._silent_until = now + self._silence_s
             self._silence_s = min(2 * self._silence_s, MAX_SILENCE_S)
 
-    def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
+    def take_answers(self, call_id: int) -> tuple[QueryAnswer, ...] | None:
         with self._changed:
             return self._lookups.take_answers(call_id)
 
@@ -364,7 +364,7 @@ class SchedulerConnection:
         outgoing: SimpleQueue[Message | None],
     ) -> None:
         self._generation += 1
-        session = Session(self._generation, opened, self.namespace.hash_bytes)
+        session = DaemonSession(self._generation, opened, self.namespace.hash_bytes)
         fd, _ = companion.get_page(session.namespace_id)
         session.map_page(fd)
         log.info("kvd session %d open, namespace %s", session.session_id, session.fingerprint)

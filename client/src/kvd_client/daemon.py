@@ -20,7 +20,7 @@ CHANNEL_OPTIONS = (
 )
 
 
-class Daemon(NamedTuple):
+class DaemonLink(NamedTuple):
     """What calls to a daemon need. `metadata` says who calls."""
 
     companion: CompanionSocket
@@ -34,7 +34,7 @@ def greeted(
     role: companion_pb2.PeerRole,
     program: str,
     timeout_s: float = CONNECT_TIMEOUT_S,
-) -> Iterator[Daemon]:
+) -> Iterator[DaemonLink]:
     """The daemon at this path, once it has greeted us; both connections end with the context.
 
     OSError where nobody answers in time, CompanionRefused where the daemon said no.
@@ -42,4 +42,4 @@ def greeted(
     with CompanionSocket(socket_path, timeout_s) as companion:
         metadata = (("kvd-token", companion.hello(role, program).token),)
         with grpc.insecure_channel(f"unix:{socket_path}", CHANNEL_OPTIONS) as channel:
-            yield Daemon(companion, channel, metadata)
+            yield DaemonLink(companion, channel, metadata)

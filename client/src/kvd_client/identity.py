@@ -60,7 +60,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Namespace:
+class NamespaceFields:
     """The fields of kvd.v1 NamespaceFields; engines that agree in all of them share blocks.
 
     Where something that matters can't be known, set `unshared`.

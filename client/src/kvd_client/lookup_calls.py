@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvd_client.draft import QueryDraft
-from kvd_client.session import Answer
+from kvd_client.session import QueryAnswer
 from kvd_proto import layout
 from kvd_proto.v1 import engine_pb2
 
@@ -51,7 +51,7 @@ class LookupCalls:
         self.stray_leases: list[int] = []  # of answers that nobody wants any more
         self._last_call_id = 0
         self._asked_s: dict[int, float] = {}  # unanswered: call id -> when it was asked
-        self._answers: dict[int, tuple[Answer, ...]] = {}
+        self._answers: dict[int, tuple[QueryAnswer, ...]] = {}
         self._sent: dict[int, SharedCall] = {}
         self._open: SharedCall | None = None  # waits to leave, and takes more along
 
@@ -76,7 +76,7 @@ class LookupCalls:
         call = self._sent.pop(reply.call_id, None)
         if call is None:
             return
-        answers = [Answer(answer.statuses, answer.lease_id) for answer in reply.answers]
+        answers = [QueryAnswer(answer.statuses, answer.lease_id) for answer in reply.answers]
         first = 0
         for call_id, count in call.askers:
             own = tuple(answers[first : first + count])
@@ -86,7 +86,7 @@ class LookupCalls:
             else:
                 self._answers[call_id] = own
 
-    def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
+    def take_answers(self, call_id: int) -> tuple[QueryAnswer, ...] | None:
         if call_id in self._asked_s:
             return None
         return self._answers.pop(call_id, ())

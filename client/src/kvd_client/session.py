@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.draft import QueryDraft, StepDraft
-from kvd_client.identity import Namespace
+from kvd_client.identity import NamespaceFields
 from kvd_proto import tags
 from kvd_proto.page import PageReader
 from kvd_proto.v1 import engine_pb2
@@ -19,7 +19,7 @@ from kvd_proto.v1 import engine_pb2
 FEW_HASHES = 6
 
 
-class Answer(NamedTuple):
+class QueryAnswer(NamedTuple):
     """One query's answer: a status byte for each key, and the lease taken (0 = none)."""
 
     statuses: bytes
@@ -64,7 +64,7 @@ class Lookups(Protocol):
         `patience_s` is asked only where the silence is remarkable at all.
         """
 
-    def take_answers(self, call_id: int) -> tuple[Answer, ...] | None:
+    def take_answers(self, call_id: int) -> tuple[QueryAnswer, ...] | None:
         """A call's answers, once; None while there are none; empty when the call is lost."""
 
     def give_up(self, call_id: int) -> None:
@@ -74,7 +74,7 @@ class Lookups(Protocol):
 class Connection(Lookups, Protocol):
     """All that the scheduler side needs of the daemon, and what it knows of the engine."""
 
-    namespace: Namespace
+    namespace: NamespaceFields
     world_size: int
 
     @property
@@ -95,7 +95,7 @@ class Connection(Lookups, Protocol):
         """Move on to a new epoch of this engine's own."""
 
 
-class Session:
+class DaemonSession:
     """`SessionView` over an open stream's answers and a mapped index page."""
 
     def __init__(self, generation: int, opened: engine_pb2.SessionOpened, hash_bytes: int) -> None:

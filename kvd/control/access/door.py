@@ -39,7 +39,7 @@ LOG_SECONDS = 10.0  # who is shut out connects again at once
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class GrpcConnection:
     """Of a client to the gRPC socket."""
 
     fd: int
@@ -55,14 +55,14 @@ def bound_of_connections() -> Bound:
 
 
 def too_many(
-    connections: list[Connection], bound: Bound, operates: Callable[[int], bool]
-) -> list[Connection]:
+    connections: list[GrpcConnection], bound: Bound, operates: Callable[[int], bool]
+) -> list[GrpcConnection]:
     """Those that must go, where the list has the oldest first.
 
     Of who has more than his share the newest; then, so that the operators' reserve stays free, the
     newest of whoever has the most.
     """
-    of: dict[int, list[Connection]] = defaultdict(list)
+    of: dict[int, list[GrpcConnection]] = defaultdict(list)
     for each in connections:
         of[each.user].append(each)
     gone = []
@@ -157,7 +157,7 @@ class Door:
             )
         return len(gone)
 
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[GrpcConnection]:
         """All of them, the oldest first."""
         self._looks += 1
         known, seen, found = self._users, self._seen, []
@@ -166,7 +166,7 @@ class Door:
             with contextlib.suppress(OSError):
                 users[inode] = known[inode] if inode in known else self._user_behind(fd)
                 if (user := users[inode]) is not None:
-                    found.append(Connection(fd, inode, user))
+                    found.append(GrpcConnection(fd, inode, user))
         self._users = users
         self._seen = {each.inode: seen.get(each.inode, self._looks) for each in found}
         return sorted(found, key=lambda each: (self._seen[each.inode], each.inode))

@@ -24,8 +24,7 @@ from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import GpuConfig
-from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess
-from kvd.mover.process import MoverStartFailed as ProcessStartFailed
+from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, MoverStartError
 from kvd.runtime.fleet import MoverOwner, RankPlacement
 from kvd_proto import layout
 from kvd_proto.v1 import companion_pb2, worker_pb2_grpc
@@ -162,7 +161,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _start(self, config: MoverConfig, owner: MoverOwner) -> MoverProcess:
         try:
             return await self._driver.fleet.start(config, owner)
-        except ProcessStartFailed as error:
+        except MoverStartError as error:
             log.warning("no mover for a rank: %s", error, extra={"user": owner.uid})
             raise MoverStartFailed(str(error)) from error
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvd.core.keys import U64
 from kvd.mover.layout import WORD, GroupMap, LocatedPart
-from kvd.mover.ranges import I64, Piece, fold, spans_of
+from kvd.mover.ranges import I64, FoldedFragment, fold, spans_of
 
 Number = TypeVar("Number", np.int64, np.uint64)
 
@@ -184,7 +184,7 @@ def _shape_of(group: GroupMap) -> _Shape:
     return shape
 
 
-def _goes_on(piece: Piece, block_bytes: int) -> bool:
+def _goes_on(piece: FoldedFragment, block_bytes: int) -> bool:
     """Whether the piece's steps go on evenly from one block to the next, on both sides."""
     if not piece.counts:
         return False
@@ -196,7 +196,7 @@ def _goes_on(piece: Piece, block_bytes: int) -> bool:
     )
 
 
-def _rows_across(piece: Piece, block_bytes: int) -> list[_Row]:
+def _rows_across(piece: FoldedFragment, block_bytes: int) -> list[_Row]:
     """A row per repetition, that steps from block to block."""
     least = max(piece.counts, default=1)
     steps = (piece.stride, piece.bytes, piece.stride, block_bytes, 1, least)
@@ -206,7 +206,7 @@ def _rows_across(piece: Piece, block_bytes: int) -> list[_Row]:
     ]
 
 
-def _rows_within(piece: Piece, least_blocks: int) -> list[_Row]:
+def _rows_within(piece: FoldedFragment, least_blocks: int) -> list[_Row]:
     """Rows along the piece's most frequent step; none where it has no steps."""
     if not piece.counts:
         return []
@@ -220,7 +220,7 @@ def _rows_within(piece: Piece, least_blocks: int) -> list[_Row]:
     ]
 
 
-def _places(piece: Piece, dims: Iterable[int]) -> list[tuple[int, int]]:
+def _places(piece: FoldedFragment, dims: Iterable[int]) -> list[tuple[int, int]]:
     """Where the repetitions along these dimensions begin: bytes in the region, in the slot."""
     places = [(0, 0)]
     for dim in dims:
@@ -233,7 +233,7 @@ def _places(piece: Piece, dims: Iterable[int]) -> list[tuple[int, int]]:
     return places
 
 
-def _host_step(piece: Piece, dim: int) -> int:
+def _host_step(piece: FoldedFragment, dim: int) -> int:
     """In a slot the repetitions lie close together."""
     return piece.bytes * math.prod(piece.counts[dim + 1 :])
 

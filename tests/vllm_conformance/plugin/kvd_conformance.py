@@ -27,10 +27,10 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec, CPUOffloadingInfo
 from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 
-from kvd_client.identity import EngineIdentity, Group, Namespace
+from kvd_client.identity import EngineIdentity, Group, NamespaceFields
 from kvd_client.integrations.vllm.connector import KvdConnector
 from kvd_client.worker.memory import Fragment, GroupLayout, SharedMemory
-from kvd_client.worker.registrar import RankMemory, RankPlace, Registrar
+from kvd_client.worker.registrar import RankPlace, RegisteredMemory, Registrar
 from synchronous_jobs import HASH_BYTES, Capacity
 from synchronous_manager import SynchronousManager
 from verb_session import VerbSession
@@ -52,7 +52,7 @@ class HandDrivenRank:
         memory = SharedMemory(self._fd, 0, BLOCKS * BLOCK_BYTES)
         layout = GroupLayout(BLOCKS, [Fragment(0, 0, BLOCK_BYTES, BLOCK_BYTES)])
         self._registrar = Registrar(
-            socket_path, identity, RankPlace(0, 1, 0), RankMemory((memory,), (layout,))
+            socket_path, identity, RankPlace(0, 1, 0), RegisteredMemory((memory,), (layout,))
         )
         self._free = list(range(BLOCKS))
         self._jobs: dict[int, tuple[bool, dict[int, OffloadKey]]] = {}
@@ -99,7 +99,7 @@ class Stand:
 
     def __init__(self, socket_path: str) -> None:
         identity = EngineIdentity("vllm-conformance", os.urandom(16))
-        namespace = Namespace(
+        namespace = NamespaceFields(
             model="none",
             kv_dtype="none",
             hash_algorithm="offload keys of vLLM's tests",

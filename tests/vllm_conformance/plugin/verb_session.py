@@ -17,7 +17,7 @@ import grpc
 
 from kvd_client.daemon import greeted
 from kvd_client.draft import BlockRun, JobDraft
-from kvd_client.identity import EngineIdentity, Namespace
+from kvd_client.identity import EngineIdentity, NamespaceFields
 from kvd_proto.v1 import (
     common_pb2,
     companion_pb2,
@@ -46,7 +46,7 @@ class VerbSession:
         self,
         socket_path: str,
         identity: EngineIdentity,
-        namespace: Namespace,
+        namespace: NamespaceFields,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self.blocking_calls = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvd_client.identity import Group
-from kvd_client.scheduler.offers import Offer
+from kvd_client.scheduler.offers import BlockOffer
 from kvd_client.scheduler.request import Request
 
 MAX_OFFERS_PER_STEP = 64
@@ -16,10 +16,10 @@ class DeviceBlocks:
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._widths = [group.blocks_per_block for group in groups]
-        self._offers: dict[tuple[int, int], Offer] = {}
-        self._near: dict[int, Offer] = {}  # listed by the last step, by id
+        self._offers: dict[tuple[int, int], BlockOffer] = {}
+        self._near: dict[int, BlockOffer] = {}  # listed by the last step, by id
 
-    def note(self, offers: Iterable[Offer]) -> None:
+    def note(self, offers: Iterable[BlockOffer]) -> None:
         """These blocks are computed. They are the device's until `overwritten` says otherwise."""
         for offer in offers:
             width = self._widths[offer.group]
@@ -39,14 +39,14 @@ class DeviceBlocks:
                 for sibling in offer.engine_blocks:
                     self._offers.pop((group, sibling), None)
 
-    def near_eviction(self, blocks: Iterable[tuple[int, int]]) -> list[Offer]:
+    def near_eviction(self, blocks: Iterable[tuple[int, int]]) -> list[BlockOffer]:
         """What to store now, of the (group, engine block) that the device will evict soon.
 
         A block that was dealt with comes again only after it has not been listed for a step:
         then it was in use once more, and the daemon may have let go of it meanwhile.
         """
-        chosen: dict[int, Offer] = {}
-        listed: dict[int, Offer] = {}
+        chosen: dict[int, BlockOffer] = {}
+        listed: dict[int, BlockOffer] = {}
         for place in blocks:
             offer = self._offers.get(place)
             if offer is None:
@@ -67,9 +67,9 @@ class DeviceBlocks:
 
 
 def _single(
-    request: Request, offer: Offer, place: int, block_hash: bytes, blocks: tuple[int, ...]
-) -> Offer:
-    return Offer(
+    request: Request, offer: BlockOffer, place: int, block_hash: bytes, blocks: tuple[int, ...]
+) -> BlockOffer:
+    return BlockOffer(
         request,
         offer.group,
         offer.first_block + place,

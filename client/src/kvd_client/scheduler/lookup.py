@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvd_client.draft import BlockRun, QueryDraft
-from kvd_client.identity import GroupKind, Namespace
+from kvd_client.identity import GroupKind, NamespaceFields
 from kvd_client.scheduler import hits
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.params import SchedulerOptions
@@ -53,7 +53,7 @@ class LookupQueue:
     def __init__(
         self,
         connection: Lookups,
-        namespace: Namespace,
+        namespace: NamespaceFields,
         options: SchedulerOptions,
         clock: Callable[[], float],
     ) -> None:

@@ -10,7 +10,7 @@ from kvd_client.scheduler.jobs import JobTable
 from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Request
-from kvd_client.scheduler.stats import Tally
+from kvd_client.scheduler.stats import StatsCollector
 from kvd_client.session import Connection
 
 
@@ -34,7 +34,7 @@ class Matcher:
         self._jobs = jobs
         self._queue = queue
         self._clock = clock
-        self.tally = Tally()
+        self.tally = StatsCollector()
 
     def match(self, request: Request, num_computed_tokens: int) -> int | None:
         """Tokens from the prompt's start that device and daemon have together."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvd_client.draft import BlockRun
-from kvd_client.identity import GroupKind, Namespace
+from kvd_client.identity import GroupKind, NamespaceFields
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Request
 from kvd_client.scheduler.retention import Retention
@@ -16,7 +16,7 @@ BlockTables = Sequence[Sequence[int]]
 
 
 @dataclass(slots=True)
-class Offer:
+class BlockOffer:
     """Computed blocks of one request in one group, next to each other, none of them null."""
 
     request: Request
@@ -44,7 +44,7 @@ class Offer:
 class OfferPlanner:
     """Knows what to offer of a request in each group."""
 
-    def __init__(self, namespace: Namespace, options: SchedulerOptions) -> None:
+    def __init__(self, namespace: NamespaceFields, options: SchedulerOptions) -> None:
         self._groups = namespace.groups
         self._options = options
         self._retention = Retention(
@@ -52,7 +52,9 @@ class OfferPlanner:
         )
         self._nulls = {options.null_block, layout.NULL_ENGINE_BLOCK}
 
-    def computed(self, request: Request, tables: BlockTables, computed_tokens: int) -> list[Offer]:
+    def computed(
+        self, request: Request, tables: BlockTables, computed_tokens: int
+    ) -> list[BlockOffer]:
         """Blocks that a step makes whole, or an earlier one did, and that were not offered yet.
 
         What has a null engine block, what no hit could use, and a state that no step ended on
@@ -62,7 +64,7 @@ class OfferPlanner:
             return []
         limit_tokens = self._limit_tokens(request, computed_tokens)
         ends = self._kept_ends(request.num_tokens - 1, request.num_tokens)
-        offers: list[Offer] = []
+        offers: list[BlockOffer] = []
         thresholds = []
         for group in range(len(self._groups)):
             thresholds.append(self._threshold_tokens(request, group))
@@ -82,7 +84,7 @@ class OfferPlanner:
 
     def final(
         self, request: Request, tables: BlockTables, computed_tokens: int | None
-    ) -> tuple[list[Offer], list[BlockRun]]:
+    ) -> tuple[list[BlockOffer], list[BlockRun]]:
         """What an ended request still has to offer, and all that it leaves to be stored.
 
         The latter are its whole blocks, loaded or computed, that the engine still holds, in one
@@ -97,7 +99,7 @@ class OfferPlanner:
             return [], []
         limit_tokens = self._limit_tokens(request, computed_tokens)
         ends = self._kept_ends(request.num_tokens - 1, request.num_tokens, limit_tokens)
-        offers: list[Offer] = []
+        offers: list[BlockOffer] = []
         held: list[BlockRun] = []
         for group, table in enumerate(tables):
             end = self._whole_count(request, group, table, limit_tokens)
@@ -174,25 +176,27 @@ class OfferPlanner:
         blocks: range,
         table: Sequence[int],
         ends: Iterable[int],
-    ) -> list[Offer]:
+    ) -> list[BlockOffer]:
         if not blocks:
             return []
         width = self._groups[group].blocks_per_block
         hashes = request.hashes[group]
         rows = list(table[blocks.start * width : blocks.stop * width])
         if self._retention.keeps_all(group) and self._nulls.isdisjoint(rows):
-            return [Offer(request, group, blocks.start, hashes[blocks.start : blocks.stop], rows)]
+            return [
+                BlockOffer(request, group, blocks.start, hashes[blocks.start : blocks.stop], rows)
+            ]
         wanted = [
             block
             for place, block in enumerate(blocks)
             if self._nulls.isdisjoint(rows[place * width : (place + 1) * width])
             and self._retention.holds(group, block, ends)
         ]
-        offers: list[Offer] = []
+        offers: list[BlockOffer] = []
         following = blocks.stop
         for run in reversed(_runs(wanted)):
             row = list(table[run.start * width : run.stop * width])
-            offer = Offer(request, group, run.start, hashes[run.start : run.stop], row)
+            offer = BlockOffer(request, group, run.start, hashes[run.start : run.stop], row)
             offer.passed_over = following - run.stop
             following = run.start
             offers.insert(0, offer)

@@ -28,7 +28,7 @@ from kvd_client.scheduler.jobs import Job, JobTable, Kind, Load
 from kvd_client.scheduler.loads import load_runs
 from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.matching import Matcher
-from kvd_client.scheduler.offers import BlockTables, Offer, OfferPlanner
+from kvd_client.scheduler.offers import BlockOffer, BlockTables, OfferPlanner
 from kvd_client.scheduler.outcomes import JobEnds
 from kvd_client.scheduler.params import RequestParams, SchedulerOptions, StoreMode
 from kvd_client.scheduler.plan import (
@@ -77,7 +77,7 @@ class Scheduler:
         self._generation = 0
         # Collected for the next step.
         self._step = StepDraft()
-        self._finished_offers: list[Offer] = []
+        self._finished_offers: list[BlockOffer] = []
         # Of the step that is being run.
         self._step_tokens = 0
         self._step_began_s = 0.0
@@ -232,7 +232,7 @@ class Scheduler:
         return session
 
     def _submit(
-        self, step: StepDraft, offers: list[Offer], session: SessionView | None
+        self, step: StepDraft, offers: list[BlockOffer], session: SessionView | None
     ) -> tuple[list[int], list[int]]:
         if session is None:
             self._take_back(step)
@@ -246,7 +246,7 @@ class Scheduler:
         self._ends.take_back([*step.loads, *step.stores])
         step.loads, step.stores = [], []
 
-    def _advance(self, entry: ScheduledRequest) -> list[Offer]:
+    def _advance(self, entry: ScheduledRequest) -> list[BlockOffer]:
         """Fence the request's new blocks and offer its computed ones. Mostly there are none."""
         request_id, tables, computed_tokens, block_hashes = entry
         request = self._requests.get(request_id)

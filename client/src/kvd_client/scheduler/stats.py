@@ -23,7 +23,7 @@ class SchedulerStats:
     blocks_without_room: int = 0  # offered and not stored for now, each time
 
 
-class Tally:
+class StatsCollector:
     """Collects until the stats are taken."""
 
     def __init__(self) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, StepDraft, in_parts, within_limit
-from kvd_client.identity import Namespace
+from kvd_client.identity import NamespaceFields
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
 from kvd_client.scheduler.lookup import LookupQueue
-from kvd_client.scheduler.offers import Offer
+from kvd_client.scheduler.offers import BlockOffer
 from kvd_client.scheduler.request import Request
-from kvd_client.scheduler.stats import Tally
+from kvd_client.scheduler.stats import StatsCollector
 from kvd_client.session import SessionView
 
 
@@ -30,12 +30,12 @@ class _Choice:
     runs: dict[tuple[str, bool], list[BlockRun]] = field(default_factory=dict)
     sighted: dict[tuple[str, int], list[BlockRun]] = field(default_factory=dict)
 
-    def add(self, offer: Offer, run: BlockRun) -> None:
+    def add(self, offer: BlockOffer, run: BlockRun) -> None:
         self.requests[offer.request.request_id] = offer.request
         self.runs.setdefault((offer.request.request_id, offer.computed), []).append(run)
         self.room[offer.group] -= len(run.block_hashes)
 
-    def sight(self, offer: Offer, block_hashes: list[bytes]) -> None:
+    def sight(self, offer: BlockOffer, block_hashes: list[bytes]) -> None:
         """No copy, but the daemon's policy and its reuse filter shall know of the sighting."""
         self.requests[offer.request.request_id] = offer.request
         run = BlockRun(offer.group, offer.first_block, block_hashes)
@@ -46,7 +46,7 @@ class StoreQueue:
     """Turns offers into store jobs."""
 
     def __init__(
-        self, namespace: Namespace, jobs: JobTable, queue: LookupQueue, tally: Tally
+        self, namespace: NamespaceFields, jobs: JobTable, queue: LookupQueue, tally: StatsCollector
     ) -> None:
         self._groups = namespace.groups
         self._jobs = jobs
@@ -54,7 +54,7 @@ class StoreQueue:
         self._tally = tally
 
     def submit(
-        self, offers: Iterable[Offer], session: SessionView, step: StepDraft, key_room: int
+        self, offers: Iterable[BlockOffer], session: SessionView, step: StepDraft, key_room: int
     ) -> tuple[list[int], list[int]]:
         """Add jobs to the step for what is worth storing, `key_room` keys at most, and all that
         ended requests offer.
@@ -87,8 +87,8 @@ class StoreQueue:
             new[computed].extend(self._add_jobs(request, runs, step, session.generation))
         return new
 
-    def _probe(self, offers: list[Offer], session: SessionView) -> None:
-        batches: dict[tuple[int, str], list[Offer]] = {}
+    def _probe(self, offers: list[BlockOffer], session: SessionView) -> None:
+        batches: dict[tuple[int, str], list[BlockOffer]] = {}
         for offer in offers:
             batches.setdefault((offer.group, offer.request.account), []).append(offer)
         for (group, account), batch in batches.items():
@@ -99,7 +99,7 @@ class StoreQueue:
                 offer.present = present[start : start + len(offer.block_hashes)]
                 start += len(offer.block_hashes)
 
-    def _room(self, offer: Offer, choice: _Choice) -> int:
+    def _room(self, offer: BlockOffer, choice: _Choice) -> int:
         """Blocks of the offer that may become part of a job."""
         if (offer.request.request_id, offer.computed) not in choice.runs:
             new = len(choice.runs)
@@ -109,11 +109,11 @@ class StoreQueue:
         most = self._most(offer, choice)
         return most if offer.request.request_level else min(most, choice.room[offer.group])
 
-    def _most(self, offer: Offer, choice: _Choice) -> int:
+    def _most(self, offer: BlockOffer, choice: _Choice) -> int:
         """Blocks of the offer that the step may deal with."""
         return len(offer.block_hashes) if offer.is_last else choice.key_room
 
-    def _choose(self, offer: Offer, choice: _Choice) -> int:
+    def _choose(self, offer: BlockOffer, choice: _Choice) -> int:
         """Add to the choice what to store of the offer; how many of its blocks are dealt with."""
         width = self._groups[offer.group].blocks_per_block
         room = self._room(offer, choice)
@@ -142,7 +142,7 @@ class StoreQueue:
             choice.add(offer, BlockRun(offer.group, first, hashes, blocks))
         return done
 
-    def _needs_choice(self, offer: Offer, filtered: bool) -> bool:
+    def _needs_choice(self, offer: BlockOffer, filtered: bool) -> bool:
         """Whether some of the offer's blocks may not be wanted; mostly all are."""
         if offer.request.request_level:
             return False
@@ -151,7 +151,7 @@ class StoreQueue:
         run = BlockRun(offer.group, 0, offer.block_hashes, offer.engine_blocks)
         return self._jobs.touches(offer.request.account, run)
 
-    def _needs_no_copy(self, offer: Offer, place: int, session: SessionView) -> bool:
+    def _needs_no_copy(self, offer: BlockOffer, place: int, session: SessionView) -> bool:
         """Whether the daemon has the block, or has said that it would not store it yet."""
         if offer.request.request_level:
             return False
@@ -159,7 +159,7 @@ class StoreQueue:
             return offer.present[place]
         return not self._queue.admitted(offer.request, offer.group, offer.first_block + place)
 
-    def _is_wanted(self, offer: Offer, place: int) -> bool:
+    def _is_wanted(self, offer: BlockOffer, place: int) -> bool:
         request, group = offer.request, offer.group
         if request.request_level:
             return True

@@ -6,7 +6,7 @@ import ctypes
 import enum
 import os
 
-from kvd_client.worker.cuda_refusals import CudaMemoryRefused, Refusal
+from kvd_client.worker.cuda_refusals import CudaMemoryRefused, CudaRefusal
 from kvd_client.worker.memory import DeviceSpan
 from kvd_client.worker.spans import Allocation
 from kvd_proto.libcuda import (
@@ -29,7 +29,7 @@ _UNKNOWN = (
 )  # what drivers say of attributes that they lack
 
 
-class Kind(enum.Enum):
+class HandleKind(enum.Enum):
     """How an allocation is shared."""
 
     LEGACY = "legacy IPC handle"
@@ -44,12 +44,12 @@ def device_of(driver: Libcuda, span: DeviceSpan) -> int:
     except CudaError as error:
         if error.code != ERROR_INVALID_VALUE:
             raise
-        raise CudaMemoryRefused(Refusal.NOT_ON_CUDA, f"CUDA does not know {name}") from error
+        raise CudaMemoryRefused(CudaRefusal.NOT_ON_CUDA, f"CUDA does not know {name}") from error
     # Managed memory may say that it is on either side.
     if _attribute(driver, span.address, PointerAttribute.IS_MANAGED):
-        raise CudaMemoryRefused(Refusal.MANAGED_MEMORY, f"{name} is managed memory")
+        raise CudaMemoryRefused(CudaRefusal.MANAGED_MEMORY, f"{name} is managed memory")
     if kind != MemoryType.DEVICE:
-        raise CudaMemoryRefused(Refusal.HOST_MEMORY, f"{name} is host memory")
+        raise CudaMemoryRefused(CudaRefusal.HOST_MEMORY, f"{name} is host memory")
     return driver.pointer_attribute(span.address, PointerAttribute.DEVICE_ORDINAL)
 
 
@@ -62,34 +62,34 @@ def check_gpu(driver: Libcuda, device: int) -> None:
     """Raise CudaMemoryRefused for a GPU that is used in a way that is not proved safe."""
     name = driver.device_name(device)
     if "MIG" in name.split():
-        raise CudaMemoryRefused(Refusal.MIG, f"the GPU is a MIG slice ({name})")
+        raise CudaMemoryRefused(CudaRefusal.MIG, f"the GPU is a MIG slice ({name})")
     mode = driver.device_attribute(device, DeviceAttribute.COMPUTE_MODE)
     if mode != ComputeMode.DEFAULT:
         raise CudaMemoryRefused(
-            Refusal.COMPUTE_MODE,
+            CudaRefusal.COMPUTE_MODE,
             f"the GPU is in compute mode {mode}, in which no other process may use it",
         )
     if _has_mps(driver, device):
         raise CudaMemoryRefused(
-            Refusal.MPS, "the GPU is shared by MPS, which kvd's movers are not part of"
+            CudaRefusal.MPS, "the GPU is shared by MPS, which kvd's movers are not part of"
         )
 
 
-def kind_of(driver: Libcuda, span: DeviceSpan) -> Kind:
+def kind_of(driver: Libcuda, span: DeviceSpan) -> HandleKind:
     """How the memory at the span's start can be shared; CudaMemoryRefused if not at all."""
     name = f"the memory at {span.address:#x}"
     # Pools first: what else is said of their memory depends on how the pool was made.
     if _attribute(driver, span.address, PointerAttribute.MEMPOOL_HANDLE):
         raise CudaMemoryRefused(
-            Refusal.POOL_MEMORY, f"{name} comes from a stream-ordered pool (cudaMallocAsync)"
+            CudaRefusal.POOL_MEMORY, f"{name} comes from a stream-ordered pool (cudaMallocAsync)"
         )
     if _attribute(driver, span.address, PointerAttribute.IS_LEGACY_CUDA_IPC_CAPABLE):
-        return Kind.LEGACY
+        return HandleKind.LEGACY
     try:
         handle = driver.retain_allocation(span.address)
     except CudaError as error:
         raise CudaMemoryRefused(
-            Refusal.NOT_SHAREABLE, f"{name} can't be shared with another process"
+            CudaRefusal.NOT_SHAREABLE, f"{name} can't be shared with another process"
         ) from error
     try:
         properties = AllocationProperties()
@@ -97,28 +97,28 @@ def kind_of(driver: Libcuda, span: DeviceSpan) -> Kind:
     finally:
         driver.call("cuMemRelease", handle)
     if properties.location.type != LOCATION_DEVICE:
-        raise CudaMemoryRefused(Refusal.HOST_MEMORY, f"{name} is host memory")
+        raise CudaMemoryRefused(CudaRefusal.HOST_MEMORY, f"{name} is host memory")
     if not properties.requested_handle_types & HANDLE_TYPE_POSIX_FD:
         raise CudaMemoryRefused(
-            Refusal.VMM_NOT_EXPORTABLE, f"{name} was made by cuMemCreate, not to be exported"
+            CudaRefusal.VMM_NOT_EXPORTABLE, f"{name} was made by cuMemCreate, not to be exported"
         )
-    return Kind.VMM
+    return HandleKind.VMM
 
 
-def allocation_of(driver: Libcuda, span: DeviceSpan, kind: Kind) -> Allocation:
+def allocation_of(driver: Libcuda, span: DeviceSpan, kind: HandleKind) -> Allocation:
     """The allocation that the whole span lies in; CudaMemoryRefused where it reaches further."""
     name = f"the {span.bytes} bytes at {span.address:#x}"
-    if kind is Kind.VMM:
+    if kind is HandleKind.VMM:
         if not _is_one_piece(driver, span):
             raise CudaMemoryRefused(
-                Refusal.SEVERAL_ALLOCATIONS, f"{name} lie in several physical allocations"
+                CudaRefusal.SEVERAL_ALLOCATIONS, f"{name} lie in several physical allocations"
             )
         found = _mapping_of(driver, span.address)
     else:
         found = Allocation(*driver.address_range(span.address))
     if span.end > found.base + found.bytes:
         raise CudaMemoryRefused(
-            Refusal.OUT_OF_ALLOCATION,
+            CudaRefusal.OUT_OF_ALLOCATION,
             f"{name} reach beyond their allocation, {found.bytes} bytes at {found.base:#x}",
         )
     return found

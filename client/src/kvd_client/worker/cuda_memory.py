@@ -14,14 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvd_client.worker.cuda_kinds import (
-    Kind,
+    HandleKind,
     allocation_of,
     check_gpu,
     context_of,
     device_of,
     kind_of,
 )
-from kvd_client.worker.cuda_refusals import CudaMemoryRefused, Refusal
+from kvd_client.worker.cuda_refusals import CudaMemoryRefused, CudaRefusal
 from kvd_client.worker.cuda_stream import stream_end
 from kvd_client.worker.memory import DeviceSpan
 from kvd_client.worker.regions import IpcRegion, VmmRegion
@@ -93,9 +93,9 @@ def export_regions(spans: Sequence[DeviceSpan]) -> CudaRegions:
     try:
         driver = libcuda()
     except CudaUnavailable as error:
-        raise CudaMemoryRefused(Refusal.NO_DRIVER, str(error)) from error
+        raise CudaMemoryRefused(CudaRefusal.NO_DRIVER, str(error)) from error
     if not driver.current_context():
-        raise CudaMemoryRefused(Refusal.NO_CONTEXT, "this thread has no current CUDA context")
+        raise CudaMemoryRefused(CudaRefusal.NO_CONTEXT, "this thread has no current CUDA context")
     gpu = _gpu_of(driver, spans)
     handles: list[IpcRegion | VmmRegion] = []
     try:
@@ -107,7 +107,7 @@ def export_regions(spans: Sequence[DeviceSpan]) -> CudaRegions:
             kind_by_base = dict(zip((a.base for a in allocations), kinds, strict=True))
             stretches, places = cover(spans, allocations)
             for stretch in stretches:
-                if kind_by_base[stretch.allocation.base] is Kind.LEGACY:
+                if kind_by_base[stretch.allocation.base] is HandleKind.LEGACY:
                     handles.append(_legacy_handle(driver, stretch, gpu.uuid))
                 else:
                     handles.append(_exported(driver, stretch, gpu.uuid))
@@ -120,7 +120,7 @@ def export_regions(spans: Sequence[DeviceSpan]) -> CudaRegions:
 def _gpu_of(driver: Libcuda, spans: Sequence[DeviceSpan]) -> Gpu:
     devices = {device_of(driver, span) for span in spans}
     if len(devices) != 1:
-        raise CudaMemoryRefused(Refusal.SEVERAL_GPUS, f"the KV lies on GPUs {sorted(devices)}")
+        raise CudaMemoryRefused(CudaRefusal.SEVERAL_GPUS, f"the KV lies on GPUs {sorted(devices)}")
     device = driver.device(devices.pop())
     check_gpu(driver, device)
     context = context_of(driver, spans[0])
@@ -136,7 +136,7 @@ def _legacy_handle(driver: Libcuda, stretch: Stretch, gpu_uuid: str) -> IpcRegio
         driver.call("cuIpcGetMemHandle", ctypes.byref(handle), base)
     except CudaError as error:
         raise CudaMemoryRefused(
-            Refusal.NOT_SHAREABLE,
+            CudaRefusal.NOT_SHAREABLE,
             f"the driver gives no handle for the memory at {base:#x}: {error}",
         ) from error
     return IpcRegion(bytes(handle), stretch.offset, stretch.bytes, gpu_uuid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class Refusal(enum.StrEnum):
+class CudaRefusal(enum.StrEnum):
     """The reasons, stable."""
 
     NO_DRIVER = "NO_DRIVER"
@@ -34,44 +34,48 @@ _DROP_VMM = (
 )
 
 FIXES = {
-    Refusal.NO_DRIVER: "run where libcuda.so.1 of the GPU's driver is mounted and the GPU visible",
-    Refusal.NO_CONTEXT: (
+    CudaRefusal.NO_DRIVER: (
+        "run where libcuda.so.1 of the GPU's driver is mounted and the GPU visible"
+    ),
+    CudaRefusal.NO_CONTEXT: (
         "register on the thread that allocated the KV, or make its GPU current first"
         " (torch.cuda.set_device)"
     ),
-    Refusal.NOT_ON_CUDA: "move the KV to a CUDA device, or register SharedMemory for KV on the CPU",
-    Refusal.MIXED_MEMORY: "register either GPU memory or SharedMemory for one rank",
-    Refusal.SEVERAL_GPUS: "register each GPU's memory as a rank of its own",
-    Refusal.SHAPE: (
+    CudaRefusal.NOT_ON_CUDA: (
+        "move the KV to a CUDA device, or register SharedMemory for KV on the CPU"
+    ),
+    CudaRefusal.MIXED_MEMORY: "register either GPU memory or SharedMemory for one rank",
+    CudaRefusal.SEVERAL_GPUS: "register each GPU's memory as a rank of its own",
+    CudaRefusal.SHAPE: (
         "register the storage that the tensor is a view of, and say by fragments where its blocks"
         " lie"
     ),
-    Refusal.OUT_OF_ALLOCATION: "register no more bytes than were allocated at that address",
-    Refusal.SEVERAL_ALLOCATIONS: (
+    CudaRefusal.OUT_OF_ALLOCATION: "register no more bytes than were allocated at that address",
+    CudaRefusal.SEVERAL_ALLOCATIONS: (
         "allocate each tensor of KV in one piece, or register its pieces apart. " + _DROP_VMM
     ),
-    Refusal.TOO_MANY_ALLOCATIONS: "allocate the KV in fewer pieces, such as one for all layers",
-    Refusal.HOST_MEMORY: "register KV in host memory as SharedMemory, made by memfd_create",
-    Refusal.MANAGED_MEMORY: "allocate the KV by cudaMalloc instead of cudaMallocManaged",
-    Refusal.POOL_MEMORY: (
+    CudaRefusal.TOO_MANY_ALLOCATIONS: "allocate the KV in fewer pieces, such as one for all layers",
+    CudaRefusal.HOST_MEMORY: "register KV in host memory as SharedMemory, made by memfd_create",
+    CudaRefusal.MANAGED_MEMORY: "allocate the KV by cudaMalloc instead of cudaMallocManaged",
+    CudaRefusal.POOL_MEMORY: (
         "allocate the KV by cudaMalloc instead of cudaMallocAsync; with PyTorch take"
         " backend:cudaMallocAsync out of PYTORCH_CUDA_ALLOC_CONF (PYTORCH_ALLOC_CONF)"
     ),
-    Refusal.VMM_NOT_EXPORTABLE: (
+    CudaRefusal.VMM_NOT_EXPORTABLE: (
         "allocate the KV by cudaMalloc, or by cuMemCreate with"
         " CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR requested. " + _DROP_VMM
     ),
-    Refusal.NOT_SHAREABLE: "register in the process that allocated the KV, by cudaMalloc",
-    Refusal.MIG: "use the whole GPU: CUDA IPC between MIG slices is not proved safe",
-    Refusal.COMPUTE_MODE: "set the GPU's compute mode back: nvidia-smi --compute-mode=DEFAULT",
-    Refusal.MPS: "run without MPS: stop its control daemon and unset CUDA_MPS_PIPE_DIRECTORY",
+    CudaRefusal.NOT_SHAREABLE: "register in the process that allocated the KV, by cudaMalloc",
+    CudaRefusal.MIG: "use the whole GPU: CUDA IPC between MIG slices is not proved safe",
+    CudaRefusal.COMPUTE_MODE: "set the GPU's compute mode back: nvidia-smi --compute-mode=DEFAULT",
+    CudaRefusal.MPS: "run without MPS: stop its control daemon and unset CUDA_MPS_PIPE_DIRECTORY",
 }
 
 
 class CudaMemoryRefused(ValueError):
     """GPU memory that can't be shared. `reason` is stable, `fix` says what to change."""
 
-    def __init__(self, reason: Refusal, what: str) -> None:
+    def __init__(self, reason: CudaRefusal, what: str) -> None:
         self.reason = reason
         self.fix = FIXES[reason]
         super().__init__(f"{what} [{reason}]. To fix it: {self.fix}.")

@@ -6,15 +6,15 @@ import os
 from collections.abc import Sequence
 
 from kvd_client.worker.cuda_memory import export_regions
-from kvd_client.worker.cuda_refusals import CudaMemoryRefused, Refusal
+from kvd_client.worker.cuda_refusals import CudaMemoryRefused, CudaRefusal
 from kvd_client.worker.memory import CudaTensor, DeviceSpan, GroupLayout, SharedMemory
-from kvd_client.worker.registrar import RankMemory
+from kvd_client.worker.registrar import RegisteredMemory
 from kvd_client.worker.spans import check_fragments, relocated, span_of
 
 
 def take_memory(
     memories: Sequence[SharedMemory | DeviceSpan | CudaTensor], groups: Sequence[GroupLayout]
-) -> RankMemory:
+) -> RegisteredMemory:
     """Descriptors and handles of our own for a rank's memory; ValueError leaves nothing open."""
     for group in groups:
         if any(fragment.memory >= len(memories) for fragment in group.fragments):
@@ -22,15 +22,16 @@ def take_memory(
     shared = [memory for memory in memories if isinstance(memory, SharedMemory)]
     if len(shared) == len(memories):
         regions = tuple(SharedMemory(os.dup(m.fd), m.offset, m.bytes) for m in shared)
-        return RankMemory(regions, tuple(groups))
+        return RegisteredMemory(regions, tuple(groups))
     if shared:
         raise CudaMemoryRefused(
-            Refusal.MIXED_MEMORY, f"{len(shared)} of {len(memories)} memories are not on the GPU"
+            CudaRefusal.MIXED_MEMORY,
+            f"{len(shared)} of {len(memories)} memories are not on the GPU",
         )
     spans = [_span(memory) for memory in memories if not isinstance(memory, SharedMemory)]
     check_fragments(groups, [span.bytes for span in spans])
     exported = export_regions(spans)
-    return RankMemory(exported.handles, relocated(groups, exported.places), exported.gpu)
+    return RegisteredMemory(exported.handles, relocated(groups, exported.places), exported.gpu)
 
 
 def _span(memory: DeviceSpan | CudaTensor) -> DeviceSpan:

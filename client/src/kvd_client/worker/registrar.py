@@ -49,7 +49,7 @@ class RankPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
+class RegisteredMemory:
     """What is registered: regions, and the layout of every group in them.
 
     `gpu` is where they lie; None for host memory. What they hold is closed by `close`.
@@ -72,7 +72,7 @@ class Registrar:
     """The rank's registration, whenever there is one. Never raises for an absent daemon."""
 
     def __init__(
-        self, socket_path: str, identity: EngineIdentity, place: RankPlace, memory: RankMemory
+        self, socket_path: str, identity: EngineIdentity, place: RankPlace, memory: RegisteredMemory
     ) -> None:
         self.problem = "not connected yet"
         self.lost: list[Registration] = []  # not current any more; the worker drains and closes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvd_client.worker.cuda_refusals import CudaMemoryRefused, Refusal
+from kvd_client.worker.cuda_refusals import CudaMemoryRefused, CudaRefusal
 from kvd_client.worker.memory import ALIGNMENT, CudaTensor, DeviceSpan, GroupLayout
 
 MAX_REGIONS = 256
@@ -44,23 +44,24 @@ def span_of(tensor: CudaTensor) -> DeviceSpan:
     """
     kind = getattr(tensor.device, "type", None) or str(tensor.device).partition(":")[0]
     if kind != "cuda":
-        raise CudaMemoryRefused(Refusal.NOT_ON_CUDA, f"a tensor is on {tensor.device}")
+        raise CudaMemoryRefused(CudaRefusal.NOT_ON_CUDA, f"a tensor is on {tensor.device}")
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     if 0 in shape:
-        raise CudaMemoryRefused(Refusal.SHAPE, f"a tensor of shape {shape} is empty")
+        raise CudaMemoryRefused(CudaRefusal.SHAPE, f"a tensor of shape {shape} is empty")
     elements = 1
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length == 1:
             continue
         if stride < elements:
             raise CudaMemoryRefused(
-                Refusal.SHAPE, f"a tensor of strides {strides} and shape {shape} overlaps itself"
+                CudaRefusal.SHAPE,
+                f"a tensor of strides {strides} and shape {shape} overlaps itself",
             )
         elements += (length - 1) * stride
     address, size = tensor.data_ptr(), elements * tensor.element_size()
     if address % ALIGNMENT or size < ALIGNMENT:
         raise CudaMemoryRefused(
-            Refusal.SHAPE,
+            CudaRefusal.SHAPE,
             f"a tensor of {size} bytes at {address:#x} has no whole words of {ALIGNMENT} bytes",
         )
     return DeviceSpan(address, size - size % ALIGNMENT)
@@ -85,7 +86,7 @@ def cover(
             bounds[number] = (min(first, span.address), max(end, span.end))
     if len(bounds) > MAX_REGIONS:
         raise CudaMemoryRefused(
-            Refusal.TOO_MANY_ALLOCATIONS,
+            CudaRefusal.TOO_MANY_ALLOCATIONS,
             f"the KV lies in {len(bounds)} allocations, at most {MAX_REGIONS} can be registered",
         )
     stretches = [

@@ -27,7 +27,7 @@ from kvd_client.scheduler.plan import StepPlan, WorkerReport
 from kvd_client.worker.jobs import Half, JobLedger
 from kvd_client.worker.memory import CudaTensor, DeviceSpan, GroupLayout, SharedMemory
 from kvd_client.worker.rank_memory import take_memory
-from kvd_client.worker.registrar import RankMemory, RankPlace, Registrar
+from kvd_client.worker.registrar import RankPlace, RegisteredMemory, Registrar
 from kvd_client.worker.registration import Registration
 from kvd_proto import layout
 
@@ -82,7 +82,7 @@ class Worker:
         self._looked_s = 0.0  # when loads were last looked at for their deadline
         self._resting_since_s: float | None = None
         self._registrar: Registrar | None = None
-        self._memory: RankMemory | None = None
+        self._memory: RegisteredMemory | None = None
         self._lock = threading.Lock()  # guards what the helper thread sees too
         self._jobs = JobLedger()
         self._computing: SimpleQueue[Callable[[], None] | None] = SimpleQueue()

@@ -12,12 +12,12 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvd_client.identity import EngineIdentity, Group, GroupKind, Namespace
+from kvd_client.identity import EngineIdentity, Group, GroupKind, NamespaceFields
 from kvd_client.integrations.vllm.identity.model import config_digest, digest_of
 from kvd_client.integrations.vllm.identity.weights import name_weights, short_model_name
 from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.options import KvdOptions
-from kvd_client.integrations.vllm.rank.layout import RankLayout, describe_rank, sees_layers
+from kvd_client.integrations.vllm.rank.layout import KvLayout, describe_rank, sees_layers
 from kvd_proto import layout
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def build_namespace(
     offloading_config: Any,
     options: KvdOptions,
     handshakes: Sequence[RankHandshake],
-) -> Namespace:
+) -> NamespaceFields:
     """The namespace of this engine's blocks; the same for every engine that may share them.
 
     Replicas of a data-parallel engine come to the same one. `handshakes` should have one of each
@@ -57,7 +57,7 @@ def build_namespace(
     cache = vllm_config.cache_config
     parts = _rank_layout(vllm_config, kv_cache_config, handshakes)
     specs = digest_of([[g.layer_names, g.kv_cache_spec] for g in _groups(kv_cache_config)])
-    return Namespace(
+    return NamespaceFields(
         tenant=options.tenant,
         account=options.account,
         model=_fit(short_model_name(vllm_config.model_config.model)),
@@ -203,13 +203,13 @@ def _kv_scale_source(cache_config: Any) -> str:
 
 def _rank_layout(
     vllm_config: Any, kv_cache_config: Any, handshakes: Sequence[RankHandshake]
-) -> RankLayout:
+) -> KvLayout:
     """The ranks' layout; where they differ, every rank's."""
     if not handshakes:
         return describe_rank(vllm_config, kv_cache_config)
     ranks = sorted(handshakes, key=lambda rank: rank.rank)
-    columns = zip(*(RankLayout.parse(rank.kv_layout) for rank in ranks), strict=True)
-    return RankLayout(*(_joined(column) for column in columns))
+    columns = zip(*(KvLayout.parse(rank.kv_layout) for rank in ranks), strict=True)
+    return KvLayout(*(_joined(column) for column in columns))
 
 
 def _joined(column: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
 
 from kvd_client.worker import CudaMemoryRefused
-from kvd_client.worker.cuda_refusals import Refusal
+from kvd_client.worker.cuda_refusals import CudaRefusal
 
 WITHOUT_KVD = (
     "or start vLLM without the kvd connector (take --kv-transfer-config away), or with"
@@ -30,9 +30,9 @@ CUMEM_FLAGS = (
     " expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF."
 )
 FLAGS = {
-    Refusal.VMM_NOT_EXPORTABLE: CUMEM_FLAGS,
-    Refusal.SEVERAL_ALLOCATIONS: CUMEM_FLAGS,
-    Refusal.POOL_MEMORY: (
+    CudaRefusal.VMM_NOT_EXPORTABLE: CUMEM_FLAGS,
+    CudaRefusal.SEVERAL_ALLOCATIONS: CUMEM_FLAGS,
+    CudaRefusal.POOL_MEMORY: (
         " vLLM's KV cache is such memory with backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF."
     ),
 }

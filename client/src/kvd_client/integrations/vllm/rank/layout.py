@@ -9,7 +9,7 @@ SEPARATOR = ";"
 SHUFFLE_VARIABLE = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"  # another order within the same layout
 
 
-class RankLayout(NamedTuple):
+class KvLayout(NamedTuple):
     """What shapes the bytes of a block beside the model: `str()` and `parse` are inverse."""
 
     layout: str  # vLLM's name of the order of layers, blocks, heads, tokens
@@ -20,13 +20,13 @@ class RankLayout(NamedTuple):
         return SEPARATOR.join(self)
 
     @classmethod
-    def parse(cls, text: str) -> RankLayout:
+    def parse(cls, text: str) -> KvLayout:
         """The parts of `str()`; of other text the whole is the layout."""
         parts = text.split(SEPARATOR)
         return cls(*parts) if len(parts) == 3 else cls(text, "", "")
 
 
-def describe_rank(vllm_config: Any, kv_cache_config: Any) -> RankLayout:
+def describe_rank(vllm_config: Any, kv_cache_config: Any) -> KvLayout:
     """This process's layout. A worker knows its attention backends once the model is loaded."""
     name = getattr(kv_cache_config, "kv_cache_layout", None) or getattr(
         vllm_config.cache_config, "kv_cache_layout", None
@@ -34,7 +34,7 @@ def describe_rank(vllm_config: Any, kv_cache_config: Any) -> RankLayout:
     shuffled = os.environ.get(SHUFFLE_VARIABLE, "").lower() in ("1", "true")
     sizes = _kernel_block_sizes(vllm_config, kv_cache_config)
     parts = [str(name or ""), *(["shuffled"] if shuffled else []), *([sizes] if sizes else [])]
-    return RankLayout(
+    return KvLayout(
         layout="+".join(parts),
         backends=",".join(_backends(vllm_config, kv_cache_config)),
         processor=_processor(vllm_config, kv_cache_config),

@@ -56,7 +56,7 @@ STEPS_REMEMBERED = 4  # vLLM has at most two at once
 UNREGISTER_TIMEOUT_S = 5.0
 
 
-class Part(enum.Enum):
+class Phase(enum.Enum):
     """What of a step's plan is carried out in which hook."""
 
     FLUSH = "flush"
@@ -65,7 +65,7 @@ class Part(enum.Enum):
 
 
 @dataclass(slots=True)
-class OpenJob:
+class VllmJob:
     """A job of vLLM's on this rank, until the last of its parts, kvd's jobs, has ended."""
 
     request_id: str | None  # a load's
@@ -85,21 +85,21 @@ class OpenJob:
         return not self.parts
 
 
-class StepParts:
-    """Which parts of the last steps' plans have run, so that none runs twice."""
+class StepPhases:
+    """Which phases of the last steps' plans have run, so that none runs twice."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[KvdConnectorMetadata, set[Part]]] = deque(maxlen=STEPS_REMEMBERED)
+        self._steps: deque[tuple[KvdConnectorMetadata, set[Phase]]] = deque(maxlen=STEPS_REMEMBERED)
 
-    def begin(self, step: KvdConnectorMetadata, part: Part) -> bool:
-        """Whether this part of the step is still to do; from now on it is not."""
+    def begin(self, step: KvdConnectorMetadata, phase: Phase) -> bool:
+        """Whether this phase of the step is still to do; from now on it is not."""
         done = next((done for known, done in self._steps if known is step), None)
         if done is None:
             done = set()
             self._steps.append((step, done))
-        if part in done:
+        if phase in done:
             return False
-        done.add(part)
+        done.add(phase)
         return True
 
 
@@ -131,10 +131,10 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._device = torch.device("cpu")
         self._kv = RankKv((), ())
         self._is_registered = False
-        self._steps = StepParts()
+        self._steps = StepPhases()
         self._launched: tuple[KvdConnectorMetadata, WaitForCompute | None] | None = None
         self._unfinalized: KvdConnectorMetadata | None = None  # its stores have not begun
-        self._jobs: dict[int, OpenJob] = {}  # by vLLM's job id
+        self._jobs: dict[int, VllmJob] = {}  # by vLLM's job id
         self._owners: dict[int, int] = {}  # kvd's job id -> vLLM's, of parts that have not ended
         self._refused: list[JobReport] = []
         self._has_run = True  # the last step that began: its plan's own word
@@ -203,7 +203,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
     def handle_preemptions(self, kv_connector_metadata: OffloadingConnectorMetadata) -> None:
         """Before the step overwrites any block: end what reads or writes one of them."""
         step = kv_connector_metadata
-        if not isinstance(step, KvdConnectorMetadata) or not self._steps.begin(step, Part.FLUSH):
+        if not isinstance(step, KvdConnectorMetadata) or not self._steps.begin(step, Phase.FLUSH):
             return
         plan = step.plan
         if self._unfinalized is not None:
@@ -216,7 +216,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         for vllm_job in step.owners.values():
             job = self._jobs.get(vllm_job)
             if job is None:
-                job = self._jobs[vllm_job] = OpenJob(step.load_requests.get(vllm_job))
+                job = self._jobs[vllm_job] = VllmJob(step.load_requests.get(vllm_job))
             job.parts += 1
         self._refused += [JobReport(job_id, done=False) for job_id in step.refused]
         if step.lost:
@@ -238,7 +238,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self.handle_preemptions(metadata)
         if not isinstance(metadata, KvdConnectorMetadata) or not metadata.plan.loads:
             return
-        if not self._steps.begin(metadata, Part.LOADS):
+        if not self._steps.begin(metadata, Phase.LOADS):
             return
         launched, self._launched = self._launched, None
         if launched is None or launched[0] is not metadata:
@@ -254,7 +254,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
     def _finalize(self, step: KvdConnectorMetadata) -> None:
         if self._unfinalized is step:
             self._unfinalized = None
-        if step.plan.stores and self._steps.begin(step, Part.STORES):
+        if step.plan.stores and self._steps.begin(step, Phase.STORES):
             self._worker.finish_step(step.plan, compute_end(self._device))
 
     # -- ends -------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
                     results.failed_recving.add(job.request_id)
         return results
 
-    def _acknowledge(self, job_id: int, job: OpenJob) -> None:
+    def _acknowledge(self, job_id: int, job: VllmJob) -> None:
         told = self._acknowledged
         told.mark_completed(job_id)
         if job.left:
