@@ -81,8 +81,6 @@ def round_trips(socket: str, rounds: int) -> list[dict[str, Any]]:
         "Lookup, 1 key": (stub.Lookup, lambda: lookup(0)),
         "PrepareLoad, refused": (stub.PrepareLoad, refused_load),
         "PrepareStore, known": (stub.PrepareStore, known_store),
-        "CompleteLoad": (stub.CompleteLoad, lambda: numbered(engine_pb2.CompleteLoadRequest())),
-        "CompleteStore": (stub.CompleteStore, lambda: numbered(engine_pb2.CompleteStoreRequest())),
         "Touch": (stub.Touch, lambda: numbered(engine_pb2.TouchRequest(touch=touch))),
         "ReleaseLease": (stub.ReleaseLease, lambda: numbered(engine_pb2.ReleaseLeaseRequest())),
         "EndStep": (stub.EndStep, lambda: numbered(engine_pb2.EndStepRequest())),

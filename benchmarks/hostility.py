@@ -73,7 +73,7 @@ def largest_steps() -> list[engine_pb2.Step]:
         engine_pb2.Step(touches=[engine_pb2.Touch(context=values, runs=[run])] * 300),
         engine_pb2.Step(touches=requests),
         engine_pb2.Step(stores=[store] * (MAX_KEYS_PER_MESSAGE // 4096)),
-        engine_pb2.Step(completed_loads=range(1, 16385), released_leases=range(1, 16385)),
+        engine_pb2.Step(released_leases=range(1, 16385)),
         engine_pb2.Step(preempted_request_ids=names, finished_request_ids=names),
     ]
 

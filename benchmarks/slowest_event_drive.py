@@ -138,7 +138,6 @@ def drive_load(rig: Rig, main: keys.SessionId) -> None:
     verdict = rig.call(events.LoadRequested(main, job, context, (run,)), f"{count} keys")
     assert verdict.accepted, "a load that was meant to be one"
     rig.finish(f"load of {count}")
-    rig.call(events.JobsCompleted(main, (job,)))
 
 
 def drive_starved(rig: Rig, number: int) -> None:

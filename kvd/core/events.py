@@ -282,15 +282,6 @@ class Touched:
     keys: KeyBatch
 
 
-@dataclass(frozen=True, slots=True)
-class JobsCompleted:
-    """The engine acknowledged these jobs; whatever it still holds of them may go."""
-
-    session: SessionId
-    jobs: tuple[JobId, ...]
-    context: RequestContext | None = None  # where they were acknowledged for one request
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class HandOffRequested:
     """The request has ended here and goes on in another engine, which shall find these blocks:
@@ -411,7 +402,6 @@ Event = (
     | LoadRequested
     | Touched
     | HandOffRequested
-    | JobsCompleted
     | LeasesReleased
     | RequestsEnded
     | StepEnded

@@ -172,7 +172,7 @@ def _apply(turn: Turn, event: ev.Event) -> None:
             lookup.touch(turn, event)
         case ev.HandOffRequested():
             hand_off.hand_off(turn, event)
-        case ev.JobsCompleted() | ev.LeasesReleased() | ev.RequestsEnded() | ev.StepEnded():
+        case ev.LeasesReleased() | ev.RequestsEnded() | ev.StepEnded():
             _apply_step(turn, event)
         case ev.TransferFinished():
             _finish(turn, event)
@@ -192,14 +192,10 @@ def _apply(turn: Turn, event: ev.Event) -> None:
             _apply_upkeep(turn, event)
 
 
-def _apply_step(
-    turn: Turn, event: ev.JobsCompleted | ev.LeasesReleased | ev.RequestsEnded | ev.StepEnded
-) -> None:
+def _apply_step(turn: Turn, event: ev.LeasesReleased | ev.RequestsEnded | ev.StepEnded) -> None:
     state = turn.state
     found = state.require_session(event.session)
     match event:
-        case ev.JobsCompleted():
-            transfer.jobs_completed(state, found, event.jobs)
         case ev.LeasesReleased():
             lease.end_leases(state, found, event.leases)
         case ev.RequestsEnded():

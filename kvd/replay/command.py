@@ -1,7 +1,7 @@
 """`kvd replay`: what a policy would have found on a trace, by the daemon's own core.
 
 One engine of one rank talks to the machine as a real one does, and copies take no time: a
-request looks its blocks up and leases the leading ones, loads them and acknowledges that,
+request looks its blocks up and leases the leading ones, loads them and lets go of the lease,
 stores the others as far as there is room, and ends: the calls of kvd's own client. Each block
 is one slot of a pool of exactly the capacity.
 """
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvd.core import actions, events
-from kvd.core.keys import JobId, KeyBatch, MoverId, RequestId, SessionId, TenantId
+from kvd.core.keys import JobId, KeyBatch, LeaseId, MoverId, RequestId, SessionId, TenantId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.policy import POLICY_NAMES
 from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
@@ -120,7 +120,6 @@ class ReplayEngine:
         self._now_ns = 0
         self._requests = 0
         self._job = 0
-        self._ended: list[JobId] = []
         self.blocks_stored = 0
         self.blocks_evicted = 0
         self.blocks_without_room = 0
@@ -136,30 +135,27 @@ class ReplayEngine:
         self._requests += 1
         name = RequestId(str(self._requests))
         context = events.RequestContext(name)
-        found, present = self._look_up(context, request.blocks)
+        present, lease = self._look_up(context, request.blocks)
+        found = int(present.size if present.all() else present.argmin())
         if found:
             self._load(context, request.blocks[:found])
-            self._acknowledge()
+        if lease is not None:
+            self._drive(events.LeasesReleased(_SESSION, (lease,)))
         if found < present.size:
             room = self._machine.room(self._namespace)[0] - found  # its own head stays
             self._store(context, request.blocks, present, room)
-            self._acknowledge()
         self._drive(events.RequestsEnded(_SESSION, (name,)))
         self._drive(events.StepEnded(_SESSION))
         return found
 
-    def _acknowledge(self) -> None:
-        self._drive(events.JobsCompleted(_SESSION, tuple(self._ended)))
-        self._ended.clear()
-
     def _look_up(
         self, context: events.RequestContext, blocks: BlockIds
-    ) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+    ) -> tuple[np.ndarray[tuple[int], np.dtype[np.bool_]], LeaseId | None]:
         query = events.Query(context, 0, _keys(blocks), events.LeaseMode.PREFIX)
         answers = self._ask(events.LookupRequested(_SESSION, (query,)))
         statuses = np.frombuffer(answers[0].statuses, np.uint8) & _STATUS_MASK
         present = statuses == _HIT
-        return int(present.size if present.all() else present.argmin()), present
+        return present, answers[0].lease
 
     def _load(self, context: events.RequestContext, blocks: BlockIds) -> None:
         verdict = self._ask(
@@ -214,8 +210,6 @@ class ReplayEngine:
                             duration_ns=0,
                         )
                     )
-                case actions.EndJob():
-                    self._ended.append(action.job)
                 case actions.WriteFree():
                     self.blocks_evicted += int(action.slots.size)
                 case _:

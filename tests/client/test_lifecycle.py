@@ -168,10 +168,7 @@ def test_the_engine_keeps_stepping_until_the_last_job_is_reported() -> None:
     rig.step()
     assert rig.scheduler.has_pending_work()
     rig.report(job)
-    assert rig.scheduler.has_pending_work()  # its acknowledgement
-    rig.step()
-    assert not rig.scheduler.has_pending_work()
-    assert rig.daemon.last_step.completed_stores == [job]
+    assert not rig.scheduler.has_pending_work(), "nothing is left to be said"
 
 
 def test_a_requests_end_is_told_once_in_the_step_of_its_last_stores() -> None:
@@ -189,7 +186,7 @@ def test_a_requests_end_is_told_once_in_the_step_of_its_last_stores() -> None:
     assert rig.daemon.last_step.finished == []
 
 
-def test_an_idle_engine_takes_empty_steps_until_a_stores_end_is_acknowledged() -> None:
+def test_an_idle_engine_takes_empty_steps_until_a_store_has_ended() -> None:
     rig, job = storing_rig()
     rig.scheduler.request_finished("r", [blocks(0, 4)])
     for _ in range(5):
@@ -197,7 +194,6 @@ def test_an_idle_engine_takes_empty_steps_until_a_stores_end_is_acknowledged() -
         plan = rig.step()
         assert (plan.flush, plan.stores) == ((), ())  # nobody is held up for it
     rig.report(job)
-    rig.step()
     assert not rig.scheduler.has_pending_work()
 
 
@@ -310,4 +306,3 @@ def test_a_daemon_that_goes_while_stores_run_is_survived() -> None:
     rig.daemon.restart()
     rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
     assert rig.stored_hashes() == rig.keys("p", 4 * TOKENS)[0][3:]
-    assert rig.daemon.last_step.completed_stores == []

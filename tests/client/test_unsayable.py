@@ -66,18 +66,18 @@ def test_a_job_that_no_message_can_carry_fails_alone() -> None:
     step = StepDraft(
         loads=[job(1, plain), job(2, plain, key="no bytes")],
         stores=[job(3, plain, key=b"k" * MAX_MESSAGE_BYTES), job(4, plain)],
-        completed_loads=[9],
+        released_leases=[9],
     )
     body, left_out = step_bytes(step, 3)
     assert left_out == [2, 3]
     sent = said(body).step
     assert ([j.job_id for j in sent.loads], [j.job_id for j in sent.stores]) == ([1], [4])
-    assert list(sent.completed_loads) == [9]
+    assert list(sent.released_leases) == [9]
 
 
 def test_a_step_of_which_nothing_can_be_said_still_says_its_number() -> None:
     plain = request_context("r", "", 0, ())
-    step = StepDraft(loads=[job(1, plain)], completed_loads=[-1])
+    step = StepDraft(loads=[job(1, plain)], released_leases=[-1])
     body, left_out = step_bytes(step, 3)
     assert left_out == [1]
     assert said(body).step == engine_pb2.Step(sequence=3, end_step=True)

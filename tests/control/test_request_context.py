@@ -92,8 +92,6 @@ STEPS: dict[str, Callable[[], pb.Step]] = {
     "hand_off": lambda: pb.Step(
         hand_offs=[pb.HandOff(context=full_context(), runs=[common_pb2.KeyRun(hashes=hashes(1))])]
     ),
-    "complete_load": lambda: pb.Step(completed_loads=[1]),
-    "complete_store": lambda: pb.Step(completed_stores=[1]),
 }
 
 
@@ -110,8 +108,7 @@ async def test_every_part_of_a_step_carries_its_requests_context(verb: str) -> N
     driver: Any = ListeningDriver()
     step = STEPS[verb]()
     step.sequence = 1
-    about = full_context() if verb.startswith("complete") else None
-    await Verbs(driver).step(live(), step, about)
+    await Verbs(driver).step(live(), step)
     (event,) = driver.events
     check(event.context)
 

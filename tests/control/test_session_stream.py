@@ -40,6 +40,14 @@ def engine(running: RunningDaemon) -> Iterator[RawEngine]:
 
 
 @pytest.fixture
+def former(running: RunningDaemon) -> Iterator[RawEngine]:
+    """An engine whose client is of a former version."""
+    made = RawEngine(running.socket, identity=identity("former"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def scheduler(engine: RawEngine) -> RawScheduler:
     return engine.scheduler
 
@@ -117,8 +125,6 @@ def test_unary_verbs_and_steps_share_their_numbers_and_their_meaning(engine: Raw
     engine.worker.ready(1007)
     assert engine.ended(1007).status == common_pb2.JOB_STATUS_DONE
     for method, request_type, parts in (
-        ("CompleteLoad", engine_pb2.CompleteLoadRequest, {"job_ids": [1007]}),
-        ("CompleteStore", engine_pb2.CompleteStoreRequest, {"job_ids": [1006]}),
         ("ReleaseLease", engine_pb2.ReleaseLeaseRequest, {"lease_ids": [1]}),
         ("EndStep", engine_pb2.EndStepRequest, {"finished_request_ids": ["r0"]}),
     ):
@@ -126,6 +132,27 @@ def test_unary_verbs_and_steps_share_their_numbers_and_their_meaning(engine: Raw
         numbered = request_type(session_id=scheduler.id, sequence=scheduler.sequence, **parts)
         scheduler.call(getattr(scheduler.engine, method), numbered)
     assert scheduler.step(end_step=True).sequence == scheduler.sequence
+
+
+def test_what_a_former_client_says_of_ended_jobs_is_passed_over(former: RawEngine) -> None:
+    scheduler = former.scheduler
+    former.store({9: block(9)})
+    (answer,) = scheduler.call(
+        scheduler.engine.Lookup,
+        engine_pb2.LookupRequest(session_id=scheduler.id, queries=[query([9])]),
+    ).answers
+    assert answer.lease_id
+    assert former.load([9]) == [block(9)]
+    acknowledged = b"".join(  # fields 5 and 6: 20,000 ids each, more than a list of ids may have
+        bytes([field << 3 | 2]) + b"\xa0\x9c\x01" + b"\x07" * 20_000 for field in (5, 6)
+    )
+    scheduler.sequence += 1
+    said = engine_pb2.Step(sequence=scheduler.sequence).SerializeToString() + acknowledged
+    scheduler.send(step=engine_pb2.Step.FromString(said))
+    assert scheduler.next("step").sequence == scheduler.sequence
+    assert sum(each.leases for each in scheduler.status().sessions) == 1
+    scheduler.step(released_leases=[answer.lease_id])
+    assert sum(each.leases for each in scheduler.status().sessions) == 0
 
 
 def test_a_flush_whose_deadline_passes_says_what_still_runs(engine: RawEngine) -> None:

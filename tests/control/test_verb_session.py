@@ -84,7 +84,6 @@ def test_block_goes_in_and_comes_back_by_calls_alone(
     worker.ready(job)
     (ended,) = session.flush([job])
     assert ended.status == common_pb2.JOB_STATUS_DONE
-    session.complete_store(context(), [job])
     (stored,) = changes.take(session.status().event_sequence)
     assert (stored.kind, stored.hashes) == (events_pb2.CacheEvent.KIND_STORED, hashes(7))
 
@@ -94,7 +93,6 @@ def test_block_goes_in_and_comes_back_by_calls_alone(
     session.release_leases([found.lease_id])
     worker.ready(load)
     session.flush([load])
-    session.complete_load(context(), [load])
     assert worker.read(5) == block(7)
 
 

@@ -59,7 +59,7 @@ def large_step() -> pb.Step:
         sequence=7,
         touches=[touch] * 60,
         stores=[pb.StoreJob(job_id=n, context=context(), runs=[run]) for n in range(1, 5)],
-        completed_loads=range(1, MAX_IDS + 1),
+        released_leases=range(1, MAX_IDS + 1),
         finished_request_ids=["r" * 100] * 5000,
         end_step=True,
     )

@@ -7,7 +7,7 @@ import pytest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import UnknownSession
-from kvd.core.keys import JobId, RequestId, SessionId
+from kvd.core.keys import RequestId, SessionId
 from tests.core.bench import MS, SECOND, Bench, context, keys, only, small, spec, verdict
 
 PREFIX, ALL = ev.LeaseMode.PREFIX, ev.LeaseMode.ALL
@@ -155,7 +155,6 @@ def test_pins_last_until_every_rank_s_copy_has_ended() -> None:
     bench.stored(range(16))
     first, second = only(bench.load(range(16)), act.StartTransfer)
     bench.finish([first])
-    bench.feed(ev.JobsCompleted(SessionId(1), (first.job,)))
     assert verdict(bench.store([100])).reason == "NO_ROOM"
     bench.finish([second])
     assert verdict(bench.store([100])).accepted
@@ -188,12 +187,19 @@ def test_load_fails_for_the_request_when_one_rank_fails() -> None:
     assert bench.statuses([1]) == "H"
 
 
-def test_acknowledged_load_ends_its_request_s_leases(bench: Bench) -> None:
+def test_lease_that_its_load_outlives_is_released_by_name_or_with_its_request(
+    bench: Bench,
+) -> None:
     fill(bench)
-    bench.lookup(range(4), lease=PREFIX)
-    bench.finish(bench.load(range(4), job=7))
+    answer = bench.lookup(range(4), lease=PREFIX)
+    assert answer.lease is not None
+    bench.finish(bench.load(range(4)))
     assert bench.machine.statistics().leases == 1
-    bench.feed(ev.JobsCompleted(SessionId(1), (JobId(7),)))
+    bench.feed(ev.LeasesReleased(SessionId(1), (answer.lease,)))
+    assert bench.machine.statistics().leases == 0
+    bench.lookup(range(4), lease=PREFIX)
+    bench.finish(bench.load(range(4)))
+    bench.feed(ev.RequestsEnded(SessionId(1), (RequestId("r"),)))
     assert bench.machine.statistics().leases == 0
 
 

@@ -223,17 +223,6 @@ CASES: list[tuple[str, Build, Refusal]] = [
     ("EngineService.Touch", touch(context=None), INVALID),
     ("EngineService.Touch", touch(runs=[keys(1, group=3)]), INVALID),
     (
-        "EngineService.CompleteLoad",
-        numbered(engine_pb2.CompleteLoadRequest, job_ids=MANY_IDS),
-        MANY_PARTS,
-    ),
-    ("EngineService.CompleteLoad", numbered(engine_pb2.CompleteLoadRequest, context=WIDE), LONG),
-    (
-        "EngineService.CompleteStore",
-        numbered(engine_pb2.CompleteStoreRequest, job_ids=MANY_IDS),
-        MANY_PARTS,
-    ),
-    (
         "EngineService.ReleaseLease",
         numbered(engine_pb2.ReleaseLeaseRequest, lease_ids=MANY_IDS),
         MANY_PARTS,

@@ -136,8 +136,6 @@ STEPS: list[tuple[dict[str, Any], str]] = [
     (stores(runs=[transfer_run([5, 6], [0])]), "BLOCKS_PER_BLOCK"),
     (stores(runs=[common_pb2.TransferRun(hashes=bytes(31))]), "HASH_BYTES"),
     (stores(runs=[common_pb2.TransferRun(group=9, hashes=bytes(32))]), "INVALID_ARGUMENT"),
-    ({"completed_loads": many(16385)}, "TOO_MANY_PARTS"),
-    ({"completed_stores": many(16385)}, "TOO_MANY_PARTS"),
     ({"released_leases": many(16385)}, "TOO_MANY_PARTS"),
     ({"preempted_request_ids": ["r" * 257]}, "STRING_TOO_LONG"),
     ({"finished_request_ids": ["r"] * 16385}, "TOO_MANY_PARTS"),

@@ -139,8 +139,6 @@ class StepDraft:
     loads: list[JobDraft] = field(default_factory=list)
     stores: list[JobDraft] = field(default_factory=list)
     hand_offs: list[HandOffDraft] = field(default_factory=list)
-    completed_loads: list[int] = field(default_factory=list)
-    completed_stores: list[int] = field(default_factory=list)
     released_leases: list[int] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
@@ -151,8 +149,6 @@ class StepDraft:
 
     def take_ends(self, other: StepDraft) -> None:
         """What has ended and what is released, from another."""
-        self.completed_loads = other.completed_loads
-        self.completed_stores = other.completed_stores
         self.released_leases = other.released_leases
         self.preempted = other.preempted
         self.finished = other.finished
@@ -201,8 +197,6 @@ class StepDraft:
                 for job in self.stores
             ],
             hand_offs=[hand_off.to_proto(bare=bare) for hand_off in self.hand_offs],
-            completed_loads=self.completed_loads,
-            completed_stores=self.completed_stores,
             released_leases=self.released_leases,
             preempted_request_ids=[wire_id(each) for each in self.preempted],
             finished_request_ids=[wire_id(each) for each in self.finished],

@@ -79,8 +79,7 @@ class _Dealer:
 
 
 def _longest(step: StepDraft) -> int:
-    numbers = (step.completed_loads, step.completed_stores, step.released_leases)
-    return max(*map(len, numbers), len(step.preempted), len(step.finished))
+    return max(len(step.released_leases), len(step.preempted), len(step.finished))
 
 
 def _ends_of(step: StepDraft) -> Iterator[StepDraft]:
@@ -88,8 +87,6 @@ def _ends_of(step: StepDraft) -> Iterator[StepDraft]:
     for start in range(0, max(1, _longest(step)), MAX_IDS):
         part = slice(start, start + MAX_IDS)
         yield StepDraft(
-            completed_loads=step.completed_loads[part],
-            completed_stores=step.completed_stores[part],
             released_leases=step.released_leases[part],
             preempted=step.preempted[part],
             finished=step.finished[part],

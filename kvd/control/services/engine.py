@@ -51,22 +51,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         reply = await self._step(context, request.session_id, step)
         return pb.PrepareStoreResponse(verdict=next(iter(reply.verdicts), None))
 
-    async def CompleteLoad(
-        self, request: pb.CompleteLoadRequest, context: Context
-    ) -> pb.CompleteLoadResponse:
-        step = pb.Step(sequence=request.sequence, completed_loads=request.job_ids)
-        live = self._live(context, request.session_id)
-        await self._rooms.verbs.step(live, step, request.context)
-        return pb.CompleteLoadResponse()
-
-    async def CompleteStore(
-        self, request: pb.CompleteStoreRequest, context: Context
-    ) -> pb.CompleteStoreResponse:
-        step = pb.Step(sequence=request.sequence, completed_stores=request.job_ids)
-        live = self._live(context, request.session_id)
-        await self._rooms.verbs.step(live, step, request.context)
-        return pb.CompleteStoreResponse()
-
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
         step = pb.Step(sequence=request.sequence, touches=[request.touch])
         await self._step(context, request.session_id, step)

@@ -23,7 +23,6 @@ from kvd.core.spec import NamespaceSpec
 from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
 from kvd.runtime.driver import Driver
 from kvd.runtime.turns import Pace
-from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 
 REMEMBERED_ANSWERS = 64  # of each session, for messages that are sent again
@@ -99,11 +98,9 @@ class StepParts:
     loads: tuple[ev.LoadRequested, ...]
     stores: tuple[ev.StoreRequested, ...]
     hand_offs: tuple[ev.HandOffRequested, ...]
-    completed: tuple[JobId, ...]
     released: tuple[LeaseId, ...]
     ended: tuple[RequestId, ...]
     end_step: bool
-    about: ev.RequestContext | None = None  # whose jobs were completed
 
 
 async def step_parts(live: LiveSession, step: pb.Step, pace: Pace) -> StepParts:
@@ -135,10 +132,6 @@ async def step_parts(live: LiveSession, step: pb.Step, pace: Pace) -> StepParts:
         loads=tuple(loads),
         stores=tuple(stores),
         hand_offs=tuple(hand_offs),
-        completed=(
-            *convert.job_ids(step.completed_loads, "completed_loads"),
-            *convert.job_ids(step.completed_stores, "completed_stores"),
-        ),
         released=convert.lease_ids(step.released_leases, "released_leases"),
         ended=(
             *await convert.request_ids(preempted, "preempted_request_ids", pace),
@@ -165,18 +158,11 @@ class Verbs:
         answers = await self._driver.lookup(live.id, queries)
         return [convert.answer_message(answer) for answer in answers]
 
-    async def step(
-        self, live: LiveSession, step: pb.Step, about: common_pb2.ReqContext | None = None
-    ) -> pb.StepReply:
-        """Apply the step once; a repeated number gets the first one's answer.
-
-        `about` is the request of an acknowledgement, where it names one.
-        """
+    async def step(self, live: LiveSession, step: pb.Step) -> pb.StepReply:
+        """Apply the step once; a repeated number gets the first one's answer."""
 
         async def apply() -> pb.StepReply:
             parts = await step_parts(live, step, self._pace(live))
-            if about is not None and about.ByteSize():
-                parts = replace(parts, about=convert.request_context(about))
             return await self._apply(live, step.sequence, parts)
 
         answer = await self._once(live, step.sequence, apply)
@@ -238,9 +224,6 @@ class Verbs:
         live.last_job = max(live.last_job, *used, 0)
         for hand_off in parts.hand_offs:
             await self._hand_off(hand_off)
-        for jobs in _cut(parts.completed):
-            driver.call(ev.JobsCompleted(live.id, jobs, parts.about))
-            await self._breathe_after(live, jobs)
         for leases in _cut(parts.released):
             driver.call(ev.LeasesReleased(live.id, leases))
             await self._breathe_after(live, leases)

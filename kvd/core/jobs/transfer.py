@@ -15,18 +15,16 @@ from kvd.core.actions import (
     TransferPart,
 )
 from kvd.core.blocks import namespaces, slot_lifecycle
-from kvd.core.claims import hand_off, lease
+from kvd.core.claims import hand_off
 from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FULL, RESET
 from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
-from kvd.core.keys import U32, JobId, Slots, TransferId
+from kvd.core.keys import U32, Slots, TransferId
 from kvd.core.model.backlog import CalledOff, CallOff
 from kvd.core.model.job import Job, Part, Piece, Transfer
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Mover, Session, State
 from kvd.core.model.turn import Turn
 from kvd_proto.layout import NULL_ENGINE_BLOCK
-
-MAX_ENDED_LOADS = 4096  # of a session, remembered until acknowledged
 
 
 def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
@@ -269,7 +267,6 @@ def end_job_when_done(turn: Turn, job: Job) -> None:
     copied = sum(job.bytes_by_mover.values())
     if job.kind is JobKind.LOAD:
         state.counters.load_bytes += copied
-        _remember_load(session, job.job, job)
     else:
         state.counters.store_bytes += copied
     if job.kind is JobKind.STORE or not job.started:
@@ -289,15 +286,3 @@ def post_boards(session: Session, job: Job, actions: list[Action]) -> None:
             copied = job.bytes_by_mover.get(mover.mover, 0)
             spent = job.duration_ns.get(mover.mover, 0)
             actions.append(PostBoard(mover.mover, job.job, job.kind, job.status, copied, spent))
-
-
-def _remember_load(session: Session, number: JobId, job: Job) -> None:
-    if len(session.loaded) >= MAX_ENDED_LOADS:
-        del session.loaded[next(iter(session.loaded))]
-    session.loaded[number] = job.request
-
-
-def jobs_completed(state: State, session: Session, jobs: Iterable[JobId]) -> None:
-    """The engine has what it loaded: the leases of those requests have served their purpose."""
-    requests = [session.loaded.pop(number, None) for number in jobs]
-    lease.end_leases_of(state, session, [each for each in requests if each is not None])

@@ -139,7 +139,6 @@ class Session:
     remembered: Remembered = field(default_factory=Remembered)  # of `prefixes`
     waits: dict[Wait, None] = field(default_factory=dict)
     waiting_bytes: int = 0  # of those
-    loaded: dict[JobId, RequestId] = field(default_factory=dict)  # ended, not acknowledged
     busy: dict[int, npt.NDArray[np.int16]] = field(default_factory=dict)  # by group, by block
     renewed_ns: int = 0
     ended_leases: int = 0  # in the backlog

@@ -258,8 +258,6 @@ class SynchronousManager(OffloadingManager):
         done = ended.status == common_pb2.JOB_STATUS_DONE
         assert done is not job.has_failed, f"job {job.job_id} ended otherwise: {ended.reason}"
         self._rank.ended(job.job_id, done=done)
-        complete = self._session.complete_load if job.is_load else self._session.complete_store
-        complete(job.context, [job.job_id])
 
     # -- events and figures -----------------------------------------------------------------
 

@@ -157,14 +157,6 @@ class VerbSession:
         verdict: engine_pb2.JobVerdict = self._numbered(self._engine.PrepareLoad, request).verdict
         return verdict
 
-    def complete_store(self, context: common_pb2.ReqContext, job_ids: Sequence[int]) -> None:
-        request = engine_pb2.CompleteStoreRequest(context=context, job_ids=job_ids)
-        self._numbered(self._engine.CompleteStore, request)
-
-    def complete_load(self, context: common_pb2.ReqContext, job_ids: Sequence[int]) -> None:
-        request = engine_pb2.CompleteLoadRequest(context=context, job_ids=job_ids)
-        self._numbered(self._engine.CompleteLoad, request)
-
     def touch(self, context: common_pb2.ReqContext, runs: Sequence[BlockRun]) -> None:
         message = engine_pb2.Touch(context=context, runs=[run.to_keys() for run in runs])
         self._numbered(self._engine.Touch, engine_pb2.TouchRequest(touch=message))

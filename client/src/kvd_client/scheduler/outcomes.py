@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvd_client.draft import BlockRun, JobDraft, StepDraft
+from kvd_client.draft import BlockRun, JobDraft
 from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.jobs import Job, JobTable, Kind
@@ -17,7 +17,7 @@ REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to rep
 
 
 class JobEnds:
-    """Collects ends until the engine takes the outcome and a step acknowledges them."""
+    """Collects ends until the engine takes the outcome."""
 
     def __init__(
         self,
@@ -34,10 +34,8 @@ class JobEnds:
         self._options = options
         self._requests = requests
         self._doubts = doubts
-        self._generation = 0
         self._told: dict[int, tuple[bool, float]] = {}  # by the daemon, not yet by all ranks
         self._forget: list[int] = []
-        self._completed = StepDraft()  # ended jobs for the daemon to hear of
         self._finished_loads: list[str] = []
         self._failed_loads: list[str] = []
         self._stored: list[StoredKeys] = []
@@ -45,14 +43,8 @@ class JobEnds:
 
     @property
     def has_news(self) -> bool:
-        """Whether a request waits to hear of its load, or the daemon of a job's end."""
-        completed = self._completed
-        return bool(
-            self._finished_loads
-            or self._failed_loads
-            or completed.completed_loads
-            or completed.completed_stores
-        )
+        """Whether a request waits to hear of its load."""
+        return bool(self._finished_loads or self._failed_loads)
 
     # -- for the step -----------------------------------------------------------------------
 
@@ -72,12 +64,6 @@ class JobEnds:
         forget, self._forget = self._forget, []
         return tuple(forget)
 
-    def acknowledge(self, step: StepDraft) -> None:
-        """Let the step tell the daemon what has ended."""
-        completed, self._completed = self._completed, StepDraft()
-        step.completed_loads += completed.completed_loads
-        step.completed_stores += completed.completed_stores
-
     # -- ends -------------------------------------------------------------------------------
 
     def enter_session(self, generation: int) -> None:
@@ -86,8 +72,6 @@ class JobEnds:
         That is sound: all ranks are registered in this one, and a worker registers again only
         when its old mover is dead.
         """
-        self._generation = generation
-        self._completed = StepDraft()
         self._told.clear()
         self._doubts.clear()
         for job_id in self._jobs.of_earlier_sessions(generation):
@@ -116,7 +100,6 @@ class JobEnds:
         for draft in drafts:
             job = self._jobs.drop(draft.job_id)
             job.failed = True
-            job.generation = -1  # nobody to acknowledge it to
             self._end(job)
 
     def _end_unreported(self, job_id: int, *, is_done: bool) -> None:
@@ -130,12 +113,8 @@ class JobEnds:
         job_id = job.draft.job_id
         self._told.pop(job_id, None)
         self._fences.ended(job_id)
-        is_load = job.kind is Kind.LOAD
-        if job.generation == self._generation:
-            step = self._completed
-            (step.completed_loads if is_load else step.completed_stores).append(job_id)
         request = self._requests.get(job.request_id)
-        if is_load:
+        if job.kind is Kind.LOAD:
             self._end_load(job, request)
         else:
             self._end_store(job, request)

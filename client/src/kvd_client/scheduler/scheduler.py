@@ -203,7 +203,6 @@ class Scheduler:
         step.loads = [draft for draft in step.loads if draft.job_id in self._jobs]
         step.released_leases += self._queue.released_leases
         self._queue.released_leases = []
-        self._ends.acknowledge(step)
         new, computed = self._submit(step, offers, session)
         self._hand_offs.put_into(step)
         was_sent = self._connection.send_step(step)

@@ -291,14 +291,12 @@ class HandOff(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.KeyRun, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Step(_message.Message):
-    __slots__ = ("sequence", "touches", "loads", "stores", "hand_offs", "completed_loads", "completed_stores", "released_leases", "preempted_request_ids", "finished_request_ids", "end_step")
+    __slots__ = ("sequence", "touches", "loads", "stores", "hand_offs", "released_leases", "preempted_request_ids", "finished_request_ids", "end_step")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TOUCHES_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
     STORES_FIELD_NUMBER: _ClassVar[int]
     HAND_OFFS_FIELD_NUMBER: _ClassVar[int]
-    COMPLETED_LOADS_FIELD_NUMBER: _ClassVar[int]
-    COMPLETED_STORES_FIELD_NUMBER: _ClassVar[int]
     RELEASED_LEASES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -308,13 +306,11 @@ class Step(_message.Message):
     loads: _containers.RepeatedCompositeFieldContainer[LoadJob]
     stores: _containers.RepeatedCompositeFieldContainer[StoreJob]
     hand_offs: _containers.RepeatedCompositeFieldContainer[HandOff]
-    completed_loads: _containers.RepeatedScalarFieldContainer[int]
-    completed_stores: _containers.RepeatedScalarFieldContainer[int]
     released_leases: _containers.RepeatedScalarFieldContainer[int]
     preempted_request_ids: _containers.RepeatedScalarFieldContainer[str]
     finished_request_ids: _containers.RepeatedScalarFieldContainer[str]
     end_step: bool
-    def __init__(self, sequence: _Optional[int] = ..., touches: _Optional[_Iterable[_Union[Touch, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadJob, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreJob, _Mapping]]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., completed_loads: _Optional[_Iterable[int]] = ..., completed_stores: _Optional[_Iterable[int]] = ..., released_leases: _Optional[_Iterable[int]] = ..., preempted_request_ids: _Optional[_Iterable[str]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., end_step: bool = ...) -> None: ...
+    def __init__(self, sequence: _Optional[int] = ..., touches: _Optional[_Iterable[_Union[Touch, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadJob, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreJob, _Mapping]]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., released_leases: _Optional[_Iterable[int]] = ..., preempted_request_ids: _Optional[_Iterable[str]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., end_step: bool = ...) -> None: ...
 
 class JobVerdict(_message.Message):
     __slots__ = ("job_id", "kind", "accepted", "reason", "blocks", "message")
@@ -409,38 +405,6 @@ class PrepareStoreResponse(_message.Message):
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     verdict: JobVerdict
     def __init__(self, verdict: _Optional[_Union[JobVerdict, _Mapping]] = ...) -> None: ...
-
-class CompleteLoadRequest(_message.Message):
-    __slots__ = ("session_id", "sequence", "context", "job_ids")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    JOB_IDS_FIELD_NUMBER: _ClassVar[int]
-    session_id: int
-    sequence: int
-    context: _common_pb2.ReqContext
-    job_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[int] = ..., sequence: _Optional[int] = ..., context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ..., job_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class CompleteLoadResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class CompleteStoreRequest(_message.Message):
-    __slots__ = ("session_id", "sequence", "context", "job_ids")
-    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
-    CONTEXT_FIELD_NUMBER: _ClassVar[int]
-    JOB_IDS_FIELD_NUMBER: _ClassVar[int]
-    session_id: int
-    sequence: int
-    context: _common_pb2.ReqContext
-    job_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[int] = ..., sequence: _Optional[int] = ..., context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ..., job_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class CompleteStoreResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
 
 class TouchRequest(_message.Message):
     __slots__ = ("session_id", "sequence", "touch")

@@ -56,16 +56,6 @@ class EngineServiceStub(object):
                 request_serializer=kvd_dot_v1_dot_engine__pb2.PrepareStoreRequest.SerializeToString,
                 response_deserializer=kvd_dot_v1_dot_engine__pb2.PrepareStoreResponse.FromString,
                 _registered_method=True)
-        self.CompleteLoad = channel.unary_unary(
-                '/kvd.v1.EngineService/CompleteLoad',
-                request_serializer=kvd_dot_v1_dot_engine__pb2.CompleteLoadRequest.SerializeToString,
-                response_deserializer=kvd_dot_v1_dot_engine__pb2.CompleteLoadResponse.FromString,
-                _registered_method=True)
-        self.CompleteStore = channel.unary_unary(
-                '/kvd.v1.EngineService/CompleteStore',
-                request_serializer=kvd_dot_v1_dot_engine__pb2.CompleteStoreRequest.SerializeToString,
-                response_deserializer=kvd_dot_v1_dot_engine__pb2.CompleteStoreResponse.FromString,
-                _registered_method=True)
         self.Touch = channel.unary_unary(
                 '/kvd.v1.EngineService/Touch',
                 request_serializer=kvd_dot_v1_dot_engine__pb2.TouchRequest.SerializeToString,
@@ -119,18 +109,6 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CompleteLoad(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def CompleteStore(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Touch(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -178,16 +156,6 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.PrepareStore,
                     request_deserializer=kvd_dot_v1_dot_engine__pb2.PrepareStoreRequest.FromString,
                     response_serializer=kvd_dot_v1_dot_engine__pb2.PrepareStoreResponse.SerializeToString,
-            ),
-            'CompleteLoad': grpc.unary_unary_rpc_method_handler(
-                    servicer.CompleteLoad,
-                    request_deserializer=kvd_dot_v1_dot_engine__pb2.CompleteLoadRequest.FromString,
-                    response_serializer=kvd_dot_v1_dot_engine__pb2.CompleteLoadResponse.SerializeToString,
-            ),
-            'CompleteStore': grpc.unary_unary_rpc_method_handler(
-                    servicer.CompleteStore,
-                    request_deserializer=kvd_dot_v1_dot_engine__pb2.CompleteStoreRequest.FromString,
-                    response_serializer=kvd_dot_v1_dot_engine__pb2.CompleteStoreResponse.SerializeToString,
             ),
             'Touch': grpc.unary_unary_rpc_method_handler(
                     servicer.Touch,
@@ -320,60 +288,6 @@ class EngineService(object):
             '/kvd.v1.EngineService/PrepareStore',
             kvd_dot_v1_dot_engine__pb2.PrepareStoreRequest.SerializeToString,
             kvd_dot_v1_dot_engine__pb2.PrepareStoreResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CompleteLoad(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvd.v1.EngineService/CompleteLoad',
-            kvd_dot_v1_dot_engine__pb2.CompleteLoadRequest.SerializeToString,
-            kvd_dot_v1_dot_engine__pb2.CompleteLoadResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def CompleteStore(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvd.v1.EngineService/CompleteStore',
-            kvd_dot_v1_dot_engine__pb2.CompleteStoreRequest.SerializeToString,
-            kvd_dot_v1_dot_engine__pb2.CompleteStoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,7 +25,6 @@ class SentJob:
     """A job of vLLM's on its way. `reports_left` counts the ranks that have not acknowledged it."""
 
     tracked: TrackedRequest
-    is_load: bool
     generation: int
     reports_left: int
     parts: list[int] = field(default_factory=list)  # kvd's jobs
@@ -128,7 +127,7 @@ class StepSender:
         job = self._jobs.get(vllm_job)
         if job is None:
             tracked, ranks = jobs.tracked[vllm_job], self._connection.world_size
-            job = self._jobs[vllm_job] = SentJob(tracked, is_load, generation, ranks)
+            job = self._jobs[vllm_job] = SentJob(tracked, generation, ranks)
             if not is_load:
                 tracked.request.store_jobs.add(vllm_job)
         job.parts.append(draft.job_id)
@@ -151,10 +150,6 @@ class StepSender:
             del self._owners[part]
             self._told.pop(part, None)
         job.tracked.request.store_jobs.discard(vllm_job)
-        if job.generation == self._generation:
-            step = self.draft
-            completed = step.completed_loads if job.is_load else step.completed_stores
-            completed += job.parts
         return job
 
     def enter(self, generation: int) -> bool:
@@ -164,8 +159,6 @@ class StepSender:
         self._generation = generation
         self._told.clear()
         draft = self.draft
-        draft.completed_loads.clear()
-        draft.completed_stores.clear()
         draft.finished.clear()
         draft.released_leases.clear()
         return True
@@ -213,5 +206,4 @@ def _can_wait(step: StepDraft) -> bool:
     orders = (step.loads, step.stores, step.touches, step.hand_offs)
     if any(orders) or step.preempted or step.released_leases:
         return False
-    ends = len(step.completed_loads) + len(step.completed_stores) + len(step.finished)
-    return ends < MAX_WAITING_ENDS
+    return len(step.finished) < MAX_WAITING_ENDS
