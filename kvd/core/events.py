@@ -93,7 +93,6 @@ class RowsRecovered:
     scopes: U32
     keys: KeyBatch
     stamps: U64  # coarse recency as last written
-    generations: U64
 
 
 @dataclass(frozen=True, slots=True)

@@ -187,7 +187,6 @@ class Recovery:
             scopes=scopes,
             keys=table.keys(records, hash_bytes),
             stamps=table.stamps(records),
-            generations=table.generations(records),
         )
 
     def _found(self, row: GrantedRow, ready: int) -> RecoveredRow:

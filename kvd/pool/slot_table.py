@@ -132,10 +132,6 @@ class SlotTableFile:
         digests: U64 = self._words[records, _PAYLOAD]
         return digests
 
-    def generations(self, records: Records) -> U64:
-        generations: U64 = self._words[records, _STATE] >> _GENERATION_SHIFT
-        return generations
-
     def keys(self, records: Records, hash_bytes: int) -> KeyBatch:
         """The keys, copied out."""
         width = -(-hash_bytes // 8)

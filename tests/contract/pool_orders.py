@@ -94,7 +94,6 @@ class FoundRow:
     scopes: U32
     keys: KeyBatch
     stamps: U64
-    generations: U64
 
 
 def rows_of(events: Sequence[Event]) -> dict[int, FoundRow]:
@@ -112,11 +111,16 @@ def rows_of(events: Sequence[Event]) -> dict[int, FoundRow]:
                 event.scopes[span],
                 event.keys[span],
                 event.stamps[span],
-                event.generations[span],
             )
             start += row.ready
         assert start == len(event.ordinals), "READY slots of no row"
     return found
+
+
+def generations_of(directory: Path, slots: Sequence[int]) -> list[int]:
+    """How often each of these slots was written, by the table's own word."""
+    table = np.memmap(directory / "pool" / "slots.table", dtype=np.uint64, mode="r")
+    return [int(word) >> 8 for word in table.reshape(-1, 16)[slots, 0]]
 
 
 def scopes_of(events: Sequence[Event]) -> list[OpenScope]:

@@ -100,9 +100,12 @@ def test_every_record_of_a_killed_writer_is_wholly_right(
         assert pool.dropped_records == 0, f"killed after {delay_s} s: torn records said READY"
     assert set(rows) == set(range(EXTENTS))
     for row, event in rows.items():
-        for i, (ordinal, key) in enumerate(orders.blocks_of(event).items()):
-            slot = row * SLOTS_PER_EXTENT + ordinal
-            generation = int(event.generations[i])
+        blocks = orders.blocks_of(event)
+        slots = [row * SLOTS_PER_EXTENT + ordinal for ordinal in blocks]
+        generations = orders.generations_of(shared_directory, slots)
+        for i, (slot, generation, key) in enumerate(
+            zip(slots, generations, blocks.values(), strict=True)
+        ):
             assert key == hash_of(slot, generation), f"slot {slot}, killed after {delay_s} s"
             assert int(event.stamps[i]) == stamp_of(slot, generation)
             found += 1

@@ -46,7 +46,6 @@ def rows_read_back(left: Bench, rows: list[act.GrantRow], *, quarantined: bool) 
         np.array([left.pool.ready[s][0] for s in held], dtype=np.uint32),
         keys(*(left.pool.ready[s][1] for s in held)),
         np.array([left.pool.stamps[s] for s in held], dtype=np.uint64),
-        np.ones(len(held), dtype=np.uint64),
     )
 
 
@@ -161,7 +160,6 @@ def test_second_record_of_one_key_is_freed() -> None:
         np.array([scope, scope], dtype=np.uint32),
         keys(1, 1),
         np.array([5, 6], dtype=np.uint64),
-        np.ones(2, dtype=np.uint64),
     )
     (freed,) = only(bench.machine.handle(event, 0), act.WriteFree)
     assert freed.slots.tolist() == [3]
@@ -180,7 +178,6 @@ def test_record_of_an_unknown_scope_is_freed() -> None:
         np.array([ScopeId(77)], dtype=np.uint32),
         keys(1),
         np.array([5], dtype=np.uint64),
-        np.ones(1, dtype=np.uint64),
     )
     (freed,) = only(bench.machine.handle(event, 0), act.WriteFree)
     assert freed.slots.tolist() == [2]
