@@ -8,9 +8,9 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.blocks import namespaces
 from kvd.core.errors import LimitExceeded
-from kvd.core.keys import SessionId
+from kvd.core.keys import JobId, SessionId
 from kvd.core.model.scope_shares import share_left
-from tests.core.bench import Bench, only, small, spec, verdict
+from tests.core.bench import Bench, context, engine_blocks, keys, only, small, spec, verdict
 from tests.core.replaying import replay
 
 MOST = 8
@@ -124,3 +124,22 @@ def test_shares_leave_a_part_of_what_is_free_however_many_take_all_they_can() ->
     assert shares[0] == 49152
     assert all(shares), shares
     assert whole < most
+
+
+def test_scope_that_is_forgotten_for_another_of_the_same_store_is_opened_again() -> None:
+    bench = small(extents=8)
+    bench.open(1, spec(groups=2))
+    bench.finish(bench.store([1], account="both", group=1))
+    evict_all(bench)
+    state = bench.machine.state
+    for number in range(MOST - len(state.scopes)):
+        bench.stored([10 + number], account=f"account {number}")
+    before = next(s.scope for s in state.scopes.values() if s.account == "both")
+    runs = tuple(ev.Run(group, keys(1), engine_blocks([group])) for group in range(2))
+    event = ev.StoreRequested(SessionId(1), JobId(900), context("both"), runs)
+    orders = bench.feed(event)
+    assert [scope.group for scope in only(orders, act.OpenScope)] == [0, 1]
+    assert before not in state.scopes
+    bench.finish(orders)
+    assert bench.pool.scopes.keys() == state.scopes.keys()
+    replay(bench)

@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from kvd.core.blocks import namespaces
 from kvd.core.errors import InvalidArgument
-from kvd.core.keys import U64, KeyBatch, Slots
+from kvd.core.keys import U64, KeyBatch, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
-from kvd.core.model.state import Session, State
+from kvd.core.model.state import Namespace, Session, State
 from kvd_proto.layout import MAX_KEYS_PER_MESSAGE
 from kvd_proto.tags import tags_of
 
 
-def check_keys(state: State, session: Session, group: int, keys: KeyBatch) -> SizeClass:
-    """The size class that these keys name blocks of; raises InvalidArgument otherwise."""
+class Located(NamedTuple):
+    """Keys of one group: the scope in which they meet others, None where nobody has opened it."""
+
+    scope: ScopeId | None
+    tags: U64
+    slots: Slots  # NOWHERE for the unknown
+
+
+def check_keys(
+    state: State, session: Session, named: Sequence[tuple[int, KeyBatch]]
+) -> list[SizeClass]:
+    """The size class of each group and its keys; raises InvalidArgument where there is none."""
+    count = sum(len(keys) for _, keys in named)
+    if count > MAX_KEYS_PER_MESSAGE:
+        raise InvalidArgument(
+            f"{count} keys in one message, at most {MAX_KEYS_PER_MESSAGE}",
+            "hashes",
+            "TOO_MANY_KEYS",
+        )
     namespace = state.namespace_of(session)
+    return [_class_of(namespace, group, keys) for group, keys in named]
+
+
+def _class_of(namespace: Namespace, group: int, keys: KeyBatch) -> SizeClass:
     if not 0 <= group < len(namespace.classes):
         raise InvalidArgument(f"group {group} of {len(namespace.classes)}", "group", "GROUP_COUNT")
     owner = namespace.classes[group]
@@ -30,23 +54,12 @@ def check_keys(state: State, session: Session, group: int, keys: KeyBatch) -> Si
     return owner
 
 
-def check_key_count(count: int) -> None:
-    if count > MAX_KEYS_PER_MESSAGE:
-        raise InvalidArgument(
-            f"{count} keys in one message, at most {MAX_KEYS_PER_MESSAGE}",
-            "hashes",
-            "TOO_MANY_KEYS",
-        )
-
-
-def read_keys(
-    state: State, session: Session, account: str, group: int, words: U64
-) -> tuple[U64, Slots]:
-    """Tags and slots of the keys; a scope that nobody has opened holds nothing."""
+def locate(state: State, session: Session, account: str, group: int, words: U64) -> Located:
+    """Tags and slots of the keys."""
     scope = namespaces.find_scope(state, session, account, group)
     if scope is not None:
         tags = tags_of(words, scope.seed)
-        return tags, state.index.find(tags, words, scope.scope)
+        return Located(scope.scope, tags, state.index.find(tags, words, scope.scope))
     namespace = state.namespace_of(session)
     seed = namespaces.scope_seed(state, namespace, session.epoch, account, group)
-    return tags_of(words, seed), np.full(len(words), NOWHERE, dtype=np.int64)
+    return Located(None, tags_of(words, seed), np.full(len(words), NOWHERE, dtype=np.int64))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core.blocks.reading import check_key_count, check_keys, read_keys
+from kvd.core.blocks.reading import check_keys, locate
 from kvd.core.claims import lease
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import HandOffRequested
@@ -34,14 +34,13 @@ def hand_off(turn: Turn, event: HandOffRequested) -> None:
     """Hold those of the blocks that are there, from the first on, as far as the caps allow."""
     state = turn.state
     session = state.require_session(event.session)
-    check_key_count(len(event.keys))
-    owner = check_keys(state, session, event.group, event.keys)
+    (owner,) = check_keys(state, session, [(event.group, event.keys)])
     if not 0 < event.lasting_ns <= MAX_HAND_OFF_NS:
         raise InvalidArgument(
             f"a hand-off of {event.lasting_ns} ns, must be 1..{MAX_HAND_OFF_NS}", "deadline_ms"
         )
     account = event.context.account
-    _, slots = read_keys(state, session, account, event.group, event.keys.words)
+    slots = locate(state, session, account, event.group, event.keys.words).slots
     there = slots[slots != NOWHERE]
     there = there[state.slots.firsts(there)]
     found = state.hand_offs.get((event.session, event.context.request))

@@ -16,7 +16,8 @@ import numpy as np
 
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.keys import RequestId, ScopeId, Slots
-from kvd.core.model.job import Prefix, Used
+from kvd.core.model.job import Part, Prefix, Used
+from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
@@ -48,8 +49,13 @@ def end(turn: Turn, session: Session, requests: Iterable[RequestId]) -> None:
         prefix = session.prefixes.pop(request, None)
         if prefix is None:
             continue
-        for scope in prefix.used:
-            _renew(turn, prefix, scope)
+        for number in prefix.used:
+            scope = turn.state.scopes.get(number)
+            if scope is not None and not namespaces.is_cleared(
+                turn.state, scope.namespace, number
+            ):  # else nothing of it is there, or to be found
+                owner = turn.state.classes[scope.namespace, scope.group]
+                _renew(turn, prefix, number, owner)
         prefix.forget()
 
 
@@ -103,14 +109,13 @@ def _forget_oldest(session: Session, keep: Prefix | None) -> bool:
     return False
 
 
-def grow(turn: Turn, session: Session, prefix: Prefix, slots: Slots, blocks: Slots) -> None:
+def grow(turn: Turn, session: Session, prefix: Prefix, part: Part, blocks: Slots) -> None:
     """These blocks were admitted for the request: note them, and renew all that it has used, now
     or with one of the next if there is much of it.
     """
-    state = turn.state
-    scope = state.scope_of(int(slots[0]))
+    scope = part.scope
     in_order = scope not in prefix.used and not (blocks[1:] < blocks[:-1]).any()
-    note(state, session, prefix, slots, blocks)
+    note(turn.state, session, prefix, part.slots, blocks)
     used = prefix.used.get(scope)
     if used is None:
         return
@@ -118,7 +123,7 @@ def grow(turn: Turn, session: Session, prefix: Prefix, slots: Slots, blocks: Slo
     if in_order:  # they are its only ones, and stand right as they came in
         prefix.renewed[scope] = size
     elif size <= SHORT_BLOCKS or size >= before + before // GROWTH:
-        _renew(turn, prefix, scope)
+        _renew(turn, prefix, scope, part.size_class)
         prefix.renewed[scope] = size
 
 
@@ -136,10 +141,5 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
     return used.slots
 
 
-def _renew(turn: Turn, prefix: Prefix, scope: ScopeId) -> None:
-    state = turn.state
-    named = state.scopes.get(scope)
-    if named is None or namespaces.is_cleared(state, named.namespace, scope):
-        return  # nothing of it is there, or to be found
-    owner = state.classes[named.namespace, named.group]
-    slot_lifecycle.touch(turn, owner, held(state, prefix, scope), as_use=False)
+def _renew(turn: Turn, prefix: Prefix, scope: ScopeId, owner: SizeClass) -> None:
+    slot_lifecycle.touch(turn, owner, held(turn.state, prefix, scope), as_use=False)

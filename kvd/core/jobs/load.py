@@ -7,7 +7,7 @@ from kvd.core.blocks import slot_lifecycle
 from kvd.core.errors import KEY_MISSING, RANKS_MISSING
 from kvd.core.events import JobKind, JobStatus, LoadRequested
 from kvd.core.jobs import transfer
-from kvd.core.jobs.offer import check_loaded_places, check_runs, read_offers
+from kvd.core.jobs.offer import check_loaded_places, read_offers
 from kvd.core.jobs.store import check_new_job
 from kvd.core.keys import ScopeId, Slots
 from kvd.core.model.index import NOWHERE
@@ -21,12 +21,11 @@ def load(turn: Turn, event: LoadRequested) -> None:
     """Start a transfer of every block to every rank, or refuse the job."""
     state = turn.state
     session = state.require_session(event.session)
-    check_runs(state, session, event.runs)
+    offers = read_offers(state, session, event.context.account, event.runs)
     check_loaded_places(state, session, event.runs)
     check_new_job(session, event)
     job = Job(session.session, event.job, JobKind.LOAD, event.context.request, open=False)
     session.jobs[event.job] = job
-    offers = read_offers(state, session, event.context.account, event.runs)
     reason = "" if session.usable() else RANKS_MISSING
     if not reason and not all(_readable(state, offer) for offer in offers):
         reason = KEY_MISSING

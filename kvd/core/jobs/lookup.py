@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvd.core.actions import Answer, Reply
 from kvd.core.blocks import slot_lifecycle
-from kvd.core.blocks.reading import check_key_count, check_keys, read_keys
+from kvd.core.blocks.reading import check_keys, locate
 from kvd.core.claims import lease, prefix
 from kvd.core.events import LeaseMode, LookupRequested, Query, Touched
 from kvd.core.keys import U64, Slots
@@ -29,8 +29,7 @@ def lookup(turn: Turn, event: LookupRequested) -> None:
     """Answer every query; take leases where asked."""
     state = turn.state
     session = state.require_session(event.session)
-    check_key_count(sum(len(query.keys) for query in event.queries))
-    owners = [check_keys(state, session, q.group, q.keys) for q in event.queries]
+    owners = check_keys(state, session, [(query.group, query.keys) for query in event.queries])
     answers = tuple(
         _answer(turn, session, query, owner)
         for query, owner in zip(event.queries, owners, strict=True)
@@ -41,7 +40,8 @@ def lookup(turn: Turn, event: LookupRequested) -> None:
 def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Answer:
     state = turn.state
     counters = state.counters
-    tags, slots = read_keys(state, session, query.context.account, query.group, query.keys.words)
+    account, words = query.context.account, query.keys.words
+    _, tags, slots = locate(state, session, account, query.group, words)
     known = slots != NOWHERE
     if known.all():
         statuses = _STATUS_OF_STATE.take(state.slots.state.take(slots))
@@ -97,10 +97,9 @@ def touch(turn: Turn, event: Touched) -> None:
     """
     state = turn.state
     session = state.require_session(event.session)
-    check_key_count(len(event.keys))
-    owner = check_keys(state, session, event.group, event.keys)
+    (owner,) = check_keys(state, session, [(event.group, event.keys)])
     words = event.keys.words
-    tags, slots = read_keys(state, session, event.context.account, event.group, words)
+    _, tags, slots = locate(state, session, event.context.account, event.group, words)
     unknown = slots == NOWHERE
     if unknown.any():
         state.admission.offer(np.unique(tags[unknown]))

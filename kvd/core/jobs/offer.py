@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.blocks.reading import check_key_count, check_keys, read_keys
+from kvd.core.blocks.reading import check_keys, locate
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import Run
 from kvd.core.model.job import Offer
@@ -16,25 +16,31 @@ from kvd.core.spec import GroupKind
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 
-def check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
-    """Raise InvalidArgument where a run can't be meant, whatever the state."""
-    check_key_count(sum(len(run.keys) for run in runs))
+def read_offers(state: State, session: Session, account: str, runs: Sequence[Run]) -> list[Offer]:
+    """One offer a group, in the order of the groups' first runs.
+
+    Raises InvalidArgument where a run can't be meant, whatever the state.
+    """
+    _check_runs(state, session, runs)
+    by_group: dict[int, list[Run]] = {}
     for run in runs:
-        owner = check_keys(state, session, run.group, run.keys)
-        shape = (len(run.keys), owner.spec.blocks_per_block)
-        if run.engine_blocks.shape != shape:
-            raise InvalidArgument(
-                f"engine blocks of shape {run.engine_blocks.shape}, must be {shape}",
-                "engine_blocks",
-            )
-        real = run.engine_blocks[run.engine_blocks != NULL_ENGINE_BLOCK]
-        known = session.engine_blocks(run.group)
-        if len(real) and int(real.max()) >= known:
-            raise InvalidArgument(
-                f"engine block {int(real.max())} of group {run.group}, which has {known} as its"
-                " ranks registered it: ids are below that",
-                "engine_blocks",
-            )
+        if len(run.keys):
+            by_group.setdefault(run.group, []).append(run)
+    return [_read_group(state, session, account, same) for same in by_group.values()]
+
+
+def read_storable(
+    state: State, session: Session, account: str, runs: Sequence[Run]
+) -> tuple[list[Offer], int]:
+    """Offers without repeated keys and without blocks that are not whole; how many are not.
+
+    A null engine block would put zeros under a real key, and whoever loads that block may want
+    just this part of it. Of a recurrent group's block only the last state is ever loaded.
+    """
+    offers = read_offers(state, session, account, runs)
+    whole = [_only(offer, _whole_rows(offer)) for offer in offers]
+    broken = sum(len(offer.tags) for offer in offers) - sum(len(offer.tags) for offer in whole)
+    return [_once_each(offer) for offer in whole], broken
 
 
 def check_loaded_places(state: State, session: Session, runs: Sequence[Run]) -> None:
@@ -51,13 +57,23 @@ def check_loaded_places(state: State, session: Session, runs: Sequence[Run]) -> 
             )
 
 
-def read_offers(state: State, session: Session, account: str, runs: Sequence[Run]) -> list[Offer]:
-    """One offer a group, in the order of the groups' first runs."""
-    by_group: dict[int, list[Run]] = {}
-    for run in runs:
-        if len(run.keys):
-            by_group.setdefault(run.group, []).append(run)
-    return [_read_group(state, session, account, same) for same in by_group.values()]
+def _check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
+    owners = check_keys(state, session, [(run.group, run.keys) for run in runs])
+    for run, owner in zip(runs, owners, strict=True):
+        shape = (len(run.keys), owner.spec.blocks_per_block)
+        if run.engine_blocks.shape != shape:
+            raise InvalidArgument(
+                f"engine blocks of shape {run.engine_blocks.shape}, must be {shape}",
+                "engine_blocks",
+            )
+        real = run.engine_blocks[run.engine_blocks != NULL_ENGINE_BLOCK]
+        known = session.engine_blocks(run.group)
+        if len(real) and int(real.max()) >= known:
+            raise InvalidArgument(
+                f"engine block {int(real.max())} of group {run.group}, which has {known} as its"
+                " ranks registered it: ids are below that",
+                "engine_blocks",
+            )
 
 
 def _read_group(state: State, session: Session, account: str, runs: list[Run]) -> Offer:
@@ -69,30 +85,21 @@ def _read_group(state: State, session: Session, account: str, runs: list[Run]) -
     else:
         words = np.concatenate([run.keys.words for run in runs])
         engine_blocks = np.concatenate([run.engine_blocks for run in runs])
-    tags, slots = read_keys(state, session, account, group, words)
-    return Offer(namespace.classes[group], words, tags, engine_blocks, blocks, slots)
+    scope, tags, slots = locate(state, session, account, group, words)
+    return Offer(namespace.classes[group], scope, words, tags, engine_blocks, blocks, slots)
 
 
-def storable_rows(offer: Offer) -> Offer:
-    """The offer without repeated keys and without blocks that are not whole.
+def _only(offer: Offer, whole: npt.NDArray[np.bool_]) -> Offer:
+    return offer if whole.all() else offer.rows(np.flatnonzero(whole))
 
-    A null engine block would put zeros under a real key, and whoever loads that block may want
-    just this part of it. Of a recurrent group's block only the last state is ever loaded.
-    """
-    real = _whole_rows(offer)
-    if not real.all():
-        offer = offer.rows(np.flatnonzero(real))
+
+def _once_each(offer: Offer) -> Offer:
     if len(set(offer.tags.tolist())) == len(offer.tags):  # sorting costs four times as much
         return offer
     unique, first = np.unique(offer.tags, return_index=True)
     if len(unique) < len(np.unique(offer.words, axis=0)):  # two keys share a tag
         _, first = np.unique(offer.words, axis=0, return_index=True)
     return offer.rows(np.sort(first))
-
-
-def broken_rows(offer: Offer) -> int:
-    """How many of the blocks are not whole."""
-    return len(offer.tags) - int(np.count_nonzero(_whole_rows(offer)))
 
 
 def _whole_rows(offer: Offer) -> npt.NDArray[np.bool_]:

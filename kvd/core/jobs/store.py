@@ -22,10 +22,11 @@ from kvd.core.errors import (
 )
 from kvd.core.events import JobKind, JobStatus, LoadRequested, StoreRequested
 from kvd.core.jobs import transfer, waits
-from kvd.core.jobs.offer import broken_rows, check_runs, read_offers, storable_rows
+from kvd.core.jobs.offer import read_storable
 from kvd.core.keys import ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, Offer, Part
+from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
@@ -58,8 +59,11 @@ def store(turn: Turn, event: StoreRequested) -> None:
     if job is not None and (job.kind is not JobKind.STORE or not job.open):
         raise DuplicateJob(f"job {event.job} is in flight", "job_id")
     reason = message = ""
+    offers: list[Offer] = []
+    broken = 0
     try:
-        _check(state, session, event)
+        namespaces.check_name(event.context.account, "account")
+        offers, broken = read_storable(state, session, event.context.account, event.runs)
     except KvdError as error:
         if job is None:
             raise
@@ -69,10 +73,12 @@ def store(turn: Turn, event: StoreRequested) -> None:
         job = Job(session.session, event.job, JobKind.STORE, event.context.request)
         job.prefix = prefix.of(session, event.context.request)
         session.jobs[event.job] = job
-    reason = job.reason or reason or _refusal(state, session, event)
+    reason = job.reason or reason or _refusal(state, session, event.context.account, offers)
     blocks = 0
     if not reason:
-        reason, blocks = _admit(turn, session, job, event)
+        job.left += broken
+        plans = [_divide(state, job, offer, event.request_level) for offer in offers]
+        reason, blocks = _admit(turn, session, job, plans, event.context.account)
     if reason and not job.reason:
         job.reason = reason
         job.status = JobStatus.FAILED if job.started or job.followed else JobStatus.REFUSED
@@ -81,11 +87,6 @@ def store(turn: Turn, event: StoreRequested) -> None:
     )
     job.open = not event.last
     transfer.end_job_when_done(turn, job)
-
-
-def _check(state: State, session: Session, event: StoreRequested) -> None:
-    check_runs(state, session, event.runs)
-    namespaces.check_name(event.context.account, "account")
 
 
 def check_new_job(session: Session, event: StoreRequested | LoadRequested) -> None:
@@ -98,15 +99,16 @@ def check_new_job(session: Session, event: StoreRequested | LoadRequested) -> No
         raise LimitExceeded(f"{MAX_JOBS_IN_FLIGHT} jobs are in flight", "job_id")
 
 
-def _refusal(state: State, session: Session, event: StoreRequested) -> str:
+def _refusal(state: State, session: Session, account: str, offers: list[Offer]) -> str:
     if state.draining:
         return DRAINING
     if not can_store(state, session):
         return RANKS_MISSING
+    if all(offer.scope is not None for offer in offers):
+        return ""
     spec = state.namespace_of(session).spec
-    if not namespaces.scopes_fit(state, spec, session.payer, session.epoch, event.context.account):
-        return LimitExceeded.reason
-    return ""
+    fits = namespaces.scopes_fit(state, spec, session.payer, session.epoch, account)
+    return "" if fits else LimitExceeded.reason
 
 
 def can_store(state: State, session: Session) -> bool:
@@ -116,25 +118,16 @@ def can_store(state: State, session: Session) -> bool:
     return session.usable() and len(writing) == shards
 
 
-def _admit(turn: Turn, session: Session, job: Job, event: StoreRequested) -> tuple[str, int]:
-    """Divide, make room, start. Answers why not ("" = started) and the blocks that will go."""
+def _admit(
+    turn: Turn, session: Session, job: Job, plans: list[Plan], account: str
+) -> tuple[str, int]:
+    """Make room, start. Answers why not ("" = started) and the blocks that will go."""
     state = turn.state
-    account = event.context.account
-    offers = read_offers(state, session, account, event.runs)
-    whole = event.request_level
-    plans = [_divide(state, job, storable_rows(offer), whole) for offer in offers]
-    if not waits.waits_fit(state, session, [plan.followed for plan in plans]):
+    followed = [plan.followed for plan in plans if len(plan.followed.tags)]
+    if followed and not waits.waits_fit(state, session, followed):
         return LimitExceeded.reason, 0
-    job.left += sum(broken_rows(offer) for offer in offers)
     needs = [(p.offer.size_class, len(p.fresh.tags)) for p in plans if len(p.fresh.tags)]
-    # Neither what was just offered nor what the request used before it makes room for the rest:
-    # a tail is worth nothing without its head.
-    kept = [_kept(state, session, job, account, plan) for plan in plans]
-    for plan, slots in zip(plans, kept, strict=True):
-        slot_lifecycle.pin(state, plan.offer.size_class, slots)
-    reason = make_room(turn, needs)
-    for plan, slots in zip(plans, kept, strict=True):
-        slot_lifecycle.unpin(state, plan.offer.size_class, slots)
+    reason = make_room(turn, needs, lambda: [_kept(state, job, plan) for plan in plans])
     for plan in plans:
         slot_lifecycle.touch(turn, plan.offer.size_class, plan.ready)
         prefix.note(state, session, job.prefix, plan.ready, plan.ready_blocks)
@@ -144,23 +137,26 @@ def _admit(turn: Turn, session: Session, job: Job, event: StoreRequested) -> tup
     return "", sum(len(part.slots) for part in parts)
 
 
-def _kept(state: State, session: Session, job: Job, account: str, plan: Plan) -> Slots:
-    """Blocks of the plan's group that the store may not evict; distinct."""
-    scope = namespaces.find_scope(state, session, account, plan.offer.size_class.group)
-    if scope is None:
-        return plan.ready
-    both = np.concatenate([plan.ready, prefix.held(state, job.prefix, scope.scope)])
-    return both[state.slots.firsts(both)]
+def _kept(state: State, job: Job, plan: Plan) -> tuple[SizeClass, Slots]:
+    """Blocks of the plan's group that the store may not evict; distinct.
+
+    Neither what was just offered nor what the request used before it makes room for the rest: a
+    tail is worth nothing without its head.
+    """
+    offer = plan.offer
+    if offer.scope is None:
+        return offer.size_class, plan.ready
+    both = np.concatenate([plan.ready, prefix.held(state, job.prefix, offer.scope)])
+    return offer.size_class, both[state.slots.firsts(both)]
 
 
 def _start(turn: Turn, session: Session, job: Job, plans: list[Plan], account: str) -> list[Part]:
     parts = []
     for plan in plans:
-        owner = plan.offer.size_class
         if len(plan.fresh.tags):
-            scope = namespaces.open_scope(turn, session, account, owner.group).scope
+            scope = _open_scope(turn, session, account, plan.offer)
             parts.append(reserve_part(turn, plan.fresh, scope))
-            prefix.grow(turn, session, job.prefix, parts[-1].slots, plan.fresh.blocks)
+            prefix.grow(turn, session, job.prefix, parts[-1], plan.fresh.blocks)
         if len(plan.followed.tags):
             waits.follow(turn.state, job, plan.followed)
         if plan.blocked:
@@ -170,6 +166,13 @@ def _start(turn: Turn, session: Session, job: Job, plans: list[Plan], account: s
         transfer.start_piece(turn, job, tuple(parts))
         grant_spare(turn, [part.size_class for part in parts])
     return parts
+
+
+def _open_scope(turn: Turn, session: Session, account: str, offer: Offer) -> ScopeId:
+    """The offer's, unless making room took its last block, and opening another forgot it."""
+    if offer.scope is not None and offer.scope in turn.state.scopes:
+        return offer.scope
+    return namespaces.open_scope(turn, session, account, offer.size_class.group).scope
 
 
 def reserve_part(turn: Turn, fresh: Offer, scope: ScopeId) -> Part:

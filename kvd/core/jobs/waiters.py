@@ -67,7 +67,7 @@ def _take_over(turn: Turn, session: Session, wait: Wait) -> int:
             transfer.fail_job(job, reason)
             return 0
         part = store.reserve_part(turn, offer.rows(absent), wait.scope)
-        prefix.grow(turn, session, job.prefix, part.slots, offer.blocks[absent])
+        prefix.grow(turn, session, job.prefix, part, offer.blocks[absent])
         transfer.start_piece(turn, job, (part,))
     pending = np.flatnonzero(states == SlotState.RESERVED)
     pending = pending[~waits.stored_by(state, offer.slots[pending], job)]

@@ -30,10 +30,11 @@ WAIT_BYTES = 1024  # of a Wait without the content of its arrays
 class Offer:
     """Blocks of one group, in the caller's order. `slots` says NOWHERE for the unknown.
 
-    `blocks` are their places in the request's prompt.
+    `scope` is theirs, if it was open when they came. `blocks` are their places in the prompt.
     """
 
     size_class: SizeClass
+    scope: ScopeId | None
     words: U64  # [n, width]
     tags: U64
     engine_blocks: U32  # [n, blocks_per_block]
@@ -48,6 +49,7 @@ class Offer:
     def rows(self, rows: Slots) -> Offer:
         return Offer(
             self.size_class,
+            self.scope,
             self.words[rows],
             self.tags[rows],
             self.engine_blocks[rows],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from kvd.core.actions import TellDone
 from kvd.core.blocks import slot_lifecycle
 from kvd.core.blocks.row_grants import grant_row, unclaimed_extents
 from kvd.core.errors import NO_ROOM, QUOTA
-from kvd.core.keys import NamespaceId, TenantId
+from kvd.core.keys import NamespaceId, Slots, TenantId
 from kvd.core.model import backlog
 from kvd.core.model.size_class import SizeClass, Tenant
 from kvd.core.model.state import State
@@ -22,17 +22,33 @@ CLASSES_WEIGHED = 128  # of a tenant, against each other, in one event
 
 # Blocks wanted, by size class: each class once, all of one tenant.
 Needs = list[tuple[SizeClass, int]]
+Kept = Sequence[tuple[SizeClass, Slots]]  # blocks that are needed themselves; distinct
 
 
-def make_room(turn: Turn, needs: Needs) -> str:
+def make_room(turn: Turn, needs: Needs, kept: Callable[[], Kept] = tuple) -> str:
     """Free as many slots as each class needs, within the tenant's quota.
 
     The answer is "" or the reason why there is no room; then nothing was evicted or granted,
-    though a claim for a row may have been made.
+    though a claim for a row may have been made. What is `kept` is not evicted: it is asked for
+    only where free slots are not enough.
     """
-    state = turn.state
     if not needs:
         return ""
+    if _excess(needs) <= 0 and all(need <= len(owner.free) for owner, need in needs):
+        for owner, _ in needs:
+            owner.stored_ns = turn.now_ns
+        return ""
+    spared = kept()
+    for owner, slots in spared:
+        slot_lifecycle.pin(turn.state, owner, slots)
+    reason = _make_room(turn, needs)
+    for owner, slots in spared:
+        slot_lifecycle.unpin(turn.state, owner, slots)
+    return reason
+
+
+def _make_room(turn: Turn, needs: Needs) -> str:
+    state = turn.state
     evictions: dict[int, int] = {}  # by identity of the class
     victims = _for_quota(state, needs, evictions)
     if victims is None:
@@ -77,13 +93,19 @@ def _commit(
             grant_row(turn, owner)
 
 
+def _excess(needs: Needs) -> int:
+    """Bytes by which the tenant would be beyond its quota with all of these."""
+    tenant = needs[0][0].tenant
+    return tenant.excess(sum(need * owner.block_bytes for owner, need in needs))
+
+
 def _for_quota(state: State, needs: Needs, evictions: dict[int, int]) -> list[SizeClass] | None:
     """Classes that must evict for the tenant's quota, None where that can't be enough.
 
     The classes that store come first, then the tenant's others, coldest first.
     """
     tenant = needs[0][0].tenant
-    excess = tenant.excess(sum(need * owner.block_bytes for owner, need in needs))
+    excess = _excess(needs)
     if excess <= 0:
         return []
     if tenant.shrinking or tenant.tally.evictable_bytes < excess:

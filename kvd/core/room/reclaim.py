@@ -124,7 +124,6 @@ def _seek(turn: Turn) -> None:
 def _on_their_way(turn: Turn) -> int:
     """Extents of rows that will be free soon."""
     state = turn.state
-    turn.now_ns = turn.now_ns
     retiring = (row for row in state.retiring.values() if turn.now_ns - row.retired_ns < STUCK_NS)
     emptying = (row for row in state.emptying.values() if turn.now_ns - row.emptied_ns < STUCK_NS)
     return sum(len(row.extents) for row in (*retiring, *emptying))

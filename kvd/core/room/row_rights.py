@@ -37,7 +37,7 @@ SMALL_SHARE = 4  # 1/4 of what one row for each class of a payer leaves is a rig
 def ask(turn: Turn, owner: SizeClass, need: int, missing: int) -> None:
     """The class wants `need` slots, and would have to evict, or do without, for `missing`."""
     state = turn.state
-    turn.now_ns, claims = turn.now_ns, state.claims
+    claims = state.claims
     payer = state.rights.payer_of(owner.namespace)
     if payer is None:
         return  # it has no session, or what is free would be kept for it for ever
@@ -58,7 +58,6 @@ def ask(turn: Turn, owner: SizeClass, need: int, missing: int) -> None:
 
 def _note_need(turn: Turn, owner: SizeClass, rows: int) -> None:
     """Remember the most rows that it lately wanted at once."""
-    turn.now_ns = turn.now_ns
     if rows >= owner.needed_rows or turn.now_ns - owner.needed_ns > IN_USE_NS:
         owner.needed_rows, owner.needed_ns = rows, turn.now_ns
 
