@@ -19,7 +19,8 @@ from benchmarks import report
 from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.policy import POLICY_NAMES
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd_proto.groups import GroupKind
 
 BATCH = 2048
 BLOCK_BYTES = 4096

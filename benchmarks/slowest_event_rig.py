@@ -16,11 +16,12 @@ import numpy as np
 
 from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.core.upkeep import chores
 from kvd.pool import Pool, PoolConfig
 from kvd.runtime.batching import run_pieces
 from kvd.runtime.driver import Driver, OpenSessionRecord
+from kvd_proto.groups import GroupKind
 from kvd_proto.layout import MAX_GROUPS
 
 HASH_BYTES = 32

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from kvd.control import errors
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import TenantId
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd_proto import layout
+from kvd_proto.groups import GroupKind
 from kvd_proto.v1 import engine_pb2 as pb
 
 STRING_BYTES = 256
@@ -19,11 +20,7 @@ MAX_PART_BYTES = 1 << 40
 # Names the canonical encoding; a change of it is a new name and so a new fingerprint.
 ENCODING = "kvd.namespace.v1"
 
-_KINDS: dict[int, GroupKind] = {
-    pb.GROUP_KIND_FULL_ATTENTION: GroupKind.FULL_ATTENTION,
-    pb.GROUP_KIND_SLIDING_WINDOW: GroupKind.SLIDING_WINDOW,
-    pb.GROUP_KIND_RECURRENT_STATE: GroupKind.RECURRENT_STATE,
-}
+_KINDS = {pb.GroupKind.Value(f"GROUP_KIND_{kind.name}"): kind for kind in GroupKind}
 _STRINGS = (
     "account",
     "model",

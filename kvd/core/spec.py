@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 from kvd.core.keys import TenantId
-
-
-class GroupKind(enum.Enum):
-    FULL_ATTENTION = "full"
-    SLIDING_WINDOW = "sliding"
-    RECURRENT_STATE = "recurrent"
+from kvd_proto.groups import GroupKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,10 @@ from typing import Any
 
 from kvd.core.actions import OpenScope
 from kvd.core.keys import NamespaceId, ScopeId, TenantId
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.pool import sealed_json
 from kvd.pool.reserve import Reserve
+from kvd_proto.groups import GroupKind
 
 log = logging.getLogger(__name__)
 

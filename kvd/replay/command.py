@@ -23,9 +23,10 @@ from kvd.core import actions, events
 from kvd.core.keys import JobId, KeyBatch, LeaseId, MoverId, RequestId, SessionId, TenantId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.policy import POLICY_NAMES
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.replay import belady
 from kvd.replay.trace import BlockIds, TraceError, TraceRequest, read_trace
+from kvd_proto.groups import GroupKind
 
 BELADY = "belady"
 BLOCK_BYTES = 4096  # the smallest that fills a slot; no byte of it exists

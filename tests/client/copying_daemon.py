@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from kvd_client import Group, JobReport, StepPlan, WorkerReport
 from kvd_client.draft import JobDraft, StepDraft
-from kvd_client.identity import GroupKind
+from kvd_proto.groups import GroupKind
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from tests.client.engine_rig import namespace
 from tests.client.fake_daemon import HIT, MISS, PENDING, FakeDaemon

@@ -30,7 +30,7 @@ def group_lists(draw: st.DrawFn) -> tuple[Group, ...]:
                 shard_bytes=(64,),
                 kind=kind,
                 blocks_per_block=1 if recurrent else parts,
-                sliding_window_tokens=draw(st.integers(1, 20)) * (kind == 2),
+                sliding_window_tokens=draw(st.integers(1, 20)) * (kind is GroupKind.SLIDING_WINDOW),
                 drafter=draw(st.booleans()),
             )
         )

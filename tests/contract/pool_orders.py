@@ -12,8 +12,9 @@ import numpy as np
 from kvd.core.actions import GrantRow, OpenNamespace, OpenScope, WriteFree, WriteReady
 from kvd.core.events import Event, PoolRecovered, RowsRecovered, ScopesRecovered
 from kvd.core.keys import U32, U64, KeyBatch, NamespaceId, RowId, ScopeId, TenantId
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.pool import Pool, PoolConfig
+from kvd_proto.groups import GroupKind
 
 EXTENT_BYTES = 1 << 18
 SLOTS_PER_EXTENT = EXTENT_BYTES // 4096

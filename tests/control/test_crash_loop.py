@@ -12,9 +12,10 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import TenantId
 from kvd.core.machine import Machine, MachineConfig
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.pool import Pool, PoolConfig, registry
 from kvd.runtime.driver import Driver
+from kvd_proto.groups import GroupKind
 from tests import leaks
 
 EXTENT_BYTES = 1 << 18

@@ -11,8 +11,9 @@ from kvd.control.convert import DEFAULT_HAND_OFF_MS, KeyBudget, hand_off_events
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.keys import SessionId, TenantId
 from kvd.core.machine import Machine, MachineConfig
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.observability.metrics import Metrics
+from kvd_proto.groups import GroupKind
 from kvd_proto.layout import MAX_KEYS_PER_MESSAGE
 from kvd_proto.v1 import common_pb2, engine_pb2
 from tests.control.daemon_rig import (

@@ -15,8 +15,9 @@ from kvd.core import events as ev
 from kvd.core.actions import Answer, Verdict
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import NamespaceId, SessionId, TenantId
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.runtime.turns import FairQueue
+from kvd_proto.groups import GroupKind
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 from tests.control.daemon_rig import hashes, load_job, store_job

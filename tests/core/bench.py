@@ -24,7 +24,8 @@ from kvd.core.keys import (
     TransferId,
 )
 from kvd.core.machine import Machine, MachineConfig
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd_proto.groups import GroupKind
 from tests.core import invariants
 
 BLOCK = 4096

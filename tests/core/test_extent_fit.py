@@ -14,7 +14,8 @@ from kvd.core.blocks.extent_fit import fitting_size, wasted_share
 from kvd.core.errors import ExtentWaste, KvdError, TooFewExtents
 from kvd.core.keys import NamespaceId, ScopeId, SessionId, TenantId
 from kvd.core.machine import MachineConfig
-from kvd.core.spec import GroupKind, GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd_proto.groups import GroupKind
 from tests.core.bench import Bench
 
 KIB, MIB = 1 << 10, 1 << 20

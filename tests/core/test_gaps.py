@@ -11,7 +11,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import JobId, SessionId
-from kvd.core.spec import GroupKind
+from kvd_proto.groups import GroupKind
 from kvd_proto.layout import NULL_ENGINE_BLOCK as NULL
 from tests.core.bench import Bench, context, keys, only, small, spec
 

@@ -36,12 +36,13 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd_client.connection import SchedulerConnection
 from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
-from kvd_client.identity import Group, GroupKind, NamespaceFields
+from kvd_client.identity import Group, NamespaceFields
 from kvd_client.integrations.vllm.identity.namespace import engine_identity
 from kvd_client.integrations.vllm.metadata import KvdConnectorMetadata
 from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
 from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
 from kvd_client.scheduler import StepPlan
+from kvd_proto.groups import GroupKind
 
 BLOCK_TOKENS = 32
 KV_HEADS = 2

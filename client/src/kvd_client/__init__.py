@@ -6,7 +6,7 @@ the engine computes what it can't load. examples/embed_engine.py is a complete e
 """
 
 from kvd_client.connection import SchedulerConnection
-from kvd_client.identity import EngineIdentity, Group, GroupKind, NamespaceFields
+from kvd_client.identity import EngineIdentity, Group, NamespaceFields
 from kvd_client.scheduler import (
     NULL_BLOCK,
     JobReport,
@@ -29,6 +29,7 @@ from kvd_client.worker import (
     SharedMemory,
     Worker,
 )
+from kvd_proto.groups import GroupKind
 
 __all__ = [
     "NULL_BLOCK",

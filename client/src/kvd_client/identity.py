@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass
 
 from kvd_proto import layout
+from kvd_proto.groups import GroupKind
 from kvd_proto.v1 import engine_pb2
-
-
-class GroupKind(enum.IntEnum):
-    """The attention kind of a group's layers; decides which blocks make a hit."""
-
-    FULL_ATTENTION = 1
-    SLIDING_WINDOW = 2
-    RECURRENT_STATE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +42,7 @@ class Group:
 
     def to_proto(self) -> engine_pb2.GroupSpec:
         return engine_pb2.GroupSpec(
-            kind=engine_pb2.GroupKind.Name(self.kind),
+            kind=f"GROUP_KIND_{self.kind.name}",
             tokens_per_block=self.tokens_per_block,
             blocks_per_block=self.blocks_per_block,
             sliding_window_tokens=self.sliding_window_tokens,

@@ -12,7 +12,7 @@ from kvd.core.errors import InvalidArgument
 from kvd.core.events import Run
 from kvd.core.model.job import Offer
 from kvd.core.model.state import Session, State
-from kvd.core.spec import GroupKind
+from kvd_proto.groups import GroupKind
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.identity import Group, GroupKind
+from kvd_client.identity import Group
+from kvd_proto.groups import GroupKind
 
 Flags = npt.NDArray[np.bool_]
 Statuses = npt.NDArray[np.uint8]

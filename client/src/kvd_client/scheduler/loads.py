@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvd_client.draft import BlockRun
-from kvd_client.identity import Group, GroupKind
+from kvd_client.identity import Group
 from kvd_client.scheduler.hits import loaded_blocks
 from kvd_client.scheduler.request import Request
+from kvd_proto.groups import GroupKind
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 

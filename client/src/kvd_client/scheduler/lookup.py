@@ -15,13 +15,14 @@ from collections.abc import Callable
 import numpy as np
 
 from kvd_client.draft import BlockRun, QueryDraft
-from kvd_client.identity import GroupKind, NamespaceFields
+from kvd_client.identity import NamespaceFields
 from kvd_client.scheduler import hits
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Lookup, LookupState, Request
 from kvd_client.session import Lookups, SessionView
 from kvd_proto import layout
+from kvd_proto.groups import GroupKind
 
 KEYS_PER_CALL = layout.MAX_KEYS_PER_MESSAGE // 2
 LEASE_MARGIN = 0.7  # of the daemon's time: both clocks start at different moments

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvd_client.draft import BlockRun
-from kvd_client.identity import GroupKind, NamespaceFields
+from kvd_client.identity import NamespaceFields
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Request
 from kvd_client.scheduler.retention import Retention
 from kvd_proto import layout
+from kvd_proto.groups import GroupKind
 
 BlockTables = Sequence[Sequence[int]]
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from kvd_client.identity import Group, GroupKind
+from kvd_client.identity import Group
 from kvd_client.scheduler.hits import used_blocks
+from kvd_proto.groups import GroupKind
 
 
 class Retention:
