@@ -170,8 +170,6 @@ class MoverLoop:
                 self._map_row(*frames.unpack_row(body))
             case FrameKind.UNMAP_ROW:
                 self._rows.retire(RowId(frames.unpack_number(body)))
-            case FrameKind.FORGET_JOB:
-                self._queue.forget(frames.unpack_number(body))
             case FrameKind.STOP:
                 self._stopping = True
             case _:

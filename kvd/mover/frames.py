@@ -41,8 +41,7 @@ class FrameKind(enum.IntEnum):
     TRANSFER = 4
     REVOKE = 5
     READY = 6
-    FORGET_JOB = 7
-    STOP = 8
+    STOP = 7
     HELLO = 32
     REFUSED = 33
     FINISHED = 34

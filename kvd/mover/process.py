@@ -199,7 +199,6 @@ class MoverProcess:
     ) -> None:
         """Write control's lane of the board: this job has ended for the rank."""
         self._post(BoardRecord(job, kind, status, bytes_copied, duration_ns))
-        self._write(FrameKind.FORGET_JOB, frames.pack_number(job))
 
     def kill(self) -> None:
         """End the process now; answered by mover_gone."""

@@ -16,8 +16,9 @@ from kvd.core.events import JobKind
 from kvd.mover.frames import TransferOrder
 from kvd_proto.layout import RING_ENTRIES
 
-# Jobs that are ready while their order is still to come. A worker that says more loses the
-# oldest, whose jobs expire.
+# The last jobs that the worker said ready for, whether orders of them still come or not: nobody
+# tells a mover that a store has had its last piece. A store of which a further piece comes after
+# this many other jobs expires.
 MAX_READY_JOBS = RING_ENTRIES
 
 
@@ -81,11 +82,6 @@ class TransferQueue:
                     self._enqueue(transfer)
             while len(self._ready) > MAX_READY_JOBS:
                 del self._ready[next(iter(self._ready))]
-
-    def forget(self, job: int) -> None:
-        """The job has ended: no further order of it will come."""
-        with self._lock:
-            self._ready.pop(job, None)
 
     def revoke(self, number: int) -> TransferProgress | None:
         """End a transfer that has not started, and return it; None when it's too late."""

@@ -13,6 +13,7 @@ from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, RowId, TransferId
 from kvd.mover import process
 from kvd.mover.layout import extent_path
+from kvd.mover.transfers import MAX_READY_JOBS
 from kvd_proto.layout import BOARD_BYTES, NULL_ENGINE_BLOCK
 from tests.control.mover_rig import (
     BLOCKS,
@@ -88,20 +89,33 @@ async def test_the_rpc_says_ready_as_well_as_the_ring() -> None:
 
 
 @on_loop
-async def test_every_piece_of_a_ready_store_starts_and_the_job_is_then_forgotten() -> None:
+async def test_every_piece_of_a_ready_store_starts_until_thousands_of_jobs_came_after_it() -> None:
     async with rig() as r:
         mover = await r.start()
         worker = WorkerEnd(mover)
+
+        def give_piece(transfer: int, job: int) -> None:
+            part = one_part([(0, transfer)], [transfer])
+            mover.start_transfer(TransferId(transfer), JobId(job), JobKind.STORE, [part])
+
         worker.ring.mark_ready([7])
         for transfer in (1, 2, 3):
-            part = one_part([(0, transfer)], [transfer])
-            mover.start_transfer(TransferId(transfer), JobId(7), JobKind.STORE, [part])
+            give_piece(transfer, job=7)
             assert await r.sink.outcome(transfer) is DONE
         mover.post(JobId(7), JobKind.STORE, JobStatus.DONE, 3 * PART_BYTES, 5)
         assert (await worker.record(7)).bytes_copied == 3 * PART_BYTES
-        mover.start_transfer(TransferId(4), JobId(7), JobKind.STORE, [one_part([(0, 4)], [4])])
+        last = 7 + MAX_READY_JOBS - 1
+        worker.ring.mark_ready(range(8, last + 1))
+        give_piece(4, job=last)
+        assert await r.sink.outcome(4) is DONE
+        give_piece(5, job=7)
+        assert await r.sink.outcome(5) is DONE
+        worker.ring.mark_ready([last + 1])
+        give_piece(6, job=last + 1)
+        assert await r.sink.outcome(6) is DONE
+        give_piece(7, job=7)
         await asyncio.sleep(0.1)
-        assert 4 not in r.sink.outcomes
+        assert 7 not in r.sink.outcomes
 
 
 @on_loop
