@@ -173,7 +173,7 @@ class Rig:
         self.driver = LoneDriver(self.machine, self.pool, self.clock)
         self.driver.timed = self.timed
         self.driver.fleet = self.fleet  # type: ignore[assignment]
-        self.driver.on_broken_invariant = lambda _event, _error: None
+        self.driver.on_broken_invariant = lambda *_: None
 
     def close_pool(self) -> None:
         """End without a word to anybody, as a daemon that is killed."""

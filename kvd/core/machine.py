@@ -20,6 +20,7 @@ from kvd.core.keys import U64, KeyBatch, NamespaceId, RowId, ScopeId, Slots, Ten
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import MachineConfig, PolicyFactory, State
+from kvd.core.model.story import BrokenSlots, JobName
 from kvd.core.model.turn import Turn
 from kvd.core.policy import POLICY_NAMES, make_policy
 from kvd.core.room import eviction, expiry, reclaim
@@ -30,6 +31,7 @@ from kvd.core.upkeep.statistics import Statistics, gather
 # Looked at in one go for a snapshot: each may be of another account.
 RESIDENT_SLOTS = 256
 TAGGED_SLOTS = 1024  # looked at in one go for their tags
+SLOTS_TOLD = 16  # of a broken invariant
 ResidentBlocks = tuple[str, str, int, KeyBatch]  # epoch, account, group, keys
 
 __all__ = ["Machine", "MachineConfig", "Statistics"]
@@ -47,6 +49,7 @@ class Machine:
         """Apply one event. A KvdError means that nothing was changed."""
         state = self.state
         turn = Turn(state, now_ns)
+        state.story.begin(now_ns, type(event).__name__, _job_of(state, event))
         _apply(turn, event)
         if state.released:
             for each in waiters.go_on(turn):
@@ -54,6 +57,19 @@ class Machine:
         if state.claims or state.emptying:
             reclaim.serve(turn)
         return turn.orders
+
+    def story(self, error: Exception) -> list[str]:
+        """What lately became of the slots and the job with which an event broke an invariant."""
+        state = self.state
+        slots = error.slots if isinstance(error, BrokenSlots) else state.story.touched_now()
+        slots = slots[:SLOTS_TOLD]
+        table = state.slots
+        facts = [
+            f"slot {slot} now: {SlotState(int(table.state[slot])).name}, pins {table.pins[slot]}"
+            f" (leases {table.leases[slot]}), scope {table.scopes[slot]}"
+            for slot in slots.tolist()
+        ]
+        return facts + state.story.tell(slots)
 
     def room(self, namespace: NamespaceId) -> tuple[int, ...]:
         """Blocks that a store could get now, by group."""
@@ -158,6 +174,17 @@ class Machine:
 
     def statistics(self) -> Statistics:
         return gather(self.state)
+
+
+def _job_of(state: State, event: ev.Event) -> JobName | None:
+    match event:
+        case ev.StoreRequested() | ev.LoadRequested():
+            return event.session, event.job
+        case ev.TransferFinished():
+            running = state.transfers.get(event.transfer)
+            if running is not None:
+                return running.piece.job.session, running.piece.job.job
+    return None
 
 
 def _apply(turn: Turn, event: ev.Event) -> None:

@@ -55,9 +55,13 @@ class OpenSessionRecord:
     user: int  # whose large calls take turns with other users'
 
 
-def exit_on_broken_invariant(event: Event, error: Exception) -> None:
+BrokenInvariantHook = Callable[[Event, Exception, list[str]], None]
+
+
+def exit_on_broken_invariant(event: Event, error: Exception, story: list[str]) -> None:
     """Tell the story and end: a daemon that doubts its own state serves nothing."""
     log.critical("broken invariant while handling %r", event, exc_info=error)
+    log.critical("its slots and its job, from the oldest known event on:\n%s", "\n".join(story))
     logging.shutdown()
     os._exit(70)
 
@@ -76,7 +80,7 @@ class Driver:
         self.machine = machine
         self.pool = pool
         self.incarnation = pool.incarnation
-        self.on_broken_invariant: Callable[[Event, Exception], None] = exit_on_broken_invariant
+        self.on_broken_invariant: BrokenInvariantHook = exit_on_broken_invariant
         self.sessions: dict[SessionId, OpenSessionRecord] = {}
         self.jobs = PendingJobs()
         self.turns = FairQueue()
@@ -153,13 +157,19 @@ class Driver:
             raise
         except Exception as error:
             # The machine believes in what was not carried out: nothing may be served on that.
-            self.on_broken_invariant(event, error)
+            self.on_broken_invariant(event, error, self._story(error))
             raise
         finally:
             self._handling = False
         self._schedule_rooms()
         self._schedule_work()
         return payload
+
+    def _story(self, error: Exception) -> list[str]:
+        try:
+            return self.machine.story(error)
+        except Exception as untold:  # noqa: BLE001 - the state is in doubt; this hides no error
+            return [f"it can't be told: {untold!r}"]
 
     # -- orders out -------------------------------------------------------------------------
 

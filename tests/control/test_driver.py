@@ -359,7 +359,7 @@ async def test_session_whose_index_page_cannot_be_had_is_refused_and_nobody_else
     driver: Driver, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     broken: list[Exception] = []
-    driver.on_broken_invariant = lambda _event, error: broken.append(error)
+    driver.on_broken_invariant = lambda _event, error, _story: broken.append(error)
     one = open_session(driver)
     before = leaks.descriptors()
 
@@ -401,7 +401,7 @@ async def test_recovery_without_memory_for_an_index_page_says_so(
     machine = Machine(MachineConfig(orders.EXTENTS, orders.EXTENT_BYTES))
     second = Driver(machine, Pool.open(config, lambda _done, _all: None), launch=_launch)
     broken: list[Exception] = []
-    second.on_broken_invariant = lambda _event, error: broken.append(error)
+    second.on_broken_invariant = lambda _event, error, _story: broken.append(error)
     with monkeypatch.context() as patched:
         patched.setattr(os, "memfd_create", refuse)
         with pytest.raises(PoolError, match="Cannot allocate memory"):

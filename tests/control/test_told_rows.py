@@ -104,7 +104,7 @@ class Stage:
         pool = Pool.open(config, lambda _done, _all: None)
         machine = Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0))
         self.driver = Driver(machine, pool, launch=self._launch)
-        self.driver.on_broken_invariant = lambda _event, _error: None  # the test fails with it
+        self.driver.on_broken_invariant = lambda *_: None  # the test fails with it
         self.driver.recover()
         self.state = machine.state
         self.session = self.driver.allocate_session_id()

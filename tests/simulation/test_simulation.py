@@ -92,7 +92,7 @@ class World:
             )
         )
         driver = Driver(machine, pool, clock=self.loop, launch=self._launch)
-        driver.on_broken_invariant = lambda _event, error: None
+        driver.on_broken_invariant = lambda *_: None
         for event in pool.recovered():
             driver.call(event)
         self._ticker = self.loop.create_task(driver.run())

@@ -23,6 +23,7 @@ from kvd.core.model.job import Offer
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState, coarse_stamp
 from kvd.core.model.state import Scope, State
+from kvd.core.model.story import BrokenSlots
 from kvd.core.model.turn import Turn
 
 
@@ -88,7 +89,8 @@ def evict(turn: Turn, owner: SizeClass, count: int) -> None:
 def forget_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """READY -> FREE for unpinned blocks that the policy has already let go."""
     state = turn.state
-    assert not state.slots.pins[slots].any(), "a pinned block was evicted"
+    if state.slots.pins[slots].any():
+        raise BrokenSlots("a pinned block was evicted", slots[state.slots.pins[slots] > 0])
     _leave_index(turn, owner, slots)
     turn.orders.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.FREE)
@@ -100,7 +102,9 @@ def forget_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
 def quarantine_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """READY -> QUARANTINED for pinned blocks that the policy has already let go."""
     state = turn.state
-    assert bool((state.slots.pins[slots] > 0).all()), "an unpinned block needs no quarantine"
+    if not (state.slots.pins[slots] > 0).all():
+        unpinned = slots[state.slots.pins[slots] <= 0]
+        raise BrokenSlots("an unpinned block needs no quarantine", unpinned)
     _leave_index(turn, owner, slots)
     turn.orders.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.QUARANTINED)
@@ -119,6 +123,7 @@ def quarantine_reserved(state: State, owner: SizeClass, slots: Slots) -> None:
 
 def pin(state: State, owner: SizeClass, slots: Slots) -> None:
     """One more reason not to evict each of these distinct slots."""
+    state.slots.story.changed("pinned", slots)
     pins = state.slots.pins
     before = pins[slots]
     ready = state.slots.state[slots] == SlotState.READY
@@ -128,9 +133,11 @@ def pin(state: State, owner: SizeClass, slots: Slots) -> None:
 
 def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
     """Take one such reason away; a quarantined slot's last one sets it free."""
+    state.slots.story.changed("unpinned", slots)
     pins = state.slots.pins
     after = pins[slots] - 1
-    assert bool((after >= 0).all()), "a pin was taken away twice"
+    if (after < 0).any():
+        raise BrokenSlots("a pin was taken away twice", slots[after < 0])
     pins[slots] = after
     states = state.slots.state[slots]
     owner.count(evictable=int(np.count_nonzero((after == 0) & (states == SlotState.READY))))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, Slots
+from kvd.core.model.story import BrokenSlots, Story
 from kvd.core.sparse import sparse_zeros
 
 
@@ -39,6 +40,8 @@ STEPS: frozenset[tuple[SlotState, SlotState]] = frozenset(
     }
 )
 
+_STEP_NAMES = {(old, new): f"{old.name} -> {new.name}" for old, new in STEPS}
+
 # Coarse recency: 2**24 ns (17 ms) fit 2.3 years into 32 bits.
 STAMP_SHIFT = 24
 
@@ -50,8 +53,9 @@ def coarse_stamp(now_ns: int) -> np.uint32:
 class SlotTable:
     """One element a slot. Preallocated at the upper bound; memory is used only where touched."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, story: Story | None = None) -> None:
         self.size = slots
+        self.story = story or Story()
         self.state: npt.NDArray[np.uint8] = sparse_zeros(slots, np.uint8)
         self.pins: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # claims + transfers
         self.leases: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # of those, claims
@@ -92,5 +96,8 @@ class SlotTable:
     def move(self, slots: Slots, old: SlotState, new: SlotState) -> None:
         """Take a step of the table with all of these slots; anything else is our own fault."""
         assert (old, new) in STEPS, f"no step from {old.name} to {new.name}"
-        assert bool((self.state[slots] == old).all()), f"a slot was not {old.name}"
+        self.story.changed(_STEP_NAMES[old, new], slots)
+        if not (self.state[slots] == old).all():
+            wrong = slots[self.state[slots] != old]
+            raise BrokenSlots(f"a slot was not {old.name}", wrong)
         self.state[slots] = new

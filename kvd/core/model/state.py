@@ -42,6 +42,7 @@ from kvd.core.model.size_class import (
     Tenant,
 )
 from kvd.core.model.slots import SlotTable
+from kvd.core.model.story import Story
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.policy.slot_queue import PolicyMemory
 from kvd.core.spec import NamespaceSpec
@@ -245,7 +246,8 @@ class State:
         self.make_policy = make_policy
         self.pool_bytes = config.extents * config.extent_bytes
         self.slots_per_extent = max(1, config.extent_bytes // MIN_SLOT_BYTES)
-        self.slots = SlotTable(config.extents * self.slots_per_extent)
+        self.story = Story()
+        self.slots = SlotTable(config.extents * self.slots_per_extent, self.story)
         self.policy_memory = PolicyMemory(self.slots.size)
         self.index = Index(self.slots)
         self.admission = ReuseFilter(config.store_threshold, config.tracker_blocks)
