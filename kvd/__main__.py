@@ -21,15 +21,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["demo"]:  # its flags are the demo's own
         return demo(words[1:])
     parser = argparse.ArgumentParser(
-        prog="kvd", description="KV cache of LLM engines, in host memory"
+        prog="kvd", description="A daemon that keeps the KV cache of LLM engines in host memory"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # Each command's flags are declared only when it is called: starting stays quick.
     command = words[0] if words and not words[0].startswith("-") else ""
     _declare_serve(commands.add_parser("serve", help="run the daemon"), command)
-    _declare_status(commands.add_parser("status", help="show what a running daemon does"), command)
-    commands.add_parser("demo", help="run the demonstration with a real model")
-    _declare_replay(commands.add_parser("replay", help="replay a trace through the core"), command)
+    _declare_status(
+        commands.add_parser("status", help="show what a running daemon does and holds"), command
+    )
+    commands.add_parser(
+        "demo", help="show a cache that outlives its engine and its daemon, with a real model"
+    )
+    _declare_replay(
+        commands.add_parser(
+            "replay", help="tell how much of a trace an eviction policy would find"
+        ),
+        command,
+    )
     commands.add_parser("version", help="print the version")
     arguments = parser.parse_args(words)
     match arguments.command:

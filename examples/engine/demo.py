@@ -174,9 +174,22 @@ def figures(arguments: argparse.Namespace, runs: Sequence[Run]) -> dict[str, Any
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="kvd demo", description=__doc__)
-    parser.add_argument("--model", choices=sorted(BLOCKS), default="smollm2")
-    parser.add_argument("--tp", type=int, choices=(1, 2), default=1, help="tensor-parallel ranks")
-    parser.add_argument("--turns", type=int, choices=range(1, len(QUESTIONS) + 1), default=4)
+    parser.add_argument(
+        "--model",
+        choices=sorted(BLOCKS),
+        default="smollm2",
+        help="SmolLM2-135M, or a tiny model with random weights (default: smollm2)",
+    )
+    parser.add_argument(
+        "--tp", type=int, choices=(1, 2), default=1, help="tensor-parallel ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--turns",
+        type=int,
+        choices=range(1, len(QUESTIONS) + 1),
+        default=4,
+        help="questions of the conversation (default: 4)",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     return parser.parse_args(argv)
 

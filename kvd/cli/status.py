@@ -27,13 +27,15 @@ _TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the command's flags."""
-    parser.description = "Show what a running daemon does; exits 1 where none answers."
+    parser.description = (
+        "Show what a running daemon does and holds. Exits with 1 where no daemon answers."
+    )
     parser.add_argument(
         "--socket",
         metavar="PATH",
         help=f"the daemon's socket (default: KVD_SOCKET, else {DEFAULT_SOCKET})",
     )
-    parser.add_argument("--json", action="store_true", help="print all of it as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     parser.add_argument(
         "--timeout",
         type=float,
@@ -59,7 +61,8 @@ def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
         return EXIT_NO_ANSWER
     except grpc.RpcError as error:
         print(
-            f"kvd: the daemon on {path} did not say its status: {describe(error)}", file=sys.stderr
+            f"kvd: the daemon on {path} did not answer with its status: {describe(error)}",
+            file=sys.stderr,
         )
         return EXIT_NO_ANSWER
     if arguments.json:

@@ -142,23 +142,28 @@ SETTINGS: tuple[Setting, ...] = (
         "pool_directory",
         _POOL_DIRECTORY,
         read_path,
-        "directory that holds the pool, on a tmpfs of its own",
+        "directory of the pool; give it a tmpfs of its own",
     ),
     Setting(
         "extents_directory",
         "",
         read_optional_path,
-        "directory of the extents, on a tmpfs or hugetlbfs; empty: extents in the pool's directory",
+        "directory of the extents, on a tmpfs or hugetlbfs; empty: the pool's directory",
     ),
     Setting("pool_bytes", "1GiB", read_size, 'size of the pool: bytes, "4GiB", "60%%" of memory'),
     Setting(
         "extent_bytes",
         "auto",
         read_extent_size,
-        "size of one extent, the unit of a row; auto: by the pool's size, 4 to 64 MiB",
+        "size of one extent; auto: 4 to 64 MiB, by the pool's size",
     ),
-    Setting("prefault_threads", 2, whole_number(1, 64), "threads that touch a new pool's memory"),
-    Setting("any_filesystem", False, read_switch, "take a pool directory that is not on a tmpfs"),
+    Setting(
+        "prefault_threads",
+        2,
+        whole_number(1, 64),
+        "threads that touch a new pool's memory at its start",
+    ),
+    Setting("any_filesystem", False, read_switch, "accept a pool directory that is not on a tmpfs"),
     Setting(
         "payload_checksums",
         False,
@@ -170,43 +175,43 @@ SETTINGS: tuple[Setting, ...] = (
         "store_threshold",
         1,
         whole_number(1, 255),
-        "store a block when it is offered for the n-th time; 1: at once",
+        "store a block only when it is offered for the n-th time; 1: at once",
     ),
     Setting(
         "sessions_per_user",
         32,
         whole_number(1, 128),
-        "most sessions of one user at a time; each may take a message's memory (4 MiB)",
+        "most sessions of one user at a time; each may take 4 MiB for a message",
     ),
     Setting(
         "lease_ttl_ms",
         2000,
         whole_number(100, 600_000),
-        "life of a lease that no engine's step renews, in milliseconds",
+        "how long a lease lasts, in milliseconds, unless an engine's step renews it",
     ),
     Setting(
         "lease_share",
         0.25,
         number(0.01, 1.0),
-        "most of a tenant's quota (without one: of the pool) for leases and hand-offs",
+        "largest share of a tenant's quota (without one: of the pool) for leases and hand-offs",
     ),
     Setting(
         "private_grace_seconds",
         60.0,
         number(0, 86400),
-        "life of what only one engine can use after that engine's session",
+        "how long blocks that only one engine can use outlive that engine's session",
     ),
     Setting(
         "submit_deadline_seconds",
         30.0,
         number(0.1, 3600),
-        "longest wait until every rank is ready for a job; then the job is taken back",
+        "how long a job waits for every rank to be ready; then it is revoked",
     ),
     Setting(
         "copy_deadline_seconds",
         30.0,
         number(0.1, 3600),
-        "longest wait for a copy after that; then its mover is ended",
+        "how long a copy may then take; after that its mover is ended",
     ),
     Setting(
         "gpu_copier",
@@ -218,28 +223,36 @@ SETTINGS: tuple[Setting, ...] = (
         "gpu_context_bytes",
         "512MiB",
         read_gpu_size(0, 16 << 30),
-        "GPU memory that a mover is assumed to take, unless less was measured on that GPU",
+        "GPU memory that a mover is expected to take, unless less was measured on that GPU",
     ),
     Setting(
         "gpu_staging_bytes",
         "16MiB",
         read_gpu_size(MIB, 1 << 30),
-        "pinned buffer of each direction of a mover, for extents that can't be pinned themselves",
+        "pinned buffer of a mover for each direction, used for extents that can't be pinned",
     ),
     Setting("http_address", "127.0.0.1", read_address, "address of /metrics, /healthz and /readyz"),
     Setting(
         "http_port", 9470, whole_number(0, 65535), "port of /metrics, /healthz and /readyz; 0: none"
     ),
-    Setting("log_level", "info", one_of(*LOG_LEVELS), "one of " + ", ".join(LOG_LEVELS)),
+    Setting(
+        "log_level",
+        "info",
+        one_of(*LOG_LEVELS),
+        "least level that is logged: " + ", ".join(LOG_LEVELS),
+    ),
     Setting("log_format", "text", one_of(*LOG_FORMATS), "text for people, json for collectors"),
     Setting(
-        "drain_seconds", 10.0, number(0, 600), "longest wait for copies under way when stopping"
+        "drain_seconds",
+        10.0,
+        number(0, 600),
+        "how long the daemon waits for copies under way when it stops",
     ),
     Setting(
         "operators",
         [],
         read_uids,
-        "numeric user ids that may operate, beside root and the daemon's",
+        "user ids (numbers) of operators, beside root and the daemon's user",
     ),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -249,9 +262,9 @@ _DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser a flag for each setting."""
     parser.description = (
-        "Run the daemon until SIGTERM. A setting is taken from its flag, else from the variable"
-        " KVD_ and its name (KVD_POOL_BYTES), else from the configuration file (pool_bytes = ...),"
-        " else it has its default."
+        "Run the daemon until SIGTERM. Each setting may be a flag (--pool-bytes), a variable"
+        " (KVD_POOL_BYTES), or a key of the configuration file (pool_bytes = ...). The first of"
+        " these that is there counts; without any, the default does."
     )
     parser.add_argument(
         "--config",

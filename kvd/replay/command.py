@@ -236,22 +236,41 @@ def _run(blocks: BlockIds, first_block: int = 0) -> events.Run:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvd replay`."""
-    parser.description = "Replay a trace through the core and say how much a policy would find."
-    parser.add_argument("--trace", type=Path, required=True, help="JSON lines, plain or gzip")
-    parser.add_argument("--policy", choices=(*POLICY_NAMES, BELADY), default="lru")
+    parser.description = (
+        "Replay a trace of requests through the daemon's core, and tell how many blocks an eviction"
+        " policy would find in a pool of the given size."
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the trace: JSON lines, plain or gzip",
+    )
+    parser.add_argument(
+        "--policy",
+        choices=(*POLICY_NAMES, BELADY),
+        default="lru",
+        help="eviction policy (default: lru); belady knows the future and is the bound",
+    )
     size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument("--capacity-blocks", type=_positive, metavar="N")
     size.add_argument(
-        "--capacity-fraction", type=_share, metavar="F", help="of the trace's distinct blocks"
+        "--capacity-blocks", type=_positive, metavar="N", help="size of the pool in blocks"
+    )
+    size.add_argument(
+        "--capacity-fraction",
+        type=_share,
+        metavar="F",
+        help="size of the pool as a part of the trace's distinct blocks, such as 0.1",
     )
     parser.add_argument(
         "--store-threshold",
         type=_positive,
         default=1,
         metavar="N",
-        help="store a block on its N-th sighting (default: 1; belady ignores it)",
+        help="store a block only when it comes for the N-th time (default: 1; belady ignores it)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
