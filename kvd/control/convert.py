@@ -292,9 +292,7 @@ async def request_ids(names: Sequence[str], field: str, pace: Pace) -> tuple[Req
 
 
 def answer_message(answer: act.Answer) -> pb.Answer:
-    return pb.Answer(
-        statuses=answer.statuses, lease_id=answer.lease or 0, leased_blocks=answer.leased_blocks
-    )
+    return pb.Answer(statuses=answer.statuses, lease_id=answer.lease or 0)
 
 
 def verdict_message(verdict: act.Verdict) -> pb.JobVerdict:

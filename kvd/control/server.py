@@ -12,7 +12,6 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-import kvd
 from kvd.control.access import descriptors
 from kvd.control.access.companion import CompanionServer
 from kvd.control.access.door import Door
@@ -104,8 +103,6 @@ class ControlServer:
         self.companion = CompanionServer(
             self.peers,
             self.namespaces.page_of,
-            driver.incarnation,
-            kvd.__version__,
             tenants.user_operates,
         )
         report = StatusReport(driver, self.engines, self.namespaces, self.rooms.sessions)

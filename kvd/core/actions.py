@@ -49,7 +49,6 @@ class Answer:
 
     statuses: bytes
     lease: LeaseId | None
-    leased_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,6 @@ class PiecewiseAnswers:
     def __init__(self, queries: int) -> None:
         self._statuses = [bytearray() for _ in range(queries)]
         self._leases: list[LeaseId | None] = [None] * queries
-        self._leased = [0] * queries
         self._unbroken = [True] * queries  # hits only, so far
 
     def continue_in(self, pieces: list[QueryPiece]) -> list[QueryPiece]:
@@ -76,15 +75,12 @@ class PiecewiseAnswers:
                 self._unbroken[piece.number] = False
             if answer.lease is not None:
                 self._leases[piece.number] = answer.lease
-            self._leased[piece.number] += answer.leased_blocks
 
     def whole(self) -> tuple[Answer, ...]:
         """One answer for each query."""
         return tuple(
-            Answer(bytes(statuses), lease, leased)
-            for statuses, lease, leased in zip(
-                self._statuses, self._leases, self._leased, strict=True
-            )
+            Answer(bytes(statuses), lease)
+            for statuses, lease in zip(self._statuses, self._leases, strict=True)
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvd_client import ScheduledRequest, StepPlan
-from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, StepDraft
+from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, QueryDraft, StepDraft
 from kvd_proto.v1 import common_pb2
 from tests.client.small_engine import TOKENS, SmallEngine, block_hashes
 from tests.daemon_process import DaemonProcess
@@ -293,6 +293,20 @@ def test_a_refused_step_fails_its_own_jobs_and_keeps_the_session(start_engine: S
     engine.store("a", "hello", 8)
     assert engine.load("b", "hello", 8) == 8
     assert connection.sessions == 1
+
+
+def test_a_refused_lookup_says_why_in_the_log(
+    start_engine: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = start_engine().connection
+    context = common_pb2.ReqContext(request_id="bad")
+    asked = QueryDraft(context, BlockRun(7, 0, [bytes(32)]), lease_all=False)
+    call = connection.start_lookup([asked])
+    connection.gather([call], time.monotonic() + 30)
+    assert not connection.take_answers(call)
+    assert connection.refusals["INVALID_ARGUMENT"] == 1
+    assert "lookup refused: INVALID_ARGUMENT" in caplog.text
+    assert "group 7" in caplog.text
 
 
 def test_more_loads_in_a_step_than_a_message_has_all_hit(start_engine: Start) -> None:

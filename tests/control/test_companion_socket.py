@@ -67,7 +67,6 @@ def open_descriptors(running: RunningDaemon) -> int:
 def test_hello_is_answered_with_a_token_of_ones_own(running: RunningDaemon) -> None:
     one, other = Caller(running.socket), Caller(running.socket)
     assert one.welcome.token != other.welcome.token
-    assert len(one.welcome.incarnation) == 16
     one.close()
     other.close()
 
@@ -147,7 +146,7 @@ def test_only_writable_shared_memory_is_accepted(running: RunningDaemon, tmp_pat
     for fd in (empty, read_only, disk, reading):
         with pytest.raises(CompanionRefused, match="INVALID_ARGUMENT"):
             companion.offer_memory(1, fd)
-    assert companion.offer_memory(1, good) == 8192
+    companion.offer_memory(1, good)
     companion.close()
     for fd in (good, empty, read_only, disk, reading, writing):
         os.close(fd)
@@ -178,9 +177,8 @@ def test_no_more_than_256_memories_are_kept(running: RunningDaemon) -> None:
 
 def test_the_index_page_comes_read_only_and_sealed(running: RunningDaemon) -> None:
     scheduler = RawScheduler(running.socket, identity=identity("pages"))
-    fd, size = scheduler.companion.get_page(scheduler.opened.namespace_id)
+    fd = scheduler.companion.get_page(scheduler.opened.namespace_id)
     assert int.from_bytes(os.pread(fd, 8, 0), "little") == PAGE_MAGIC
-    assert os.fstat(fd).st_size == size
     with pytest.raises(OSError, match=r"Bad file descriptor|not permitted"):
         os.pwrite(fd, b"lies", 0)
     os.close(fd)

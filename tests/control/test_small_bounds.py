@@ -92,7 +92,7 @@ async def test_a_session_is_ready_in_time_though_its_rows_are_not_fast(
     assert session.WARM_SECONDS < LONG_S
     monkeypatch.setattr(session, "WARM_SECONDS", SHORT_S)
     told: list[engine_pb2.SessionResponse] = []
-    slow_session(told).ranks_ready([])
+    slow_session(told).ranks_ready()
     assert not told
     await until(lambda: bool(told))
     assert told[0].HasField("ranks_ready")

@@ -339,6 +339,12 @@ class Bench:
         assert isinstance(answer, act.Answer)
         return answer
 
+    def leased(self, answer: act.Answer, session: int = 1) -> int:
+        """How many blocks the answer's lease holds; 0 without one."""
+        if answer.lease is None:
+            return 0
+        return len(self.machine.state.sessions[SessionId(session)].leases[answer.lease].slots)
+
     def statuses(self, numbers: Sequence[int], session: int = 1, account: str = "") -> str:
         """M(iss), H(it), P(ending), R(etry) by key; lower case m where a store is filtered."""
         answer = self.lookup(numbers, session, account=account)

@@ -178,7 +178,8 @@ def test_handed_off_blocks_can_be_leased_though_the_cap_is_reached(bench: Bench)
     bench.stored(range(16))
     hand_off(bench, range(8))
     assert list(bench.lookup([12], DECODE, lease=ev.LeaseMode.PREFIX).statuses) == [3]
-    assert bench.lookup(range(8), DECODE, lease=ev.LeaseMode.PREFIX).leased_blocks == 8
+    answer = bench.lookup(range(8), DECODE, lease=ev.LeaseMode.PREFIX)
+    assert bench.leased(answer, DECODE) == 8
     load(bench, range(8))
     assert figures(bench).leases == 1
     assert flood(bench)[:8] == "H" * 8

@@ -65,20 +65,20 @@ def test_steps_renew_the_session_s_leases(bench: Bench) -> None:
 def test_prefix_lease_ends_at_the_first_miss(bench: Bench) -> None:
     bench.stored([0, 1, 3])
     answer = bench.lookup([0, 1, 2, 3], lease=PREFIX)
-    assert answer.leased_blocks == 2
+    assert bench.leased(answer) == 2
     answer = bench.lookup([0, 1, 2, 3], lease=ALL)
-    assert answer.leased_blocks == 3
+    assert bench.leased(answer) == 3
 
 
 def test_miss_takes_no_lease(bench: Bench) -> None:
     answer = bench.lookup([1], lease=PREFIX)
-    assert (answer.lease, answer.leased_blocks) == (None, 0)
+    assert answer.lease is None
 
 
 def test_beyond_the_cap_the_answer_is_retry(bench: Bench) -> None:
     fill(bench)
     answer = bench.lookup(range(10), lease=PREFIX)
-    assert answer.leased_blocks == 8
+    assert bench.leased(answer) == 8
     assert list(answer.statuses) == [1] * 8 + [3] * 2
     assert list(bench.lookup([12], lease=PREFIX).statuses) == [3]
 
@@ -86,16 +86,16 @@ def test_beyond_the_cap_the_answer_is_retry(bench: Bench) -> None:
 def test_block_under_many_leases_counts_once_against_the_cap(bench: Bench) -> None:
     fill(bench)
     for request in "abcdef":
-        assert bench.lookup(range(8), lease=PREFIX, request=request).leased_blocks == 8
+        assert bench.leased(bench.lookup(range(8), lease=PREFIX, request=request)) == 8
 
 
 def test_cap_follows_the_tenant_s_quota(bench: Bench) -> None:
     fill(bench)
     bench.quota(16 * 4096)
-    assert bench.lookup(range(16), lease=PREFIX).leased_blocks == 8
+    assert bench.leased(bench.lookup(range(16), lease=PREFIX)) == 8
     bench.feed(ev.RequestsEnded(SessionId(1), (RequestId("r"),)))
     bench.quota(8 * 4096)
-    assert bench.lookup(range(16), lease=ALL).leased_blocks <= 4
+    assert bench.leased(bench.lookup(range(16), lease=ALL)) <= 4
 
 
 def test_ended_request_lets_go_only_its_own_leases(bench: Bench) -> None:

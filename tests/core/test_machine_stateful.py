@@ -317,11 +317,8 @@ class MachineRules(RuleBasedStateMachine):
             assert (status in (1, 3)) == (number in resident), "the oracle says otherwise"
         if answer.lease is not None:
             hits = [n for n, s in zip(numbers, statuses, strict=True) if s == 1]
-            kept = (
-                hits[: answer.leased_blocks]
-                if mode is ev.LeaseMode.ALL
-                else numbers[: answer.leased_blocks]
-            )
+            first_other = next((i for i, s in enumerate(statuses) if s != 1), len(statuses))
+            kept = hits if mode is ev.LeaseMode.ALL else numbers[:first_other]
             where = f"{SPECS[which].fingerprint}/{self.epochs[which]}"
             self.held[answer.lease] = (session, where, account, kept)
 

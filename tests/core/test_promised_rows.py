@@ -30,7 +30,7 @@ def promise(bench: Bench, each: int = SLOTS) -> None:
     """Lease every so many blocks, with a lease each, as long as the engine takes steps."""
     for number in range(0, len(bench.pool.ready), each):
         answer = bench.lookup([number], 1, lease=LeaseMode.ALL, request=f"r{number}")
-        assert answer.leased_blocks == 1
+        assert bench.leased(answer) == 1
 
 
 def settle(bench: Bench, made: list[act.Action]) -> None:

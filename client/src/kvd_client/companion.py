@@ -50,20 +50,17 @@ class CompanionSocket:
         hello = companion_pb2.Hello(role=role, program=program[:256])
         return self._ask(companion_pb2.CompanionRequest(hello=hello), "welcome").welcome
 
-    def offer_memory(self, memory_token: int, fd: int, device_memory: bool = False) -> int:
-        """Hand a shared-memory file to the daemon; its size in bytes as the daemon sees it.
-
-        Of exported device memory nothing can be seen: 0.
-        """
+    def offer_memory(self, memory_token: int, fd: int, device_memory: bool = False) -> None:
+        """Hand a shared-memory file, or an export of device memory, to the daemon."""
         offer = companion_pb2.OfferMemory(memory_token=memory_token, device_memory=device_memory)
         request = companion_pb2.CompanionRequest(offer_memory=offer)
-        return self._ask(request, "memory_accepted", [fd]).memory_accepted.bytes
+        self._ask(request, "memory_accepted", [fd])
 
-    def get_page(self, namespace_id: int) -> tuple[int, int]:
-        """(descriptor, bytes) of a namespace's index page; the caller closes the descriptor."""
+    def get_page(self, namespace_id: int) -> int:
+        """Descriptor of a namespace's index page; the caller closes it."""
         get_page = companion_pb2.GetPage(namespace_id=namespace_id)
-        answer = self._ask(companion_pb2.CompanionRequest(get_page=get_page), "page")
-        return self._take_descriptors(1)[0], answer.page.bytes
+        self._ask(companion_pb2.CompanionRequest(get_page=get_page), "page")
+        return self._take_descriptors(1)[0]
 
     def rank_channel(self, registration_id: int) -> tuple[int, int, int, int]:
         """Descriptors of ring, board, eventfd and mover's pidfd; the caller closes them."""

@@ -45,7 +45,6 @@ SILENCE_S = 1.0
 MAX_SILENCE_S = 32.0
 MAX_QUEUED_MESSAGES = 1024
 CAPABILITIES = ("request-level-store", "epochs", "quiet")  # ends are read from the boards
-PROTOCOL_MINOR = 0
 UNSENDABLE = "UNSENDABLE"  # our own word among the daemon's: a job that no message can carry
 SESSION_METHOD = f"/{engine_pb2.DESCRIPTOR.services_by_name['EngineService'].full_name}/Session"
 MAX_REMEMBERED_STEPS = MAX_QUEUED_MESSAGES  # of which a refusal may still come
@@ -303,7 +302,6 @@ class SchedulerConnection:
             capabilities=CAPABILITIES,
             epoch=self._epoch,
             own_epoch=bool(self._epoch),
-            protocol_minor=PROTOCOL_MINOR,
         )
 
     def _receive(
@@ -322,8 +320,7 @@ class SchedulerConnection:
             self._heard_s = time.monotonic()
             session = self._session
             if kind == "lookup":
-                self.refusals.update([response.lookup.reason] if response.lookup.reason else [])
-                self._lookups.take_reply(response.lookup)
+                self._take_lookup(response.lookup)
             elif kind == "ranks_ready" and session is not None:
                 session.ranks_ready = True
                 self.problem = ""
@@ -340,6 +337,13 @@ class SchedulerConnection:
             elif kind == "refused":
                 self._take_refusal(response.refused)
             self._changed.notify_all()
+
+    def _take_lookup(self, reply: engine_pb2.LookupReply) -> None:
+        """Called under the lock."""
+        if reply.reason:
+            self.refusals[reply.reason] += 1
+            self._backoff.warn("kvd", f"lookup refused: {reply.reason} {reply.message}", None)
+        self._lookups.take_reply(reply)
 
     def _take_refusal(self, refused: engine_pb2.StepRefused) -> None:
         """Nothing of that step was applied: its jobs fail, what it said of ends is said again.
@@ -365,8 +369,7 @@ class SchedulerConnection:
     ) -> None:
         self._generation += 1
         session = DaemonSession(self._generation, opened, self.namespace.hash_bytes)
-        fd, _ = companion.get_page(session.namespace_id)
-        session.map_page(fd)
+        session.map_page(companion.get_page(session.namespace_id))
         log.info("kvd session %d open, namespace %s", session.session_id, session.fingerprint)
         with self._changed:
             self.problem = "waiting for every rank to register"

@@ -102,7 +102,6 @@ class DaemonSession:
         self.generation = generation
         self.session_id = opened.session_id
         self.namespace_id = opened.namespace_id
-        self.incarnation = opened.incarnation
         self.fingerprint = opened.namespace_fingerprint
         self.lease_ttl_s = opened.lease_ttl_ms / 1000
         self.store_threshold = max(1, opened.store_threshold)

@@ -56,8 +56,6 @@ class CompanionServer:
         self,
         peers: Peers,
         page_of: PageOf,
-        incarnation: bytes,
-        version: str,
         operates: Callable[[int], bool],
     ) -> None:
         self.peers = peers
@@ -87,7 +85,6 @@ class CompanionServer:
             )
         )
         self.shares = {Role.SCHEDULER: engines, Role.WORKER: engines, Role.TOOL: tools}
-        self.welcome = pb.Welcome(incarnation=incarnation, daemon_version=version)
         self._listener: socket.socket | None = None
         self._connections: set[CompanionConnection] = set()
 
@@ -273,22 +270,17 @@ class CompanionConnection:
             program,
             extra=self._whose,
         )
-        welcome = pb.Welcome(token=self._peer.token)
-        welcome.MergeFrom(self._server.welcome)
-        self.send(pb.CompanionResponse(welcome=welcome), ())
+        self.send(pb.CompanionResponse(welcome=pb.Welcome(token=self._peer.token)), ())
 
     def _offer_memory(self, peer: Peer, offer: pb.OfferMemory) -> None:
         if not self._fds:
             raise InvalidArgument("offer_memory came without its descriptor", "memory_token")
-        number = offer.memory_token
-        memory = peer.offer(number, self._fds.popleft(), offer.device_memory)
-        accepted = pb.MemoryAccepted(memory_token=number, bytes=memory.bytes)
-        self.send(pb.CompanionResponse(memory_accepted=accepted), ())
+        peer.offer(offer.memory_token, self._fds.popleft(), offer.device_memory)
+        self.send(pb.CompanionResponse(memory_accepted=pb.MemoryAccepted()), ())
 
     def _send_page(self, peer: Peer, namespace: int) -> None:
         fd = self._server.page_of(peer, namespace)
-        page = pb.PageGranted(namespace_id=namespace, bytes=os.fstat(fd).st_size)
-        self.send(pb.CompanionResponse(page=page), (fd,))
+        self.send(pb.CompanionResponse(page=pb.PageGranted()), (fd,))
 
     # -- out --------------------------------------------------------------------------------
 

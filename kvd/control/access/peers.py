@@ -197,7 +197,7 @@ class Peer:
                 "registration_id",
             )
 
-    def offer(self, number: int, fd: int, is_device: bool = False) -> Memory:
+    def offer(self, number: int, fd: int, is_device: bool = False) -> None:
         """Keep an offered memory under the client's number; owns the descriptor either way."""
         try:
             if len(self.memories) >= MAX_MEMORIES and number not in self.memories:
@@ -210,7 +210,6 @@ class Peer:
         if (old := self.memories.pop(number, None)) is not None:
             os.close(old.fd)
         self.memories[number] = memory
-        return memory
 
     def drop_device_memories(self) -> None:
         """Close the exports that were offered: as long as one is open, its memory is not free."""

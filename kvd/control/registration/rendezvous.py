@@ -82,7 +82,7 @@ class MeetingSession(Protocol):
     def attach(self, placement: RankPlacement, mover: MoverProcess) -> None:
         """Make the mover serve this session."""
 
-    def ranks_ready(self, registrations: Sequence[MoverId]) -> None:
+    def ranks_ready(self) -> None:
         """Every rank is attached."""
 
     def end(self, reason: str) -> None:
@@ -356,7 +356,7 @@ class Rendezvous:
         if session is None or set(start.ranks) != set(range(session.world_size)):
             return
         if all(rank.answered for rank in start.ranks.values()):
-            session.ranks_ready([start.ranks[n].mover.mover for n in range(session.world_size)])
+            session.ranks_ready()
 
     def _end_rank_soon(self, mover: MoverId, reason: str) -> None:
         if mover in self._ranks:

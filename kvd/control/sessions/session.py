@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,7 +29,6 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.blocks.extent_fit import wasted_share
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
-from kvd.core.keys import MoverId
 from kvd.core.spec import NamespaceSpec
 from kvd.mover.process import MoverProcess
 from kvd.runtime.driver import Driver
@@ -39,7 +38,6 @@ from kvd_proto.v1 import engine_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-PROTOCOL_MINOR = 0
 # Optional behaviours of this daemon; a session gets those that its client names too.
 CAPABILITIES = ("request-level-store", "epochs", "events", QUIET)
 MAX_CAPABILITIES = 64
@@ -109,14 +107,13 @@ class SchedulerSession:
     def attach(self, placement: RankPlacement, mover: MoverProcess) -> None:
         self._rooms.driver.attach_rank(self.live.id, placement, mover)
 
-    def ranks_ready(self, registrations: Sequence[MoverId]) -> None:
-        self._telling = asyncio.ensure_future(self._tell_ready(registrations))
+    def ranks_ready(self) -> None:
+        self._telling = asyncio.ensure_future(self._tell_ready())
 
-    async def _tell_ready(self, registrations: Sequence[MoverId]) -> None:
+    async def _tell_ready(self) -> None:
         """Say so once the first copies would be as fast as later ones."""
         await self._rooms.driver.fleet.warm(self.live.id, WARM_SECONDS)
-        ready = pb.RanksReady(registration_ids=registrations)
-        self.outbox.put(pb.SessionResponse(ranks_ready=ready))
+        self.outbox.put(pb.SessionResponse(ranks_ready=pb.RanksReady()))
 
     def end(self, reason: str) -> None:
         """Free all that the session held. Once."""
@@ -390,14 +387,12 @@ class SessionContext:
     ) -> pb.SessionOpened:
         return pb.SessionOpened(
             session_id=live.id,
-            incarnation=self.driver.incarnation,
             namespace_fingerprint=live.spec.fingerprint,
             namespace_id=accepted.namespace,
             epoch=convert.epoch_message(accepted.epoch),
             capabilities=[c for c in message.capabilities if c in CAPABILITIES],
             lease_ttl_ms=self.terms.lease_ttl_ms,
             store_threshold=self.terms.store_threshold,
-            protocol_minor=min(message.protocol_minor, PROTOCOL_MINOR),
             isolated=self.tenants.isolated(live.peer.uid),
         )
 

@@ -47,7 +47,7 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
         statuses = _STATUS_OF_STATE.take(state.slots.state.take(slots))
     else:
         statuses = _statuses(state, owner, tags, slots, known)
-    held, leased = None, 0
+    held = None
     if query.lease is not LeaseMode.NONE:
         run = _claimed(statuses, query.lease)
         claimed = slots.take(run)
@@ -66,7 +66,7 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
     counters.hits += int(counts[HIT])
     counters.pending += int(counts[PENDING])
     counters.retries += int(counts[RETRY])
-    return Answer(statuses.tobytes(), held, leased)
+    return Answer(statuses.tobytes(), held)
 
 
 def _statuses(

@@ -231,6 +231,13 @@ class Registrar:
             answer = self._registering.result()
             channel_fds = companion.rank_channel(answer.registration_id)
             registration = Registration(answer.registration_id, channel_fds)
+            log.info(
+                "kvd: rank %d is registered, by %s, with mover %d; it takes %d bytes of GPU memory",
+                self._place.rank,
+                answer.transport,
+                answer.mover_pid,
+                answer.gpu_context_bytes,
+            )
             with self._changed:
                 self._current, self._stub, self.problem = registration, stub, ""
                 self._backoff.hold()

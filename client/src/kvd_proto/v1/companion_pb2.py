@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvd/v1/companion.proto\x12\x06kvd.v1\"\x8c\x01\n\x10\x43ompanionRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\r.kvd.v1.HelloH\x00\x12+\n\x0coffer_memory\x18\x02 \x01(\x0b\x32\x13.kvd.v1.OfferMemoryH\x00\x12#\n\x08get_page\x18\x03 \x01(\x0b\x32\x0f.kvd.v1.GetPageH\x00\x42\x06\n\x04kind\"\xed\x01\n\x11\x43ompanionResponse\x12\"\n\x07welcome\x18\x01 \x01(\x0b\x32\x0f.kvd.v1.WelcomeH\x00\x12\x31\n\x0fmemory_accepted\x18\x02 \x01(\x0b\x32\x16.kvd.v1.MemoryAcceptedH\x00\x12#\n\x04page\x18\x03 \x01(\x0b\x32\x13.kvd.v1.PageGrantedH\x00\x12+\n\x0crank_channel\x18\x04 \x01(\x0b\x32\x13.kvd.v1.RankChannelH\x00\x12\'\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x16.kvd.v1.CompanionErrorH\x00\x42\x06\n\x04kind\"8\n\x05Hello\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.kvd.v1.PeerRole\x12\x0f\n\x07program\x18\x02 \x01(\t\"E\n\x07Welcome\x12\r\n\x05token\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x03 \x01(\t\":\n\x0bOfferMemory\x12\x14\n\x0cmemory_token\x18\x01 \x01(\x04\x12\x15\n\rdevice_memory\x18\x02 \x01(\x08\"5\n\x0eMemoryAccepted\x12\x14\n\x0cmemory_token\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"\x1f\n\x07GetPage\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\"2\n\x0bPageGranted\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\"&\n\x0bRankChannel\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\"1\n\x0e\x43ompanionError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t*h\n\x08PeerRole\x12\x19\n\x15PEER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13PEER_ROLE_SCHEDULER\x10\x01\x12\x14\n\x10PEER_ROLE_WORKER\x10\x02\x12\x12\n\x0ePEER_ROLE_TOOL\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvd/v1/companion.proto\x12\x06kvd.v1\"\x8c\x01\n\x10\x43ompanionRequest\x12\x1e\n\x05hello\x18\x01 \x01(\x0b\x32\r.kvd.v1.HelloH\x00\x12+\n\x0coffer_memory\x18\x02 \x01(\x0b\x32\x13.kvd.v1.OfferMemoryH\x00\x12#\n\x08get_page\x18\x03 \x01(\x0b\x32\x0f.kvd.v1.GetPageH\x00\x42\x06\n\x04kind\"\xed\x01\n\x11\x43ompanionResponse\x12\"\n\x07welcome\x18\x01 \x01(\x0b\x32\x0f.kvd.v1.WelcomeH\x00\x12\x31\n\x0fmemory_accepted\x18\x02 \x01(\x0b\x32\x16.kvd.v1.MemoryAcceptedH\x00\x12#\n\x04page\x18\x03 \x01(\x0b\x32\x13.kvd.v1.PageGrantedH\x00\x12+\n\x0crank_channel\x18\x04 \x01(\x0b\x32\x13.kvd.v1.RankChannelH\x00\x12\'\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x16.kvd.v1.CompanionErrorH\x00\x42\x06\n\x04kind\"8\n\x05Hello\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.kvd.v1.PeerRole\x12\x0f\n\x07program\x18\x02 \x01(\t\"A\n\x07Welcome\x12\r\n\x05token\x18\x01 \x01(\tJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04R\x0bincarnationR\x0e\x64\x61\x65mon_version\":\n\x0bOfferMemory\x12\x14\n\x0cmemory_token\x18\x01 \x01(\x04\x12\x15\n\rdevice_memory\x18\x02 \x01(\x08\"1\n\x0eMemoryAcceptedJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x0cmemory_tokenR\x05\x62ytes\"\x1f\n\x07GetPage\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\".\n\x0bPageGrantedJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x0cnamespace_idR\x05\x62ytes\"&\n\x0bRankChannel\x12\x17\n\x0fregistration_id\x18\x01 \x01(\x04\"1\n\x0e\x43ompanionError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t*h\n\x08PeerRole\x12\x19\n\x15PEER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13PEER_ROLE_SCHEDULER\x10\x01\x12\x14\n\x10PEER_ROLE_WORKER\x10\x02\x12\x12\n\x0ePEER_ROLE_TOOL\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvd.v1.companion_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PEERROLE']._serialized_start=837
-  _globals['_PEERROLE']._serialized_end=941
+  _globals['_PEERROLE']._serialized_start=825
+  _globals['_PEERROLE']._serialized_end=929
   _globals['_COMPANIONREQUEST']._serialized_start=35
   _globals['_COMPANIONREQUEST']._serialized_end=175
   _globals['_COMPANIONRESPONSE']._serialized_start=178
@@ -40,17 +40,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELLO']._serialized_start=417
   _globals['_HELLO']._serialized_end=473
   _globals['_WELCOME']._serialized_start=475
-  _globals['_WELCOME']._serialized_end=544
-  _globals['_OFFERMEMORY']._serialized_start=546
-  _globals['_OFFERMEMORY']._serialized_end=604
-  _globals['_MEMORYACCEPTED']._serialized_start=606
-  _globals['_MEMORYACCEPTED']._serialized_end=659
-  _globals['_GETPAGE']._serialized_start=661
-  _globals['_GETPAGE']._serialized_end=692
-  _globals['_PAGEGRANTED']._serialized_start=694
-  _globals['_PAGEGRANTED']._serialized_end=744
-  _globals['_RANKCHANNEL']._serialized_start=746
-  _globals['_RANKCHANNEL']._serialized_end=784
-  _globals['_COMPANIONERROR']._serialized_start=786
-  _globals['_COMPANIONERROR']._serialized_end=835
+  _globals['_WELCOME']._serialized_end=540
+  _globals['_OFFERMEMORY']._serialized_start=542
+  _globals['_OFFERMEMORY']._serialized_end=600
+  _globals['_MEMORYACCEPTED']._serialized_start=602
+  _globals['_MEMORYACCEPTED']._serialized_end=651
+  _globals['_GETPAGE']._serialized_start=653
+  _globals['_GETPAGE']._serialized_end=684
+  _globals['_PAGEGRANTED']._serialized_start=686
+  _globals['_PAGEGRANTED']._serialized_end=732
+  _globals['_RANKCHANNEL']._serialized_start=734
+  _globals['_RANKCHANNEL']._serialized_end=772
+  _globals['_COMPANIONERROR']._serialized_start=774
+  _globals['_COMPANIONERROR']._serialized_end=823
 # @@protoc_insertion_point(module_scope)

@@ -50,14 +50,10 @@ class Hello(_message.Message):
     def __init__(self, role: _Optional[_Union[PeerRole, str]] = ..., program: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("token", "incarnation", "daemon_version")
+    __slots__ = ("token",)
     TOKEN_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    DAEMON_VERSION_FIELD_NUMBER: _ClassVar[int]
     token: str
-    incarnation: bytes
-    daemon_version: str
-    def __init__(self, token: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., daemon_version: _Optional[str] = ...) -> None: ...
+    def __init__(self, token: _Optional[str] = ...) -> None: ...
 
 class OfferMemory(_message.Message):
     __slots__ = ("memory_token", "device_memory")
@@ -68,12 +64,8 @@ class OfferMemory(_message.Message):
     def __init__(self, memory_token: _Optional[int] = ..., device_memory: bool = ...) -> None: ...
 
 class MemoryAccepted(_message.Message):
-    __slots__ = ("memory_token", "bytes")
-    MEMORY_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    memory_token: int
-    bytes: int
-    def __init__(self, memory_token: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class GetPage(_message.Message):
     __slots__ = ("namespace_id",)
@@ -82,12 +74,8 @@ class GetPage(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ...) -> None: ...
 
 class PageGranted(_message.Message):
-    __slots__ = ("namespace_id", "bytes")
-    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    namespace_id: int
-    bytes: int
-    def __init__(self, namespace_id: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RankChannel(_message.Message):
     __slots__ = ("registration_id",)

@@ -125,46 +125,40 @@ class GroupSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[GroupKind, str]] = ..., tokens_per_block: _Optional[int] = ..., blocks_per_block: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., shard_bytes: _Optional[_Iterable[int]] = ..., drafter: bool = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("identity", "namespace", "world_size", "capabilities", "epoch", "protocol_minor", "own_epoch")
+    __slots__ = ("identity", "namespace", "world_size", "capabilities", "epoch", "own_epoch")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     OWN_EPOCH_FIELD_NUMBER: _ClassVar[int]
     identity: EngineIdentity
     namespace: NamespaceFields
     world_size: int
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     epoch: str
-    protocol_minor: int
     own_epoch: bool
-    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., namespace: _Optional[_Union[NamespaceFields, _Mapping]] = ..., world_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., epoch: _Optional[str] = ..., protocol_minor: _Optional[int] = ..., own_epoch: bool = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., namespace: _Optional[_Union[NamespaceFields, _Mapping]] = ..., world_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., epoch: _Optional[str] = ..., own_epoch: bool = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("session_id", "incarnation", "namespace_fingerprint", "namespace_id", "epoch", "capabilities", "lease_ttl_ms", "store_threshold", "protocol_minor", "isolated")
+    __slots__ = ("session_id", "namespace_fingerprint", "namespace_id", "epoch", "capabilities", "lease_ttl_ms", "store_threshold", "isolated")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     LEASE_TTL_MS_FIELD_NUMBER: _ClassVar[int]
     STORE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
-    PROTOCOL_MINOR_FIELD_NUMBER: _ClassVar[int]
     ISOLATED_FIELD_NUMBER: _ClassVar[int]
     session_id: int
-    incarnation: bytes
     namespace_fingerprint: str
     namespace_id: int
     epoch: EpochOpened
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     lease_ttl_ms: int
     store_threshold: int
-    protocol_minor: int
     isolated: bool
-    def __init__(self, session_id: _Optional[int] = ..., incarnation: _Optional[bytes] = ..., namespace_fingerprint: _Optional[str] = ..., namespace_id: _Optional[int] = ..., epoch: _Optional[_Union[EpochOpened, _Mapping]] = ..., capabilities: _Optional[_Iterable[str]] = ..., lease_ttl_ms: _Optional[int] = ..., store_threshold: _Optional[int] = ..., protocol_minor: _Optional[int] = ..., isolated: bool = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., namespace_fingerprint: _Optional[str] = ..., namespace_id: _Optional[int] = ..., epoch: _Optional[_Union[EpochOpened, _Mapping]] = ..., capabilities: _Optional[_Iterable[str]] = ..., lease_ttl_ms: _Optional[int] = ..., store_threshold: _Optional[int] = ..., isolated: bool = ...) -> None: ...
 
 class EpochOpened(_message.Message):
     __slots__ = ("epoch", "group_seeds")
@@ -175,10 +169,8 @@ class EpochOpened(_message.Message):
     def __init__(self, epoch: _Optional[str] = ..., group_seeds: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RanksReady(_message.Message):
-    __slots__ = ("registration_ids",)
-    REGISTRATION_IDS_FIELD_NUMBER: _ClassVar[int]
-    registration_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, registration_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RankLost(_message.Message):
     __slots__ = ("rank", "reason")
@@ -221,14 +213,12 @@ class Query(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ..., run: _Optional[_Union[_common_pb2.KeyRun, _Mapping]] = ..., lease: _Optional[_Union[LeaseMode, str]] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("statuses", "lease_id", "leased_blocks")
+    __slots__ = ("statuses", "lease_id")
     STATUSES_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
-    LEASED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     statuses: bytes
     lease_id: int
-    leased_blocks: int
-    def __init__(self, statuses: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., leased_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, statuses: _Optional[bytes] = ..., lease_id: _Optional[int] = ...) -> None: ...
 
 class LookupCall(_message.Message):
     __slots__ = ("call_id", "queries")
