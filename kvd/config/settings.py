@@ -47,7 +47,7 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Validated settings."""
+    """The daemon's settings, read and checked."""
 
     socket: Path
     socket_mode: int

@@ -103,7 +103,7 @@ class RankTaken(KvdError):
 
 
 class DeadlinePassed(KvdError):
-    """What was waited for still runs."""
+    """The call's deadline has passed, and what it waits for still runs."""
 
     reason = DEADLINE
 

@@ -43,7 +43,7 @@ _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Servic
 
 
 class HttpServer:
-    """One request a connection; anything unreadable is dropped."""
+    """Serves metrics and health: one request a connection; what can't be read is dropped."""
 
     def __init__(self, pages: dict[str, Page]) -> None:
         self._pages = pages

@@ -34,10 +34,10 @@ def own_bytes() -> int:
 
 
 class MemoryReturn:
-    """Has free memory given back soon after it was taken.
+    """Gives free memory back to the system soon after it was taken.
 
-    While as much is in use it tries again, each time after twice as long: what a client holds for
-    minutes goes back too once he has let it go.
+    While as much is in use it tries again, each time after twice as long. So what a client holds
+    for minutes goes back too, once the client has let it go.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ _MOST_DIFFERENCES = 16  # other namespaces compared with one: each takes a tenth
 
 
 class Namespaces:
-    """The registry's namespaces under the operator's policy.
+    """The namespaces that callers may see, by the operator's policy.
 
     One that the caller may not see and one that is not there get the same answer.
     """

@@ -42,7 +42,7 @@ class CallObserver(Protocol):
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps kvd's own methods; health and reflection pass untouched."""
+    """Checks and counts every call of kvd's own methods; health and reflection pass untouched."""
 
     def __init__(
         self,

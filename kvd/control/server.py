@@ -71,7 +71,7 @@ _OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the API is found, where the pool lies, and how GPUs are used."""
+    """Where the API and the pool are, and how GPUs are used."""
 
     socket: Path
     companion: Path
@@ -83,7 +83,7 @@ class Place:
 
 
 class ControlServer:
-    """Everything between the sockets and the driver."""
+    """The gRPC server, its servicers and the companion socket: all between sockets and driver."""
 
     def __init__(
         self,

@@ -69,7 +69,7 @@ class ChannelToControl:
 
 @dataclass(slots=True)
 class Copy:
-    """What came of a transfer so far. Slots are counted over all its parts."""
+    """How far a transfer's copy has come. Slots are counted over all its parts."""
 
     bytes: int = 0
     duration_ns: int = 0

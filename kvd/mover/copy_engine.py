@@ -20,7 +20,7 @@ class CopyStopped(Exception):
 
 
 class DeviceLost(Exception):
-    """Nothing more is known of copies under way: they end with this process, which must end now."""
+    """Nothing is known of copies under way on the GPU any more, so this process must end."""
 
 
 class CopyEngine(Protocol):

@@ -30,7 +30,7 @@ class CopyPath:
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """The GPU that the rank's memory lies on.
+    """The GPU that a rank's memory is on, as its mover found it.
 
     context_bytes: device memory that the mover takes, 0 where that can't be known.
     unregistered_extents could not be pinned; staged_bytes went through the staging buffer.
@@ -48,7 +48,7 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class MoverFacts:
-    """The transport in use; `gpu` is None for host shared memory."""
+    """What a mover says of itself: the transport in use, and for a GPU its figures."""
 
     transport: str = HOST_SHARED_MEMORY
     store: CopyPath = field(default_factory=CopyPath)

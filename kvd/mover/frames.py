@@ -33,7 +33,7 @@ MAX_FRAME_BYTES = 16 << 20
 
 
 class FrameKind(enum.IntEnum):
-    """Down: control to mover. Up: mover to control."""
+    """The kinds of frames. Down: control to mover. Up: mover to control."""
 
     CONFIGURE = 1
     MAP_ROW = 2
@@ -60,7 +60,7 @@ def _none() -> U64:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Finished:
-    """A transfer has ended, or never will start.
+    """A mover's word that a transfer has ended, or never will start.
 
     checksums: of a store's slots, in the order of its parts, where they are wanted; else empty.
     damaged: numbers, in that order, of a load's slots that did not hold what was stored.
@@ -76,7 +76,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the mover can't serve this registration."""
+    """A mover's word why it can't serve this registration."""
 
     error: str  # name of a class of kvd.core.errors
     message: str

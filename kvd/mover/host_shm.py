@@ -106,7 +106,7 @@ class _PieceView:
 
 
 class HostSharedMemory:
-    """The CopyEngine of host shared memory.
+    """The `CopyEngine` for host shared memory.
 
     Refuses, with the field named, memory that is not a memory file, is smaller than said or
     can't be written, and every layout that `check_config` refuses.

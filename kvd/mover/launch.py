@@ -21,7 +21,7 @@ GLIBC_TUNABLES = "glibc.cpu.x86_non_temporal_threshold=0x100000"
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A child that runs, and control's end of the socket pair."""
+    """A mover process that was started, and control's end of its socket pair."""
 
     child: subprocess.Popen[bytes]
     end: socket.socket

@@ -42,7 +42,7 @@ class CudaRegion:
 
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
-    """The GPU that a rank's memory lies on, and how to copy there.
+    """The GPU that a rank's memory is on, and how to copy there.
 
     copier: "auto" (by calibration), "batch", "plain", "strided", "kernel".
     """
@@ -57,7 +57,7 @@ class GpuConfig:
 
 @dataclass(frozen=True, slots=True)
 class FragmentSpec:
-    """One piece of every engine block: block b's lies at base + b * stride of the region."""
+    """One fragment of every engine block: block b's is at base + b * stride of the region."""
 
     region: int
     base: int
@@ -67,7 +67,7 @@ class FragmentSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupMap:
-    """Engine blocks of one group. `part_bytes` is one slot's part in this rank's shard."""
+    """Where the engine blocks of one group are; `part_bytes`: of a slot, in this rank's shard."""
 
     num_blocks: int
     blocks_per_block: int
@@ -104,7 +104,7 @@ class MoverConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocatedPart:
-    """Blocks of one group and where their slots' parts lie.
+    """Blocks of one group, and where their slots' parts are.
 
     extents: extent number of each, shape [n]. offsets: bytes in the extent, [n].
     engine_blocks: [n, blocks_per_block], NULL_ENGINE_BLOCK allowed.

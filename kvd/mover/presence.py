@@ -28,7 +28,7 @@ _STRETCH = 256
 
 
 class Presence:
-    """Pages of one mapped file. Any thread."""
+    """Which pages of one mapped file the kernel has in memory. Any thread."""
 
     def __init__(self, address: int, size: int) -> None:
         self.full = False  # every page is known to be there

@@ -14,7 +14,7 @@ from kvd.mover.copy_engine import CopyEngine
 
 
 class MappedRows:
-    """Rows of this mover's shard, one extent each. Any thread may call.
+    """The rows that a mover has mapped, one extent of its shard for each. Any thread may call.
 
     An extent is unmapped as soon as it is retired and nobody uses it, never before.
     """

@@ -47,7 +47,7 @@ class TransferProgress:
 
 
 class TransferQueue:
-    """Joins the halves and hands transfers to the copying threads. Any thread may call.
+    """Joins the halves of each transfer and hands it to the copying threads. For any thread.
 
     The sender of orders bounds how many there are; readies are bounded here.
     """

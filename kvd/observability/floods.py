@@ -38,7 +38,7 @@ class _Told:
 
 
 class Floods(logging.Filter):
-    """A handler's filter; safe on any thread.
+    """A filter that keeps any user from filling the log; safe on any thread.
 
     What ends the daemon always passes, and so does what is for debugging.
     """

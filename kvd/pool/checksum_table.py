@@ -27,7 +27,10 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 class ChecksumTable:
-    """All checksums, mapped. Places run along: extent and ordinal of each part."""
+    """The file with the checksums of all parts.
+
+    All checksums, mapped. Places run along: extent and ordinal of each part.
+    """
 
     def __init__(self, config: PoolConfig, path: Path) -> None:
         """Open or make the table."""

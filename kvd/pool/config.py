@@ -37,7 +37,7 @@ def chosen_extent_bytes(pool_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
-    """Where the pool lies and how large it is; PoolError where a value is impossible.
+    """Where the pool is and how large it is; PoolError where a value is impossible.
 
     extent_bytes_chosen: nobody set extent_bytes, so a pool that is there may have another, and
     huge pages may ask for more.

@@ -78,7 +78,7 @@ def has_mark(directory: Path, mark: str) -> bool:
 
 
 class Extents:
-    """Files `NNNNN.kv` of one size, numbered from 0, in a directory of theirs.
+    """The pool's extents: files `NNNNN.kv` of one size, numbered from 0, in a directory of theirs.
 
     An empty file there is named by the mark of the pool that they belong to, so that another
     pool's bytes are never taken for this one's.

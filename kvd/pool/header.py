@@ -20,7 +20,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class PoolHeader:
-    """`tag_secret` is hex; `boot_id` makes a pool of an earlier boot cold (torn by nature).
+    """What the pool's header file says of the pool.
+
+    `tag_secret` is hex; `boot_id` makes a pool of an earlier boot cold (torn by nature).
 
     nodes: the NUMA nodes that the extents were dealt to, in equal shares; empty: to none.
     extents_mark: names this pool beside its extents, which may lie in a directory elsewhere.

@@ -71,7 +71,10 @@ class _Phase(enum.Enum):
 
 
 class IndexPage:
-    """The writer's side. `spilled` counts resident tags that found no place."""
+    """The daemon's side of an index page, which alone writes it.
+
+    The writer's side. `spilled` counts resident tags that found no place.
+    """
 
     def __init__(self, name: str, blocks: int) -> None:
         """Make a page for at most `blocks` tags, which nobody can shorten.

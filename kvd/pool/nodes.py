@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node with memory and processors of its own."""
+    """A memory node with memory and processors of its own."""
 
     number: int
     cpus: frozenset[int]

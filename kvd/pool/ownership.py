@@ -30,7 +30,7 @@ _BLANK = b"\n"
 
 
 class MoverRecord(NamedTuple):
-    """A process, told from any later one with its pid."""
+    """A mover's process, told apart from any later one with its pid."""
 
     pid: int
     start_time: int  # clock ticks since boot: field 22 of /proc/<pid>/stat
@@ -94,7 +94,7 @@ class PoolLock:
 
 
 class DirectoryLock:
-    """The flock on a directory of extents, wherever it lies, held until `release`.
+    """The flock on a directory of extents, wherever it is, held until `release`.
 
     On the directory itself: it may be on a file system whose files can't be written to.
     """

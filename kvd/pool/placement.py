@@ -14,7 +14,11 @@ _NO_ROW = -1
 
 
 class Placement:
-    """Arrays by slot and by row (its leading extent). Asking for an ungranted slot is ours."""
+    """Where each slot's bytes are: its extents and its ordinal in them.
+
+    Arrays by slot and by row (its leading extent). To ask for a slot that is not granted
+    is a defect of ours.
+    """
 
     def __init__(self, config: PoolConfig) -> None:
         self._per_extent = config.slots_per_extent

@@ -76,7 +76,10 @@ class PoolMemory:
 
 
 class Pool:
-    """Synchronous, called by the driver only; `zero_row` alone may run in a thread."""
+    """The daemon's files and shared memory: extents, tables, registry and index pages.
+
+    Synchronous, called by the driver only; `zero_row` alone may run in a thread.
+    """
 
     def __init__(self, config: PoolConfig, huge_page: int) -> None:
         """For `open` only. Owns the directories from here until `close`."""

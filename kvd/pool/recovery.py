@@ -47,7 +47,10 @@ class PoolFiles:
 
 @dataclass(slots=True)
 class Recovery:
-    """What was found. `rows` stand as soon as it is made; records are read by `events`."""
+    """What a start found in a pool that is there already.
+
+    What was found. `rows` stand as soon as it is made; records are read by `events`.
+    """
 
     books: PoolFiles
     orphaned_extents: frozenset[int]  # still mapped by movers that couldn't be killed

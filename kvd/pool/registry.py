@@ -101,7 +101,7 @@ Name = tuple[LineKind, int]  # and the number: of a namespace, but for a scope
 
 @dataclass(slots=True)
 class Registry:
-    """What the file says, and the way to say more."""
+    """The file of namespaces, epochs and scopes: what it says, and the way to say more."""
 
     path: Path
     reserve: Reserve

@@ -37,7 +37,7 @@ def have_all(fd: int, size: int, path: Path) -> None:
 
 
 class Reserve:
-    """The file that is given up bit by bit."""
+    """A file that keeps room for the registry, and is given up bit by bit."""
 
     def __init__(self, path: Path, whole: int) -> None:
         """Begins with what the last owner held: what is let go a neighbour may take at once.

@@ -54,7 +54,7 @@ class _Header:
 
 
 class RowTable:
-    """All row headers, mapped and populated (they are few)."""
+    """The headers of all rows, mapped and populated (they are few)."""
 
     def __init__(self, config: PoolConfig, path: Path) -> None:
         self._count = config.extents

@@ -40,7 +40,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SlotTableFile:
-    """All records, mapped. Every call takes whole batches."""
+    """The file with the records of all slots, mapped. Every call takes whole batches."""
 
     def __init__(self, config: PoolConfig, path: Path) -> None:
         """Open or make the table; a new one says FREE everywhere."""

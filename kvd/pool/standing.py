@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class Standing:
-    """Files and directories as they were when this was made."""
+    """Tells whether files and directories are still what they were when this was made."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._inodes = {path: _inode(path) for path in paths}

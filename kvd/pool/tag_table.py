@@ -29,7 +29,7 @@ _BATCH_SHARE = 8
 
 
 class TagTable:
-    """The writer's side of a table that lies in words of somebody else's."""
+    """Writes tags into a table that is in words of somebody else's."""
 
     def __init__(self, words: U64) -> None:
         """The words of a power of two of buckets; they hold a table, or zeros."""

@@ -28,6 +28,8 @@ BlockIds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraceRequest:
+    """One request of a trace: when it came, and its blocks."""
+
     timestamp_ms: int
     input_tokens: int
     output_tokens: int

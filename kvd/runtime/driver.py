@@ -67,7 +67,7 @@ def exit_on_broken_invariant(event: Event, error: Exception, story: list[str]) -
 
 
 class Driver:
-    """Owns the machine, the pool and the movers; see the module's docstring."""
+    """The one writer: it owns the machine, the pool and the movers; see the module's docstring."""
 
     def __init__(
         self,

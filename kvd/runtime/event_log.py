@@ -24,6 +24,8 @@ DELIVERY_CHANGES = 64  # most changes in one delivery
 
 
 class ChangeKind(enum.Enum):
+    """What happened to the blocks of a change."""
+
     STORED = 1
     REMOVED = 2
     CLEARED = 3
@@ -31,7 +33,7 @@ class ChangeKind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
-    """Blocks of one (namespace, epoch, account, group); keys is None for CLEARED.
+    """What happened to blocks of one (namespace, epoch, account, group); CLEARED has no keys.
 
     It names the tenant, because the namespace may be forgotten when the change is delivered.
     """
@@ -91,7 +93,7 @@ def resident_changes(machine: Machine, wanted: Wanted) -> Iterator[tuple[Change,
 
 
 class EventLog:
-    """One writer, many watchers, all on one event loop."""
+    """The changes that watchers are told of. One writer, many watchers, all on one event loop."""
 
     def __init__(
         self,

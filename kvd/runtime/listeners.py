@@ -10,7 +10,7 @@ from kvd.runtime.fleet import TransferObserver
 
 
 class SessionSink(Protocol):
-    """Where news for one session go."""
+    """What takes the news for one session."""
 
     def job_ended(self, order: EndJob) -> None: ...
 

@@ -24,7 +24,7 @@ PAUSE_TICKS = 20  # after a turn through a namespace that mended nothing
 
 
 class PageMending:
-    """Goes through one namespace after the other; called at each tick."""
+    """Mends index pages that lacked memory, one namespace after the other; called at each tick."""
 
     def __init__(self, machine: Machine, pool: Pool) -> None:
         self._machine = machine

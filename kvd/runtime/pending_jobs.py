@@ -13,7 +13,7 @@ REMEMBERED_ENDS = 1024  # of each session, so that a late flush still hears how 
 
 
 class PendingJobs:
-    """Live jobs by session and the newest ends; lives on the event loop."""
+    """Live jobs by session with who waits for them, and the newest ends. On the event loop."""
 
     def __init__(self) -> None:
         self._live: dict[SessionId, set[JobId]] = {}

@@ -19,7 +19,10 @@ ROWS_TOLD_AT_ONCE = 128  # about a millisecond of the event loop
 
 
 class RowTeller:
-    """Lives on the event loop. `refused` are rows that the core has and the pool can't have."""
+    """Tells movers of the rows that are granted.
+
+    Lives on the event loop. `refused` are rows that the core has and the pool can't have.
+    """
 
     def __init__(
         self, machine: Machine, fleet: MoverFleet, turns: FairQueue, refused: AbstractSet[RowId]

@@ -11,7 +11,7 @@ from kvd.mover.process import MoverProcess
 
 
 class ToldRows:
-    """Has one mover map rows, each of them once. Lives on the event loop."""
+    """The rows that one mover was told of, each of them once. Lives on the event loop."""
 
     def __init__(self, process: MoverProcess, shard: int) -> None:
         self._process = process

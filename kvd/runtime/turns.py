@@ -18,7 +18,7 @@ UNITS_AT_ONCE = 64  # done by one call without letting others in: some tenths of
 
 
 class FairQueue:
-    """Lets one piece go on at a time. Lives on one event loop."""
+    """Lets users take turns at long work, one piece at a time. Lives on one event loop."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
@@ -60,7 +60,7 @@ class FairQueue:
 
 
 class Pace:
-    """Counts what one call has done since others were let in, and lets them in when it is much.
+    """Lets others in when one call has done much without a pause.
 
     Units are small: about the time in which a run of keys is looked at, some microseconds.
     """

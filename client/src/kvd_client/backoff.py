@@ -50,7 +50,7 @@ def error_of(attempt: Callable[[], None]) -> Exception | None:
 
 
 class Backoff:
-    """Pauses before the next attempt, in seconds; and which problems the log knows."""
+    """How long to pause before the next attempt, and which problems the log knows already."""
 
     def __init__(self, max_doublings: int = MAX_DOUBLINGS) -> None:
         self._max_doublings = max_doublings

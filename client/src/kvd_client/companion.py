@@ -30,7 +30,10 @@ class CompanionRefused(Exception):
 
 
 class CompanionSocket:
-    """One connection to `<socket>.companion`. Its end of file is the daemon's death."""
+    """A client's connection to the companion socket.
+
+    One connection to `<socket>.companion`. Its end of file is the daemon's death.
+    """
 
     def __init__(self, socket_path: str, timeout_s: float) -> None:
         self._descriptors: list[int] = []

@@ -59,7 +59,7 @@ class SentStep(NamedTuple):
 
 
 class SchedulerConnection:
-    """Holds this engine's session with the daemon at `socket_path`, whenever there is one.
+    """An engine's connection to the daemon: it holds a session whenever there is a daemon.
 
     Never raises for a daemon that is absent, hung or refuses: `problem` then says why. Calls
     come from one thread, the engine's scheduler; `blocking_calls` counts how often it waited,

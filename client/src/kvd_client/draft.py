@@ -27,7 +27,7 @@ MAX_PARTS = 1024  # loads, stores, touches, hand-offs of one message: of each so
 
 
 class BlockRun(NamedTuple):
-    """Blocks of one group; `engine_blocks` has blocks_per_block ids for each hash, or none."""
+    """Blocks of one group; `engine_blocks` has blocks_per_block ids for each of them, or none."""
 
     group: int
     first_block: int
@@ -97,6 +97,8 @@ def count_parts(keys: int) -> int:
 
 @dataclass(slots=True)
 class JobDraft:
+    """A store or load that is to be asked for."""
+
     job_id: int
     context: common_pb2.ReqContext
     runs: list[BlockRun]
@@ -105,6 +107,8 @@ class JobDraft:
 
 @dataclass(slots=True)
 class QueryDraft:
+    """One question of a lookup: are these blocks of this request there?"""
+
     context: common_pb2.ReqContext
     run: BlockRun
     lease_all: bool
@@ -119,6 +123,8 @@ class QueryDraft:
 
 @dataclass(slots=True)
 class HandOffDraft:
+    """The blocks of an ended request that are to be kept for another engine."""
+
     context: common_pb2.ReqContext
     runs: list[BlockRun]
     deadline_ms: int
@@ -133,7 +139,7 @@ class HandOffDraft:
 
 @dataclass(slots=True)
 class StepDraft:
-    """One `Step` but for its number, which the session gives; see `messages_of`."""
+    """What one `Step` will say, but for its number, which the session gives; see `messages_of`."""
 
     touches: list[tuple[common_pb2.ReqContext, BlockRun]] = field(default_factory=list)
     loads: list[JobDraft] = field(default_factory=list)

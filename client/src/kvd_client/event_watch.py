@@ -38,7 +38,7 @@ def key_of(group: int, block_hash: bytes) -> Key:
 
 
 class Reading(NamedTuple):
-    """One call of the stream: for which namespace and epoch, and what was announced by then."""
+    """One call of the event stream: which namespace and epoch, and what was announced by then."""
 
     turn: int
     epoch: str
@@ -46,7 +46,7 @@ class Reading(NamedTuple):
 
 
 class RemovalWatch:
-    """Holds the announced blocks, and says which of them were removed since.
+    """Watches the blocks that an engine has announced, and says which of them were removed.
 
     `follow`, `announce`, `forget` and `take` come from one thread, the engine's; none of them
     waits for the daemon. A block may be said to be removed though it is there, when the stream

@@ -110,7 +110,7 @@ class NamespaceFields:
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """Where an engine's processes meet: all of them pass the same two values.
+    """Who an engine is, and where its processes meet: all of them pass the same two values.
 
     `engine_id` stays the same over the engine's restarts; `boot_nonce` is 16 random bytes
     that each start of the engine draws anew.

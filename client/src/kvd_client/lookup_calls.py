@@ -18,7 +18,7 @@ MAX_QUERIES_PER_CALL = 1024  # as the protocol says
 
 @dataclass(slots=True)
 class SharedCall:
-    """One message's queries, and whose they are: (call id, how many) in order."""
+    """The queries of one lookup message, and whose they are: (call id, how many) in order."""
 
     number: int
     queries: list[QueryDraft] = field(default_factory=list)
@@ -45,7 +45,7 @@ class SharedCall:
 
 
 class LookupCalls:
-    """Who has asked, since when, and what has been answered."""
+    """The lookups under way: who has asked, since when, and what has been answered."""
 
     def __init__(self) -> None:
         self.stray_leases: list[int] = []  # of answers that nobody wants any more

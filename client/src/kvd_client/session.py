@@ -46,7 +46,7 @@ class SessionView(Protocol):
 
 
 class Lookups(Protocol):
-    """Questions to the daemon. None of these raises for an absent daemon."""
+    """The part of a connection that asks for blocks. Nothing here raises for an absent daemon."""
 
     @property
     def session(self) -> SessionView | None:
@@ -72,7 +72,7 @@ class Lookups(Protocol):
 
 
 class Connection(Lookups, Protocol):
-    """All that the scheduler side needs of the daemon, and what it knows of the engine."""
+    """All that the scheduler side needs of the daemon, and what it was told of the engine."""
 
     namespace: NamespaceFields
     world_size: int
@@ -96,7 +96,7 @@ class Connection(Lookups, Protocol):
 
 
 class DaemonSession:
-    """`SessionView` over an open stream's answers and a mapped index page."""
+    """A `SessionView` over an open stream's answers and a mapped index page."""
 
     def __init__(self, generation: int, opened: engine_pb2.SessionOpened, hash_bytes: int) -> None:
         self.generation = generation

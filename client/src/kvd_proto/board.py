@@ -24,7 +24,7 @@ _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python 3.11 has no name for it
 
 
 class BoardRecord(NamedTuple):
-    """One job has ended for this rank."""
+    """What the board says of one job: it has ended for this rank."""
 
     job_id: int
     kind: int  # JobKind of kvd.v1
@@ -53,7 +53,7 @@ def seal_board(fd: int) -> None:
 
 
 class BoardWriter:
-    """One lane's only writer. Any thread of its process may post."""
+    """Writes one lane of a board, alone. Any thread of its process may post."""
 
     def __init__(self, board_fd: int, lane: int) -> None:
         layout.require_ordered_stores()
@@ -79,7 +79,7 @@ class BoardWriter:
 
 
 class BoardReader:
-    """The worker's end. One thread at a time polls; the descriptor stays the caller's."""
+    """The worker's end of a board. One thread polls; the descriptor stays the caller's."""
 
     def __init__(self, board_fd: int) -> None:
         layout.require_ordered_stores()

@@ -6,7 +6,9 @@ import enum
 
 
 class GroupKind(enum.Enum):
-    """Decides which blocks make a hit. Messages have the name, the pool's registry the value."""
+    """A group's kind of attention, which decides what makes a hit."""
+
+    # Messages have the name, the pool's registry the value.
 
     FULL_ATTENTION = "full"
     SLIDING_WINDOW = "sliding"

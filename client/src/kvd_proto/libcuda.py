@@ -34,7 +34,7 @@ DevicePointer = c_ulonglong  # CUdeviceptr
 
 
 class PointerAttribute(enum.IntEnum):
-    """CUpointer_attribute: those that are asked for."""
+    """CUpointer_attribute: those that kvd asks for."""
 
     CONTEXT = 1
     MEMORY_TYPE = 2
@@ -47,7 +47,7 @@ class PointerAttribute(enum.IntEnum):
 
 
 class DeviceAttribute(enum.IntEnum):
-    """CUdevice_attribute: those that are asked for."""
+    """CUdevice_attribute: those that kvd asks for."""
 
     COMPUTE_MODE = 20
     MPS_ENABLED = 133
@@ -199,7 +199,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class Libcuda:
-    """The driver of this process, initialised. Make it by `libcuda()`."""
+    """The CUDA driver of this process, initialised. Make it by `libcuda()`."""
 
     def __init__(self) -> None:
         try:

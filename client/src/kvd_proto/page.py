@@ -51,7 +51,7 @@ class _Table(NamedTuple):
 
 
 class PageReader:
-    """Maps a page read-only. The descriptor may be closed afterwards."""
+    """An index page, mapped read-only. The descriptor may be closed afterwards."""
 
     def __init__(self, fd: int) -> None:
         """ValueError where the descriptor is no index page of this layout."""

@@ -42,7 +42,7 @@ def create_ring() -> int:
 
 
 class RingWriter:
-    """The worker's end. Any thread may call it; descriptors stay the caller's."""
+    """The worker's end of a ring. Any thread may call it; descriptors stay the caller's."""
 
     def __init__(self, ring_fd: int, event_fd: int) -> None:
         layout.require_ordered_stores()
@@ -93,7 +93,7 @@ class RingWriter:
 
 
 class RingReader:
-    """The mover's end. One thread takes; `abandoned` may be asked from any."""
+    """The mover's end of a ring. One thread takes; `abandoned` may be asked from any."""
 
     def __init__(self, ring_fd: int) -> None:
         layout.require_ordered_stores()

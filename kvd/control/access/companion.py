@@ -50,7 +50,7 @@ PageOf = Callable[[Peer, int], int]
 
 
 class CompanionServer:
-    """Listens, and keeps the peers."""
+    """The companion socket's server: it keeps the peers."""
 
     def __init__(
         self,

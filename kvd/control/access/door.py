@@ -76,7 +76,7 @@ def too_many(
 
 
 class Door:
-    """Looks now and then at who is connected to the socket that was bound at this path.
+    """Bounds the connections to the gRPC socket: it looks now and then at who is connected.
 
     Lives on one event loop.
     """

@@ -88,7 +88,7 @@ class Share:
 
 
 class Intake:
-    """All shares of each user."""
+    """What each user's calls may take: their number, their first messages and large messages."""
 
     def __init__(self) -> None:
         self.calls = Shares(

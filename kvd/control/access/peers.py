@@ -33,6 +33,8 @@ _HUGETLBFS_MAGIC = 0x958458F6
 
 
 class Role(enum.Enum):
+    """What a companion connection is for."""
+
     SCHEDULER = pb.PEER_ROLE_SCHEDULER
     WORKER = pb.PEER_ROLE_WORKER
     TOOL = pb.PEER_ROLE_TOOL
@@ -140,7 +142,7 @@ Send = Callable[[pb.CompanionResponse, Sequence[int]], None]
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One companion connection. Lives until the process ends or closes it."""
+    """The client behind one companion connection. Lives until its process ends or closes it."""
 
     credentials: Credentials
     role: Role
@@ -242,7 +244,7 @@ def no_peer() -> Unauthenticated:
 
 
 class Peers:
-    """Live peers by token."""
+    """The clients that have said hello, by token."""
 
     def __init__(self) -> None:
         self._by_token: dict[str, Peer] = {}

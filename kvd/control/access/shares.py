@@ -15,7 +15,7 @@ from kvd.core.errors import LimitExceeded
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How many of a thing there may be."""
+    """How many of a thing there may be: in all, for a user, and in reserve for operators."""
 
     name: str  # of the things, for messages
     most: int  # of all users together
@@ -25,7 +25,7 @@ class Bound:
 
 
 class Shares:
-    """Counts who has how many.
+    """Counts how many of a thing each user has.
 
     A user's share holds for operators too, but they take what is free and their reserve.
     """

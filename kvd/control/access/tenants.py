@@ -14,10 +14,11 @@ DEFAULT_TENANT = "default"
 
 
 class TenantPolicy:
-    """Without rules every user who may open the socket is the one tenant "default".
+    """Which tenants a user belongs to, and who operates.
 
-    With rules a user is what they say and nothing else. Root and the daemon's own user operate,
-    and so do the users named as operators.
+    Without rules every user who may open the socket is the one tenant "default". With rules a
+    user belongs to the tenants that they name, and to no other. Root and the daemon's own user
+    operate, and so do the users named as operators.
     """
 
     def __init__(self, rules: Sequence[TenantRule] = (), operators: Sequence[int] = ()) -> None:

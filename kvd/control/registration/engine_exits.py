@@ -43,7 +43,7 @@ class _Watched:
 
 
 class EngineExitWatcher:
-    """Tells the core of sessions whose engine has ended. Lives on the event loop."""
+    """Tells the core when the process of an engine has ended. Lives on the event loop."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

@@ -33,7 +33,7 @@ class GpuTerms:
 
 
 class GpuCapacity:
-    """What movers' contexts take on each GPU, as far as any has run there.
+    """What movers' contexts take on each GPU, where any has run there.
 
     An engine that allocates while a mover starts (graphs, activations) makes a context look larger
     than it is, and where that barred the next mover nobody would ever measure again. So of several

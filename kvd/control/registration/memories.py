@@ -24,7 +24,7 @@ _UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """All regions of one rank. `gpu_uuid`: of the GPU that they lie on, "" for host memory."""
+    """The memory of one rank: all its regions. `gpu_uuid` names its GPU, "" for host memory."""
 
     regions: tuple[Region, ...] | tuple[CudaRegion, ...]
     gpu_uuid: str = ""

@@ -48,7 +48,7 @@ class GroupFigures:
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """What must agree with the scheduler."""
+    """What a rank says of its memory's layout, and what must agree with the scheduler."""
 
     world_size: int
     placement: RankPlacement
@@ -91,7 +91,7 @@ class MeetingSession(Protocol):
 
 @dataclass(slots=True, eq=False)
 class EngineStart:
-    """One start of one engine: its scheduler's session and its ranks, as far as they came."""
+    """One start of one engine: its scheduler's session and its ranks, as far as they have come."""
 
     uid: int
     engine_id: str
@@ -173,7 +173,7 @@ def check_writers(ranks: Sequence[RankLayout], shards: int) -> None:
 
 
 class Rendezvous:
-    """Every engine start that has a session, a rank, or a mover that has not ended."""
+    """Where schedulers and ranks meet: every engine start with a session, a rank or a mover."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

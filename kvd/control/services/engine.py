@@ -17,7 +17,7 @@ MAX_FLUSH_MS = 60_000
 
 
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
-    """Each unary verb is a Step with that one part."""
+    """Serves the unary verbs of an engine; each is a Step with that one part."""
 
     # ruff: noqa: N802 - gRPC's names
 

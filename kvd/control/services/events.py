@@ -24,7 +24,7 @@ WRITE_SECONDS = 10.0  # a watcher that takes nothing for so long is ended
 
 
 class EventServicer(events_pb2_grpc.EventServiceServicer):
-    """Streams the event log of the caller's tenants."""
+    """Serves the event log to watchers: the events of the caller's tenants."""
 
     def __init__(self, driver: Driver, namespaces: Namespaces, peers: Peers) -> None:
         self._driver = driver

@@ -20,7 +20,7 @@ MAX_QUOTA_BYTES = 1 << 60
 
 
 class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
-    """Status for everyone, of what they may see; the rest for operators."""
+    """Serves status to everyone, of what they may see, and the rest to operators."""
 
     # ruff: noqa: N802 - gRPC's names
 

@@ -47,7 +47,7 @@ async def _page(
 
 @dataclass(frozen=True, slots=True)
 class PoolPlace:
-    """Where the pool lies and how large it is."""
+    """Where the pool is and how large it is."""
 
     directory: str
     bytes: int

@@ -38,7 +38,7 @@ MAX_MEMORIES = 256
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
-    """Validates, starts the mover, seats the rank."""
+    """Serves registration: checks it, starts the mover, and adds the rank to its engine."""
 
     def __init__(
         self, rooms: SessionContext, peers: Peers, pool_directory: Path, gpus: GpuCapacity

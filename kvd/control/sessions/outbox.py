@@ -15,7 +15,7 @@ QUIET_DELAY_S = 0.1
 
 
 class Outbox:
-    """Messages on their way to one client; news of jobs that ended together go together.
+    """Messages on their way to one client. News of jobs that ended together go together.
 
     A quiet client gets no replies to its steps, and ends of jobs up to QUIET_DELAY_S late: each
     message costs the engine's process more than the daemon's.

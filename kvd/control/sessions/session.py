@@ -246,7 +246,7 @@ class SchedulerSession:
 
 
 class SessionContext:
-    """What sessions are opened in, and by which rules."""
+    """What all sessions share: the parts of the daemon and the rules by which they are opened."""
 
     def __init__(
         self, driver: Driver, engines: Rendezvous, tenants: TenantPolicy, terms: SessionTerms

@@ -147,7 +147,7 @@ def _units(part: pb.Touch | pb.LoadJob | pb.StoreJob | pb.HandOff) -> int:
 
 
 class Verbs:
-    """Takes validated parts to the driver."""
+    """Brings the checked parts of a message to the driver."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

@@ -34,7 +34,7 @@ _FIXED_SIZES = {_FIXED64: 8, _FIXED32: 4}
 
 
 class Unreadable(Exception):
-    """The bytes are no message of the wanted type."""
+    """These bytes are no message of the wanted type."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,11 @@ Copies = tuple[U64, U64, U64]  # destinations, sources, bytes
 
 
 class CopierUnavailable(Exception):
-    """This driver or device has no such way; the message says what is lacking."""
+    """This driver or device can't copy that way; the message says what is lacking."""
 
 
 class Copier(Protocol):
-    """One way. Any thread in which the device's context is current; several at once."""
+    """One way to copy. Any thread in which the device's context is current; several at once."""
 
     @property
     def name(self) -> str:

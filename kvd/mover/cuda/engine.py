@@ -44,7 +44,7 @@ MAX_SLAB_STRETCHES = 256 << 10
 
 
 class CudaCopyEngine:
-    """The CopyEngine of GPU memory.
+    """The `CopyEngine` for memory on a GPU.
 
     Refuses, with field and reason, what `check_config`, `Device` and `Imports` refuse.
     """

@@ -24,7 +24,7 @@ MOST_FILES = 256  # layouts are the engines' to choose, and the directory lies i
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What figures are for: others are no good."""
+    """What measured figures hold for; for anything else they mean nothing."""
 
     uuid: str
     driver: str

@@ -13,7 +13,7 @@ _CUDA_SUCCESS = 0
 
 
 class HeldUntilPassed(Generic[Thing]):
-    """Things that work queued on streams may still use. Any thread."""
+    """Keeps things alive that work queued on streams may still use. Any thread."""
 
     def __init__(self) -> None:
         self._held: list[tuple[int, Thing]] = []

@@ -43,9 +43,10 @@ class _Extent:
 
 
 class PinnedExtents:
-    """The open extents of a mover. Opening and closing as in CopyEngine, the rest in any thread.
+    """The extents that a mover has open, and which of them are registered with the driver.
 
-    An extent that somebody uses is not closed, so what `ready` said of it stays true while he does.
+    Opening and closing as in CopyEngine, the rest in any thread. An extent in use is not closed, so
+    what `ready` said of it stays true until the use ends.
     """
 
     def __init__(self, config: MoverConfig) -> None:

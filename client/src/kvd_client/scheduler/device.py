@@ -12,7 +12,10 @@ MAX_OFFERS_PER_STEP = 64
 
 
 class DeviceBlocks:
-    """Bounded by the device's blocks: each engine block belongs to at most one kvd block."""
+    """Which kvd blocks the device holds, and in which engine blocks.
+
+    Bounded by the device's blocks: each engine block belongs to at most one kvd block.
+    """
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._widths = [group.blocks_per_block for group in groups]

@@ -30,7 +30,7 @@ class _Doubt:
 
 
 class Doubts:
-    """What partial stores left, oldest first."""
+    """Blocks left to other engines' stores that are to be looked at again, oldest first."""
 
     def __init__(self, connection: Connection, requests: Mapping[str, Request]) -> None:
         self._connection = connection

@@ -16,7 +16,7 @@ from kvd_client.scheduler.request import Request
 
 
 class Fences:
-    """Collects the next plan's flush."""
+    """Knows which stores read which engine blocks, and which the next plan must flush."""
 
     def __init__(self, groups: Sequence[Group], jobs: JobTable, device: DeviceBlocks) -> None:
         self._groups = groups

@@ -27,7 +27,7 @@ class _Waiting:
 
 
 class HandOffQueue:
-    """Ended requests whose hand-off has not left, oldest first."""
+    """Hand-offs of ended requests that have not left yet, oldest first."""
 
     def __init__(self, jobs: Container[int], options: SchedulerOptions) -> None:
         self._jobs = jobs

@@ -16,13 +16,15 @@ Key = tuple[int, str, bytes]  # group, account, block hash
 
 
 class Kind(enum.Enum):
+    """Whether a job stores or loads."""
+
     STORE = "store"
     LOAD = "load"
 
 
 @dataclass(slots=True)
 class Load:
-    """What one request loads, in as many jobs as its size asks for; the first names it."""
+    """What one request loads, in as many jobs as it needs; the first one's id names it."""
 
     first_job: int
     parts_left: int
@@ -37,6 +39,8 @@ class Load:
 
 @dataclass(slots=True)
 class Job:
+    """One store or load of a request, from its creation to the last rank's report."""
+
     draft: JobDraft
     kind: Kind
     request_id: str
@@ -50,7 +54,7 @@ class Job:
 
 
 class JobTable:
-    """Bounded by MAX_JOBS_IN_FLIGHT; job ids rise for ever."""
+    """The engine's jobs in flight, at most MAX_JOBS_IN_FLIGHT; their ids rise for ever."""
 
     def __init__(self, world_size: int) -> None:
         self._every_rank = (1 << world_size) - 1

@@ -41,7 +41,7 @@ class GivenUp(enum.StrEnum):
 
 
 class Knowledge(enum.Enum):
-    """What `LookupQueue.resolve` found out."""
+    """What `LookupQueue.resolve` found out about a request's blocks."""
 
     STATUSES = "statuses"  # of every known block, hits leased
     UNANSWERED = "unanswered"  # ask again in the next step
@@ -49,7 +49,7 @@ class Knowledge(enum.Enum):
 
 
 class LookupQueue:
-    """Answers 'how many tokens can be loaded' for requests, with few calls."""
+    """Asks the daemon which tokens of requests can be loaded, with few calls."""
 
     def __init__(
         self,

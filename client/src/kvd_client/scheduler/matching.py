@@ -15,7 +15,7 @@ from kvd_client.session import Connection
 
 
 class Matcher:
-    """Puts a request off while transfers of it, or of the same blocks, are under way.
+    """Finds a request's hit, and defers it while transfers of it or of its blocks are under way.
 
     Every such wait has an end: the transfer's, or `pending_deadline_s`.
     """

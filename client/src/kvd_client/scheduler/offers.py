@@ -43,7 +43,7 @@ class BlockOffer:
 
 
 class OfferPlanner:
-    """Knows what to offer of a request in each group."""
+    """Decides which blocks of a request each group offers to store."""
 
     def __init__(self, namespace: NamespaceFields, options: SchedulerOptions) -> None:
         self._groups = namespace.groups

@@ -17,7 +17,7 @@ REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to rep
 
 
 class JobEnds:
-    """Collects ends until the engine takes the outcome."""
+    """Collects the ends of jobs, until the engine takes the outcome."""
 
     def __init__(
         self,

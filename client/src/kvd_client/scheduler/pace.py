@@ -11,7 +11,7 @@ REMEMBERED_TOKENS = 16_384  # beyond it, what is older counts half
 
 
 class TokenPace:
-    """An average over the last prompts, weighted by their tokens."""
+    """How long a token takes to compute: an average of late prompts, weighted by their tokens."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

@@ -25,7 +25,7 @@ class StoreMode(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """All times in seconds.
+    """The scheduler side's options. All times are in seconds.
 
     `null_block` is the engine's own id for 'no block here', besides NULL_BLOCK.
 

@@ -16,6 +16,8 @@ Alone = tuple[int, bytes]  # group, block hash
 
 
 class LookupState(enum.Enum):
+    """How far a request's lookup has come."""
+
     NEW = "new"  # nothing asked: not begun, or its session or lease is gone
     ASKED = "asked"  # answers are on their way
     KNOWN = "known"  # statuses are from the daemon, hits are leased
@@ -24,7 +26,7 @@ class LookupState(enum.Enum):
 
 @dataclass(slots=True)
 class Lookup:
-    """What is known of a request's blocks in the daemon."""
+    """What the scheduler side knows of a request's blocks in the daemon."""
 
     state: LookupState = LookupState.NEW
     generation: int = 0
@@ -46,7 +48,7 @@ class Lookup:
 
 @dataclass(slots=True)
 class Request:
-    """One live request. Lists by group."""
+    """One live request, as the scheduler side knows it. Its lists are by group."""
 
     request_id: str
     num_tokens: int

@@ -19,7 +19,10 @@ from kvd_proto.groups import GroupKind
 
 
 class Retention:
-    """ValueError where `retention_tokens` is no multiple of the distance between boundaries."""
+    """Which blocks of a window some later hit could use.
+
+    ValueError where `retention_tokens` is no multiple of the distance between boundaries.
+    """
 
     def __init__(
         self, groups: Sequence[Group], boundary_tokens: int, retention_tokens: int | None = None

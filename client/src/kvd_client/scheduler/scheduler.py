@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """One engine's scheduler side. ValueError for options that don't suit the namespace."""
+    """The scheduler side of one engine. ValueError for options that don't suit the namespace."""
 
     def __init__(
         self,

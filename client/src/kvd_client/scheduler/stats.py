@@ -10,7 +10,7 @@ MAX_SAMPLES = 4096  # beyond it the oldest are lost
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Since the last time that it was taken.
+    """What the scheduler side counted since the last time that this was taken.
 
     Delays are one for each question (`lookup_delays_s`: how long the scheduler's thread was
     held up in it) and one for each request that was put off at least once
@@ -24,7 +24,7 @@ class SchedulerStats:
 
 
 class StatsCollector:
-    """Collects until the stats are taken."""
+    """Counts for `SchedulerStats` until they are taken."""
 
     def __init__(self) -> None:
         self._lookup_delays_s: deque[float] = deque(maxlen=MAX_SAMPLES)

@@ -43,7 +43,7 @@ class _Choice:
 
 
 class StoreQueue:
-    """Turns offers into store jobs."""
+    """Turns offered blocks into store jobs."""
 
     def __init__(
         self, namespace: NamespaceFields, jobs: JobTable, queue: LookupQueue, tally: StatsCollector

@@ -30,7 +30,7 @@ _UNKNOWN = (
 
 
 class HandleKind(enum.Enum):
-    """How an allocation is shared."""
+    """How an allocation on a GPU is shared."""
 
     LEGACY = "legacy IPC handle"
     VMM = "descriptor of a physical allocation"

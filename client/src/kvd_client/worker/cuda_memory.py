@@ -40,7 +40,7 @@ __all__ = ["CudaRegions", "Gpu", "export_regions", "stream_end"]
 
 @dataclass(slots=True)
 class Gpu:
-    """The GPU that a rank's memory lies on, and a context there. Closed with the memory."""
+    """The GPU that a rank's memory is on, and a context there; closed with the memory."""
 
     uuid: str
     device: int
@@ -62,7 +62,7 @@ class Gpu:
 
 @dataclass(slots=True)
 class CudaRegions:
-    """What is sent: places[i] says where spans[i] lies in `handles`.
+    """The handles that a rank sends; places[i] says where spans[i] is in `handles`.
 
     Descriptors in it are ours until `close`; the memory itself is the caller's.
     """

@@ -6,7 +6,7 @@ import enum
 
 
 class CudaRefusal(enum.StrEnum):
-    """The reasons, stable."""
+    """Why GPU memory can't be shared, as reasons that never change."""
 
     NO_DRIVER = "NO_DRIVER"
     NO_CONTEXT = "NO_CONTEXT"

@@ -18,7 +18,7 @@ MOST_DEADLINES = 4  # so many times the deadline a load may take while others co
 
 
 class Half(enum.Enum):
-    """What a job may do to this rank's memory."""
+    """What a job may do to this rank's memory: read it, write it, or neither."""
 
     STORE = "store"  # read it, once computed
     LOAD = "load"  # write it
@@ -34,10 +34,11 @@ class OpenJob:
 
 
 class JobLedger:
-    """Reports each job once, and none before its plan came, whatever the boards say.
+    """What one rank knows of its jobs.
 
-    A board may tell of a job before its plan does (a refusal), and again after it was given up
-    or buried (the daemon's own word, on the next registration's board). Not thread-safe.
+    It reports each job once, and none before its plan came, whatever the boards say. A board may
+    tell of a job before its plan does (a refusal), and again after it was given up or buried (the
+    daemon's own word, on the next registration's board). Not thread-safe.
     """
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ class DeviceSpan:
 
 @runtime_checkable
 class CudaTensor(Protocol):
-    """What is asked of a tensor: torch's have it, and nothing of torch is imported.
+    """A tensor as the client sees it: torch's tensors fit, and nothing of torch is imported.
 
     The tensor is the caller's: it must stay alive until `Worker.unregister` returned True.
     """
@@ -59,7 +59,7 @@ class CudaTensor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """One piece of every engine block: block b's lies at base + b * stride of a region.
+    """One fragment of every engine block: block b's is at base + b * stride of a region.
 
     Sizes in bytes, multiples of 8. `memory` is the region's place in the list registered;
     `base` counts from its first byte (a tensor's data_ptr()).
@@ -85,7 +85,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class GroupLayout:
-    """One group's engine blocks: their number, and an engine block's fragments in order.
+    """Where one group's engine blocks are: their number, and an engine block's fragments in order.
 
     `blocks_per_block` as in the scheduler's `Group`; 0 leaves it to the scheduler, which costs
     a second registration where the worker came first and it is not 1.

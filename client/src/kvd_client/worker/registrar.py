@@ -37,7 +37,7 @@ MAX_MARKING = 64  # calls under way that say ready; more come only from a daemon
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Which rank this is, and which shard's bytes it holds.
+    """Which rank of its engine this is, and which shard's bytes it holds.
 
     `writer` is False for a rank whose shard another rank writes (a replicated layout).
     """
@@ -50,7 +50,7 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredMemory:
-    """What is registered: regions, and the layout of every group in them.
+    """The memory that a rank registers: regions, and the layout of every group in them.
 
     `gpu` is where they lie; None for host memory. What they hold is closed by `close`.
     """
@@ -69,7 +69,7 @@ class RegisteredMemory:
 
 
 class Registrar:
-    """The rank's registration, whenever there is one. Never raises for an absent daemon."""
+    """Keeps the rank registered whenever there is a daemon. Never raises for an absent daemon."""
 
     def __init__(
         self, socket_path: str, identity: EngineIdentity, place: RankPlace, memory: RegisteredMemory

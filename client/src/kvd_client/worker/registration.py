@@ -16,7 +16,10 @@ FORCED_END_S = 1.0
 
 
 class Registration:
-    """Owns the channel's four descriptors. `close` only when the mover is dead."""
+    """One registration of a rank: its ring, its board and its mover.
+
+    Owns the channel's four descriptors. `close` only when the mover is dead.
+    """
 
     def __init__(self, registration_id: int, descriptors: tuple[int, int, int, int]) -> None:
         self.registration_id = registration_id

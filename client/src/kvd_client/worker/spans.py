@@ -13,7 +13,7 @@ MAX_REGIONS = 256
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What the driver gave out in one piece, by its first address."""
+    """One allocation of the CUDA driver's, by its first address."""
 
     base: int
     bytes: int
@@ -30,7 +30,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class SpanPlace:
-    """Where a span lies: in which stretch, and its first byte's distance from that one's."""
+    """Where a span is: in which stretch, and how far from the stretch's first byte."""
 
     region: int
     offset: int

@@ -60,7 +60,7 @@ class WorkerOptions(TypedDict, total=False):
 
 
 class Worker:
-    """One rank's worker side. Calls come from one thread."""
+    """The worker side of one rank. Calls come from one thread."""
 
     def __init__(
         self,

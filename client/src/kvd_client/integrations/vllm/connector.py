@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class KvdConnector(OffloadingConnector):
-    """Offloads the KV cache into the node's kvd daemon.
+    """vLLM's connector: it offloads the KV cache into the node's kvd daemon.
 
     With `spec_name` set to another spec it is exactly vLLM's OffloadingConnector.
     """

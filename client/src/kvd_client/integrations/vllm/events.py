@@ -15,14 +15,14 @@ from kvd_client.event_watch import GROUP_BYTES, Key, RemovalWatch
 
 
 class OpenSession(Protocol):
-    """What of a session tells where its blocks are."""
+    """The session, epoch and groups by which an engine's events name its blocks."""
 
     namespace_id: int
     epoch: str
 
 
 class RemovalWatcher:
-    """Adds the removals to what the manager announces; called once a step, never waits."""
+    """Adds removals to vLLM's KV events; called once a step, never waits."""
 
     def __init__(
         self,

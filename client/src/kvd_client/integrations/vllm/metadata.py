@@ -42,7 +42,7 @@ class KvdConnectorMetadata(OffloadingConnectorMetadata):
 
 @dataclass
 class KvdWorkerMetadata(OffloadingWorkerMetadata):
-    """vLLM's acknowledgements (by vLLM's job ids), and which of the jobs failed on some rank."""
+    """What one rank reports of a step: ended jobs by vLLM's ids, and which of them failed."""
 
     failed_jobs: set[int] = field(default_factory=set)
     left_jobs: set[int] = field(default_factory=set)  # stores that left blocks to other engines'
@@ -57,7 +57,7 @@ class KvdWorkerMetadata(OffloadingWorkerMetadata):
 
 @dataclass
 class RankHandshake(KVConnectorHandshakeMetadata):
-    """What one rank's memory turned out to be, for the scheduler to open its session with.
+    """What one rank tells the scheduler side of its memory, so that it can open its session.
 
     `shard_bytes[g]` are the bytes of one engine block of group g on this rank; `registered` says
     whether the daemon had this rank's memory by then.

@@ -65,7 +65,7 @@ def _seconds(default: float, at_most: float, meaning: str, at_least: float = 0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvdOptions:
-    """All options. Every `_s` is in seconds; `metadata` has each one's meaning and range."""
+    """The connector's options. Every `_s` is in seconds; `metadata` has meanings and ranges."""
 
     socket_path: str = _text(
         meaning="the daemon's Unix socket; empty: KVD_SOCKET, else /run/kvd/kvd.sock"

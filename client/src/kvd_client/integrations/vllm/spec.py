@@ -21,7 +21,7 @@ SPEC_NAME = "KvdOffloadingSpec"
 
 
 class KvdOffloadingSpec(OffloadingSpec):
-    """Offloads into the daemon. Its worker side is the connector's, which can report failures."""
+    """What vLLM offloads into: the daemon. The connector has the worker side."""
 
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)

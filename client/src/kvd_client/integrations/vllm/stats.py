@@ -93,7 +93,7 @@ def build_metric_definitions(
 
 
 class KvdStats:
-    """Counts what the scheduler side does between two steps. Its attributes are simply added to.
+    """What the scheduler side counts between two steps. Its attributes are simply added to.
 
     One thread adds and takes; what the connection counts is read when taken.
     """

@@ -10,7 +10,7 @@ SHUFFLE_VARIABLE = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"  # another order within t
 
 
 class KvLayout(NamedTuple):
-    """What shapes the bytes of a block beside the model: `str()` and `parse` are inverse."""
+    """What shapes the bytes of a block beside the model; `parse` is the inverse of `str()`."""
 
     layout: str  # vLLM's name of the order of layers, blocks, heads, tokens
     backends: str  # attention backends of the cached layers

@@ -32,7 +32,7 @@ NOT_OURS = (
 
 
 class SharedBuffer(NamedTuple):
-    """A mapped memory file; `lives` until the last tensor over it is gone, with its descriptor."""
+    """A mapped memory file. It and its descriptor live until the last tensor over it is gone."""
 
     fd: int
     address: int
@@ -64,7 +64,7 @@ def shared_tensor(num_bytes: int) -> tuple[torch.Tensor, SharedBuffer]:
 
 
 class SharedAllocation(TorchFunctionMode):
-    """While entered, this thread's host tensors of `least_bytes` and more lie in memory files.
+    """While this is entered, the thread's large host tensors (`least_bytes`) are in memory files.
 
     So does vLLM's KV, which is one such tensor, whatever else is made beside it.
     """

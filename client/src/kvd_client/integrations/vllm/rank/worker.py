@@ -104,7 +104,7 @@ class StepPhases:
 
 
 class KvdConnectorWorker(OffloadingConnectorWorker):
-    """One rank: vLLM's account of its KV, given to the daemon instead of an OffloadingWorker."""
+    """The connector in one rank: it gives vLLM's account of its KV to the daemon and runs jobs."""
 
     def __init__(
         self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig

@@ -21,7 +21,7 @@ EngineBlocks = npt.NDArray[np.uint32]
 
 @dataclass(slots=True)
 class SingleBlock(LoadStoreSpec):
-    """The source of a store of one block of the only group: its number, and its engine block."""
+    """A block to store where there is one group: its number and its engine block."""
 
     block: int
     engine_block: int

@@ -37,7 +37,7 @@ class Prompt(NamedTuple):
 
 
 class RequestLookups:
-    """Answers what can be loaded, by key or by stretch, from one answer for a whole request."""
+    """Asks once for a whole request, and answers vLLM's questions about its keys from that."""
 
     def __init__(
         self,

@@ -57,7 +57,7 @@ from kvd_client.session import Connection, SessionView
 
 
 class KvdManager(OffloadingManager):
-    """Answers vLLM's scheduler; until `open`, and without a daemon, every answer is a miss."""
+    """vLLM's offloading manager over kvd. Until `open`, and without a daemon, all is a miss."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ class Prompted(Protocol):
 
 
 class PromptTimes:
-    """Times prompts from the step that begins them to the first step after their first tokens.
+    """Measures how long prompts take, from their first step to the step after their first tokens.
 
     Prompts that are computed together share that time: it is the engine's, not each one's.
     """

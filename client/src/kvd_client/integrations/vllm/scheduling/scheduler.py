@@ -74,7 +74,7 @@ class DueRequests(NamedTuple):
 
 
 class KvdConnectorScheduler(OffloadingConnectorScheduler):
-    """One engine's scheduler side, over a `KvdManager`."""
+    """The connector in vLLM's scheduler process, over a `KvdManager`."""
 
     manager: KvdManager
 

@@ -71,7 +71,7 @@ def nothing() -> PrepareStoreOutput:
 
 
 class StorePlanner:
-    """Answers prepare_store, and knows which blocks this engine is storing."""
+    """Decides what vLLM may store, and knows which blocks this engine is storing."""
 
     def __init__(
         self, groups: Sequence[OffloadGroup], index_of: dict[int, int], stats: KvdStats
