@@ -231,10 +231,11 @@ class RevokeTransfer:
 
 @dataclass(frozen=True, slots=True)
 class KillMover:
-    """End the mover process; answer MoverGone."""
+    """End the mover process; answer MoverGone. Asked once."""
 
     mover: MoverId
     reason: str
+    is_late: bool = False  # a copy of its took too long
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,8 +175,10 @@ class RankAttached:
 
 @dataclass(frozen=True, slots=True)
 class RankEnding:
-    """The rank is dying or its mover is being killed: no new transfers to it; what it was
-    copying is quarantined until MoverGone."""
+    """Nobody needs the rank's mover any more, or its worker is gone: it is to end.
+
+    No new transfer goes to it; what it was copying is quarantined until MoverGone.
+    """
 
     mover: MoverId
     reason: str

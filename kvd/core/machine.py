@@ -53,7 +53,7 @@ class Machine:
         _apply(turn, event)
         if state.released:
             for each in waiters.go_on(turn):
-                session.forget_session(turn, each)
+                session.wind_up(turn, each)
         if state.claims or state.emptying:
             reclaim.serve(turn)
         return turn.orders
@@ -239,7 +239,7 @@ def _finish(turn: Turn, event: ev.TransferFinished) -> None:
     running = state.transfers.get(event.transfer)
     transfer.transfer_finished(turn, event)
     if running is not None:
-        session.forget_session(turn, state.sessions[running.piece.job.session])
+        session.wind_up(turn, state.sessions[running.piece.job.session])
 
 
 def _apply_upkeep(

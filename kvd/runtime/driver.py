@@ -40,9 +40,6 @@ from kvd.runtime.turns import TURNS_BETWEEN_PIECES, FairQueue
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
-# How long a closed session's submitted copies may still run before its movers are ended.
-CLOSE_GRACE_SECONDS = 1.0
-
 ROOMS_AT_ONCE = 128  # groups whose room is published in one turn of the event loop
 
 ZERO_AGAIN_SECONDS = 1.0  # after a row could not be zeroed
@@ -259,6 +256,8 @@ class Driver:
         record = self.sessions.get(order.session)
         if record is not None:
             record.sink.job_ended(order)
+        else:
+            self.jobs.forget_if_idle(order.session)
 
     async def _zero_row(self, order: act.ZeroRow) -> None:
         while True:
@@ -344,7 +343,7 @@ class Driver:
             self.pool.prepare_page(blocks)
 
     def close_session(self, session: SessionId, *, gone: bool = False) -> None:
-        """End a session: its claims go at once, its submitted copies may end, then its movers.
+        """End a session: its claims go at once, its submitted copies may end, then its movers do.
 
         `gone`: its engine has ended, and with it all use of what was its own.
         """
@@ -352,19 +351,7 @@ class Driver:
         if record is None:
             return
         self.call(ev.SessionClosed(session, gone))
-        self._spawn(self._end_ranks_of(session, record.user))
-
-    async def _end_ranks_of(self, session: SessionId, user: int) -> None:
-        try:
-            await self.flush(session, [], CLOSE_GRACE_SECONDS)
-        except TimeoutError:
-            whose = {"user": user}
-            log.warning(
-                "session %d: copies still run %.1f s on", session, CLOSE_GRACE_SECONDS, extra=whose
-            )
-        self.jobs.forget(session)
-        ranks = self.fleet.of_session(session)
-        await asyncio.gather(*(self.end_rank(m, "its session has ended") for m in ranks))
+        self.jobs.forget_if_idle(session)
 
     # -- verbs in pieces --------------------------------------------------------------------
 
@@ -511,10 +498,12 @@ class Driver:
         self._spawn(self._teller.tell_all(mover, record.user))
 
     async def end_rank(self, mover: MoverId, reason: str) -> None:
-        """End the rank's mover; returns when no copy can touch the rank's memory."""
+        """Have the rank's mover ended; returns when no copy can touch the rank's memory."""
         if mover in self.fleet.attached:
-            self.call(ev.RankEnding(mover, reason))
-        await self.fleet.kill(mover)
+            self.call(ev.RankEnding(mover, reason))  # the core orders its end
+        else:
+            self.fleet.kill_unattached(mover, reason)
+        await self.fleet.wait_gone(mover)
 
     def _rank_lost(self, session: SessionId, rank: int, reason: str) -> None:
         record = self.sessions.get(session)

@@ -111,6 +111,8 @@ class MoverFleet:
         self._post = post
         # Told of every attached rank whose mover ended: session, rank, reason.
         self.on_rank_lost: Callable[[SessionId, int, str], None] = lambda *_: None
+        # Told of every mover that has ended, before that. It serves whoever keeps a record of it.
+        self.on_mover_gone: Callable[[MoverId], None] = lambda _mover: None
         self._observer = observer
         self._launch = launch
         self._processes: dict[MoverId, MoverProcess] = {}
@@ -200,12 +202,15 @@ class MoverFleet:
         movers = [self.attached[mover] for mover in self.of_session(session)]
         return all(await asyncio.gather(*(mover.warm(within_s) for mover in movers)))
 
-    async def kill(self, mover: MoverId) -> None:
-        """End the mover; returns when its process is gone."""
-        process = self._processes.get(mover)
-        if process is not None:
-            gone = self._gone[mover]
-            process.kill()
+    def kill_unattached(self, mover: MoverId, reason: str) -> None:
+        """End a mover that serves no session: of those that do, the core decides."""
+        assert mover not in self.attached, "a mover of a session is ended by the core"
+        self.carry_out(act.KillMover(mover, reason))
+
+    async def wait_gone(self, mover: MoverId) -> None:
+        """Returns when the mover's process is gone, at once where it is."""
+        gone = self._gone.get(mover)
+        if gone is not None:
             await asyncio.shield(gone)  # which others wait for too
 
     # -- orders -----------------------------------------------------------------------------
@@ -250,7 +255,8 @@ class MoverFleet:
                 process.revoke(order.transfer)
             case act.KillMover():
                 whose = {"user": self._owners[order.mover].uid}
-                log.warning(
+                log.log(
+                    logging.WARNING if order.is_late else logging.INFO,
                     "ending mover %d (pid %d): %s",
                     order.mover,
                     process.pid,
@@ -369,6 +375,8 @@ class MoverFleet:
             attached = self.attached.pop(mover, None)
             if attached is not None:
                 self._post(ev.MoverGone(mover, reason))
+            self.on_mover_gone(mover)
+            if attached is not None:
                 self.on_rank_lost(attached.session, attached.placement.rank, reason)
         finally:  # whoever waits for the end must not wait for ever
             if not gone.done():

@@ -23,28 +23,29 @@ class PendingJobs:
     def started(self, session: SessionId, job: JobId) -> bool:
         """The job is under way from now on. False if it already was."""
         live = self._live.setdefault(session, set())
+        self._ends.setdefault(session, OrderedDict())
         if job in live:
             return False
         live.add(job)
         return True
 
     def ended(self, order: EndJob) -> None:
-        """The job has ended on every rank. Nothing is kept of a session that is forgotten."""
+        """The job has ended on every rank."""
         live = self._live.get(order.session)
         if live is None:
             return
         live.discard(order.job)
-        ends = self._ends.setdefault(order.session, OrderedDict())
+        ends = self._ends[order.session]
         ends[order.job] = order
         if len(ends) > REMEMBERED_ENDS:
             ends.popitem(last=False)
         self._changed.set()
 
-    def forget(self, session: SessionId) -> None:
-        """The session is over and nobody will ask for its jobs."""
-        self._live.pop(session, None)
-        self._ends.pop(session, None)
-        self._changed.set()
+    def forget_if_idle(self, session: SessionId) -> None:
+        """The session is closed: unless a job of it is live nobody will ask for its jobs."""
+        if not self._live.get(session):
+            self._live.pop(session, None)
+            self._ends.pop(session, None)
 
     def live(self, session: SessionId) -> frozenset[JobId]:
         """Jobs of the session that have not ended."""
@@ -55,10 +56,10 @@ class PendingJobs:
     ) -> list[EndJob]:
         """Ends of these jobs (all live ones when none is named). TimeoutError past deadline."""
         wanted = set(jobs) if jobs else set(self.live(session))
+        ends = self._ends.get(session, OrderedDict())  # even if the session is forgotten meanwhile
         async with asyncio.timeout(deadline_s):
             while self.live(session) & wanted:
                 await self._wait_for_change()
-        ends = self._ends.get(session, OrderedDict())
         return [ends[job] for job in sorted(wanted) if job in ends]
 
     async def wait_for_all(self, deadline_s: float) -> int:

@@ -126,6 +126,25 @@ async def test_mover_that_the_core_refused_is_ended_like_any_other(driver: Drive
     await ending
 
 
+async def test_closed_sessions_mover_ends_by_the_cores_order_and_once(driver: Driver) -> None:
+    session = open_session(driver)
+    process = await start_mover(driver)
+    gone: list[MoverId] = []
+    driver.fleet.on_mover_gone = gone.append
+    driver.attach_rank(session, PLACEMENT, process)
+    driver.close_session(session)
+    assert process.kills == 1
+    ending = asyncio.create_task(driver.end_rank(MOVER, "its engine started anew"))
+    await asyncio.sleep(0)
+    assert process.kills == 1
+    assert not ending.done()
+    assert not gone
+    process.die()
+    await ending
+    assert gone == [MOVER]
+    assert not driver.machine.state.sessions
+
+
 async def test_movers_end_is_handled_though_it_can_not_be_written_down(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

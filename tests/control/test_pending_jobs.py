@@ -60,12 +60,24 @@ async def test_drain_counts_what_is_left() -> None:
     assert await board.wait_for_all(0.01) == 0
 
 
-async def test_end_of_a_forgotten_sessions_job_is_not_kept() -> None:
+async def test_nothing_is_kept_of_a_closed_session_once_its_last_job_has_ended() -> None:
     board = PendingJobs()
     board.started(SESSION, JobId(1))
-    board.forget(SESSION)
+    board.forget_if_idle(SESSION)
+    assert board.live(SESSION) == {1}
     board.ended(end(1))
+    board.forget_if_idle(SESSION)
     assert await board.wait(SESSION, [JobId(1)], 1) == []
+
+
+async def test_who_waits_for_the_jobs_of_a_session_hears_of_them_though_it_is_forgotten() -> None:
+    board = PendingJobs()
+    board.started(SESSION, JobId(1))
+    flush = asyncio.create_task(board.wait(SESSION, [], 1))
+    await asyncio.sleep(0)
+    board.ended(end(1))
+    board.forget_if_idle(SESSION)
+    assert [order.job for order in await flush] == [1]
 
 
 async def test_so_many_ends_of_a_session_are_remembered_and_the_oldest_goes() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd.runtime.driver import CLOSE_GRACE_SECONDS
+from kvd.core.model.state import CLOSE_GRACE_NS
 from tests.control.daemon_rig import (
     RawEngine,
     RawScheduler,
@@ -46,7 +46,7 @@ def test_ranks_that_register_again_at_once_outlive_the_old_sessions_end(
     wait_until(lambda: not lives(old), "the old mover's end")
     new = engine.worker.register(identity=name)
     again.next("ranks_ready")
-    time.sleep(2 * CLOSE_GRACE_SECONDS)  # by when the old session's movers are ended by force
+    time.sleep(2 * CLOSE_GRACE_NS / 1e9)  # by when the old session's movers are ended by force
     assert lives(new)
     (session,) = [s for s in again.status().sessions if s.engine_id == "comes-back"]
     assert session.usable

@@ -369,6 +369,9 @@ def _check_sessions(state: State) -> None:
         waits = session.jobs or session.movers or session.ended_leases
         assert not session.closed or waits, "a closed session stays"
         assert not session.closed or not session.leases, "a closed session holds leases"
+        idle = session.closed and not session.jobs
+        lingering = [m for m in session.movers.values() if idle and not m.ending]
+        assert not lingering, "a mover of a session that is over was not told to end"
         for request, leases in session.by_request.items():
             assert leases, "a request is listed without leases"
             assert all(session.leases[n].request == request for n in leases), "a lease's request"

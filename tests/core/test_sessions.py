@@ -126,6 +126,75 @@ def test_session_is_forgotten_with_its_last_mover(bench: Bench) -> None:
     assert not bench.machine.statistics().sessions
 
 
+def ended(actions: list[act.Action]) -> list[int]:
+    """The movers that are told to end."""
+    return [order.mover for order in only(actions, act.KillMover)]
+
+
+def test_closed_session_without_copies_ends_its_movers_at_once(bench: Bench) -> None:
+    bench.open(ranks=2)
+    bench.stored([1])
+    assert ended(bench.close()) == [100, 101]
+    assert not ended(bench.close() + bench.tick(5 * SECOND)), "told once"
+
+
+def test_movers_of_a_closed_session_end_with_its_last_copy(bench: Bench) -> None:
+    bench.open(ranks=2)
+    first, second = only(bench.store([1]), act.StartTransfer)
+    assert not ended(bench.close())
+    assert not ended(bench.finish([first], DONE))
+    last = bench.finish([second], DONE)
+    assert ended(last) == [100, 101]
+    boards = [n for n, order in enumerate(last) if isinstance(order, act.PostBoard)]
+    kills = [n for n, order in enumerate(last) if isinstance(order, act.KillMover)]
+    assert len(boards) == 2
+    assert max(boards) < min(kills), "its ranks hear of the end first"
+
+
+def test_movers_whose_copies_run_on_end_when_the_grace_has_passed(bench: Bench) -> None:
+    bench.open(1)
+    bench.open(2)
+    bench.store([1], 1)
+    bench.close(1)
+    grace_ns = bench.config.close_grace_ns
+    assert not ended(bench.tick(grace_ns - 1))
+    late = bench.tick(1)
+    assert ended(late) == [100], "and no mover of another session"
+    assert only(late, act.KillMover)[0].is_late
+    assert not ended(bench.tick()), "told once"
+    assert not bench.machine.state.counters.movers_killed, "its copy has not passed its deadline"
+    assert bench.machine.statistics().slots.quarantined == 1, "its copy may still run"
+    bench.gone(100)
+    assert bench.machine.statistics().slots.quarantined == 0
+
+
+def test_closed_session_that_closes_again_has_no_longer_grace(bench: Bench) -> None:
+    bench.open()
+    bench.store([1])
+    bench.close()
+    bench.now_ns += bench.config.close_grace_ns - 1
+    bench.close(gone=True)
+    assert ended(bench.tick(1)) == [100]
+
+
+def test_mover_that_is_gone_by_itself_takes_the_others_of_a_closed_session_along(
+    bench: Bench,
+) -> None:
+    bench.open(ranks=2)
+    bench.store([1])
+    bench.close()
+    (order,) = [t for t in bench.transfers.values() if t.mover == 101]
+    assert not ended(bench.gone(100))
+    assert ended(bench.finish([order], REVOKED)) == [101]
+
+
+def test_rank_that_is_to_end_is_told_so_once(bench: Bench) -> None:
+    bench.open()
+    assert ended(bench.feed(ev.RankEnding(MoverId(100), "its worker is gone"))) == [100]
+    again = bench.feed(ev.RankEnding(MoverId(100), "and unregistered"))
+    assert not ended(again + bench.close() + bench.tick(60 * SECOND))
+
+
 def test_slots_being_copied_are_quarantined_until_the_mover_is_gone(bench: Bench) -> None:
     bench.open(1)
     bench.open(2)

@@ -26,7 +26,7 @@ from kvd.core.errors import (
 from kvd.core.keys import MoverId
 from kvd.core.spec import NamespaceSpec
 from kvd.mover.process import MoverProcess
-from kvd.runtime.driver import CLOSE_GRACE_SECONDS, Driver
+from kvd.runtime.driver import Driver
 from kvd.runtime.fleet import RankPlacement
 from kvd_proto.v1 import engine_pb2
 
@@ -177,6 +177,7 @@ class Rendezvous:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
+        driver.fleet.on_mover_gone = self._mover_gone
         self._starts: dict[tuple[int, str], EngineStart] = {}
         self._shares = Shares(
             Bound("engines", MAX_ENGINES, MAX_ENGINES_OF_A_USER, field="identity.engine_id")
@@ -222,7 +223,6 @@ class Rendezvous:
                 f"movers of an earlier start of {start.engine_id!r} still run; ask again",
                 "identity.engine_id",
             ) from None
-        self.refresh(start)
 
     def join(self, start: EngineStart, session: MeetingSession) -> None:
         """The scheduler is there: attach the ranks that came before it.
@@ -241,7 +241,6 @@ class Rendezvous:
 
     def check_ranks(self, start: EngineStart, spec: NamespaceSpec, world_size: int) -> None:
         """Refuse a scheduler that disagrees with a rank that came before it."""
-        self.refresh(start)
         layouts = [rank.layout for rank in start.ranks.values()]
         for layout in layouts:
             check_layout(layout, spec, world_size)
@@ -261,28 +260,22 @@ class Rendezvous:
         session.end("a newer session of the same scheduler came")
 
     def leave(self, start: EngineStart, session: MeetingSession) -> None:
-        """The session is over; its movers end with it, so its ranks must register again."""
+        """The session is over, and its ranks must register again.
+
+        The core ends the movers that serve it; one that it refused, or has yet to attach, ends now.
+        """
         if start.session is session:
             start.session = None
             for number in list(start.ranks):
                 self._drop(start, number)
-            self._spawn(self._outlive_movers(start, tuple(start.movers)))
-        self.forget_if_empty(start)
-
-    async def _outlive_movers(self, start: EngineStart, movers: Sequence[MoverId]) -> None:
-        # The driver ends them, after its grace for copies under way; this is the backstop that
-        # also takes the record away. Movers that register meanwhile belong to the next session.
-        await asyncio.sleep(CLOSE_GRACE_SECONDS * 1.5)
-        for mover in movers:
-            await self._driver.end_rank(mover, "its session has ended")
-        self.refresh(start)
+            for mover in start.movers - self._driver.fleet.attached.keys():
+                self._end_rank_soon(mover, "its session has ended")
         self.forget_if_empty(start)
 
     # -- ranks ------------------------------------------------------------------------------
 
     def check_place(self, start: EngineStart, peer: Peer, layout: RankLayout) -> None:
         """Refuse a rank that is taken or that disagrees with the session, if it is there."""
-        self.refresh(start)
         old = start.ranks.get(layout.placement.rank)
         if old is not None and old.peer is not peer and old.peer.alive:
             raise RankTaken(
@@ -307,7 +300,6 @@ class Rendezvous:
 
         Its scheduler hears that the ranks are ready only after `answered`.
         """
-        self.refresh(start)
         number = rank.layout.placement.rank
         mover = rank.mover.mover
         start.ranks[number] = rank
@@ -331,11 +323,7 @@ class Rendezvous:
 
     async def end_rank(self, mover: MoverId, reason: str) -> None:
         """Returns when the mover is gone; at once if it is already."""
-        seat = self._ranks.get(mover)
         await self._driver.end_rank(mover, reason)
-        if seat is not None:
-            self.refresh(seat[0])
-            self.forget_if_empty(seat[0])
 
     def registered(self, peer: Peer, registration: int) -> MoverId:
         """The peer's own registration, ended or not; UnknownRegistration for any other."""
@@ -367,23 +355,21 @@ class Rendezvous:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def refresh(self, start: EngineStart) -> None:
-        """Drop what belongs to movers whose process has ended."""
-        running = set(self._driver.fleet.running())
-        for number, rank in list(start.ranks.items()):
-            if rank.mover.mover not in running:
-                self._drop(start, number)
-        for mover in start.movers - running:
-            start.movers.discard(mover)
-            self._ranks.pop(mover, None)
+    def _mover_gone(self, mover: MoverId) -> None:
+        """With the last mover of a start that has no session its record goes."""
+        if mover not in self._ranks:
+            return  # it ended before it had a place
+        start, number = self._ranks.pop(mover)
+        start.movers.discard(mover)
+        rank = start.ranks.get(number)
+        if rank is not None and rank.mover.mover == mover:
+            self._drop(start, number)
+        self.forget_if_empty(start)
 
     def _drop(self, start: EngineStart, number: int) -> None:
-        rank = start.ranks.pop(number)
+        del start.ranks[number]
         whose = {"user": start.uid}
         log.info("engine %r: rank %d is gone", start.engine_id, number, extra=whose)
-        if rank.mover.mover not in self._driver.fleet.running():
-            start.movers.discard(rank.mover.mover)
-            self._ranks.pop(rank.mover.mover, None)
 
     def forget_if_empty(self, start: EngineStart) -> None:
         """Keep no record of a start that has neither session nor mover."""

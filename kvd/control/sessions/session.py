@@ -96,7 +96,6 @@ class SchedulerSession:
 
     def rank_lost(self, rank: int, reason: str) -> None:
         self._stop_telling()
-        self._rooms.engines.refresh(self._start)
         lost = pb.RankLost(rank=rank, reason=reason)
         self.outbox.put(pb.SessionResponse(rank_lost=lost))
 

@@ -52,6 +52,7 @@ MAX_SCOPES = 65536
 MAX_SESSIONS = 1024
 NEVER = 1 << 63  # as a time
 NO_SCOPE = ScopeId(0)  # below the number of any
+CLOSE_GRACE_NS = 1_000_000_000  # for submitted copies of a closed session
 # Engine blocks of one group, of all groups of a session, and of all sessions of a tenant: two bytes
 # each, once used, in the map of those whose copy is in flight.
 MAX_ENGINE_BLOCKS = 1 << 22
@@ -72,6 +73,7 @@ class MachineConfig:
     lease_share: float = 0.25  # of the tenant's quota, or of the pool
     submit_deadline_ns: int = 30_000_000_000
     copy_deadline_ns: int = 30_000_000_000
+    close_grace_ns: int = CLOSE_GRACE_NS
     private_grace_ns: int = 60_000_000_000  # what only one engine can use outlives its session
     spare_bytes: int = 256 * 2**20  # granted ahead of need per class; see rows.grant_spare
     extent_nodes: tuple[int, ...] = ()  # the memory node of each extent; empty: there is one
@@ -144,6 +146,7 @@ class Session:
     renewed_ns: int = 0
     ended_leases: int = 0  # in the backlog
     closed: bool = False
+    closed_ns: int = 0
     gone: bool = False  # its engine has ended
 
     def engine_blocks(self, group: int) -> int:

@@ -48,7 +48,7 @@ def go_on(turn: Turn) -> None:
 
 def _unclaim(turn: Turn) -> None:
     for each in lease.unclaim_ended(turn.state):
-        session.forget_session(turn, each)
+        session.wind_up(turn, each)
 
 
 def _call_off(turn: Turn) -> None:
@@ -62,4 +62,4 @@ def _call_off(turn: Turn) -> None:
         parts += len(item.transfer.piece.parts)
         owner = state.sessions[item.transfer.piece.job.session]
         transfer.call_off(turn, item)
-        session.forget_session(turn, owner)
+        session.wind_up(turn, owner)

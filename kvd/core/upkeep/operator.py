@@ -39,6 +39,7 @@ def timer_ticked(turn: Turn) -> None:
     lease.expire_leases(turn)
     hand_off.expire(turn)
     _enforce_deadlines(turn)
+    session.end_lingering(turn)
     state.grant_pause.tick()
     expiry.prepare_room(state)
     expiry.look(turn)
@@ -74,6 +75,7 @@ def _enforce_deadlines(turn: Turn) -> None:
             continue  # that it ends stands in the backlog
         if running.submitted_ns <= copied_by:
             if not mover.ending:
-                session.kill_mover(turn, mover, "a copy passed its deadline")
+                state.counters.movers_killed += 1
+                session.end_mover(turn, mover, "a copy passed its deadline", is_late=True)
         else:
             transfer.revoke(turn, [running], EXPIRED)

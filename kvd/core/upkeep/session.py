@@ -39,6 +39,8 @@ from kvd.core.room import expiry, row_rights
 from kvd.core.room.reclaim import row_unmapped
 from kvd_proto.layout import MAX_RANKS
 
+SESSION_ENDED = "its session has ended"
+
 
 def session_opened(turn: Turn, event: SessionOpened) -> None:
     """The session, its namespace and the scopes of its epoch."""
@@ -80,7 +82,8 @@ def session_opened(turn: Turn, event: SessionOpened) -> None:
 def session_closed(turn: Turn, event: SessionClosed) -> None:
     """Leases end, waits end, and movers are asked to give up what they have not started.
 
-    A store whose ranks all report done becomes readable nevertheless.
+    A store whose ranks all report done becomes readable nevertheless. The movers end once no copy
+    of the session runs, or when the grace for those has passed.
     """
     state = turn.state
     session = state.sessions.get(event.session)
@@ -92,6 +95,7 @@ def session_closed(turn: Turn, event: SessionClosed) -> None:
     if session.closed:
         return
     session.closed = True
+    session.closed_ns = turn.now_ns
     lease.end_all(state, session)
     waits.drop(state, session)
     running = [each for mover in transfer.ranks(session) for each in mover.transfers.values()]
@@ -102,14 +106,21 @@ def session_closed(turn: Turn, event: SessionClosed) -> None:
             transfer.fail_job(job, SESSION_CLOSED)
             job.open = False
             transfer.end_job_when_done(turn, job)
-    forget_session(turn, session)
+    wind_up(turn, session)
 
 
-def forget_session(turn: Turn, session: Session) -> None:
-    """Drop a closed session once no job, no mover and no ended lease of it is left."""
+def wind_up(turn: Turn, session: Session) -> None:
+    """End the movers of a closed session once no job of it is left; with the last one it is gone.
+
+    What ended leases held is let go before that, too.
+    """
     state = turn.state
     known = state.sessions.get(session.session) is session
-    if known and session.closed and not (session.jobs or session.movers or session.ended_leases):
+    if not known or not session.closed or session.jobs:
+        return
+    for mover in transfer.ranks(session):
+        end_mover(turn, mover, SESSION_ENDED)
+    if not (session.movers or session.ended_leases):
         del state.sessions[session.session]
         row_rights.session_went(state, session)
         prefix.forget_all(session)
@@ -182,11 +193,11 @@ def rank_ending(turn: Turn, event: RankEnding) -> None:
     mover = turn.state.movers.get(event.mover)
     if mover is None:
         raise UnknownRegistration(f"no mover {event.mover}", "registration_id")
-    end_rank(turn, mover, event.reason or MOVER_GONE)
+    end_mover(turn, mover, event.reason or MOVER_GONE)
 
 
-def end_rank(turn: Turn, mover: Mover, reason: str) -> None:
-    """No new transfer goes to it, and what it was storing will not be readable.
+def end_mover(turn: Turn, mover: Mover, reason: str, *, is_late: bool = False) -> None:
+    """Have the mover killed: no new transfer goes to it, what it was storing won't be readable.
 
     Its stores' slots stay quarantined until it reports their end, or is gone.
     """
@@ -197,12 +208,17 @@ def end_rank(turn: Turn, mover: Mover, reason: str) -> None:
     running = list(mover.transfers.values())
     for each in turn.state.backlog.call_off(running, CallOff.FAIL, MOVER_GONE):
         transfer.fail_running(turn, each, MOVER_GONE)
+    turn.orders.append(KillMover(mover.mover, reason, is_late))
 
 
-def kill_mover(turn: Turn, mover: Mover, reason: str) -> None:
-    end_rank(turn, mover, reason)
-    turn.state.counters.movers_killed += 1
-    turn.orders.append(KillMover(mover.mover, reason))
+def end_lingering(turn: Turn) -> None:
+    """Closed sessions whose copies still run though their grace has passed lose their movers."""
+    state = turn.state
+    closed_by = turn.now_ns - state.config.close_grace_ns
+    for session in state.sessions.values():
+        if session.closed and session.closed_ns <= closed_by:
+            for mover in transfer.ranks(session):
+                end_mover(turn, mover, f"{SESSION_ENDED}, and a copy ran on", is_late=True)
 
 
 def mover_gone(turn: Turn, event: MoverGone) -> None:
@@ -215,7 +231,7 @@ def mover_gone(turn: Turn, event: MoverGone) -> None:
     transfer.mover_gone(turn, mover)
     for row in list(state.retiring):
         row_unmapped(turn, row, event.mover)
-    forget_session(turn, session)
+    wind_up(turn, session)
 
 
 def epoch_changed(turn: Turn, event: EpochChanged) -> None:
