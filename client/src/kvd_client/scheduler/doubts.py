@@ -12,19 +12,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvd_client.draft import BlockRun
-from kvd_client.scheduler.jobs import Job
+from kvd_client.scheduler.jobs import RequestJob
 from kvd_client.scheduler.request import Request
 from kvd_client.session import Connection
 
 WAIT_S = 0.25  # for the other store, before a block is offered again
 MAX_DOUBTS = 1024  # runs of blocks; beyond, the oldest is forgotten
 
-Stored = Callable[[Job, BlockRun], None]
+Stored = Callable[[RequestJob, BlockRun], None]
 
 
 @dataclass(slots=True)
 class _Doubt:
-    job: Job
+    job: RequestJob
     run: BlockRun  # not shown by the page when last looked
     due_s: float | None = None  # from the first step after on
 
@@ -41,7 +41,7 @@ class Doubts:
         """The cache was reset, or the session lost: nothing is known of them any more."""
         self._waiting.clear()
 
-    def add(self, job: Job, stored: Stored) -> None:
+    def add(self, job: RequestJob, stored: Stored) -> None:
         """A store has ended as partial: call `stored` for what is there of it, await the rest."""
         for run in job.draft.runs:
             missing = self._settle(job, run, stored)
@@ -59,7 +59,7 @@ class Doubts:
             if missing is not None:
                 self._offer_again(doubt.job, missing)
 
-    def _settle(self, job: Job, run: BlockRun, stored: Stored) -> BlockRun | None:
+    def _settle(self, job: RequestJob, run: BlockRun, stored: Stored) -> BlockRun | None:
         """Call `stored` for those of the blocks that the page shows; the others are given back."""
         session = self._connection.session
         if session is None or session.generation != job.generation:
@@ -73,7 +73,7 @@ class Doubts:
         first = run.first_block + flags.index(False)
         return BlockRun(run.group, first, [h for h, shown in named if not shown])
 
-    def _offer_again(self, job: Job, missing: BlockRun) -> None:
+    def _offer_again(self, job: RequestJob, missing: BlockRun) -> None:
         request = self._requests.get(job.request_id)
         session = self._connection.session
         if request is None or session is None or session.store_threshold > 1:

@@ -1,25 +1,18 @@
-"""Jobs that have not been reported by every rank, and the engine blocks they still touch."""
+"""The jobs of requests in flight, and the engine blocks that they still touch."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd_client.draft import BlockRun, JobDraft
 from kvd_client.scheduler.plan import JobReport
-from kvd_proto import layout
+from kvd_client.scheduler.request import Request
+from kvd_client.scheduler.sent_jobs import SentJob, SentJobs
 
 _GROUP_SHIFT = 32  # engine block ids are 32-bit
 
 Key = tuple[int, str, bytes]  # group, account, block hash
-
-
-class Kind(enum.Enum):
-    """Whether a job stores or loads."""
-
-    STORE = "store"
-    LOAD = "load"
 
 
 @dataclass(slots=True)
@@ -37,80 +30,80 @@ class Load:
         return not self.parts_left
 
 
-@dataclass(slots=True)
-class Job:
+@dataclass(slots=True, kw_only=True)
+class RequestJob(SentJob):
     """One store or load of a request, from its creation to the last rank's report."""
 
     draft: JobDraft
-    kind: Kind
     request_id: str
     account: str
-    generation: int  # of the session that it was sent in
-    ranks_left: int = 0  # bit r set = rank r has not reported
-    failed: bool = False
+    load: Load | None = None  # that it is a part of; None for a store
+    heard: int = 0  # bit r set = rank r has reported
     left: bool = False  # some of its keys were left to other stores
     stale: bool = False  # of before a reset
-    load: Load | None = None  # that it is a part of
 
 
-class JobTable:
+class JobTable(SentJobs[RequestJob]):
     """The engine's jobs in flight, at most MAX_JOBS_IN_FLIGHT; their ids rise for ever."""
 
     def __init__(self, world_size: int) -> None:
-        self._every_rank = (1 << world_size) - 1
-        self._jobs: dict[int, Job] = {}
+        super().__init__(world_size)
         self._last_job_id = 0
         self._storing: dict[Key, int] = {}
         self._reading: dict[int, tuple[int, ...]] = {}  # engine block -> store jobs that read it
         self._loading: dict[tuple[int, str], dict[bytes, int]] = {}  # by group and account
 
-    def __len__(self) -> int:
-        return len(self._jobs)
-
-    def has_room(self, jobs: int) -> bool:
-        """Whether so many more may be in flight."""
-        return len(self._jobs) + jobs <= layout.MAX_JOBS_IN_FLIGHT
-
     def next_id(self) -> int:
         self._last_job_id += 1
         return self._last_job_id
 
-    def add(self, job: Job) -> None:
-        job.ranks_left = self._every_rank
-        job_id = job.draft.job_id
-        self._jobs[job_id] = job
-        if job.kind is Kind.LOAD:
-            for run in job.draft.runs:
-                loading = self._loading.setdefault((run.group, job.account), {})
+    def begin(
+        self, draft: JobDraft, request: Request, generation: int, load: Load | None = None
+    ) -> None:
+        """A job of the request will leave with the step; without a `load` it is a store."""
+        job_id = draft.job_id
+        self.add(
+            job_id,
+            RequestJob(
+                generation=generation,
+                parts=[job_id],
+                draft=draft,
+                request_id=request.request_id,
+                account=request.account,
+                load=load,
+            ),
+        )
+        if load is not None:
+            for run in draft.runs:
+                loading = self._loading.setdefault((run.group, request.account), {})
                 loading.update(dict.fromkeys(run.block_hashes, job_id))
             return
-        for run in job.draft.runs:
-            self._storing.update(dict.fromkeys(_keys(run, job.account), job_id))
+        for run in draft.runs:
+            self._storing.update(dict.fromkeys(_keys(run, request.account), job_id))
             readers: dict[int, tuple[int, ...]] = dict.fromkeys(_places(run), (job_id,))
             for place in self._reading.keys() & readers.keys():
                 readers[place] += self._reading[place]
             self._reading.update(readers)
 
-    def drop(self, job_id: int) -> Job:
-        """Forget a job: it has ended, or never left."""
-        job = self._jobs.pop(job_id)
-        if job.kind is Kind.LOAD:
+    def drop(self, number: int) -> RequestJob:
+        job = super().drop(number)
+        if job.load is not None:
             for run in job.draft.runs:
                 self._forget_loading(run, job)
             return job
         for run in job.draft.runs:
             for key in _keys(run, job.account):
-                if self._storing.get(key) == job_id:
+                if self._storing.get(key) == number:
                     del self._storing[key]
             for place in _places(run):
-                others = tuple(reader for reader in self._reading[place] if reader != job_id)
+                others = tuple(reader for reader in self._reading[place] if reader != number)
                 if others:
                     self._reading[place] = others
                 else:
                     del self._reading[place]
         return job
 
-    def _forget_loading(self, run: BlockRun, job: Job) -> None:
+    def _forget_loading(self, run: BlockRun, job: RequestJob) -> None:
         loading = self._loading.get((run.group, job.account), {})
         for block_hash in run.block_hashes:
             if loading.get(block_hash) == job.draft.job_id:
@@ -118,15 +111,14 @@ class JobTable:
         if not loading:
             self._loading.pop((run.group, job.account), None)
 
-    def report(self, rank: int, report: JobReport) -> Job | None:
-        """One rank's word. The job once all ranks have spoken; None before, or if unknown."""
+    def hear(self, rank: int, report: JobReport) -> RequestJob | None:
+        """One rank's word, which counts once. The job once all ranks have spoken."""
         job = self._jobs.get(report.job_id)
-        if job is None or not job.ranks_left >> rank & 1:
+        if job is None or rank >= self._world_size or job.heard >> rank & 1:
             return None
-        job.ranks_left &= ~(1 << rank)
-        job.failed |= not report.done
+        job.heard |= 1 << rank
         job.left |= report.left
-        return None if job.ranks_left else self.drop(report.job_id)
+        return self.report(report.job_id, 1, failed=not report.done)
 
     def is_storing(self, group: int, account: str, block_hash: bytes) -> bool:
         return (group, account, block_hash) in self._storing
@@ -154,20 +146,13 @@ class JobTable:
         places = (self._reading.get(group << _GROUP_SHIFT | block, ()) for block in engine_blocks)
         return {job_id for readers in places for job_id in readers}
 
-    def of_earlier_sessions(self, generation: int) -> list[int]:
-        """Jobs that were sent in another session than this."""
-        return [i for i, job in self._jobs.items() if job.generation != generation]
-
-    def __contains__(self, job_id: object) -> bool:
-        return job_id in self._jobs
-
     def invalidate(self) -> list[int]:
         """The cache was reset: what is in flight counts for nothing. Ids of the stores."""
         for job in self._jobs.values():
             job.stale = True
         self._storing.clear()
         self._loading.clear()
-        return [job_id for job_id, job in self._jobs.items() if job.kind is Kind.STORE]
+        return [job_id for job_id, job in self._jobs.items() if job.load is None]
 
 
 def _keys(run: BlockRun, account: str) -> list[Key]:

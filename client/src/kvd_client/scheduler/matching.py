@@ -62,7 +62,7 @@ class Matcher:
         found = self._queue.hit_tokens(request, num_computed_tokens)
         if found is None or found <= num_computed_tokens:
             return found
-        if not self._jobs.has_room(self._parts(num_computed_tokens, found)):
+        if self._jobs.free < self._parts(num_computed_tokens, found):
             return None  # some of those in flight end first
         if not self._options.share_loads:
             return found

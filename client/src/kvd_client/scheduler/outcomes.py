@@ -7,13 +7,11 @@ from collections.abc import Iterable, Mapping
 from kvd_client.draft import BlockRun, JobDraft
 from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
-from kvd_client.scheduler.jobs import Job, JobTable, Kind
+from kvd_client.scheduler.jobs import JobTable, Load, RequestJob
 from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.plan import StepOutcome, StoredKeys, WorkerReport
 from kvd_client.scheduler.request import LookupState, Request
-
-REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to report it
 
 
 class JobEnds:
@@ -34,7 +32,6 @@ class JobEnds:
         self._options = options
         self._requests = requests
         self._doubts = doubts
-        self._told: dict[int, tuple[bool, float]] = {}  # by the daemon, not yet by all ranks
         self._forget: list[int] = []
         self._finished_loads: list[str] = []
         self._failed_loads: list[str] = []
@@ -66,32 +63,24 @@ class JobEnds:
 
     # -- ends -------------------------------------------------------------------------------
 
-    def enter_session(self, generation: int) -> None:
-        """End the jobs of earlier sessions.
-
-        That is sound: all ranks are registered in this one, and a worker registers again only
-        when its old mover is dead.
-        """
-        self._told.clear()
+    def enter_session(self) -> None:
+        """There is a new one: jobs of earlier sessions end."""
         self._doubts.clear()
-        for job_id in self._jobs.of_earlier_sessions(generation):
+        for job_id in self._jobs.of_earlier_sessions():
             self._end_unreported(job_id, is_done=False)
 
     def told(self, ended: Iterable[tuple[int, bool]], now: float) -> None:
         """The daemon's word on ended jobs; those that some rank does not report end by it."""
-        for job_id, done in ended:
-            if job_id in self._jobs:
-                self._told[job_id] = (done, now)
+        self._jobs.told(ended, now)
         self._doubts.look_again(now, self._note_stored)
-        for job_id, (done, told_s) in list(self._told.items()):
-            if now - told_s > REPORT_GRACE_S:
-                self._end_unreported(job_id, is_done=done)
+        for job_id, done in self._jobs.overdue(now):
+            self._end_unreported(job_id, is_done=done)
 
     def report(self, reports: Iterable[WorkerReport]) -> None:
         """The workers' word. A job ends once every rank has spoken."""
         for report in reports:
             for ended in report.ended:
-                job = self._jobs.report(report.rank, ended)
+                job = self._jobs.hear(report.rank, ended)
                 if job is not None:
                     self._end(job)
 
@@ -99,44 +88,40 @@ class JobEnds:
         """These jobs will never run: nobody was told of them."""
         for draft in drafts:
             job = self._jobs.drop(draft.job_id)
-            job.failed = True
+            job.has_failed = True
             self._end(job)
 
     def _end_unreported(self, job_id: int, *, is_done: bool) -> None:
         """A job has ended but a rank's report of it was lost with its board."""
         job = self._jobs.drop(job_id)
-        job.failed |= not is_done
+        job.has_failed |= not is_done
         self._forget.append(job_id)
         self._end(job)
 
-    def _end(self, job: Job) -> None:
-        job_id = job.draft.job_id
-        self._told.pop(job_id, None)
-        self._fences.ended(job_id)
+    def _end(self, job: RequestJob) -> None:
+        self._fences.ended(job.draft.job_id)
         request = self._requests.get(job.request_id)
-        if job.kind is Kind.LOAD:
-            self._end_load(job, request)
+        if job.load is not None:
+            self._end_load(job, job.load, request)
         else:
             self._end_store(job, request)
 
-    def _end_store(self, job: Job, request: Request | None) -> None:
+    def _end_store(self, job: RequestJob, request: Request | None) -> None:
         """`request` is None once it has finished."""
         if request is not None:
             request.store_jobs.discard(job.draft.job_id)
         if job.stale:
             return
-        if not job.failed and job.left:
+        if not job.has_failed and job.left:
             self._doubts.add(job, self._note_stored)
-        elif not job.failed:
+        elif not job.has_failed:
             for run in job.draft.runs:
                 self._note_stored(job, run)
         elif request is not None and request.request_level:
             self._store_again(request, job)
 
-    def _end_load(self, job: Job, request: Request | None) -> None:
-        load = job.load
-        assert load is not None, "a load's job is a part of one"
-        if not load.end_part(failed=job.failed or job.stale):
+    def _end_load(self, job: RequestJob, load: Load, request: Request | None) -> None:
+        if not load.end_part(failed=job.has_failed or job.stale):
             return  # the others may still write to the request's blocks
         failed = load.has_failed
         (self._failed_loads if failed else self._finished_loads).append(job.request_id)
@@ -149,13 +134,13 @@ class JobEnds:
             request.lookup.state = LookupState.CLOSED
             request.store_from_start()
 
-    def _note_stored(self, job: Job, run: BlockRun) -> None:
+    def _note_stored(self, job: RequestJob, run: BlockRun) -> None:
         stored = StoredKeys(job.request_id, run.group, tuple(run.block_hashes))
         self._stored.append(stored)
         if self._options.collect_events:
             self._events.append(stored)
 
-    def _store_again(self, request: Request, job: Job) -> None:
+    def _store_again(self, request: Request, job: RequestJob) -> None:
         """A request-level store must be whole: offer from the job's first block on again."""
         request.failed_stores += 1
         if request.failed_stores < self._options.request_level_attempts:

@@ -24,7 +24,7 @@ from kvd_client.scheduler.device import DeviceBlocks
 from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
 from kvd_client.scheduler.hand_offs import HandOffQueue
-from kvd_client.scheduler.jobs import Job, JobTable, Kind, Load
+from kvd_client.scheduler.jobs import JobTable, Load
 from kvd_client.scheduler.loads import load_runs
 from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.matching import Matcher
@@ -74,7 +74,6 @@ class Scheduler:
         self._ends = JobEnds(
             self._jobs, self._queue, self._fences, self.options, self._requests, self._doubts
         )
-        self._generation = 0
         # Collected for the next step.
         self._step = StepDraft()
         self._finished_offers: list[BlockOffer] = []
@@ -164,9 +163,7 @@ class Scheduler:
         drafts = [JobDraft(self._jobs.next_id(), request.context, part) for part in parts]
         load = Load(drafts[0].job_id, len(drafts))
         for draft in drafts:
-            job = Job(draft, Kind.LOAD, request.request_id, request.account, generation)
-            job.load = load
-            self._jobs.add(job)
+            self._jobs.begin(draft, request, generation, load)
         request.loading_job = load.first_job
         self._step.loads += drafts
         if not request.request_level:
@@ -223,11 +220,10 @@ class Scheduler:
     def _enter_session(self) -> SessionView | None:
         """The session that takes steps; what belonged to an earlier one is given up."""
         session = self._connection.open_session
-        if session is not None and session.generation != self._generation:
-            self._generation = session.generation
+        if session is not None and self._jobs.enter(session.generation):
             self._queue.session_lost()
             self._step.released_leases.clear()
-            self._ends.enter_session(session.generation)
+            self._ends.enter_session()
         return session
 
     def _submit(

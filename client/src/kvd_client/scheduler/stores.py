@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, StepDraft, in_parts, within_limit
 from kvd_client.identity import NamespaceFields
-from kvd_client.scheduler.jobs import Job, JobTable, Kind
+from kvd_client.scheduler.jobs import JobTable
 from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.offers import BlockOffer
 from kvd_client.scheduler.request import Request
@@ -103,7 +103,7 @@ class StoreQueue:
         """Blocks of the offer that may become part of a job."""
         if (offer.request.request_id, offer.computed) not in choice.runs:
             new = len(choice.runs)
-            if (new >= MAX_PARTS and not offer.is_last) or not self._jobs.has_room(new + 1):
+            if (new >= MAX_PARTS and not offer.is_last) or self._jobs.free <= new:
                 return 0
         # A request-level store must be whole: there the daemon decides about room, and says so.
         most = self._most(offer, choice)
@@ -175,7 +175,7 @@ class StoreQueue:
         added = []
         for part in in_parts(runs):
             draft = JobDraft(self._jobs.next_id(), request.context, part, request.request_level)
-            self._jobs.add(Job(draft, Kind.STORE, request.request_id, request.account, generation))
+            self._jobs.begin(draft, request, generation)
             request.store_jobs.add(draft.job_id)
             step.stores.append(draft)
             added.append(draft.job_id)

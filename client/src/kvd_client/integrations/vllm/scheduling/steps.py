@@ -9,26 +9,21 @@ from kvd_client.draft import BlockRun, JobDraft, StepDraft, in_parts
 from kvd_client.integrations.vllm.scheduling.requests import TrackedRequest, offered_runs
 from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.params import SchedulerOptions
+from kvd_client.scheduler.sent_jobs import NEVER_SENT, SentJob, SentJobs
 from kvd_client.session import Connection, SessionView
-from kvd_proto import layout
 
 MAX_JOBS_PER_STEP = 1024  # of each kind, as the protocol says
-REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to report it
 RENEWED_EACH = 0.25  # of a lease's time
 MAX_FINISHED = 4096  # requests that ended while no session was usable; of older ones nobody hears
-NEVER_SENT = -1  # in place of a session's generation
 MAX_WAITING_ENDS = 256
 
 
-@dataclass(slots=True)
-class SentJob:
-    """A job of vLLM's on its way. `reports_left` counts the ranks that have not acknowledged it."""
+@dataclass(slots=True, kw_only=True)
+class TrackedJob(SentJob):
+    """A job of vLLM's, and whose it is."""
 
     tracked: TrackedRequest
-    generation: int
-    reports_left: int
-    parts: list[int] = field(default_factory=list)  # kvd's jobs
-    has_failed: bool = False
+    is_load: bool
 
 
 @dataclass(slots=True)
@@ -42,33 +37,32 @@ class StepJobs:
     loads: list[JobDraft] = field(default_factory=list)
     stores: list[JobDraft] = field(default_factory=list)
     owners: dict[int, int] = field(default_factory=dict)  # kvd's job id -> vLLM's
-    tracked: dict[int, TrackedRequest] = field(default_factory=dict)  # by vLLM's job id
+    by_number: dict[int, TrackedJob] = field(default_factory=dict)  # by vLLM's job id
 
     def add(
         self, vllm_job: int, tracked: TrackedRequest, runs: list[BlockRun], *, is_load: bool
     ) -> None:
         request = tracked.request
-        self.tracked[vllm_job] = tracked
+        job = TrackedJob(generation=NEVER_SENT, parts=[], tracked=tracked, is_load=is_load)
+        self.by_number[vllm_job] = job
         for part in in_parts(runs):
             job_id = next(self.ids)
             draft = JobDraft(job_id, request.context, part, request.request_level and not is_load)
             self.owners[job_id] = vllm_job
+            job.parts.append(job_id)
             (self.loads if is_load else self.stores).append(draft)
 
 
 class StepSender:
-    """Collects what goes with the next step, sends it, and follows its jobs to their end."""
+    """Collects what goes with the next step, sends it, and follows vLLM's jobs to their end."""
 
     def __init__(
         self, connection: Connection, options: SchedulerOptions, clock: Callable[[], float]
     ) -> None:
         self._connection = connection
         self._clock = clock
-        self._jobs: dict[int, SentJob] = {}  # by vLLM's job id
-        self._owners: dict[int, int] = {}  # kvd's job id -> vLLM's, of those
-        self._told: dict[int, float] = {}  # the daemon says ended, ranks don't yet: since when
+        self._jobs = SentJobs[TrackedJob](connection.world_size)
         self._hand_offs = HandOffQueue(self._jobs, options)
-        self._generation = 0
         self.sent_s = float("-inf")  # when the last message left
         self.draft = StepDraft()
 
@@ -94,11 +88,11 @@ class StepSender:
         was_sent = session is not None and self._send(jobs, session)
         if session is None:
             self._postpone()
-        generation = self._generation if was_sent else NEVER_SENT
-        for draft in jobs.loads:
-            self._note(draft, jobs, generation, is_load=True)
-        for draft in jobs.stores:
-            self._note(draft, jobs, generation, is_load=False)
+        for vllm_job, job in jobs.by_number.items():
+            job.generation = self._jobs.generation if was_sent else NEVER_SENT
+            self._jobs.add(vllm_job, job)
+            if not job.is_load:
+                job.tracked.request.store_jobs.add(vllm_job)
         return was_sent
 
     def _send(self, jobs: StepJobs, session: SessionView) -> bool:
@@ -122,79 +116,41 @@ class StepSender:
         del draft.finished[:-MAX_FINISHED]
         self._hand_offs.clear()
 
-    def _note(self, draft: JobDraft, jobs: StepJobs, generation: int, *, is_load: bool) -> None:
-        vllm_job = self._owners[draft.job_id] = jobs.owners[draft.job_id]
-        job = self._jobs.get(vllm_job)
-        if job is None:
-            tracked, ranks = jobs.tracked[vllm_job], self._connection.world_size
-            job = self._jobs[vllm_job] = SentJob(tracked, generation, ranks)
-            if not is_load:
-                tracked.request.store_jobs.add(vllm_job)
-        job.parts.append(draft.job_id)
-
     def parts_of(self, vllm_jobs: Iterable[int]) -> set[int]:
         """Kvd's jobs of these of vLLM's that are on their way."""
-        return {part for each in vllm_jobs if each in self._jobs for part in self._jobs[each].parts}
+        return self._jobs.parts_of(vllm_jobs)
 
-    def report(self, vllm_job: int, ranks: int, *, failed: bool) -> SentJob | None:
+    def report(self, vllm_job: int, ranks: int, *, failed: bool) -> TrackedJob | None:
         """So many more ranks acknowledge vLLM's job. The job once all have; None before."""
-        job = self._jobs.get(vllm_job)
-        if job is None:
-            return None
-        job.reports_left -= ranks
-        job.has_failed |= failed
-        if job.reports_left > 0:
-            return None
-        del self._jobs[vllm_job]
-        for part in job.parts:
-            del self._owners[part]
-            self._told.pop(part, None)
-        job.tracked.request.store_jobs.discard(vllm_job)
+        job = self._jobs.report(vllm_job, ranks, failed=failed)
+        if job is not None:
+            job.tracked.request.store_jobs.discard(vllm_job)
         return job
 
     def enter(self, generation: int) -> bool:
         """A session is there. True: a new one, to which nothing collected before means a thing."""
-        if generation == self._generation:
+        if not self._jobs.enter(generation):
             return False
-        self._generation = generation
-        self._told.clear()
-        draft = self.draft
-        draft.finished.clear()
-        draft.released_leases.clear()
+        self.draft.finished.clear()
+        self.draft.released_leases.clear()
         return True
 
     def lost_jobs(self) -> list[int]:
-        """Jobs that no rank's mover will ever end: of an earlier session, or long told ended.
-
-        Sound: a session is usable when all ranks are registered in it, and a worker registers
-        again only when its old mover is dead.
-        """
-        if not self._jobs:
-            return []
+        """Jobs that no rank's mover will ever end: of an earlier session, or long told ended."""
         now = self._clock()
-        for job_id, _ in self._connection.take_ended():
-            if job_id in self._owners:
-                self._told[job_id] = now
-        overdue = [job_id for job_id, told in self._told.items() if now - told > REPORT_GRACE_S]
-        for job_id in overdue:
-            self._told[job_id] = now  # said again, should this be lost too
-        current = (self._generation, NEVER_SENT)
-        return overdue + [
-            part
-            for job in self._jobs.values()
-            if job.generation not in current
-            for part in job.parts
-        ]
+        self._jobs.told(self._connection.take_ended(), now)
+        overdue = [job_id for job_id, _ in self._jobs.overdue(now)]
+        return overdue + self._jobs.of_earlier_sessions()
 
     @property
     def is_full(self) -> bool:
         """Whether no more stores may be in flight; loads may have the rest."""
-        return len(self._owners) + MAX_JOBS_PER_STEP >= layout.MAX_JOBS_IN_FLIGHT
+        return self._jobs.free <= MAX_JOBS_PER_STEP
 
     @property
     def free_jobs(self) -> int:
         """How many more jobs may be in flight."""
-        return layout.MAX_JOBS_IN_FLIGHT - len(self._owners)
+        return self._jobs.free
 
     def clear(self) -> None:
         """The cache was reset: nothing is handed off any more."""

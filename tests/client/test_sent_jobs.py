@@ -1,0 +1,70 @@
+"""Jobs on their way: when they end by the ranks' reports, and when by the daemon's word."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd_client.scheduler.sent_jobs import NEVER_SENT, REPORT_GRACE_S, SentJob, SentJobs
+from kvd_proto import layout
+
+LATER_S = REPORT_GRACE_S + 0.1
+
+
+@pytest.fixture
+def jobs() -> SentJobs[SentJob]:
+    """Two ranks; job 7 is one of the daemon's, job 8 two; all of this session."""
+    made = SentJobs[SentJob](world_size=2)
+    made.enter(3)
+    made.add(7, SentJob(generation=3, parts=[1]))
+    made.add(8, SentJob(generation=3, parts=[2, 3]))
+    return made
+
+
+def test_a_job_ends_with_the_last_ranks_report_and_fails_with_any(jobs: SentJobs[SentJob]) -> None:
+    assert jobs.report(7, 1, failed=True) is None
+    ended = jobs.report(7, 1, failed=False)
+    assert ended is not None
+    assert ended.has_failed
+    assert 7 not in jobs
+    assert jobs.report(7, 1, failed=False) is None
+    assert len(jobs) == 1
+
+
+def test_several_ranks_may_speak_at_once(jobs: SentJobs[SentJob]) -> None:
+    ended = jobs.report(8, 2, failed=False)
+    assert ended is not None
+    assert not ended.has_failed
+
+
+def test_every_part_counts_for_the_limit(jobs: SentJobs[SentJob]) -> None:
+    assert jobs.free == layout.MAX_JOBS_IN_FLIGHT - 3
+    assert jobs.parts_of([8, 9]) == {2, 3}
+    jobs.drop(8)
+    assert jobs.free == layout.MAX_JOBS_IN_FLIGHT - 1
+
+
+def test_the_daemons_word_counts_after_a_grace_and_is_said_again(jobs: SentJobs[SentJob]) -> None:
+    jobs.told([(2, True), (1, False), (99, True)], now=10.0)
+    assert jobs.overdue(10.0 + REPORT_GRACE_S) == []
+    assert jobs.overdue(10.0 + LATER_S) == [(2, True), (1, False)]
+    assert jobs.overdue(10.0 + LATER_S) == []
+    assert len(jobs.overdue(10.0 + 2 * LATER_S)) == 2
+
+
+def test_a_job_that_was_reported_in_time_is_not_overdue(jobs: SentJobs[SentJob]) -> None:
+    jobs.told([(2, True), (1, True)], now=10.0)
+    jobs.report(8, 2, failed=False)
+    assert jobs.overdue(10.0 + LATER_S) == [(1, True)]
+
+
+def test_a_new_session_ends_what_was_sent_before_and_forgets_what_was_told(
+    jobs: SentJobs[SentJob],
+) -> None:
+    jobs.told([(1, True)], now=10.0)
+    assert jobs.of_earlier_sessions() == []
+    assert not jobs.enter(3)
+    assert jobs.enter(4)
+    jobs.add(9, SentJob(generation=4, parts=[4]))
+    jobs.add(10, SentJob(generation=NEVER_SENT, parts=[5]))
+    assert jobs.of_earlier_sessions() == [1, 2, 3]
+    assert jobs.overdue(10.0 + LATER_S) == []
