@@ -9,10 +9,11 @@ import pytest
 
 from kvd.config.settings import SETTINGS
 from kvd.core.model.slots import STEPS
-from tests.tidy.source import ROOT, committed_files
+from tests.tidy.source import ROOT, committed_files, where
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 STEP = re.compile(r"^  ([A-Z]+) --> ([A-Z]+): ", re.MULTILINE)
+TABLE_CHARACTERS = 200  # of one line: a terminal shows no more in two lines of its own
 ROW = re.compile(r"^\| `([a-z_]+)` \| (?:`([^`]*)`)? ?\| (.*) \|$", re.MULTILINE)
 
 
@@ -36,6 +37,18 @@ def test_every_setting_is_documented_with_its_default_and_meaning() -> None:
 def test_every_relative_link_leads_to_a_file(document: Path) -> None:
     links = [link for link in LINK.findall(document.read_text()) if "://" not in link]
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_no_line_of_a_table_is_too_wide_for_a_terminal() -> None:
+    documents = [path for path in committed_files() if path.suffix == ".md"]
+    lines = {path: list(enumerate(path.read_text().splitlines(), start=1)) for path in documents}
+    assert any(line.startswith("|") for _, line in lines[ROOT / "ARCHITECTURE.md"])
+    assert [
+        f"{where(path, number)}: {len(line)}"
+        for path in documents
+        for number, line in lines[path]
+        if line.startswith("|") and len(line) > TABLE_CHARACTERS
+    ] == []
 
 
 def test_every_decision_is_in_the_list() -> None:
