@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvd.pool.capacity_check import memory_limit
+from kvd.linux import proc
+from kvd.linux.control_groups import memory_limit
 
 _UNITS = {
     "": 1, "b": 1,
@@ -42,11 +43,10 @@ def parse_size(value: Any, whole: Callable[[], int]) -> int:
 
 def memory_bytes() -> int:
     """What "100%" means: the machine's memory, or the cgroup's limit where that is less."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            total = int(line.split()[1]) * 1024
-            return min(total, memory_limit() or total)
-    raise ValueError("in bytes: /proc/meminfo has no MemTotal")
+    total = proc.memory_bytes("MemTotal")
+    if total is None:
+        raise ValueError("in bytes: /proc/meminfo has no MemTotal")
+    return min(total, memory_limit() or total)
 
 
 def read_size(value: Any) -> int:

@@ -8,29 +8,19 @@ So the daemon looks at how much it holds rather than at what it was sent.
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import os
 from collections.abc import Callable
-from pathlib import Path
+
+from kvd.linux import calls, proc
 
 LOOK_SECONDS = 1.0
 GROWN_BYTES = 16 << 20  # more than was held at the best of times: worth while
 LONGEST_PAUSE = 64  # looks between two tries where the last ones gave nothing
 
-_STATM = Path("/proc/self/statm")
-
-
-def trim() -> None:
-    """Give every free page of the allocator back (malloc_trim(3)); nothing without glibc."""
-    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if give_back is not None:
-        give_back(0)
-
 
 def own_bytes() -> int:
     """What this process holds of memory that it shares with nobody."""
-    _size, resident, shared, *_ = map(int, _STATM.read_text().split())
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+    held = proc.own_use()
+    return held.resident_bytes - held.shared_bytes
 
 
 class MemoryReturn:
@@ -41,7 +31,9 @@ class MemoryReturn:
     """
 
     def __init__(
-        self, give_back: Callable[[], None] = trim, held: Callable[[], int] = own_bytes
+        self,
+        give_back: Callable[[], None] = calls.give_memory_back,
+        held: Callable[[], int] = own_bytes,
     ) -> None:
         self._give_back = give_back
         self._held = held

@@ -6,13 +6,11 @@ worker rings or control goes away, which ends the process at once.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import queue
 import resource
 import select
-import signal
 import socket
 import sys
 import threading
@@ -25,7 +23,7 @@ import numpy as np
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import U64, RowId
-from kvd.linux import signals
+from kvd.linux import calls, signals
 from kvd.mover import frames
 from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, part_checksums, pieces_of
 from kvd.mover.complaints import log_limited
@@ -47,8 +45,6 @@ START_WARM_S = 1.0
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _STOP_S = 1.0
 _RECEIVE_BYTES = 256 << 10
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PR_SET_NAME = 15
 
 
 class ChannelToControl:
@@ -303,7 +299,7 @@ def serve(control_fd: int, parent: int) -> None:
     threading.excepthook = _die_of
     control = ChannelToControl(socket.socket(fileno=control_fd))
     config, (ring_fd, board_fd, event_fd) = _receive_config(control.socket)
-    _name_process(f"kvd-mover-{config.mover}")
+    calls.name_process(f"kvd-mover-{config.mover}")
     try:
         engine = open_engine(config)
     except KvdError as error:
@@ -347,7 +343,7 @@ def _bind_life_to(parent: int) -> None:
     # Control ends its movers itself; a terminal's or an init system's signal to the whole
     # group must not end them before their last copy.
     signals.ignore_all()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    calls.die_with_parent()
     if os.getppid() != parent:
         os._exit(0)  # it went before the line above could see it
     # A core would hold other people's prompts; every mapped extent costs a descriptor.
@@ -374,10 +370,6 @@ def _receive(end: socket.socket) -> bytes:
     if not received:
         os._exit(0)
     return received
-
-
-def _name_process(name: str) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def _close(descriptors: Iterable[int]) -> None:

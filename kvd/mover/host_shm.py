@@ -7,7 +7,6 @@ lock.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -18,6 +17,7 @@ import numpy as np
 
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind
+from kvd.linux.calls import lies_in_memory
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import LocatedPart, MoverConfig, Region, check_config
@@ -26,11 +26,6 @@ from kvd.mover.presence import I64, Presence
 from kvd.mover.ranges import FoldedFragment, Range, fold, ranges_of
 
 _U64 = np.dtype("<u8")
-_TMPFS = 0x01021994  # linux/magic.h
-_HUGETLBFS = 0x958458F6
-_MEMORY_FILE_SYSTEMS = (_TMPFS, _HUGETLBFS)
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +229,10 @@ class HostSharedMemory:
 
 def _in_memory(fd: int) -> bool:
     """Whether the file lies on tmpfs or hugetlbfs: a fault elsewhere could wait for ever."""
-    status = (ctypes.c_long * 32)()  # struct statfs begins with f_type
-    if _libc.fstatfs(fd, ctypes.byref(status)) != 0:
+    try:
+        return lies_in_memory(fd)
+    except OSError:
         return False
-    return status[0] & 0xFFFFFFFF in _MEMORY_FILE_SYSTEMS
 
 
 def _populate_present(file: _Memory, start: int, size: int) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import kvd
 import kvd_proto
+from kvd.linux.proc import start_time_of
 from kvd.mover.layout import GpuConfig
 
 # Copies past this size bypass the cache, so that two movers don't fight over it.
@@ -58,7 +59,9 @@ def launch(fds: Iterable[int], gpu: GpuConfig | None = None) -> Launched:
     finally:
         theirs.close()
     try:
-        return Launched(child, ours, os.pidfd_open(child.pid), _start_time(child.pid))
+        started = start_time_of(child.pid)
+        assert started is not None, "a child that nobody waited for is in /proc"
+        return Launched(child, ours, os.pidfd_open(child.pid), started)
     except BaseException:
         ours.close()
         child.kill()
@@ -88,9 +91,3 @@ def _environment(gpu: GpuConfig | None) -> dict[str, str]:
     environment["CUDA_VISIBLE_DEVICES"] = "" if gpu is None else gpu.uuid
     environment["CUPY_CACHE_IN_MEMORY"] = "1"  # a daemon has no home to keep kernels in
     return environment
-
-
-def _start_time(pid: int) -> int:
-    """Clock ticks after boot at which the process was started, as /proc has it."""
-    line = Path(f"/proc/{pid}/stat").read_text()
-    return int(line.rpartition(")")[2].split()[19])

@@ -10,18 +10,17 @@ that is there by now is read through the file: the bytes are right either way.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 
 import numpy as np
 import numpy.typing as npt
 
+from kvd.linux.calls import present_pages
+
 I64 = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.uint8]
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 # Pages that are asked about together, when one of them is missing: its neighbours come next. And
 # what is there as a whole is looked up by this unit.
 _STRETCH = 256
@@ -45,7 +44,7 @@ class Presence:
         count = min(count, self._pages - first)
         found: Flags = np.zeros(count, dtype=np.uint8)
         start = self._address + first * mmap.PAGESIZE
-        if _libc.mincore(start, count * mmap.PAGESIZE, found.ctypes.data) != 0:
+        if not present_pages(start, count * mmap.PAGESIZE, found.ctypes.data):
             return np.zeros(count, dtype=np.uint8)
         found &= 1
         with self._lock:

@@ -8,11 +8,9 @@ registered rank: `session` and `rank`, with the `gpu` that its memory lies on.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -21,6 +19,7 @@ from prometheus_client.registry import Collector
 from kvd.core.actions import EndJob
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.upkeep.statistics import Occupancy, Statistics
+from kvd.linux import proc
 from kvd.runtime.fleet import AttachedMover
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -216,25 +215,22 @@ class ProcessCollector(Collector):
 
     def __init__(self) -> None:
         self._start = time.time()
-        self._ticks = os.sysconf("SC_CLK_TCK")
 
     def collect(self) -> Iterator[Metric]:
         """CPU, memory and descriptors of control."""
-        user, system = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[11:13]
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        seconds = (int(user) + int(system)) / self._ticks
+        used = proc.own_use()
         yield CounterMetricFamily(
-            "process_cpu_seconds", "CPU time of the control process.", value=seconds
+            "process_cpu_seconds", "CPU time of the control process.", value=used.cpu_seconds
         )
         yield GaugeMetricFamily(
             "process_resident_memory_bytes",
             "Resident memory of the control process, with the pool's pages that it touched.",
-            value=resident,
+            value=used.resident_bytes,
         )
         yield GaugeMetricFamily(
             "process_open_fds",
             "Open descriptors of the control process.",
-            value=sum(1 for _ in Path("/proc/self/fd").iterdir()),
+            value=proc.count_own_descriptors(),
         )
         yield GaugeMetricFamily(
             "process_start_time_seconds", "When the process began, since 1970.", value=self._start

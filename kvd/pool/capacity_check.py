@@ -10,30 +10,17 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvd.linux.control_groups import huge_limit, memory_limit
+from kvd.linux.proc import filesystem_type, memory_bytes, mount_of, mounts
 from kvd.pool.config import PoolConfig, PoolError
 
-PROC = Path("/proc")
 HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
 HUGETLBFS = "hugetlbfs"
 # What control and a few movers take beside the pool; see the bars on PSS in the benchmarks.
 PROCESS_BYTES = 256 << 20
-# cgroup v1 says "no limit" with a number near 2**63.
-_NO_LIMIT = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Mount:
-    """One line of mountinfo. `options` are the file system's own."""
-
-    device: str
-    root: str
-    point: str
-    fs_type: str
-    options: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,83 +56,11 @@ class SpaceFigures:
         return self.tables_held + self.extents_held
 
 
-def mounts(proc: Path = PROC) -> Iterator[Mount]:
-    """Mounts that this process sees."""
-    for line in (proc / "self" / "mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        fields, ending = left.split(), right.split()
-        yield Mount(fields[2], fields[3], fields[4], ending[0], ending[-1])
-
-
-def mount_of(directory: Path) -> Mount | None:
-    """The mount of the file system under a directory; None where the kernel doesn't tell."""
-    device = directory.stat().st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    return next((m for m in mounts() if m.device == wanted), None)
-
-
-def filesystem_type(directory: Path) -> str:
-    """Type of the file system under a directory; "unknown" where the kernel doesn't tell."""
-    mount = mount_of(directory)
-    return "unknown" if mount is None else mount.fs_type
-
-
-def memory_limit(proc: Path = PROC) -> int | None:
-    """Tightest memory limit of this process's cgroup and those above it, v1 or v2."""
-    return _tightest("memory", ("memory.limit_in_bytes", "memory.max"), proc)
-
-
-def huge_limit(page_bytes: int, proc: Path = PROC) -> int | None:
-    """Tightest limit of this process's cgroup and those above it on huge pages of that size."""
-    name = f"hugetlb.{_short_size(page_bytes)}"
-    used = _tightest("hugetlb", (f"{name}.limit_in_bytes", f"{name}.max"), proc)
-    asked = _tightest("hugetlb", (f"{name}.rsvd.limit_in_bytes", f"{name}.rsvd.max"), proc)
-    return min((limit for limit in (used, asked) if limit is not None), default=None)
-
-
-def _tightest(controller: str, names: tuple[str, str], proc: Path) -> int | None:
-    """Lowest of a limit in this process's control groups. `names` of its file in v1 and v2."""
-    paths: dict[str, str] = {}
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            paths["cgroup2"] = path
-        elif controller in controllers.split(","):
-            paths["cgroup"] = path
-    limits: list[int] = []
-    for mount in mounts(proc):
-        if mount.fs_type == "cgroup" and controller not in mount.options.split(","):
-            continue
-        if mount.fs_type in paths:
-            name = names[mount.fs_type == "cgroup2"]
-            limits += _limits_upward(mount, paths[mount.fs_type], name)
-    return min(limits, default=None)
-
-
-def _limits_upward(mount: Mount, path: str, name: str) -> Iterator[int]:
-    """Limits from the process's own group up to the mount's root."""
-    point = Path(mount.point)
-    # Where the container has no cgroup namespace of its own, `path` starts with the mount's root.
-    inner = path.removeprefix(mount.root) if mount.root != "/" else path
-    group = point / inner.strip("/")
-    while True:
-        try:
-            text = (group / name).read_text().strip()
-        except OSError:
-            text = "max"  # not visible from here, or the root group
-        if text != "max" and int(text) < _NO_LIMIT:
-            yield int(text)
-        if group == point:
-            return
-        group = group.parent
-
-
-def memory_available(proc: Path = PROC) -> int:
-    """MemAvailable in bytes."""
-    for line in (proc / "meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise PoolError("/proc/meminfo has no MemAvailable: kvd needs Linux 3.14 or newer")
+def _memory_available() -> int:
+    available = memory_bytes("MemAvailable")
+    if available is None:
+        raise PoolError("/proc/meminfo has no MemAvailable: kvd needs Linux 3.14 or newer")
+    return available
 
 
 def huge_pages_free(page_bytes: int, root: Path = HUGE_PAGES, *, promised: bool = False) -> int:
@@ -180,7 +95,7 @@ def measure(config: PoolConfig) -> SpaceFigures:
         fs.f_bavail * fs.f_frsize,
         sum(_taken(path) for path in tables.iterdir() if path.is_file() and path.suffix != ".kv"),
         sum(_taken(path) for path in config.extents_place.glob("*.kv")),
-        memory_available(),
+        _memory_available(),
         memory_limit(),
         standing=(tables / "pool.header").exists(),
     )
@@ -354,11 +269,3 @@ def _need(config: PoolConfig) -> str:
 
 def _size(count: int) -> str:
     return f"{count / (1 << 30):.2f} GiB" if count >= 1 << 30 else f"{count / (1 << 20):.1f} MiB"
-
-
-def _short_size(count: int) -> str:
-    """As control groups name sizes of huge pages: 64KB, 2MB, 1GB."""
-    for shift, unit in ((30, "GB"), (20, "MB")):
-        if count >= 1 << shift:
-            return f"{count >> shift}{unit}"
-    return f"{count >> 10}KB"

@@ -8,7 +8,6 @@ can be mapped, but not written to: they are zeroed through a mapping.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
@@ -17,21 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from kvd.linux import calls
 from kvd.pool import nodes
 from kvd.pool.config import PoolConfig, PoolError
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
-MADV_POPULATE_READ = 22
-MADV_POPULATE_WRITE = 23
 _ZEROS = bytes(1 << 20)
 _OURS = re.compile(r"\d{5,}\.kv|[0-9a-f]{32}\.pool")
-
-# By ctypes and not mmap.madvise, which keeps the GIL for as long as the kernel takes.
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
-_libc.memset.restype = ctypes.c_void_p
 
 
 def populate(mapping: mmap.mmap, offset: int, count: int, advice: int) -> None:
@@ -40,15 +32,8 @@ def populate(mapping: mmap.mmap, offset: int, count: int, advice: int) -> None:
     OSError: ENOMEM or EFAULT where memory or file system is full, EINVAL on kernels before 5.14.
     """
     start = offset - offset % mmap.PAGESIZE
-    anchor = ctypes.c_char.from_buffer(mapping)
-    try:
-        address = ctypes.addressof(anchor) + start
-        while _libc.madvise(address, offset + count - start, advice) != 0:
-            error = ctypes.get_errno()
-            if error not in (errno.EINTR, errno.EAGAIN):
-                raise OSError(error, os.strerror(error))
-    finally:
-        del anchor
+    with calls.address_of(mapping) as address:  # mmap.madvise would keep the GIL meanwhile
+        calls.advise(address + start, offset + count - start, advice)
 
 
 def remove_files(directory: Path) -> None:
@@ -158,7 +143,7 @@ class Extents:
         try:
             os.ftruncate(fd, self.extent_bytes)
             with mmap.mmap(fd, self.extent_bytes) as mapping:
-                populate(mapping, 0, self.extent_bytes, MADV_POPULATE_WRITE)
+                populate(mapping, 0, self.extent_bytes, calls.MADV_POPULATE_WRITE)
         except OSError as error:
             if error.errno != errno.EINVAL:  # which kernels before 5.14 say to the advice
                 where = "there are no more huge pages" if self.huge_page else "the file system or"
@@ -182,12 +167,8 @@ class Extents:
 
     def _clear_mapped(self, fd: int) -> None:
         """The pages are there, so no store into the mapping can fail."""
-        with mmap.mmap(fd, self.extent_bytes) as mapping:
-            anchor = ctypes.c_char.from_buffer(mapping)
-            try:
-                _libc.memset(ctypes.addressof(anchor), 0, self.extent_bytes)
-            finally:
-                del anchor
+        with mmap.mmap(fd, self.extent_bytes) as mapping, calls.address_of(mapping) as address:
+            calls.write_zeros(address, self.extent_bytes)
 
     def _in_parallel(
         self, work: Callable[[int], None], extents: Sequence[int], progress: Progress

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from kvd.linux.proc import boot_id
 from kvd.pool import sealed_json
 from kvd.pool.config import RECORD_BYTES, PoolConfig
 
@@ -15,7 +16,6 @@ POOL_LAYOUT_VERSION = 2
 EXTENTS_MARK_BYTES = 16
 MAX_HEADER_BYTES = 1 << 20
 NO_POOL = "no pool was here before"
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PoolHeader:
             record_bytes=RECORD_BYTES,
             extents=config.extents,
             extent_bytes=config.extent_bytes,
-            boot_id=_BOOT_ID.read_text().strip(),
+            boot_id=boot_id(),
             extents_directory=str(config.extents_place),
             nodes=list(nodes),
             extents_mark=os.urandom(EXTENTS_MARK_BYTES).hex(),

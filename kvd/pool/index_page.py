@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvd.core.keys import U64
+from kvd.linux.proc import open_again
 from kvd.pool.tag_table import NOWHERE, WORDS, TagTable
 from kvd_proto import layout
 
@@ -98,8 +99,7 @@ class IndexPage:
             self._map = mmap.mmap(fd, self.page_bytes)
             try:
                 fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
-                flags = os.O_RDONLY | os.O_CLOEXEC
-                self.read_only_fd = os.open(f"/proc/self/fd/{fd}", flags)
+                self.read_only_fd = open_again(fd, os.O_RDONLY)
             except OSError:
                 self._map.close()
                 raise
@@ -361,7 +361,7 @@ class IndexPage:
     def _allocate(self, first: int, size: int) -> None:
         # Opened anew each time: the mapping's own descriptor can't be had, a second would have to
         # be kept for each namespace.
-        fd = os.open(f"/proc/self/fd/{self.read_only_fd}", os.O_RDWR | os.O_CLOEXEC)
+        fd = open_again(self.read_only_fd, os.O_RDWR)
         try:
             os.posix_fallocate(fd, first, size)
         finally:

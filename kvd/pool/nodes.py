@@ -7,25 +7,18 @@ contiguous, equal shares; a warm pool keeps the deal that its header names.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.linux.number_lists import numbers_of
+from kvd.linux.calls import prefer_memory_of
+from kvd.linux.proc import PROC, allowed_nodes, numbers_of
 
 log = logging.getLogger(__name__)
 
 NODES = Path("/sys/devices/system/node")
-_PROC = Path("/proc")
-_MPOL_PREFERRED = 1  # linux/mempolicy.h: elsewhere only where the node has no more
-_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # asm/unistd.h
-_WORD_BITS = 64
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +29,7 @@ class Node:
     cpus: frozenset[int]
 
 
-def find_nodes(root: Path = NODES, proc: Path = _PROC) -> tuple[Node, ...]:
+def find_nodes(root: Path = NODES, proc: Path = PROC) -> tuple[Node, ...]:
     """Nodes that extents may lie on, ascending; empty where there is no choice.
 
     Left out are nodes without processors (a GPU's or an expander's memory), and those that this
@@ -45,7 +38,7 @@ def find_nodes(root: Path = NODES, proc: Path = _PROC) -> tuple[Node, ...]:
     try:
         numbers = numbers_of((root / "has_memory").read_text())
         numbers &= numbers_of((root / "has_cpu").read_text())
-        numbers &= _allowed(proc) or numbers
+        numbers &= allowed_nodes(proc) or numbers
         nodes = tuple(
             Node(number, numbers_of((root / f"node{number}" / "cpulist").read_text()))
             for number in sorted(numbers)
@@ -69,7 +62,7 @@ def bind_thread(node: Node) -> None:
     container may forbid one of them; where it forbids both, the log says so.
     """
     bound = _run_on(node.cpus)
-    preferred = _prefer_memory_of(node.number)
+    preferred = prefer_memory_of(node.number)
     if not bound and not preferred:
         log.warning(
             "memory of node %d can't be asked for: neither its processors nor set_mempolicy are"
@@ -87,24 +80,3 @@ def _run_on(cpus: frozenset[int]) -> bool:
     except OSError:
         return False
     return True
-
-
-def _prefer_memory_of(node: int) -> bool:
-    number = _SET_MEMPOLICY.get(platform.machine())
-    if number is None:
-        return False
-    words = node // _WORD_BITS + 1
-    mask = (ctypes.c_uint64 * words)()
-    mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
-    # The kernel reads one bit less than it is told.
-    bits = ctypes.c_ulong(words * _WORD_BITS + 1)
-    call = (ctypes.c_long(number), ctypes.c_int(_MPOL_PREFERRED), mask, bits)
-    return int(_libc.syscall(*call)) == 0
-
-
-def _allowed(proc: Path) -> frozenset[int]:
-    """Nodes whose memory this process may have; empty where the kernel has no such limits."""
-    for line in (proc / "self" / "status").read_text().splitlines():
-        if line.startswith("Mems_allowed_list:"):
-            return numbers_of(line.partition(":")[2])
-    return frozenset()

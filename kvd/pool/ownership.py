@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from kvd.linux.proc import mapped_inodes, start_time_of
 from kvd.pool import sealed_json
 from kvd.pool.config import PoolError
 from kvd.pool.extents import Extents
@@ -45,27 +46,6 @@ class Orphan:
     extents: int  # that it maps, of this pool or of one that was here before
     slots: int  # free ones, in rows that it may still write to
     slot_bytes: int
-
-
-def start_time_of(pid: int) -> int | None:
-    """Start time of a process as /proc gives it; None when there is none."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields else None
-
-
-def state_of(pid: int) -> str:
-    """The letter of a process's state; "gone" when there is none."""
-    return (_stat(pid) or ["gone"])[0]
-
-
-def _stat(pid: int) -> list[str]:
-    """/proc/<pid>/stat from the state on; empty when there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return []
-    # The name in parentheses may hold anything, so count from its end.
-    return stat.rpartition(")")[2].split()
 
 
 class PoolLock:
@@ -235,10 +215,9 @@ def extents_mapped_by(pid: int, extents: Extents) -> frozenset[int]:
     By inode, since a path may read differently in the other process's mount namespace.
     """
     try:
-        text = Path(f"/proc/{pid}/maps").read_text()
+        inodes = mapped_inodes(pid)
     except ProcessLookupError:
         return frozenset()
     except OSError:
         return frozenset(range(extents.count))
-    inodes = {int(line.split(maxsplit=5)[4]) for line in text.splitlines()}
     return frozenset(e for e in range(extents.count) if extents.inode(e) in inodes)

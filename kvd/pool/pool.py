@@ -31,6 +31,7 @@ from kvd.core.actions import (
 from kvd.core.events import Event
 from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
 from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
+from kvd.linux.proc import state_of
 from kvd.pool import capacity_check
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.config import PoolConfig, PoolError
@@ -46,7 +47,6 @@ from kvd.pool.ownership import (
     PoolLock,
     end_movers,
     extents_mapped_by,
-    state_of,
 )
 from kvd.pool.placement import Placement
 from kvd.pool.recovery import PoolFiles, Recovery

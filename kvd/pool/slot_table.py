@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, KeyBatch
+from kvd.linux.calls import MADV_POPULATE_READ
 from kvd.pool.config import RECORD_BYTES, PoolConfig, PoolError
-from kvd.pool.extents import MADV_POPULATE_READ, populate
+from kvd.pool.extents import populate
 from kvd.pool.reserve import have_all
 from kvd_proto.tags import mix
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.linux.number_lists import numbers_of
+from kvd.linux.proc import numbers_of
 from kvd.mover.cuda import node
 from kvd.mover.facts import NODE_UNKNOWN
 

@@ -12,6 +12,7 @@ import pytest
 from kvd.core.actions import ZeroRow
 from kvd.core.events import PoolRecovered
 from kvd.core.keys import MoverId, RowId
+from kvd.linux.proc import filesystem_type
 from kvd.mover import frames
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import FragmentSpec, GroupMap, MoverConfig, Region
@@ -265,7 +266,7 @@ def test_tables_on_huge_pages_are_refused_with_the_place_for_them(mount: Path) -
 def test_extents_on_a_disk_are_refused_unless_allowed(
     shared_directory: Path, tmp_path: Path
 ) -> None:
-    if capacity_check.filesystem_type(tmp_path) in {"tmpfs", "hugetlbfs"}:
+    if filesystem_type(tmp_path) in {"tmpfs", "hugetlbfs"}:
         pytest.skip("temporary files lie in memory here")
     config = replace(orders.config(shared_directory), extents_directory=tmp_path / "extents")
     with pytest.raises(PoolError, match="not on tmpfs or hugetlbfs"):

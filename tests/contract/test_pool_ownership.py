@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from kvd.linux.proc import start_time_of
 from kvd.pool import Pool, PoolConfig, PoolError
 from kvd.pool.ownership import (
     MOST_MOVERS,
     MoverList,
     MoverRecord,
     end_movers,
-    start_time_of,
 )
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, opened

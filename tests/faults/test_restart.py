@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvd.linux.proc import start_time_of
 from kvd.pool import sealed_json
-from kvd.pool.ownership import MoverList, MoverRecord, start_time_of
+from kvd.pool.ownership import MoverList, MoverRecord
 from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene, wait_until

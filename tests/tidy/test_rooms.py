@@ -69,3 +69,15 @@ def test_both_distributions_have_one_version() -> None:
     client = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
     assert daemon["version"] == client["version"] == kvd.__version__
     assert f"kvd-client=={daemon['version']}" in daemon["dependencies"]
+
+
+def test_libc_and_proc_are_asked_in_one_room_only() -> None:
+    asking = {
+        str(path.relative_to(ROOT))
+        for path in python_files()
+        if path.is_relative_to(ROOT / "kvd")
+        and not path.is_relative_to(ROOT / "kvd" / "linux")
+        and not path.is_relative_to(ROOT / "kvd" / "mover" / "cuda")  # the GPU's driver
+        and ("ctypes" in imported_modules(path) or 'Path("/proc' in path.read_text())
+    }
+    assert asking == set()

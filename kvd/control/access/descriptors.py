@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import resource
-from pathlib import Path
 
 from kvd.core.errors import LimitExceeded
+from kvd.linux.proc import count_own_descriptors
 
 RESERVED = 256
 # Below this nothing is left for clients beside what the daemon needs for itself: it holds 26 when
@@ -24,8 +24,6 @@ BESIDE_EXTENTS = 64  # of a mover, which holds one for each extent that it maps
 MAX_GRPC_CONNECTIONS = 512
 DESCRIPTORS_OF_A_PAGE = 2  # its own, and its mapping's
 log = logging.getLogger(__name__)
-
-_DESCRIPTORS = Path("/proc/self/fd")
 
 
 def raise_limit() -> int:
@@ -75,13 +73,7 @@ def most_namespaces(at_most: int) -> int:
 def are_scarce() -> bool:
     """True when clients may take no more."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return held() >= limit - min(RESERVED, limit // 4)
-
-
-def held() -> int:
-    """How many this process has open."""
-    # The directory's size is the number of descriptors since Linux 6.2, and 0 before.
-    return _DESCRIPTORS.stat().st_size or sum(1 for _ in _DESCRIPTORS.iterdir())
+    return count_own_descriptors() >= limit - min(RESERVED, limit // 4)
 
 
 def require_room(field: str = "") -> None:

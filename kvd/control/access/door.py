@@ -20,11 +20,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from kvd.control.access import descriptors
 from kvd.control.access.peers import user_of
 from kvd.control.access.shares import Bound
+from kvd.linux.proc import count_own_descriptors, own_descriptors
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Door:
 
     def _tick(self) -> None:
         self._shorten_queue()
-        held = descriptors.held()
+        held = count_own_descriptors()
         if held <= self.bound.each or held == self._held:
             self._held = held
             self._look_later()
@@ -133,7 +133,7 @@ class Door:
     def _looked(self, task: asyncio.Future[int]) -> None:
         if not task.cancelled() and task.exception() is not None:
             log.error("can't look at who is connected", exc_info=task.exception())
-        self._held = descriptors.held()
+        self._held = count_own_descriptors()
         if self._timer is not None:
             self._look_later()
 
@@ -183,11 +183,11 @@ class Door:
 
 def _sockets() -> Iterator[tuple[int, int]]:
     """Descriptor and inode of this process's sockets; they may be others by the next moment."""
-    for name in Path("/proc/self/fd").iterdir():
+    for fd in own_descriptors():
         with contextlib.suppress(OSError):
-            status = os.fstat(int(name.name))
+            status = os.fstat(fd)
             if stat.S_ISSOCK(status.st_mode):
-                yield int(name.name), status.st_ino
+                yield fd, status.st_ino
 
 
 def _listens(some: socket.socket) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import fcntl
 import os
@@ -19,17 +18,13 @@ import grpc
 
 from kvd.control.access import descriptors
 from kvd.core.errors import InvalidArgument, LimitExceeded, PermissionDenied, Unauthenticated
+from kvd.linux.calls import SO_PEERPIDFD, lies_in_memory
 from kvd_proto.v1 import companion_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
 TOKEN_KEY = "kvd-token"  # noqa: S105 - the name of the entry, no secret
 MAX_MEMORIES = 256
 MAX_REGISTRATIONS = 4096  # of one connection, one after the other
-SO_PEERPIDFD = 77  # Linux 6.5; Python 3.11 has no name for it
-
-# f_type of the file systems whose files are memory (statfs(2)).
-_TMPFS_MAGIC = 0x01021994
-_HUGETLBFS_MAGIC = 0x958458F6
 
 
 class Role(enum.Enum):
@@ -102,7 +97,7 @@ def accept_memory(fd: int) -> Memory:
     writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
     if not stat.S_ISREG(status.st_mode) or not writable:
         raise InvalidArgument("the offered descriptor is no file open for reading and writing")
-    if _file_system(fd) not in (_TMPFS_MAGIC, _HUGETLBFS_MAGIC):
+    if not lies_in_memory(fd):
         raise InvalidArgument("the offered file is not in shared memory (tmpfs or hugetlbfs)")
     if status.st_size == 0:
         raise InvalidArgument("the offered file is empty")
@@ -118,7 +113,7 @@ def accept_device_memory(fd: int) -> Memory:
     to close one may tie up others, or hang.
     """
     mode = os.fstat(fd).st_mode
-    in_memory = stat.S_ISREG(mode) and _file_system(fd) in (_TMPFS_MAGIC, _HUGETLBFS_MAGIC)
+    in_memory = stat.S_ISREG(mode) and lies_in_memory(fd)
     a_device = stat.S_ISCHR(mode) and not os.isatty(fd)
     if not (a_device or stat.S_IFMT(mode) == 0 or in_memory):
         raise InvalidArgument(
@@ -127,14 +122,6 @@ def accept_device_memory(fd: int) -> Memory:
             "device_memory",
         )
     return Memory(fd, 0, is_device=True)
-
-
-def _file_system(fd: int) -> int:
-    buffer = ctypes.create_string_buffer(256)
-    if ctypes.CDLL(None, use_errno=True).fstatfs(fd, buffer) != 0:
-        raise OSError(ctypes.get_errno(), "fstatfs")
-    magic: int = struct.unpack_from("q", buffer, 0)[0]
-    return magic
 
 
 Send = Callable[[pb.CompanionResponse, Sequence[int]], None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvd.linux.number_lists import numbers_of
+from kvd.linux.proc import numbers_of
 from kvd.mover.facts import NODE_UNKNOWN
 
 SYSFS = Path("/sys")

@@ -1,0 +1,102 @@
+"""Calls of libc that Python lacks, and numbers of Linux that it has no name for.
+
+By ctypes, which lets go of the interpreter's lock during a call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import signal
+from collections.abc import Iterator
+
+MADV_POPULATE_READ = 22  # linux/mman.h, since Linux 5.14
+MADV_POPULATE_WRITE = 23
+SO_PEERPIDFD = 77  # asm-generic/socket.h, since Linux 6.5
+
+# linux/magic.h: f_type of the file systems whose files are memory.
+_TMPFS = 0x01021994
+_HUGETLBFS = 0x958458F6
+_MPOL_PREFERRED = 1  # linux/mempolicy.h: elsewhere only where the node has no more
+_SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # asm/unistd.h
+_WORD_BITS = 64
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_NAME = 15
+_STATFS_WORDS = 32  # more than struct statfs has, which begins with f_type
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+_libc.memset.restype = ctypes.c_void_p
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+
+
+@contextlib.contextmanager
+def address_of(mapping: mmap.mmap) -> Iterator[int]:
+    """Where a mapping begins; it can't be closed meanwhile."""
+    anchor = ctypes.c_char.from_buffer(mapping)
+    try:
+        yield ctypes.addressof(anchor)
+    finally:
+        del anchor
+
+
+def advise(address: int, size: int, advice: int) -> None:
+    """madvise(2), again where a signal came between. OSError where the kernel refuses."""
+    while _libc.madvise(address, size, advice) != 0:
+        error = ctypes.get_errno()
+        if error not in (errno.EINTR, errno.EAGAIN):
+            raise OSError(error, os.strerror(error))
+
+
+def present_pages(address: int, size: int, into: int) -> bool:
+    """mincore(2): a byte a page, its lowest bit set where the page is there. False: not told."""
+    return int(_libc.mincore(address, size, into)) == 0
+
+
+def write_zeros(address: int, size: int) -> None:
+    """memset(3) to zero."""
+    _libc.memset(address, 0, size)
+
+
+def lies_in_memory(fd: int) -> bool:
+    """Whether a file lies on tmpfs or hugetlbfs. OSError where nobody can say."""
+    status = (ctypes.c_long * _STATFS_WORDS)()
+    if _libc.fstatfs(fd, ctypes.byref(status)) != 0:
+        raise OSError(ctypes.get_errno(), "fstatfs")
+    return status[0] & 0xFFFFFFFF in (_TMPFS, _HUGETLBFS)
+
+
+def prefer_memory_of(node: int) -> bool:
+    """Have this thread's new pages lie on a node while it has memory. False: not allowed here."""
+    number = _SET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return False
+    words = node // _WORD_BITS + 1
+    mask = (ctypes.c_uint64 * words)()
+    mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
+    # The kernel reads one bit less than it is told.
+    bits = ctypes.c_ulong(words * _WORD_BITS + 1)
+    call = (ctypes.c_long(number), ctypes.c_int(_MPOL_PREFERRED), mask, bits)
+    return int(_libc.syscall(*call)) == 0
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def name_process(name: str) -> None:
+    """What ps and the kernel's log call this process; the first 15 bytes."""
+    _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def give_memory_back() -> None:
+    """Give every free page of the allocator back (malloc_trim(3)); nothing without glibc."""
+    trim = getattr(_libc, "malloc_trim", None)
+    if trim is not None:
+        trim(0)

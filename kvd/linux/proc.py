@@ -1,0 +1,143 @@
+"""What /proc tells of processes and of the machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of mountinfo."""
+
+    device: str
+    root: str
+    point: str
+    fs_type: str
+    options: str
+
+
+@dataclass(frozen=True, slots=True)
+class OwnUse:
+    """What this process has used and holds."""
+
+    cpu_seconds: float
+    resident_bytes: int
+    shared_bytes: int  # of the resident ones
+
+
+def numbers_of(text: str) -> frozenset[int]:
+    """What the kernel writes as "0-3,8": ValueError for anything else."""
+    numbers: set[int] = set()
+    for stretch in filter(None, text.strip().split(",")):
+        first, _, last = stretch.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
+
+
+# -- processes --------------------------------------------------------------------------------
+
+
+def start_time_of(pid: int) -> int | None:
+    """Clock ticks after boot at which a process was started; None when there is none."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state; "gone" when there is none."""
+    return (_stat(pid) or ["gone"])[0]
+
+
+def mapped_inodes(pid: int) -> frozenset[int]:
+    """Inodes of the files that a process maps now. OSError where the kernel doesn't say."""
+    text = (PROC / str(pid) / "maps").read_text()
+    return frozenset(int(line.split(maxsplit=5)[4]) for line in text.splitlines())
+
+
+def _stat(pid: int | str) -> list[str]:
+    """The fields from the state on; empty when there is no such process."""
+    try:
+        stat = (PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return []
+    # The name in parentheses may hold anything, so count from its end.
+    return stat.rpartition(")")[2].split()
+
+
+# -- this process -----------------------------------------------------------------------------
+
+
+def own_use() -> OwnUse:
+    """CPU time and memory of this process."""
+    user, system = map(int, _stat("self")[11:13])
+    _size, resident, shared, *_ = map(int, (PROC / "self" / "statm").read_text().split())
+    page = os.sysconf("SC_PAGE_SIZE")
+    return OwnUse((user + system) / os.sysconf("SC_CLK_TCK"), resident * page, shared * page)
+
+
+def own_descriptors() -> Iterator[int]:
+    """Descriptors of this process; they may be others by the next moment."""
+    for name in (PROC / "self" / "fd").iterdir():
+        yield int(name.name)
+
+
+def count_own_descriptors() -> int:
+    """How many descriptors this process has open."""
+    directory = PROC / "self" / "fd"
+    # The directory's size is the number of descriptors since Linux 6.2, and 0 before.
+    return directory.stat().st_size or sum(1 for _ in directory.iterdir())
+
+
+def open_again(fd: int, flags: int) -> int:
+    """Open the file behind a descriptor anew, with flags of its own."""
+    return os.open(PROC / "self" / "fd" / str(fd), flags | os.O_CLOEXEC)
+
+
+def allowed_nodes(proc: Path = PROC) -> frozenset[int]:
+    """Nodes whose memory this process may have; empty where the kernel has no such limits."""
+    for line in (proc / "self" / "status").read_text().splitlines():
+        if line.startswith("Mems_allowed_list:"):
+            return numbers_of(line.partition(":")[2])
+    return frozenset()
+
+
+# -- the machine ------------------------------------------------------------------------------
+
+
+def memory_bytes(name: str, proc: Path = PROC) -> int | None:
+    """A line of meminfo, in bytes; None where the kernel has no such line."""
+    for line in (proc / "meminfo").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def boot_id() -> str:
+    """Random name of this boot."""
+    return (PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+
+
+def mounts(proc: Path = PROC) -> Iterator[Mount]:
+    """Mounts that this process sees."""
+    for line in (proc / "self" / "mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        fields, ending = left.split(), right.split()
+        yield Mount(fields[2], fields[3], fields[4], ending[0], ending[-1])
+
+
+def mount_of(directory: Path) -> Mount | None:
+    """The mount of the file system under a directory; None where the kernel doesn't tell."""
+    device = directory.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    return next((m for m in mounts() if m.device == wanted), None)
+
+
+def filesystem_type(directory: Path) -> str:
+    """Type of the file system under a directory; "unknown" where the kernel doesn't tell."""
+    mount = mount_of(directory)
+    return "unknown" if mount is None else mount.fs_type
