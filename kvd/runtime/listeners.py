@@ -26,7 +26,7 @@ class DriverObserver(TransferObserver, Protocol):
 
 
 class SilentObserver:
-    """Counts nothing."""
+    """An observer that counts nothing."""
 
     def transfer_finished(
         self, kind: JobKind, outcome: TransferOutcome, bytes_copied: int, duration_ns: int

@@ -54,7 +54,7 @@ class DeviceAttribute(enum.IntEnum):
 
 
 class MemoryType(enum.IntEnum):
-    """CUmemorytype."""
+    """CUmemorytype: what kind of memory a pointer is to."""
 
     HOST = 1
     DEVICE = 2
@@ -63,7 +63,7 @@ class MemoryType(enum.IntEnum):
 
 
 class ComputeMode(enum.IntEnum):
-    """CUcomputemode."""
+    """CUcomputemode: which processes may use a device."""
 
     DEFAULT = 0
     PROHIBITED = 2
@@ -93,25 +93,25 @@ class CudaUnavailable(Exception):
 
 
 class IpcHandle(Structure):
-    """CUipcMemHandle."""
+    """CUipcMemHandle: an allocation's name for other processes."""
 
     _fields_ = (("reserved", c_char * IPC_HANDLE_BYTES),)
 
 
 class DeviceUuid(Structure):
-    """CUuuid."""
+    """CUuuid: a device's name, the same in every process."""
 
     _fields_ = (("bytes", c_char * 16),)
 
 
 class Location(Structure):
-    """CUmemLocation."""
+    """CUmemLocation: the device that memory is on."""
 
     _fields_ = (("type", c_int), ("id", c_int))
 
 
 class AllocationFlags(Structure):
-    """CUmemAllocationProp.allocFlags."""
+    """CUmemAllocationProp.allocFlags, all unused here."""
 
     _fields_ = (
         ("compression_type", ctypes.c_ubyte),
@@ -122,7 +122,7 @@ class AllocationFlags(Structure):
 
 
 class AllocationProperties(Structure):
-    """CUmemAllocationProp."""
+    """CUmemAllocationProp: how physical memory was allocated."""
 
     _fields_ = (
         ("type", c_int),
@@ -134,13 +134,13 @@ class AllocationProperties(Structure):
 
 
 class AccessDescription(Structure):
-    """CUmemAccessDesc."""
+    """CUmemAccessDesc: which device may do what with mapped memory."""
 
     _fields_ = (("location", Location), ("flags", c_int))
 
 
 class CopyAttributes(Structure):
-    """CUmemcpyAttributes."""
+    """CUmemcpyAttributes: how one of a batch of copies is to be made."""
 
     _fields_ = (
         ("source_access_order", c_int),
