@@ -16,7 +16,18 @@ from kvd.core.actions import Action, GrantRow
 from kvd.core.blocks import namespaces
 from kvd.core.claims import hand_off, lease, prefix
 from kvd.core.jobs import load, lookup, store, transfer, waiters
-from kvd.core.keys import U64, KeyBatch, NamespaceId, RowId, ScopeId, Slots, TenantId
+from kvd.core.keys import (
+    U64,
+    KeyBatch,
+    LeaseId,
+    NamespaceId,
+    RequestId,
+    RowId,
+    ScopeId,
+    SessionId,
+    Slots,
+    TenantId,
+)
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import MachineConfig, PolicyFactory, State
@@ -97,6 +108,10 @@ class Machine:
         """None where the namespace is not known (any more)."""
         known = self.state.namespaces.get(namespace)
         return None if known is None else known.spec.tenant
+
+    def leases_of(self, session: SessionId, request: RequestId) -> tuple[LeaseId, ...]:
+        """Leases that are held for a request of an open session."""
+        return tuple(self.state.require_session(session).by_request.get(request, ()))
 
     def has_work(self) -> bool:
         """Whether long work waits for its next piece."""

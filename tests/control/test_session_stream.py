@@ -134,6 +134,27 @@ def test_unary_verbs_and_steps_share_their_numbers_and_their_meaning(engine: Raw
     assert scheduler.step(end_step=True).sequence == scheduler.sequence
 
 
+def test_a_load_that_is_complete_gives_back_the_leases_of_its_request_alone(
+    former: RawEngine,
+) -> None:
+    scheduler = former.scheduler
+    former.store({11: block(11)})
+    for request in ("mine", "another"):
+        asked = query([11])
+        asked.context.request_id = request
+        lookup = engine_pb2.LookupRequest(session_id=scheduler.id, queries=[asked])
+        assert scheduler.call(scheduler.engine.Lookup, lookup).answers[0].lease_id
+    scheduler.sequence += 1
+    complete = engine_pb2.CompleteLoadRequest(
+        session_id=scheduler.id, sequence=scheduler.sequence, context=context("mine")
+    )
+    for _ in range(2):  # sent again it is answered as before
+        scheduler.call(scheduler.engine.CompleteLoad, complete)
+        assert sum(each.leases for each in scheduler.status().sessions) == 1
+    scheduler.step(finished_request_ids=["another"])
+    assert sum(each.leases for each in scheduler.status().sessions) == 0
+
+
 def test_what_a_former_client_says_of_ended_jobs_is_passed_over(former: RawEngine) -> None:
     scheduler = former.scheduler
     former.store({9: block(9)})

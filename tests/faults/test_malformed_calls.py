@@ -211,6 +211,8 @@ CASES: list[tuple[str, Build, Refusal]] = [
     ("EngineService.PrepareStore", store(runs=[run(1, 1, group=7)]), INVALID),
     ("EngineService.PrepareLoad", load(job_id=0), INVALID),
     ("EngineService.PrepareLoad", load(context=WIDE), LONG),
+    ("EngineService.CompleteLoad", numbered(engine_pb2.CompleteLoadRequest), INVALID),
+    ("EngineService.CompleteLoad", numbered(engine_pb2.CompleteLoadRequest, context=WIDE), LONG),
     ("EngineService.PrepareLoad", load(runs=[]), MANY_PARTS),
     ("EngineService.PrepareLoad", load(runs=[run(1, 1)] * 65), MANY_PARTS),
     ("EngineService.PrepareLoad", load(runs=[run(9000, 9000)] * 2), MANY_KEYS),

@@ -51,6 +51,13 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         reply = await self._step(context, request.session_id, step)
         return pb.PrepareStoreResponse(verdict=next(iter(reply.verdicts), None))
 
+    async def CompleteLoad(
+        self, request: pb.CompleteLoadRequest, context: Context
+    ) -> pb.CompleteLoadResponse:
+        live = self._live(context, request.session_id)
+        await self._rooms.verbs.complete_load(live, request.sequence, request.context)
+        return pb.CompleteLoadResponse()
+
     async def Touch(self, request: pb.TouchRequest, context: Context) -> pb.TouchResponse:
         step = pb.Step(sequence=request.sequence, touches=[request.touch])
         await self._step(context, request.session_id, step)

@@ -23,6 +23,7 @@ from kvd.core.spec import NamespaceSpec
 from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
 from kvd.runtime.driver import Driver
 from kvd.runtime.turns import Pace
+from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 
 REMEMBERED_ANSWERS = 64  # of each session, for messages that are sent again
@@ -158,6 +159,18 @@ class Verbs:
         answers = await self._driver.lookup(live.id, queries)
         return [convert.answer_message(answer) for answer in answers]
 
+    async def complete_load(
+        self, live: LiveSession, sequence: int, context: common_pb2.ReqContext
+    ) -> None:
+        """End the leases of a request that has what it loaded; numbered like a step."""
+
+        async def apply() -> pb.StepReply:
+            request = convert.request_context(context).request
+            await self._release(live, self._driver.machine.leases_of(live.id, request))
+            return pb.StepReply(sequence=sequence)
+
+        await self._once(live, sequence, apply)
+
     async def step(self, live: LiveSession, step: pb.Step) -> pb.StepReply:
         """Apply the step once; a repeated number gets the first one's answer."""
 
@@ -211,6 +224,11 @@ class Verbs:
             live.book.remember(sequence, answer)
             return answer
 
+    async def _release(self, live: LiveSession, leases: tuple[LeaseId, ...]) -> None:
+        for some in _cut(leases):
+            self._driver.call(ev.LeasesReleased(live.id, some))
+            await self._breathe_after(live, some)
+
     async def _apply(self, live: LiveSession, sequence: int, parts: StepParts) -> pb.StepReply:
         driver = self._driver
         for touch in parts.touches:
@@ -224,9 +242,7 @@ class Verbs:
         live.last_job = max(live.last_job, *used, 0)
         for hand_off in parts.hand_offs:
             await self._hand_off(hand_off)
-        for leases in _cut(parts.released):
-            driver.call(ev.LeasesReleased(live.id, leases))
-            await self._breathe_after(live, leases)
+        await self._release(live, parts.released)
         for requests in _cut(parts.ended):
             driver.call(ev.RequestsEnded(live.id, requests))
             await self._breathe_after(live, requests)

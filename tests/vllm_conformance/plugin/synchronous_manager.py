@@ -258,6 +258,8 @@ class SynchronousManager(OffloadingManager):
         done = ended.status == common_pb2.JOB_STATUS_DONE
         assert done is not job.has_failed, f"job {job.job_id} ended otherwise: {ended.reason}"
         self._rank.ended(job.job_id, done=done)
+        if job.is_load:
+            self._session.complete_load(job.context)
 
     # -- events and figures -----------------------------------------------------------------
 

@@ -157,6 +157,9 @@ class VerbSession:
         verdict: engine_pb2.JobVerdict = self._numbered(self._engine.PrepareLoad, request).verdict
         return verdict
 
+    def complete_load(self, context: common_pb2.ReqContext) -> None:
+        self._numbered(self._engine.CompleteLoad, engine_pb2.CompleteLoadRequest(context=context))
+
     def touch(self, context: common_pb2.ReqContext, runs: Sequence[BlockRun]) -> None:
         message = engine_pb2.Touch(context=context, runs=[run.to_keys() for run in runs])
         self._numbered(self._engine.Touch, engine_pb2.TouchRequest(touch=message))

@@ -396,6 +396,20 @@ class PrepareStoreResponse(_message.Message):
     verdict: JobVerdict
     def __init__(self, verdict: _Optional[_Union[JobVerdict, _Mapping]] = ...) -> None: ...
 
+class CompleteLoadRequest(_message.Message):
+    __slots__ = ("session_id", "sequence", "context")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    sequence: int
+    context: _common_pb2.ReqContext
+    def __init__(self, session_id: _Optional[int] = ..., sequence: _Optional[int] = ..., context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ...) -> None: ...
+
+class CompleteLoadResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class TouchRequest(_message.Message):
     __slots__ = ("session_id", "sequence", "touch")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]

@@ -56,6 +56,11 @@ class EngineServiceStub(object):
                 request_serializer=kvd_dot_v1_dot_engine__pb2.PrepareStoreRequest.SerializeToString,
                 response_deserializer=kvd_dot_v1_dot_engine__pb2.PrepareStoreResponse.FromString,
                 _registered_method=True)
+        self.CompleteLoad = channel.unary_unary(
+                '/kvd.v1.EngineService/CompleteLoad',
+                request_serializer=kvd_dot_v1_dot_engine__pb2.CompleteLoadRequest.SerializeToString,
+                response_deserializer=kvd_dot_v1_dot_engine__pb2.CompleteLoadResponse.FromString,
+                _registered_method=True)
         self.Touch = channel.unary_unary(
                 '/kvd.v1.EngineService/Touch',
                 request_serializer=kvd_dot_v1_dot_engine__pb2.TouchRequest.SerializeToString,
@@ -109,6 +114,13 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CompleteLoad(self, request, context):
+        """The request has what it loaded: its leases end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Touch(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -156,6 +168,11 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.PrepareStore,
                     request_deserializer=kvd_dot_v1_dot_engine__pb2.PrepareStoreRequest.FromString,
                     response_serializer=kvd_dot_v1_dot_engine__pb2.PrepareStoreResponse.SerializeToString,
+            ),
+            'CompleteLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompleteLoad,
+                    request_deserializer=kvd_dot_v1_dot_engine__pb2.CompleteLoadRequest.FromString,
+                    response_serializer=kvd_dot_v1_dot_engine__pb2.CompleteLoadResponse.SerializeToString,
             ),
             'Touch': grpc.unary_unary_rpc_method_handler(
                     servicer.Touch,
@@ -288,6 +305,33 @@ class EngineService(object):
             '/kvd.v1.EngineService/PrepareStore',
             kvd_dot_v1_dot_engine__pb2.PrepareStoreRequest.SerializeToString,
             kvd_dot_v1_dot_engine__pb2.PrepareStoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompleteLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.EngineService/CompleteLoad',
+            kvd_dot_v1_dot_engine__pb2.CompleteLoadRequest.SerializeToString,
+            kvd_dot_v1_dot_engine__pb2.CompleteLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
