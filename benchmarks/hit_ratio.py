@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
+from kvd.cli.replay.command import BELADY, ReplayResult, capacity_of, replay
+from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
 from kvd.core.policy import POLICY_NAMES
-from kvd.replay.command import BELADY, ReplayResult, capacity_of, replay
-from kvd.replay.trace import TraceError, TraceRequest, read_trace
 
 FRACTIONS = (0.01, 0.05, 0.10, 0.20, 0.50)
 ORDER = (*POLICY_NAMES, BELADY)

@@ -113,7 +113,7 @@ def serve(directory: Path, slots: int, status: int) -> dict[str, float]:
     On a new pool a MISS is what comes, and the session gives the pool its namespace.
     """
     begin = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import kvd.app"], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", "import kvd.cli.serve"], check=True, cwd=ROOT)
     imports = time.monotonic() - begin
     wanted = hashes_of(0, 1)
     path = directory / "kvd.sock"

@@ -41,7 +41,7 @@ from unittest import mock
 from benchmarks import report
 from benchmarks import slowest_event_drive as drive
 from benchmarks.slowest_event_rig import BLOCK_BYTES, Rig, Scale, Shape
-from kvd.app import settle_memory
+from kvd.cli.serve import settle_memory
 from kvd.core import events
 from kvd.core.policy import POLICY_NAMES
 from kvd.pool import Pool, capacity_check

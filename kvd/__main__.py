@@ -69,7 +69,7 @@ def _declare_status(parser: argparse.ArgumentParser, command: str) -> None:
 
 def _declare_replay(parser: argparse.ArgumentParser, command: str) -> None:
     if command == "replay":
-        from kvd import replay
+        from kvd.cli import replay
 
         replay.add_arguments(parser)
 
@@ -86,13 +86,13 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(config.as_toml(settings), end="")
         return 0
-    from kvd import app
+    from kvd.cli import serve as command
     from kvd.control.sockets import SocketTaken
     from kvd.linux.own_directory import NotTrustedError
     from kvd.pool.config import PoolError
 
     try:
-        return app.serve(settings)
+        return command.serve(settings)
     except (PoolError, NotTrustedError, SocketTaken, OSError) as error:
         print(f"kvd: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -107,7 +107,7 @@ def status(arguments: argparse.Namespace) -> int:
 
 def replay(arguments: argparse.Namespace) -> int:
     """Replay a trace."""
-    from kvd import replay
+    from kvd.cli import replay
 
     return replay.run(arguments)
 

@@ -50,7 +50,7 @@ NEEDED = {
     "hypothesis": "hypothesis",
 }
 # What is imported once for certain: versions that don't go together show here, in seconds.
-ROOTS = ("kvd.app", "kvd.mover.child", "kvd_client", "benchmarks.gpu.copies", "cupy")
+ROOTS = ("kvd.cli.serve", "kvd.mover.child", "kvd_client", "benchmarks.gpu.copies", "cupy")
 PYTEST = (
     "-m",
     "pytest",

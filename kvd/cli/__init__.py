@@ -1,1 +1,1 @@
-"""Commands that ask a running daemon, and how they print."""
+"""One file or room a command: the daemon itself, what asks it, and what replays a trace."""

@@ -21,7 +21,7 @@ LEVELS = {
 
 
 class TextFormatter(logging.Formatter):
-    """2026-01-31T12:00:00.123Z INFO kvd.app: message"""
+    """2026-01-31T12:00:00.123Z INFO kvd.cli.serve: message"""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from kvd.app import EXIT_BROKEN_INVARIANT
+from kvd.cli.serve import EXIT_BROKEN_INVARIANT
 from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_rig import (
     Caller,

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd import app
+from kvd.cli import serve
 
 
 @pytest.fixture
 def settled() -> Iterator[None]:
     before = gc.get_threshold()
-    app.settle_memory()
+    serve.settle_memory()
     yield
     gc.unfreeze()
     gc.set_threshold(*before)

@@ -16,7 +16,7 @@ import grpc
 import numpy as np
 import pytest
 
-from kvd import app
+from kvd.cli import serve
 from kvd.control import http, namespaces
 from kvd.control.access import door
 from kvd.control.access.door import Door, GrpcConnection
@@ -199,11 +199,11 @@ def test_progress_of_a_large_pool_is_said_once_in_a_while(
 ) -> None:
     caplog.set_level(logging.INFO)
     now = 1000.0
-    monkeypatch.setattr(app, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(app, "notify", lambda *_lines: None)
+    monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(serve, "notify", lambda *_lines: None)
     starting: Any = SimpleNamespace(_progress_at=0.0)
     for done in np.arange(1, 1001) << 20:
-        app.Daemon._prefaulting(starting, int(done), 1000 << 20)
-        now += app.PROGRESS_SECONDS / 100
+        serve.Daemon._prefaulting(starting, int(done), 1000 << 20)
+        now += serve.PROGRESS_SECONDS / 100
     assert 10 <= len(caplog.records) <= 12
     assert caplog.records[-1].getMessage().endswith("1000 of 1000 MiB")

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvd.cli.replay import belady
+from kvd.cli.replay import command as replay
+from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
 from kvd.core.policy import POLICY_NAMES
-from kvd.replay import belady
-from kvd.replay import command as replay
-from kvd.replay.trace import TraceError, TraceRequest, read_trace
 
 
 def request(*blocks: int, at_ms: int = 0) -> TraceRequest:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from kvd.replay.trace import BlockIds, TraceRequest
+from kvd.cli.replay.trace import BlockIds, TraceRequest
 
 
 def leading_hits(

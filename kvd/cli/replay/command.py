@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from kvd.cli.replay import belady
+from kvd.cli.replay.trace import BlockIds, TraceError, TraceRequest, read_trace
 from kvd.core import actions, events
 from kvd.core.keys import JobId, KeyBatch, LeaseId, MoverId, RequestId, SessionId, TenantId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.policy import POLICY_NAMES
 from kvd.core.spec import GroupSpec, NamespaceSpec
-from kvd.replay import belady
-from kvd.replay.trace import BlockIds, TraceError, TraceRequest, read_trace
 from kvd_proto.groups import GroupKind
 
 BELADY = "belady"
