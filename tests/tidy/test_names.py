@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.tidy.source import functions, parse, python_files, where
+from tests.tidy.source import ROOT, functions, parse, python_files, where
 
 # In a name of several words none of these stands for anything.
 EMPTY_WORDS = {"util", "utils", "manager", "helper", "helpers", "misc"}
@@ -75,3 +75,15 @@ def test_no_module_class_function_or_parameter_has_an_empty_name() -> None:
         for line, name in chosen_names(path)
         if is_banned(name, where(path, line))
     ] == []
+
+
+def test_no_two_classes_of_the_product_have_one_name() -> None:
+    product = (ROOT / "kvd", ROOT / "client" / "src")
+    places: dict[str, list[str]] = {}
+    for path in python_files():
+        if any(path.is_relative_to(each) for each in product):
+            for node in ast.walk(parse(path)):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(where(path, node.lineno))
+    assert len(places) > 300
+    assert [found for found in places.values() if len(found) > 1] == []
