@@ -6,6 +6,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from kvd_client.integrations.vllm.stats import FAILED_LOADS
 from tests.vllm.engine import prompt
 from tests.vllm.scheduler_stand import Stand, StandOptions
 from tests.vllm.stand_process import stand_with_kvd
@@ -50,5 +51,5 @@ def run(stand: Stand, connection: Any, name: str) -> dict[str, Any]:
         "loads": [number for number in loads if number],
         "sessions": connection.sessions,
         "refusals": dict(connection.refusals),
-        "failed": stand.connector.connector_scheduler.manager.stats.failed_loads,
+        "failed": stand.connector.connector_scheduler.manager.stats.counts[FAILED_LOADS],
     }

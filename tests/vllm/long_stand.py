@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvd_client.integrations.vllm.stats import FAILED_LOADS
 from tests.vllm.engine import prompt
 from tests.vllm.scheduler_stand import Stand, StandOptions
 from tests.vllm.stand_process import stand_with_kvd
@@ -69,5 +70,5 @@ def run(
         "blocks": len(table),
         "sessions": connection.sessions,
         "refusals": dict(connection.refusals),
-        "failed": stand.connector.connector_scheduler.manager.stats.failed_loads,
+        "failed": stand.connector.connector_scheduler.manager.stats.counts[FAILED_LOADS],
     }

@@ -14,7 +14,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 )
 
 from kvd_client.integrations.vllm.connector import KvdConnector
-from kvd_client.integrations.vllm.stats import MAX_ALLOCATIONS, KvdStats, build_metric_definitions
+from kvd_client.integrations.vllm.stats import (
+    FAILED_LOADS,
+    FAILED_STORES,
+    MAX_ALLOCATIONS,
+    NO_ROOM,
+    REMOVALS,
+    STORES_SKIPPED,
+    KvdStats,
+    build_metric_definitions,
+)
 from tests.vllm.configurations import configure
 
 
@@ -60,6 +69,9 @@ class Frontend:
             REGISTRY.unregister(collector)
 
 
+COUNTED = (FAILED_LOADS, FAILED_STORES, NO_ROOM, REMOVALS, STORES_SKIPPED)
+
+
 @pytest.fixture
 def frontend(model: Path) -> Iterator[Frontend]:
     made = Frontend(model)
@@ -73,8 +85,7 @@ def test_nothing_counted_is_nothing_sent(frontend: Frontend) -> None:
 
 def test_counters_arrive_under_their_names_and_once(frontend: Frontend) -> None:
     stats = KvdStats()
-    for name in ("failed_loads", "failed_stores", "no_room", "removals", "stores_skipped"):
-        setattr(stats, name, 3)
+    stats.counts.update(dict.fromkeys(COUNTED, 3))
     stats.note_allocation(5)
     assert frontend.observe(stats)
     assert not frontend.observe(stats)
@@ -127,7 +138,7 @@ def test_lookups_given_up_are_counted_by_reason_and_once(frontend: Frontend) -> 
 
 def test_steps_figures_add_up_where_vllm_joins_them() -> None:
     one, two = KvdStats(), KvdStats()
-    one.no_room, two.no_room = 1, 2
+    one.counts[NO_ROOM], two.counts[NO_ROOM] = 1, 2
     for stats, figures in ((one, Figures()), (two, Figures())):
         figures.refusals["QUOTA"] = 2
         figures.session = object()
@@ -157,8 +168,7 @@ def test_everything_that_is_reported_is_defined() -> None:
     figures.refusals["QUOTA"] = 1
     stats.watch(figures)
     stats.watch_lookups(collections.Counter(unanswered=1))
-    stats.failed_loads = stats.failed_stores = stats.no_room = 1
-    stats.removals = stats.stores_skipped = 1
+    stats.counts.update(COUNTED)
     stats.note_allocation(1)
     taken = stats.take()
     assert taken is not None

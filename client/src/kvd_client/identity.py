@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from kvd_proto import layout
 from kvd_proto.groups import GroupKind
@@ -87,25 +88,10 @@ class NamespaceFields:
         return math.lcm(*(group.engine_block_tokens for group in self.groups))
 
     def to_proto(self) -> engine_pb2.NamespaceFields:
-        return engine_pb2.NamespaceFields(
-            tenant=self.tenant,
-            account=self.account,
-            model=self.model,
-            model_config_digest=self.model_config_digest,
-            weights_id=self.weights_id,
-            quantization=self.quantization,
-            kv_dtype=self.kv_dtype,
-            kv_scale_source=self.kv_scale_source,
-            attention_backend=self.attention_backend,
-            kv_layout=self.kv_layout,
-            tokens_per_block=self.groups[0].tokens_per_block,
-            parallel_shape=self.parallel_shape,
-            lora_digest=self.lora_digest,
-            hash_algorithm=self.hash_algorithm,
-            hash_bytes=self.hash_bytes,
-            groups=[group.to_proto() for group in self.groups],
-            unshared=self.unshared,
-        )
+        own: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        own["groups"] = [group.to_proto() for group in self.groups]
+        own["tokens_per_block"] = self.groups[0].tokens_per_block
+        return engine_pb2.NamespaceFields(**own)
 
 
 @dataclass(frozen=True, slots=True)

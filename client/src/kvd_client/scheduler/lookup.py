@@ -160,9 +160,9 @@ class LookupQueue:
 
     def _outdate(self, request: Request) -> None:
         """Give up answers that are too old. For how long they deferred it still counts."""
-        retry_s, pending_s = request.lookup.retry_since_s, request.lookup.pending_since_s
+        doubts = request.lookup.doubts
         self.forget(request)
-        request.lookup.retry_since_s, request.lookup.pending_since_s = retry_s, pending_s
+        request.lookup.doubts = doubts
 
     def release(self, request: Request) -> None:
         """Its leases are needed no more; what was learned about admission stays known."""
@@ -191,13 +191,8 @@ class LookupQueue:
             if next_boundary <= cap and len(self._unbroken) == len(self._groups):
                 self._ask(request)
                 return
-            present = [
-                session.present(group, request.account, request.hashes[group][:count])
-                for group, count in enumerate(self._known_counts(request))
-            ]
-            boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
-            found = hits.longest_hit(self._groups, present, computed_tokens, boundaries)
-            if found > computed_tokens:
+            present = self._present(request, session)
+            if self._longest_hit(present, computed_tokens, cap) > computed_tokens:
                 self._ask(request)
                 return
             nothing_there = not any(flags.any() for flags in present)
@@ -299,23 +294,18 @@ class LookupQueue:
             return waited_s >= least_s
         return waited_s >= self._at_stake_s()
 
-    def is_doubt_too_late(
-        self, request: Request, computed_tokens: int, since_s: float, least_s: float
-    ) -> bool:
+    def is_doubt_too_late(self, request: Request, computed_tokens: int, doubtful: int) -> bool:
         """The same for doubtful statuses: only what they would add to the sure hit is at stake."""
-        waited_s = self._clock() - since_s
+        options = self._options
+        is_retry = doubtful == hits.RETRY
+        least_s = options.retry_deadline_s if is_retry else options.pending_deadline_s
+        waited_s = self._clock() - request.lookup.doubts[doubtful]
         if waited_s < least_s:
             return False
         statuses = [row & np.uint8(hits.STATUS_BITS) for row in request.lookup.statuses]
         cap = self._cap_tokens(request, computed_tokens)
-        boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
-        sure, hoped = (
-            hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
-            for usable in (
-                [row == hits.HIT for row in statuses],
-                [row != hits.MISS for row in statuses],
-            )
-        )
+        sure = self._longest_hit([row == hits.HIT for row in statuses], computed_tokens, cap)
+        hoped = self._longest_hit([row != hits.MISS for row in statuses], computed_tokens, cap)
         seconds = self.pace.seconds_for(hoped - sure) or 0.0
         return waited_s >= min(seconds, self._options.patience_s)
 
@@ -344,14 +334,8 @@ class LookupQueue:
         session = self._connection.session
         if session is None:
             return 0
-        present = [
-            session.present(group, request.account, request.hashes[group][:count])
-            for group, count in enumerate(self._known_counts(request))
-        ]
-        computed_tokens, cap = request.computed_tokens, self._cap_tokens(request, 0)
-        boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
-        found = hits.longest_hit(self._groups, present, computed_tokens, boundaries)
-        return found - computed_tokens
+        present, cap = self._present(request, session), self._cap_tokens(request, 0)
+        return self._longest_hit(present, request.computed_tokens, cap) - request.computed_tokens
 
     def _take(self, request: Request) -> bool:
         lookup = request.lookup
@@ -395,29 +379,24 @@ class LookupQueue:
     def _decide(self, request: Request, computed_tokens: int, cap: int) -> int | None:
         lookup = request.lookup
         statuses = [row & np.uint8(hits.STATUS_BITS) for row in lookup.statuses]
-        boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
         if not any((row & np.uint8(hits.DOUBT_BIT)).any() for row in statuses):
-            lookup.retry_since_s = lookup.pending_since_s = None
-            usable = [row == hits.HIT for row in statuses]
-            return hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
+            lookup.doubts.clear()
+            return self._longest_hit([row == hits.HIT for row in statuses], computed_tokens, cap)
         now = self._clock()
-        for doubtful, deadline_s, field in (
-            (hits.RETRY, self._options.retry_deadline_s, "retry_since_s"),
-            (hits.PENDING, self._options.pending_deadline_s, "pending_since_s"),
-        ):
-            usable = [row != hits.MISS for row in statuses]
-            found = hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
+        for doubtful in (hits.RETRY, hits.PENDING):
+            found = self._longest_hit([row != hits.MISS for row in statuses], computed_tokens, cap)
             if not self._uses(statuses, doubtful, computed_tokens, found):
-                setattr(lookup, field, None)
+                lookup.doubts.pop(doubtful, None)
                 continue
-            since: float | None = getattr(lookup, field)
-            if since is None:
-                setattr(lookup, field, since := now)
-            if not self.is_doubt_too_late(request, computed_tokens, since, deadline_s):
+            lookup.doubts.setdefault(doubtful, now)
+            if not self.is_doubt_too_late(request, computed_tokens, doubtful):
                 self.ask_again(request, now)
                 return None
             self.give_up_doubtful(statuses, doubtful)  # too late: the run is cut before it
-        usable = [row == hits.HIT for row in statuses]
+        return self._longest_hit([row == hits.HIT for row in statuses], computed_tokens, cap)
+
+    def _longest_hit(self, usable: list[hits.Flags], computed_tokens: int, cap: int) -> int:
+        boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
         return hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
 
     def give_up_doubtful(self, statuses: list[hits.Statuses], doubtful: int) -> None:
@@ -484,7 +463,7 @@ class LookupQueue:
     def ask_again(self, request: Request, now: float) -> None:
         """Ask anew for all of a deferred request, unless it is asked or was just now."""
         lookup = request.lookup
-        since = min(filter(None, (lookup.retry_since_s, lookup.pending_since_s)), default=now)
+        since = min(lookup.doubts.values(), default=now)
         pause_s = min((now - since) * ASK_AGAIN_SHARE, ASK_AGAIN_MAX_S)
         if lookup.calls or now - lookup.asked_s < max(self._options.ask_again_s, pause_s):
             return
@@ -512,6 +491,13 @@ class LookupQueue:
         if request.params.max_load_tokens is not None:
             cap = min(cap, computed_tokens + max(0, request.params.max_load_tokens))
         return cap
+
+    def _present(self, request: Request, session: SessionView) -> list[hits.Flags]:
+        """What the page shows of the request's known blocks."""
+        return [
+            session.present(group, request.account, request.hashes[group][:count])
+            for group, count in enumerate(self._known_counts(request))
+        ]
 
     def _known_counts(self, request: Request) -> list[int]:
         return [request.known_blocks(group, width) for group, width in enumerate(self._widths)]

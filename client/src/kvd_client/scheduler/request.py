@@ -42,8 +42,7 @@ class Lookup:
     alone: dict[Alone, int] = field(default_factory=dict)  # calls for single blocks beside the grid
     alone_since_s: float = 0.0
     alone_known: dict[Alone, int] = field(default_factory=dict)  # their statuses, once answered
-    retry_since_s: float | None = None
-    pending_since_s: float | None = None
+    doubts: dict[int, float] = field(default_factory=dict)  # RETRY, PENDING: since when they defer
 
 
 @dataclass(slots=True)

@@ -27,6 +27,7 @@ REFUSALS = "vllm:kvd_refusals"
 FAILED_LOADS = "vllm:kvd_failed_loads"
 FAILED_STORES = "vllm:kvd_failed_stores"
 NO_ROOM = "vllm:kvd_no_room"
+STORES_SKIPPED = CPUOffloadingMetrics.STORES_SKIPPED
 BLOCKING_CALLS = "vllm:kvd_blocking_calls"
 LOOKUP_WAIT = "vllm:kvd_lookup_wait_seconds"
 REMOVALS = "vllm:kvd_removals"
@@ -36,7 +37,7 @@ ALLOCATION_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)  # as
 MAX_ALLOCATIONS = 1024  # in one step; what is beyond is not in the histogram
 
 _COUNTERS = {
-    CPUOffloadingMetrics.STORES_SKIPPED: (
+    STORES_SKIPPED: (
         "Blocks not stored because they have not been seen often enough; the daemon sets how often."
     ),
     SESSIONS: "Sessions opened with the kvd daemon; each one after the first is a reconnect.",
@@ -93,32 +94,13 @@ def build_metric_definitions(
 
 
 class KvdStats:
-    """What the scheduler side counts between two steps. Its attributes are simply added to.
+    """What the scheduler side counts between two steps; `counts` are by the metric's name.
 
     One thread adds and takes; what the connection counts is read when taken.
     """
 
-    __slots__ = (
-        "_allocations",
-        "_connected",
-        "_connection",
-        "_given_up",
-        "_seen",
-        "_seen_given_up",
-        "_seen_refusals",
-        "failed_loads",
-        "failed_stores",
-        "no_room",
-        "removals",
-        "stores_skipped",
-    )
-
     def __init__(self) -> None:
-        self.failed_loads = 0
-        self.failed_stores = 0
-        self.no_room = 0
-        self.removals = 0
-        self.stores_skipped = 0
+        self.counts: collections.Counter[str] = collections.Counter()
         self._allocations: list[int] = []
         self._connection: ConnectionFigures | None = None
         self._connected: bool | None = None
@@ -144,25 +126,13 @@ class KvdStats:
     def take(self) -> OffloadingConnectorStats | None:
         """What was counted since the last call; None when that is nothing."""
         stats = OffloadingConnectorStats()
-        if self._allocations:
-            for blocks in self._allocations:
-                stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, blocks)
-            self._allocations = []
-        if self.stores_skipped:
-            stats.increase_counter(CPUOffloadingMetrics.STORES_SKIPPED, self.stores_skipped)
-            self.stores_skipped = 0
-        if self.no_room:
-            stats.increase_counter(NO_ROOM, self.no_room)
-            self.no_room = 0
-        if self.failed_loads:
-            stats.increase_counter(FAILED_LOADS, self.failed_loads)
-            self.failed_loads = 0
-        if self.failed_stores:
-            stats.increase_counter(FAILED_STORES, self.failed_stores)
-            self.failed_stores = 0
-        if self.removals:
-            stats.increase_counter(REMOVALS, self.removals)
-            self.removals = 0
+        for blocks in self._allocations:
+            stats.observe_histogram(CPUOffloadingMetrics.CPU_ALLOCATION_SIZE, blocks)
+        for name, count in self.counts.items():
+            if count:
+                stats.increase_counter(name, count)
+        self._allocations.clear()
+        self.counts.clear()
         self._seen_given_up = _add_news(stats, GIVEN_UP, self._given_up, self._seen_given_up)
         if self._connection is not None:
             self._add_connection(stats, self._connection)

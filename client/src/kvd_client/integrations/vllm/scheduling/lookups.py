@@ -23,7 +23,6 @@ from kvd_client.integrations.vllm.scheduling.requests import (
 )
 from kvd_client.scheduler import hits
 from kvd_client.scheduler.lookup import Knowledge, LookupQueue
-from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import LookupState
 from kvd_client.session import SessionView
 
@@ -43,12 +42,10 @@ class RequestLookups:
         self,
         groups: Sequence[OffloadGroup],
         index_of: dict[int, int],
-        options: SchedulerOptions,
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
         self._index_of = index_of
-        self._options = options
         self._clock = clock
 
     def begin(self, tracked: TrackedRequest, prompt: Prompt, queue: LookupQueue) -> Knowledge:
@@ -71,30 +68,24 @@ class RequestLookups:
     def _cut(self, tracked: TrackedRequest, computed_tokens: int, queue: LookupQueue) -> None:
         """Take as a miss what was doubtful for too long."""
         lookup = tracked.request.lookup
-        for doubtful, since, deadline_s in (
-            (hits.RETRY, lookup.retry_since_s, self._options.retry_deadline_s),
-            (hits.PENDING, lookup.pending_since_s, self._options.pending_deadline_s),
-        ):
-            if since is not None and queue.is_doubt_too_late(
-                tracked.request, computed_tokens, since, deadline_s
-            ):
+        for doubtful in sorted(lookup.doubts, reverse=True):  # RETRY first
+            if queue.is_doubt_too_late(tracked.request, computed_tokens, doubtful):
                 queue.give_up_doubtful(lookup.statuses, doubtful)
 
     def defer(self, tracked: TrackedRequest, queue: LookupQueue) -> None:
         """VLLM put the request off: what was doubtful is asked again, and its time runs."""
         lookup, now = tracked.request.lookup, self._clock()
         kinds = {int(kind) for row in lookup.statuses for kind in np.unique(row & hits.STATUS_BITS)}
-        if hits.RETRY in kinds and lookup.retry_since_s is None:
-            lookup.retry_since_s = now
-        if hits.PENDING in kinds and lookup.pending_since_s is None:
-            lookup.pending_since_s = now
-        if kinds & {hits.RETRY, hits.PENDING}:
+        doubtful = kinds & {hits.RETRY, hits.PENDING}
+        for kind in doubtful:
+            lookup.doubts.setdefault(kind, now)
+        if doubtful:
             queue.ask_again(tracked.request, now)
 
     def settle(self, tracked: TrackedRequest, hit_tokens: int) -> int:
         """VLLM takes so many tokens beyond the device's. How many blocks that will load."""
         request = tracked.request
-        request.lookup.retry_since_s = request.lookup.pending_since_s = None
+        request.lookup.doubts.clear()
         request.hit_tokens = request.computed_tokens + hit_tokens
         return sum(-(-hit_tokens // group.tokens_per_block) for group in self._groups)
 

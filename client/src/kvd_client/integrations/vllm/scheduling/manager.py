@@ -49,7 +49,13 @@ from kvd_client.integrations.vllm.scheduling.stores import (
     StorePlanner,
     nothing,
 )
-from kvd_client.integrations.vllm.stats import KvdStats
+from kvd_client.integrations.vllm.stats import (
+    FAILED_LOADS,
+    FAILED_STORES,
+    NO_ROOM,
+    REMOVALS,
+    KvdStats,
+)
 from kvd_client.scheduler.lookup import GivenUp, Knowledge, LookupQueue
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.request import LookupState
@@ -86,7 +92,7 @@ class KvdManager(OffloadingManager):
         self._options = options.scheduler_options()
         self._connection: Connection | None = None
         self._queue: LookupQueue | None = None
-        self._lookups = RequestLookups(self.groups, self.index_of, self._options, clock)
+        self._lookups = RequestLookups(self.groups, self.index_of, clock)
         self._stores = StorePlanner(self.groups, self.index_of, self.stats)
         self._live: dict[str, TrackedRequest] = {}
         self._failed: set[OffloadKey] = set()
@@ -213,7 +219,7 @@ class KvdManager(OffloadingManager):
         if self._queue is not None:
             self._queue.forget(tracked.request)
         tracked.request.lookup.state = LookupState.CLOSED
-        self.stats.failed_loads += 1
+        self.stats.counts[FAILED_LOADS] += 1
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         if self.steps is None:
@@ -235,7 +241,7 @@ class KvdManager(OffloadingManager):
         if session is None or self.steps is None or tracked.request.stores_end:
             return nothing()
         if self.steps.is_full:
-            self.stats.no_room += 1
+            self.stats.counts[NO_ROOM] += 1
             return None
         return self._stores.plan(tracked, list(keys), req_context, session, self._is_admitted)
 
@@ -269,7 +275,7 @@ class KvdManager(OffloadingManager):
     def fail_stores(self, keys: Collection[OffloadKey]) -> None:
         """VLLM will complete these as if they were stored; they were not."""
         self._failed.update(keys)
-        self.stats.failed_stores += len(keys)
+        self.stats.counts[FAILED_STORES] += len(keys)
 
     def leave_stores(
         self, tracked: TrackedRequest, keys: Collection[OffloadKey]
@@ -332,7 +338,7 @@ class KvdManager(OffloadingManager):
         events, self._events = self._events, []
         if self.removals is not None:
             removed = self.removals.pass_on(events)
-            self.stats.removals += sum(len(event.keys) for event in removed)
+            self.stats.counts[REMOVALS] += sum(len(event.keys) for event in removed)
             events += removed
         return events
 

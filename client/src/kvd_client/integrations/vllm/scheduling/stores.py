@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import (
 from kvd_client.draft import count_parts
 from kvd_client.integrations.vllm.scheduling.requests import OffloadGroup, TrackedRequest, by_group
 from kvd_client.integrations.vllm.scheduling.steps import MAX_JOBS_PER_STEP
-from kvd_client.integrations.vllm.stats import KvdStats
+from kvd_client.integrations.vllm.stats import NO_ROOM, STORES_SKIPPED, KvdStats
 from kvd_client.session import SessionView
 from kvd_proto import layout
 
@@ -107,13 +107,13 @@ class StorePlanner:
                 wanted = [
                     key for key in wanted if admitted(tracked, *self._place(key, req_context))
                 ]
-                self._stats.stores_skipped += offered - len(wanted)
+                self._stats.counts[STORES_SKIPPED] += offered - len(wanted)
         if not wanted:
             return nothing()
         parts = list(by_group(wanted))
         room = self._take_room(parts, len(wanted), session)
         if room is None:
-            self._stats.no_room += 1
+            self._stats.counts[NO_ROOM] += 1
             return None
         if room < len(wanted) and tracked.policy is OffloadPolicy.CHUNK_LEVEL:
             wanted = _heads(wanted, parts, self.budget, self._index_of)
@@ -135,7 +135,7 @@ class StorePlanner:
             return nothing()
         parts = [(group, [block_hash])]
         if self._take_room(parts, 1, session) is None:
-            self._stats.no_room += 1
+            self._stats.counts[NO_ROOM] += 1
             return None
         self._stats.note_allocation(1)
         self._storing[key] = None
