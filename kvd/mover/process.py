@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import os
 import socket
 import struct
@@ -13,6 +14,7 @@ from typing import Protocol
 from kvd.core import errors
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
+from kvd.core.lifecycle import step
 from kvd.mover import frames, registration_errors
 from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
@@ -42,6 +44,38 @@ START_S = 30.0
 START_GPU_S = 60.0  # CuPy's import, the driver's start, a context, a calibration
 STOP_S = 3.0
 _LAST_WORDS_S = 1.0  # for what a dead mover wrote to be read
+
+
+class StartStage(enum.Enum):
+    """How far a mover's start came: who has to hear of its end."""
+
+    STARTING = "nobody knows of it"
+    NOTED = "the pool's next owner would find it"
+    SERVING = "it said hello, and is the sink's"
+
+
+START_STEPS: frozenset[tuple[StartStage, StartStage]] = frozenset(
+    {(StartStage.STARTING, StartStage.NOTED), (StartStage.NOTED, StartStage.SERVING)}
+)
+
+
+class EndSigns(enum.Enum):
+    """How much of a mover's end was seen. Two signs say it, and either may come first."""
+
+    RUNNING = "no sign"
+    CLOSED = "its end of the channel is closed, so all that it said was read"
+    REAPED = "its process has ended, so no copy of it runs"
+    GONE = "both"
+
+
+END_STEPS: frozenset[tuple[EndSigns, EndSigns]] = frozenset(
+    {
+        (EndSigns.RUNNING, EndSigns.CLOSED),
+        (EndSigns.RUNNING, EndSigns.REAPED),
+        (EndSigns.CLOSED, EndSigns.GONE),
+        (EndSigns.REAPED, EndSigns.GONE),
+    }
+)
 
 
 class MoverStartError(Exception):
@@ -111,11 +145,9 @@ class MoverProcess:
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.WriteTransport | None = None
         self._board: BoardWriter | None = None
-        self._reason = ""
-        self._noted = False
-        self._serving = False
-        self._closed = False
-        self._reaped = False
+        self._reason = ""  # of its end
+        self._start_stage = StartStage.STARTING
+        self._end_signs = EndSigns.RUNNING
 
     @classmethod
     async def start(cls, config: MoverConfig, sink: MoverSink) -> MoverProcess:
@@ -139,7 +171,7 @@ class MoverProcess:
             mover.kill()
             await asyncio.shield(mover._gone)
             raise
-        mover._serving = True  # from now on the sink hears of its end
+        mover._start_stage = step(START_STEPS, mover._start_stage, StartStage.SERVING)
         return mover
 
     # -- orders -----------------------------------------------------------------------------
@@ -251,16 +283,17 @@ class MoverProcess:
 
     def end_because(self, reason: str) -> None:
         """Kill the process and remember why."""
-        if not self._reaped:
+        if self._end_signs in {EndSigns.RUNNING, EndSigns.CLOSED}:
             self._reason = self._reason or reason
             self._child.kill()
 
     def channel_closed(self) -> None:
         """The process has closed its end, which it does only by ending."""
-        self._closed = True
-        if not self._reaped:
+        if self._end_signs is EndSigns.RUNNING:
+            self._end_signs = step(END_STEPS, self._end_signs, EndSigns.CLOSED)
             self._child.kill()  # if it is dying already, its own reason stands
-        self._end_when_gone()
+        elif self._end_signs is EndSigns.REAPED:
+            self._end()
 
     # -- life -------------------------------------------------------------------------------
 
@@ -286,7 +319,7 @@ class MoverProcess:
         """From a process that waits to one that serves."""
         try:
             self._sink.process_started(self.mover, self.pid, self.start_time)
-            self._noted = True
+            self._start_stage = step(START_STEPS, self._start_stage, StartStage.NOTED)
             await self._greet(config, end)
         except OSError as error:
             raise MoverStartError(f"the mover process can't be used: {error}") from error
@@ -309,15 +342,16 @@ class MoverProcess:
         """The pidfd is readable: the process has ended."""
         self._loop.remove_reader(self.pidfd)
         status = self._child.wait()
-        self._reaped = True
         self._reason = self._reason or how_it_ended(status)
-        self._loop.call_later(_LAST_WORDS_S, self.channel_closed)
-        self._end_when_gone()
+        if self._end_signs is EndSigns.CLOSED:
+            self._end()
+        else:
+            self._end_signs = step(END_STEPS, self._end_signs, EndSigns.REAPED)
+            self._loop.call_later(_LAST_WORDS_S, self.channel_closed)
 
-    def _end_when_gone(self) -> None:
+    def _end(self) -> None:
         """Both signs are there, so every frame was read."""
-        if not self._reaped or not self._closed or self._gone.done():
-            return
+        self._end_signs = step(END_STEPS, self._end_signs, EndSigns.GONE)
         self._gone.set_result(None)
         self._warm.set()
         if not self._hello.done():
@@ -325,9 +359,9 @@ class MoverProcess:
                 MoverStartError(f"the mover process ended at its start: {self._reason}")
             )
         self._close_channel()
-        if self._noted:
+        if self._start_stage is not StartStage.STARTING:
             self._sink.process_ended(self.mover, self.pid)
-        if self._serving:
+        if self._start_stage is StartStage.SERVING:
             self._sink.mover_gone(self.mover, self._reason)
 
     def _close_channel(self) -> None:

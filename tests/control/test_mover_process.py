@@ -64,6 +64,21 @@ async def test_stored_blocks_come_back_and_no_other_byte_changes() -> None:
 
 
 @on_loop
+async def test_each_sign_of_a_movers_end_counts_once_whichever_comes_first() -> None:
+    async with rig() as r:
+        first, second = await r.start(r.config(1)), await r.start(r.config(2))
+        first.kill()  # its process ends, and with it its channel
+        second.channel_closed()  # its channel ends, and the process is killed
+        second.channel_closed()
+        await r.sink.until(lambda: len(r.sink.gone) == 2)
+        for each in (first, second):
+            each.channel_closed()
+            each.kill()
+        assert len(r.sink.gone) == 2
+        assert not r.sink.living
+
+
+@on_loop
 async def test_a_copy_starts_with_its_second_half_whichever_that_is() -> None:
     async with rig() as r:
         mover = await r.start()

@@ -291,7 +291,7 @@ def _check_jobs(state: State) -> None:
     for session in state.sessions.values():
         for job in session.jobs.values():
             assert job.pieces == running[id(job)], "count of a job's pieces"
-            assert job.open or job.pieces or job.followed, "a job waits for nothing"
+            assert job.is_open or job.pieces or job.followed, "a job waits for nothing"
 
 
 def _check_backlog(state: State) -> None:
@@ -367,10 +367,11 @@ def _check_sessions(state: State) -> None:
         assert session.movers.get(mover.rank) is mover, "a rank's mover is another"
     for session in state.sessions.values():
         waits = session.jobs or session.movers or session.ended_leases
-        assert not session.closed or waits, "a closed session stays"
-        assert not session.closed or not session.leases, "a closed session holds leases"
-        idle = session.closed and not session.jobs
-        lingering = [m for m in session.movers.values() if idle and not m.ending]
+        assert session.is_open or session.is_winding_up, "a forgotten session is known"
+        assert session.is_open or waits, "a closed session stays"
+        assert session.is_open or not session.leases, "a closed session holds leases"
+        idle = session.is_winding_up and not session.jobs
+        lingering = [m for m in session.movers.values() if idle and m.is_serving]
         assert not lingering, "a mover of a session that is over was not told to end"
         for request, leases in session.by_request.items():
             assert leases, "a request is listed without leases"

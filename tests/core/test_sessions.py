@@ -14,8 +14,9 @@ from kvd.core.errors import (
     LimitExceeded,
     UnknownRegistration,
 )
-from kvd.core.keys import MoverId, SessionId
-from kvd.core.model.state import MAX_ENGINE_BLOCKS
+from kvd.core.keys import JobId, MoverId, SessionId
+from kvd.core.model.job import JobState
+from kvd.core.model.state import MAX_ENGINE_BLOCKS, MoverState, SessionState
 from tests.core.bench import SECOND, Bench, only, small, spec, verdict
 
 DONE, FAILED, REVOKED = (
@@ -255,6 +256,60 @@ def test_mover_can_not_end_another_s_transfer(bench: Bench) -> None:
 def test_ending_of_an_unknown_mover_is_an_error(bench: Bench) -> None:
     with pytest.raises(UnknownRegistration):
         bench.feed(ev.RankEnding(MoverId(5), "x"))
+
+
+# -- lifecycles ----------------------------------------------------------------------------------
+
+
+def test_session_takes_only_steps_of_its_table(bench: Bench) -> None:
+    bench.open()
+    session = bench.machine.state.sessions[SessionId(1)]
+    for new in (SessionState.FORGOTTEN, SessionState.OPEN):
+        with pytest.raises(AssertionError, match="no step from"):
+            session.move(new)
+    bench.close()
+    bench.close(gone=True)
+    for new in (SessionState.OPEN, SessionState.CLOSED):
+        with pytest.raises(AssertionError, match="no step from"):
+            session.move(new)
+    assert session.state.name == "DEPARTED"
+    bench.gone(100)
+    assert session.state.name == "FORGOTTEN"
+    bench.close(gone=True)
+    assert session.state.name == "FORGOTTEN"
+
+
+def test_mover_takes_only_steps_of_its_table(bench: Bench) -> None:
+    bench.open()
+    mover = bench.machine.state.movers[MoverId(100)]
+    bench.feed(ev.RankEnding(MoverId(100), "killed"))
+    for new in (MoverState.SERVING, MoverState.ENDING):
+        with pytest.raises(AssertionError, match="no step from"):
+            mover.move(new)
+    bench.gone(100)
+    assert mover.state.name == "GONE"
+
+
+def test_job_and_transfer_take_only_steps_of_their_tables(bench: Bench) -> None:
+    bench.open()
+    (order,) = only(bench.store([1], job=7, last=False), act.StartTransfer)
+    job = bench.machine.state.sessions[SessionId(1)].jobs[JobId(7)]
+    transfer = bench.machine.state.transfers[order.transfer]
+    with pytest.raises(AssertionError, match="no step from"):
+        job.move(JobState.ENDED)
+    bench.store([2], job=7)
+    assert job.state.name == "WHOLE"
+    bench.finish(outcome=DONE)
+    assert job.state.name == "ENDED"
+    with pytest.raises(AssertionError, match="no step from"):
+        job.move(JobState.OPEN)
+    with pytest.raises(AssertionError, match="no step from"):
+        transfer.call_off("late")
+    with pytest.raises(AssertionError, match="no step from"):
+        transfer.end()
+    job.will_end_as(ev.JobStatus.FAILED)
+    with pytest.raises(AssertionError, match="no step from"):
+        job.will_end_as(ev.JobStatus.DONE)
 
 
 # -- deadlines -----------------------------------------------------------------------------------

@@ -69,7 +69,6 @@ class SchedulerSession:
         self.outbox = outbox
         self._start = start
         self._rooms = rooms
-        self._ended = False
         self._telling: asyncio.Future[None] | None = None
         self.on_end = asyncio.Event()
 
@@ -116,9 +115,9 @@ class SchedulerSession:
 
     def end(self, reason: str) -> None:
         """Free all that the session held. Once."""
-        if self._ended:
+        if self.on_end.is_set():
             return
-        self._ended = True
+        self.on_end.set()
         gone = reason == CLOSED
         self._stop_telling()
         log.info(
@@ -133,7 +132,6 @@ class SchedulerSession:
         if not gone:
             self._rooms.departures.watch(self.live.id, self.peer)
         self._rooms.engines.leave(self._start, self)
-        self.on_end.set()
 
     # -- requests ---------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from kvd.core.jobs.offer import check_loaded_places, read_offers
 from kvd.core.jobs.store import check_new_job
 from kvd.core.keys import ScopeId, Slots
 from kvd.core.model.index import NOWHERE
-from kvd.core.model.job import Job, Offer, Part
+from kvd.core.model.job import Job, JobState, Offer, Part
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import State
 from kvd.core.model.turn import Turn
@@ -24,14 +24,15 @@ def load(turn: Turn, event: LoadRequested) -> None:
     offers = read_offers(state, session, event.context.account, event.runs)
     check_loaded_places(state, session, event.runs)
     check_new_job(session, event)
-    job = Job(session.session, event.job, JobKind.LOAD, event.context.request, open=False)
+    job = Job(session.session, event.job, JobKind.LOAD, event.context.request)
+    job.move(JobState.WHOLE)  # never in pieces
     session.jobs[event.job] = job
     reason = "" if session.usable() else RANKS_MISSING
     if not reason and not all(_readable(state, offer) for offer in offers):
         reason = KEY_MISSING
     blocks = 0 if reason else sum(len(offer.slots) for offer in offers)
     if reason:
-        job.status, job.reason = JobStatus.REFUSED, reason
+        job.will_end_as(JobStatus.REFUSED, reason)
     elif blocks:
         for offer in offers:
             slot_lifecycle.touch(turn, offer.size_class, _unclaimed(state, offer))

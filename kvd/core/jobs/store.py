@@ -25,7 +25,7 @@ from kvd.core.jobs import transfer, waits
 from kvd.core.jobs.offer import read_storable
 from kvd.core.keys import ScopeId, Slots
 from kvd.core.model.index import NOWHERE
-from kvd.core.model.job import Job, Offer, Part
+from kvd.core.model.job import Job, JobState, Offer, Part
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
@@ -56,7 +56,7 @@ def store(turn: Turn, event: StoreRequested) -> None:
     state = turn.state
     session = state.require_session(event.session)
     job = session.jobs.get(event.job)
-    if job is not None and (job.kind is not JobKind.STORE or not job.open):
+    if job is not None and (job.kind is not JobKind.STORE or not job.is_open):
         raise DuplicateJob(f"job {event.job} is in flight", "job_id")
     reason = message = ""
     offers: list[Offer] = []
@@ -80,12 +80,13 @@ def store(turn: Turn, event: StoreRequested) -> None:
         plans = [_divide(state, job, offer, event.request_level) for offer in offers]
         reason, blocks = _admit(turn, session, job, plans, event.context.account)
     if reason and not job.reason:
-        job.reason = reason
-        job.status = JobStatus.FAILED if job.started or job.followed else JobStatus.REFUSED
+        began = job.pieces_begun or job.followed
+        job.will_end_as(JobStatus.FAILED if began else JobStatus.REFUSED, reason)
     turn.orders.append(
         Reply(Verdict(event.job, JobKind.STORE, not reason, reason, blocks, message))
     )
-    job.open = not event.last
+    if event.last:
+        job.move(JobState.WHOLE)
     transfer.end_job_when_done(turn, job)
 
 

@@ -20,9 +20,9 @@ from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FU
 from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
 from kvd.core.keys import U32, Slots, TransferId
 from kvd.core.model.backlog import CalledOff, CallOff
-from kvd.core.model.job import Job, Part, Piece, Transfer
+from kvd.core.model.job import Job, JobState, Part, Piece, Transfer, TransferStage
 from kvd.core.model.slots import SlotState
-from kvd.core.model.state import Mover, Session, State
+from kvd.core.model.state import Mover, MoverState, Session, State
 from kvd.core.model.turn import Turn
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
@@ -38,7 +38,7 @@ def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
         state.next_piece += 1
         state.pieces[piece.number] = piece
     job.pieces += 1
-    job.started = True
+    job.pieces_begun += 1
     orders = tuple(
         TransferPart(part.size_class.group, part.slots, part.engine_blocks) for part in parts
     )
@@ -89,12 +89,12 @@ def transfer_finished(turn: Turn, event: TransferFinished) -> None:
         return
     job = transfer.piece.job
     done = event.outcome is TransferOutcome.DONE
-    reason = transfer.revoked_because or COPY_FAILED
+    reason = transfer.reason or COPY_FAILED
     if event.damaged:
         reason = CHECKSUM_MISMATCH
         damaged = np.array(event.damaged, dtype=np.int64)
         _remove_damaged(turn, transfer.piece, damaged)
-    if event.outcome is TransferOutcome.REVOKED and not transfer.revoked_because:
+    if event.outcome is TransferOutcome.REVOKED and transfer.state is TransferStage.WANTED:
         reason = event.reason or QUEUE_FULL  # the mover never took it
         if job.kind is JobKind.LOAD:
             turn.orders.append(PostBoard(transfer.mover, job.job, job.kind, JobStatus.FAILED, 0, 0))
@@ -103,9 +103,8 @@ def transfer_finished(turn: Turn, event: TransferFinished) -> None:
         job.bytes_by_mover[transfer.mover] = copied
         spent = job.duration_ns.get(transfer.mover, 0) + event.duration_ns
         job.duration_ns[transfer.mover] = spent
-    if mover.ending:
-        reason = MOVER_GONE  # perhaps its failing still waits in the backlog
-    done = done and not mover.ending
+    if not mover.is_serving:
+        done, reason = False, MOVER_GONE  # perhaps its failing still waits in the backlog
     end_transfer(turn, transfer, "" if done else reason)
 
 
@@ -129,7 +128,7 @@ def mover_gone(turn: Turn, mover: Mover) -> None:
     """No copy of this mover runs any more: all that it still had has failed, or soon will have."""
     state = turn.state
     session = state.sessions[mover.session]
-    mover.ending = mover.ending or MOVER_GONE
+    mover.move(MoverState.GONE)
     del state.movers[mover.mover]
     del session.movers[mover.rank]
     running = list(mover.transfers.values())
@@ -171,6 +170,7 @@ def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
     state = turn.state
     piece = transfer.piece
     job = piece.job
+    transfer.end()
     del state.transfers[transfer.transfer]
     del piece.transfers[transfer.transfer]
     mover = state.movers.get(transfer.mover)
@@ -232,18 +232,17 @@ def fail_piece(turn: Turn, piece: Piece, reason: str) -> None:
 
 def fail_job(job: Job, reason: str) -> None:
     """The job will end as failed; the first reason stands."""
-    job.status = JobStatus.FAILED
-    job.reason = job.reason or reason
+    job.will_end_as(JobStatus.FAILED, reason)
 
 
 def revoke(turn: Turn, transfers: Iterable[Transfer], reason: str) -> None:
     """Ask the movers to give up what they have not started; asked once."""
     for transfer in transfers:
         mover = turn.state.movers.get(transfer.mover)
-        if transfer.revoked_because or mover is None:
+        if transfer.state is not TransferStage.WANTED or mover is None:
             continue
-        transfer.revoked_because = reason
-        if not mover.ending:
+        transfer.call_off(reason)
+        if mover.is_serving:
             turn.orders.append(RevokeTransfer(transfer.mover, transfer.transfer))
 
 
@@ -258,18 +257,19 @@ def _release(state: State, piece: Piece, *, done: bool) -> None:
 def end_job_when_done(turn: Turn, job: Job) -> None:
     """Tell everybody once nothing of the job is open, running or followed."""
     state = turn.state
-    if job.open or job.pieces or job.followed:
+    if job.is_open or job.pieces or job.followed:
         return
+    job.move(JobState.ENDED)
     session = state.sessions[job.session]
     del session.jobs[job.job]
     if job.left and job.status is JobStatus.DONE:
-        job.status = JobStatus.PARTIAL
+        job.will_end_as(JobStatus.PARTIAL)
     copied = sum(job.bytes_by_mover.values())
     if job.kind is JobKind.LOAD:
         state.counters.load_bytes += copied
     else:
         state.counters.store_bytes += copied
-    if job.kind is JobKind.STORE or not job.started:
+    if job.kind is JobKind.STORE or not job.pieces_begun:
         post_boards(session, job, turn.orders)
     if job.reason:
         refused = state.counters.refused
@@ -282,7 +282,7 @@ def end_job_when_done(turn: Turn, job: Job) -> None:
 
 def post_boards(session: Session, job: Job, actions: list[Action]) -> None:
     for mover in ranks(session):
-        if not mover.ending:
+        if mover.is_serving:
             copied = job.bytes_by_mover.get(mover.mover, 0)
             spent = job.duration_ns.get(mover.mover, 0)
             actions.append(PostBoard(mover.mover, job.job, job.kind, job.status, copied, spent))

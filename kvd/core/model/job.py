@@ -6,6 +6,7 @@ copies. A piece's blocks become readable together; the job ends with its last pi
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from kvd.core.keys import (
     Slots,
     TransferId,
 )
+from kvd.core.lifecycle import step
 from kvd.core.model.size_class import Remembered, SizeClass
 
 WAIT_BYTES = 1024  # of a Wait without the content of its arrays
@@ -97,6 +99,27 @@ class Prefix:
         self.is_forgotten = True
 
 
+class JobState(enum.Enum):
+    OPEN = "further pieces may come"
+    WHOLE = "its last piece has come"
+    ENDED = "on every rank"
+
+
+JOB_STEPS: frozenset[tuple[JobState, JobState]] = frozenset(
+    {(JobState.OPEN, JobState.WHOLE), (JobState.WHOLE, JobState.ENDED)}
+)
+
+# What a job will end with, as far as is known, and how that may change.
+OUTCOME_STEPS: frozenset[tuple[JobStatus, JobStatus]] = frozenset(
+    {
+        (JobStatus.DONE, JobStatus.REFUSED),  # before anything of it began
+        (JobStatus.DONE, JobStatus.FAILED),
+        (JobStatus.REFUSED, JobStatus.FAILED),  # its session closed before its last piece came
+        (JobStatus.DONE, JobStatus.PARTIAL),  # at its end
+    }
+)
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     session: SessionId
@@ -104,16 +127,30 @@ class Job:
     kind: JobKind
     request: RequestId
     prefix: Prefix = field(default_factory=Prefix)
-    open: bool = True  # further pieces may come
+    state: JobState = JobState.OPEN
     status: JobStatus = JobStatus.DONE  # what it will end with, as far as is known
-    reason: str = ""
+    reason: str = ""  # of a status other than DONE and PARTIAL; the first one
     blocks: int = 0  # copied
     pieces: int = 0  # that still run
-    started: bool = False  # any transfer at all
+    pieces_begun: int = 0  # that run or ran
     followed: int = 0  # keys that another job is storing for it
     left: int = 0  # keys that it neither copies, nor follows, nor found readable
     bytes_by_mover: dict[MoverId, int] = field(default_factory=dict)
     duration_ns: dict[MoverId, int] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is JobState.OPEN
+
+    def move(self, new: JobState) -> None:
+        """Take a step of the table."""
+        self.state = step(JOB_STEPS, self.state, new)
+
+    def will_end_as(self, status: JobStatus, reason: str = "") -> None:
+        """Take a step of the outcomes' table; the first reason stands."""
+        if status is not self.status:
+            self.status = step(OUTCOME_STEPS, self.status, status)
+        self.reason = self.reason or reason
 
 
 @dataclass(slots=True, eq=False)
@@ -126,15 +163,38 @@ class Piece:
     failed: bool = False
 
 
+class TransferStage(enum.Enum):
+    WANTED = "it waits in its mover or is copied"
+    CALLED_OFF = "its mover was asked to give it up if it has not begun"
+    ENDED = "no copy of it runs or will run"
+
+
+TRANSFER_STEPS: frozenset[tuple[TransferStage, TransferStage]] = frozenset(
+    {
+        (TransferStage.WANTED, TransferStage.CALLED_OFF),
+        (TransferStage.WANTED, TransferStage.ENDED),
+        (TransferStage.CALLED_OFF, TransferStage.ENDED),
+    }
+)
+
+
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """`revoked_because` is the reason of our own RevokeTransfer, "" while there was none."""
-
     transfer: TransferId
     mover: MoverId
     piece: Piece
     submitted_ns: int
-    revoked_because: str = ""
+    state: TransferStage = TransferStage.WANTED
+    reason: str = ""  # why it was called off
+
+    def call_off(self, reason: str) -> None:
+        """Nobody wants it any more. Once."""
+        self.state = step(TRANSFER_STEPS, self.state, TransferStage.CALLED_OFF)
+        self.reason = reason
+
+    def end(self) -> None:
+        """Its copy has ended, or never will start. Once."""
+        self.state = step(TRANSFER_STEPS, self.state, TransferStage.ENDED)
 
 
 @dataclass(slots=True, eq=False)

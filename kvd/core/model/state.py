@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from kvd.core.keys import (
     TenantId,
     TransferId,
 )
+from kvd.core.lifecycle import step
 from kvd.core.model.admission import ReuseFilter
 from kvd.core.model.backlog import Backlog
 from kvd.core.model.extents import FreeExtents
@@ -114,6 +116,21 @@ class Namespace:
     shared_epochs: set[str] = field(default_factory=set)  # as they were read back from the pool
 
 
+class MoverState(enum.Enum):
+    SERVING = "transfers go to it"
+    ENDING = "it was ordered to end; nothing new goes to it"
+    GONE = "no copy of it runs"
+
+
+MOVER_STEPS: frozenset[tuple[MoverState, MoverState]] = frozenset(
+    {
+        (MoverState.SERVING, MoverState.ENDING),
+        (MoverState.SERVING, MoverState.GONE),  # by itself
+        (MoverState.ENDING, MoverState.GONE),
+    }
+)
+
+
 @dataclass(slots=True, eq=False)
 class Mover:
     mover: MoverId
@@ -122,8 +139,34 @@ class Mover:
     shard: int
     writer: bool
     engine_blocks: tuple[int, ...] = ()  # by group, registered: ids are below this
-    ending: str = ""  # why, once nothing new may go to it
+    state: MoverState = MoverState.SERVING
     transfers: dict[TransferId, Transfer] = field(default_factory=dict)
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state is MoverState.SERVING
+
+    def move(self, new: MoverState) -> None:
+        """Take a step of the table."""
+        self.state = step(MOVER_STEPS, self.state, new)
+
+
+class SessionState(enum.Enum):
+    OPEN = "its engine's scheduler is connected"
+    CLOSED = "its copies may end, then its movers do; its engine may come back"
+    DEPARTED = "the same, but its engine has ended"
+    FORGOTTEN = "nothing of it runs"
+
+
+SESSION_STEPS: frozenset[tuple[SessionState, SessionState]] = frozenset(
+    {
+        (SessionState.OPEN, SessionState.CLOSED),
+        (SessionState.OPEN, SessionState.DEPARTED),
+        (SessionState.CLOSED, SessionState.DEPARTED),  # as is known later
+        (SessionState.CLOSED, SessionState.FORGOTTEN),
+        (SessionState.DEPARTED, SessionState.FORGOTTEN),
+    }
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -145,9 +188,21 @@ class Session:
     busy: dict[int, npt.NDArray[np.int16]] = field(default_factory=dict)  # by group, by block
     renewed_ns: int = 0
     ended_leases: int = 0  # in the backlog
-    closed: bool = False
-    closed_ns: int = 0
-    gone: bool = False  # its engine has ended
+    state: SessionState = SessionState.OPEN
+    closed_ns: int = 0  # once it is
+
+    @property
+    def is_open(self) -> bool:
+        return self.state is SessionState.OPEN
+
+    @property
+    def is_winding_up(self) -> bool:
+        """Closed, and something of it still stands."""
+        return self.state in {SessionState.CLOSED, SessionState.DEPARTED}
+
+    def move(self, new: SessionState) -> None:
+        """Take a step of the table."""
+        self.state = step(SESSION_STEPS, self.state, new)
 
     def engine_blocks(self, group: int) -> int:
         """Ids of the group's engine blocks are below this on every rank."""
@@ -163,8 +218,8 @@ class Session:
 
     def usable(self) -> bool:
         """Every rank stands and none is about to end."""
-        return len(self.movers) == self.world_size and not any(
-            mover.ending for mover in self.movers.values()
+        return len(self.movers) == self.world_size and all(
+            mover.is_serving for mover in self.movers.values()
         )
 
 
@@ -313,7 +368,7 @@ class State:
 
     def require_session(self, session: SessionId) -> Session:
         found = self.sessions.get(session)
-        if found is None or found.closed:
+        if found is None or not found.is_open:
             raise UnknownSession(f"no session {session}", "session_id")
         return found
 

@@ -105,10 +105,10 @@ def _write_shared(turn: Turn, session: Session) -> None:
     )
 
 
-def leave(turn: Turn, session: Session) -> None:
-    """The session is forgotten: nothing of it runs any more."""
+def leave(turn: Turn, session: Session, *, departed: bool) -> None:
+    """The session is forgotten: nothing of it runs any more. `departed`: its engine has ended."""
     state = turn.state
-    until_ns = turn.now_ns if session.gone else turn.now_ns + state.config.private_grace_ns
+    until_ns = turn.now_ns if departed else turn.now_ns + state.config.private_grace_ns
     leave_epoch(state, session, session.epoch, until_ns)
     if not any(s.namespace == session.namespace for s in state.sessions.values()):
         private = state.namespaces[session.namespace].spec.unshared

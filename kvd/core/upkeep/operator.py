@@ -74,7 +74,7 @@ def _enforce_deadlines(turn: Turn) -> None:
         if mover is None:
             continue  # that it ends stands in the backlog
         if running.submitted_ns <= copied_by:
-            if not mover.ending:
+            if mover.is_serving:
                 state.counters.movers_killed += 1
                 session.end_mover(turn, mover, "a copy passed its deadline", is_late=True)
         else:

@@ -25,13 +25,16 @@ from kvd.core.events import (
 from kvd.core.jobs import transfer, waits
 from kvd.core.keys import NODE_UNKNOWN
 from kvd.core.model.backlog import CallOff
+from kvd.core.model.job import JobState
 from kvd.core.model.state import (
     MAX_ENGINE_BLOCKS,
     MAX_SESSION_ENGINE_BLOCKS,
     MAX_SESSIONS,
     MAX_TENANT_ENGINE_BLOCKS,
     Mover,
+    MoverState,
     Session,
+    SessionState,
     State,
 )
 from kvd.core.model.turn import Turn
@@ -91,10 +94,13 @@ def session_closed(turn: Turn, event: SessionClosed) -> None:
         if event.gone:
             expiry.engine_gone(turn, event.session)
         return
-    session.gone = session.gone or event.gone
-    if session.closed:
+    was_open = session.is_open
+    if event.gone and session.state is not SessionState.DEPARTED:
+        session.move(SessionState.DEPARTED)
+    elif was_open:
+        session.move(SessionState.CLOSED)
+    if not was_open:
         return
-    session.closed = True
     session.closed_ns = turn.now_ns
     lease.end_all(state, session)
     waits.drop(state, session)
@@ -102,9 +108,9 @@ def session_closed(turn: Turn, event: SessionClosed) -> None:
     few = state.backlog.call_off(running, CallOff.REVOKE, SESSION_CLOSED)
     transfer.revoke(turn, few, SESSION_CLOSED)
     for job in list(session.jobs.values()):
-        if job.open:
+        if job.is_open:
             transfer.fail_job(job, SESSION_CLOSED)
-            job.open = False
+            job.move(JobState.WHOLE)
             transfer.end_job_when_done(turn, job)
     wind_up(turn, session)
 
@@ -115,16 +121,17 @@ def wind_up(turn: Turn, session: Session) -> None:
     What ended leases held is let go before that, too.
     """
     state = turn.state
-    known = state.sessions.get(session.session) is session
-    if not known or not session.closed or session.jobs:
+    if not session.is_winding_up or session.jobs:
         return
     for mover in transfer.ranks(session):
         end_mover(turn, mover, SESSION_ENDED)
     if not (session.movers or session.ended_leases):
+        departed = session.state is SessionState.DEPARTED
+        session.move(SessionState.FORGOTTEN)
         del state.sessions[session.session]
         row_rights.session_went(state, session)
         prefix.forget_all(session)
-        expiry.leave(turn, session)
+        expiry.leave(turn, session, departed=departed)
 
 
 def rank_attached(turn: Turn, event: RankAttached) -> None:
@@ -201,9 +208,9 @@ def end_mover(turn: Turn, mover: Mover, reason: str, *, is_late: bool = False) -
 
     Its stores' slots stay quarantined until it reports their end, or is gone.
     """
-    if mover.ending:
+    if not mover.is_serving:
         return
-    mover.ending = reason
+    mover.move(MoverState.ENDING)
     # What of the others ends meanwhile fails all the same: its mover is ending.
     running = list(mover.transfers.values())
     for each in turn.state.backlog.call_off(running, CallOff.FAIL, MOVER_GONE):
@@ -216,7 +223,7 @@ def end_lingering(turn: Turn) -> None:
     state = turn.state
     closed_by = turn.now_ns - state.config.close_grace_ns
     for session in state.sessions.values():
-        if session.closed and session.closed_ns <= closed_by:
+        if session.is_winding_up and session.closed_ns <= closed_by:
             for mover in transfer.ranks(session):
                 end_mover(turn, mover, f"{SESSION_ENDED}, and a copy ran on", is_late=True)
 
