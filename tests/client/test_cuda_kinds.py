@@ -12,7 +12,7 @@ import pytest
 
 from kvd_client import CudaMemoryRefused, DeviceSpan
 from kvd_client.worker import cuda_memory
-from kvd_client.worker.cuda_kinds import HandleKind, allocation_of, check_gpu, device_of, kind_of
+from kvd_client.worker.cuda_memory import HandleKind, allocation_of, check_gpu, device_of, kind_of
 from kvd_client.worker.cuda_refusals import CudaRefusal
 from kvd_client.worker.spans import Allocation
 from kvd_proto.libcuda import (
