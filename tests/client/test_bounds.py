@@ -19,7 +19,8 @@ from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
 from kvd_client.outgoing import step_bytes
 from kvd_client.worker.cuda_memory import Gpu
 from kvd_client.worker.jobs import MAX_UNASKED, Half, JobLedger
-from kvd_client.worker.registrar import MAX_GPU_DOUBLINGS, RankPlace, RegisteredMemory, Registrar
+from kvd_client.worker.rank_memory import RegisteredMemory
+from kvd_client.worker.registrar import MAX_GPU_DOUBLINGS, RankPlace, Registrar
 from kvd_proto.board import BoardRecord
 from kvd_proto.v1 import companion_pb2
 from tests.client.small_engine import SmallEngine

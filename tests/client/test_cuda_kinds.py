@@ -275,7 +275,7 @@ def test_memory_is_exported_and_room_looked_up_in_its_own_context(
 ) -> None:
     driver = legacy_driver(monkeypatch, CONTEXT=0xBEEF)
     regions = cuda_memory.export_regions([SPAN, SPAN])
-    assert regions.gpu_uuid == "GPU-1"
+    assert regions.gpu.uuid == "GPU-1"
     assert [handle.offset for handle in regions.handles] == [64]
     assert regions.gpu.memory_bytes() == (1 << 30, 1 << 32)
     assert driver.bound_to == [0xBEEF, 0xBEEF]

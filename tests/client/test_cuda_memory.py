@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvd_client import CudaMemoryRefused, DeviceSpan, Fragment, GroupLayout, SharedMemory
 from kvd_client.worker.cuda_refusals import FIXES, CudaRefusal
 from kvd_client.worker.rank_memory import take_memory
-from kvd_client.worker.regions import IpcRegion, VmmRegion, descriptor_of, to_proto
+from kvd_client.worker.regions import IpcRegion, VmmRegion
 from kvd_client.worker.spans import Allocation, check_fragments, cover, relocated, span_of
 
 BASE = 0x7F00_0000_0000
@@ -263,15 +263,15 @@ def test_every_refusal_says_what_to_change() -> None:
 
 def test_a_legacy_allocation_goes_by_its_handle_and_needs_no_descriptor() -> None:
     region = IpcRegion(bytes(range(64)), 512, 4096, "GPU-1")
-    handle = to_proto(region, 3).cuda_ipc
+    handle = region.to_proto(3).cuda_ipc
     assert (handle.handle, handle.offset, handle.bytes) == (bytes(range(64)), 512, 4096)
     assert handle.gpu_uuid == "GPU-1"
-    assert descriptor_of(region) is None
+    assert region.fd is None
 
 
 def test_an_exported_allocation_goes_by_the_number_of_its_descriptor() -> None:
     region = VmmRegion(7, 512, 4096, 2 << 20, "GPU-1")
-    handle = to_proto(region, 3).vmm_fd
+    handle = region.to_proto(3).vmm_fd
     assert (handle.memory_token, handle.offset, handle.bytes) == (3, 512, 4096)
     assert (handle.allocation_bytes, handle.gpu_uuid) == (2 << 20, "GPU-1")
-    assert descriptor_of(region) == 7
+    assert region.fd == 7

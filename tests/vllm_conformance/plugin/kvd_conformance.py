@@ -30,7 +30,8 @@ from vllm.v1.kv_offload.cpu.policies.lru import LRUCachePolicy
 from kvd_client.identity import EngineIdentity, Group, NamespaceFields
 from kvd_client.integrations.vllm.connector import KvdConnector
 from kvd_client.worker.memory import Fragment, GroupLayout, SharedMemory
-from kvd_client.worker.registrar import RankPlace, RegisteredMemory, Registrar
+from kvd_client.worker.rank_memory import RegisteredMemory
+from kvd_client.worker.registrar import RankPlace, Registrar
 from synchronous_jobs import HASH_BYTES, Capacity
 from synchronous_manager import SynchronousManager
 from verb_session import VerbSession

@@ -78,10 +78,6 @@ class CudaRegions:
     gpu: Gpu
     places: tuple[SpanPlace, ...] = ()
 
-    @property
-    def gpu_uuid(self) -> str:
-        return self.gpu.uuid
-
     def close(self) -> None:
         """Close the descriptors. What imported them already keeps its own."""
         for handle in self.handles:

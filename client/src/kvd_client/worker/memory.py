@@ -19,6 +19,14 @@ class SharedMemory:
     offset: int
     bytes: int
 
+    def to_proto(self, memory_token: int) -> worker_pb2.MemoryHandle:
+        """Its handle; `memory_token` is the number that the descriptor was offered under."""
+        return worker_pb2.MemoryHandle(
+            host=worker_pb2.HostSharedMemory(
+                memory_token=memory_token, offset=self.offset, bytes=self.bytes
+            )
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpan:

@@ -4,12 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kvd_client.worker.cuda_memory import export_regions
+from kvd_client.worker.cuda_memory import Gpu, export_regions
 from kvd_client.worker.cuda_refusals import CudaMemoryRefused, CudaRefusal
 from kvd_client.worker.memory import CudaTensor, DeviceSpan, GroupLayout, SharedMemory
-from kvd_client.worker.registrar import RegisteredMemory
+from kvd_client.worker.regions import Region
 from kvd_client.worker.spans import check_fragments, relocated, span_of
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredMemory:
+    """The memory that a rank registers: regions, and the layout of every group in them.
+
+    `gpu` is where they lie; None for host memory. What they hold is closed by `close`.
+    """
+
+    regions: tuple[Region, ...]
+    groups: tuple[GroupLayout, ...]
+    gpu: Gpu | None = None
+
+    def close(self) -> None:
+        for region in self.regions:
+            if region.fd is not None:
+                os.close(region.fd)
+        if self.gpu is not None:
+            self.gpu.close()
 
 
 def take_memory(

@@ -1,8 +1,9 @@
-"""A rank's memory as it goes to the daemon: by descriptor, or by an allocation's handle."""
+"""A rank's memory on a GPU as it goes to the daemon: an allocation's handle, or its descriptor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvd_client.worker.memory import SharedMemory
 from kvd_proto.v1 import worker_pb2
@@ -16,6 +17,14 @@ class IpcRegion:
     offset: int
     bytes: int
     gpu_uuid: str
+    fd: ClassVar[None] = None
+
+    def to_proto(self, memory_token: int) -> worker_pb2.MemoryHandle:  # noqa: ARG002 - as the others
+        return worker_pb2.MemoryHandle(
+            cuda_ipc=worker_pb2.CudaIpc(
+                handle=self.handle, offset=self.offset, bytes=self.bytes, gpu_uuid=self.gpu_uuid
+            )
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,40 +37,16 @@ class VmmRegion:
     allocation_bytes: int
     gpu_uuid: str
 
+    def to_proto(self, memory_token: int) -> worker_pb2.MemoryHandle:
+        return worker_pb2.MemoryHandle(
+            vmm_fd=worker_pb2.VmmFd(
+                memory_token=memory_token,
+                offset=self.offset,
+                bytes=self.bytes,
+                gpu_uuid=self.gpu_uuid,
+                allocation_bytes=self.allocation_bytes,
+            )
+        )
+
 
 Region = SharedMemory | IpcRegion | VmmRegion
-
-
-def descriptor_of(region: Region) -> int | None:
-    """What has to go over the companion socket for it."""
-    return None if isinstance(region, IpcRegion) else region.fd
-
-
-def to_proto(region: Region, memory_token: int) -> worker_pb2.MemoryHandle:
-    """The handle; `memory_token` is the number that its descriptor was offered under."""
-    match region:
-        case SharedMemory():
-            return worker_pb2.MemoryHandle(
-                host=worker_pb2.HostSharedMemory(
-                    memory_token=memory_token, offset=region.offset, bytes=region.bytes
-                )
-            )
-        case IpcRegion():
-            return worker_pb2.MemoryHandle(
-                cuda_ipc=worker_pb2.CudaIpc(
-                    handle=region.handle,
-                    offset=region.offset,
-                    bytes=region.bytes,
-                    gpu_uuid=region.gpu_uuid,
-                )
-            )
-        case VmmRegion():
-            return worker_pb2.MemoryHandle(
-                vmm_fd=worker_pb2.VmmFd(
-                    memory_token=memory_token,
-                    offset=region.offset,
-                    bytes=region.bytes,
-                    gpu_uuid=region.gpu_uuid,
-                    allocation_bytes=region.allocation_bytes,
-                )
-            )

@@ -20,9 +20,8 @@ from kvd_client.backoff import MAX_DOUBLINGS, Backoff, error_of, problem_of
 from kvd_client.companion import CompanionSocket
 from kvd_client.daemon import greeted
 from kvd_client.identity import EngineIdentity
-from kvd_client.worker.cuda_memory import Gpu
-from kvd_client.worker.memory import GroupLayout
-from kvd_client.worker.regions import Region, VmmRegion, descriptor_of, to_proto
+from kvd_client.worker.rank_memory import RegisteredMemory
+from kvd_client.worker.regions import VmmRegion
 from kvd_client.worker.registration import Registration
 from kvd_proto.v1 import companion_pb2, worker_pb2, worker_pb2_grpc
 
@@ -46,26 +45,6 @@ class RankPlace:
     world_size: int
     shard: int
     writer: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredMemory:
-    """The memory that a rank registers: regions, and the layout of every group in them.
-
-    `gpu` is where they lie; None for host memory. What they hold is closed by `close`.
-    """
-
-    regions: tuple[Region, ...]
-    groups: tuple[GroupLayout, ...]
-    gpu: Gpu | None = None
-
-    def close(self) -> None:
-        for region in self.regions:
-            fd = descriptor_of(region)
-            if fd is not None:
-                os.close(fd)
-        if self.gpu is not None:
-            self.gpu.close()
 
 
 class Registrar:
@@ -201,9 +180,9 @@ class Registrar:
         with greeted(self._socket_path, companion_pb2.PEER_ROLE_WORKER, program) as daemon:
             self._backoff.meet()
             for token, region in enumerate(self._memory.regions, 1):
-                fd = descriptor_of(region)
-                if fd is not None:
-                    daemon.companion.offer_memory(token, fd, isinstance(region, VmmRegion))
+                if region.fd is not None:
+                    is_device = isinstance(region, VmmRegion)
+                    daemon.companion.offer_memory(token, region.fd, is_device)
             self._metadata = daemon.metadata
             stub = worker_pb2_grpc.WorkerServiceStub(daemon.channel)
             registration = self._register(stub, daemon.companion)
@@ -254,7 +233,7 @@ class Registrar:
             world_size=place.world_size,
             shard=place.shard,
             writer=place.writer,
-            memories=[to_proto(region, token) for token, region in enumerate(regions, 1)],
+            memories=[region.to_proto(token) for token, region in enumerate(regions, 1)],
             groups=[layout.to_proto(group) for group, layout in enumerate(self._memory.groups)],
             gpu_memory=self._gpu_memory(),
         )

@@ -26,8 +26,8 @@ from kvd_client.identity import EngineIdentity
 from kvd_client.scheduler.plan import StepPlan, WorkerReport
 from kvd_client.worker.jobs import Half, JobLedger
 from kvd_client.worker.memory import CudaTensor, DeviceSpan, GroupLayout, SharedMemory
-from kvd_client.worker.rank_memory import take_memory
-from kvd_client.worker.registrar import RankPlace, RegisteredMemory, Registrar
+from kvd_client.worker.rank_memory import RegisteredMemory, take_memory
+from kvd_client.worker.registrar import RankPlace, Registrar
 from kvd_client.worker.registration import Registration
 from kvd_proto import layout
 
