@@ -96,6 +96,7 @@ class ControlServer:
         self.driver = driver
         self.peers = Peers()
         self.engines = Rendezvous(driver)
+        driver.fleet.on_mover_gone = self.engines.mover_gone
         self.rooms = SessionContext(driver, self.engines, tenants, terms)
         self.rooms.count_refusal = observer.refused
         self.rooms.time_message = observer.message_answered

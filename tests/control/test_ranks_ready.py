@@ -8,6 +8,7 @@ from typing import Any, cast
 from kvd.control.registration.rendezvous import EngineStart, Rank, Rendezvous
 from kvd.core.keys import MoverId
 from kvd.runtime.driver import Driver
+from tests.control.daemon_rig import identity
 
 
 class Scheduler:
@@ -43,3 +44,20 @@ def test_ready_is_told_after_the_last_workers_answer() -> None:
     assert session.told == []
     engines.answered(MoverId(101))
     assert session.told == ["ready"]
+
+
+async def test_record_of_an_engines_start_goes_with_its_last_mover() -> None:
+    fleet = SimpleNamespace(attached={MoverId(100): None, MoverId(101): None})
+    engines = Rendezvous(cast("Driver", SimpleNamespace(fleet=fleet)))
+    start = await engines.claim(0, identity("engine"))
+    session = cast("Any", Scheduler())
+    engines.join(start, session)
+    for number in range(2):
+        engines.seat(start, rank(number))
+    engines.leave(start, session)
+    assert not start.ranks, "they may register again"
+    engines.mover_gone(MoverId(100))
+    assert await engines.claim(0, identity("engine")) is start
+    engines.mover_gone(MoverId(101))
+    engines.mover_gone(MoverId(102))  # one that never had a place
+    assert await engines.claim(0, identity("engine")) is not start

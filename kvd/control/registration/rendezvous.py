@@ -177,7 +177,6 @@ class Rendezvous:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        driver.fleet.on_mover_gone = self._mover_gone
         self._starts: dict[tuple[int, str], EngineStart] = {}
         self._shares = Shares(
             Bound("engines", MAX_ENGINES, MAX_ENGINES_OF_A_USER, field="identity.engine_id")
@@ -355,7 +354,7 @@ class Rendezvous:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _mover_gone(self, mover: MoverId) -> None:
+    def mover_gone(self, mover: MoverId) -> None:
         """With the last mover of a start that has no session its record goes."""
         if mover not in self._ranks:
             return  # it ended before it had a place
