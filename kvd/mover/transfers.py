@@ -23,6 +23,8 @@ MAX_READY_JOBS = RING_ENTRIES
 
 
 class TransferState(enum.Enum):
+    """How far a transfer has come in this mover."""
+
     WAITING = "waiting"  # for the worker's half
     QUEUED = "queued"
     RUNNING = "running"

@@ -198,7 +198,7 @@ def require_memory_files(config: PoolConfig) -> int:
         raise PoolError(
             f"{config.directory} is on {kind}, not on tmpfs: the pool would go through a disk."
             f" Mount one there ({_mount(config)}; huge=within_size for huge pages), give"
-            " pool_directory a directory on another, or allow any file system explicitly"
+            " pool_directory a directory on another, or set any_filesystem"
         )
     place = _standing(config.extents_place)
     kind = filesystem_type(place)

@@ -47,6 +47,8 @@ ZERO_AGAIN_SECONDS = 1.0  # after a row could not be zeroed
 
 @dataclass(frozen=True, slots=True)
 class OpenSessionRecord:
+    """What the driver knows of an open session: its namespace, and who takes its news."""
+
     namespace: NamespaceId
     sink: SessionSink
     user: int  # whose large calls take turns with other users'

@@ -45,6 +45,8 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
+    """What a replay found, as `--json` prints it."""
+
     hit_ratio: float  # leading blocks found / blocks offered
     policy: str
     trace: str

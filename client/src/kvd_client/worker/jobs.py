@@ -27,6 +27,8 @@ class Half(enum.Enum):
 
 @dataclass(slots=True)
 class OpenJob:
+    """A job that this rank has heard of and that has not ended."""
+
     half: Half
     registration: Registration
     since_s: float
