@@ -18,15 +18,15 @@ from kvd.mover import registration_errors
 DOMAIN = "kvd"
 DETAILS_KEY = "grpc-status-details-bin"
 
-# Reasons that the control plane adds to those of the core.
+# Reasons that the control plane adds to those of the core, and those that both give.
 MALFORMED_MESSAGE = "MALFORMED_MESSAGE"
-HASH_BYTES = "HASH_BYTES"
-GROUP_COUNT = "GROUP_COUNT"
+HASH_BYTES = errors.HASH_BYTES
+GROUP_COUNT = errors.GROUP_COUNT
 TOO_MANY_KEYS = "TOO_MANY_KEYS"
-BLOCKS_PER_BLOCK = "BLOCKS_PER_BLOCK"
-RANK_COUNT = "RANK_COUNT"
+BLOCKS_PER_BLOCK = errors.BLOCKS_PER_BLOCK
+RANK_COUNT = errors.RANK_COUNT
 STRING_TOO_LONG = "STRING_TOO_LONG"
-TOO_MANY_PARTS = "TOO_MANY_PARTS"
+TOO_MANY_PARTS = errors.TOO_MANY_PARTS
 RANK_TAKEN = "RANK_TAKEN"
 OLD_ENGINE_ENDING = "OLD_ENGINE_ENDING"
 DEADLINE = "DEADLINE"

@@ -10,13 +10,10 @@ from kvd.control import errors
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import TenantId
 from kvd.core.spec import GroupSpec, NamespaceSpec
-from kvd_proto import layout
 from kvd_proto.groups import GroupKind
 from kvd_proto.v1 import engine_pb2 as pb
 
 STRING_BYTES = 256
-# Keeps every size that is computed from a client's figures far from overflow.
-MAX_PART_BYTES = 1 << 40
 # Names the canonical encoding; a change of it is a new name and so a new fingerprint.
 ENCODING = "kvd.namespace.v1"
 
@@ -86,16 +83,10 @@ def namespace_spec(
     """Validate the fields; return the core's spec and the description for operators."""
     _check_fields(fields)
     groups = tuple(_group_spec(g, number) for number, g in enumerate(fields.groups))
-    shards = {len(g.shard_bytes) for g in groups}
-    if len(shards) > 1:
-        raise InvalidArgument(
-            f"groups have different numbers of shards: {sorted(shards)}",
-            "namespace.groups.shard_bytes",
-            errors.RANK_COUNT,
-        )
     described = describe(fields, tenant, private_to)
     named = fingerprint(described)
     spec = NamespaceSpec(named, tenant, fields.hash_bytes, groups, fields.unshared)
+    spec.check()
     return spec, described
 
 
@@ -109,18 +100,6 @@ def _check_fields(fields: pb.NamespaceFields) -> None:
         raise InvalidArgument(
             "namespace.tokens_per_block is required", "namespace.tokens_per_block"
         )
-    if not 1 <= fields.hash_bytes <= layout.MAX_HASH_BYTES:
-        raise InvalidArgument(
-            f"hash_bytes is {fields.hash_bytes}, not 1..{layout.MAX_HASH_BYTES}",
-            "namespace.hash_bytes",
-            errors.HASH_BYTES,
-        )
-    if not 1 <= len(fields.groups) <= layout.MAX_GROUPS:
-        raise InvalidArgument(
-            f"{len(fields.groups)} groups, not 1..{layout.MAX_GROUPS}",
-            "namespace.groups",
-            errors.GROUP_COUNT,
-        )
 
 
 def _group_spec(group: pb.GroupSpec, number: int) -> GroupSpec:
@@ -128,13 +107,6 @@ def _group_spec(group: pb.GroupSpec, number: int) -> GroupSpec:
     kind = _KINDS.get(group.kind)
     if kind is None:
         raise InvalidArgument(f"{where}.kind {group.kind} is not known", f"{where}.kind")
-    if not 1 <= group.blocks_per_block <= layout.MAX_BLOCKS_PER_BLOCK:
-        raise InvalidArgument(
-            f"{where}.blocks_per_block is {group.blocks_per_block},"
-            f" not 1..{layout.MAX_BLOCKS_PER_BLOCK}",
-            f"{where}.blocks_per_block",
-            errors.BLOCKS_PER_BLOCK,
-        )
     if group.tokens_per_block == 0:
         raise InvalidArgument(f"{where}.tokens_per_block is required", f"{where}.tokens_per_block")
     if kind is GroupKind.SLIDING_WINDOW and group.sliding_window_tokens == 0:
@@ -142,17 +114,4 @@ def _group_spec(group: pb.GroupSpec, number: int) -> GroupSpec:
             f"{where}.sliding_window_tokens is required for a sliding window",
             f"{where}.sliding_window_tokens",
         )
-    if not 1 <= len(group.shard_bytes) <= layout.MAX_RANKS:
-        raise InvalidArgument(
-            f"{where} has {len(group.shard_bytes)} shards, not 1..{layout.MAX_RANKS}",
-            f"{where}.shard_bytes",
-            errors.RANK_COUNT,
-        )
-    for shard, size in enumerate(group.shard_bytes):
-        if size == 0 or size % 8 or size * group.blocks_per_block > MAX_PART_BYTES:
-            raise InvalidArgument(
-                f"{where}.shard_bytes[{shard}] is {size}: not a positive multiple of 8"
-                f" of at most {MAX_PART_BYTES // group.blocks_per_block}",
-                f"{where}.shard_bytes",
-            )
     return GroupSpec(kind, group.blocks_per_block, tuple(group.shard_bytes))

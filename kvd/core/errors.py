@@ -106,6 +106,13 @@ class Draining(KvdError):
     reason = "DRAINING"
 
 
+# Reasons of an InvalidArgument: which limit a field is beyond.
+HASH_BYTES = "HASH_BYTES"
+GROUP_COUNT = "GROUP_COUNT"
+BLOCKS_PER_BLOCK = "BLOCKS_PER_BLOCK"
+RANK_COUNT = "RANK_COUNT"
+TOO_MANY_PARTS = "TOO_MANY_PARTS"
+
 # Reasons that a verdict may carry (answers, not errors).
 NO_ROOM = "NO_ROOM"  # everything is pinned, in flight or just offered
 QUOTA = "QUOTA"  # the tenant's hard quota, and nothing of its own can be evicted

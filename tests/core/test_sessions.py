@@ -63,7 +63,7 @@ def test_groups_of_different_shard_counts_are_refused_and_the_group_is_named(
     mixed = replace(one, groups=(*one.groups, *one.groups, *two.groups))
     with pytest.raises(InvalidArgument, match="group 2 has 2 shards") as caught:
         bench.open(namespace=mixed)
-    assert caught.value.field == "groups[2].shard_bytes"
+    assert caught.value.field == "namespace.groups[2].shard_bytes"
     assert not bench.machine.namespaces()
 
 

@@ -20,8 +20,8 @@ from kvd.core.model.state import (
     State,
 )
 from kvd.core.model.turn import Turn
-from kvd.core.spec import GroupSpec, NamespaceSpec
-from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_HASH_BYTES, MAX_RANKS
+from kvd.core.spec import NamespaceSpec
+from kvd_proto.layout import MAX_GROUPS
 from kvd_proto.tags import account_seed
 
 MAX_NAME_BYTES = 256  # epochs, accounts
@@ -29,46 +29,15 @@ MAX_NAME_BYTES = 256  # epochs, accounts
 
 def check_spec(state: State, spec: NamespaceSpec) -> None:
     """Raise InvalidArgument, naming the field, for a namespace that can't be served."""
-    if not 1 <= spec.hash_bytes <= MAX_HASH_BYTES:
-        raise InvalidArgument(
-            f"hash_bytes is {spec.hash_bytes}, must be 1..{MAX_HASH_BYTES}",
-            "hash_bytes",
-            "HASH_BYTES",
-        )
-    if not 1 <= len(spec.groups) <= MAX_GROUPS:
-        raise InvalidArgument(
-            f"{len(spec.groups)} groups, must be 1..{MAX_GROUPS}", "groups", "GROUP_COUNT"
-        )
-    shards = len(spec.groups[0].shard_bytes)
+    spec.check()
     for number, group in enumerate(spec.groups):
-        _check_group(state, number, group)
-        if len(group.shard_bytes) != shards:
+        if slots_per_row(group, state.config.extent_bytes) < 1:
             raise InvalidArgument(
-                f"group {number} has {len(group.shard_bytes)} shards, group 0 has {shards}: a rank "
-                "holds one shard of every group",
-                f"groups[{number}].shard_bytes",
+                f"a block's part of {max(group.part_bytes)} bytes is larger than an extent of "
+                f"{state.config.extent_bytes} bytes: raise extent_bytes, to "
+                f"{size(fitting_size((group,)))} or more",
+                f"groups[{number}]",
             )
-
-
-def _check_group(state: State, number: int, group: GroupSpec) -> None:
-    field = f"groups[{number}]"
-    if not 1 <= group.blocks_per_block <= MAX_BLOCKS_PER_BLOCK:
-        raise InvalidArgument(
-            f"{group.blocks_per_block} engine blocks in a block, must be 1..{MAX_BLOCKS_PER_BLOCK}",
-            f"{field}.blocks_per_block",
-            "BLOCKS_PER_BLOCK",
-        )
-    if not 1 <= len(group.shard_bytes) <= MAX_RANKS or min(group.shard_bytes) < 1:
-        raise InvalidArgument(
-            f"shard_bytes must list 1..{MAX_RANKS} positive sizes", f"{field}.shard_bytes"
-        )
-    if slots_per_row(group, state.config.extent_bytes) < 1:
-        raise InvalidArgument(
-            f"a block's part of {max(group.part_bytes)} bytes is larger than an extent of "
-            f"{state.config.extent_bytes} bytes: raise extent_bytes, to "
-            f"{size(fitting_size((group,)))} or more",
-            field,
-        )
 
 
 def lacks_room(state: State, spec: NamespaceSpec, payer: str) -> bool:
