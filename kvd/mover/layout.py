@@ -6,7 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.core.errors import InvalidArgument, LayoutMismatch
+from kvd.core.errors import (
+    BLOCKS_PER_BLOCK,
+    GROUP_COUNT,
+    TOO_MANY_PARTS,
+    InvalidArgument,
+    LayoutMismatch,
+)
 from kvd.core.keys import U32, U64, MoverId
 from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, NULL_ENGINE_BLOCK
 
@@ -141,15 +147,22 @@ def check_config(config: MoverConfig) -> None:
     lies inside its regions and a slot's part is exactly its engine blocks' fragments."""
     if not 1 <= len(config.regions) <= MAX_REGIONS:
         raise InvalidArgument(
-            f"{len(config.regions)} memories; 1 to {MAX_REGIONS} are allowed", "memories"
+            f"{len(config.regions)} memories; 1 to {MAX_REGIONS} are allowed",
+            "memories",
+            TOO_MANY_PARTS,
         )
-    if not 1 <= len(config.groups) <= MAX_GROUPS:
-        raise InvalidArgument(f"{len(config.groups)} groups; 1 to {MAX_GROUPS}", "groups")
+    check_group_count(len(config.groups))
     regions: Sequence[Region | CudaRegion] = config.regions
     for number, region in enumerate(regions):
         _check_region(region, f"memories[{number}]")
     for number, group in enumerate(config.groups):
         _check_group(group, config, f"groups[{number}]")
+
+
+def check_group_count(count: int) -> None:
+    """Raise InvalidArgument for none, and for more groups than anybody needs to look at."""
+    if not 1 <= count <= MAX_GROUPS:
+        raise InvalidArgument(f"{count} groups; 1 to {MAX_GROUPS}", "groups", GROUP_COUNT)
 
 
 def _check_region(region: Region | CudaRegion, name: str) -> None:
@@ -174,11 +187,13 @@ def _check_group(group: GroupMap, config: MoverConfig, name: str) -> None:
             f"{name}: {group.blocks_per_block} engine blocks per block; "
             f"1 to {MAX_BLOCKS_PER_BLOCK} are allowed",
             f"{name}.blocks_per_block",
+            BLOCKS_PER_BLOCK,
         )
     if not 1 <= len(group.fragments) <= MAX_FRAGMENTS:
         raise InvalidArgument(
             f"{name}: {len(group.fragments)} fragments; 1 to {MAX_FRAGMENTS} are allowed",
             f"{name}.fragments",
+            TOO_MANY_PARTS,
         )
     for number, fragment in enumerate(group.fragments):
         _check_fragment(fragment, group, config.regions, f"{name}.fragments[{number}]")

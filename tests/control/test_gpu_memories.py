@@ -106,7 +106,7 @@ HANDLES: list[tuple[dict[str, Any], str]] = [
         {"memories": [ipc()], "gpu_memory": pb.GpuMemory(free_bytes=2, total_bytes=1)},
         "gpu_memory.total_bytes",
     ),
-    ({"memories": [ipc()], "groups": [group_layout(num_blocks=65)]}, "groups[0].fragments[0]"),
+    ({"memories": [ipc()], "groups": [group_layout(num_blocks=65)]}, "groups[0].fragments[0].base"),
 ]
 
 

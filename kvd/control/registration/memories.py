@@ -7,7 +7,6 @@ checks the rest against the allocation itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd.control.access.peers import Memory, Peer
@@ -17,7 +16,6 @@ from kvd.mover.layout import CudaRegion, Region
 from kvd_proto.libcuda import IPC_HANDLE_BYTES
 from kvd_proto.v1 import worker_pb2 as pb
 
-WORD_BYTES = 8
 MAX_GPU_BYTES = 1 << 48  # of one GPU: more than any has, so that no sum overflows
 _UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -31,7 +29,7 @@ class RankMemory:
 
 
 def rank_memory(request: pb.RegisterRankRequest, peer: Peer) -> RankMemory:
-    """The memories behind a registration's handles, with every fragment inside them.
+    """The memories behind a registration's handles. What lies in them, `check_config` checks.
 
     Raises InvalidArgument, naming the field, unless all lie in host memory or all on one GPU.
     """
@@ -44,16 +42,10 @@ def rank_memory(request: pb.RegisterRankRequest, peer: Peer) -> RankMemory:
                 f"memories[{number}]",
             )
     if kinds[0] == "host":
-        memory = RankMemory(
+        return RankMemory(
             tuple(_host(h.host, f"memories[{n}]", peer) for n, h in enumerate(request.memories))
         )
-    else:
-        memory = _gpu(request, peer)
-    for number, group in enumerate(request.groups):
-        for place, fragment in enumerate(group.fragments):
-            where = f"groups[{number}].fragments[{place}]"
-            _check_fragment(fragment, group.num_blocks, memory.regions, where)
-    return memory
+    return _gpu(request, peer)
 
 
 def _kind(handle: pb.MemoryHandle, where: str) -> str:
@@ -73,7 +65,6 @@ def _host(host: pb.HostSharedMemory, where: str, peer: Peer) -> Region:
             f"{where}: memory {host.memory_token} was offered as device memory; name it by vmm_fd",
             f"{where}.memory_token",
         )
-    _check_span(host, where)
     if host.offset + host.bytes > memory.bytes:
         raise InvalidArgument(
             f"{where}: the region ends at {host.offset + host.bytes}, the file at {memory.bytes}",
@@ -90,15 +81,6 @@ def _offered(token: int, where: str, peer: Peer) -> Memory:
             f"{where}.memory_token",
         )
     return memory
-
-
-def _check_span(handle: pb.HostSharedMemory | pb.CudaIpc | pb.VmmFd, where: str) -> None:
-    if handle.offset % WORD_BYTES or handle.bytes == 0 or handle.bytes % WORD_BYTES:
-        raise InvalidArgument(
-            f"{where}: offset {handle.offset} and bytes {handle.bytes} must be multiples of"
-            f" {WORD_BYTES}, and bytes not 0",
-            f"{where}.offset" if handle.offset % WORD_BYTES else f"{where}.bytes",
-        )
 
 
 # -- memory of a GPU --------------------------------------------------------------------------
@@ -167,7 +149,6 @@ def _cuda_ipc(ipc: pb.CudaIpc, where: str, total_bytes: int) -> CudaRegion:
             f"{where}: the handle has {len(ipc.handle)} bytes, not {IPC_HANDLE_BYTES}",
             f"{where}.handle",
         )
-    _check_span(ipc, where)
     _check_end(ipc, where, total_bytes, "the GPU")
     return CudaRegion(ipc.offset, ipc.bytes, handle=ipc.handle)
 
@@ -185,7 +166,6 @@ def _vmm_fd(vmm: pb.VmmFd, where: str, peer: Peer, total_bytes: int) -> CudaRegi
             f"{where}: an allocation of {vmm.allocation_bytes} bytes on a GPU of {total_bytes}",
             f"{where}.allocation_bytes",
         )
-    _check_span(vmm, where)
     _check_end(vmm, where, vmm.allocation_bytes, "the allocation")
     return CudaRegion(vmm.offset, vmm.bytes, fd=memory.fd, allocation_bytes=vmm.allocation_bytes)
 
@@ -195,28 +175,4 @@ def _check_end(handle: pb.CudaIpc | pb.VmmFd, where: str, end: int, of_what: str
         raise InvalidArgument(
             f"{where}: the region ends at {handle.offset + handle.bytes}, {of_what} at {end}",
             f"{where}.bytes",
-        )
-
-
-# -- fragments --------------------------------------------------------------------------------
-
-
-def _check_fragment(
-    fragment: pb.Fragment, num_blocks: int, found: Sequence[Region | CudaRegion], where: str
-) -> None:
-    if fragment.memory >= len(found):
-        raise InvalidArgument(f"{where}.memory {fragment.memory} is not offered", f"{where}.memory")
-    misplaced = fragment.base % WORD_BYTES or fragment.stride % WORD_BYTES
-    if misplaced or fragment.bytes % WORD_BYTES or not 0 < fragment.bytes <= fragment.stride:
-        raise InvalidArgument(
-            f"{where}: base {fragment.base}, stride {fragment.stride} and bytes {fragment.bytes}"
-            f" must be multiples of {WORD_BYTES}, and 0 < bytes <= stride",
-            where,
-        )
-    end = fragment.base + (num_blocks - 1) * fragment.stride + fragment.bytes
-    if end > found[fragment.memory].bytes:
-        raise InvalidArgument(
-            f"{where}: block {num_blocks - 1} ends at {end}, the region at"
-            f" {found[fragment.memory].bytes}",
-            where,
         )

@@ -23,7 +23,7 @@ from kvd.control.sessions.session import SessionContext
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId
 from kvd.mover.facts import MoverFacts
-from kvd.mover.layout import GpuConfig
+from kvd.mover.layout import MAX_REGIONS, GpuConfig, check_config, check_group_count
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, MoverStartError
 from kvd.runtime.fleet import MoverOwner, RankPlacement
 from kvd_proto import layout
@@ -32,9 +32,7 @@ from kvd_proto.v1 import worker_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_FRAGMENTS = 4096  # of a group
 MAX_FRAGMENTS_IN_ALL = 16384  # each is looked at several times, on the event loop
-MAX_MEMORIES = 256
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
@@ -65,6 +63,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             agreed = rank_layout(request, start)
             self._engines.check_place(start, peer, agreed)
             config = self._mover_config(request, agreed, rank_memory(request, peer), start)
+            check_config(config)
             start = await self._claim_place(request, peer)
             require_kept(config, peer)
             mover = await self._start(config, MoverOwner(peer.uid, peer.token))
@@ -215,7 +214,7 @@ def require_kept(config: MoverConfig, peer: Peer) -> None:
 
 
 def check_rank(request: pb.RegisterRankRequest) -> None:
-    """Raise InvalidArgument unless counts and numbers are possible."""
+    """Raise InvalidArgument unless it is a rank, and says no more than can be looked at."""
     if not 1 <= request.world_size <= layout.MAX_RANKS or request.rank >= request.world_size:
         raise InvalidArgument(
             f"rank {request.rank} of world_size {request.world_size}: not a rank of"
@@ -227,30 +226,14 @@ def check_rank(request: pb.RegisterRankRequest) -> None:
         raise InvalidArgument(
             f"shard {request.shard} of world_size {request.world_size}", "shard", errors.RANK_COUNT
         )
-    if not 1 <= len(request.groups) <= layout.MAX_GROUPS:
-        raise InvalidArgument(
-            f"{len(request.groups)} groups, not 1..{layout.MAX_GROUPS}",
-            "groups",
-            errors.GROUP_COUNT,
-        )
-    convert.check_count(len(request.memories), MAX_MEMORIES, "memories", least=1)
+    check_group_count(len(request.groups))
+    convert.check_count(len(request.memories), MAX_REGIONS, "memories", least=1)
     fragments = sum(len(group.fragments) for group in request.groups)
     convert.check_count(fragments, MAX_FRAGMENTS_IN_ALL, "groups.fragments")
     for number, group in enumerate(request.groups):
         where = f"groups[{number}]"
         if group.group != number:
             raise InvalidArgument(f"{where} is group {group.group}", f"{where}.group")
-        if group.blocks_per_block > layout.MAX_BLOCKS_PER_BLOCK:
-            raise InvalidArgument(
-                f"{where}.blocks_per_block is {group.blocks_per_block}",
-                f"{where}.blocks_per_block",
-                errors.BLOCKS_PER_BLOCK,
-            )
-        if not 1 <= group.num_blocks < layout.NULL_ENGINE_BLOCK:
-            raise InvalidArgument(
-                f"{where}.num_blocks is {group.num_blocks}", f"{where}.num_blocks"
-            )
-        convert.check_count(len(group.fragments), MAX_FRAGMENTS, f"{where}.fragments", least=1)
 
 
 def rank_layout(request: pb.RegisterRankRequest, start: EngineStart) -> RankLayout:
