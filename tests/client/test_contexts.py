@@ -12,8 +12,8 @@ from kvd_client.draft import (
     MAX_STRUCT_DEPTH,
     StepDraft,
     request_context,
-    wire_account,
     wire_id,
+    wire_text,
 )
 from kvd_proto.v1 import common_pb2
 from tests.client.small_engine import SmallEngine
@@ -112,9 +112,9 @@ def test_any_priority_becomes_one_of_32_bits(priority: int) -> None:
 
 
 def test_a_long_account_becomes_another_that_only_it_becomes() -> None:
-    assert (wire_account(""), wire_account("salt")) == ("", "salt")
-    assert wire_account(LONG + "a") != wire_account(LONG + "b")
-    assert len(wire_account(LONG).encode()) <= MAX_ID_BYTES
+    assert (wire_text(""), wire_text("salt")) == ("", "salt")
+    assert wire_text(LONG + "a") != wire_text(LONG + "b")
+    assert len(wire_text(LONG).encode()) <= MAX_ID_BYTES
 
 
 def test_a_request_with_a_long_id_is_cached_and_the_session_lives(daemon: DaemonProcess) -> None:

@@ -17,7 +17,7 @@ from kvd_proto.v1 import common_pb2, engine_pb2
 
 log = logging.getLogger(__name__)
 
-MAX_ID_BYTES = 256  # of a request's id; these four as the protocol says
+MAX_ID_BYTES = 256  # of a request's id and of other texts; these four as the protocol says
 MAX_STRUCT_BYTES = 16 * 1024  # of transfer parameters, and of hints
 MAX_STRUCT_DEPTH = 16  # objects and lists within each other; protobuf itself ends near 33
 MAX_RUNS = 64  # of a job
@@ -297,15 +297,15 @@ def wire_priority(priority: int) -> int:
     return max(-(1 << 31), min(int(priority), (1 << 31) - 1))
 
 
-def wire_account(account: str) -> str:
-    """The account as the daemon takes it: a long one becomes its beginning and a digest of all,
-    so that two that differ never meet.
+def wire_text(text: str) -> str:
+    """The text as the daemon takes it: a long one becomes its beginning and a digest of all, so
+    that two that differ never meet.
     """
-    return wire_id(account) if account else ""
+    return wire_id(text) if text else ""
 
 
 def wire_id(request_id: str) -> str:
-    """The request's id as the daemon takes it: a long one is its beginning and a digest of all.
+    """The request's id as the daemon takes it: like any text, but never empty.
 
     Users set ids. One that was refused would take its whole step along, and the session.
     """

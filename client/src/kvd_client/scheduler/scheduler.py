@@ -19,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvd_client.draft import JobDraft, StepDraft, in_parts, request_context, wire_account
+from kvd_client.draft import JobDraft, StepDraft, in_parts, request_context, wire_text
 from kvd_client.scheduler.device import DeviceBlocks
 from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
@@ -101,7 +101,7 @@ class Scheduler:
         if request_id in self._requests:
             self.request_finished(request_id, [()] * len(self._groups))
         account = self._namespace.account if params.account is None else params.account
-        account = wire_account(account)
+        account = wire_text(account)
         extras = [("kv_transfer_params", params.kv_transfer_params), ("hints", params.hints)]
         message = request_context(request_id, account, params.priority, extras)
         request = Request(request_id, num_tokens, block_hashes, params, account, message)

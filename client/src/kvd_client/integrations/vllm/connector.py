@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.connection import SchedulerConnection
-from kvd_client.integrations.vllm.events import RemovalWatcher
+from kvd_client.integrations.vllm.events import KvEventRemovals
 from kvd_client.integrations.vllm.identity.namespace import (
     build_namespace,
     check_config,
@@ -118,7 +118,7 @@ class KvdConnector(OffloadingConnector):
         manager.stats.watch(connection)
         if config.enable_kv_cache_events and options.watch_removals:
             groups = [group.group_id for group in config.groups]
-            manager.removals = RemovalWatcher(
+            manager.removals = KvEventRemovals(
                 options.socket_path, lambda: connection.session, groups
             )
         manager.open(connection)

@@ -21,7 +21,7 @@ class OpenSession(Protocol):
     epoch: str
 
 
-class RemovalWatcher:
+class KvEventRemovals:
     """Adds removals to vLLM's KV events; called once a step, never waits."""
 
     def __init__(

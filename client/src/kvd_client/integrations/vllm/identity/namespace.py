@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvd_client.draft import wire_text
 from kvd_client.identity import EngineIdentity, Group, NamespaceFields
 from kvd_client.integrations.vllm.identity.model import config_digest, digest_of
 from kvd_client.integrations.vllm.identity.weights import name_weights, short_model_name
@@ -23,7 +24,6 @@ from kvd_proto.groups import GroupKind
 
 log = logging.getLogger(__name__)
 
-MAX_FIELD_BYTES = 256  # as the protocol says
 SECRET_SEED_ALGORITHMS = frozenset({"xxhash", "xxhash_cbor"})  # vLLM draws one at each start
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 DEFAULT_HASH_SEED = "vllm-none-hash"
@@ -61,16 +61,16 @@ def build_namespace(
     return NamespaceFields(
         tenant=options.tenant,
         account=options.account,
-        model=_fit(short_model_name(vllm_config.model_config.model)),
+        model=wire_text(short_model_name(vllm_config.model_config.model)),
         model_config_digest=config_digest(vllm_config),
-        weights_id=_fit(weights),
-        quantization=_fit(str(vllm_config.model_config.quantization or "")),
-        kv_dtype=_fit(_kv_dtype(vllm_config, offloading_config)),
+        weights_id=wire_text(weights),
+        quantization=wire_text(str(vllm_config.model_config.quantization or "")),
+        kv_dtype=wire_text(_kv_dtype(vllm_config, offloading_config)),
         kv_scale_source=_kv_scale_source(cache),
-        attention_backend=_fit(f"{parts.backends} vllm-{_vllm_release()}"),
-        kv_layout=_fit(f"{parts.layout};{parts.processor};{specs}"),
-        parallel_shape=_fit(_parallel_shape(vllm_config.parallel_config, offloading_config)),
-        lora_digest=_fit(_lora(vllm_config, options)),
+        attention_backend=wire_text(f"{parts.backends} vllm-{_vllm_release()}"),
+        kv_layout=wire_text(f"{parts.layout};{parts.processor};{specs}"),
+        parallel_shape=wire_text(_parallel_shape(vllm_config.parallel_config, offloading_config)),
+        lora_digest=wire_text(_lora(vllm_config, options)),
         hash_algorithm=_hash_algorithm(cache, offloading_config),
         hash_bytes=_hash_bytes(cache.prefix_caching_hash_algo),
         groups=tuple(_describe_groups(kv_cache_config, offloading_config, handshakes)),
@@ -120,7 +120,7 @@ def engine_identity(vllm_config: Any) -> EngineIdentity:
         engine_id += f"-dp{replica}"
     start = (transfer.engine_id, vllm_config.instance_id, replica)
     nonce = hashlib.blake2b(repr(start).encode(), digest_size=16).digest()
-    return EngineIdentity(_fit(engine_id), nonce)
+    return EngineIdentity(wire_text(engine_id), nonce)
 
 
 def shard_bytes_of(kv_cache_config: Any, offloading_config: Any) -> tuple[tuple[int, ...], ...]:
@@ -347,12 +347,3 @@ def _kind(spec: Any) -> tuple[GroupKind, int]:
 
 def _replica(parallel: Any) -> int:
     return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
-
-
-def _fit(text: str) -> str:
-    """The text, or where it is too long for a field its beginning and a digest of all of it."""
-    written = text.encode()
-    if len(written) <= MAX_FIELD_BYTES:
-        return text
-    digest = hashlib.blake2b(written, digest_size=16).hexdigest()
-    return written[: MAX_FIELD_BYTES - 40].decode(errors="ignore") + "~" + digest

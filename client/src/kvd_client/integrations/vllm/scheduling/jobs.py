@@ -10,7 +10,7 @@ import numpy.typing as npt
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
 from kvd_client.draft import BlockRun
-from kvd_client.integrations.vllm.scheduling.requests import OffloadGroup, stretches
+from kvd_client.integrations.vllm.scheduling.requests import OffloadGroups, stretches
 from kvd_client.integrations.vllm.scheduling.stores import BlocksSpec
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
@@ -33,17 +33,15 @@ def single_run(source: SingleBlock, target: BlocksSpec) -> list[BlockRun]:
 
 
 def load_runs(
-    groups: Sequence[OffloadGroup], source: BlocksSpec, target: GPULoadStoreSpec
+    groups: OffloadGroups, source: BlocksSpec, target: GPULoadStoreSpec
 ) -> list[BlockRun]:
     """One run for each group: its blocks follow each other, its engine blocks may begin and end
     within one.
     """
-    index_of = {group.vllm_index: index for index, group in enumerate(groups)}
     starts = np.cumsum([0, *target.group_sizes])
     runs = []
     for vllm_index, hashes in source.parts:
-        index = index_of[vllm_index]
-        width = groups[index].blocks_per_block
+        index, width = groups[vllm_index].index, groups[vllm_index].blocks_per_block
         ids = target.block_ids[starts[index] : starts[index + 1]]
         first_block, offset = divmod(int(target.block_indices[index]), width)
         row = np.full(len(hashes) * width, NULL_ENGINE_BLOCK, dtype=np.uint32)
@@ -53,28 +51,26 @@ def load_runs(
 
 
 def store_runs(
-    groups: Sequence[OffloadGroup],
+    groups: OffloadGroups,
     source: GPULoadStoreSpec,
     target: BlocksSpec,
     positions: Mapping[OffloadKey, int],
 ) -> list[BlockRun]:
     """Runs of consecutive blocks. `positions` has the end of each key's tokens in its request."""
-    index_of = {group.vllm_index: index for index, group in enumerate(groups)}
     starts = np.cumsum([0, *source.group_sizes])
     runs: list[BlockRun] = []
     first_key = 0
     for vllm_index, hashes in target.parts:
-        index = index_of[vllm_index]
-        group = groups[index]
+        group = groups[vllm_index]
         keys = target.keys[first_key : first_key + len(hashes)]
         first_key += len(hashes)
         blocks = _block_numbers(keys, positions, group.tokens_per_block)
-        ids = source.block_ids[starts[index] : starts[index + 1]]  # none of them null
+        ids = source.block_ids[starts[group.index] : starts[group.index + 1]]  # none of them null
         if len(ids) != len(hashes) * group.blocks_per_block:
             ids = _last_states(ids, len(hashes), group.blocks_per_block)
         for start, end in stretches(blocks):
             row = ids[start * group.blocks_per_block : end * group.blocks_per_block]
-            runs.append(BlockRun(index, blocks[start], hashes[start:end], _sequence(row)))
+            runs.append(BlockRun(group.index, blocks[start], hashes[start:end], _sequence(row)))
     return runs
 
 

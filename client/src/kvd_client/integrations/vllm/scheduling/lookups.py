@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.base import (
 from kvd_client.draft import BlockRun
 from kvd_client.integrations.vllm.scheduling.requests import (
     LOOKUP_RESULTS,
-    OffloadGroup,
+    OffloadGroups,
     TrackedRequest,
     verdicts_of,
 )
@@ -40,12 +40,10 @@ class RequestLookups:
 
     def __init__(
         self,
-        groups: Sequence[OffloadGroup],
-        index_of: dict[int, int],
+        groups: OffloadGroups,
         clock: Callable[[], float],
     ) -> None:
         self._groups = groups
-        self._index_of = index_of
         self._clock = clock
 
     def begin(self, tracked: TrackedRequest, prompt: Prompt, queue: LookupQueue) -> Knowledge:
@@ -55,7 +53,7 @@ class RequestLookups:
         request.hashes, request.num_tokens, request.computed_tokens = prompt
         counts = [
             request.known_blocks(index, group.tokens_per_block)
-            for index, group in enumerate(self._groups)
+            for index, group in enumerate(self._groups.values())
         ]
         if known and known != counts:
             queue.forget(request)
@@ -87,7 +85,7 @@ class RequestLookups:
         request = tracked.request
         request.lookup.doubts.clear()
         request.hit_tokens = request.computed_tokens + hit_tokens
-        return sum(-(-hit_tokens // group.tokens_per_block) for group in self._groups)
+        return sum(-(-hit_tokens // group.tokens_per_block) for group in self._groups.values())
 
     def hit_run(self, tracked: TrackedRequest, group: int, stretch: range) -> int | None:
         """Leading blocks of the stretch that can be loaded; None: doubtful, ask again.
@@ -98,7 +96,7 @@ class RequestLookups:
         statuses = tracked.request.lookup.statuses
         if not statuses:
             return 0
-        row = statuses[self._index_of[group]][stretch.start : stretch.stop] & hits.STATUS_BITS
+        row = statuses[self._groups[group].index][stretch.start : stretch.stop] & hits.STATUS_BITS
         gaps = np.flatnonzero(row == hits.MISS)
         run = row[: gaps[0]] if len(gaps) else row
         return None if (run != hits.HIT).any() else len(run)
@@ -119,8 +117,8 @@ class RequestLookups:
         self, tracked: TrackedRequest, key: OffloadKey, session: SessionView, queue: LookupQueue
     ) -> LookupResult:
         """A key off the blocks' grid: the end of a partial tail. Mostly the page says miss."""
-        group, block_hash = self._index_of[get_offload_group_idx(key)], get_offload_block_hash(key)
-        request = tracked.request
+        request, block_hash = tracked.request, get_offload_block_hash(key)
+        group = self._groups[get_offload_group_idx(key)].index
         if not session.shows(group, request.account, block_hash):
             return LookupResult.MISS
         status = queue.ask_alone(request, BlockRun(group, 0, [block_hash]))
@@ -132,5 +130,6 @@ class RequestLookups:
         positions = req_context._offload_key_positions
         hashes: list[list[bytes]] = [[] for _ in self._groups]
         for key in positions:
-            hashes[self._index_of[get_offload_group_idx(key)]].append(get_offload_block_hash(key))
+            group = self._groups[get_offload_group_idx(key)]
+            hashes[group.index].append(get_offload_block_hash(key))
         return Prompt(hashes, max(positions.values(), default=0) + 1)

@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.draft import BlockRun
-from kvd_client.integrations.vllm.events import RemovalWatcher
+from kvd_client.integrations.vllm.events import KvEventRemovals
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt, RequestLookups
 from kvd_client.integrations.vllm.scheduling.requests import (
@@ -72,19 +72,19 @@ class KvdManager(OffloadingManager):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         per_block, per_hash = config.cache.blocks_per_chunk, config.cache.tokens_per_hash
-        self.groups = tuple(
-            OffloadGroup(
+        self.groups = {
+            group.group_id: OffloadGroup(
+                index,
                 group.group_id,
                 group.tokens_per_block * per_block,
                 group.tokens_per_block * per_block // per_hash,
                 per_block,
             )
-            for group in config.groups
-        )
-        self.index_of = {group.vllm_index: index for index, group in enumerate(self.groups)}
+            for index, group in enumerate(config.groups)
+        }
         self.stats = KvdStats()
         self.steps: StepSender | None = None
-        self.removals: RemovalWatcher | None = None
+        self.removals: KvEventRemovals | None = None
         self.offloading_config = config
         self.connect_options = options
         self._account = options.account
@@ -92,8 +92,8 @@ class KvdManager(OffloadingManager):
         self._options = options.scheduler_options()
         self._connection: Connection | None = None
         self._queue: LookupQueue | None = None
-        self._lookups = RequestLookups(self.groups, self.index_of, clock)
-        self._stores = StorePlanner(self.groups, self.index_of, self.stats)
+        self._lookups = RequestLookups(self.groups, clock)
+        self._stores = StorePlanner(self.groups, self.stats)
         self._live: dict[str, TrackedRequest] = {}
         self._failed: set[OffloadKey] = set()
         self._events: list[OffloadingEvent] | None = [] if config.enable_kv_cache_events else None
@@ -226,7 +226,7 @@ class KvdManager(OffloadingManager):
             return
         context = self.tracked(req_context).request.context
         for group, hashes in by_group(list(keys)):
-            run = BlockRun(self.index_of[group], 0, hashes)
+            run = BlockRun(self.groups[group].index, 0, hashes)
             self.steps.draft.touches.append((context, run))
 
     def prepare_store(
@@ -290,7 +290,7 @@ class KvdManager(OffloadingManager):
             return set()
         missing: set[OffloadKey] = set()
         for key in keys:
-            group = self.index_of[get_offload_group_idx(key)]
+            group = self.groups[get_offload_group_idx(key)].index
             if not session.shows(group, tracked.request.account, get_offload_block_hash(key)):
                 missing.add(key)
         self._failed.update(missing)

@@ -41,10 +41,14 @@ LOOKUP_RESULTS = {
 class OffloadGroup:
     """One offloaded cache group: vLLM's number, and the tokens of one kvd block of it."""
 
+    index: int  # kvd's number
     vllm_index: int
     tokens_per_block: int
     hashes_per_block: int
     blocks_per_block: int
+
+
+OffloadGroups = Mapping[int, OffloadGroup]  # by vLLM's number, in the order of kvd's
 
 
 @dataclass(slots=True, eq=False)
@@ -120,10 +124,11 @@ def by_group(keys: Sequence[OffloadKey]) -> Iterator[tuple[int, list[bytes]]]:
         yield int.from_bytes(suffix, "big"), [key[:-GROUP_BYTES] for key in run]
 
 
-def verdicts_of(request: Request, groups: Sequence[OffloadGroup]) -> dict[OffloadKey, LookupResult]:
+def verdicts_of(request: Request, groups: OffloadGroups) -> dict[OffloadKey, LookupResult]:
     """What the lookup found out, by vLLM's keys."""
     found: dict[OffloadKey, LookupResult] = {}
-    for group, row, hashes in zip(groups, request.lookup.statuses, request.hashes, strict=True):
+    statuses = request.lookup.statuses
+    for group, row, hashes in zip(groups.values(), statuses, request.hashes, strict=True):
         suffix = group.vllm_index.to_bytes(GROUP_BYTES, "big")
         results = [LOOKUP_RESULTS[status] for status in (row & np.uint8(STATUS_BITS)).tolist()]
         keys = (OffloadKey(block_hash + suffix) for block_hash in hashes)

@@ -144,7 +144,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     def _prompt(self, request: Request, computed_tokens: int = 0) -> Prompt:
         hashes = [
             request.block_hashes[group.hashes_per_block - 1 :: group.hashes_per_block]
-            for group in self._kvd_groups
+            for group in self._kvd_groups.values()
         ]
         return Prompt(hashes, request.num_tokens, computed_tokens)
 
@@ -336,7 +336,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             tokens = min(tokens, request.num_prompt_tokens)
         return any(
             tokens // group.tokens_per_block > state.next_stored_chunk_idx
-            for group, state in zip(self._kvd_groups, status.group_states, strict=True)
+            for group, state in zip(self._kvd_groups.values(), status.group_states, strict=True)
         )
 
     def _join(self, made: OffloadingConnectorMetadata) -> StepJobs:
@@ -426,7 +426,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         and vLLM does not look back for that.
         """
         for key in keys:
-            group = self.manager.index_of[get_offload_group_idx(key)]
+            group = self.manager.groups[get_offload_group_idx(key)].index
             if self._has_window(group):
                 continue
             state = status.group_states[group]

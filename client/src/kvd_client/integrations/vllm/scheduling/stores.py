@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvd_client.draft import count_parts
-from kvd_client.integrations.vllm.scheduling.requests import OffloadGroup, TrackedRequest, by_group
+from kvd_client.integrations.vllm.scheduling.requests import OffloadGroups, TrackedRequest, by_group
 from kvd_client.integrations.vllm.scheduling.steps import MAX_JOBS_PER_STEP
 from kvd_client.integrations.vllm.stats import NO_ROOM, STORES_SKIPPED, KvdStats
 from kvd_client.session import SessionView
@@ -73,11 +73,8 @@ def nothing() -> PrepareStoreOutput:
 class StorePlanner:
     """Decides what vLLM may store, and knows which blocks this engine is storing."""
 
-    def __init__(
-        self, groups: Sequence[OffloadGroup], index_of: dict[int, int], stats: KvdStats
-    ) -> None:
+    def __init__(self, groups: OffloadGroups, stats: KvdStats) -> None:
         self._groups = groups
-        self._index_of = index_of
         self._stats = stats
         self._storing: dict[OffloadKey, None] = {}
         self._probed: dict[OffloadKey, bool] = {}  # for this step's offers
@@ -116,7 +113,7 @@ class StorePlanner:
             self._stats.counts[NO_ROOM] += 1
             return None
         if room < len(wanted) and tracked.policy is OffloadPolicy.CHUNK_LEVEL:
-            wanted = _heads(wanted, parts, self.budget, self._index_of)
+            wanted = _heads(wanted, parts, self.budget, self._groups)
             parts = list(by_group(wanted))
         self._stats.note_allocation(len(wanted))
         self._storing.update(dict.fromkeys(wanted))
@@ -130,7 +127,7 @@ class StorePlanner:
         group, block_hash = get_offload_group_idx(key), get_offload_block_hash(key)
         there = self._probed.pop(key, None)
         if there is None:
-            there = session.shows(self._index_of[group], tracked.request.account, block_hash)
+            there = session.shows(self._groups[group].index, tracked.request.account, block_hash)
         if there or key in self._storing:
             return nothing()
         parts = [(group, [block_hash])]
@@ -146,7 +143,7 @@ class StorePlanner:
         self._probed = {}
         for group, hashes in by_group(keys):
             places = range(len(self._probed), len(self._probed) + len(hashes))
-            flags = session.present(self._index_of[group], account, hashes).tolist()
+            flags = session.present(self._groups[group].index, account, hashes).tolist()
             self._probed.update(zip((keys[place] for place in places), flags, strict=True))
 
     def next_step(self) -> None:
@@ -167,9 +164,9 @@ class StorePlanner:
         return self._place(key, req_context)[1]
 
     def _place(self, key: OffloadKey, req_context: ReqContext) -> tuple[int, int]:
-        group = self._index_of[get_offload_group_idx(key)]
+        group = self._groups[get_offload_group_idx(key)]
         end = req_context.get_offload_key_position(key) or 1
-        return group, (end - 1) // self._groups[group].tokens_per_block
+        return group.index, (end - 1) // group.tokens_per_block
 
     def _absent(
         self, tracked: TrackedRequest, keys: list[OffloadKey], session: SessionView
@@ -178,7 +175,7 @@ class StorePlanner:
         account = tracked.request.account
         present: list[bool] = []
         for group, hashes in by_group(keys):
-            present += session.present(self._index_of[group], account, hashes).tolist()
+            present += session.present(self._groups[group].index, account, hashes).tolist()
         wanted = keys
         if any(present):
             wanted = [key for key, there in zip(keys, present, strict=True) if not there]
@@ -198,7 +195,7 @@ class StorePlanner:
             return None  # but for its size none is put off for ever: one always goes
         lacking = 0
         for group, hashes in parts:
-            index = self._index_of[group]
+            index = self._groups[group].index
             room = budget.room.get(index)
             if room is None:
                 room = session.room(index)
@@ -222,13 +219,13 @@ def _heads(
     wanted: list[OffloadKey],
     parts: list[tuple[int, list[bytes]]],
     budget: StepBudget,
-    index_of: dict[int, int],
+    groups: OffloadGroups,
 ) -> list[OffloadKey]:
     """The first keys of each group, as many as there was room for: a prefix is worth most."""
     kept: list[OffloadKey] = []
     first = 0
     for group, hashes in parts:
-        short = max(0, -budget.room[index_of[group]])
+        short = max(0, -budget.room[groups[group].index])
         kept += wanted[first : first + len(hashes) - short]
         first += len(hashes)
     return kept
