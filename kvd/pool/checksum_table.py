@@ -8,16 +8,14 @@ pool without the file, or with words of another daemon's making, is therefore no
 
 from __future__ import annotations
 
-import mmap
-import os
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U64
-from kvd.pool.config import CHECKSUM_BYTES, PoolConfig, PoolError
-from kvd.pool.reserve import have_all
+from kvd.pool.config import CHECKSUM_BYTES, PoolConfig
+from kvd.pool.mapped_table import MappedTable
 from kvd_proto.tags import mix
 
 NO_DIGEST = np.uint64(0)
@@ -26,7 +24,7 @@ _DIGEST_SEED = np.uint64(int.from_bytes(b"kvd-sum1", "little"))
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-class ChecksumTable:
+class ChecksumTable(MappedTable):
     """The file with the checksums of all parts.
 
     All checksums, mapped. Places run along: extent and ordinal of each part.
@@ -35,36 +33,20 @@ class ChecksumTable:
     def __init__(self, config: PoolConfig, path: Path) -> None:
         """Open or make the table."""
         self._per_extent = config.slots_per_extent
-        count = config.extents * self._per_extent
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        have_all(self._fd, count * CHECKSUM_BYTES, path)
-        self._map = mmap.mmap(self._fd, count * CHECKSUM_BYTES)
-        self._words: U64 = np.frombuffer(self._map, dtype=np.uint64)
-
-    def close(self) -> None:
-        del self._words
-        self._map.close()
-        os.close(self._fd)
+        super().__init__(path, config.extents * self._per_extent, CHECKSUM_BYTES)
 
     def prepare(self, extents: tuple[int, ...], slots: int) -> None:
         """Make sure of the memory for these extents' first words; PoolError where there is none."""
         for extent in extents:
-            first = extent * self._per_extent * CHECKSUM_BYTES
-            try:
-                os.posix_fallocate(self._fd, first, slots * CHECKSUM_BYTES)
-            except OSError as error:
-                raise PoolError(
-                    f"no memory for the checksums of extent {extent} ({error.strerror}): the file"
-                    " system of the pool is full; enlarge it or keep others' files out of it"
-                ) from error
+            self._prepare(extent * self._per_extent, slots, f"the checksums of extent {extent}")
 
     def write(
         self, extents: npt.NDArray[np.int64], ordinals: npt.NDArray[np.int64], sums: U64
     ) -> None:
-        self._words[extents * self._per_extent + ordinals] = sums
+        self._words[extents * self._per_extent + ordinals, 0] = sums
 
     def read(self, extents: npt.NDArray[np.int64], ordinals: npt.NDArray[np.int64]) -> U64:
-        sums: U64 = self._words[extents * self._per_extent + ordinals]
+        sums: U64 = self._words[extents * self._per_extent + ordinals, 0]
         return sums
 
     def digests(self, extents: npt.NDArray[np.int64], ordinals: npt.NDArray[np.int64]) -> U64:

@@ -7,8 +7,6 @@ whatever moment the daemon dies at, a row is wholly there or not at all.
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +16,9 @@ import numpy.typing as npt
 
 from kvd.core.keys import U64, NamespaceId, RowId
 from kvd.pool.config import ROW_HEADER_BYTES, PoolConfig
-from kvd.pool.reserve import have_all
+from kvd.pool.mapped_table import MappedTable
 from kvd_proto.tags import mix
 
-_WORDS = ROW_HEADER_BYTES // 8
 _STATE, _CLASS, _SHARD, _SLOTS_LEADING, _PART_BYTES, _CHECKSUM = range(6)
 _GRANTED = 1
 _CHECKSUM_SEED = np.uint64(0x6B76642D726F7773)
@@ -53,23 +50,11 @@ class _Header:
     part_bytes: int
 
 
-class RowTable:
+class RowTable(MappedTable):
     """The headers of all rows, mapped and populated (they are few)."""
 
     def __init__(self, config: PoolConfig, path: Path) -> None:
-        self._count = config.extents
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            size = self._count * ROW_HEADER_BYTES
-            have_all(fd, size, path)
-            self._map = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
-        self._words: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(-1, _WORDS)
-
-    def close(self) -> None:
-        del self._words
-        self._map.close()
+        super().__init__(path, config.extents, ROW_HEADER_BYTES)
 
     def grant(self, row: GrantedRow) -> None:
         """Write the row's headers, the leading extent's last."""

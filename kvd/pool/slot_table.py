@@ -10,19 +10,14 @@ The body is stored before the first word: on x86-64 whoever sees READY, a later 
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import os
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, KeyBatch
-from kvd.linux.calls import MADV_POPULATE_READ
-from kvd.pool.config import RECORD_BYTES, PoolConfig, PoolError
-from kvd.pool.extents import populate
-from kvd.pool.reserve import have_all
+from kvd.pool.config import RECORD_BYTES, PoolConfig
+from kvd.pool.mapped_table import MappedTable
 from kvd_proto.tags import mix
 
 Records = npt.NDArray[np.int64]  # record numbers
@@ -40,42 +35,21 @@ _CHECKSUM_SEED = np.uint64(0x6B76642D736C6F74)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-class SlotTableFile:
+class SlotTableFile(MappedTable):
     """The file with the records of all slots, mapped. Every call takes whole batches."""
 
     def __init__(self, config: PoolConfig, path: Path) -> None:
         """Open or make the table; a new one says FREE everywhere."""
         self._per_extent = config.slots_per_extent
-        count = config.extents * self._per_extent
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        have_all(self._fd, count * RECORD_BYTES, path)
-        self._map = mmap.mmap(self._fd, count * RECORD_BYTES)
-        self._words: U64 = np.frombuffer(self._map, dtype=np.uint64).reshape(count, _WORDS)
-
-    def close(self) -> None:
-        del self._words
-        self._map.close()
-        os.close(self._fd)
+        super().__init__(path, config.extents * self._per_extent, RECORD_BYTES)
 
     def prepare(self, extent: int, slots: int) -> None:
-        """Make sure of the memory for an extent's first records; PoolError where there is none.
-
-        It was had at the start, and a file system may all the same have taken it back.
-        """
-        first = extent * self._per_extent * RECORD_BYTES
-        try:
-            os.posix_fallocate(self._fd, first, slots * RECORD_BYTES)
-        except OSError as error:
-            raise PoolError(
-                f"no memory for the slot table of extent {extent} ({error.strerror}): the file"
-                " system of the pool is full; enlarge it or keep others' files out of it"
-            ) from error
+        """Make sure of the memory for an extent's first records; PoolError where there is none."""
+        self._prepare(extent * self._per_extent, slots, f"the slot table of extent {extent}")
 
     def prefetch(self, extent: int, slots: int) -> None:
         """Map an extent's first records at once, where the kernel can, before all are read."""
-        first = extent * self._per_extent * RECORD_BYTES
-        with contextlib.suppress(OSError):
-            populate(self._map, first, slots * RECORD_BYTES, MADV_POPULATE_READ)
+        self._prefetch(extent * self._per_extent, slots)
 
     def write_ready(
         self, records: Records, scopes: U32, keys: KeyBatch, stamps: U64, digests: U64
