@@ -12,6 +12,9 @@ from kvd.core.model.slots import STEPS
 from tests.tidy.source import ROOT, committed_files, where
 
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\(([^)#\s]*)#([\w-]+)\)")
+ROOMS = "kvd|kvd_client|kvd_proto|client|docs|tests|proto|helm|deploy|benchmarks|examples"
+NAMED_PATH = re.compile(rf"`((?:{ROOMS})/[\w./-]+)`")
 STEP = re.compile(r"^  ([A-Z]+) --> ([A-Z]+): ", re.MULTILINE)
 TABLE_CHARACTERS = 200  # of one line: a terminal shows no more in two lines of its own
 ROW = re.compile(r"^\| `([a-z_]+)` \| (?:`([^`]*)`)? ?\| (.*) \|$", re.MULTILINE)
@@ -37,6 +40,47 @@ def test_every_setting_is_documented_with_its_default_and_meaning() -> None:
 def test_every_relative_link_leads_to_a_file(document: Path) -> None:
     links = [link for link in LINK.findall(document.read_text()) if "://" not in link]
     assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def anchors(document: Path) -> set[str]:
+    """The names by which links reach a document's headings."""
+    headings = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_link_to_a_heading_leads_to_one() -> None:
+    links = [
+        (path, path.parent / link if link else path, anchor)
+        for path in committed_files()
+        if path.suffix == ".md"
+        for link, anchor in ANCHOR.findall(path.read_text())
+        if "://" not in link
+    ]
+    assert len(links) > 10
+    assert [
+        f"{path.relative_to(ROOT)}: #{anchor}"
+        for path, target, anchor in links
+        if anchor not in anchors(target)
+    ] == []
+
+
+def test_every_path_that_a_guide_names_is_there() -> None:
+    guides = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]
+    guides += [path for path in committed_files() if path.is_relative_to(ROOT / "docs")]
+    named = [
+        (path, name)
+        for path in guides
+        if path.suffix == ".md"
+        for name in NAMED_PATH.findall(path.read_text())
+        if "NAME" not in name and not name.startswith("benchmarks/results/")  # to be filled in
+    ]
+    assert len(named) > 50
+    roots = (ROOT, ROOT / "client" / "src")
+    assert [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path, name in named
+        if not any((root / name).exists() for root in roots)
+    ] == []
 
 
 def test_no_line_of_a_table_is_too_wide_for_a_terminal() -> None:
