@@ -7,6 +7,11 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# Most tests wait more than they compute: so many modules run at a time, on two processors too.
+# Those with slow tests come first (tests/conftest.py).
+BESIDE := --dist loadfile --no-loadscope-reorder -n
+TESTS_BESIDE ?= 3
+VLLM_TESTS_BESIDE ?= 2
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | \
@@ -25,13 +30,13 @@ demo-gpu: ## Time to first token on a GPU, computed and loaded (ARGS='--device c
 
 test: ## Lint, types, and every test that needs no GPU and no vLLM
 	@.ci/venv dev demo
-	@$(MAKE) --no-print-directory lint type
-	@$(PYTEST) $(ARGS)
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint type
+	@$(PYTEST) $(BESIDE) $(TESTS_BESIDE) $(ARGS)
 
 test-vllm: ## Tests with real vLLM engines on the CPU (in .venv-vllm, 1.9 GB)
 	@.ci/venv
 	@.ci/venv vllm; made=$$?; [ $$made = 3 ] && exit 0; [ $$made = 0 ] && \
-	  .venv-vllm/bin/python -m pytest tests/vllm $(ARGS)
+	  .venv-vllm/bin/python -m pytest $(BESIDE) $(VLLM_TESTS_BESIDE) tests/vllm $(ARGS)
 
 conformance-vllm: ## vLLM's own tests, with the daemon in the place of vLLM's cache (47 MB fetched)
 	@.ci/venv

@@ -23,6 +23,8 @@ settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "kvd")
 
 
+leaks.take_own_shared_memory()  # before anything is there
+
 # tests/vllm runs in another environment: `make test-vllm`.
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore = [] if HAS_VLLM else ["vllm"]
@@ -30,6 +32,12 @@ collect_ignore = [] if HAS_VLLM else ["vllm"]
 
 def pytest_report_header() -> list[str]:
     return [] if HAS_VLLM else ["tests/vllm: not here but in .venv-vllm, by `make test-vllm`"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with slow tests come first: where many run side by side, none is late at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="module", autouse=True)

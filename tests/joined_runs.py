@@ -2,6 +2,8 @@
 
 The first run is given `--reports-to FILE`, the second `--reports-from FILE`: it counts what the
 first reported among its own, failures with their text, so that its last line speaks for both.
+Either may spread its tests over processes (pytest-xdist): the one that gathers their reports does
+this, too.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):  # one of those processes
+        return
     written, read = config.getoption("reports_to"), config.getoption("reports_from")
     if written is not None:
         config.pluginmanager.register(Writer(config, written))
@@ -49,6 +53,7 @@ class Writer:
 
     def _write(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         plain = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        plain.pop("node", None)  # xdist's: which process it came from
         self._file.write(json.dumps(plain, default=str) + "\n")
         self._file.flush()
 

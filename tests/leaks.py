@@ -1,7 +1,11 @@
-"""What a test may leave behind: processes, descriptors, mappings, shared-memory files."""
+"""What a test may leave behind: processes, descriptors, mappings, shared-memory files.
+
+All of it is the tests' own: whatever else runs on the machine, other tests too, is not seen.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import time
@@ -12,6 +16,7 @@ from pathlib import Path
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 OURS_IN_SHARED_MEMORY = re.compile(r"kvd", re.IGNORECASE)
+NEW_MOUNTS, PRIVATE_MOUNTS = 0x20000, 0x40000 | 0x4000  # CLONE_NEWNS; MS_PRIVATE | MS_REC
 # Descriptors that only we open; libraries keep sockets, pipes and epolls of their own, and the
 # CUDA driver memory files that last as long as the process: "/memfd:/.nvidia_drv.XXXXXX" once it
 # is loaded, "/dev/shm/cuda.shm.*" where handles go between processes.
@@ -112,9 +117,28 @@ def mappings() -> set[str]:
 
 
 def shared_files() -> set[str]:
-    """Files of /dev/shm that are ours: all that bear our name, where nobody else runs our tests."""
-    if not os.environ.get("CI"):  # a colleague's tests may run beside ours
-        pattern = re.compile(rf"kvd.*\b{os.getpid()}\b", re.IGNORECASE)
-    else:
+    """Files of /dev/shm that are ours: in one of our own all that bear our name, else our pid."""
+    if _has_own_shared_memory:
         pattern = OURS_IN_SHARED_MEMORY
+    else:
+        pattern = re.compile(rf"kvd.*\b{os.getpid()}\b", re.IGNORECASE)
     return {path.name for path in SHARED_MEMORY.iterdir() if pattern.search(path.name)}
+
+
+_has_own_shared_memory = False
+
+
+def take_own_shared_memory() -> bool:
+    """Mount a /dev/shm that only this process and those that it starts see; False: we may not.
+
+    It goes with the last of them, and with it what a killed run left there.
+    """
+    global _has_own_shared_memory
+    libc = ctypes.CDLL(None, use_errno=True)
+    _has_own_shared_memory = _has_own_shared_memory or (
+        os.geteuid() == 0
+        and libc.unshare(NEW_MOUNTS) == 0
+        and libc.mount(b"none", b"/", None, PRIVATE_MOUNTS, None) == 0
+        and libc.mount(b"tmpfs", str(SHARED_MEMORY).encode(), b"tmpfs", 0, b"mode=1777") == 0
+    )
+    return _has_own_shared_memory

@@ -132,9 +132,9 @@ def test_a_frozen_daemon_never_holds_a_step_up_for_long(
     daemon.freeze()
     # What the daemon holds up it holds up in every round; what the machine does, hardly in all.
     slowest: list[float] = []
-    while not slowest or (slowest[-1] >= 0.05 and len(slowest) < 8):
+    while not slowest or (slowest[-1] >= 0.1 and len(slowest) < 8):
         slowest.append(slowest_step(engine, f"round{len(slowest)}-"))
-    assert min(slowest) < 0.05, slowest
+    assert min(slowest) < 0.1, slowest
     daemon.thaw()
     deadline = time.monotonic() + 20
     while engine.load(f"z{time.monotonic()}", "hello", 8) < 8:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -62,14 +61,6 @@ def daemon(*flags: str, environment: dict[str, str] | None = None) -> Iterator[R
         yield running
     finally:
         running.remove()
-
-
-def free_port() -> int:
-    """A port of the loopback address that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def wait_until(true: Callable[[], bool], what: str, seconds: float = DEADLINE_S) -> None:

@@ -15,6 +15,7 @@ import pytest
 from kvd.config import settings
 from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
 from tests.control.daemon_rig import Caller, RawEngine, block, daemon, identity, namespace
+from tests.ports import free_port
 
 SMALL = ["--pool-bytes", "8MiB", "--extent-bytes", "4MiB"]
 
@@ -141,21 +142,23 @@ def page(port: int, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_a_daemon_that_an_operator_drains_is_alive_but_not_ready(free_port: int) -> None:
-    with daemon("--http-port", str(free_port)) as running:
-        assert page(free_port, "/readyz") == (200, "ready\n")
+def test_a_daemon_that_an_operator_drains_is_alive_but_not_ready() -> None:
+    port = free_port()
+    with daemon("--http-port", str(port)) as running:
+        assert page(port, "/readyz") == (200, "ready\n")
         operator = Caller(running.socket)
         operator.call(operator.operator.Drain, operator_pb2.DrainRequest(deadline_ms=100))
-        assert page(free_port, "/readyz") == (503, "draining\n")
-        assert page(free_port, "/healthz") == (200, "alive\n")
+        assert page(port, "/readyz") == (503, "draining\n")
+        assert page(port, "/healthz") == (200, "alive\n")
         operator.close()
 
 
-def test_messages_of_a_session_are_timed_by_kind(free_port: int) -> None:
-    with daemon("--http-port", str(free_port)) as running:
+def test_messages_of_a_session_are_timed_by_kind() -> None:
+    port = free_port()
+    with daemon("--http-port", str(port)) as running:
         engine = RawEngine(running.socket)
         engine.store({1: block(1)})
-        _, text = page(free_port, "/metrics")
+        _, text = page(port, "/metrics")
         assert 'kvd_session_message_seconds_count{kind="step"} 1.0' in text
         assert 'kvd_session_message_seconds_count{kind="lookup"} 0.0' in text
         engine.close()
@@ -172,11 +175,3 @@ def test_status_says_once_in_which_fields_two_namespaces_differ() -> None:
         assert "namespaces 1 and 2 differ in kv_dtype: 'float32', 'float16'" in line
         for engine in engines:
             engine.close()
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

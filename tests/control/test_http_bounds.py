@@ -8,7 +8,8 @@ import urllib.request
 import pytest
 
 from kvd.control.http import MAX_CONNECTIONS, SCRAPE_SHARE, HttpServer, seldom
-from tests.control.running_daemon import daemon, free_port
+from tests.control.running_daemon import daemon
+from tests.ports import free_port
 
 
 def test_probes_are_answered_beside_any_number_of_connections_that_say_nothing() -> None:

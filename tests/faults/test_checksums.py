@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from urllib.request import urlopen
 
 import numpy as np
@@ -12,16 +11,10 @@ from tests.faults.conftest import MakeScene
 from tests.faults.content import block_hashes, last_word
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene, wait_until
+from tests.ports import free_port
 
 BLOCK_BYTES = 4096
 COUNT = 40
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture

@@ -153,12 +153,16 @@ def test_frozen_daemon_never_holds_an_engines_step_up(scene: Scene, engine: Prob
         "steps that find all",
     )
     scene.daemon.freeze()
+    # What the daemon holds up it holds up in every round; what the machine does, hardly in all.
+    slowest: list[float] = []
     try:
-        frozen = engine.ask("timed_steps", prefix="old", count=8, steps=60)
+        while not slowest or (slowest[-1] >= 0.25 and len(slowest) < 8):
+            frozen = engine.ask("timed_steps", prefix="old", count=8, steps=60)
+            assert frozen["found"] == 0
+            slowest.append(frozen["slowest"])
     finally:
         scene.daemon.thaw()
-    assert frozen["found"] == 0
-    assert frozen["slowest"] < 0.25  # 20 ms are waited; the rest is the machine's
+    assert min(slowest) < 0.25, slowest  # 20 ms are waited; the rest is the machine's
     wait_until(lambda: bool(engine.ask("status")["usable"]), "the session")
     time.sleep(1.2)  # a silent daemon is left alone for a second
     assert engine.load("old", 8) == 8

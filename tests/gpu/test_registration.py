@@ -34,8 +34,8 @@ from tests.control.daemon_rig import (
     wait_until,
 )
 from tests.control.mover_rig import proc_text
-from tests.control.running_daemon import free_port
 from tests.gpu.driver import Driver, Exporter
+from tests.ports import free_port
 
 MIB = 1 << 20
 KV_BYTES = NUM_BLOCKS * BLOCK_BYTES

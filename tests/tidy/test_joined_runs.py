@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.tidy.source import ROOT
 
 FIRST = "import pytest\ndef test_good(): pass\ndef test_bad(): assert 6 * 9 == 42\n"
@@ -31,6 +33,16 @@ def test_the_summary_counts_both_runs_and_shows_what_failed_in_the_first(tmp_pat
     second = run(tmp_path, SECOND, "--reports-from", reports)
     assert "1 failed, 2 passed" in second.stdout.splitlines()[-1]
     assert "assert (6 * 9) == 42" in second.stdout
+    assert second.returncode == 1
+
+
+def test_runs_that_are_spread_over_processes_are_joined_alike(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    reports = tmp_path / "reports"
+    run(tmp_path, FIRST, "--reports-to", reports, "-n", "2")
+    second = run(tmp_path, SECOND, "--reports-from", reports, "-n", "2")
+    assert "1 failed, 2 passed" in second.stdout.splitlines()[-1], second.stdout
+    assert second.stdout.count("assert (6 * 9) == 42") == 1
     assert second.returncode == 1
 
 

@@ -6,8 +6,11 @@ import mmap
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from tests import leaks
 
@@ -66,3 +69,45 @@ def test_what_a_cuda_driver_maps_for_good_is_not_ours() -> None:
 
 def test_a_file_in_shared_memory_is_seen(shared_directory: Path) -> None:
     assert shared_directory.name in leaks.look().files
+
+
+BESIDE = """
+import sys
+from pathlib import Path
+import pytest
+
+from tests import leaks
+assert leaks.take_own_shared_memory()
+Path(leaks.SHARED_MEMORY, "kvd-test-leaked").touch()
+print(*leaks.look().files, flush=True)
+sys.stdin.read()
+"""
+
+
+def beside(code: str) -> subprocess.Popen[str]:
+    """Another process that runs tests beside these."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a /dev/shm of its own")
+def test_other_runs_of_the_tests_are_not_seen() -> None:
+    before = leaks.look().files
+    with beside(BESIDE) as one, beside(BESIDE) as another:
+        for each in (one, another):
+            assert each.stdout is not None
+            assert each.stdout.readline() == "kvd-test-leaked\n"
+        assert leaks.look().files == before
+
+
+def test_without_a_shared_memory_of_ones_own_names_tell_whose_a_file_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(leaks, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(leaks, "_has_own_shared_memory", False)
+    for name in (f"kvd-test-{os.getpid()}-a", f"kvd-test-{os.getpid()}1-b", "kvd-demo.c", "other"):
+        (tmp_path / name).touch()
+    assert leaks.look().files == {f"kvd-test-{os.getpid()}-a"}
+    monkeypatch.setattr(leaks, "_has_own_shared_memory", True)
+    assert len(leaks.look().files) == 3

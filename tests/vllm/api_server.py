@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -15,6 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from tests.vllm.engine import CONNECTED, ENVIRONMENT, PATIENCE_SECONDS, Prompt
 from tests.vllm.node_daemon import wait_until
 
@@ -28,7 +28,7 @@ class ApiServer:
 
     def __init__(self, settings: dict[str, Any], log: Path) -> None:
         self.log = log
-        self._url = f"http://127.0.0.1:{_free_port()}"
+        self._url = f"http://127.0.0.1:{free_port()}"
         flags = settings | {"served_model_name": MODEL, "host": "127.0.0.1"}
         words = ["--port", self._url.rpartition(":")[2]]
         for name, value in flags.items():
@@ -112,10 +112,3 @@ class ApiServer:
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
             text: str = answer.read().decode()
         return text
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
