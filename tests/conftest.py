@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "kvd")
 
 
 leaks.take_own_shared_memory()  # before anything is there
+
+# A shell's background jobs ignore these two, and so would all that a test starts and interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 # tests/vllm runs in another environment: `make test-vllm`.
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

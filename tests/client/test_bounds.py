@@ -26,7 +26,6 @@ from kvd_proto.v1 import companion_pb2
 from tests.client.small_engine import SmallEngine
 from tests.client.test_unsayable import ended
 from tests.control.running_daemon import wait_until
-from tests.daemon_process import DaemonProcess
 
 
 class Stuck:
@@ -56,14 +55,6 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     made = Stuck(monkeypatch)
     yield made
     made.let_go()
-
-
-@pytest.fixture
-def engine(daemon: DaemonProcess) -> Iterator[SmallEngine]:
-    running = SmallEngine(daemon.socket)
-    running.wait_usable()
-    yield running
-    running.close()
 
 
 def test_as_many_messages_wait_as_may_and_with_one_more_the_session_begins_anew(

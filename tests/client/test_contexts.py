@@ -17,7 +17,6 @@ from kvd_client.draft import (
 )
 from kvd_proto.v1 import common_pb2
 from tests.client.small_engine import SmallEngine
-from tests.daemon_process import DaemonProcess
 
 LONG = "x" * 300
 
@@ -117,12 +116,7 @@ def test_a_long_account_becomes_another_that_only_it_becomes() -> None:
     assert len(wire_text(LONG).encode()) <= MAX_ID_BYTES
 
 
-def test_a_request_with_a_long_id_is_cached_and_the_session_lives(daemon: DaemonProcess) -> None:
-    engine = SmallEngine(daemon.socket, "e0")
-    try:
-        engine.wait_usable()
-        engine.store(LONG, "hello", 4)
-        assert engine.load(LONG + "again", "hello", 4) == 4
-        assert engine.connection.sessions == 1
-    finally:
-        engine.close()
+def test_a_request_with_a_long_id_is_cached_and_the_session_lives(engine: SmallEngine) -> None:
+    engine.store(LONG, "hello", 4)
+    assert engine.load(LONG + "again", "hello", 4) == 4
+    assert engine.connection.sessions == 1

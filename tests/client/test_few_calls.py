@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvd_client import SchedulerOptions, SchedulerStats
@@ -11,17 +9,8 @@ from tests.client.engine_rig import TOKENS, Rig, blocks
 from tests.client.fake_daemon import RETRY
 from tests.client.small_engine import TOKENS as SMALL_TOKENS
 from tests.client.small_engine import SmallEngine
-from tests.daemon_process import DaemonProcess
 
 REQUESTS = [f"r{number}" for number in range(64)]
-
-
-@pytest.fixture
-def engine(daemon: DaemonProcess) -> Iterator[SmallEngine]:
-    running = SmallEngine(daemon.socket)
-    running.wait_usable()
-    yield running
-    running.close()
 
 
 def test_64_requests_without_a_hit_make_no_blocking_call(engine: SmallEngine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,6 @@ from kvd_proto.v1 import engine_pb2
 from tests.client.engine_rig import TOKENS, Rig, blocks
 from tests.client.fake_daemon import HIT, MISS, PENDING, RETRY, hashes
 from tests.client.small_engine import SmallEngine
-from tests.daemon_process import DaemonProcess
 
 SHOWN = 4 * TOKENS
 
@@ -294,14 +292,6 @@ def test_what_is_computed_beside_a_late_daemon_is_stored() -> None:
 
 
 # -- calls that nobody needs ------------------------------------------------------------------
-
-
-@pytest.fixture
-def engine(daemon: DaemonProcess) -> Iterator[SmallEngine]:
-    running = SmallEngine(daemon.socket)
-    running.wait_usable()
-    yield running
-    running.close()
 
 
 def test_the_daemon_answers_no_step_and_tells_of_many_ends_together(engine: SmallEngine) -> None:

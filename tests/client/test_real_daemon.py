@@ -5,37 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvd_client import ScheduledRequest, StepPlan
 from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, QueryDraft, StepDraft
 from kvd_proto.v1 import common_pb2
+from tests.client.conftest import StartEngine
 from tests.client.small_engine import TOKENS, SmallEngine, block_hashes
 from tests.daemon_process import DaemonProcess
 
-Start = Callable[..., SmallEngine]
 
-
-@pytest.fixture
-def start_engine(daemon: DaemonProcess) -> Iterator[Start]:
-    engines: list[SmallEngine] = []
-
-    def start(
-        engine_id: str = "e0", world_size: int = 1, width: int = 1, patient: bool = True
-    ) -> SmallEngine:
-        engine = SmallEngine(daemon.socket, engine_id, world_size, width, patient)
-        engines.append(engine)
-        engine.wait_usable()
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.close()
-
-
-def test_a_restarted_engine_loads_what_it_stored(start_engine: Start) -> None:
+def test_a_restarted_engine_loads_what_it_stored(start_engine: StartEngine) -> None:
     engine = start_engine()
     engine.store("a", "hello", 8)
     assert engine.stored_blocks == 8
@@ -44,20 +25,20 @@ def test_a_restarted_engine_loads_what_it_stored(start_engine: Start) -> None:
     assert again.load("b", "hello", 12) == 8
 
 
-def test_two_engines_share(start_engine: Start) -> None:
+def test_two_engines_share(start_engine: StartEngine) -> None:
     one, two = start_engine("one"), start_engine("two")
     one.store("a", "hello", 6)
     assert two.load("b", "hello", 6) == 6
 
 
-def test_two_ranks_store_and_load_their_shards(start_engine: Start) -> None:
+def test_two_ranks_store_and_load_their_shards(start_engine: StartEngine) -> None:
     engine = start_engine(world_size=2)
     engine.store("a", "hello", 5)
     assert engine.load("b", "hello", 5) == 5
 
 
 def test_a_step_without_a_hit_never_waits_and_one_with_hits_waits_once(
-    start_engine: Start,
+    start_engine: StartEngine,
 ) -> None:
     engine = start_engine()
     engine.store("a", "hello", 6)
@@ -76,7 +57,7 @@ def test_a_step_without_a_hit_never_waits_and_one_with_hits_waits_once(
 
 
 def test_a_killed_daemon_is_a_miss_and_its_cache_comes_back(
-    daemon: DaemonProcess, start_engine: Start
+    daemon: DaemonProcess, start_engine: StartEngine
 ) -> None:
     engine = start_engine()
     engine.store("a", "hello", 8)
@@ -89,7 +70,7 @@ def test_a_killed_daemon_is_a_miss_and_its_cache_comes_back(
 
 
 def test_stores_in_flight_at_a_kill_end_and_the_engine_goes_on(
-    daemon: DaemonProcess, start_engine: Start
+    daemon: DaemonProcess, start_engine: StartEngine
 ) -> None:
     engine = start_engine()
     hashes = engine.arrive("a", "hello", 64)
@@ -104,7 +85,7 @@ def test_stores_in_flight_at_a_kill_end_and_the_engine_goes_on(
 
 
 def test_a_load_submitted_before_a_kill_fails_once_its_mover_is_dead(
-    daemon: DaemonProcess, start_engine: Start
+    daemon: DaemonProcess, start_engine: StartEngine
 ) -> None:
     engine = start_engine()
     engine.store("a", "hello", 8)
@@ -125,7 +106,7 @@ def test_a_load_submitted_before_a_kill_fails_once_its_mover_is_dead(
 
 
 def test_a_frozen_daemon_never_holds_a_step_up_for_long(
-    daemon: DaemonProcess, start_engine: Start
+    daemon: DaemonProcess, start_engine: StartEngine
 ) -> None:
     engine = start_engine(patient=False)
     engine.store("a", "hello", 8)
@@ -157,7 +138,7 @@ def slowest_step(engine: SmallEngine, name: str) -> float:
 
 
 def test_a_dead_mover_is_replaced_and_the_cache_goes_on(
-    daemon: DaemonProcess, start_engine: Start
+    daemon: DaemonProcess, start_engine: StartEngine
 ) -> None:
     engine = start_engine()
     engine.store("a", "hello", 8)
@@ -180,7 +161,7 @@ def test_an_absent_daemon_costs_nothing(tmp_path: object) -> None:
 
 
 def test_a_reset_hides_the_engines_own_blocks_and_leaves_others_theirs(
-    start_engine: Start,
+    start_engine: StartEngine,
 ) -> None:
     one, two = start_engine("one"), start_engine("two")
     one.store("a", "hello", 6)
@@ -193,7 +174,7 @@ def test_a_reset_hides_the_engines_own_blocks_and_leaves_others_theirs(
     assert one.load("e", "hello", 6) == 4
 
 
-def test_partial_first_and_last_blocks_are_loaded(start_engine: Start) -> None:
+def test_partial_first_and_last_blocks_are_loaded(start_engine: StartEngine) -> None:
     engine = start_engine(width=4)
     engine.store("a", "hello", 3)
     # 11 engine blocks and the token that must be computed; the device has the first 2.
@@ -209,7 +190,7 @@ def test_partial_first_and_last_blocks_are_loaded(start_engine: Start) -> None:
     assert not engine.ranks[0].kv[:, table[11]].any()
 
 
-def test_a_preempted_request_finds_what_it_had_stored(start_engine: Start) -> None:
+def test_a_preempted_request_finds_what_it_had_stored(start_engine: StartEngine) -> None:
     engine = start_engine()
     hashes = engine.arrive("a", "hello", 8)
     table = list(range(8))
@@ -229,7 +210,7 @@ def test_a_preempted_request_finds_what_it_had_stored(start_engine: Start) -> No
 
 
 def test_unregister_returns_when_the_mover_is_gone(
-    daemon: DaemonProcess, start_engine: Start
+    daemon: DaemonProcess, start_engine: StartEngine
 ) -> None:
     engine = start_engine()
     [mover] = daemon.movers()
@@ -238,7 +219,7 @@ def test_unregister_returns_when_the_mover_is_gone(
 
 
 def test_a_second_live_engine_of_the_same_name_is_refused_and_says_so(
-    daemon: DaemonProcess, start_engine: Start
+    daemon: DaemonProcess, start_engine: StartEngine
 ) -> None:
     start_engine("same")
     second = SmallEngine(daemon.socket, "same")
@@ -251,7 +232,7 @@ def test_a_second_live_engine_of_the_same_name_is_refused_and_says_so(
 
 
 def test_an_engine_meets_its_daemon_whenever_it_comes(
-    daemon: DaemonProcess, start_engine: Start
+    daemon: DaemonProcess, start_engine: StartEngine
 ) -> None:
     daemon.end()
     engine = SmallEngine(daemon.socket)
@@ -263,7 +244,7 @@ def test_an_engine_meets_its_daemon_whenever_it_comes(
     engine.close()
 
 
-def test_a_broken_stream_is_mended_and_the_ranks_register_again(start_engine: Start) -> None:
+def test_a_broken_stream_is_mended_and_the_ranks_register_again(start_engine: StartEngine) -> None:
     engine = start_engine()
     engine.store("a", "hello", 6)
     first = engine.connection.session
@@ -277,7 +258,7 @@ def test_a_broken_stream_is_mended_and_the_ranks_register_again(start_engine: St
     assert engine.load("b", "hello", 6) == 6
 
 
-def test_a_refused_step_fails_its_own_jobs_and_keeps_the_session(start_engine: Start) -> None:
+def test_a_refused_step_fails_its_own_jobs_and_keeps_the_session(start_engine: StartEngine) -> None:
     engine = start_engine()
     connection = engine.connection
     context = common_pb2.ReqContext(request_id="bad")
@@ -296,7 +277,7 @@ def test_a_refused_step_fails_its_own_jobs_and_keeps_the_session(start_engine: S
 
 
 def test_a_refused_lookup_says_why_in_the_log(
-    start_engine: Start, caplog: pytest.LogCaptureFixture
+    start_engine: StartEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     connection = start_engine().connection
     context = common_pb2.ReqContext(request_id="bad")
@@ -309,7 +290,7 @@ def test_a_refused_lookup_says_why_in_the_log(
     assert "group 7" in caplog.text
 
 
-def test_more_loads_in_a_step_than_a_message_has_all_hit(start_engine: Start) -> None:
+def test_more_loads_in_a_step_than_a_message_has_all_hit(start_engine: StartEngine) -> None:
     engine = start_engine()
     engine.store("a", "hello", 1)
     names = [f"r{number}" for number in range(MAX_PARTS + 100)]

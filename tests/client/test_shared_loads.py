@@ -10,7 +10,6 @@ from kvd_client import SchedulerOptions
 from tests.client.engine_rig import FULL, RECURRENT, SLIDING, TOKENS, Rig, blocks
 from tests.client.small_engine import PATIENCE_S, SmallEngine
 from tests.client.small_engine import TOKENS as SMALL_TOKENS
-from tests.daemon_process import DaemonProcess
 
 
 def loading_rig() -> tuple[Rig, int]:
@@ -176,32 +175,27 @@ def test_prefix_sharing_is_an_option(shared: bool) -> None:
 
 
 def test_eight_requests_of_one_prefix_copy_it_once_through_a_real_daemon(
-    daemon: DaemonProcess,
+    engine: SmallEngine,
 ) -> None:
-    engine = SmallEngine(daemon.socket)
-    try:
-        engine.wait_usable()
-        engine.store("a", "hello", 8)
-        names = "bcdefghi"
-        for name in names:
-            hashes = engine.arrive(name, "hello", 8)
-        table = list(range(100, 108))
-        assert engine.match("b") == 8 * SMALL_TOKENS
-        engine.scheduler.update_state_after_alloc("b", [table], 8 * SMALL_TOKENS)
-        waiting = [engine.scheduler.get_num_new_matched_tokens(name, 0) for name in names[1:]]
-        assert waiting == [None] * 7
-        loads = 0
-        deadline = time.monotonic() + PATIENCE_S
-        while "b" not in engine.finished_loads:
-            assert time.monotonic() < deadline, engine.failed_loads
-            plan, _ = engine.step()
-            loads += len(plan.loads)
-        engine.check(table, engine.contents(hashes))
-        # They find the blocks on the device, where every byte is right.
-        for name in names[1:]:
-            assert engine.match(name, computed=8 * SMALL_TOKENS) == 0
-            engine.scheduler.update_state_after_alloc(name, [table], 0)
+    engine.store("a", "hello", 8)
+    names = "bcdefghi"
+    for name in names:
+        hashes = engine.arrive(name, "hello", 8)
+    table = list(range(100, 108))
+    assert engine.match("b") == 8 * SMALL_TOKENS
+    engine.scheduler.update_state_after_alloc("b", [table], 8 * SMALL_TOKENS)
+    waiting = [engine.scheduler.get_num_new_matched_tokens(name, 0) for name in names[1:]]
+    assert waiting == [None] * 7
+    loads = 0
+    deadline = time.monotonic() + PATIENCE_S
+    while "b" not in engine.finished_loads:
+        assert time.monotonic() < deadline, engine.failed_loads
         plan, _ = engine.step()
-        assert loads + len(plan.loads) == 1
-    finally:
-        engine.close()
+        loads += len(plan.loads)
+    engine.check(table, engine.contents(hashes))
+    # They find the blocks on the device, where every byte is right.
+    for name in names[1:]:
+        assert engine.match(name, computed=8 * SMALL_TOKENS) == 0
+        engine.scheduler.update_state_after_alloc(name, [table], 0)
+    plan, _ = engine.step()
+    assert loads + len(plan.loads) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from kvd_client.outgoing import lookup_bytes, step_bytes
 from kvd_proto.layout import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import common_pb2, engine_pb2
 from tests.client.small_engine import TOKENS, SmallEngine, block_hashes
-from tests.daemon_process import DaemonProcess
 
 KEY = bytes(32)
 
@@ -94,14 +93,6 @@ def test_a_lookup_goes_without_parameters_or_not_at_all() -> None:
 
 
 # -- with a real daemon -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def engine(daemon: DaemonProcess) -> Iterator[SmallEngine]:
-    running = SmallEngine(daemon.socket)
-    running.wait_usable()
-    yield running
-    running.close()
 
 
 def nested(depth: int, lists: bool) -> dict[str, Any]:

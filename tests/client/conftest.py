@@ -1,0 +1,36 @@
+"""Small engines at a real daemon; what a test starts ends with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.client.small_engine import SmallEngine
+from tests.daemon_process import DaemonProcess
+
+StartEngine = Callable[..., SmallEngine]
+
+
+@pytest.fixture
+def start_engine(daemon: DaemonProcess) -> Iterator[StartEngine]:
+    """Starts engines at the test's daemon; each can be used when it is here."""
+    engines: list[SmallEngine] = []
+
+    def start(
+        engine_id: str = "e0", world_size: int = 1, width: int = 1, patient: bool = True
+    ) -> SmallEngine:
+        engine = SmallEngine(daemon.socket, engine_id, world_size, width, patient)
+        engines.append(engine)
+        engine.wait_usable()
+        return engine
+
+    yield start
+    for engine in engines:
+        engine.close()
+
+
+@pytest.fixture
+def engine(start_engine: StartEngine) -> SmallEngine:
+    """One engine."""
+    return start_engine()
