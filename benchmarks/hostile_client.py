@@ -30,8 +30,8 @@ from benchmarks import report
 from benchmarks.hostility import Hostility
 from benchmarks.neighbour import SMALL_KEYS, ask
 from benchmarks.rig import MIB, BenchEngine, daemon, keys
-from tests.control.running_daemon import free_port
 from tests.faults.stand import resident_kib
+from tests.ports import free_port
 
 BLOCK = 64 * 1024
 BAR_RATIO = 2.0

@@ -18,7 +18,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 def test_what_tests_start_takes_signals_also_where_they_run_in_the_background() -> None:
     same = f"{__file__}::{test_what_a_test_starts_takes_signals.__name__}"
-    flags = ["-q", "-p", "no:cacheprovider", "--rootdir", ROOT]
+    flags = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     words = [sys.executable, "-c", AS_IN_THE_BACKGROUND, *flags, same]
     ran = subprocess.run(words, cwd=ROOT, check=False, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout
