@@ -26,13 +26,14 @@ esac
     "module", [["benchmarks.vllm.served_hits"], ["benchmarks.vllm", "served_hits"]]
 )
 def test_an_ended_benchmark_takes_its_servers_along(
-    tmp_path: Path, number: signal.Signals, module: list[str]
+    tmp_path_factory: pytest.TempPathFactory, number: signal.Signals, module: list[str]
 ) -> None:
-    python, servers = tmp_path / "python", tmp_path / "servers"
+    place = tmp_path_factory.mktemp("ends")  # a short path: a socket comes to lie below
+    python, servers = place / "python", place / "servers"
     python.write_text(PYTHON)
     python.chmod(0o755)
     servers.touch()
-    environment = {"KVD_VLLM_PYTHON": str(python), "SERVERS": str(servers), "TMPDIR": str(tmp_path)}
+    environment = {"KVD_VLLM_PYTHON": str(python), "SERVERS": str(servers), "TMPDIR": str(place)}
     with subprocess.Popen(
         [sys.executable, "-m", *module], cwd=ROOT, env=os.environ | environment
     ) as benchmark:
@@ -43,7 +44,7 @@ def test_an_ended_benchmark_takes_its_servers_along(
             benchmark.send_signal(number)
             assert benchmark.wait(60) != 0
             wait_until(lambda: not is_alive(server), "the server's end", 10)
-            assert list(tmp_path.glob("kvd-bench-*")) == []
+            assert list(place.glob("kvd-bench-*")) == []
         finally:
             benchmark.kill()
             for line in servers.read_text().split():
