@@ -112,10 +112,18 @@ class DaemonProcess:
         self._process = None
 
     def movers(self) -> list[int]:
-        """Pids of the daemon's living mover processes."""
+        """Pids of the daemon's living mover processes: not of those that it has yet to bury."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return [int(pid) for pid in children]
+        return [int(pid) for pid in children if _lives(int(pid))]
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)  # a process that has ended needs none
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it ended meanwhile
+        return False
+    return state not in "ZX"

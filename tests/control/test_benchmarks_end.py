@@ -14,10 +14,19 @@ from tests.control.running_daemon import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the place of vLLM's Python: a server that never gets healthy, and a model that is made at once.
-PYTHON = """#!/bin/sh
+PYTHON = f"""#!/bin/sh
 case "$*" in
-  *api_server*) echo $$ >> "$SERVERS"; exec sleep 600;;
+  *api_server*) exec {sys.executable} -c "$SERVER" "$@";;
 esac
+"""
+# It says that it runs once it is asked for its health: by then whoever started it knows it.
+SERVER = """
+import os, socket, sys, time
+listener = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+asking = listener.accept()
+with open(os.environ["SERVERS"], "a") as servers:
+    print(os.getpid(), file=servers)
+time.sleep(600)
 """
 
 
@@ -33,7 +42,12 @@ def test_an_ended_benchmark_takes_its_servers_along(
     python.write_text(PYTHON)
     python.chmod(0o755)
     servers.touch()
-    environment = {"KVD_VLLM_PYTHON": str(python), "SERVERS": str(servers), "TMPDIR": str(place)}
+    environment = {
+        "KVD_VLLM_PYTHON": str(python),
+        "SERVER": SERVER,
+        "SERVERS": str(servers),
+        "TMPDIR": str(place),
+    }
     with subprocess.Popen(
         [sys.executable, "-m", *module], cwd=ROOT, env=os.environ | environment
     ) as benchmark:

@@ -13,7 +13,7 @@ from examples.engine.daemon import Daemon
 from examples.engine.process import Answer, EngineProcess
 from tests.engine.orders import outputs, patient, shared_prefix_orders, total
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 BLOCK_TOKENS = 16
 
 

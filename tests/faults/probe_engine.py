@@ -40,6 +40,7 @@ log = logging.getLogger("probe")
 PR_SET_PDEATHSIG = 1
 IDLE_S = 0.001
 LOAD_DEADLINE_S = 3.0  # more than any daemon here takes until it ends a mover
+LOOKUP_GIVE_UP_S = 20.0  # more than a busy machine takes to answer
 
 
 class Rank:
@@ -89,7 +90,7 @@ class ProbeEngine:
             world_size,
             silent_after_s=order["silent_after_s"],
         )
-        options = SchedulerOptions(lookup_deadline_s=0.02, lookup_give_up_s=2.0)
+        options = SchedulerOptions(lookup_deadline_s=0.02, lookup_give_up_s=LOOKUP_GIVE_UP_S)
         self.scheduler = Scheduler(self.connection, options)
         played = range(world_size) if order["ranks"] is None else order["ranks"]
         self.ranks = [Rank(order, identity, rank) for rank in played]
@@ -220,7 +221,7 @@ class ProbeEngine:
             time.sleep(0.01)
         return {"stored": len(self._stored) - before}
 
-    def match(self, request: str, prefix: str, count: int, seconds: float = 5.0) -> dict[str, Any]:
+    def match(self, request: str, prefix: str, count: int, seconds: float = 30.0) -> dict[str, Any]:
         """Look a prompt up and keep what it leases; the number of blocks found."""
         keys = block_hashes(prefix, count)
         self.scheduler.on_new_request(request, count * TOKENS + 1, [keys])
@@ -228,7 +229,7 @@ class ProbeEngine:
 
     def match_again(self, request: str) -> dict[str, Any]:
         """Ask once more for a request that has been looked up before."""
-        return {"found": self._found(request, 5.0)}
+        return {"found": self._found(request, 30.0)}
 
     def _found(self, request: str, seconds: float) -> int:
         deadline = time.monotonic() + seconds

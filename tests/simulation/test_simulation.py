@@ -324,6 +324,7 @@ def pool_directory(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", seeds())
 def test_simulated_day_serves_no_wrong_byte_and_leaks_nothing(
     pool_directory: Path, seed: int, monkeypatch: pytest.MonkeyPatch
