@@ -112,7 +112,7 @@ def _without_extents() -> ExitStack:
     stack.enter_context(mock.patch.object(Extents, "missing", return_value=""))
     stack.enter_context(mock.patch.object(capacity_check, "require_space"))
     # Records of slots that no row has take no memory here.
-    stack.enter_context(mock.patch("kvd.pool.slot_table.have_all", _sparse))
+    stack.enter_context(mock.patch("kvd.pool.mapped_table.have_all", _sparse))
     stack.enter_context(mock.patch.object(Pool, "zero_row"))
     return stack
 
