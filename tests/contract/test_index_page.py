@@ -118,14 +118,14 @@ def test_single_and_batched_probes_agree(
     assert pairs == list(zip(first.tolist(), second.tolist(), strict=True))
     page.insert(all_tags[::2])
     singly = [reader.probe_first(h, seed) for h in hashes]
-    assert singly == reader.probe_hashes(hashes, seed).tolist()
+    assert singly == reader.probe(all_tags).tolist()
     assert singly[::2] == [True] * len(singly[::2])
     other_scope = 0x0123_4567_89AB_CDEF
     assert not any(reader.probe_first(h, other_scope) for h in hashes)
 
 
 def test_probing_nothing_answers_nothing(reader: PageReader) -> None:
-    assert reader.probe_hashes([], 1).shape == (0,)
+    assert reader.probe(np.zeros(0, dtype=np.uint64)).shape == (0,)
 
 
 def test_room_and_closed_are_read_live(page: IndexPage, reader: PageReader) -> None:

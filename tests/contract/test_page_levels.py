@@ -23,7 +23,7 @@ from kvd.pool.index_page import IndexPage
 from kvd.runtime.batching import PIECE_KEYS
 from kvd_proto import layout
 from kvd_proto.page import TRIES, PageReader
-from kvd_proto.tags import mix, tags_of
+from kvd_proto.tags import hash_words, mix, tags_of
 
 MANY = 1 << 17
 SMALL = layout.HEADER_BYTES + 4096  # of a page without tags
@@ -371,7 +371,7 @@ class Writer:
 def ask(reader: PageReader, hashes: list[bytes], *, singly: bool) -> list[bool]:
     if singly:
         return [reader.probe_first(each, SEED) for each in hashes]
-    found: list[bool] = reader.probe_hashes(hashes, SEED).tolist()
+    found: list[bool] = reader.probe(tags_of(hash_words(b"".join(hashes), 8), SEED)).tolist()
     return found
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +21,7 @@ from kvd_proto.tags import (
     bucket_mask,
     bucket_pair,
     bucket_pair_of,
-    hash_words,
     tag_of,
-    tags_of,
 )
 
 Flags = npt.NDArray[np.bool_]
@@ -93,15 +90,8 @@ class PageReader:
                 return present
         return np.ones(len(tags), dtype=np.bool_)
 
-    def probe_hashes(self, hashes: Sequence[bytes], seed: int) -> Flags:
-        """Which block hashes of one length are likely readable in the scope of this seed."""
-        if not hashes:
-            return np.zeros(0, dtype=np.bool_)
-        words = hash_words(b"".join(hashes), len(hashes[0]))
-        return self.probe(tags_of(words, seed))
-
     def probe_first(self, block_hash: bytes, seed: int) -> bool:
-        """`probe_hashes` for a single hash: most lookups end with their first block."""
+        """`probe` for one hash in the scope of this seed: most lookups end with their first."""
         tag = tag_of(block_hash, seed)
         words = self._words
         for _ in _TRIES:

@@ -165,7 +165,7 @@ class KvdManager(OffloadingManager):
         blocks = self._lookups.settle(tracked, hit_tokens)
         if not blocks or self.steps is None:
             return True
-        return self._stores.budget.holds_load(blocks, self.steps.free_jobs)
+        return self._stores.budget.holds_load(blocks, self.steps.jobs.free)
 
     def hit_run(self, req_context: ReqContext, group: int, stretch: range) -> int | None:
         """Leading blocks of a stretch that can be loaded; None: doubtful, ask again."""

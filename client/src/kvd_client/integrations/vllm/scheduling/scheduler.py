@@ -240,7 +240,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     ) -> KvdConnectorMetadata:
         """What every worker is to do: job ids only."""
         steps = self.manager.steps
-        flush = set[int]() if steps is None else steps.parts_of(made.jobs_to_flush or ())
+        flush = set[int]() if steps is None else steps.jobs.parts_of(made.jobs_to_flush or ())
         loads = tuple(draft.job_id for draft in jobs.loads)
         stores = tuple(draft.job_id for draft in jobs.stores)
         orders = KvdConnectorMetadata(load_jobs={}, store_jobs={}, lost=tuple(lost))

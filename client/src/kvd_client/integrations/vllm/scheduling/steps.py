@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from kvd_client.draft import BlockRun, JobDraft, StepDraft, in_parts
@@ -61,13 +61,10 @@ class StepSender:
     ) -> None:
         self._connection = connection
         self._clock = clock
-        self._jobs = SentJobs[TrackedJob](connection.world_size)
-        self._hand_offs = HandOffQueue(self._jobs, options)
+        self.jobs = SentJobs[TrackedJob](connection.world_size)  # by vLLM's job id
+        self._hand_offs = HandOffQueue(self.jobs, options)
         self.sent_s = float("-inf")  # when the last message left
         self.draft = StepDraft()
-
-    def __len__(self) -> int:
-        return len(self._jobs)
 
     @property
     def has_pending_work(self) -> bool:
@@ -89,8 +86,8 @@ class StepSender:
         if session is None:
             self._postpone()
         for vllm_job, job in jobs.by_number.items():
-            job.generation = self._jobs.generation if was_sent else NEVER_SENT
-            self._jobs.add(vllm_job, job)
+            job.generation = self.jobs.generation if was_sent else NEVER_SENT
+            self.jobs.add(vllm_job, job)
             if not job.is_load:
                 job.tracked.request.store_jobs.add(vllm_job)
         return was_sent
@@ -116,20 +113,16 @@ class StepSender:
         del draft.finished[:-MAX_FINISHED]
         self._hand_offs.clear()
 
-    def parts_of(self, vllm_jobs: Iterable[int]) -> set[int]:
-        """Kvd's jobs of these of vLLM's that are on their way."""
-        return self._jobs.parts_of(vllm_jobs)
-
     def report(self, vllm_job: int, ranks: int, *, failed: bool) -> TrackedJob | None:
         """So many more ranks acknowledge vLLM's job. The job once all have; None before."""
-        job = self._jobs.report(vllm_job, ranks, failed=failed)
+        job = self.jobs.report(vllm_job, ranks, failed=failed)
         if job is not None:
             job.tracked.request.store_jobs.discard(vllm_job)
         return job
 
     def enter(self, generation: int) -> bool:
         """A session is there. True: a new one, to which nothing collected before means a thing."""
-        if not self._jobs.enter(generation):
+        if not self.jobs.enter(generation):
             return False
         self.draft.finished.clear()
         self.draft.released_leases.clear()
@@ -138,19 +131,14 @@ class StepSender:
     def lost_jobs(self) -> list[int]:
         """Jobs that no rank's mover will ever end: of an earlier session, or long told ended."""
         now = self._clock()
-        self._jobs.told(self._connection.take_ended(), now)
-        overdue = [job_id for job_id, _ in self._jobs.overdue(now)]
-        return overdue + self._jobs.of_earlier_sessions()
+        self.jobs.told(self._connection.take_ended(), now)
+        overdue = [job_id for job_id, _ in self.jobs.overdue(now)]
+        return overdue + self.jobs.of_earlier_sessions()
 
     @property
     def is_full(self) -> bool:
         """Whether no more stores may be in flight; loads may have the rest."""
-        return self._jobs.free <= MAX_JOBS_PER_STEP
-
-    @property
-    def free_jobs(self) -> int:
-        """How many more jobs may be in flight."""
-        return self._jobs.free
+        return self.jobs.free <= MAX_JOBS_PER_STEP
 
     def clear(self) -> None:
         """The cache was reset: nothing is handed off any more."""
