@@ -10,7 +10,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from kvd_client.integrations.vllm.rank.layout import KvLayout, describe_rank
+from kvd_client.integrations.vllm.identity.kv_layout import KvLayout, describe_rank
 from tests.vllm.configurations import (
     BLOCK_TOKENS,
     LAYERS,

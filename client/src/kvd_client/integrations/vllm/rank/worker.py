@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
 )
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingSpec
 
+from kvd_client.integrations.vllm.identity.kv_layout import describe_rank
 from kvd_client.integrations.vllm.identity.namespace import engine_identity
 from kvd_client.integrations.vllm.metadata import (
     KvdConnectorMetadata,
@@ -33,7 +34,6 @@ from kvd_client.integrations.vllm.metadata import (
 )
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.rank.gpu_rules import check_devices, start_up_error
-from kvd_client.integrations.vllm.rank.layout import describe_rank
 from kvd_client.integrations.vllm.rank.memory import (
     RankKv,
     SharedAllocation,
