@@ -31,6 +31,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
+    OffloadingSpec,
     OffloadKey,
     ReqContext,
     get_offload_group_idx,
@@ -57,7 +58,6 @@ from kvd_client.integrations.vllm.scheduling.prompt_times import PromptTimes
 from kvd_client.integrations.vllm.scheduling.requests import TrackedRequest
 from kvd_client.integrations.vllm.scheduling.steps import StepJobs
 from kvd_client.integrations.vllm.scheduling.stores import BlocksSpec
-from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
 from kvd_client.scheduler import StepPlan
 from kvd_client.scheduler.doubts import MAX_DOUBTS, WAIT_S
 from kvd_client.scheduler.lookup import Knowledge
@@ -79,7 +79,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     manager: KvdManager
 
     def __init__(
-        self, spec: KvdOffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+        self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         self._self_describing = self._events_tracker.self_describing_enabled
