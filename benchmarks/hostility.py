@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.rig import MIB
 from kvd_client.companion import CompanionRefused
-from kvd_proto.layout import MAX_KEYS_PER_MESSAGE, MAX_MESSAGE_BYTES
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_MESSAGE_BYTES
 from kvd_proto.v1 import common_pb2, engine_pb2, events_pb2, operator_pb2
 from tests.control.daemon_rig import (
     Caller,

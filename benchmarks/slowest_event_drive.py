@@ -12,7 +12,7 @@ from kvd.pool import PoolError
 from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
 from kvd.runtime.event_log import resident_changes
 from kvd.runtime.row_teller import ROWS_TOLD_AT_ONCE
-from kvd_proto.layout import MAX_GROUPS, MAX_JOBS_IN_FLIGHT, MAX_KEYS_PER_MESSAGE
+from kvd_proto.limits import MAX_GROUPS, MAX_JOBS_IN_FLIGHT, MAX_KEYS_PER_MESSAGE
 
 MAIN = "main"  # the namespace of most blocks, and its tenant
 LAST = MAX_KEYS_PER_MESSAGE  # blocks that one account stored last

@@ -22,7 +22,7 @@ from kvd.pool import Pool, PoolConfig
 from kvd.runtime.batching import run_pieces
 from kvd.runtime.driver import Driver, OpenSessionRecord
 from kvd_proto.groups import GroupKind
-from kvd_proto.layout import MAX_GROUPS
+from kvd_proto.limits import MAX_GROUPS
 
 HASH_BYTES = 32
 EXTENT_BYTES = 64 << 20

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 
 from kvd.control import errors
-from kvd.control.namespace import STRING_BYTES, check_string
+from kvd.control.namespace import check_string
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.claims.hand_off import MAX_HAND_OFF_NS
@@ -22,23 +22,23 @@ from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
 from kvd.runtime.event_log import Change, ChangeKind, Delivery
 from kvd.runtime.turns import Pace
-from kvd_proto import layout
+from kvd_proto.limits import (
+    MAX_IDS,
+    MAX_KEYS_PER_MESSAGE,
+    MAX_QUERIES,
+    MAX_RUNS,
+    MAX_STRING_BYTES,
+    MAX_STRUCT_BYTES,
+    MAX_TIERS,
+)
 from kvd_proto.v1 import common_pb2, events_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_STRUCT_BYTES = 16 * 1024
 STRUCT_BYTES_A_UNIT = 256  # of a pace: a structure of many small values is slow to encode
 NAMES_A_UNIT = 16
-MAX_QUERIES = 1024
-MAX_RUNS = 64
-MAX_JOBS_PER_STEP = 1024
-MAX_TOUCHES_PER_STEP = 1024
-MAX_HAND_OFFS_PER_STEP = 1024
 DEFAULT_HAND_OFF_MS = 60_000
-MAX_IDS = 16384
-MAX_TIERS = 8
 EPOCH_BYTES = 64
 MESSAGE_BYTES = 1024  # for people, in a verdict
 EVENT_KEYS = 2048  # in one message to a watcher; one that reads nothing costs us two of them
@@ -60,14 +60,14 @@ class KeyBudget:
     """Counts the keys of one message against the limit of all its runs together."""
 
     def __init__(self) -> None:
-        self._left = layout.MAX_KEYS_PER_MESSAGE
+        self._left = MAX_KEYS_PER_MESSAGE
 
     def spend(self, keys: int) -> None:
         """Take so many; InvalidArgument when the message has more than it may."""
         self._left -= keys
         if self._left < 0:
             raise InvalidArgument(
-                f"more than {layout.MAX_KEYS_PER_MESSAGE} keys in one message",
+                f"more than {MAX_KEYS_PER_MESSAGE} keys in one message",
                 "hashes",
                 errors.TOO_MANY_KEYS,
             )
@@ -284,7 +284,7 @@ async def request_ids(names: Sequence[str], field: str, pace: Pace) -> tuple[Req
     for number, name in enumerate(names):
         if number % NAMES_A_UNIT == 0:
             await pace.spend(1)
-        checked.append(RequestId(check_string(name, field, STRING_BYTES)))
+        checked.append(RequestId(check_string(name, field, MAX_STRING_BYTES)))
     return tuple(checked)
 
 

@@ -11,9 +11,9 @@ from kvd.core.errors import InvalidArgument
 from kvd.core.keys import TenantId
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd_proto.groups import GroupKind
+from kvd_proto.limits import MAX_STRING_BYTES
 from kvd_proto.v1 import engine_pb2 as pb
 
-STRING_BYTES = 256
 # Names the canonical encoding; a change of it is a new name and so a new fingerprint.
 ENCODING = "kvd.namespace.v1"
 
@@ -35,7 +35,7 @@ _STRINGS = (
 _REQUIRED = ("model", "kv_dtype", "hash_algorithm")
 
 
-def check_string(value: str, field: str, limit: int = STRING_BYTES) -> str:
+def check_string(value: str, field: str, limit: int = MAX_STRING_BYTES) -> str:
     """Return the string unless it takes more than `limit` bytes."""
     if len(value) > limit or len(value.encode()) > limit:
         raise InvalidArgument(f"{field} has more than {limit} bytes", field, errors.STRING_TOO_LONG)

@@ -31,7 +31,7 @@ from kvd.control.sessions.session import SessionContext, SessionTerms
 from kvd.control.sockets import SocketFile, alone_in, refuse_taken, unused_name
 from kvd.linux.own_directory import Wanted, require_place
 from kvd.runtime.driver import Driver
-from kvd_proto.layout import MAX_MESSAGE_BYTES
+from kvd_proto.limits import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import (
     engine_pb2,
     engine_pb2_grpc,

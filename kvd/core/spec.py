@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvd.core.errors import BLOCKS_PER_BLOCK, GROUP_COUNT, HASH_BYTES, RANK_COUNT, InvalidArgument
 from kvd.core.keys import TenantId
 from kvd_proto.groups import GroupKind
-from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_HASH_BYTES, MAX_RANKS
+from kvd_proto.limits import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_HASH_BYTES, MAX_RANKS
 
 # Keeps every size that is computed from a client's figures far from overflow.
 MAX_PART_BYTES = 1 << 40

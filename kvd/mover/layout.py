@@ -14,11 +14,11 @@ from kvd.core.errors import (
     LayoutMismatch,
 )
 from kvd.core.keys import U32, U64, MoverId
-from kvd_proto.layout import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, NULL_ENGINE_BLOCK
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+from kvd_proto.limits import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_REGIONS
 
 Handle = bytes
 WORD = 8  # every base, stride and size is a multiple: copies go word by word
-MAX_REGIONS = 256
 MAX_FRAGMENTS = 4096  # per group
 
 

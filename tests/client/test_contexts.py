@@ -8,13 +8,13 @@ import pytest
 from google.protobuf import json_format
 
 from kvd_client.draft import (
-    MAX_ID_BYTES,
     MAX_STRUCT_DEPTH,
     StepDraft,
     request_context,
     wire_id,
     wire_text,
 )
+from kvd_proto.limits import MAX_STRING_BYTES
 from kvd_proto.v1 import common_pb2
 from tests.client.small_engine import SmallEngine
 
@@ -23,13 +23,13 @@ LONG = "x" * 300
 
 def test_a_short_id_is_sent_as_it_is() -> None:
     assert wire_id("request-1") == "request-1"
-    assert wire_id("é" * (MAX_ID_BYTES // 2)) == "é" * (MAX_ID_BYTES // 2)
+    assert wire_id("é" * (MAX_STRING_BYTES // 2)) == "é" * (MAX_STRING_BYTES // 2)
 
 
 @pytest.mark.parametrize("request_id", [LONG, "é" * 200, "", "lone \ud800"])
 def test_any_id_becomes_one_that_the_daemon_takes(request_id: str) -> None:
     sent = wire_id(request_id)
-    assert 0 < len(sent.encode()) <= MAX_ID_BYTES
+    assert 0 < len(sent.encode()) <= MAX_STRING_BYTES
     assert request_context(request_id, "", 0, ()).request_id == sent
     step = StepDraft(finished=[request_id], preempted=[request_id]).to_proto(1)
     assert [*step.finished_request_ids, *step.preempted_request_ids] == [sent, sent]
@@ -113,7 +113,7 @@ def test_any_priority_becomes_one_of_32_bits(priority: int) -> None:
 def test_a_long_account_becomes_another_that_only_it_becomes() -> None:
     assert (wire_text(""), wire_text("salt")) == ("", "salt")
     assert wire_text(LONG + "a") != wire_text(LONG + "b")
-    assert len(wire_text(LONG).encode()) <= MAX_ID_BYTES
+    assert len(wire_text(LONG).encode()) <= MAX_STRING_BYTES
 
 
 def test_a_request_with_a_long_id_is_cached_and_the_session_lives(engine: SmallEngine) -> None:

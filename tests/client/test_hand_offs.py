@@ -145,7 +145,7 @@ def test_a_large_hand_off_leaves_in_parts_that_fit(monkeypatch: pytest.MonkeyPat
     prefilled(rig, 5)
     rig.report(*stores_of(rig))
     rig.scheduler.request_finished("r", [blocks(0, 5)] * 2)
-    monkeypatch.setattr("kvd_proto.layout.MAX_KEYS_PER_MESSAGE", 4)
+    monkeypatch.setattr("kvd_client.scheduler.hand_offs.MAX_KEYS_PER_MESSAGE", 4)
     sent: list[list[bytes]] = [[], []]
     while rig.scheduler.has_pending_work():
         rig.step()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvd_client.draft import MAX_RUNS, BlockRun, JobDraft, in_parts
-from kvd_proto import layout
+from kvd_client.draft import BlockRun, JobDraft, in_parts
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_RUNS
 from tests.client.engine_rig import FULL, TOKENS, WIDE, Rig, blocks
 
-MOST = layout.MAX_KEYS_PER_MESSAGE
+MOST = MAX_KEYS_PER_MESSAGE
 
 
 def test_runs_are_cut_where_a_job_is_full_and_nothing_is_lost() -> None:

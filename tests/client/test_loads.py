@@ -171,7 +171,7 @@ def test_what_was_found_is_not_evicted_before_it_is_loaded(
 def test_a_load_waits_for_a_free_job_instead_of_being_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvd_proto.layout.MAX_JOBS_IN_FLIGHT", 1)
+    monkeypatch.setattr("kvd_client.scheduler.sent_jobs.MAX_JOBS_IN_FLIGHT", 1)
     rig = Rig()
     rig.holds("p", 3 * TOKENS)
     rig.holds("q", 3 * TOKENS)

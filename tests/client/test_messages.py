@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from kvd_client.draft import (
-    MAX_PARTS,
-    MAX_RUNS,
-    BlockRun,
-    HandOffDraft,
-    JobDraft,
-    StepDraft,
-    within_limit,
-)
-from kvd_client.messages import MAX_CONTEXT_BYTES, MAX_IDS, messages_of
+from kvd_client.draft import BlockRun, HandOffDraft, JobDraft, StepDraft, within_limit
+from kvd_client.messages import MAX_CONTEXT_BYTES, messages_of
 from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.params import RequestParams, SchedulerOptions
 from kvd_client.scheduler.request import Request
-from kvd_proto import layout
+from kvd_proto.limits import MAX_IDS, MAX_KEYS_PER_MESSAGE, MAX_PARTS_PER_STEP, MAX_RUNS
 from kvd_proto.v1 import common_pb2
 
-MAX_KEYS = layout.MAX_KEYS_PER_MESSAGE
+MAX_KEYS = MAX_KEYS_PER_MESSAGE
 
 
 def job(number: int, keys: int = 1, text: str = "") -> JobDraft:
@@ -30,7 +22,7 @@ def assert_within_limits(messages: list[StepDraft]) -> None:
     for message in messages:
         assert message.count_keys() <= MAX_KEYS
         for kind in (message.loads, message.stores, message.touches, message.hand_offs):
-            assert len(kind) <= MAX_PARTS
+            assert len(kind) <= MAX_PARTS_PER_STEP
         contexts = [part.context for part in (*message.loads, *message.stores)]
         assert sum(context.ByteSize() for context in contexts) <= MAX_CONTEXT_BYTES
         assert len(message.released_leases) <= MAX_IDS
@@ -41,16 +33,16 @@ def assert_within_limits(messages: list[StepDraft]) -> None:
 def test_a_step_that_fits_is_one_message_with_all_of_it() -> None:
     step = StepDraft(loads=[job(1)], released_leases=[7], finished=["r"])
     assert messages_of(step) == [step]
-    full = StepDraft(loads=[job(n) for n in range(MAX_PARTS)])
+    full = StepDraft(loads=[job(n) for n in range(MAX_PARTS_PER_STEP)])
     [message] = messages_of(full)
     assert message.job_ids() == full.job_ids()
 
 
 def test_loads_beyond_a_messages_count_go_with_the_next_and_leases_with_the_last() -> None:
-    step = StepDraft(loads=[job(n) for n in range(MAX_PARTS + 1)], released_leases=[1, 2])
+    step = StepDraft(loads=[job(n) for n in range(MAX_PARTS_PER_STEP + 1)], released_leases=[1, 2])
     messages = messages_of(step)
     assert_within_limits(messages)
-    assert [len(message.loads) for message in messages] == [MAX_PARTS, 1]
+    assert [len(message.loads) for message in messages] == [MAX_PARTS_PER_STEP, 1]
     assert [message.released_leases for message in messages] == [[], [1, 2]]
 
 

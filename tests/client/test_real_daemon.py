@@ -9,7 +9,8 @@ import time
 import pytest
 
 from kvd_client import ScheduledRequest, StepPlan
-from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, QueryDraft, StepDraft
+from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft
+from kvd_proto.limits import MAX_PARTS_PER_STEP
 from kvd_proto.v1 import common_pb2
 from tests.client.conftest import StartEngine
 from tests.client.small_engine import TOKENS, SmallEngine, block_hashes
@@ -293,7 +294,7 @@ def test_a_refused_lookup_says_why_in_the_log(
 def test_more_loads_in_a_step_than_a_message_has_all_hit(start_engine: StartEngine) -> None:
     engine = start_engine()
     engine.store("a", "hello", 1)
-    names = [f"r{number}" for number in range(MAX_PARTS + 100)]
+    names = [f"r{number}" for number in range(MAX_PARTS_PER_STEP + 100)]
     draft = StepDraft()
     [content] = block_hashes("hello", 1)
     for number, name in enumerate(names):

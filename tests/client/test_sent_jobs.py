@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvd_client.scheduler.sent_jobs import NEVER_SENT, REPORT_GRACE_S, SentJob, SentJobs
-from kvd_proto import layout
+from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
 
 LATER_S = REPORT_GRACE_S + 0.1
 
@@ -37,10 +37,10 @@ def test_several_ranks_may_speak_at_once(jobs: SentJobs[SentJob]) -> None:
 
 
 def test_every_part_counts_for_the_limit(jobs: SentJobs[SentJob]) -> None:
-    assert jobs.free == layout.MAX_JOBS_IN_FLIGHT - 3
+    assert jobs.free == MAX_JOBS_IN_FLIGHT - 3
     assert jobs.parts_of([8, 9]) == {2, 3}
     jobs.drop(8)
-    assert jobs.free == layout.MAX_JOBS_IN_FLIGHT - 1
+    assert jobs.free == MAX_JOBS_IN_FLIGHT - 1
 
 
 def test_the_daemons_word_counts_after_a_grace_and_is_said_again(jobs: SentJobs[SentJob]) -> None:

@@ -357,7 +357,7 @@ def test_a_jobs_end_names_its_own_keys_and_no_others() -> None:
 def test_a_step_holds_no_more_jobs_than_the_protocol_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvd_client.scheduler.stores.MAX_PARTS", 3)
+    monkeypatch.setattr("kvd_client.scheduler.stores.MAX_PARTS_PER_STEP", 3)
     rig = Rig()
     names = "abcde"
     for name in names:

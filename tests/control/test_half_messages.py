@@ -9,7 +9,7 @@ import pytest
 
 from kvd.control.access.intake import MAX_CALLS_OF_A_USER
 from kvd.control.server import LOOKAHEAD_BYTES, MAX_STREAMS
-from kvd_proto.layout import MAX_MESSAGE_BYTES
+from kvd_proto.limits import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import engine_pb2, operator_pb2
 from tests.control.daemon_rig import (
     Caller,

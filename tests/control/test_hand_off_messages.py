@@ -14,7 +14,7 @@ from kvd.core.machine import Machine, MachineConfig
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.observability.metrics import Metrics
 from kvd_proto.groups import GroupKind
-from kvd_proto.layout import MAX_KEYS_PER_MESSAGE
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 from kvd_proto.v1 import common_pb2, engine_pb2
 from tests.control.daemon_rig import (
     RawEngine,

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from kvd.control.access import intake
-from kvd_proto.layout import MAX_MESSAGE_BYTES
+from kvd_proto.limits import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import engine_pb2
 from tests.control.daemon_rig import Caller, RawScheduler, daemon, identity, namespace
 from tests.control.test_malformed_requests import resident_kib

@@ -12,7 +12,7 @@ import pytest
 from kvd.control import memory_return
 from kvd.control.access.shares import Bound, Shares
 from kvd.core.errors import LimitExceeded
-from kvd_proto.layout import MAX_MESSAGE_BYTES
+from kvd_proto.limits import MAX_MESSAGE_BYTES
 from tests.control.daemon_rig import Caller, daemon
 from tests.control.test_malformed_requests import resident_kib
 

@@ -8,7 +8,6 @@ import random
 import pytest
 from google.protobuf import struct_pb2
 
-from kvd.control.convert import MAX_IDS
 from kvd.control.sessions import wire
 from kvd.control.sessions.verbs import LiveSession, step_parts
 from kvd.core.errors import KvdError
@@ -16,6 +15,7 @@ from kvd.core.keys import SessionId, TenantId
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.runtime.turns import FairQueue, Pace
 from kvd_proto.groups import GroupKind
+from kvd_proto.limits import MAX_IDS
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 from tests.control.test_malformed_requests import scrambled

@@ -14,7 +14,8 @@ from kvd.core.jobs import waiters, waits
 from kvd.core.keys import JobId, KeyBatch, MoverId, SessionId
 from kvd.core.model.state import MAX_ENGINE_BLOCKS
 from kvd.core.model.turn import Turn
-from kvd_proto.layout import MAX_JOBS_IN_FLIGHT, NULL_ENGINE_BLOCK
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
 from tests.core.bench import MS, Bench, context, engine_blocks, keys, only, small, spec, verdict
 
 DONE, FAILED, REVOKED = (

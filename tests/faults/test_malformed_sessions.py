@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvd_proto.layout import MAX_MESSAGE_BYTES
+from kvd_proto.limits import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import common_pb2, engine_pb2
 from tests.control.daemon_rig import (
     Caller,

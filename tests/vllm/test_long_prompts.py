@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvd_proto import layout
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 from tests.vllm.node_daemon import NodeDaemon, wait_until
 from tests.vllm.stand_process import stand_process
 
 BLOCK_TOKENS = 4
-MOST = layout.MAX_KEYS_PER_MESSAGE
+MOST = MAX_KEYS_PER_MESSAGE
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from kvd_proto.limits import MAX_COMPANION_BYTES
 from kvd_proto.v1 import companion_pb2
 
-MAX_MESSAGE_BYTES = 65536
 MAX_DESCRIPTORS = 8  # received and not taken yet; a message has four at most
 _LENGTH = struct.Struct("<I")
 
@@ -101,7 +101,7 @@ class CompanionSocket:
 
     def _receive(self, kind: str) -> companion_pb2.CompanionResponse:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        if length > MAX_MESSAGE_BYTES:
+        if length > MAX_COMPANION_BYTES:
             raise CompanionRefused("PROTOCOL", f"a message of {length} bytes")
         answer = companion_pb2.CompanionResponse.FromString(self._read(length))
         got = answer.WhichOneof("kind")

@@ -35,6 +35,7 @@ from kvd_client.messages import messages_of
 from kvd_client.outgoing import Message, as_is, lookup_bytes, serialised, step_bytes
 from kvd_client.session import DaemonSession, QueryAnswer
 from kvd_proto import layout
+from kvd_proto.limits import MAX_RANKS
 from kvd_proto.v1 import common_pb2, companion_pb2, engine_pb2
 
 log = logging.getLogger(__name__)
@@ -75,8 +76,8 @@ class SchedulerConnection:
         silent_after_s: float = SILENT_AFTER_S,
     ) -> None:
         layout.require_ordered_stores()
-        if not 1 <= world_size <= layout.MAX_RANKS:
-            raise ValueError(f"world_size is {world_size}, allowed are 1..{layout.MAX_RANKS}")
+        if not 1 <= world_size <= MAX_RANKS:
+            raise ValueError(f"world_size is {world_size}, allowed are 1..{MAX_RANKS}")
         self.namespace = namespace
         self.world_size = world_size
         self.blocking_calls = 0

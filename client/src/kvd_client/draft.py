@@ -12,18 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from google.protobuf import struct_pb2
 
-from kvd_proto import layout
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_RUNS, MAX_STRING_BYTES, MAX_STRUCT_BYTES
 from kvd_proto.v1 import common_pb2, engine_pb2
 
 log = logging.getLogger(__name__)
 
-MAX_ID_BYTES = 256  # of a request's id and of other texts; these four as the protocol says
-MAX_STRUCT_BYTES = 16 * 1024  # of transfer parameters, and of hints
 MAX_STRUCT_DEPTH = 16  # objects and lists within each other; protobuf itself ends near 33
-MAX_RUNS = 64  # of a job
 MIN_NUMBER, MAX_NUMBER = -1e308, 1e308  # of a JSON number, which is a double on the wire
 TOO_LONG, TOO_DEEP, NO_JSON = "too long", "nested too deep", "no JSON"
-MAX_PARTS = 1024  # loads, stores, touches, hand-offs of one message: of each so many
 
 
 class BlockRun(NamedTuple):
@@ -69,7 +65,7 @@ def within_limit(runs: list[BlockRun], most: int = MAX_RUNS) -> list[BlockRun]:
     ]
 
 
-def in_parts(runs: list[BlockRun], most: int = layout.MAX_KEYS_PER_MESSAGE) -> list[list[BlockRun]]:
+def in_parts(runs: list[BlockRun], most: int = MAX_KEYS_PER_MESSAGE) -> list[list[BlockRun]]:
     """The same blocks, cut into what one job may have: `most` keys in MAX_RUNS runs."""
     if sum(len(run.block_hashes) for run in runs) <= most:
         return [within_limit(runs)]
@@ -92,7 +88,7 @@ def in_parts(runs: list[BlockRun], most: int = layout.MAX_KEYS_PER_MESSAGE) -> l
 
 def count_parts(keys: int) -> int:
     """In how many parts `in_parts` cuts so many keys."""
-    return max(1, -(-keys // layout.MAX_KEYS_PER_MESSAGE))
+    return max(1, -(-keys // MAX_KEYS_PER_MESSAGE))
 
 
 @dataclass(slots=True)
@@ -310,7 +306,7 @@ def wire_id(request_id: str) -> str:
     Users set ids. One that was refused would take its whole step along, and the session.
     """
     encoded = request_id.encode(errors="replace")
-    if 0 < len(encoded) <= MAX_ID_BYTES:
+    if 0 < len(encoded) <= MAX_STRING_BYTES:
         return encoded.decode()
     digest = hashlib.blake2b(encoded, digest_size=16).hexdigest()
-    return encoded[: MAX_ID_BYTES - 40].decode(errors="ignore") + "~" + digest
+    return encoded[: MAX_STRING_BYTES - 40].decode(errors="ignore") + "~" + digest

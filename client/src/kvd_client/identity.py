@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvd_proto import layout
 from kvd_proto.groups import GroupKind
+from kvd_proto.limits import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_HASH_BYTES
 from kvd_proto.v1 import engine_pb2
 
 
@@ -27,7 +27,7 @@ class Group:
     drafter: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.blocks_per_block <= layout.MAX_BLOCKS_PER_BLOCK:
+        if not 1 <= self.blocks_per_block <= MAX_BLOCKS_PER_BLOCK:
             raise ValueError(f"blocks_per_block is {self.blocks_per_block}, allowed are 1..64")
         if self.tokens_per_block < 1 or self.tokens_per_block % self.blocks_per_block:
             raise ValueError("tokens_per_block must be a positive multiple of blocks_per_block")
@@ -77,9 +77,9 @@ class NamespaceFields:
     unshared: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.hash_bytes <= layout.MAX_HASH_BYTES:
+        if not 1 <= self.hash_bytes <= MAX_HASH_BYTES:
             raise ValueError(f"hash_bytes is {self.hash_bytes}, allowed are 1..64")
-        if not 1 <= len(self.groups) <= layout.MAX_GROUPS:
+        if not 1 <= len(self.groups) <= MAX_GROUPS:
             raise ValueError(f"{len(self.groups)} groups, allowed are 1..64")
 
     @property

@@ -10,10 +10,8 @@ from dataclasses import dataclass, field
 
 from kvd_client.draft import QueryDraft
 from kvd_client.session import QueryAnswer
-from kvd_proto import layout
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_QUERIES
 from kvd_proto.v1 import engine_pb2
-
-MAX_QUERIES_PER_CALL = 1024  # as the protocol says
 
 
 @dataclass(slots=True)
@@ -29,8 +27,8 @@ class SharedCall:
         """Take these along. False: they would make the message too large."""
         keys = sum(len(query.run.block_hashes) for query in queries)
         if self.queries and (
-            self.keys + keys > layout.MAX_KEYS_PER_MESSAGE
-            or len(self.queries) + len(queries) > MAX_QUERIES_PER_CALL
+            self.keys + keys > MAX_KEYS_PER_MESSAGE
+            or len(self.queries) + len(queries) > MAX_QUERIES
         ):
             return False
         self.queries += queries

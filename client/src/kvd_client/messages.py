@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvd_client.draft import MAX_PARTS, BlockRun, StepDraft
-from kvd_proto import layout
+from kvd_client.draft import BlockRun, StepDraft
+from kvd_proto.limits import MAX_IDS, MAX_KEYS_PER_MESSAGE, MAX_PARTS_PER_STEP
 from kvd_proto.v1 import common_pb2
 
-MAX_IDS = 16384  # in each list of ids of a message
 MAX_CONTEXT_BYTES = 1 << 20  # of a message, which may have 4 MiB together with its keys
 FEW_PARTS = 32  # the contexts of so many can't take more, at 32 KiB and some for each
 
@@ -49,7 +48,7 @@ def _is_small(step: StepDraft) -> bool:
     parts = len(step.touches) + len(step.loads) + len(step.stores) + len(step.hand_offs)
     if parts > FEW_PARTS or _longest(step) > MAX_IDS:
         return False
-    return step.count_keys() <= layout.MAX_KEYS_PER_MESSAGE
+    return step.count_keys() <= MAX_KEYS_PER_MESSAGE
 
 
 class _Dealer:
@@ -66,9 +65,9 @@ class _Dealer:
         """The message that takes a part with this context and these runs."""
         keys, size = sum(len(run.block_hashes) for run in runs), context.ByteSize()
         has_room = (
-            self._keys + keys <= layout.MAX_KEYS_PER_MESSAGE
+            self._keys + keys <= MAX_KEYS_PER_MESSAGE
             and self._context_bytes + size <= MAX_CONTEXT_BYTES
-            and len(getattr(self.made[-1], kind)) < MAX_PARTS
+            and len(getattr(self.made[-1], kind)) < MAX_PARTS_PER_STEP
         )
         if self._keys and not has_room:
             self.made.append(StepDraft())

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 from kvd_client.draft import StepDraft
 from kvd_client.lookup_calls import SharedCall
-from kvd_proto.layout import MAX_MESSAGE_BYTES
+from kvd_proto.limits import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import engine_pb2
 
 log = logging.getLogger(__name__)

@@ -78,17 +78,6 @@ BOARD_RECORD = np.dtype(
 )
 BOARD_BYTES = HEADER_BYTES + BOARD_LANES * BOARD_RECORDS * BOARD_RECORD.itemsize
 
-# Jobs of one session that have not ended and been read by every rank.
-MAX_JOBS_IN_FLIGHT = 4096
-# Of gRPC. The largest legal one is a step of 8,192 keys of 64 bytes with 64 engine blocks each:
-# 2.5 MiB, and a MiB of contexts around them. Each session's next message may take that much.
-MAX_MESSAGE_BYTES = 4 << 20
-MAX_HASH_BYTES = 64
-MAX_KEYS_PER_MESSAGE = 8192
-MAX_BLOCKS_PER_BLOCK = 64
-MAX_GROUPS = 64
-MAX_RANKS = 256
-
 
 def page_table_span(level: int) -> tuple[int, int]:
     """Where in an index page the table of a level lies: its offset, its bytes."""

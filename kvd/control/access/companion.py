@@ -25,11 +25,11 @@ from kvd.control.access import descriptors
 from kvd.control.access.peers import Peer, Peers, Role, credentials_of, has_ended, user_of
 from kvd.control.access.shares import Bound, Shares
 from kvd.core.errors import InvalidArgument, KvdError, LimitExceeded
+from kvd_proto.limits import MAX_COMPANION_BYTES
 from kvd_proto.v1 import companion_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 65536
 MAX_ENGINE_CONNECTIONS = 256  # of schedulers and workers
 MAX_ENGINE_CONNECTIONS_OF_A_USER = 128
 MAX_TOOL_CONNECTIONS = 128  # so that engines never keep operators out
@@ -177,7 +177,7 @@ class CompanionConnection:
     def _readable(self) -> None:
         try:
             received, ancillary, flags, _ = self._socket.recvmsg(
-                MAX_MESSAGE_BYTES + _LENGTH.size,
+                MAX_COMPANION_BYTES + _LENGTH.size,
                 socket.CMSG_SPACE(_FDS_PER_READ * array.array("i").itemsize),
                 socket.MSG_CMSG_CLOEXEC,
             )
@@ -206,8 +206,8 @@ class CompanionConnection:
     def _handle_received(self) -> None:
         while not self._closed and len(self._received) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._received)
-            if not 0 < length <= MAX_MESSAGE_BYTES:
-                self._refuse_and_close(f"a message of {length} bytes, not 1..{MAX_MESSAGE_BYTES}")
+            if not 0 < length <= MAX_COMPANION_BYTES:
+                self._refuse_and_close(f"a message of {length} bytes, not 1..{MAX_COMPANION_BYTES}")
                 return
             end = _LENGTH.size + length
             if len(self._received) < end:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass, field
 
 from kvd.control.access.shares import Bound, Shares
-from kvd_proto.layout import MAX_MESSAGE_BYTES
+from kvd_proto.limits import MAX_MESSAGE_BYTES
 
 FIRST_AT_ONCE = 4  # first messages of calls that are taken in at once, of one user
 BYTES_AT_ONCE = MAX_MESSAGE_BYTES  # of large messages that are read and worked off, of one user

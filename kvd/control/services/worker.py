@@ -23,10 +23,10 @@ from kvd.control.sessions.session import SessionContext
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId
 from kvd.mover.facts import MoverFacts
-from kvd.mover.layout import MAX_REGIONS, GpuConfig, check_config, check_group_count
+from kvd.mover.layout import GpuConfig, check_config, check_group_count
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, MoverStartError
 from kvd.runtime.fleet import MoverOwner, RankPlacement
-from kvd_proto import layout
+from kvd_proto.limits import MAX_RANKS, MAX_REGIONS
 from kvd_proto.v1 import companion_pb2, worker_pb2_grpc
 from kvd_proto.v1 import worker_pb2 as pb
 
@@ -215,10 +215,9 @@ def require_kept(config: MoverConfig, peer: Peer) -> None:
 
 def check_rank(request: pb.RegisterRankRequest) -> None:
     """Raise InvalidArgument unless it is a rank, and says no more than can be looked at."""
-    if not 1 <= request.world_size <= layout.MAX_RANKS or request.rank >= request.world_size:
+    if not 1 <= request.world_size <= MAX_RANKS or request.rank >= request.world_size:
         raise InvalidArgument(
-            f"rank {request.rank} of world_size {request.world_size}: not a rank of"
-            f" 1..{layout.MAX_RANKS}",
+            f"rank {request.rank} of world_size {request.world_size}: not a rank of 1..{MAX_RANKS}",
             "rank",
             errors.RANK_COUNT,
         )

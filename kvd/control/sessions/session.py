@@ -33,7 +33,7 @@ from kvd.core.spec import NamespaceSpec
 from kvd.mover.process import MoverProcess
 from kvd.runtime.driver import Driver
 from kvd.runtime.fleet import RankPlacement
-from kvd_proto import layout
+from kvd_proto.limits import MAX_RANKS
 from kvd_proto.v1 import engine_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -411,9 +411,9 @@ class DeferredSink:
 
 def check_open(message: pb.OpenSession) -> None:
     """Raise InvalidArgument unless the figures of an OpenSession are possible."""
-    if not 1 <= message.world_size <= layout.MAX_RANKS:
+    if not 1 <= message.world_size <= MAX_RANKS:
         raise InvalidArgument(
-            f"world_size is {message.world_size}, not 1..{layout.MAX_RANKS}",
+            f"world_size is {message.world_size}, not 1..{MAX_RANKS}",
             "world_size",
             RANK_COUNT,
         )

@@ -23,6 +23,7 @@ from kvd.core.spec import NamespaceSpec
 from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
 from kvd.runtime.driver import Driver
 from kvd.runtime.turns import Pace
+from kvd_proto.limits import MAX_PARTS_PER_STEP, MAX_RUNS
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 
@@ -106,10 +107,10 @@ class StepParts:
 
 async def step_parts(live: LiveSession, step: pb.Step, pace: Pace) -> StepParts:
     """Check every part of the step; InvalidArgument names the first that is wrong."""
-    convert.check_count(len(step.touches), convert.MAX_TOUCHES_PER_STEP, "touches")
-    convert.check_count(len(step.loads), convert.MAX_JOBS_PER_STEP, "loads")
-    convert.check_count(len(step.stores), convert.MAX_JOBS_PER_STEP, "stores")
-    convert.check_count(len(step.hand_offs), convert.MAX_HAND_OFFS_PER_STEP, "hand_offs")
+    convert.check_count(len(step.touches), MAX_PARTS_PER_STEP, "touches")
+    convert.check_count(len(step.loads), MAX_PARTS_PER_STEP, "loads")
+    convert.check_count(len(step.stores), MAX_PARTS_PER_STEP, "stores")
+    convert.check_count(len(step.hand_offs), MAX_PARTS_PER_STEP, "hand_offs")
     budget = convert.KeyBudget()
     touches: list[ev.Touched] = []
     for touch in step.touches:
@@ -144,7 +145,7 @@ async def step_parts(live: LiveSession, step: pb.Step, pace: Pace) -> StepParts:
 
 def _units(part: pb.Touch | pb.LoadJob | pb.StoreJob | pb.HandOff) -> int:
     """What it takes to look at a part of a step, in a pace's units."""
-    return min(len(part.runs), convert.MAX_RUNS) + convert.context_units(part.context)
+    return min(len(part.runs), MAX_RUNS) + convert.context_units(part.context)
 
 
 class Verbs:

@@ -15,9 +15,9 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvd.control import errors
-from kvd.control.convert import MAX_STRUCT_BYTES
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.runtime.turns import Pace
+from kvd_proto.limits import MAX_STRUCT_BYTES
 from kvd_proto.v1 import engine_pb2
 
 PIECE_BYTES = 16 * 1024  # read in one go: at worst half a millisecond

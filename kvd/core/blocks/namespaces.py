@@ -21,7 +21,7 @@ from kvd.core.model.state import (
 )
 from kvd.core.model.turn import Turn
 from kvd.core.spec import NamespaceSpec
-from kvd_proto.layout import MAX_GROUPS
+from kvd_proto.limits import MAX_GROUPS
 from kvd_proto.tags import account_seed
 
 MAX_NAME_BYTES = 256  # epochs, accounts

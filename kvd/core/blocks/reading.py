@@ -13,7 +13,7 @@ from kvd.core.keys import U64, KeyBatch, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import Namespace, Session, State
-from kvd_proto.layout import MAX_KEYS_PER_MESSAGE
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 from kvd_proto.tags import tags_of
 
 

@@ -31,7 +31,7 @@ from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.room.eviction import make_room
-from kvd_proto.layout import MAX_JOBS_IN_FLIGHT
+from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Scope, State
 from kvd.core.model.turn import Turn
 from kvd.core.room import expiry
-from kvd_proto.layout import MAX_GROUPS
+from kvd_proto.limits import MAX_GROUPS
 from kvd_proto.tags import account_seed, tags_of
 
 _STAMP_SHIFT = np.uint64(24)  # as block.coarse_stamp

@@ -40,7 +40,7 @@ from kvd.core.model.state import (
 from kvd.core.model.turn import Turn
 from kvd.core.room import expiry, row_rights
 from kvd.core.room.reclaim import row_unmapped
-from kvd_proto.layout import MAX_RANKS
+from kvd_proto.limits import MAX_RANKS
 
 SESSION_ENDED = "its session has ended"
 

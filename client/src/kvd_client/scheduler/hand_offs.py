@@ -10,12 +10,11 @@ from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
 
-from kvd_client.draft import MAX_RUNS, BlockRun, HandOffDraft, StepDraft
+from kvd_client.draft import BlockRun, HandOffDraft, StepDraft
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Request
-from kvd_proto import layout
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_PARTS_PER_STEP, MAX_RUNS
 
-MAX_PER_STEP = 1024
 MAX_WAITING = 16384  # ended requests; beyond it the oldest is not handed off
 
 
@@ -47,12 +46,12 @@ class HandOffQueue:
         """Add what may leave to a step whose stores are all in, as far as there is room."""
         if not self._waiting:
             return
-        room = max(0, layout.MAX_KEYS_PER_MESSAGE - step.count_keys())
+        room = max(0, MAX_KEYS_PER_MESSAGE - step.count_keys())
         left: list[_Waiting] = []
         for waiting in self._waiting:
             stores = waiting.request.store_jobs
             may_leave = not any(job_id in self._jobs for job_id in stores)
-            while may_leave and waiting.runs and room and len(step.hand_offs) < MAX_PER_STEP:
+            while may_leave and waiting.runs and room and len(step.hand_offs) < MAX_PARTS_PER_STEP:
                 runs = _take(waiting.runs, room)
                 room -= sum(len(run.block_hashes) for run in runs)
                 draft = HandOffDraft(waiting.request.context, runs, waiting.deadline_ms)

@@ -21,10 +21,10 @@ from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Lookup, LookupState, Request
 from kvd_client.session import Lookups, SessionView
-from kvd_proto import layout
 from kvd_proto.groups import GroupKind
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 
-KEYS_PER_CALL = layout.MAX_KEYS_PER_MESSAGE // 2
+KEYS_PER_CALL = MAX_KEYS_PER_MESSAGE // 2
 LEASE_MARGIN = 0.7  # of the daemon's time: both clocks start at different moments
 UNMEASURED_S = 1.0  # what a hit is worth waiting for before anything was computed
 ASK_AGAIN_SHARE = 1 / 8  # of the time that a request has been deferred

@@ -42,7 +42,7 @@ from kvd_client.scheduler.request import Request
 from kvd_client.scheduler.stats import SchedulerStats
 from kvd_client.scheduler.stores import StoreQueue
 from kvd_client.session import Connection, SessionView
-from kvd_proto import layout
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,7 @@ class Scheduler:
             return [], []
         keys = sum(len(run.block_hashes) for load in step.loads for run in load.runs)
         # All loads leave: their leases do so with the same step.
-        room = max(0, layout.MAX_KEYS_PER_MESSAGE - keys)
+        room = max(0, MAX_KEYS_PER_MESSAGE - keys)
         return self._stores.submit(offers, session, step, room)
 
     def _take_back(self, step: StepDraft) -> None:

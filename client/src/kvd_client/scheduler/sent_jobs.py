@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvd_proto import layout
+from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
 
 REPORT_GRACE_S = 1.0  # after the daemon told a job's end, for every rank to report it
 NEVER_SENT = -1  # in place of a session's generation
@@ -51,7 +51,7 @@ class SentJobs(Generic[JobT]):
     @property
     def free(self) -> int:
         """How many more of the daemon's jobs may be in flight."""
-        return layout.MAX_JOBS_IN_FLIGHT - len(self._owners)
+        return MAX_JOBS_IN_FLIGHT - len(self._owners)
 
     def add(self, number: int, job: JobT) -> None:
         job.reports_left = self._world_size

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvd_client.draft import MAX_PARTS, BlockRun, JobDraft, StepDraft, in_parts, within_limit
+from kvd_client.draft import BlockRun, JobDraft, StepDraft, in_parts, within_limit
 from kvd_client.identity import NamespaceFields
 from kvd_client.scheduler.jobs import JobTable
 from kvd_client.scheduler.lookup import LookupQueue
@@ -17,6 +17,7 @@ from kvd_client.scheduler.offers import BlockOffer
 from kvd_client.scheduler.request import Request
 from kvd_client.scheduler.stats import StatsCollector
 from kvd_client.session import SessionView
+from kvd_proto.limits import MAX_PARTS_PER_STEP
 
 
 @dataclass(slots=True)
@@ -78,7 +79,8 @@ class StoreQueue:
             if done < len(offer.block_hashes):
                 blocked.add(owner)
                 self._tally.without_room(len(offer.block_hashes) - done)
-        for (request_id, _), runs in list(choice.sighted.items())[: MAX_PARTS - len(step.touches)]:
+        left = MAX_PARTS_PER_STEP - len(step.touches)
+        for (request_id, _), runs in list(choice.sighted.items())[:left]:
             [joined] = within_limit(runs, most=1)
             step.touches.append((choice.requests[request_id].context, joined))
         new: tuple[list[int], list[int]] = ([], [])
@@ -103,7 +105,7 @@ class StoreQueue:
         """Blocks of the offer that may become part of a job."""
         if (offer.request.request_id, offer.computed) not in choice.runs:
             new = len(choice.runs)
-            if (new >= MAX_PARTS and not offer.is_last) or self._jobs.free <= new:
+            if (new >= MAX_PARTS_PER_STEP and not offer.is_last) or self._jobs.free <= new:
                 return 0
         # A request-level store must be whole: there the daemon decides about room, and says so.
         most = self._most(offer, choice)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvd_client.worker.cuda_refusals import CudaMemoryRefused, CudaRefusal
 from kvd_client.worker.memory import ALIGNMENT, CudaTensor, DeviceSpan, GroupLayout
-
-MAX_REGIONS = 256
+from kvd_proto.limits import MAX_REGIONS
 
 
 @dataclass(frozen=True, slots=True)

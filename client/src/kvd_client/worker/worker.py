@@ -29,7 +29,7 @@ from kvd_client.worker.memory import CudaTensor, DeviceSpan, GroupLayout, Shared
 from kvd_client.worker.rank_memory import RegisteredMemory, take_memory
 from kvd_client.worker.registrar import RankPlace, Registrar
 from kvd_client.worker.registration import Registration
-from kvd_proto import layout
+from kvd_proto.limits import MAX_RANKS
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Worker:
         world_size: int = 1,
         **options: Unpack[WorkerOptions],
     ) -> None:
-        if not 0 <= rank < world_size <= layout.MAX_RANKS:
+        if not 0 <= rank < world_size <= MAX_RANKS:
             raise ValueError(f"rank {rank} of {world_size}")
         self._socket_path = socket_path
         self._identity = identity

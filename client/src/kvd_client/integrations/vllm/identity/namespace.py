@@ -21,6 +21,7 @@ from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_proto import layout
 from kvd_proto.groups import GroupKind
+from kvd_proto.limits import MAX_BLOCKS_PER_BLOCK, MAX_RANKS
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +99,8 @@ def check_config(vllm_config: Any) -> None:
             f"one engine's ranks lie on {parallel.nnodes_within_dp} nodes, and kvd serves one."
             " Keep tensor and pipeline parallelism within a node (data parallelism may cross)"
         )
-    if parallel.world_size > layout.MAX_RANKS:
-        raise ValueError(f"{parallel.world_size} ranks, kvd allows {layout.MAX_RANKS} an engine")
+    if parallel.world_size > MAX_RANKS:
+        raise ValueError(f"{parallel.world_size} ranks, kvd allows {MAX_RANKS} an engine")
     try:
         layout.require_ordered_stores()
     except RuntimeError as error:
@@ -272,9 +273,9 @@ def _describe_groups(
     kv_cache_config: Any, offloading_config: Any, handshakes: Sequence[RankHandshake]
 ) -> Iterator[Group]:
     blocks_per_block = offloading_config.cache.blocks_per_chunk
-    if blocks_per_block > layout.MAX_BLOCKS_PER_BLOCK:
+    if blocks_per_block > MAX_BLOCKS_PER_BLOCK:
         raise ValueError(
-            f"blocks_per_chunk is {blocks_per_block}, kvd allows {layout.MAX_BLOCKS_PER_BLOCK};"
+            f"blocks_per_chunk is {blocks_per_block}, kvd allows {MAX_BLOCKS_PER_BLOCK};"
             " set blocks_per_chunk in kv_connector_extra_config"
         )
     shard_bytes = _shard_bytes(handshakes) or shard_bytes_of(kv_cache_config, offloading_config)

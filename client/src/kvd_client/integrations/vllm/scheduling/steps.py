@@ -11,8 +11,8 @@ from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.sent_jobs import NEVER_SENT, SentJob, SentJobs
 from kvd_client.session import Connection, SessionView
+from kvd_proto.limits import MAX_PARTS_PER_STEP
 
-MAX_JOBS_PER_STEP = 1024  # of each kind, as the protocol says
 RENEWED_EACH = 0.25  # of a lease's time
 MAX_FINISHED = 4096  # requests that ended while no session was usable; of older ones nobody hears
 MAX_WAITING_ENDS = 256
@@ -138,7 +138,7 @@ class StepSender:
     @property
     def is_full(self) -> bool:
         """Whether no more stores may be in flight; loads may have the rest."""
-        return self.jobs.free <= MAX_JOBS_PER_STEP
+        return self.jobs.free <= MAX_PARTS_PER_STEP
 
     def clear(self) -> None:
         """The cache was reset: nothing is handed off any more."""

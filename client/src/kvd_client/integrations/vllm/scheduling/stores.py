@@ -17,13 +17,12 @@ from vllm.v1.kv_offload.base import (
 
 from kvd_client.draft import count_parts
 from kvd_client.integrations.vllm.scheduling.requests import OffloadGroups, TrackedRequest, by_group
-from kvd_client.integrations.vllm.scheduling.steps import MAX_JOBS_PER_STEP
 from kvd_client.integrations.vllm.stats import NO_ROOM, STORES_SKIPPED, KvdStats
 from kvd_client.session import SessionView
-from kvd_proto import layout
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_PARTS_PER_STEP
 
-KEYS_PER_STEP = layout.MAX_KEYS_PER_MESSAGE  # to store
-LOAD_KEYS_PER_STEP = 4 * layout.MAX_KEYS_PER_MESSAGE  # in some messages
+KEYS_PER_STEP = MAX_KEYS_PER_MESSAGE  # to store
+LOAD_KEYS_PER_STEP = 4 * MAX_KEYS_PER_MESSAGE  # in some messages
 
 Admitted = Callable[[TrackedRequest, int, int], bool]  # (request, group, block)
 IsWhole = Callable[[ReqContext, int, int], bool]  # likewise: all its engine blocks are there
@@ -190,7 +189,7 @@ class StorePlanner:
         budget = self.budget
         jobs = count_parts(keys)
         if budget.stores and (
-            budget.store_keys + keys > KEYS_PER_STEP or budget.stores + jobs > MAX_JOBS_PER_STEP
+            budget.store_keys + keys > KEYS_PER_STEP or budget.stores + jobs > MAX_PARTS_PER_STEP
         ):
             return None  # but for its size none is put off for ever: one always goes
         lacking = 0
