@@ -32,6 +32,8 @@ from kvd.core.spec import NamespaceSpec
 
 @dataclass(frozen=True, slots=True)
 class EpochOpened:
+    """The epoch that a session is in, with its scopes and tag seeds."""
+
     epoch: str
     scopes: tuple[ScopeId, ...]  # by group
     seeds: tuple[int, ...]  # 64-bit tag seeds by group
@@ -39,6 +41,8 @@ class EpochOpened:
 
 @dataclass(frozen=True, slots=True)
 class SessionAccepted:
+    """The answer to a session that may open."""
+
     namespace: NamespaceId
     epoch: EpochOpened
 
@@ -53,6 +57,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """The answer to one job: whether it was accepted, and why not."""
+
     job: JobId
     kind: JobKind
     accepted: bool
@@ -193,12 +199,16 @@ class WriteFree:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PublishTags:
+    """Put these tags into the namespace's index page."""
+
     namespace: NamespaceId
     tags: U64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RetractTags:
+    """Take these tags out of the namespace's index page."""
+
     namespace: NamespaceId
     tags: U64
 
@@ -214,6 +224,8 @@ class TransferPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StartTransfer:
+    """Have a mover copy its rank's share of a piece."""
+
     mover: MoverId
     transfer: TransferId
     job: JobId
@@ -267,6 +279,8 @@ class EndJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnnounceStored:
+    """Tell watchers that these blocks are readable."""
+
     namespace: NamespaceId
     epoch: str
     account: str
@@ -276,6 +290,8 @@ class AnnounceStored:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnnounceRemoved:
+    """Tell watchers that these blocks are gone."""
+
     namespace: NamespaceId
     epoch: str
     account: str
@@ -285,6 +301,8 @@ class AnnounceRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AnnounceCleared:
+    """Tell watchers that all blocks of an epoch are gone."""
+
     namespace: NamespaceId
 
 

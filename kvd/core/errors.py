@@ -28,14 +28,20 @@ class InvalidArgument(KvdError):
 
 
 class UnknownSession(KvdError):
+    """The caller has no open session with this id."""
+
     reason = "UNKNOWN_SESSION"
 
 
 class UnknownNamespace(KvdError):
+    """No namespace that the caller may see has this id."""
+
     reason = "UNKNOWN_NAMESPACE"
 
 
 class UnknownRegistration(KvdError):
+    """No rank of the caller has this registration."""
+
     reason = "UNKNOWN_REGISTRATION"
 
 
@@ -93,6 +99,8 @@ class TooFewExtents(KvdError):
 
 
 class PermissionDenied(KvdError):
+    """The caller's user has no right to this."""
+
     reason = "PERMISSION_DENIED"
 
 
@@ -103,6 +111,8 @@ class Unauthenticated(KvdError):
 
 
 class Draining(KvdError):
+    """The daemon is about to stop and takes nothing new."""
+
     reason = "DRAINING"
 
 

@@ -30,17 +30,23 @@ from kvd.core.spec import NamespaceSpec
 
 
 class LeaseMode(enum.Enum):
+    """Which blocks that a lookup finds it also leases."""
+
     NONE = 0
     PREFIX = 1
     ALL = 2
 
 
 class JobKind(enum.IntEnum):
+    """Whether a job stores or loads."""
+
     STORE = 1
     LOAD = 2
 
 
 class JobStatus(enum.IntEnum):
+    """How a job has ended; see decision 0016 for PARTIAL."""
+
     DONE = 1
     FAILED = 2
     REFUSED = 3
@@ -277,6 +283,8 @@ class LoadRequested:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Touched:
+    """A request has used these blocks without a copy."""
+
     session: SessionId
     context: RequestContext
     group: int
@@ -323,6 +331,8 @@ class StepEnded:
 
 
 class TransferOutcome(enum.Enum):
+    """How a transfer has ended in its mover."""
+
     DONE = "done"
     FAILED = "failed"  # ended; some bytes may have been written
     REVOKED = "revoked"  # never started, never will

@@ -35,6 +35,8 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSpec:
+    """What engines of one namespace agree in: groups, ranks, shards and bytes."""
+
     fingerprint: str  # hex; the identity
     tenant: TenantId
     hash_bytes: int

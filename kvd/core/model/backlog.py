@@ -45,6 +45,8 @@ class CallOff(enum.Enum):
 
 
 class CalledOff(NamedTuple):
+    """A transfer that is to be called off, how, and why."""
+
     transfer: Transfer
     how: CallOff
     reason: str

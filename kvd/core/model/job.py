@@ -100,6 +100,8 @@ class Prefix:
 
 
 class JobState(enum.Enum):
+    """How far a job has come."""
+
     OPEN = "further pieces may come"
     WHOLE = "its last piece has come"
     ENDED = "on every rank"
@@ -122,6 +124,8 @@ OUTCOME_STEPS: frozenset[tuple[JobStatus, JobStatus]] = frozenset(
 
 @dataclass(slots=True, eq=False)
 class Job:
+    """One store or load of one request, on all its ranks."""
+
     session: SessionId
     job: JobId
     kind: JobKind
@@ -155,6 +159,8 @@ class Job:
 
 @dataclass(slots=True, eq=False)
 class Piece:
+    """A piece of a job: what one event brought of it, with a transfer for each rank."""
+
     job: Job
     parts: tuple[Part, ...]
     number: int = 0  # of a store: what SlotTable.pieces says of its slots
@@ -164,6 +170,8 @@ class Piece:
 
 
 class TransferStage(enum.Enum):
+    """How far a transfer has come, as control knows it."""
+
     WANTED = "it waits in its mover or is copied"
     CALLED_OFF = "its mover was asked to give it up if it has not begun"
     ENDED = "no copy of it runs or will run"
@@ -180,6 +188,8 @@ TRANSFER_STEPS: frozenset[tuple[TransferStage, TransferStage]] = frozenset(
 
 @dataclass(slots=True, eq=False)
 class Transfer:
+    """What one mover copies of one piece of a job."""
+
     transfer: TransferId
     mover: MoverId
     piece: Piece

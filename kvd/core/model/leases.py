@@ -10,6 +10,8 @@ from kvd.core.model.size_class import SizeClass
 
 @dataclass(slots=True, eq=False)
 class Lease:
+    """Blocks that a session was promised for a while."""
+
     lease: LeaseId
     session: SessionId
     request: RequestId

@@ -193,6 +193,8 @@ class LeasesLeft:
 
 @dataclass(slots=True, eq=False)
 class Row:
+    """One extent for each shard, given to one class."""
+
     row: RowId
     size_class: SizeClass
     extents: tuple[int, ...]

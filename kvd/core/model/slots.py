@@ -17,6 +17,8 @@ from kvd.core.sparse import sparse_zeros
 
 
 class SlotState(enum.IntEnum):
+    """What a slot holds, and who may touch it."""
+
     ABSENT = 0
     FREE = 1
     RESERVED = 2

@@ -66,6 +66,8 @@ PolicyFactory = Callable[[str, Callable[[], int], PolicyMemory], EvictionPolicy]
 
 @dataclass(frozen=True)
 class MachineConfig:
+    """The settings that decisions depend on."""
+
     extents: int
     extent_bytes: int
     policy: str = "lru"
@@ -97,6 +99,8 @@ class Scope:
 
 @dataclass(slots=True, eq=False)
 class Namespace:
+    """What the machine knows of one namespace."""
+
     namespace: NamespaceId
     spec: NamespaceSpec
     classes: tuple[SizeClass, ...]  # by group
@@ -117,6 +121,8 @@ class Namespace:
 
 
 class MoverState(enum.Enum):
+    """How far a mover's life has come."""
+
     SERVING = "transfers go to it"
     ENDING = "it was ordered to end; nothing new goes to it"
     GONE = "no copy of it runs"
@@ -133,6 +139,8 @@ MOVER_STEPS: frozenset[tuple[MoverState, MoverState]] = frozenset(
 
 @dataclass(slots=True, eq=False)
 class Mover:
+    """What the machine knows of one mover process."""
+
     mover: MoverId
     session: SessionId
     rank: int
@@ -152,6 +160,8 @@ class Mover:
 
 
 class SessionState(enum.Enum):
+    """How far a session's life has come."""
+
     OPEN = "its engine's scheduler is connected"
     CLOSED = "its copies may end, then its movers do; its engine may come back"
     DEPARTED = "the same, but its engine has ended"
@@ -171,6 +181,8 @@ SESSION_STEPS: frozenset[tuple[SessionState, SessionState]] = frozenset(
 
 @dataclass(slots=True, eq=False)
 class Session:
+    """What the machine knows of one session."""
+
     session: SessionId
     namespace: NamespaceId
     epoch: str

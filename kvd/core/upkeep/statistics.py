@@ -31,6 +31,8 @@ class TenantFigures(NamedTuple):  # there may be thousands
 
 
 class NamespaceFigures(NamedTuple):  # there may be thousands
+    """What is shown of one namespace."""
+
     namespace: NamespaceId
     fingerprint: str
     tenant: TenantId
@@ -41,6 +43,8 @@ class NamespaceFigures(NamedTuple):  # there may be thousands
 
 
 class SessionFigures(NamedTuple):  # there may be thousands
+    """What is shown of one session."""
+
     session: SessionId
     namespace: NamespaceId
     jobs: int
@@ -50,6 +54,8 @@ class SessionFigures(NamedTuple):  # there may be thousands
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
+    """What is shown of the whole machine, for status and metrics."""
+
     slots: Occupancy
     bytes: Occupancy
     extents: int
