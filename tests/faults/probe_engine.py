@@ -211,12 +211,13 @@ class ProbeEngine:
         return {"stored": len(self._stored) - before, "request": request}
 
     def go_on(
-        self, request: str, count: int, first_block: int = 0, seconds: float = 1.0
+        self, request: str, count: int, first_block: int = 0, seconds: float = 20.0
     ) -> dict[str, Any]:
-        """Keep a request running that `store` has not finished; the number stored meanwhile."""
+        """Keep a request running that `store` has not finished, until all of it is stored or time
+        is up; the number stored meanwhile."""
         table, before = list(range(first_block, first_block + count)), len(self._stored)
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while len(self._stored) < before + count and time.monotonic() < deadline:
             self.step(ScheduledRequest(request, [table], count * TOKENS))
             time.sleep(0.01)
         return {"stored": len(self._stored) - before}

@@ -75,7 +75,7 @@ def test_daemon_killed_half_way_through_a_store_has_no_torn_block(
     prefix = scene.pin_mid_store(engine, mover, COUNT, BLOCK)
     ready = scene.status().pool.slots_ready
     kill(scene)
-    wait_until(lambda: not Path(f"/proc/{mover}").exists(), "its mover's end", 2.0)
+    wait_until(lambda: not Path(f"/proc/{mover}").exists(), "its mover's end")
     assert engine.ask("pump")["idle"]
     restart(scene, engine)
     assert scene.status().pool.slots_ready == ready

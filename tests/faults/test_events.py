@@ -167,7 +167,7 @@ def test_block_is_announced_by_the_time_its_store_is_reported(small: Scene) -> N
     for number in range(30):
         assert engine.store(f"prompt {number}", 4) == 4
     keys = {key for number in range(30) for key in block_hashes(f"prompt {number}", 4)}
-    wait_until(lambda: {place[4] for place in set(validator.blocks)} == keys, "the events", 2.0)
+    wait_until(lambda: {place[4] for place in set(validator.blocks)} == keys, "the events")
     watcher.stop()
     assert validator.faults == []
 

@@ -35,13 +35,13 @@ def running(pool_bytes: int, **flags: object) -> Iterator[Scene]:
 
 @pytest.fixture(scope="module")
 def small_scene() -> Iterator[Scene]:
-    with running(4 * MIB) as scene:
+    with running(4 * MIB, **{"lease-ttl-ms": 3000}) as scene:
         yield scene
 
 
 @pytest.fixture
 def small(small_scene: Scene) -> Iterator[Scene]:
-    """Room for 1024 blocks; leases may hold all of them, for a second."""
+    """Room for 1024 blocks; leases may hold all of them, for three seconds."""
     small_scene.clear()
     yield small_scene
     small_scene.end_engines()
@@ -101,7 +101,7 @@ def test_leases_that_nobody_renews_give_the_pool_back(small: Scene) -> None:
     for prompt in fill(holder):
         holder.ask("match", request=prompt, prefix=prompt, count=256)
     assert other.store("no room", 4) == 0
-    wait_until(lambda: other.ask("status")["room"] > 0, "the leases' end", 5.0)
+    wait_until(lambda: other.ask("status")["room"] > 0, "the leases' end")
     assert other.store("room again", 4) == 4
 
 
@@ -199,7 +199,7 @@ def test_tenant_can_not_see_another_tenants_blocks_by_naming_its_keys(tenants: S
 @pytest.fixture
 def fresh() -> Iterator[Scene]:
     """As `small`, and no other model has a row of it."""
-    with running(4 * MIB) as scene:
+    with running(4 * MIB, **{"lease-ttl-ms": 3000}) as scene:
         yield scene
 
 

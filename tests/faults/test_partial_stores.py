@@ -49,4 +49,4 @@ def test_an_engine_hears_that_what_it_left_to_another_was_stored(scene: Scene) -
     assert said["stored"] == 0
     leader.ask("ready")
     assert leader.ask("pump")["stored"] == COUNT
-    assert second.ask("pump_for", seconds=1.0)["stored"] == COUNT
+    wait_until(lambda: second.ask("pump_for", seconds=0.1)["stored"] == COUNT, "the news")

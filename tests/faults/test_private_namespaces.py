@@ -74,7 +74,7 @@ def test_private_engine_whose_stream_broke_finds_its_blocks_again(scene: Scene) 
 def test_private_engine_finds_its_blocks_again_after_the_daemons_restart(
     own_scene: MakeScene,
 ) -> None:
-    scene = own_scene(private_grace_seconds=8)
+    scene = own_scene(private_grace_seconds=12)
     engine, gone = scene.engines("alone", "gone", unshared=True)
     assert engine.store("prompt", BLOCKS) == BLOCKS
     assert gone.store("prompt", BLOCKS) == BLOCKS
@@ -85,7 +85,7 @@ def test_private_engine_finds_its_blocks_again_after_the_daemons_restart(
     engine.wait_usable()
     assert scene.status().recovered_blocks == 2 * BLOCKS
     assert engine.load("prompt", BLOCKS) == BLOCKS
-    wait_until(lambda: scene.status().pool.slots_ready == BLOCKS, "the end of the other's", 30)
+    wait_until(lambda: scene.status().pool.slots_ready == BLOCKS, "the end of the other's", 60)
     assert engine.load("prompt", BLOCKS) == BLOCKS
     assert len(scene.status().namespaces) == 1
 
@@ -115,7 +115,7 @@ def test_epoch_that_a_second_reset_leaves_goes_at_once(scene: Scene) -> None:
 def test_own_epoch_waits_for_its_engine_over_a_restart_and_not_for_ever(
     own_scene: MakeScene,
 ) -> None:
-    scene = own_scene(private_grace_seconds=6)
+    scene = own_scene(private_grace_seconds=12)
     engine = stored_after_reset(scene)
     scene.forget_caller()
     scene.daemon.kill()
@@ -127,4 +127,4 @@ def test_own_epoch_waits_for_its_engine_over_a_restart_and_not_for_ever(
     engine.kill()
     scene.daemon.start()
     assert scene.status().pool.slots_ready == 3 * BLOCKS
-    wait_until(lambda: scene.status().pool.slots_ready == BLOCKS, "the end of its epoch", 30)
+    wait_until(lambda: scene.status().pool.slots_ready == BLOCKS, "the end of its epoch", 60)
