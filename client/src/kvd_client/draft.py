@@ -100,6 +100,21 @@ class JobDraft:
     runs: list[BlockRun]
     request_level: bool = False
 
+    def to_load(self, *, bare: bool = False) -> engine_pb2.LoadJob:
+        return engine_pb2.LoadJob(
+            job_id=self.job_id,
+            context=bare_context(self.context) if bare else self.context,
+            runs=[run.to_transfer() for run in self.runs],
+        )
+
+    def to_store(self, *, bare: bool = False) -> engine_pb2.StoreJob:
+        return engine_pb2.StoreJob(
+            job_id=self.job_id,
+            context=bare_context(self.context) if bare else self.context,
+            runs=[run.to_transfer() for run in self.runs],
+            request_level=self.request_level,
+        )
+
 
 @dataclass(slots=True)
 class QueryDraft:
@@ -174,30 +189,16 @@ class StepDraft:
 
     def to_proto(self, sequence: int, *, bare: bool = False) -> engine_pb2.Step:
         """The message; a `bare` one without what users may set of requests."""
-        context_of = bare_context if bare else _same
         return engine_pb2.Step(
             sequence=sequence,
             touches=[
-                engine_pb2.Touch(context=context_of(context), runs=[run.to_keys()])
+                engine_pb2.Touch(
+                    context=bare_context(context) if bare else context, runs=[run.to_keys()]
+                )
                 for context, run in self.touches
             ],
-            loads=[
-                engine_pb2.LoadJob(
-                    job_id=job.job_id,
-                    context=context_of(job.context),
-                    runs=[run.to_transfer() for run in job.runs],
-                )
-                for job in self.loads
-            ],
-            stores=[
-                engine_pb2.StoreJob(
-                    job_id=job.job_id,
-                    context=context_of(job.context),
-                    runs=[run.to_transfer() for run in job.runs],
-                    request_level=job.request_level,
-                )
-                for job in self.stores
-            ],
+            loads=[job.to_load(bare=bare) for job in self.loads],
+            stores=[job.to_store(bare=bare) for job in self.stores],
             hand_offs=[hand_off.to_proto(bare=bare) for hand_off in self.hand_offs],
             released_leases=self.released_leases,
             preempted_request_ids=[wire_id(each) for each in self.preempted],
@@ -235,10 +236,6 @@ def bare_context(context: common_pb2.ReqContext) -> common_pb2.ReqContext:
     return common_pb2.ReqContext(
         request_id=context.request_id, priority=context.priority, account=context.account
     )
-
-
-def _same(context: common_pb2.ReqContext) -> common_pb2.ReqContext:
-    return context
 
 
 def flaw_of(values: Mapping[str, Any]) -> str:

@@ -139,21 +139,12 @@ class VerbSession:
         return [Found(answer.statuses, answer.lease_id) for answer in answers]
 
     def prepare_store(self, job: JobDraft) -> engine_pb2.JobVerdict:
-        message = engine_pb2.StoreJob(
-            job_id=job.job_id,
-            context=job.context,
-            runs=[run.to_transfer() for run in job.runs],
-            request_level=job.request_level,
-        )
-        request = engine_pb2.PrepareStoreRequest(job=message)
+        request = engine_pb2.PrepareStoreRequest(job=job.to_store())
         verdict: engine_pb2.JobVerdict = self._numbered(self._engine.PrepareStore, request).verdict
         return verdict
 
     def prepare_load(self, job: JobDraft) -> engine_pb2.JobVerdict:
-        message = engine_pb2.LoadJob(
-            job_id=job.job_id, context=job.context, runs=[run.to_transfer() for run in job.runs]
-        )
-        request = engine_pb2.PrepareLoadRequest(job=message)
+        request = engine_pb2.PrepareLoadRequest(job=job.to_load())
         verdict: engine_pb2.JobVerdict = self._numbered(self._engine.PrepareLoad, request).verdict
         return verdict
 

@@ -142,8 +142,7 @@ class JobEnds:
 
     def _store_again(self, request: Request, job: RequestJob) -> None:
         """A request-level store must be whole: offer from the job's first block on again."""
-        request.failed_stores += 1
-        if request.failed_stores < self._options.request_level_attempts:
+        if request.store_attempt_failed(self._options):
             for run in job.draft.runs:
                 first = min(request.next_store[run.group], run.first_block)
                 request.next_store[run.group] = first

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvd_client.scheduler.hits import Statuses
-from kvd_client.scheduler.params import RequestParams
+from kvd_client.scheduler.params import RequestParams, SchedulerOptions
 from kvd_proto.v1 import common_pb2
 
 Alone = tuple[int, bytes]  # group, block hash
@@ -103,6 +103,11 @@ class Request:
         if self.storing_since_s is None:
             self.storing_since_s = now
         return now - self.storing_since_s < deadline_s
+
+    def store_attempt_failed(self, options: SchedulerOptions) -> bool:
+        """Note a failed store of a request that must be whole. True: offer its blocks again."""
+        self.failed_stores += 1
+        return self.failed_stores < options.request_level_attempts
 
     def store_from_start(self) -> None:
         self.next_store = [0] * len(self.next_store)

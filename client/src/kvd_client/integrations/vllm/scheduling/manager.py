@@ -272,10 +272,17 @@ class KvdManager(OffloadingManager):
         if stored:
             self._events.append(OffloadingEvent(stored, Medium.CPU, removed=False))
 
-    def fail_stores(self, keys: Collection[OffloadKey]) -> None:
-        """VLLM will complete these as if they were stored; they were not."""
+    def fail_stores(self, tracked: TrackedRequest, keys: Collection[OffloadKey]) -> bool:
+        """VLLM will complete these as if they were stored; they were not.
+
+        True: offer them again, for what a request-level store leaves must be whole.
+        """
         self._failed.update(keys)
         self.stats.counts[FAILED_STORES] += len(keys)
+        request = tracked.request
+        if not request.request_level or tracked.has_ended:
+            return False
+        return request.store_attempt_failed(self._options)
 
     def leave_stores(
         self, tracked: TrackedRequest, keys: Collection[OffloadKey]

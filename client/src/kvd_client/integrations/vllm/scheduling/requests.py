@@ -61,11 +61,6 @@ class TrackedRequest:
     offered: list[dict[int, bytes]] = field(default_factory=list)  # by group: block -> hash
     has_ended: bool = False
 
-    def store_attempt_failed(self, attempts: int) -> bool:
-        """Note a failed store of a request that must be whole. True: offer its blocks again."""
-        self.request.failed_stores += 1
-        return self.request.failed_stores < attempts
-
 
 def track(context: ReqContext, groups: int, account: str) -> TrackedRequest:
     """Begin to track a request; its hashes come with its first lookup."""

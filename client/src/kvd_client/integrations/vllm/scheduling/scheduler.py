@@ -55,14 +55,12 @@ from kvd_client.integrations.vllm.scheduling.jobs import (
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 from kvd_client.integrations.vllm.scheduling.prompt_times import PromptTimes
-from kvd_client.integrations.vllm.scheduling.requests import TrackedRequest
 from kvd_client.integrations.vllm.scheduling.steps import StepJobs
 from kvd_client.integrations.vllm.scheduling.stores import BlocksSpec
 from kvd_client.scheduler import StepPlan
 from kvd_client.scheduler.doubts import MAX_DOUBTS, WAIT_S
 from kvd_client.scheduler.lookup import Knowledge
 
-REQUEST_LEVEL_ATTEMPTS = 3
 MANY_REQUESTS = 8  # from here on one probe of many is cheaper than many of one
 
 
@@ -391,9 +389,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         if not job.is_store:
             self.manager.fail_load(tracked)
             return
-        self.manager.fail_stores(job.keys)
-        if tracked.request.request_level and not tracked.has_ended:
-            self._offer_again(status, tracked, job.keys)
+        if self.manager.fail_stores(tracked, job.keys):
+            self._rewind(status, job.keys)
 
     def _leave(self, job_id: int) -> None:
         """The job has ended, but some of its blocks were left to another engine's store."""
@@ -411,13 +408,6 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             _, status, missing = self._left.popleft()
             if not self.manager.tracked(status.req_context).has_ended:
                 self._rewind(status, missing)
-
-    def _offer_again(
-        self, status: RequestOffloadState, tracked: TrackedRequest, keys: set[OffloadKey]
-    ) -> None:
-        """A request-level store must be whole."""
-        if tracked.store_attempt_failed(REQUEST_LEVEL_ATTEMPTS):
-            self._rewind(status, keys)
 
     def _rewind(self, status: RequestOffloadState, keys: set[OffloadKey]) -> None:
         """Offer from the first of these on again.
