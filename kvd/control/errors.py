@@ -27,7 +27,6 @@ BLOCKS_PER_BLOCK = errors.BLOCKS_PER_BLOCK
 RANK_COUNT = errors.RANK_COUNT
 STRING_TOO_LONG = "STRING_TOO_LONG"
 TOO_MANY_PARTS = errors.TOO_MANY_PARTS
-RANK_TAKEN = "RANK_TAKEN"
 OLD_ENGINE_ENDING = "OLD_ENGINE_ENDING"
 DEADLINE = "DEADLINE"
 MOVER_START_FAILED = "MOVER_START_FAILED"
@@ -51,7 +50,7 @@ STATUS_OF: dict[str, grpc.StatusCode] = {
     errors.UnknownNamespace.reason: _Code.NOT_FOUND,
     errors.UnknownRegistration.reason: _Code.NOT_FOUND,
     errors.DuplicateJob.reason: _Code.ALREADY_EXISTS,
-    RANK_TAKEN: _Code.ALREADY_EXISTS,
+    errors.RankTaken.reason: _Code.ALREADY_EXISTS,
     errors.EngineAlreadyLives.reason: _Code.ALREADY_EXISTS,
     errors.JobNotRising.reason: _Code.FAILED_PRECONDITION,
     errors.SequenceGap.reason: _Code.FAILED_PRECONDITION,
@@ -94,12 +93,6 @@ class OldEngineEnding(KvdError):
     """An earlier start of this engine is dead, but its movers have not ended yet: ask again."""
 
     reason = OLD_ENGINE_ENDING
-
-
-class RankTaken(KvdError):
-    """Another live process registered this rank of the same engine start."""
-
-    reason = RANK_TAKEN
 
 
 class DeadlinePassed(KvdError):

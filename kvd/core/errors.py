@@ -69,6 +69,12 @@ class EngineAlreadyLives(KvdError):
     reason = "ENGINE_ALREADY_LIVES"
 
 
+class RankTaken(KvdError):
+    """Another live process registered this rank of the same engine start."""
+
+    reason = "RANK_TAKEN"
+
+
 class LayoutMismatch(KvdError):
     """A rank's fragments don't add up to what the scheduler said."""
 

@@ -19,6 +19,7 @@ from typing import Any, assert_never
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
+from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import NO_ROOM, RANKS_MISSING, KvdError, LimitExceeded
 from kvd.core.events import Event, JobKind, JobStatus, Query
 from kvd.core.keys import NODE_UNKNOWN, JobId, MoverId, NamespaceId, RowId, SessionId, TenantId
@@ -30,7 +31,7 @@ from kvd.pool.pool import Pool
 from kvd.runtime.batching import answer_in_pieces, run_pieces
 from kvd.runtime.clock import AwakeClock, Clock
 from kvd.runtime.event_log import EventLog, change_of, resident_changes
-from kvd.runtime.fleet import MoverFleet, MoverLauncher, RankPlacement
+from kvd.runtime.fleet import MoverFleet, MoverLauncher
 from kvd.runtime.listeners import DriverObserver, SessionSink, SilentObserver
 from kvd.runtime.page_mending import PageMending
 from kvd.runtime.pending_jobs import PendingJobs

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import LimitExceeded, UnknownRegistration
 from kvd.core.events import Event, JobKind, TransferOutcome
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, Slots, TransferId
@@ -51,15 +52,6 @@ class MoverOwner(NamedTuple):
 
     uid: int
     worker: str
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlacement:
-    """Which rank a mover serves, which shard it holds, and whether it writes that shard."""
-
-    rank: int
-    shard: int
-    writer: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)

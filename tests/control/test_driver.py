@@ -14,6 +14,7 @@ import pytest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.blocks import row_grants
+from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import LayoutMismatch, LimitExceeded
 from kvd.core.keys import JobId, MoverId, NamespaceId, RowId, SessionId
 from kvd.core.machine import Machine, MachineConfig
@@ -26,7 +27,6 @@ from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
 from kvd.runtime.clock import AwakeClock
 from kvd.runtime.driver import Driver
-from kvd.runtime.fleet import RankPlacement
 from tests import leaks
 from tests.contract import pool_orders as orders
 from tests.core.bench import context, engine_blocks, keys, spec

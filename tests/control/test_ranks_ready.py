@@ -1,63 +1,94 @@
-"""The scheduler hears that its ranks are ready only when every worker was told of its mover."""
+"""Sessions and movers do what the meeting of scheduler and ranks decides."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvd.control.registration.rendezvous import EngineStart, Rank, Rendezvous
-from kvd.core.keys import MoverId
+import pytest
+
+from kvd.control.registration.rendezvous import Rendezvous
+from kvd.core.engines.layouts import GroupFigures, RankLayout, RankPlacement
+from kvd.core.errors import UnknownRegistration
+from kvd.core.keys import MoverId, SessionId
 from kvd.runtime.driver import Driver
+from kvd.runtime.fleet import MoverFleet
 from tests.control.daemon_rig import identity
+from tests.core.bench import BLOCK, spec
+
+ENGINE = identity("engine")
 
 
 class Scheduler:
     """A session of two ranks."""
 
+    id = SessionId(1)
     world_size = 2
+    spec = spec(shards=2)
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.peer = peer("scheduler")
 
-    def attach(self, placement: object, mover: object) -> None:
+    def attach(self, placement: RankPlacement, mover: object) -> None:
         """Nothing to do here."""
 
     def ranks_ready(self) -> None:
         self.told.append("ready")
 
 
-def rank(number: int) -> Any:
-    peer = SimpleNamespace(registrations=set(), on_end=lambda _then: None)
-    placement = SimpleNamespace(rank=number)
-    mover = SimpleNamespace(mover=MoverId(100 + number))
-    return Rank(cast("Any", peer), cast("Any", SimpleNamespace(placement=placement)), mover)  # type: ignore[arg-type]
+def peer(token: str) -> Any:
+    return SimpleNamespace(
+        token=token, pid=1, program="p", alive=True, registrations=set(), on_end=lambda _then: None
+    )
 
 
-def test_ready_is_told_after_the_last_workers_answer() -> None:
-    fleet = SimpleNamespace(running=lambda: [MoverId(100), MoverId(101)])
-    engines = Rendezvous(cast("Driver", SimpleNamespace(fleet=fleet)))
+def layout(rank: int) -> RankLayout:
+    return RankLayout(2, RankPlacement(rank, rank, writer=True), (GroupFigures(BLOCK, 1),))
+
+
+def rendezvous(*movers: int) -> Rendezvous:
+    running = {MoverId(mover): object() for mover in movers}
+
+    def process_of(mover: MoverId) -> object:
+        return MoverFleet.process_of(cast("Any", SimpleNamespace(_processes=running)), mover)
+
+    fleet = SimpleNamespace(process_of=process_of, attached=running)
+    return Rendezvous(cast("Driver", SimpleNamespace(fleet=fleet)))
+
+
+async def test_ready_is_told_after_the_last_workers_answer() -> None:
+    engines = rendezvous(100, 101)
+    start = await engines.claim(0, ENGINE)
     session = Scheduler()
-    start = EngineStart(0, "engine", b"n" * 16, cast("Any", session))
-    engines.seat(start, rank(0))
+    engines.join(start, cast("Any", session))
+    engines.seat(start, peer("a"), layout(0), MoverId(100))
     engines.answered(MoverId(100))
-    engines.seat(start, rank(1))
+    engines.seat(start, peer("b"), layout(1), MoverId(101))
     assert session.told == []
     engines.answered(MoverId(101))
     assert session.told == ["ready"]
 
 
 async def test_record_of_an_engines_start_goes_with_its_last_mover() -> None:
-    fleet = SimpleNamespace(attached={MoverId(100): None, MoverId(101): None})
-    engines = Rendezvous(cast("Driver", SimpleNamespace(fleet=fleet)))
-    start = await engines.claim(0, identity("engine"))
+    engines = rendezvous(100, 101)
+    start = await engines.claim(0, ENGINE)
     session = cast("Any", Scheduler())
     engines.join(start, session)
     for number in range(2):
-        engines.seat(start, rank(number))
+        engines.seat(start, peer(f"{number}"), layout(number), MoverId(100 + number))
     engines.leave(start, session)
     assert not start.ranks, "they may register again"
     engines.mover_gone(MoverId(100))
-    assert await engines.claim(0, identity("engine")) is start
+    assert await engines.claim(0, ENGINE) is start
     engines.mover_gone(MoverId(101))
     engines.mover_gone(MoverId(102))  # one that never had a place
-    assert await engines.claim(0, identity("engine")) is not start
+    assert await engines.claim(0, ENGINE) is not start
+
+
+async def test_mover_that_ended_before_it_had_a_place_gets_none() -> None:
+    engines = rendezvous()
+    start = await engines.claim(0, ENGINE)
+    with pytest.raises(UnknownRegistration):
+        engines.seat(start, peer("a"), layout(0), MoverId(100))
+    assert not start.movers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 
@@ -16,6 +17,7 @@ from tests.control.daemon_rig import (
     block,
     daemon,
     identity,
+    store_job,
     wait_until,
 )
 
@@ -32,6 +34,30 @@ def lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_rank_that_registers_again_gets_its_place_when_its_old_mover_has_ended(
+    running: RunningDaemon,
+) -> None:
+    """The old one would have had a grace: it copies, as far as anybody knows."""
+    name = identity("too-soon")
+    engine = RawEngine(running.socket, identity=name)
+    engine.store({1: block(1)})
+    old = engine.mover_pid
+    os.kill(old, signal.SIGSTOP)  # so it gives no transfer up
+    job = store_job(engine.scheduler.highest_job + 9, [2], [2])
+    (verdict,) = engine.scheduler.step(stores=[job], end_step=True).verdicts
+    assert verdict.accepted
+    again = RawScheduler(running.socket, identity=name)
+    assert again.opened.session_id
+    began = time.monotonic()
+    new = engine.worker.register(identity=name)
+    assert time.monotonic() - began < CLOSE_GRACE_NS / 1e9, "nobody needs the grace any more"
+    assert not lives(old)
+    assert lives(new)
+    again.next("ranks_ready")
+    again.close()
+    engine.close()
 
 
 def test_ranks_that_register_again_at_once_outlive_the_old_sessions_end(

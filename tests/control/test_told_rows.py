@@ -14,6 +14,7 @@ import pytest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.blocks import row_grants
+from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import RANKS_MISSING
 from kvd.core.keys import JobId, MoverId, RowId, SessionId, TransferId
 from kvd.core.machine import Machine, MachineConfig
@@ -26,7 +27,6 @@ from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
 from kvd.runtime import row_teller
 from kvd.runtime.driver import Driver
-from kvd.runtime.fleet import RankPlacement
 from tests.core.bench import context, engine_blocks, keys, spec
 
 EXTENT_BYTES = 65536

@@ -10,10 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.cli.status import as_json, as_text
 from kvd.control.registration.gpu_capacity import in_words
+from kvd.core.engines.layouts import RankPlacement
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.mover.facts import CUDA_IPC, CopyPath, GpuFacts, MoverFacts
 from kvd.observability.metrics import Metrics
-from kvd.runtime.fleet import AttachedMover, RankPlacement
+from kvd.runtime.fleet import AttachedMover
 from kvd_proto.v1 import operator_pb2 as pb
 
 UUID = "GPU-01234567-89ab-cdef-0123-456789abcdef"

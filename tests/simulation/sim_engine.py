@@ -9,11 +9,11 @@ from random import Random
 import numpy as np
 
 from kvd.core import events as ev
+from kvd.core.engines.layouts import RankPlacement
 from kvd.core.events import JobKind, JobStatus, LeaseMode
 from kvd.core.keys import JobId, KeyBatch, LeaseId, MoverId, RequestId, SessionId, TenantId
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.runtime.driver import Driver
-from kvd.runtime.fleet import RankPlacement
 from kvd_proto.groups import GroupKind
 from tests.simulation.sim_mover import Bytes, SimMover
 

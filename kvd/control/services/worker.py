@@ -12,20 +12,16 @@ from kvd.control.access.peers import Context, Peer, Peers, Role
 from kvd.control.errors import MoverStartFailed
 from kvd.control.registration.gpu_capacity import GpuCapacity, in_words
 from kvd.control.registration.memories import RankMemory, rank_memory
-from kvd.control.registration.rendezvous import (
-    EngineStart,
-    GroupFigures,
-    Rank,
-    RankLayout,
-    check_identity,
-)
+from kvd.control.registration.rendezvous import check_identity
 from kvd.control.sessions.session import SessionContext
+from kvd.core.engines.layouts import GroupFigures, RankLayout, RankPlacement
+from kvd.core.engines.meeting import EngineStart
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
 from kvd.core.keys import JobId
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import GpuConfig, check_config, check_group_count
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, MoverStartError
-from kvd.runtime.fleet import MoverOwner, RankPlacement
+from kvd.runtime.fleet import MoverOwner
 from kvd_proto.limits import MAX_RANKS, MAX_REGIONS
 from kvd_proto.v1 import companion_pb2, worker_pb2_grpc
 from kvd_proto.v1 import worker_pb2 as pb
@@ -67,7 +63,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             start = await self._claim_place(request, peer)
             require_kept(config, peer)
             mover = await self._start(config, MoverOwner(peer.uid, peer.token))
-            start = await self._seat(request, peer, Rank(peer, agreed, mover))
+            start = await self._seat(request, peer, agreed, mover)
             self._note(request, peer, mover.facts)
         finally:
             self._engines.forget_if_empty(start)
@@ -142,7 +138,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         if not uuid:
             return None
         earlier = start.ranks.get(request.rank)  # whose mover ends before this one begins
-        gpu = earlier.mover.facts.gpu if earlier is not None else None
+        gpu = (
+            self._driver.fleet.process_of(earlier.mover).facts.gpu if earlier is not None else None
+        )
         returning = gpu.context_bytes if gpu is not None and gpu.uuid == uuid else 0
         return self._gpus.config(uuid, request.gpu_memory, returning)
 
@@ -164,16 +162,21 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             log.warning("no mover for a rank: %s", error, extra={"user": owner.uid})
             raise MoverStartFailed(str(error)) from error
 
-    async def _seat(self, request: pb.RegisterRankRequest, peer: Peer, rank: Rank) -> EngineStart:
+    async def _seat(
+        self,
+        request: pb.RegisterRankRequest,
+        peer: Peer,
+        before: RankLayout,
+        mover: MoverProcess,
+    ) -> EngineStart:
         """Hand the channel over and join the engine; the mover ends where that fails.
 
         What was checked may have changed while the process started, so it is checked again.
         """
-        mover = rank.mover
         try:
             start = await self._claim_place(request, peer)
             agreed = rank_layout(request, start)
-            if agreed.groups != rank.layout.groups:
+            if agreed.groups != before.groups:
                 raise MoverStartFailed("the scheduler came with another block size; register again")
             self._engines.check_place(start, peer, agreed)
             if peer.ended:
@@ -183,7 +186,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 companion_pb2.CompanionResponse(rank_channel=channel),
                 (mover.ring_fd, mover.board_fd, mover.event_fd, mover.pidfd),
             )
-            self._engines.seat(start, rank)
+            self._engines.seat(start, peer, agreed, mover.mover)
         except BaseException:
             await self._driver.end_rank(mover.mover, "its registration failed")
             raise
@@ -194,9 +197,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         while True:
             start = await self._engines.claim(peer.uid, request.identity)
             self._engines.check_place(start, peer, rank_layout(request, start))
-            if request.rank not in start.ranks:
+            if not await self._engines.vacate(start, request.rank):
                 return start
-            await self._engines.vacate(start, request.rank)
 
 
 def require_kept(config: MoverConfig, peer: Peer) -> None:

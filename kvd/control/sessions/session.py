@@ -21,18 +21,20 @@ from kvd.control.access.tenants import TenantPolicy
 from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT
 from kvd.control.namespace import namespace_spec
 from kvd.control.registration.engine_exits import EngineExitWatcher
-from kvd.control.registration.rendezvous import EngineStart, Rendezvous, check_identity
+from kvd.control.registration.rendezvous import Rendezvous, check_identity
 from kvd.control.sessions.outbox import QUIET, Outbox
 from kvd.control.sessions.verbs import LiveSession, Sessions, Verbs
 from kvd.control.sessions.wire import UnreadableRequest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.blocks.extent_fit import wasted_share
+from kvd.core.engines.layouts import RankPlacement
+from kvd.core.engines.meeting import EngineStart
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
+from kvd.core.keys import SessionId
 from kvd.core.spec import NamespaceSpec
 from kvd.mover.process import MoverProcess
 from kvd.runtime.driver import Driver
-from kvd.runtime.fleet import RankPlacement
 from kvd_proto.limits import MAX_RANKS
 from kvd_proto.v1 import engine_pb2 as pb
 
@@ -71,6 +73,10 @@ class SchedulerSession:
         self._rooms = rooms
         self._telling: asyncio.Future[None] | None = None
         self.on_end = asyncio.Event()
+
+    @property
+    def id(self) -> SessionId:
+        return self.live.id
 
     @property
     def peer(self) -> Peer:
