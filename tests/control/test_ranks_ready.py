@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from kvd.control.errors import OldEngineEnding
+from kvd.control.registration import rendezvous as rendezvous_module
 from kvd.control.registration.rendezvous import Rendezvous
 from kvd.core.engines.layouts import GroupFigures, RankLayout, RankPlacement
 from kvd.core.errors import UnknownRegistration
@@ -53,8 +56,11 @@ def rendezvous(*movers: int) -> Rendezvous:
     def process_of(mover: MoverId) -> object:
         return MoverFleet.process_of(cast("Any", SimpleNamespace(_processes=running)), mover)
 
+    async def end_rank(_mover: MoverId, _reason: str) -> None:
+        await asyncio.Event().wait()  # as if it hung in the kernel
+
     fleet = SimpleNamespace(process_of=process_of, attached=running)
-    return Rendezvous(cast("Driver", SimpleNamespace(fleet=fleet)))
+    return Rendezvous(cast("Driver", SimpleNamespace(fleet=fleet, end_rank=end_rank)))
 
 
 async def test_ready_is_told_after_the_last_workers_answer() -> None:
@@ -92,3 +98,21 @@ async def test_mover_that_ended_before_it_had_a_place_gets_none() -> None:
     with pytest.raises(UnknownRegistration):
         engines.seat(start, peer("a"), layout(0), MoverId(100))
     assert not start.movers
+
+
+async def test_who_waits_for_a_mover_that_does_not_end_is_told_to_ask_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous_module, "OLD_MOVERS_SECONDS", 0.01)
+    engines = rendezvous(100)
+    start = await engines.claim(0, ENGINE)
+    worker = peer("a")
+    engines.seat(start, worker, layout(0), MoverId(100))
+    with pytest.raises(OldEngineEnding, match="rank 0") as again:
+        await engines.vacate(start, 0)
+    assert again.value.field == "rank"
+    worker.alive = False
+    with pytest.raises(OldEngineEnding, match="earlier start") as anew:
+        await engines.claim(0, identity("engine", b"m" * 16))
+    assert anew.value.field == "identity.engine_id"
+    assert await engines.claim(0, ENGINE) is start, "nothing has changed"

@@ -103,14 +103,8 @@ class Rendezvous:
             found = self._meeting.claim(uid, identity.engine_id, identity.boot_nonce, living)
             if isinstance(found, EngineStart):
                 return found
-            try:
-                async with asyncio.timeout(OLD_MOVERS_SECONDS):
-                    await self._end_all(found)
-            except TimeoutError:
-                raise OldEngineEnding(
-                    f"movers of an earlier start of {identity.engine_id!r} still run; ask again",
-                    "identity.engine_id",
-                ) from None
+            whose = f"movers of an earlier start of {identity.engine_id!r}"
+            await self._end_all(found, whose, "identity.engine_id")
 
     def forget_if_empty(self, start: EngineStart) -> None:
         """Keep no record of a start that has neither session nor mover."""
@@ -144,9 +138,13 @@ class Rendezvous:
         self._meeting.check_place(start, process_of(peer), layout, self._living(start))
 
     async def vacate(self, start: EngineStart, rank: int) -> bool:
-        """End the movers of earlier registrations of this rank; False where there were none."""
+        """End the movers of earlier registrations of this rank; False where there were none.
+
+        Raises OldEngineEnding where they don't end in time.
+        """
         found = self._meeting.occupants(start, rank)
-        await self._end_all(found)
+        whose = f"movers of an earlier registration of {start.engine_id!r}, rank {rank},"
+        await self._end_all(found, whose, "rank")
         return bool(found)
 
     def seat(self, start: EngineStart, peer: Peer, layout: RankLayout, mover: MoverId) -> None:
@@ -226,8 +224,13 @@ class Rendezvous:
                 case _:
                     assert_never(order)
 
-    async def _end_all(self, orders: Sequence[meeting.EndRank]) -> None:
-        await asyncio.gather(*(self.end_rank(order.mover, order.reason) for order in orders))
+    async def _end_all(self, orders: Sequence[meeting.EndRank], whose: str, field: str) -> None:
+        ending = [self.end_rank(order.mover, order.reason) for order in orders]
+        try:
+            async with asyncio.timeout(OLD_MOVERS_SECONDS):
+                await asyncio.gather(*ending)
+        except TimeoutError:
+            raise OldEngineEnding(f"{whose} still run; ask again", field) from None
 
     def _end_soon(self, mover: MoverId, reason: str) -> None:
         self._spawn(self.end_rank(mover, reason))
