@@ -90,7 +90,7 @@ VERDICT_REASONS: tuple[str, ...] = (
 
 
 class OldEngineEnding(KvdError):
-    """An earlier start of this engine is dead, but its movers have not ended yet: ask again."""
+    """Movers of an earlier start of this engine, or of this rank, have not ended yet: ask again."""
 
     reason = OLD_ENGINE_ENDING
 
