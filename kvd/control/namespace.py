@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from kvd.control import errors
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import TenantId
-from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec, check_group_count, check_shard_count
 from kvd_proto.groups import GroupKind
 from kvd_proto.limits import MAX_STRING_BYTES
 from kvd_proto.v1 import engine_pb2 as pb
@@ -100,6 +100,7 @@ def _check_fields(fields: pb.NamespaceFields) -> None:
         raise InvalidArgument(
             "namespace.tokens_per_block is required", "namespace.tokens_per_block"
         )
+    check_group_count(len(fields.groups))
 
 
 def _group_spec(group: pb.GroupSpec, number: int) -> GroupSpec:
@@ -114,4 +115,5 @@ def _group_spec(group: pb.GroupSpec, number: int) -> GroupSpec:
             f"{where}.sliding_window_tokens is required for a sliding window",
             f"{where}.sliding_window_tokens",
         )
+    check_shard_count(len(group.shard_bytes), where)
     return GroupSpec(kind, group.blocks_per_block, tuple(group.shard_bytes))

@@ -51,10 +51,7 @@ class NamespaceSpec:
                 "namespace.hash_bytes",
                 HASH_BYTES,
             )
-        if not 1 <= len(self.groups) <= MAX_GROUPS:
-            raise InvalidArgument(
-                f"{len(self.groups)} groups, not 1..{MAX_GROUPS}", "namespace.groups", GROUP_COUNT
-            )
+        check_group_count(len(self.groups))
         shards = len(self.groups[0].shard_bytes)
         for number, group in enumerate(self.groups):
             _check_group(group, f"namespace.groups[{number}]")
@@ -67,6 +64,25 @@ class NamespaceSpec:
                 )
 
 
+def check_group_count(count: int) -> None:
+    """Raise InvalidArgument where a namespace can't have so many groups.
+
+    Who makes a spec of a stranger's message asks before: to read all of it may take long.
+    """
+    if not 1 <= count <= MAX_GROUPS:
+        raise InvalidArgument(
+            f"{count} groups, not 1..{MAX_GROUPS}", "namespace.groups", GROUP_COUNT
+        )
+
+
+def check_shard_count(count: int, where: str) -> None:
+    """The same of a group's shards."""
+    if not 1 <= count <= MAX_RANKS:
+        raise InvalidArgument(
+            f"{where} has {count} shards, not 1..{MAX_RANKS}", f"{where}.shard_bytes", RANK_COUNT
+        )
+
+
 def _check_group(group: GroupSpec, where: str) -> None:
     if not 1 <= group.blocks_per_block <= MAX_BLOCKS_PER_BLOCK:
         raise InvalidArgument(
@@ -74,12 +90,7 @@ def _check_group(group: GroupSpec, where: str) -> None:
             f"{where}.blocks_per_block",
             BLOCKS_PER_BLOCK,
         )
-    if not 1 <= len(group.shard_bytes) <= MAX_RANKS:
-        raise InvalidArgument(
-            f"{where} has {len(group.shard_bytes)} shards, not 1..{MAX_RANKS}",
-            f"{where}.shard_bytes",
-            RANK_COUNT,
-        )
+    check_shard_count(len(group.shard_bytes), where)
     most = MAX_PART_BYTES // group.blocks_per_block
     for shard, size in enumerate(group.shard_bytes):
         if not 0 < size <= most or size % WORD_BYTES:

@@ -112,3 +112,25 @@ def test_an_impossible_namespace_is_refused_and_its_field_named(
         namespace_spec(namespace(**changes), TENANT, "")
     assert caught.value.reason == reason
     assert caught.value.field.startswith("namespace.")
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ([group(kind=99)] * 65, "GROUP_COUNT"),  # a group that was read would be refused by itself
+        ([group(shard_bytes=[7] * 257), group(kind=99)], "RANK_COUNT"),
+    ],
+)
+def test_what_is_too_much_is_refused_before_it_is_read(
+    groups: list[Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message may have 48,000 groups, or as many shards as take a second to describe."""
+
+    def read(*_: object) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr("kvd.control.namespace.GroupSpec", read)
+    monkeypatch.setattr("kvd.control.namespace.describe", read)
+    with pytest.raises(KvdError) as caught:
+        namespace_spec(namespace(groups=groups), TENANT, "")
+    assert caught.value.reason == reason
