@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import TypeVar
 
+SESSION_ENDED = "its session has ended"  # why a mover ends
+
 Stage = TypeVar("Stage", bound=enum.Enum)
 
 

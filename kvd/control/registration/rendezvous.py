@@ -164,10 +164,6 @@ class Rendezvous:
         """The mover's process has ended."""
         self._carry_out(self._meeting.mover_gone(mover))
 
-    async def end_rank(self, mover: MoverId, reason: str) -> None:
-        """Returns when the mover is gone; at once if it is already."""
-        await self._driver.end_rank(mover, reason)
-
     def registered(self, peer: Peer, registration: int) -> MoverId:
         """The peer's own registration, ended or not; UnknownRegistration for any other."""
         if registration not in peer.registrations:
@@ -225,7 +221,7 @@ class Rendezvous:
                     assert_never(order)
 
     async def _end_all(self, orders: Sequence[meeting.EndRank], whose: str, field: str) -> None:
-        ending = [self.end_rank(order.mover, order.reason) for order in orders]
+        ending = [self._driver.end_rank(order.mover, order.reason) for order in orders]
         try:
             async with asyncio.timeout(OLD_MOVERS_SECONDS):
                 await asyncio.gather(*ending)
@@ -233,7 +229,7 @@ class Rendezvous:
             raise OldEngineEnding(f"{whose} still run; ask again", field) from None
 
     def _end_soon(self, mover: MoverId, reason: str) -> None:
-        self._spawn(self.end_rank(mover, reason))
+        self._spawn(self._driver.end_rank(mover, reason))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -85,7 +85,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> pb.UnregisterRankResponse:
         peer = self._peers.behind(context, Role.WORKER)
         mover = self._engines.registered(peer, request.registration_id)
-        await self._engines.end_rank(mover, "its worker unregistered")
+        await self._driver.end_rank(mover, "its worker unregistered")
         peer.drop_device_memories()
         return pb.UnregisterRankResponse()
 

@@ -24,10 +24,8 @@ from kvd.core.engines.layouts import (
 )
 from kvd.core.errors import EngineAlreadyLives, RankTaken
 from kvd.core.keys import MoverId, SessionId
-from kvd.core.lifecycle import step
+from kvd.core.lifecycle import SESSION_ENDED, step
 from kvd.core.spec import NamespaceSpec
-
-SESSION_ENDED = "its session has ended"
 
 # -- who meets ----------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvd.core.actions import (
-    Action,
     EndJob,
     PostBoard,
     RevokeTransfer,
@@ -270,7 +269,7 @@ def end_job_when_done(turn: Turn, job: Job) -> None:
     else:
         state.counters.store_bytes += copied
     if job.kind is JobKind.STORE or not job.pieces_begun:
-        post_boards(session, job, turn.orders)
+        _post_boards(turn, session, job)
     if job.reason:
         refused = state.counters.refused
         refused[job.reason] = refused.get(job.reason, 0) + 1
@@ -280,9 +279,9 @@ def end_job_when_done(turn: Turn, job: Job) -> None:
     )
 
 
-def post_boards(session: Session, job: Job, actions: list[Action]) -> None:
+def _post_boards(turn: Turn, session: Session, job: Job) -> None:
     for mover in ranks(session):
         if mover.is_serving:
             copied = job.bytes_by_mover.get(mover.mover, 0)
             spent = job.duration_ns.get(mover.mover, 0)
-            actions.append(PostBoard(mover.mover, job.job, job.kind, job.status, copied, spent))
+            turn.orders.append(PostBoard(mover.mover, job.job, job.kind, job.status, copied, spent))

@@ -34,23 +34,26 @@ def make_room(turn: Turn, needs: Needs, kept: Callable[[], Kept] = tuple) -> str
     """
     if not needs:
         return ""
-    if _excess(needs) <= 0 and all(need <= len(owner.free) for owner, need in needs):
+    tenant = needs[0][0].tenant
+    excess = tenant.excess(sum(need * owner.block_bytes for owner, need in needs))
+    if excess <= 0 and all(need <= len(owner.free) for owner, need in needs):
         for owner, _ in needs:
             owner.stored_ns = turn.now_ns
         return ""
     spared = kept()
     for owner, slots in spared:
         slot_lifecycle.pin(turn.state, owner, slots)
-    reason = _make_room(turn, needs)
+    reason = _make_room(turn, needs, excess)
     for owner, slots in spared:
         slot_lifecycle.unpin(turn.state, owner, slots)
     return reason
 
 
-def _make_room(turn: Turn, needs: Needs) -> str:
+def _make_room(turn: Turn, needs: Needs, excess: int) -> str:
+    """`excess`: bytes by which the tenant would be beyond its quota with all of these."""
     state = turn.state
     evictions: dict[int, int] = {}  # by identity of the class
-    victims = _for_quota(state, needs, evictions)
+    victims = _for_quota(state, needs, excess, evictions)
     if victims is None:
         return QUOTA
     extents = unclaimed_extents(state)
@@ -93,19 +96,14 @@ def _commit(
             grant_row(turn, owner)
 
 
-def _excess(needs: Needs) -> int:
-    """Bytes by which the tenant would be beyond its quota with all of these."""
-    tenant = needs[0][0].tenant
-    return tenant.excess(sum(need * owner.block_bytes for owner, need in needs))
-
-
-def _for_quota(state: State, needs: Needs, evictions: dict[int, int]) -> list[SizeClass] | None:
+def _for_quota(
+    state: State, needs: Needs, excess: int, evictions: dict[int, int]
+) -> list[SizeClass] | None:
     """Classes that must evict for the tenant's quota, None where that can't be enough.
 
     The classes that store come first, then the tenant's others, coldest first.
     """
     tenant = needs[0][0].tenant
-    excess = _excess(needs)
     if excess <= 0:
         return []
     if tenant.shrinking or tenant.tally.evictable_bytes < excess:

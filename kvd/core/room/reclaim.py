@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvd.core.actions import Action, ReleaseRow, Reply, UnmapRow, ZeroRow
+from kvd.core.actions import ReleaseRow, Reply, UnmapRow, ZeroRow
 from kvd.core.blocks.row_grants import grant_row, grantable_extents
 from kvd.core.blocks.slot_lifecycle import forget_ready, pin, quarantine_ready, ready_in, unpin
 from kvd.core.claims import hand_off, lease
@@ -350,7 +350,7 @@ def retire_row(turn: Turn, row: Row) -> None:
     state.retiring[row.row] = row
     state.counters.rows_taken_back += 1
     turn.orders.extend(UnmapRow(mover, row.row) for mover in sorted(row.mapped_by))
-    _zero_when_unmapped(row, turn.orders)
+    _zero_when_unmapped(turn, row)
 
 
 def _leave_class(state: State, row: Row) -> None:
@@ -374,13 +374,13 @@ def row_unmapped(turn: Turn, row_id: RowId, mover: MoverId) -> None:
     row = turn.state.retiring.get(row_id)
     if row is not None and mover in row.mapped_by:
         row.mapped_by.discard(mover)
-        _zero_when_unmapped(row, turn.orders)
+        _zero_when_unmapped(turn, row)
 
 
-def _zero_when_unmapped(row: Row, actions: list[Action]) -> None:
+def _zero_when_unmapped(turn: Turn, row: Row) -> None:
     if not row.mapped_by and not row.zeroing:
         row.zeroing = True
-        actions.append(ZeroRow(row.row))
+        turn.orders.append(ZeroRow(row.row))
 
 
 def row_zeroed(turn: Turn, row_id: RowId) -> None:

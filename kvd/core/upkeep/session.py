@@ -24,6 +24,7 @@ from kvd.core.events import (
 )
 from kvd.core.jobs import transfer, waits
 from kvd.core.keys import NODE_UNKNOWN
+from kvd.core.lifecycle import SESSION_ENDED
 from kvd.core.model.backlog import CallOff
 from kvd.core.model.job import JobState
 from kvd.core.model.state import (
@@ -41,8 +42,6 @@ from kvd.core.model.turn import Turn
 from kvd.core.room import expiry, row_rights
 from kvd.core.room.reclaim import row_unmapped
 from kvd_proto.limits import MAX_RANKS
-
-SESSION_ENDED = "its session has ended"
 
 
 def session_opened(turn: Turn, event: SessionOpened) -> None:
