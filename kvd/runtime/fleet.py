@@ -6,6 +6,7 @@ Turns the core's orders into words to mover processes, and what the movers say i
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
@@ -20,6 +21,8 @@ from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import LimitExceeded, UnknownRegistration
 from kvd.core.events import Event, JobKind, TransferOutcome
 from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId, Slots, TransferId
+from kvd.core.lifecycle import step
+from kvd.core.shares import Bound, Shares
 from kvd.mover.process import Finished, LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.pool.pool import Pool
 from kvd.runtime.told_rows import ToldRows
@@ -35,6 +38,7 @@ MOST_PLACES_LOGGED = 16  # of blocks that one transfer found damaged
 MAX_MOVERS = 128
 MAX_MOVERS_OF_USER = 64
 MAX_MOVERS_OF_WORKER = 4  # one, and while it changes registrations one or two more
+MOVERS = "movers that start, run or end"
 MoverOrder = act.RevokeTransfer | act.KillMover | act.PostBoard | act.UnmapRow
 
 
@@ -52,6 +56,37 @@ class MoverOwner(NamedTuple):
 
     uid: int
     worker: str
+
+
+class FleetStage(enum.Enum):
+    """How far a mover's life in the fleet has come."""
+
+    STARTING = "it counts for its owner, and takes no orders yet"
+    RUNNING = "it takes orders"
+    GONE = "it has ended, or never came up"
+
+
+FLEET_STEPS: frozenset[tuple[FleetStage, FleetStage]] = frozenset(
+    {
+        (FleetStage.STARTING, FleetStage.RUNNING),
+        (FleetStage.STARTING, FleetStage.GONE),
+        (FleetStage.RUNNING, FleetStage.GONE),
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class FleetMover:
+    """One mover, from before its start until its end."""
+
+    owner: MoverOwner
+    process: MoverProcess | None = None  # once it is RUNNING
+    stage: FleetStage = FleetStage.STARTING
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # and told of to everybody
+
+    def move(self, new: FleetStage) -> None:
+        """Take a step of the table."""
+        self.stage = step(FLEET_STEPS, self.stage, new)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,51 +142,39 @@ class MoverFleet:
         self.on_mover_gone: Callable[[MoverId], None] = lambda _mover: None
         self._observer = observer
         self._launch = launch
-        self._processes: dict[MoverId, MoverProcess] = {}
-        self._gone: dict[MoverId, asyncio.Future[None]] = {}
-        self._owners: dict[MoverId, MoverOwner] = {}  # from before the start until the end
+        self._movers: dict[MoverId, FleetMover] = {}  # but for those that are GONE
+        self._shares = Shares(Bound(MOVERS, MAX_MOVERS, MAX_MOVERS_OF_USER, field="rank"))
         # A future among them is somebody who waits until those before it are handled.
         self._reports: deque[Event | asyncio.Future[None]] = deque()
         self._turns_left: int | None = None  # until the next report is posted; None: all are
 
-    async def start(self, config: MoverConfig, owner: MoverOwner | None = None) -> MoverProcess:
+    async def start(self, config: MoverConfig, owner: MoverOwner) -> MoverProcess:
         """Start a rank's mover process; from its first moment the pool's next owner knows of it.
 
-        LimitExceeded where there are as many as there may be. Without an owner it is one's own.
+        LimitExceeded where there are as many as there may be.
         """
-        owner = owner or MoverOwner(-1, f"mover {config.mover}")
-        self._require_share(owner)
-        self._owners[config.mover] = owner
-        try:
-            process = await self._launch(config, self)
-        except BaseException:
-            del self._owners[config.mover]
-            raise
-        self._processes[config.mover] = process
-        self._gone[config.mover] = asyncio.get_running_loop().create_future()
-        return process
-
-    def _require_share(self, owner: MoverOwner) -> None:
-        owners = self._owners.values()
-        of_user = [other for other in owners if other.uid == owner.uid]
-        for held, most, whose in (
-            (of_user.count(owner), MAX_MOVERS_OF_WORKER, "this worker's connection"),
-            (len(of_user), MAX_MOVERS_OF_USER, f"user {owner.uid}"),
-            (len(owners), MAX_MOVERS, "this daemon"),
-        ):
-            if held >= most:
-                raise LimitExceeded(
-                    f"{whose} has {held} movers that start, run or end, and may have {most}: a rank"
-                    " has one; unregister ranks, or end engines",
-                    "rank",
-                )
-        left = MAX_MOVERS - len(owners)
-        if left and len(of_user) >= left:
+        if sum(mover.owner == owner for mover in self._movers.values()) >= MAX_MOVERS_OF_WORKER:
             raise LimitExceeded(
-                f"user {owner.uid} has {len(of_user)} movers and {left} more may be: a user may"
-                " have as many as are left for others; unregister ranks, or end engines",
+                f"this worker's connection has {MAX_MOVERS_OF_WORKER} {MOVERS}, as many as one may:"
+                " a rank has one; unregister ranks",
                 "rank",
             )
+        self._shares.take(owner.uid)
+        mover = self._movers[config.mover] = FleetMover(owner)
+        try:
+            mover.process = await self._launch(config, self)
+        except BaseException:
+            self._forget(config.mover)
+            mover.gone.set()
+            raise
+        mover.move(FleetStage.RUNNING)
+        return mover.process
+
+    def _forget(self, mover: MoverId) -> None:
+        """It is GONE: whoever waits for that has yet to be told."""
+        gone = self._movers.pop(mover)
+        gone.move(FleetStage.GONE)
+        self._shares.give_back(gone.owner.uid)
 
     def attach(
         self,
@@ -174,7 +197,7 @@ class MoverFleet:
 
     def running(self) -> list[MoverId]:
         """Movers whose process has not ended."""
-        return list(self._processes)
+        return [m for m, mover in self._movers.items() if mover.stage is FleetStage.RUNNING]
 
     def of_session(self, session: SessionId) -> list[MoverId]:
         """Movers attached to the session's ranks."""
@@ -182,12 +205,12 @@ class MoverFleet:
 
     def process_of(self, mover: MoverId) -> MoverProcess:
         """The running mover process of a registration."""
-        process = self._processes.get(mover)
-        if process is None:
+        found = self._movers.get(mover)
+        if found is None or found.process is None:
             raise UnknownRegistration(
                 f"registration {mover} is not known or its mover has ended", "registration_id"
             )
-        return process
+        return found.process
 
     async def warm(self, session: SessionId, within_s: float) -> bool:
         """Wait until the session's movers have made their mapped rows fast; False: not yet."""
@@ -201,9 +224,9 @@ class MoverFleet:
 
     async def wait_gone(self, mover: MoverId) -> None:
         """Returns when the mover's process is gone, at once where it is."""
-        gone = self._gone.get(mover)
-        if gone is not None:
-            await asyncio.shield(gone)  # which others wait for too
+        found = self._movers.get(mover)
+        if found is not None:
+            await found.gone.wait()
 
     # -- orders -----------------------------------------------------------------------------
 
@@ -237,8 +260,9 @@ class MoverFleet:
 
     def carry_out(self, order: MoverOrder) -> None:
         """Pass an order on. A mover that has ended needs none: MoverGone says the rest."""
-        process = self._processes.get(order.mover)
-        if process is None:
+        mover = self._movers.get(order.mover)
+        process = None if mover is None else mover.process
+        if mover is None or process is None:
             if isinstance(order, act.UnmapRow):
                 self._post(ev.RowUnmapped(order.mover, order.row))
             return
@@ -246,14 +270,13 @@ class MoverFleet:
             case act.RevokeTransfer():
                 process.revoke(order.transfer)
             case act.KillMover():
-                whose = {"user": self._owners[order.mover].uid}
                 log.log(
                     logging.WARNING if order.is_late else logging.INFO,
                     "ending mover %d (pid %d): %s",
                     order.mover,
                     process.pid,
                     order.reason,
-                    extra=whose,
+                    extra={"user": mover.owner.uid},
                 )
                 process.kill()
             case act.PostBoard():
@@ -356,11 +379,10 @@ class MoverFleet:
 
     def mover_gone(self, mover: MoverId, reason: str) -> None:
         """The mover process has ended, and with it every copy of its."""
-        process = self._processes.pop(mover, None)
-        if process is None:
+        found = self._movers.get(mover)
+        if found is None or found.process is None:
             return
-        del self._owners[mover]
-        gone = self._gone.pop(mover)
+        self._forget(mover)
         try:
             while self._reports:  # what it said before comes before its end
                 self._post_first()
@@ -371,5 +393,4 @@ class MoverFleet:
             if attached is not None:
                 self.on_rank_lost(attached.session, attached.placement.rank, reason)
         finally:  # whoever waits for the end must not wait for ever
-            if not gone.done():
-                gone.set_result(None)
+            found.gone.set()

@@ -27,12 +27,14 @@ from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
 from kvd.runtime.clock import AwakeClock
 from kvd.runtime.driver import Driver
+from kvd.runtime.fleet import MoverOwner
 from tests import leaks
 from tests.contract import pool_orders as orders
 from tests.core.bench import context, engine_blocks, keys, spec
 
 EXTENT_BYTES = 65536
 MOVER = MoverId(1)
+OWNER = MoverOwner(0, "worker")
 PLACEMENT = RankPlacement(rank=0, shard=0, writer=True)
 
 
@@ -94,7 +96,8 @@ def open_session(driver: Driver) -> SessionId:
 
 
 async def start_mover(driver: Driver) -> Any:
-    return await driver.fleet.start(MoverConfig(MOVER, (), (), Path(), EXTENT_BYTES))
+    config = MoverConfig(MOVER, (), (), Path(), EXTENT_BYTES)
+    return await driver.fleet.start(config, OWNER)
 
 
 async def test_one_who_gives_up_waiting_for_a_movers_end_takes_nobody_along(

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from kvd.control import memory_return
-from kvd.control.access.shares import Bound, Shares
 from kvd.core.errors import LimitExceeded
+from kvd.core.shares import Bound, Shares
 from kvd_proto.limits import MAX_MESSAGE_BYTES
 from tests.control.daemon_rig import Caller, daemon
 from tests.control.test_malformed_requests import resident_kib

@@ -62,12 +62,12 @@ async def test_each_share_is_held_and_given_back_when_a_mover_has_ended() -> Non
         await start(1, "a")
     while len(started) < fleet.MAX_MOVERS_OF_USER:
         await start(1, f"worker {len(started)}")
-    with pytest.raises(LimitExceeded, match="user 1 has 64 movers") as refused:
+    with pytest.raises(LimitExceeded, match="uid 1 has 64 movers") as refused:
         await start(1, "another")
     assert refused.value.field == "rank"
     while len(started) < fleet.MAX_MOVERS:
         await start(len(started), "a")
-    with pytest.raises(LimitExceeded, match="this daemon has 128 movers"):
+    with pytest.raises(LimitExceeded, match="there are 128 movers"):
         await start(500, "a stranger")
     movers.mover_gone(started[0], "ended")
     await start(500, "a stranger")

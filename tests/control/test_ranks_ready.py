@@ -15,7 +15,6 @@ from kvd.core.engines.layouts import GroupFigures, RankLayout, RankPlacement
 from kvd.core.errors import UnknownRegistration
 from kvd.core.keys import MoverId, SessionId
 from kvd.runtime.driver import Driver
-from kvd.runtime.fleet import MoverFleet
 from tests.control.daemon_rig import identity
 from tests.core.bench import BLOCK, spec
 
@@ -54,7 +53,9 @@ def rendezvous(*movers: int) -> Rendezvous:
     running = {MoverId(mover): object() for mover in movers}
 
     def process_of(mover: MoverId) -> object:
-        return MoverFleet.process_of(cast("Any", SimpleNamespace(_processes=running)), mover)
+        if mover not in running:
+            raise UnknownRegistration(f"mover {mover} has ended")
+        return running[mover]
 
     async def end_rank(_mover: MoverId, _reason: str) -> None:
         await asyncio.Event().wait()  # as if it hung in the kernel

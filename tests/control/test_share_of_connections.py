@@ -23,7 +23,7 @@ from kvd.control.access.door import (
     bound_of_connections,
     too_many,
 )
-from kvd.control.access.shares import Bound
+from kvd.core.shares import Bound
 from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
 from tests.control.daemon_of_few_connections import MOST
 from tests.control.daemon_rig import Caller, wait_until

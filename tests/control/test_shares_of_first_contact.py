@@ -15,7 +15,8 @@ import grpc
 import pytest
 
 from kvd.control.access.intake import FIRST_AT_ONCE
-from kvd.control.registration.rendezvous import MAX_ENGINES, MAX_ENGINES_OF_A_USER, Rendezvous
+from kvd.control.registration.rendezvous import Rendezvous
+from kvd.core.engines.meeting import MAX_ENGINES, MAX_ENGINES_OF_A_USER
 from kvd.core.errors import LimitExceeded
 from tests.control.daemon_of_small_bounds import VARIABLE
 from tests.control.daemon_rig import (
@@ -45,8 +46,8 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as anot
 
 @contextlib.contextmanager
 def daemon_with(bounds: str) -> Iterator[RunningDaemon]:
-    """A daemon for every user, with these bounds, each of a module of kvd.control."""
-    said = " ".join(f"kvd.control.{bound}" for bound in bounds.split())
+    """A daemon for every user, with these bounds, each of a module of kvd."""
+    said = " ".join(f"kvd.{bound}" for bound in bounds.split())
     running = RunningDaemon("--socket-mode", "0666", environment={VARIABLE: said})
     running.directory.chmod(0o755)
     running.module = "tests.control.daemon_of_small_bounds"
@@ -90,9 +91,14 @@ def say_nothing(path: str, count: int) -> tuple[list[socket.socket], str]:
 
 @as_root
 def test_users_who_say_nothing_have_their_shares_and_operators_their_reserve() -> None:
-    bounds = (
-        "access.companion:MAX_STRANGERS=9 access.companion:MAX_STRANGERS_OF_A_USER=4"
-        " access.companion:STRANGERS_FOR_OPERATORS=2 access.companion:HELLO_SECONDS=600"
+    bounds = " ".join(
+        f"control.access.companion:{bound}"
+        for bound in (
+            "MAX_STRANGERS=9",
+            "MAX_STRANGERS_OF_A_USER=4",
+            "STRANGERS_FOR_OPERATORS=2",
+            "HELLO_SECONDS=600",
+        )
     )
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(daemon_with(bounds))
@@ -114,7 +120,7 @@ def test_users_who_say_nothing_have_their_shares_and_operators_their_reserve() -
 
 def test_who_does_not_say_hello_in_time_is_closed_and_who_did_stays() -> None:
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(daemon_with("access.companion:HELLO_SECONDS=1.0"))
+        running = stack.enter_context(daemon_with("control.access.companion:HELLO_SECONDS=1.0"))
         polite, rude = (stack.enter_context(connect(running)) for _ in range(2))
         polite.sendall(HELLO)
         assert answer(polite).welcome.token
@@ -126,7 +132,7 @@ def test_who_does_not_say_hello_in_time_is_closed_and_who_did_stays() -> None:
 
 def test_message_that_does_not_come_whole_in_time_gives_its_place_back() -> None:
     """All the places of a user are held by halves of messages; who comes behind them is served."""
-    with daemon_with("rpc:TAKE_IN_SECONDS=1.0") as running, contextlib.ExitStack() as stack:
+    with daemon_with("control.rpc:TAKE_IN_SECONDS=1.0") as running, contextlib.ExitStack() as stack:
         caller = stack.enter_context(contextlib.closing(Caller(running.socket, "SCHEDULER")))
         raw = stack.enter_context(contextlib.closing(RawHttp2(running.socket)))
         halves = []
@@ -144,7 +150,7 @@ def test_message_that_does_not_come_whole_in_time_gives_its_place_back() -> None
 
 
 def test_call_whose_message_does_not_come_is_told_why() -> None:
-    with daemon_with("rpc:TAKE_IN_SECONDS=0.5") as running:
+    with daemon_with("control.rpc:TAKE_IN_SECONDS=0.5") as running:
         with contextlib.closing(Caller(running.socket, "SCHEDULER")) as caller:
             never = threading.Event()
             silent = (never.wait() for _ in range(1))
@@ -175,7 +181,7 @@ REFUSED = "RESOURCE_EXHAUSTED LIMIT_EXCEEDED identity.engine_id"
 
 @as_root
 def test_engines_are_bounded_for_a_user_and_for_all_and_one_that_ends_makes_room() -> None:
-    place = "registration.rendezvous"
+    place = "core.engines.meeting"
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(
             daemon_with(f"{place}:MAX_ENGINES=3 {place}:MAX_ENGINES_OF_A_USER=2")

@@ -27,12 +27,14 @@ from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
 from kvd.runtime import row_teller
 from kvd.runtime.driver import Driver
+from kvd.runtime.fleet import MoverOwner
 from tests.core.bench import context, engine_blocks, keys, spec
 
 EXTENT_BYTES = 65536
 EXTENTS = 60
 AT_ONCE = 4
 MOVER = MoverId(1)
+OWNER = MoverOwner(0, "worker")
 PLACEMENT = RankPlacement(rank=0, shard=1, writer=True)
 
 
@@ -120,7 +122,7 @@ class Stage:
 
     async def attach(self, mover: MoverId = MOVER, placement: RankPlacement = PLACEMENT) -> Any:
         config = MoverConfig(mover, (), (), Path(), EXTENT_BYTES)
-        process = cast("NotingMover", await self.driver.fleet.start(config))
+        process = cast("NotingMover", await self.driver.fleet.start(config, OWNER))
         process.driver, process.shard = self.driver, placement.shard
         self.driver.attach_rank(self.session, placement, cast("MoverProcess", process))
         return process

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvd.core.engines import meeting as m
 from kvd.core.engines.layouts import GroupFigures, RankLayout, RankPlacement
-from kvd.core.errors import EngineAlreadyLives, KvdError, LayoutMismatch, RankTaken
+from kvd.core.errors import EngineAlreadyLives, LayoutMismatch, LimitExceeded, RankTaken
 from kvd.core.keys import MoverId, SessionId
 from tests.core.bench import BLOCK, spec
 
@@ -37,8 +38,7 @@ class MeetingRules(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken: Counter[int] = Counter()
-        self.meeting = m.Meeting(self)
+        self.meeting = m.Meeting()
         self.number = 0
         self.living: set[str] = set()
         self.sessions: dict[SessionId, m.EngineStart] = {}
@@ -49,15 +49,6 @@ class MeetingRules(RuleBasedStateMachine):
         self.attached: dict[MoverId, SessionId] = {}
         self.to_end: set[MoverId] = set()
         self.told: dict[SessionId, frozenset[MoverId]] = {}  # the movers that were ready last
-
-    # -- what the meeting takes from control ---------------------------------------------------
-
-    def take(self, user: int) -> None:
-        self.taken[user] += 1
-
-    def give_back(self, user: int) -> None:
-        self.taken[user] -= 1
-        assert self.taken[user] >= 0, "a start was given back twice"
 
     def carry_out(self, orders: Sequence[m.MeetingOrder]) -> None:
         for order in orders:
@@ -96,7 +87,7 @@ class MeetingRules(RuleBasedStateMachine):
             {name: (id(s), s.session, dict(s.ranks), dict(s.movers)) for name, s in starts.items()},
             {mover: (id(r), r.state) for mover, r in self.meeting.registrations.items()},
             [s.session and s.session.readiness for s in starts.values()],
-            self.taken.copy(),
+            len(self.meeting.shares),
         )
 
     def process(self) -> m.ClientProcess:
@@ -300,7 +291,7 @@ class MeetingRules(RuleBasedStateMachine):
         starts = self.meeting.starts
         for start in starts.values():
             assert start.session is not None or start.movers, "a record of nothing"
-        assert self.taken[USER] == len(starts)
+        assert self.meeting.shares.of(USER) == len(self.meeting.shares) == len(starts)
         for mover, registration in self.meeting.registrations.items():
             start = registration.start
             assert starts[start.name] is start, "a mover runs whose start is forgotten"
@@ -328,7 +319,7 @@ class MeetingRules(RuleBasedStateMachine):
             self.mover_is_gone(mover)
         assert not self.meeting.starts
         assert not self.meeting.registrations
-        assert not +self.taken
+        assert not len(self.meeting.shares)
 
 
 MeetingRules.TestCase.settings = settings(
@@ -341,17 +332,10 @@ TestMeeting = MeetingRules.TestCase
 
 
 def test_a_users_share_of_engines_is_asked_for_before_anything_changes() -> None:
-    class NoneLeft:
-        def take(self, user: int) -> None:
-            raise KvdError("as many as there may be")
-
-        def give_back(self, user: int) -> None:
-            raise AssertionError("nothing was taken")
-
-    meeting = m.Meeting(NoneLeft())
-    try:
-        meeting.claim(USER, "one", b"a", frozenset())
-    except KvdError:
-        assert not meeting.starts
-    else:
-        raise AssertionError("not refused")
+    meeting = m.Meeting()
+    for number in range(m.MAX_ENGINES_OF_A_USER):
+        meeting.claim(USER, f"{number}", b"a", frozenset())
+    before = dict(meeting.starts)
+    with pytest.raises(LimitExceeded):
+        meeting.claim(USER, "one more", b"a", frozenset())
+    assert meeting.starts == before

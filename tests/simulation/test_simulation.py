@@ -29,6 +29,7 @@ from kvd.pool.pool import Pool
 from kvd.runtime import row_teller
 from kvd.runtime.driver import Driver
 from kvd.runtime.event_log import ChangeKind, resident_changes
+from kvd.runtime.fleet import MoverOwner
 from tests.core import invariants
 from tests.simulation.sim_engine import SimEngine, namespace, placements
 from tests.simulation.sim_mover import Faults, SimMover
@@ -167,7 +168,7 @@ class World:
                 pool_directory=self.directory,
                 extent_bytes=EXTENT_BYTES,
             )
-            process: Any = await self.driver.fleet.start(config)
+            process: Any = await self.driver.fleet.start(config, MoverOwner(0, f"{mover_id}"))
             engine.movers[placement.rank] = process
             self.driver.attach_rank(engine.session, placement, process)
 

@@ -23,8 +23,8 @@ from google.protobuf.message import DecodeError
 from kvd.control import errors
 from kvd.control.access import descriptors
 from kvd.control.access.peers import Peer, Peers, Role, credentials_of, has_ended, user_of
-from kvd.control.access.shares import Bound, Shares
 from kvd.core.errors import InvalidArgument, KvdError, LimitExceeded
+from kvd.core.shares import Bound, Shares
 from kvd_proto.limits import MAX_COMPANION_BYTES
 from kvd_proto.v1 import companion_pb2 as pb
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from kvd.control.access import descriptors
 from kvd.control.access.peers import user_of
-from kvd.control.access.shares import Bound
+from kvd.core.shares import Bound
 from kvd.linux.proc import count_own_descriptors, own_descriptors
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass, field
 
-from kvd.control.access.shares import Bound, Shares
+from kvd.core.shares import Bound, Shares
 from kvd_proto.limits import MAX_MESSAGE_BYTES
 
 FIRST_AT_ONCE = 4  # first messages of calls that are taken in at once, of one user

@@ -14,10 +14,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from kvd.control.access.peers import Peer, has_ended
-from kvd.control.access.shares import Bound, Shares
 from kvd.core import events as ev
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import SessionId
+from kvd.core.shares import Bound, Shares
 from kvd.runtime.driver import Driver
 
 # A killed process closes its sockets a moment before the kernel calls it ended.

@@ -12,7 +12,6 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import Protocol, assert_never
 
 from kvd.control.access.peers import Peer
-from kvd.control.access.shares import Bound, Shares
 from kvd.control.errors import OldEngineEnding
 from kvd.control.namespace import check_string
 from kvd.core.engines import meeting
@@ -28,8 +27,6 @@ from kvd_proto.v1 import engine_pb2
 log = logging.getLogger(__name__)
 
 BOOT_NONCE_BYTES = 16
-MAX_ENGINES = 1024
-MAX_ENGINES_OF_A_USER = 512
 OLD_MOVERS_SECONDS = 5.0
 
 
@@ -80,9 +77,7 @@ class Rendezvous:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._meeting = Meeting(
-            Shares(Bound("engines", MAX_ENGINES, MAX_ENGINES_OF_A_USER, field="identity.engine_id"))
-        )
+        self._meeting = Meeting()
         self._peers: dict[str, Peer] = {}  # of sessions and ranks, by token, until they end
         self._sessions: dict[SessionId, MeetingSession] = {}
         self._tasks: set[asyncio.Task[None]] = set()

@@ -7,11 +7,11 @@ import contextlib
 
 from kvd.control import convert
 from kvd.control.access.peers import Context, Peers
-from kvd.control.access.shares import Bound, Shares
 from kvd.control.errors import DeadlinePassed
 from kvd.control.namespaces import Namespaces
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import NamespaceId, TenantId
+from kvd.core.shares import Bound, Shares
 from kvd.runtime.driver import Driver
 from kvd.runtime.event_log import Delivery, FellBehind
 from kvd_proto.v1 import events_pb2, events_pb2_grpc

@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvd.core.engines.layouts import (
     RankLayout,
@@ -25,7 +24,11 @@ from kvd.core.engines.layouts import (
 from kvd.core.errors import EngineAlreadyLives, RankTaken
 from kvd.core.keys import MoverId, SessionId
 from kvd.core.lifecycle import SESSION_ENDED, step
+from kvd.core.shares import Bound, Shares
 from kvd.core.spec import NamespaceSpec
+
+MAX_ENGINES = 1024
+MAX_ENGINES_OF_A_USER = 512
 
 # -- who meets ----------------------------------------------------------------------------------
 
@@ -133,16 +136,6 @@ class EngineStart:
         return [*scheduler, *(registration.process for registration in self.ranks.values())]
 
 
-class EngineShares(Protocol):
-    """How many starts each user has, and may have."""
-
-    def take(self, user: int) -> None:
-        """One more; LimitExceeded, with nothing changed, where that is too many."""
-
-    def give_back(self, user: int) -> None:
-        """One less."""
-
-
 # -- orders -------------------------------------------------------------------------------------
 
 
@@ -208,10 +201,12 @@ class Meeting:
     live.
     """
 
-    def __init__(self, shares: EngineShares) -> None:
+    def __init__(self) -> None:
         self.starts: dict[tuple[int, str], EngineStart] = {}
         self.registrations: dict[MoverId, RankRegistration] = {}  # of all movers that may still run
-        self._shares = shares
+        self.shares = Shares(
+            Bound("engines", MAX_ENGINES, MAX_ENGINES_OF_A_USER, field="identity.engine_id")
+        )
 
     def claim(
         self, uid: int, engine_id: str, nonce: bytes, living: AbstractSet[str]
@@ -235,7 +230,7 @@ class Meeting:
             if start.movers:
                 return [EndRank(mover, "its engine started anew") for mover in start.movers]
             self._forget(start)
-        self._shares.take(uid)
+        self.shares.take(uid)
         start = self.starts[uid, engine_id] = EngineStart(uid, engine_id, nonce)
         return start
 
@@ -247,7 +242,7 @@ class Meeting:
     def _forget(self, start: EngineStart) -> None:
         if self.starts.get(start.name) is start:
             del self.starts[start.name]
-            self._shares.give_back(start.uid)
+            self.shares.give_back(start.uid)
 
     # -- the scheduler ----------------------------------------------------------------------
 
