@@ -31,9 +31,9 @@ import uvloop
 from benchmarks import report
 from kvd.core.events import JobKind, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
-from kvd.mover.launch import GLIBC_TUNABLES
 from kvd.mover.layout import extent_path
 from kvd.mover.process import (
+    GLIBC_TUNABLES,
     Finished,
     FragmentSpec,
     GroupMap,

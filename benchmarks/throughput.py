@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.copies import FRAGMENTS, Floor
 from benchmarks.rig import BLOCK_BYTES, MIB, BenchEngine, daemon, keys
-from kvd.mover.launch import GLIBC_TUNABLES
+from kvd.mover.process import GLIBC_TUNABLES
 
 BARS = {("whole", 1): 0.8, ("64 x 32 KiB", 1): 0.7, ("whole", 2): 0.75, ("64 x 32 KiB", 2): 0.75}
 FRESH_BYTES = 256 * MIB

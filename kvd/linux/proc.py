@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,9 +55,17 @@ def state_of(pid: int) -> str:
 
 
 def mapped_inodes(pid: int) -> frozenset[int]:
-    """Inodes of the files that a process maps now. OSError where the kernel doesn't say."""
-    text = (PROC / str(pid) / "maps").read_text()
-    return frozenset(int(line.split(maxsplit=5)[4]) for line in text.splitlines())
+    """Inodes of the files that a process maps now. OSError where the kernel doesn't say.
+
+    By each of its threads: where the first one has ended and another can't yet, as one that waits
+    for a disk, the process's own list is empty, and its memory is still there.
+    """
+    found: set[int] = set()
+    for thread in (PROC / str(pid) / "task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            text = (thread / "maps").read_text()
+            found.update(int(line.split(maxsplit=5)[4]) for line in text.splitlines())
+    return frozenset(found)
 
 
 def _stat(pid: int | str) -> list[str]:

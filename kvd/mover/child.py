@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import queue
-import resource
 import select
 import socket
 import sys
@@ -23,10 +22,9 @@ import numpy as np
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import U64, RowId
-from kvd.linux import calls, signals
+from kvd.linux import calls
 from kvd.mover import frames
 from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, part_checksums, pieces_of
-from kvd.mover.complaints import log_limited
 from kvd.mover.copy_engine import CopyEngine, CopyStopped, DeviceLost, KeepGoing
 from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
@@ -35,6 +33,9 @@ from kvd.mover.layout import LocatedPart, MoverConfig, flaw_of_part
 from kvd.mover.registration_errors import TRANSPORT_UNSUPPORTED
 from kvd.mover.rows import MappedRows
 from kvd.mover.transfers import TransferProgress, TransferQueue
+from kvd.processes.child import EXIT_BROKEN, ChannelToControl, bind_life_to
+from kvd.processes.complaints import log_limited
+from kvd.processes.framing import BadFrame, FrameReader
 from kvd_proto.board import BoardRecord, BoardWriter
 from kvd_proto.layout import LANE_MOVER
 from kvd_proto.ring import RingReader
@@ -42,25 +43,7 @@ from kvd_proto.ring import RingReader
 # How long the start waits for the engine's memory to be mapped page by page; the rest goes on
 # beside the first copies.
 START_WARM_S = 1.0
-EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
 _STOP_S = 1.0
-_RECEIVE_BYTES = 256 << 10
-
-
-class ChannelToControl:
-    """Sends whole frames; any thread. Control's end being gone ends the process."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        self._lock = threading.Lock()
-
-    def send(self, kind: FrameKind, body: bytes = b"") -> None:
-        """Returns once the kernel has it all."""
-        try:
-            with self._lock:
-                self.socket.sendall(frames.frame(kind, body))
-        except OSError:
-            os._exit(0)  # nobody is left to copy for
 
 
 @dataclass(slots=True)
@@ -128,7 +111,7 @@ class MoverLoop:
 
     def run(self, event_fd: int) -> None:
         """Listen until control says stop or is gone."""
-        reader = frames.FrameReader()
+        reader = FrameReader(FrameKind)
         end = self._control.socket
         with select.epoll() as poll:
             poll.register(end.fileno(), select.EPOLLIN)
@@ -142,7 +125,7 @@ class MoverLoop:
                     os._exit(0)  # its end is what proves that no copy can land any more
                 self._queue.mark_ready(self._ring.take())
                 if any(fd == end.fileno() for fd, _ in ready):
-                    for kind, body in reader.feed(_receive(end)):
+                    for kind, body in reader.feed(self._control.receive()):
                         self._obey(kind, body)
         self._queue.close()
         # A copier may wait in a call of the GPU's driver that never returns: the process ends all
@@ -169,7 +152,7 @@ class MoverLoop:
             case FrameKind.STOP:
                 self._stopping = True
             case _:
-                raise frames.BadFrame(f"{kind.name} is not for a mover")
+                raise BadFrame(f"{kind.name} is not for a mover")
 
     def _map_row(self, row: RowId, extent: int) -> None:
         try:
@@ -295,10 +278,10 @@ class MoverLoop:
 
 def serve(control_fd: int, parent: int) -> None:
     """Be the mover of the parent that sits behind this descriptor, until it is gone."""
-    _bind_life_to(parent)
-    threading.excepthook = _die_of
+    bind_life_to(parent)
     control = ChannelToControl(socket.socket(fileno=control_fd))
-    config, (ring_fd, board_fd, event_fd) = _receive_config(control.socket)
+    config, channel = frames.unpack_config(control.receive_first(FrameKind.CONFIGURE))
+    ring_fd, board_fd, event_fd = channel
     calls.name_process(f"kvd-mover-{config.mover}")
     try:
         engine = open_engine(config)
@@ -339,46 +322,6 @@ def open_engine(config: MoverConfig) -> CopyEngine:
     return CudaCopyEngine(config)
 
 
-def _bind_life_to(parent: int) -> None:
-    # Control ends its movers itself; a terminal's or an init system's signal to the whole
-    # group must not end them before their last copy.
-    signals.ignore_all()
-    calls.die_with_parent()
-    if os.getppid() != parent:
-        os._exit(0)  # it went before the line above could see it
-    # A core would hold other people's prompts; every mapped extent costs a descriptor.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _receive_config(end: socket.socket) -> tuple[MoverConfig, tuple[int, int, int]]:
-    reader = frames.FrameReader()
-    while True:
-        for kind, body in reader.feed(_receive(end)):
-            if kind is not FrameKind.CONFIGURE:
-                raise frames.BadFrame(f"{kind.name} before the configuration")
-            return frames.unpack_config(body)
-
-
-def _receive(end: socket.socket) -> bytes:
-    """What control has written; the process ends with control."""
-    try:
-        received = end.recv(_RECEIVE_BYTES)
-    except ConnectionResetError:  # it died with words of ours unread
-        received = b""
-    if not received:
-        os._exit(0)
-    return received
-
-
 def _close(descriptors: Iterable[int]) -> None:
     for fd in set(descriptors):
         os.close(fd)
-
-
-def _die_of(failure: threading.ExceptHookArgs) -> None:
-    """A thread broke one of our rules: better no mover than one that copies no more."""
-    threading.__excepthook__(failure)
-    sys.stderr.flush()
-    os._exit(EXIT_BROKEN)

@@ -1,15 +1,11 @@
-"""The private wire between control and one mover: frames over a socket pair.
-
-A frame is a little-endian u32 of its whole length, a u32 of its kind, and a body padded to 8
-bytes. Both ends run the same code of the same commit: there is no version and no negotiation.
-"""
+"""What control and one mover say to each other, as bodies of frames."""
 
 from __future__ import annotations
 
 import enum
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +23,7 @@ from kvd.mover.layout import (
     MoverConfig,
     Region,
 )
-
-# Largest frame: one transfer of 8192 blocks with 64 engine blocks each is 2.1 MiB.
-MAX_FRAME_BYTES = 16 << 20
+from kvd.processes.framing import BadFrame
 
 
 class FrameKind(enum.IntEnum):
@@ -48,10 +42,6 @@ class FrameKind(enum.IntEnum):
     ROW_UNMAPPED = 35
     ROW_WARM = 36
     FACTS = 37
-
-
-class BadFrame(Exception):
-    """The other end wrote what no frame looks like."""
 
 
 def _none() -> U64:
@@ -94,47 +84,12 @@ class TransferOrder:
     parts: tuple[LocatedPart, ...]
 
 
-_HEADER = struct.Struct("<II")
 _WORD = struct.Struct("<Q")
 _ROW = struct.Struct("<QQ")
 _TRANSFER = struct.Struct("<QQII")
 _PART = struct.Struct("<IIII")  # group, blocks, engine blocks per block, 1 with checksums
 _FINISHED = struct.Struct("<QIIQQQ")  # ..., how many checksums, ..., how many damaged
 _OUTCOMES = tuple(TransferOutcome)
-
-
-def frame(kind: FrameKind, body: bytes = b"") -> bytes:
-    """One frame, ready to be written."""
-    padding = -len(body) % 8
-    length = _HEADER.size + len(body) + padding
-    if length > MAX_FRAME_BYTES:
-        raise BadFrame(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are allowed")
-    return _HEADER.pack(length, kind) + body + b"\0" * padding
-
-
-class FrameReader:
-    """Cuts a byte stream into frames."""
-
-    def __init__(self) -> None:
-        self._pending = bytearray()
-
-    def feed(self, received: bytes) -> Iterator[tuple[FrameKind, bytes]]:
-        """Frames that are complete now. Raises BadFrame."""
-        self._pending += received
-        start = 0
-        while len(self._pending) - start >= _HEADER.size:
-            length, kind = _HEADER.unpack_from(self._pending, start)
-            if not _HEADER.size <= length <= MAX_FRAME_BYTES or length % 8:
-                raise BadFrame(f"a frame of {length} bytes")
-            if len(self._pending) - start < length:
-                break
-            try:
-                known = FrameKind(kind)
-            except ValueError:
-                raise BadFrame(f"a frame of kind {kind}") from None
-            yield known, bytes(self._pending[start + _HEADER.size : start + length])
-            start += length
-        del self._pending[:start]
 
 
 # -- bodies -----------------------------------------------------------------------------------

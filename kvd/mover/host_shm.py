@@ -21,9 +21,9 @@ from kvd.linux.calls import lies_in_memory
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import LocatedPart, MoverConfig, Region, check_config
-from kvd.mover.mappings import WARM_BYTES, Bytes, Mapping, map_extent, populate, warm
 from kvd.mover.presence import I64, Presence
 from kvd.mover.ranges import FoldedFragment, Range, fold, ranges_of
+from kvd.processes.mappings import WARM_BYTES, Bytes, Mapping, map_extent, populate, warm
 
 _U64 = np.dtype("<u8")
 
@@ -128,7 +128,7 @@ class HostSharedMemory:
     # -- extents ----------------------------------------------------------------------------
 
     def open_extent(self, extent: int) -> Bytes:
-        self._extents[extent] = map_extent(self._config, extent)
+        self._extents[extent] = map_extent(self._config.extent_files, extent)
         return self._extents[extent].view
 
     def close_extent(self, extent: int) -> None:

@@ -14,6 +14,7 @@ from kvd.core.errors import (
     LayoutMismatch,
 )
 from kvd.core.keys import U32, U64, MoverId
+from kvd.processes.mappings import ExtentFiles
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.limits import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_REGIONS
 
@@ -103,9 +104,15 @@ class MoverConfig:
     extents_directory: Path | None = None  # None: `extents` in the pool's directory
     extents_inode: int = 0  # of that directory: another one there is another pool's; 0: any
 
+    @property
+    def extent_files(self) -> ExtentFiles:
+        """Where the extents lie."""
+        directory = self.extents_directory or self.pool_directory / "extents"
+        return ExtentFiles(directory, self.extents_inode, self.extent_bytes)
+
     def extent_path(self, extent: int) -> Path:
         """File of one extent."""
-        return extent_path(self.pool_directory, extent, self.extents_directory)
+        return self.extent_files.path(extent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -216,7 +216,7 @@ def extents_mapped_by(pid: int, extents: Extents) -> frozenset[int]:
     """
     try:
         inodes = mapped_inodes(pid)
-    except ProcessLookupError:
+    except (FileNotFoundError, ProcessLookupError):
         return frozenset()
     except OSError:
         return frozenset(range(extents.count))

@@ -7,17 +7,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvd.core.actions import ZeroRow
 from kvd.core.events import PoolRecovered
 from kvd.core.keys import MoverId, RowId
+from kvd.linux.calls import present_pages
 from kvd.linux.proc import filesystem_type
 from kvd.mover import frames
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import FragmentSpec, GroupMap, MoverConfig, Region
-from kvd.mover.mappings import map_extent
 from kvd.pool import Pool, PoolConfig, PoolError, capacity_check
+from kvd.processes.mappings import ExtentFiles, map_extent
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, opened
 from tests.huge_pages import PAGE_BYTES, huge_pages
@@ -151,6 +153,21 @@ def test_what_is_not_the_pools_stays_in_the_directory(elsewhere: PoolConfig) -> 
     assert kept == {"letters.txt", "00001.kv.old", "00000.kv", "00001.kv"}
 
 
+def test_what_a_process_forks_does_not_map_its_extents(tmp_path: Path) -> None:
+    """A tier's library may fork, and the pool waits for the tier's own process alone."""
+    files = ExtentFiles(tmp_path, 0, EXTENT_BYTES)
+    files.path(0).write_bytes(bytes(EXTENT_BYTES))
+    mapping = map_extent(files, 0)
+    answer = np.zeros(1, dtype=np.uint8)
+    assert present_pages(mapping.address, 1, answer.ctypes.data)
+    child = os.fork()
+    if child == 0:
+        os._exit(present_pages(mapping.address, 1, answer.ctypes.data))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, "it is mapped there"
+    mapping.close()
+
+
 def test_a_mover_is_told_where_the_extents_lie(elsewhere: PoolConfig) -> None:
     group = GroupMap(1, 1, 4096, (FragmentSpec(0, 0, 4096, 4096),))
     for place in (None, elsewhere.extents_place):
@@ -281,9 +298,9 @@ def test_an_extent_of_another_pool_in_the_same_place_is_not_mapped(tmp_path: Pat
     (ours / "00000.kv").write_bytes(bytes(4096))
     inode = ours.stat().st_ino
     config = MoverConfig(MoverId(1), (), (), tmp_path, 4096, extents_inode=inode)
-    map_extent(config, 0).close()
+    map_extent(config.extent_files, 0).close()
     ours.rename(tmp_path / "removed")
     ours.mkdir()
     (ours / "00000.kv").write_bytes(bytes(4096))
     with pytest.raises(OSError, match="another pool's by now"):
-        map_extent(config, 0)
+        map_extent(config.extent_files, 0)

@@ -7,18 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvd.linux.proc import start_time_of
+from kvd.linux.proc import start_time_of, state_of
 from kvd.pool import Pool, PoolConfig, PoolError
 from kvd.pool.ownership import (
     MOST_MOVERS,
     MoverList,
     MoverRecord,
     end_movers,
+    extents_mapped_by,
 )
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, opened
@@ -31,7 +33,17 @@ print("mapped", flush=True)
 sys.stdin.read()
 """
 
-StartMapper = Callable[[Path], "subprocess.Popen[str]"]
+# Maps likewise, and then is left with a thread that is not its first.
+HEADLESS_MAPPER = """
+import ctypes, mmap, os, platform, sys, threading, time
+with open(sys.argv[1], "r+b") as file:
+    mapping = mmap.mmap(file.fileno(), 0)
+threading.Thread(target=sys.stdin.read).start()
+print("mapped", flush=True)
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+
+StartMapper = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
@@ -39,9 +51,9 @@ def start_mapper() -> Iterator[StartMapper]:
     """Starts processes that map a file until they are ended."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(path: Path) -> subprocess.Popen[str]:
+    def start(path: Path, program: str = MAPPER) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", MAPPER, str(path)],
+            [sys.executable, "-c", program, str(path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -202,6 +214,18 @@ def test_rows_of_a_mover_that_can_not_be_killed_are_quarantined(
     assert rows[1].ordinals.tolist() == [0]
     with opened(config):
         assert mover.wait(1) == -signal.SIGKILL, "the orphaned mover was not kept in the list"
+
+
+def test_what_is_left_of_a_process_whose_first_thread_has_ended_still_maps(
+    shared_directory: Path, start_mapper: StartMapper
+) -> None:
+    """Killed while one of its threads waits for a disk, a tier's process looks like this."""
+    with opened(orders.config(shared_directory)) as pool:
+        orphan = start_mapper(pool.extent_path(1), HEADLESS_MAPPER)
+        while state_of(orphan.pid) != "Z":
+            time.sleep(0.01)
+        assert extents_mapped_by(orphan.pid, pool._files) == {1}
+        assert extents_mapped_by(5_000_000, pool._files) == frozenset()
 
 
 def test_an_extent_that_an_orphaned_mover_maps_is_replaced_before_it_is_free(

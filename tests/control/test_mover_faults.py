@@ -23,11 +23,13 @@ from kvd.core.errors import InvalidArgument, KvdError, LayoutMismatch
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
 from kvd.linux.signals import IGNORED, STOPPING
-from kvd.mover import process, registration_errors
+from kvd.mover import registration_errors
 from kvd.mover.facts import GpuFacts, MoverFacts
-from kvd.mover.frames import FrameKind, frame
+from kvd.mover.frames import FrameKind
 from kvd.mover.layout import CudaRegion, GpuConfig
 from kvd.mover.process import GroupMap, LocatedPart, MoverConfig, MoverStartError, Region
+from kvd.processes import parent
+from kvd.processes.framing import frame
 from kvd_proto import layout
 from tests.control.mover_rig import (
     BLOCKS,
@@ -320,7 +322,7 @@ async def test_a_killed_mover_is_gone_once_and_its_words_before_count() -> None:
 
 @on_loop
 async def test_a_stopped_process_is_killed_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "STOP_S", 0.2)
+    monkeypatch.setattr(parent, "STOP_S", 0.2)
     async with rig() as r:
         mover = await r.start()
         os.kill(mover.pid, signal.SIGSTOP)
@@ -343,7 +345,7 @@ async def test_signals_to_the_whole_group_leave_the_mover_alone() -> None:
 async def test_a_mover_that_does_not_read_is_ended_before_control_grows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "MAX_BYTES_UNREAD", 1 << 20)
+    monkeypatch.setattr(parent, "MAX_BYTES_UNREAD", 1 << 20)
     async with rig() as r:
         mover = await r.start()
         os.kill(mover.pid, signal.SIGSTOP)
@@ -367,7 +369,7 @@ async def test_a_mover_that_writes_nonsense_is_ended_with_that_as_the_reason(
 ) -> None:
     async with rig() as r:
         mover = await r.start()
-        process._Channel(mover).data_received(frame(kind, body))
+        parent.Channel(mover).data_received(frame(kind, body))
         await r.sink.until(lambda: r.sink.gone)
         assert "wrote nonsense" in r.sink.gone[0][1]
         assert mover.facts == MoverFacts()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd.mover import complaints
+from kvd.processes import complaints
 from tests.daemon_process import DaemonProcess
 from tests.gpu import fake_library
 from tests.gpu.driver import Driver, Exporter

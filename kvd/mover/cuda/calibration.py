@@ -20,7 +20,6 @@ from pathlib import Path
 from cupy.cuda import runtime
 
 from kvd.core.events import JobKind
-from kvd.mover.complaints import log_limited
 from kvd.mover.cuda import figures
 from kvd.mover.cuda.copiers import (
     BATCH,
@@ -36,6 +35,7 @@ from kvd.mover.cuda.runs import Runs, runs_of
 from kvd.mover.cuda.sample import Sample, sample_of
 from kvd.mover.facts import CopyPath
 from kvd.mover.layout import GpuConfig, MoverConfig
+from kvd.processes.complaints import log_limited
 from kvd_proto.libcuda import CudaError
 
 AUTO = "auto"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from cupy.cuda import runtime
 
 from kvd.core.errors import InvalidArgument
-from kvd.mover.complaints import log_limited
 from kvd.mover.cuda.device import ONLY, Device
 from kvd.mover.facts import CUDA_IPC, CUDA_VMM
 from kvd.mover.layout import CudaRegion
 from kvd.mover.registration_errors import GPU_HANDLE_REFUSED
+from kvd.processes.complaints import log_limited
 from kvd_proto.libcuda import (
     HANDLE_TYPE_POSIX_FD,
     IPC_HANDLE_BYTES,

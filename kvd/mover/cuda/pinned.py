@@ -13,12 +13,12 @@ import numpy as np
 from cupy.cuda import runtime
 
 from kvd.core.errors import InvalidArgument
-from kvd.mover.complaints import log_limited
 from kvd.mover.copy_engine import DeviceLost, KeepGoing
 from kvd.mover.cuda.device import FIELD
 from kvd.mover.layout import MoverConfig
-from kvd.mover.mappings import Bytes, Mapping, map_extent, warm
 from kvd.mover.registration_errors import TRANSPORT_UNSUPPORTED
+from kvd.processes.complaints import log_limited
+from kvd.processes.mappings import Bytes, Mapping, map_extent, warm
 
 MAX_ATTEMPTS = 3  # to register an extent: by the warm call, then by copies that could use it
 
@@ -78,7 +78,7 @@ class PinnedExtents:
 
     def open(self, extent: int) -> Bytes:
         """Map the extent. OSError where its file can't be had."""
-        opened = self._extents[extent] = _Extent(map_extent(self._config, extent))
+        opened = self._extents[extent] = _Extent(map_extent(self._config.extent_files, extent))
         return opened.mapping.view
 
     def close(self, extent: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from kvd.mover.complaints import log_limited
+from kvd.processes.complaints import log_limited
 
 
 class ProcessMemory:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.linux import calls
-from kvd.mover.copy_engine import KeepGoing
-from kvd.mover.layout import MoverConfig
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -41,21 +41,42 @@ class Mapping:
         self.mapped.close()
 
 
-def map_extent(config: MoverConfig, extent: int) -> Mapping:
-    """The extent's file, mapped. OSError where it can't be had, is too short or another pool's."""
-    path = config.extent_path(extent)
+@dataclass(frozen=True, slots=True)
+class ExtentFiles:
+    """Where a pool's extents lie, and how large each is.
+
+    inode: of the directory; another one there is another pool's. 0: any.
+    """
+
+    directory: Path
+    inode: int
+    extent_bytes: int
+
+    def path(self, extent: int) -> Path:
+        """File of one extent."""
+        return self.directory / f"{extent:05d}.kv"
+
+
+def map_extent(files: ExtentFiles, extent: int) -> Mapping:
+    """The extent's file, mapped. OSError where it can't be had, is too short or another pool's.
+
+    Whatever this process forks has it not: only this process's end must prove that nobody writes.
+    """
+    path = files.path(extent)
     place = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        if config.extents_inode not in {0, os.fstat(place).st_ino}:
+        if files.inode not in {0, os.fstat(place).st_ino}:
             raise OSError(f"{path.parent} is another pool's by now")
         fd = os.open(path.name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=place)
     finally:
         os.close(place)
     try:
         size = os.fstat(fd).st_size
-        if size < config.extent_bytes:
-            raise OSError(f"{path} has {size} bytes, not {config.extent_bytes}")
-        return Mapping.of(fd, config.extent_bytes)
+        if size < files.extent_bytes:
+            raise OSError(f"{path} has {size} bytes, not {files.extent_bytes}")
+        mapping = Mapping.of(fd, files.extent_bytes)
+        mapping.mapped.madvise(mmap.MADV_DONTFORK)
+        return mapping
     finally:
         os.close(fd)
 
@@ -70,7 +91,7 @@ def populate(address: int, size: int) -> None:
         calls.advise(address, size, calls.MADV_POPULATE_READ)
 
 
-def warm(mapping: Mapping, keep_going: KeepGoing) -> bool:
+def warm(mapping: Mapping, keep_going: Callable[[], bool]) -> bool:
     """Map every page of it, in steps. False: told to stop before the end."""
     size = len(mapping.view)
     for start in range(0, size, WARM_BYTES):

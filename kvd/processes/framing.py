@@ -1,0 +1,58 @@
+"""The private wire between control and a process of its own: frames over a socket pair.
+
+A frame is a little-endian u32 of its whole length, a u32 of its kind, and a body padded to 8
+bytes. Both ends run the same code of the same commit: there is no version and no negotiation.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+# Largest frame: one transfer of 8192 blocks with 64 engine blocks each is 2.1 MiB.
+MAX_FRAME_BYTES = 16 << 20
+
+_HEADER = struct.Struct("<II")
+
+Kind = TypeVar("Kind", bound=enum.IntEnum)
+
+
+class BadFrame(Exception):
+    """The other end wrote what no frame looks like."""
+
+
+def frame(kind: enum.IntEnum, body: bytes = b"") -> bytes:
+    """One frame, ready to be written."""
+    padding = -len(body) % 8
+    length = _HEADER.size + len(body) + padding
+    if length > MAX_FRAME_BYTES:
+        raise BadFrame(f"a frame of {length} bytes; {MAX_FRAME_BYTES} are allowed")
+    return _HEADER.pack(length, kind) + body + b"\0" * padding
+
+
+class FrameReader(Generic[Kind]):
+    """Cuts a byte stream into frames of the kinds that there are."""
+
+    def __init__(self, kinds: type[Kind]) -> None:
+        self._kinds = kinds
+        self._pending = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[tuple[Kind, bytes]]:
+        """Frames that are complete now. Raises BadFrame."""
+        self._pending += received
+        start = 0
+        while len(self._pending) - start >= _HEADER.size:
+            length, kind = _HEADER.unpack_from(self._pending, start)
+            if not _HEADER.size <= length <= MAX_FRAME_BYTES or length % 8:
+                raise BadFrame(f"a frame of {length} bytes")
+            if len(self._pending) - start < length:
+                break
+            try:
+                known = self._kinds(kind)
+            except ValueError:
+                raise BadFrame(f"a frame of kind {kind}") from None
+            yield known, bytes(self._pending[start + _HEADER.size : start + length])
+            start += length
+        del self._pending[:start]
