@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from examples.engine.lifetime import child_environment
+from examples.engine.lifetime import child_environment, interrupts_held
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
@@ -58,7 +58,7 @@ class Daemon:
         # It must not outlive us, not even our own kill -9.
         bound = [sys.executable, "-m", "examples.engine.lifetime"]
         command = [*bound, "-m", "kvd", "serve", *self._flags()]
-        with self.log.open("ab") as log:
+        with self.log.open("ab") as log, interrupts_held():
             # In a session of its own: Ctrl-C is for the demo, which then stops the daemon.
             self._process = subprocess.Popen(
                 command,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from examples.engine.lifetime import REPOSITORY, child_environment
+from examples.engine.lifetime import REPOSITORY, child_environment, interrupts_held
 
 START_SECONDS = 300.0
 STOP_SECONDS = 30.0
@@ -73,7 +73,7 @@ class VllmServer:
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
         words += ["--enforce-eager", "--enable-prompt-tokens-details"]
         module = ["-m", "examples.engine.lifetime", "-m", "vllm.entrypoints.openai.api_server"]
-        with self.log.open("ab") as log:
+        with self.log.open("ab") as log, interrupts_held():
             self._process = subprocess.Popen(
                 [self._python, *module, *words],
                 cwd=REPOSITORY,

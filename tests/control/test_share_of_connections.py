@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -18,6 +19,7 @@ from kvd.control.access import companion, descriptors
 from kvd.control.access.door import (
     LOOK_SECONDS,
     MAX_UNACCEPTED,
+    MAX_UNACCEPTED_IN_A_FLOOD,
     Door,
     GrpcConnection,
     bound_of_connections,
@@ -173,6 +175,42 @@ def has_stopped(pid: int) -> bool:
     """True once none of its threads runs: until then they go on accepting."""
     states = [each.read_text() for each in Path(f"/proc/{pid}/task").glob("*/stat")]
     return all(state.rpartition(")")[2].split()[0] == "T" for state in states)
+
+
+async def test_very_few_wait_while_somebody_with_too_many_connects_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.control.access.door.FLOOD_SECONDS", 2 * LOOK_SECONDS)
+    path = str(tmp_path / "grpc")
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(path)
+        listener.listen(16)
+        listener.setblocking(False)
+
+        def taken() -> int:
+            count = taken_in(path, 4 * MAX_UNACCEPTED)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    listener.accept()[0].close()
+            return count
+
+        door = Door(path, lambda _: False)
+        door.bound = Bound("connections", most=64, each=3)
+        door.begin()
+        stack.callback(door.close)
+        assert taken() in range(MAX_UNACCEPTED, MAX_UNACCEPTED + 3)
+        for _ in range(4):
+            stack.callback(RawHttp2(path, says_hello=False).close)
+            stack.enter_context(listener.accept()[0])
+        assert door.look() == 1
+        assert taken() in range(MAX_UNACCEPTED_IN_A_FLOOD, MAX_UNACCEPTED_IN_A_FLOOD + 3)
+        for _ in range(40):
+            await asyncio.sleep(LOOK_SECONDS)
+            if taken() >= MAX_UNACCEPTED:  # the flood is over
+                break
+        else:
+            pytest.fail("the queue stays short")
 
 
 def test_few_connections_wait_at_a_daemon_that_does_not_accept() -> None:

@@ -5,7 +5,8 @@ the descriptors are this process's: it looks through its own sockets, asks the k
 and shuts down the newest of who has more than his share. gRPC takes that for the client's end.
 
 Connections that come in a burst are all accepted before gRPC serves anybody again, so few may
-wait at once: who connects faster than they are accepted waits in `connect`, or is told to.
+wait at once: who connects faster than they are accepted waits in `connect`, or is told to. While
+somebody who has more than his share was shut out and connects again, very few may.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ MAX_CONNECTIONS_OF_A_USER = 224
 # All clients of a node may connect at once: gRPC's client takes a full queue for a daemon that is
 # away. gRPC's server asks for 4,096, and serves nobody while it accepts them.
 MAX_UNACCEPTED = 128  # connections
+MAX_UNACCEPTED_IN_A_FLOOD = 8  # each takes gRPC some 0.1 ms
+FLOOD_SECONDS = 5.0  # after connections were shut down
 LOOK_SECONDS = 0.25
 LOG_SECONDS = 10.0  # who is shut out connects again at once
 
@@ -90,6 +93,7 @@ class Door:
         self._looks = 0
         self._logged_s = -LOG_SECONDS
         self._held = 0  # descriptors at the last look
+        self._flood_ends_s = time.monotonic()
         self._listener: tuple[int, int] | None = None  # gRPC's: descriptor, inode
         self._timer: asyncio.TimerHandle | None = None
 
@@ -97,6 +101,11 @@ class Door:
         """Look from now on, until `close`."""
         self._shorten_queue()
         self._look_later()
+
+    @property
+    def _most_unaccepted(self) -> int:
+        flooded = time.monotonic() < self._flood_ends_s
+        return MAX_UNACCEPTED_IN_A_FLOOD if flooded else MAX_UNACCEPTED
 
     def _shorten_queue(self) -> None:
         """Let few connections wait. gRPC may listen only in a moment, with a queue of its own."""
@@ -109,7 +118,7 @@ class Door:
             fd, inode = self._listener
             with contextlib.suppress(OSError), _socket(fd) as listener:
                 if os.fstat(listener.fileno()).st_ino == inode:
-                    listener.listen(MAX_UNACCEPTED)
+                    listener.listen(self._most_unaccepted)
 
     def _look_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._tick)
@@ -140,6 +149,9 @@ class Door:
     def look(self) -> int:
         """Shut down what is too much; how many."""
         gone = too_many(self.connections(), self.bound, self._operates)
+        if gone:  # they are back in a moment
+            self._flood_ends_s = time.monotonic() + FLOOD_SECONDS
+            self._shorten_queue()
         for each in gone:
             with contextlib.suppress(OSError), _socket(each.fd) as connected:
                 # The number may be another's by now.
