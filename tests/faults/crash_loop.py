@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from tests.faults.content import block_hashes
+from tests.client.content import block_hashes
 from tests.faults.probe import Probe, ProbeFailed
 from tests.faults.scene import Scene, wait_until
 

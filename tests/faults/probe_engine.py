@@ -32,8 +32,8 @@ from kvd_client import (
     Worker,
 )
 from kvd_client.draft import BlockRun, QueryDraft, request_context
-from tests.faults.content import HASH_BYTES, TOKENS, block_hashes, block_words
-from tests.faults.probe_memory import memory_of
+from tests.client.content import HASH_BYTES, TOKENS, block_hashes, block_words
+from tests.client.kv_memory import memory_of
 
 log = logging.getLogger("probe")
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvd_proto.v1 import operator_pb2
+from tests.client.content import block_hashes, last_word
 from tests.control.daemon_rig import Caller
 from tests.daemon_process import DaemonProcess
-from tests.faults.content import block_hashes, last_word
 from tests.faults.probe import Probe
 
 PATIENCE_SECONDS = 15.0

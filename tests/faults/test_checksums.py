@@ -7,8 +7,8 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 
+from tests.client.content import block_hashes, last_word
 from tests.faults.conftest import MakeScene
-from tests.faults.content import block_hashes, last_word
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene, wait_until
 from tests.ports import free_port

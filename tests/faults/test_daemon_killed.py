@@ -16,9 +16,9 @@ import grpc
 import pytest
 
 from kvd_proto.v1 import operator_pb2
+from tests.client.content import block_hashes
 from tests.control.daemon_rig import Caller
 from tests.faults.conftest import MakeScene
-from tests.faults.content import block_hashes
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene, freeze, pin_mid_load, wait_until
 

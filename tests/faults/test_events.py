@@ -12,9 +12,9 @@ import pytest
 
 from kvd.control.services.events import MAX_WATCHERS_OF_A_USER
 from kvd_proto.v1 import events_pb2, operator_pb2
+from tests.client.content import HASH_BYTES, block_hashes
 from tests.control.daemon_rig import Caller, refusal
 from tests.faults.conftest import MakeScene
-from tests.faults.content import HASH_BYTES, block_hashes
 from tests.faults.scene import Scene, wait_until
 from tests.faults.stand import resident_kib
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvd_client import Fragment, GroupLayout, SharedMemory, Worker
 from kvd_client.worker import DeviceSpan
-from tests.faults.content import Words
+from tests.client.content import Words
 from tests.gpu.device_memory import DeviceMemory
 
 LAYERS = 2
