@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -17,10 +18,8 @@ def start_engine(daemon: DaemonProcess) -> Iterator[StartEngine]:
     """Starts engines at the test's daemon; each can be used when it is here."""
     engines: list[SmallEngine] = []
 
-    def start(
-        engine_id: str = "e0", world_size: int = 1, width: int = 1, patient: bool = True
-    ) -> SmallEngine:
-        engine = SmallEngine(daemon.socket, engine_id, world_size, width, patient)
+    def start(engine_id: str = "e0", **settings: Any) -> SmallEngine:
+        engine = SmallEngine(daemon.socket, engine_id, **settings)
         engines.append(engine)
         engine.wait_usable()
         for rank in engine.ranks:  # the scheduler may hear of it a moment before its rank

@@ -1,218 +1,244 @@
-"""A small engine over the real client: its KV is numbers that follow from the block hashes.
+"""The toy engine over kvd's own client: every byte of its KV follows from its block's key.
 
-One process plays scheduler and all ranks. The KV of a block in a layer is its hash, repeated
-and salted with layer and rank, so every loaded byte can be checked.
+It plays a scheduler and its ranks, and takes a step only when told to. Tests of the client have
+it in their own process. Those that kill it have it in another (tests/faults/probe_engine.py).
+Tests of GPUs give it other memory, and benchmarks (benchmarks/rig.py) time what it does.
 """
 
 from __future__ import annotations
 
 import hashlib
-import mmap
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd_client import (
     EngineIdentity,
-    Fragment,
     Group,
-    GroupLayout,
     NamespaceFields,
     RequestParams,
     ScheduledRequest,
     Scheduler,
     SchedulerConnection,
     SchedulerOptions,
-    SharedMemory,
     StepOutcome,
     StepPlan,
     Worker,
 )
 from kvd_client.connection import SILENT_AFTER_S
-from kvd_client.worker.worker import FLUSH_TIMEOUT_S
+from kvd_client.worker.worker import FLUSH_TIMEOUT_S, LOAD_DEADLINE_S
+from tests.client.content import HASH_BYTES, TOKENS, Words, block_hashes, block_words
+from tests.client.kv_memory import HOST, GpuMemory, HostMemory, KvMemory
 
-TOKENS = 16
-LAYERS = 4
-FRAGMENT_BYTES = 1024
-BLOCK_BYTES = LAYERS * FRAGMENT_BYTES
-HASH_BYTES = 32
-NUM_BLOCKS = 256
-
-
-def block_hashes(prompt: str, count: int) -> list[bytes]:
-    """Chained hashes of the prompt's blocks."""
-    hashes: list[bytes] = []
-    parent = prompt.encode()
-    for _ in range(count):
-        parent = hashlib.sha256(parent).digest()
-        hashes.append(parent)
-    return hashes
+IDLE_S = 0.001
+WAIT_S = 30.0  # for whatever it is that ends
+# A loaded machine can keep a sound daemon from answering for longer than an engine should wait,
+# and then the engine goes on without it, rightly. A test of what is stored and loaded waits.
+PATIENCE_S = 20.0
+PATIENT = SchedulerOptions(lookup_give_up_s=PATIENCE_S)
 
 
-def block_bytes(content: bytes, layer: int, rank: int) -> npt.NDArray[np.uint8]:
-    """The KV of one engine block in one layer on one rank."""
-    seed = [*content, layer, rank]
-    return np.random.default_rng(seed).integers(0, 255, FRAGMENT_BYTES, dtype=np.uint8)
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is, and how long it waits for its daemon."""
+
+    engine_id: str = "e0"
+    world_size: int = 1
+    ranks: Sequence[int] | None = None  # those that this process plays; all
+    width: int = 1  # engine blocks in a block
+    num_blocks: int = 256
+    block_bytes: int = 4096  # of an engine block on each rank
+    layers: int = 2
+    memory: str = HOST  # or a kind of GPU memory, of tests.gpu.device_memory.KINDS
+    model: str = "small"
+    tenant: str = ""
+    unshared: bool = False
+    silent_after_s: float = PATIENCE_S
+    flush_timeout_s: float = PATIENCE_S
+    load_deadline_s: float = LOAD_DEADLINE_S
+    options: SchedulerOptions = PATIENT
+
+    def namespace(self) -> NamespaceFields:
+        """One group of full attention, with a shard for each rank."""
+        group = Group(
+            tokens_per_block=TOKENS * self.width,
+            shard_bytes=(self.block_bytes,) * self.world_size,
+            blocks_per_block=self.width,
+        )
+        return NamespaceFields(
+            model=self.model,
+            kv_dtype="uint64",
+            hash_algorithm="sha256-chain",
+            hash_bytes=HASH_BYTES,
+            parallel_shape=f"tp{self.world_size}",
+            tenant=self.tenant,
+            groups=(group,),
+            unshared=self.unshared,
+        )
+
+
+# The client's own limits, by which an engine may miss what is there.
+IMPATIENT: dict[str, Any] = {
+    "silent_after_s": SILENT_AFTER_S,
+    "flush_timeout_s": FLUSH_TIMEOUT_S,
+    "options": SchedulerOptions(),
+}
 
 
 class Rank:
     """One rank's KV memory and its worker side."""
 
-    def __init__(
-        self, socket: str, identity: EngineIdentity, rank: int, world_size: int, flush_s: float
-    ) -> None:
-        self.rank = rank
-        size = LAYERS * NUM_BLOCKS * FRAGMENT_BYTES
-        self.fd = os.memfd_create("engine-kv", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, size)
-        self._map = mmap.mmap(self.fd, size)
-        self.kv = np.frombuffer(self._map, dtype=np.uint8).reshape(
-            LAYERS, NUM_BLOCKS, FRAGMENT_BYTES
-        )
-        self.worker = Worker(socket, identity, rank, world_size, flush_timeout_s=flush_s)
-        fragments = [
-            Fragment(0, layer * NUM_BLOCKS * FRAGMENT_BYTES, FRAGMENT_BYTES, FRAGMENT_BYTES)
-            for layer in range(LAYERS)
-        ]
-        self.worker.register([SharedMemory(self.fd, 0, size)], [GroupLayout(NUM_BLOCKS, fragments)])
-
-    def compute(self, block: int, content: bytes) -> None:
-        for layer in range(LAYERS):
-            self.kv[layer, block] = block_bytes(content, layer, self.rank)
-
-    def holds(self, block: int, content: bytes) -> bool:
-        return all(
-            np.array_equal(self.kv[layer, block], block_bytes(content, layer, self.rank))
-            for layer in range(LAYERS)
-        )
+    def __init__(self, rank: int, worker: Worker, kv: KvMemory) -> None:
+        self.rank, self.worker, self.kv = rank, worker, kv
 
     def close(self) -> None:
         self.worker.close()
-        del self.kv
-        self._map.close()
-        os.close(self.fd)
-
-
-# A loaded machine can keep a sound daemon from answering for longer than an engine should wait,
-# and then the engine goes on without it, rightly. A test of what is stored and loaded waits.
-PATIENCE_S = 20.0
+        self.kv.close()
 
 
 class SmallEngine:
-    """Runs requests whose blocks are numbered by the test.
+    """Runs requests whose blocks are numbered by the test."""
 
-    It waits for the daemon as long as it takes; one that is not `patient` has the client's own
-    limits, and may miss what is there.
-    """
-
-    def __init__(
-        self,
-        socket: str,
-        engine_id: str = "e0",
-        world_size: int = 1,
-        blocks_per_block: int = 1,
-        patient: bool = True,
-    ) -> None:
-        self.width = blocks_per_block
-        group = Group(
-            tokens_per_block=TOKENS * blocks_per_block,
-            shard_bytes=(BLOCK_BYTES,) * world_size,
-            blocks_per_block=blocks_per_block,
-        )
+    def __init__(self, socket: str, engine_id: str = "e0", **changes: Any) -> None:
+        self.settings = settings = EngineSettings(engine_id, **changes)
+        self.width = settings.width
         identity = EngineIdentity(engine_id, os.urandom(16))
-        namespace = NamespaceFields(
-            model="small",
-            kv_dtype="uint8",
-            hash_algorithm="sha256-chain",
-            hash_bytes=HASH_BYTES,
-            parallel_shape=f"tp{world_size}",
-            groups=(group,),
+        self.connection = SchedulerConnection(
+            socket, identity, settings.namespace(), settings.world_size, settings.silent_after_s
         )
-        silent_s = PATIENCE_S if patient else SILENT_AFTER_S
-        flush_s = PATIENCE_S if patient else FLUSH_TIMEOUT_S
-        options = SchedulerOptions(lookup_give_up_s=PATIENCE_S) if patient else SchedulerOptions()
-        self.connection = SchedulerConnection(socket, identity, namespace, world_size, silent_s)
-        self.scheduler = Scheduler(self.connection, options)
-        self.ranks = [
-            self.make_rank(socket, identity, rank, world_size, flush_s)
-            for rank in range(world_size)
-        ]
+        self.scheduler = Scheduler(self.connection, settings.options)
+        played = range(settings.world_size) if settings.ranks is None else settings.ranks
+        self.ranks = [self.make_rank(socket, identity, rank) for rank in played]
         self.finished_loads: set[str] = set()
         self.failed_loads: set[str] = set()
-        self.stored_blocks = 0
+        self.stored: list[bytes] = []  # the keys of blocks that were reported as stored
+        self._held: list[StepPlan] = []  # their halves are not said to be ready yet
 
-    def make_rank(
-        self, socket: str, identity: EngineIdentity, rank: int, world_size: int, flush_s: float
-    ) -> Rank:
-        """For engines whose KV lies elsewhere."""
-        return Rank(socket, identity, rank, world_size, flush_s)
+    def make_rank(self, socket: str, identity: EngineIdentity, rank: int) -> Rank:
+        """One rank, registered."""
+        settings = self.settings
+        kv = self.make_memory()
+        worker = Worker(
+            socket,
+            identity,
+            rank,
+            settings.world_size,
+            flush_timeout_s=settings.flush_timeout_s,
+            load_deadline_s=settings.load_deadline_s,
+        )
+        kv.register(worker)
+        return Rank(rank, worker, kv)
 
-    def wait_usable(self, seconds: float = 20.0) -> None:
+    def make_memory(self) -> KvMemory:
+        """A rank's."""
+        settings = self.settings
+        shape = (settings.num_blocks, settings.block_bytes, settings.layers)
+        if settings.memory == HOST:
+            return HostMemory(f"kv-{settings.engine_id}", *shape)
+        return GpuMemory(*shape, settings.memory)
+
+    def wait_usable(self, seconds: float = WAIT_S) -> None:
         assert self.connection.wait_usable(seconds), (
             self.connection.problem,
             [rank.worker.problem for rank in self.ranks],
         )
 
+    # -- steps ------------------------------------------------------------------------------
+
     def step(
-        self, *scheduled: ScheduledRequest, preempted: Sequence[str] = ()
+        self, *scheduled: ScheduledRequest, preempted: Sequence[str] = (), hold: bool = False
     ) -> tuple[StepPlan, StepOutcome]:
+        """One step. `hold`: the workers don't hear of its jobs before `ready`."""
         plan = self.scheduler.build_step(scheduled, preempted)
-        for rank in self.ranks:
-            rank.worker.start_step(plan)
-            rank.worker.finish_step(plan)
+        if hold:
+            self._held.append(plan)
+        else:
+            self._work(plan)
         outcome = self.scheduler.update_from_workers(
             [rank.worker.get_finished() for rank in self.ranks]
         )
         self.finished_loads.update(outcome.finished_loads)
         self.failed_loads.update(outcome.failed_loads)
-        self.stored_blocks += sum(len(stored.block_hashes) for stored in outcome.stored)
+        for stored in outcome.stored:
+            self.stored += stored.block_hashes
         return plan, outcome
 
-    def step_until_idle(self, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
+    def ready(self) -> None:
+        """Say ready for all that was held back."""
+        held, self._held = self._held, []
+        for plan in held:
+            self._work(plan)
+
+    def _work(self, plan: StepPlan) -> None:
+        for rank in self.ranks:
+            rank.worker.start_step(plan)
+            rank.worker.finish_step(plan)
+
+    def step_until_idle(self) -> None:
+        deadline = time.monotonic() + WAIT_S
         while self.scheduler.has_pending_work():
             assert time.monotonic() < deadline, "jobs stay unreported"
             self.step()
-            time.sleep(0.001)
+            time.sleep(IDLE_S)
+
+    def step_until_loaded(self, request_id: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while request_id not in self.finished_loads | self.failed_loads:
+            assert time.monotonic() < deadline, f"the load does not end: {self.connection.problem}"
+            self.step()
+            time.sleep(IDLE_S)
+
+    # -- requests ---------------------------------------------------------------------------
 
     def arrive(
         self, request_id: str, prompt: str, count: int, more_tokens: int = 1, **params: Any
     ) -> list[bytes]:
-        """A request of `count` whole blocks and some more tokens."""
+        """A request of `count` whole blocks and some more tokens; their keys."""
         hashes = block_hashes(prompt, count)
         num_tokens = count * self.width * TOKENS + more_tokens
         self.scheduler.on_new_request(request_id, num_tokens, [hashes], RequestParams(**params))
         return hashes
 
-    def contents(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """What is in each engine block of these blocks."""
-        return [h + bytes([part]) for h in hashes for part in range(self.width)]
-
-    def compute(self, table: Sequence[int], contents: Sequence[bytes]) -> None:
-        for rank in self.ranks:
-            for block, content in zip(table, contents, strict=True):
-                rank.compute(block, content)
-
-    def match(self, request_id: str, seconds: float = 20.0, computed: int = 0) -> int:
+    def match(self, request_id: str, computed: int = 0) -> int:
         """Tokens found, stepping while the answer is 'ask again'."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + WAIT_S
         ask = self.scheduler.get_num_new_matched_tokens
         while (found := ask(request_id, computed)) is None:
             assert time.monotonic() < deadline, "asked for ever"
             self.step()
+            time.sleep(IDLE_S)
         return found
+
+    def prefill(
+        self, request_id: str, prompt: str, count: int, first_block: int = 0, hold: bool = False
+    ) -> list[int]:
+        """A request whose blocks are computed in one step, which begins to store them; its table.
+
+        It still runs.
+        """
+        hashes = self.arrive(request_id, prompt, count)
+        table = self.table(count, first_block)
+        self.scheduler.update_state_after_alloc(request_id, [table], 0)
+        self.compute(table, self.contents(hashes))
+        self.step(ScheduledRequest(request_id, [table], len(table) * TOKENS), hold=hold)
+        return table
+
+    def start_load(
+        self, request_id: str, tokens: int, table: Sequence[int], hold: bool = False
+    ) -> None:
+        """Submit the load of so many tokens that were found, into wiped blocks of the table."""
+        for rank in self.ranks:
+            rank.kv.wipe(table[0], tokens // TOKENS)
+        self.scheduler.update_state_after_alloc(request_id, [table], tokens)
+        self.step(hold=hold)
 
     def store(self, request_id: str, prompt: str, count: int, first_block: int = 0) -> None:
         """Compute a prompt, let it be stored, finish it."""
-        hashes = self.arrive(request_id, prompt, count)
-        table = list(range(first_block, first_block + count * self.width))
-        self.scheduler.update_state_after_alloc(request_id, [table], 0)
-        self.compute(table, self.contents(hashes))
-        self.step(ScheduledRequest(request_id, [table], len(table) * TOKENS))
+        table = self.prefill(request_id, prompt, count, first_block)
         self.scheduler.request_finished(request_id, [table])
         self.step_until_idle()
 
@@ -220,8 +246,8 @@ class SmallEngine:
         """Load what there is of a prompt; engine blocks loaded, every byte checked."""
         hashes = self.arrive(request_id, prompt, count)
         found = self.match(request_id)
-        table = list(range(first_block, first_block + count * self.width))
-        self.scheduler.update_state_after_alloc(request_id, [table], found)
+        table = self.table(count, first_block)
+        self.start_load(request_id, found, table)
         if found:
             self.step_until_loaded(request_id)
         loaded = found // TOKENS if request_id in self.finished_loads else 0
@@ -230,17 +256,42 @@ class SmallEngine:
         self.step()
         return loaded
 
-    def check(self, table: Sequence[int], contents: Sequence[bytes]) -> None:
+    # -- blocks -----------------------------------------------------------------------------
+
+    def table(self, count: int, first_block: int) -> list[int]:
+        """The engine blocks of so many blocks, one behind the other."""
+        return list(range(first_block, first_block + count * self.width))
+
+    def contents(self, hashes: Sequence[bytes]) -> list[bytes]:
+        """What is in each engine block of these blocks, in short: the seed of its bytes."""
+        if self.width == 1:
+            return list(hashes)
+        parts = range(self.width)
+        return [hashlib.sha256(h + bytes([part])).digest() for h in hashes for part in parts]
+
+    def words(self, rank: Rank, content: bytes) -> Words:
+        """What an engine block with this content holds on a rank."""
+        return block_words(content, rank.rank, self.settings.block_bytes)
+
+    def compute(self, table: Sequence[int], contents: Sequence[bytes]) -> None:
         for rank in self.ranks:
             for block, content in zip(table, contents, strict=True):
-                assert rank.holds(block, content), f"wrong bytes in block {block}"
+                rank.kv.write(block, self.words(rank, content))
 
-    def step_until_loaded(self, request_id: str, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
-        while request_id not in self.finished_loads | self.failed_loads:
-            assert time.monotonic() < deadline, "the load does not end"
-            self.step()
-            time.sleep(0.001)
+    def wrong(self, table: Sequence[int], contents: Sequence[bytes]) -> list[int]:
+        """The places in the table of blocks that don't hold what they should on every rank."""
+        return [
+            place
+            for place, (block, content) in enumerate(zip(table, contents, strict=True))
+            if not all(
+                np.array_equal(rank.kv.read(block), self.words(rank, content))
+                for rank in self.ranks
+            )
+        ]
+
+    def check(self, table: Sequence[int], contents: Sequence[bytes]) -> None:
+        wrong = self.wrong(table, contents)
+        assert not wrong, f"wrong bytes in blocks {[table[place] for place in wrong]}"
 
     def close(self) -> None:
         ranks, self.ranks = self.ranks, []

@@ -11,7 +11,8 @@ from kvd_client import event_watch
 from kvd_client.event_watch import Key, RemovalWatch, key_of
 from kvd_client.session import DaemonSession
 from kvd_proto.v1 import events_pb2, operator_pb2
-from tests.client.small_engine import SmallEngine, block_hashes
+from tests.client.content import block_hashes
+from tests.client.small_engine import SmallEngine
 from tests.control.daemon_rig import Caller
 from tests.daemon_process import DaemonProcess
 

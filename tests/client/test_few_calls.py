@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvd_client import SchedulerOptions, SchedulerStats
+from tests.client.content import TOKENS as SMALL_TOKENS
 from tests.client.engine_rig import TOKENS, Rig, blocks
 from tests.client.fake_daemon import RETRY
-from tests.client.small_engine import TOKENS as SMALL_TOKENS
 from tests.client.small_engine import SmallEngine
 
 REQUESTS = [f"r{number}" for number in range(64)]

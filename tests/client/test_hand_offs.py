@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,11 @@ import pytest
 
 from kvd_client import NULL_BLOCK, RequestParams, SchedulerOptions
 from kvd_client.draft import HandOffDraft
+from tests.client.conftest import StartEngine
 from tests.client.engine_rig import FULL, SLIDING, TOKENS, Rig, blocks
 from tests.client.small_engine import SmallEngine
 from tests.daemon_process import DaemonProcess
+from tests.faults.probe import Probe
 
 REMOTE = {"do_remote_decode": True}
 
@@ -180,11 +180,10 @@ def test_the_step_s_message_says_it_all() -> None:
 
 BLOCKS = 48
 POOL_BLOCKS = 512
-Start = Callable[[str], SmallEngine]
 
 
 @pytest.fixture
-def small_daemon(tmp_path: Path, shared_directory: Path) -> Iterator[DaemonProcess]:
+def daemon(tmp_path: Path, shared_directory: Path) -> Iterator[DaemonProcess]:
     """A pool of POOL_BLOCKS of the small engine's blocks."""
     running = DaemonProcess(tmp_path, shared_directory)
     running.pool_bytes, running.extent_bytes = POOL_BLOCKS * 4096, 64 * 4096
@@ -193,35 +192,15 @@ def small_daemon(tmp_path: Path, shared_directory: Path) -> Iterator[DaemonProce
     running.end()
 
 
-@pytest.fixture
-def start_engine(small_daemon: DaemonProcess) -> Iterator[Start]:
-    engines: list[SmallEngine] = []
-
-    def start(engine_id: str) -> SmallEngine:
-        engine = SmallEngine(small_daemon.socket, engine_id)
-        engines.append(engine)
-        engine.wait_usable()
-        return engine
-
-    yield start
-    for engine in engines:
-        engine.close()
-
-
-def prefill_and_die(daemon: DaemonProcess, hand_off_ms: int) -> int:
+def prefill_and_die(daemon: DaemonProcess, log: Path, milliseconds: int) -> int:
     """Run a prefill engine until it has handed off, kill -9 it; blocks that it had loaded."""
-    arguments = [daemon.socket, "prompt", str(BLOCKS), str(hand_off_ms)]
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.client.prefill_engine", *arguments],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        process.kill()
-        process.wait()
-    return int(line)
+    engine = Probe(daemon.socket, "prefill", log)
+    try:
+        engine.wait_usable()
+        order = {"prefix": "prompt", "count": BLOCKS, "milliseconds": milliseconds}
+        return int(engine.ask("hand_off", **order)["loaded"])
+    finally:
+        engine.kill()
 
 
 def flood(engine: SmallEngine, name: str) -> None:
@@ -231,11 +210,11 @@ def flood(engine: SmallEngine, name: str) -> None:
 
 
 def test_a_decode_engine_loads_all_that_a_dead_prefill_engine_left(
-    small_daemon: DaemonProcess, start_engine: Start
+    daemon: DaemonProcess, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     other, decode = start_engine("other"), start_engine("decode")
     other.store("shared", "prompt", 8)
-    assert prefill_and_die(small_daemon, 60_000) == 8
+    assert prefill_and_die(daemon, tmp_path / "prefill.log", 60_000) == 8
     flood(other, "flood")
     assert decode.load("d", "prompt", BLOCKS) == BLOCKS
     decode.step_until_idle()
@@ -244,10 +223,10 @@ def test_a_decode_engine_loads_all_that_a_dead_prefill_engine_left(
 
 
 def test_what_nobody_fetched_can_be_evicted_after_the_deadline(
-    small_daemon: DaemonProcess, start_engine: Start
+    daemon: DaemonProcess, start_engine: StartEngine, tmp_path: Path
 ) -> None:
     other, decode = start_engine("other"), start_engine("decode")
-    prefill_and_die(small_daemon, 500)
+    prefill_and_die(daemon, tmp_path / "prefill.log", 500)
     time.sleep(1.0)
     flood(other, "flood")
     assert decode.load("late", "prompt", BLOCKS) == 0

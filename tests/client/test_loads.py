@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvd_client import NULL_BLOCK, SchedulerOptions
+from tests.client.content import TOKENS as SMALL_TOKENS
 from tests.client.engine_rig import FULL, RECURRENT, SLIDING, TOKENS, WIDE, Rig, blocks
 from tests.client.fake_daemon import HIT, PENDING, RETRY
-from tests.client.small_engine import TOKENS as SMALL_TOKENS
 from tests.client.small_engine import SmallEngine
 from tests.daemon_process import DaemonProcess
 

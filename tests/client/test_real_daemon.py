@@ -13,14 +13,15 @@ from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft
 from kvd_proto.limits import MAX_PARTS_PER_STEP
 from kvd_proto.v1 import common_pb2
 from tests.client.conftest import StartEngine
-from tests.client.small_engine import TOKENS, SmallEngine, block_hashes
+from tests.client.content import TOKENS, block_hashes
+from tests.client.small_engine import IMPATIENT, SmallEngine
 from tests.daemon_process import DaemonProcess
 
 
 def test_a_restarted_engine_loads_what_it_stored(start_engine: StartEngine) -> None:
     engine = start_engine()
     engine.store("a", "hello", 8)
-    assert engine.stored_blocks == 8
+    assert len(engine.stored) == 8
     engine.close()
     again = start_engine()
     assert again.load("b", "hello", 12) == 8
@@ -109,7 +110,7 @@ def test_a_load_submitted_before_a_kill_fails_once_its_mover_is_dead(
 def test_a_frozen_daemon_never_holds_a_step_up_for_long(
     daemon: DaemonProcess, start_engine: StartEngine
 ) -> None:
-    engine = start_engine(patient=False)
+    engine = start_engine(**IMPATIENT)
     engine.store("a", "hello", 8)
     daemon.freeze()
     # What the daemon holds up it holds up in every round; what the machine does, hardly in all.
@@ -188,7 +189,7 @@ def test_partial_first_and_last_blocks_are_loaded(start_engine: StartEngine) -> 
     engine.step_until_loaded("b")
     assert engine.finished_loads == {"b"}
     engine.check(table[:11], contents[:11])
-    assert not engine.ranks[0].kv[:, table[11]].any()
+    assert not engine.ranks[0].kv.read(table[11]).any()
 
 
 def test_a_preempted_request_finds_what_it_had_stored(start_engine: StartEngine) -> None:
@@ -202,7 +203,7 @@ def test_a_preempted_request_finds_what_it_had_stored(start_engine: StartEngine)
     engine.ranks[0].worker.finish_step(plan)
     flushing, _ = engine.step(preempted=["a"])
     assert flushing.flush == plan.stores
-    engine.ranks[0].kv[:] = 0  # the flush has ended: the blocks may be anybody's
+    engine.ranks[0].kv.wipe(0, 8)  # the flush has ended: the blocks may be anybody's
     assert engine.match("a") == 8 * TOKENS
     table = list(range(50, 58))
     engine.scheduler.update_state_after_alloc("a", [table], 8 * TOKENS)

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from kvd_client import SchedulerOptions
+from tests.client.content import TOKENS as SMALL_TOKENS
 from tests.client.engine_rig import FULL, RECURRENT, SLIDING, TOKENS, Rig, blocks
 from tests.client.small_engine import PATIENCE_S, SmallEngine
-from tests.client.small_engine import TOKENS as SMALL_TOKENS
 
 
 def loading_rig() -> tuple[Rig, int]:

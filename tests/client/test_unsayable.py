@@ -15,7 +15,8 @@ from kvd_client.lookup_calls import SharedCall
 from kvd_client.outgoing import lookup_bytes, step_bytes
 from kvd_proto.limits import MAX_MESSAGE_BYTES
 from kvd_proto.v1 import common_pb2, engine_pb2
-from tests.client.small_engine import TOKENS, SmallEngine, block_hashes
+from tests.client.content import TOKENS, block_hashes
+from tests.client.small_engine import SmallEngine
 
 KEY = bytes(32)
 

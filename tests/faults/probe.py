@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 ANSWER_SECONDS = 40.0
-# A busy machine answers late. An engine that goes on without the answer misses what is there.
-PATIENCE_SECONDS = 20.0
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,23 +21,13 @@ class ProbeFailed(AssertionError):
 
 
 class Probe:
-    """A probe engine's process. `ask` gives an order and waits; `order` and `answer` do halves."""
+    """A probe engine's process. `ask` gives an order and waits; `order` and `answer` do halves.
+
+    `changes` are of the small engine's settings.
+    """
 
     def __init__(self, socket: str, engine_id: str, log: Path, **changes: Any) -> None:
-        settings = {
-            "socket": socket,
-            "engine_id": engine_id,
-            "world_size": 1,
-            "ranks": None,  # those that this process plays; all
-            "block_bytes": 4096,
-            "num_blocks": 256,
-            "tenant": "",
-            "model": "probe",
-            "unshared": False,
-            "silent_after_s": PATIENCE_SECONDS,
-            "memory": "host",  # or a kind of GPU memory, of tests.gpu.device_memory.KINDS
-        }
-        settings |= changes
+        settings = {"socket": socket, "engine_id": engine_id, **changes}
         self.engine_id = engine_id
         self._log = log
         self._unread = b""

@@ -133,7 +133,7 @@ class Scene:
 
     def who_maps(self, probe: Probe) -> list[str]:
         """Daemon processes that map the engine's memory or hold a descriptor of it."""
-        name = f"memfd:probe-{probe.engine_id} "
+        name = f"memfd:kv-{probe.engine_id} "
         holders = []
         for pid in [self.daemon.pid, *self.daemon.movers()]:
             held = [target(link) for link in links(pid)]

@@ -8,22 +8,20 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from kvd_client import EngineIdentity, Fragment, GroupLayout, ScheduledRequest
-from tests.client.small_engine import (
-    FRAGMENT_BYTES,
-    LAYERS,
-    NUM_BLOCKS,
-    TOKENS,
-    Rank,
-    SmallEngine,
-    block_bytes,
-)
+import numpy as np
+
+from kvd_client import EngineIdentity, Fragment, GroupLayout, Worker
+from tests.client.content import TOKENS, Words
+from tests.client.small_engine import Rank, SmallEngine
 from tests.daemon_process import DaemonProcess
 from tests.gpu.driver import Driver
 from tests.gpu.rank_process import RankProcess, words
 
+LAYERS = 2
+NUM_BLOCKS = 256
+FRAGMENT_BYTES = 2048  # of a block in a layer
 LAYER_BYTES = NUM_BLOCKS * FRAGMENT_BYTES
 GAP_BYTES = 512
 CANARY = bytes([0xA5])
@@ -32,29 +30,42 @@ FRAGMENTS = [Fragment(layer, 0, FRAGMENT_BYTES, FRAGMENT_BYTES) for layer in ran
 GROUPS = [GroupLayout(NUM_BLOCKS, FRAGMENTS)]
 
 
-class GpuRank(Rank):
-    """A rank of the small engine whose KV is a worker process's, a stretch for each layer."""
+class ProcessMemory:
+    """KV that lies in a worker process, a stretch for each layer; whoever has it registers it."""
 
-    def __init__(self, process: RankProcess, layers: Sequence[int], rank: int) -> None:
-        self.rank = rank
-        self.worker = process  # type: ignore[assignment] # it has the calls that a step needs
-        self.process = process
-        self._layers = layers
+    def __init__(self, process: RankProcess, layers: Sequence[int]) -> None:
+        self._process, self._layers = process, layers
 
-    def compute(self, block: int, content: bytes) -> None:
-        for layer, address in enumerate(self._layers):
-            words_of_layer = block_bytes(content, layer, self.rank).tobytes()
-            self.process.write(address + block * FRAGMENT_BYTES, words_of_layer)
+    def register(self, worker: object) -> None:
+        """Left to the test."""
 
-    def holds(self, block: int, content: bytes) -> bool:
-        return all(
-            self.process.read(address + block * FRAGMENT_BYTES, FRAGMENT_BYTES)
-            == block_bytes(content, layer, self.rank).tobytes()
-            for layer, address in enumerate(self._layers)
-        )
+    def write(self, block: int, words: Words) -> None:
+        for address, part in zip(self._layers, words.reshape(LAYERS, -1), strict=True):
+            self._process.write(address + block * FRAGMENT_BYTES, part.tobytes())
+
+    def read(self, block: int) -> Words:
+        places = [address + block * FRAGMENT_BYTES for address in self._layers]
+        content = b"".join(self._process.read(place, FRAGMENT_BYTES) for place in places)
+        return np.frombuffer(content, dtype=np.uint64)
+
+    def wipe(self, first: int, count: int) -> None:
+        for address in self._layers:
+            self._process.write(address + first * FRAGMENT_BYTES, bytes(count * FRAGMENT_BYTES))
 
     def close(self) -> None:
-        self.process.close_worker()
+        """Its process owns it."""
+
+
+class GpuRank(Rank):
+    """A rank whose worker is another process's."""
+
+    def __init__(self, rank: int, process: RankProcess, layers: Sequence[int]) -> None:
+        self._process = process
+        worker = cast("Worker", process)  # it has the calls that a step needs
+        super().__init__(rank, worker, ProcessMemory(process, layers))
+
+    def close(self) -> None:
+        self._process.close_worker()
 
 
 class GpuEngine(SmallEngine):
@@ -62,35 +73,18 @@ class GpuEngine(SmallEngine):
 
     def __init__(self, socket: str, process: RankProcess, layers: Sequence[int]) -> None:
         self._process, self._layers = process, layers
-        super().__init__(socket)
+        super().__init__(socket, layers=LAYERS, num_blocks=NUM_BLOCKS)
 
-    def make_rank(
-        self, socket: str, identity: EngineIdentity, rank: int, world_size: int, flush_s: float
-    ) -> Rank:
-        self._process.make(socket, identity, rank, world_size)
-        return GpuRank(self._process, self._layers, rank)
-
-    def begin_store(self, prompt: str) -> list[bytes]:
-        """Let COUNT blocks of a prompt be stored, and wait for nothing."""
-        hashes = self.arrive(prompt, prompt, COUNT)
-        table = list(range(COUNT))
-        self.scheduler.update_state_after_alloc(prompt, [table], 0)
-        self.compute(table, contents_of(hashes))
-        self.step(ScheduledRequest(prompt, [table], COUNT * TOKENS))
-        return hashes
+    def make_rank(self, socket: str, identity: EngineIdentity, rank: int) -> Rank:
+        self._process.make(socket, identity, rank, self.settings.world_size)
+        return GpuRank(rank, self._process, self._layers)
 
     def begin_load(self, prompt: str) -> None:
         """Let COUNT blocks of a prompt be loaded into the first blocks, and wait for nothing."""
         self.arrive(f"load {prompt}", prompt, COUNT)
         found = self.match(f"load {prompt}")
         assert found == COUNT * TOKENS
-        self.scheduler.update_state_after_alloc(f"load {prompt}", [list(range(COUNT))], found)
-        self.step()
-
-
-def contents_of(hashes: Sequence[bytes]) -> list[bytes]:
-    """The contents of these blocks, one engine block each."""
-    return [each + bytes([0]) for each in hashes]
+        self.start_load(f"load {prompt}", found, self.table(COUNT, 0))
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvd_client import EngineIdentity, Fragment, GroupLayout
-from tests.client.small_engine import LAYERS
 from tests.daemon_process import DaemonProcess
 from tests.faults.scene import wait_until
 from tests.gpu.driver import Driver
@@ -16,6 +15,7 @@ from tests.gpu.rank_engine import (
     COUNT,
     GAP_BYTES,
     LAYER_BYTES,
+    LAYERS,
     GpuEngine,
     as_spans,
     check_gaps,

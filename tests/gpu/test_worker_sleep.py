@@ -8,19 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvd_client import EngineIdentity, ScheduledRequest
-from tests.client.small_engine import FRAGMENT_BYTES, TOKENS, block_bytes
+from tests.client.content import TOKENS
 from tests.daemon_process import DaemonProcess
 from tests.faults.scene import wait_until
 from tests.gpu.driver import Driver
 from tests.gpu.rank_engine import (
     CANARY,
     COUNT,
+    FRAGMENT_BYTES,
     GAP_BYTES,
     GROUPS,
+    LAYERS,
     GpuEngine,
     as_tensors,
     check_gaps,
-    contents_of,
     layers_in_one_allocation,
 )
 from tests.gpu.rank_process import RankProcess
@@ -66,7 +67,7 @@ def test_unregistering_while_a_store_copies_ends_it_before_the_memory_is_freed(
 ) -> None:
     slow_down(driver)
     copied = copies(driver)
-    engine.begin_store("asleep")
+    engine.prefill("asleep", "asleep", COUNT)
     if driver.is_fake:
         wait_until(lambda: copies(driver) > copied, "the store's copies")
     [mover] = daemon.movers()
@@ -75,7 +76,7 @@ def test_unregistering_while_a_store_copies_ends_it_before_the_memory_is_freed(
     free_all(process, layers, driver)
     speed_up(driver)
     wait_until(lambda: not engine.step()[0].stores and not pending(engine), "the jobs' ends")
-    assert engine.stored_blocks in ((0,) if driver.is_fake else (0, COUNT))
+    assert len(engine.stored) in ((0,) if driver.is_fake else (0, COUNT))
 
 
 def pending(engine: GpuEngine) -> bool:
@@ -186,8 +187,9 @@ def test_a_store_holds_what_was_still_being_computed_when_its_step_ended(
     slow_down(driver)
     before_it = layers[0] + 100 * FRAGMENT_BYTES  # other blocks, long enough for a hasty store
     process.compute_later(before_it, CANARY * 100 * FRAGMENT_BYTES)
+    blocks = [engine.words(engine.ranks[0], content) for content in engine.contents(hashes)]
     for layer, address in enumerate(layers):
-        parts = [block_bytes(content, layer, 0).tobytes() for content in contents_of(hashes)]
+        parts = [block.reshape(LAYERS, -1)[layer].tobytes() for block in blocks]
         process.compute_later(address, b"".join(parts))
     engine.step(ScheduledRequest("late", [[0, 1, 2, 3]], 4 * TOKENS))
     engine.scheduler.request_finished("late", [[0, 1, 2, 3]])
