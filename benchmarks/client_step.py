@@ -14,23 +14,13 @@ import time
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.rig import daemon
-from kvd_client import (
-    EngineIdentity,
-    Fragment,
-    Group,
-    GroupLayout,
-    NamespaceFields,
-    ScheduledRequest,
-    Scheduler,
-    SchedulerConnection,
-    SharedMemory,
-    Worker,
-)
+from benchmarks.rig import BenchEngine, daemon
+from kvd_client import ScheduledRequest
+from tests.client.content import HASH_BYTES
 
 TOKENS = 16
-BLOCK_BYTES = 64
-HASH_BYTES = 32
+BLOCK_BYTES = 64  # the copies are real but tiny
+BLOCKS = 1 << 18
 STEPS = 300
 POOL_BYTES = 256 << 20
 # (name, requests in the step, tokens that each computes in it)
@@ -44,47 +34,14 @@ CASES = (
 )
 
 
-class Engine:
-    """As much of an engine as a step needs: the copies are real but tiny."""
-
-    def __init__(self, socket: str) -> None:
-        identity = EngineIdentity(f"bench-{os.getpid()}", os.urandom(16))
-        namespace = NamespaceFields(
-            model="bench",
-            kv_dtype="uint8",
-            hash_algorithm="random",
-            hash_bytes=HASH_BYTES,
-            groups=(Group(tokens_per_block=TOKENS, shard_bytes=(BLOCK_BYTES,)),),
-            unshared=True,
-        )
-        self.num_blocks = 1 << 18
-        size = self.num_blocks * BLOCK_BYTES
-        fd = os.memfd_create("bench-kv")
-        os.ftruncate(fd, size)
-        self.worker = Worker(socket, identity)
-        fragment = Fragment(0, 0, BLOCK_BYTES, BLOCK_BYTES)
-        self.worker.register(
-            [SharedMemory(fd, 0, size)], [GroupLayout(self.num_blocks, [fragment], 1)]
-        )
-        os.close(fd)
-        self.connection = SchedulerConnection(socket, identity, namespace)
-        self.scheduler = Scheduler(self.connection)
-        if not self.connection.wait_usable(30.0):
-            raise SystemExit(f"no daemon at {socket}: {self.connection.problem}")
-
-    def close(self) -> None:
-        self.worker.close()
-        self.connection.close()
-
-
-def step_us(engine: Engine, requests: int, tokens: int) -> list[float]:
+def step_us(engine: BenchEngine, requests: int, tokens: int) -> list[float]:
     """Microseconds of each build_step."""
     blocks = -(-STEPS * tokens // TOKENS) + 2
-    fitting = min(blocks, engine.num_blocks // requests)
+    fitting = min(blocks, engine.blocks // requests)
     names = [f"{requests}-{tokens}-{number}" for number in range(requests)]
     tables = [[list(range(n * fitting, (n + 1) * fitting))] for n in range(requests)]
     hashes = [[[os.urandom(HASH_BYTES) for _ in range(fitting)]] for _ in names]
-    scheduler = engine.scheduler
+    scheduler, worker = engine.scheduler, engine.ranks[0].worker
     for name, table, known in zip(names, tables, hashes, strict=True):
         scheduler.on_new_request(name, TOKENS, known)
         scheduler.update_state_after_alloc(name, table, 0)
@@ -97,24 +54,19 @@ def step_us(engine: Engine, requests: int, tokens: int) -> list[float]:
         started = time.perf_counter()
         plan = scheduler.build_step(scheduled)
         taken.append((time.perf_counter() - started) * 1e6)
-        engine.worker.start_step(plan)
-        engine.worker.finish_step(plan)
+        worker.start_step(plan)
+        worker.finish_step(plan)
         time.sleep(0.002)  # the model
-        scheduler.update_from_workers([engine.worker.get_finished()])
+        scheduler.update_from_workers([worker.get_finished()])
     for name, table in zip(names, tables, strict=True):
         scheduler.request_finished(name, table)
-    while scheduler.has_pending_work():
-        plan = scheduler.build_step([])
-        engine.worker.start_step(plan)
-        engine.worker.finish_step(plan)
-        scheduler.update_from_workers([engine.worker.get_finished()])
-        time.sleep(0.001)
+    engine.step_until_idle()
     return taken
 
 
 def measure(socket: str) -> dict[str, report.Spread]:
     """Microseconds of build_step, by case, and the 99th percentile of each."""
-    engine = Engine(socket)
+    engine = BenchEngine(socket, f"bench-{os.getpid()}", BLOCKS, BLOCK_BYTES, unshared=True)
     found = {}
     for name, requests, tokens in CASES:
         taken = step_us(engine, requests, tokens)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
@@ -19,26 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.rig import (
-    HASH_BYTES,
-    MIB,
-    POLL_SECONDS,
-    REGISTER_SECONDS,
-    TOKENS_PER_BLOCK,
-    BenchEngine,
-    daemon,
-    keys,
-)
-from kvd_client import (
-    EngineIdentity,
-    Fragment,
-    Group,
-    GroupLayout,
-    NamespaceFields,
-    SchedulerConnection,
-    StepPlan,
-    Worker,
-)
+from benchmarks.rig import MIB, BenchEngine, daemon, keys
 
 POOL_BYTES = 64 * MIB
 EXTENT_BYTES = 4 * MIB
@@ -55,63 +35,18 @@ SCENES = (
 )
 
 
-class RankedEngine(BenchEngine):
-    """An engine of some ranks, each with a shard of its own, all over the same memory."""
-
-    def __init__(self, socket: str, name: str, ranks: int) -> None:
-        self.ranks, self.name = ranks, name
-        super().__init__(socket, name, STORE_BLOCKS, PART_BYTES)
-
-    def _join(self, socket: str, name: str, fragments: int, memory: Any) -> None:
-        assert fragments == 1
-        identity = EngineIdentity(name, os.urandom(16))
-        group = Group(tokens_per_block=TOKENS_PER_BLOCK, shard_bytes=(PART_BYTES,) * self.ranks)
-        namespace = NamespaceFields(
-            model=name,
-            kv_dtype="bfloat16",
-            hash_algorithm="sha256",
-            hash_bytes=HASH_BYTES,
-            groups=(group,),
-        )
-        layout = GroupLayout(self.blocks, [Fragment(0, 0, PART_BYTES, PART_BYTES)], 1)
-        self.connection = SchedulerConnection(socket, identity, namespace, world_size=self.ranks)
-        self.workers = [Worker(socket, identity, rank, self.ranks) for rank in range(self.ranks)]
-        for worker in self.workers:
-            worker.register([memory], [layout])
-        for worker in self.workers:
-            assert worker.wait_registered(REGISTER_SECONDS), worker.problem
-        assert self.connection.wait_usable(REGISTER_SECONDS), self.connection.problem
-        self._job = 0
-
-    def store(self, hashes: list[bytes]) -> bool:
-        """Try to store these blocks, once; whether every rank was told that they are."""
-        step, jobs = self.step_of("store", hashes, list(range(len(hashes))))
-        plan = StepPlan(stores=jobs)
-        assert self.connection.send_step(step)
-        for worker in self.workers:
-            worker.start_step(plan)
-            worker.finish_step(plan)
-        done = []
-        for worker in self.workers:
-            while not (ended := worker.get_finished().ended):
-                time.sleep(POLL_SECONDS)
-            done += [one.done for one in ended]
-        return all(done)
-
-    def close(self) -> None:
-        """Leave the daemon and give the memory back."""
-        for worker in self.workers:
-            worker.close()
-        self.connection.close()
-        os.close(self.fd)
-
-
 def be_an_engine(socket: str, name: str) -> None:
     """Another process: fill the pool where told to, store for so many seconds, say how it went."""
     ranks, every_s = ENGINES[name]
-    engine = RankedEngine(socket, name, ranks)
-    print("ready", flush=True)
     made, seed = 0, sum(name.encode())
+    engine = BenchEngine(socket, name, STORE_BLOCKS, PART_BYTES, model=name, world_size=ranks)
+
+    def store(number: int) -> bool:
+        """Try to store these blocks, once; whether every rank was told that they are."""
+        hashes, blocks = keys(seed, STORE_BLOCKS, number), list(range(STORE_BLOCKS))
+        return not engine.run_jobs(*engine.step_of("store", hashes, blocks))
+
+    print("ready", flush=True)
     for line in sys.stdin:
         word, _, argument = line.partition(" ")
         counts = {"tried": 0, "accepted": 0}
@@ -119,11 +54,11 @@ def be_an_engine(socket: str, name: str) -> None:
         if word == "fill":
             for _ in range(int(argument)):
                 made += STORE_BLOCKS
-                engine.store(keys(seed, STORE_BLOCKS, made))
+                store(made)
         else:
             while (since := time.monotonic() - began) < float(argument):
                 made += STORE_BLOCKS
-                stored = engine.store(keys(seed, STORE_BLOCKS, made))
+                stored = store(made)
                 if since >= FIRST_SECONDS:
                     counts["tried"] += 1
                     counts["accepted"] += stored

@@ -21,28 +21,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.rig import (
-    HASH_BYTES,
-    MIB,
-    POLL_SECONDS,
-    REGISTER_SECONDS,
-    TOKENS_PER_BLOCK,
-    daemon,
-    keys,
-)
-from kvd_client import (
-    EngineIdentity,
-    Fragment,
-    Group,
-    GroupLayout,
-    NamespaceFields,
-    SchedulerConnection,
-    SharedMemory,
-    StepPlan,
-    Worker,
-)
+from benchmarks.rig import MIB, POLL_SECONDS, REGISTER_SECONDS, daemon, keys
+from kvd_client import EngineIdentity, SchedulerConnection, StepPlan, Worker
 from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft
 from kvd_proto.v1 import common_pb2
+from tests.client.kv_memory import HostMemory
+from tests.client.small_engine import EngineSettings
 from tests.control.daemon_rig import Caller
 from tests.daemon_process import DaemonProcess
 
@@ -64,14 +48,7 @@ OF_THE_SCHEDULER = ("session", "leases")
 
 def be_the_scheduler(socket: str, name: str) -> None:
     """Open a session, and do what standard input says: `fill`, then `hold`."""
-    group = Group(tokens_per_block=TOKENS_PER_BLOCK, shard_bytes=(BLOCK_BYTES,))
-    namespace = NamespaceFields(
-        model="bench-release",
-        kv_dtype="bfloat16",
-        hash_algorithm="sha256",
-        hash_bytes=HASH_BYTES,
-        groups=(group,),
-    )
+    namespace = EngineSettings(model="bench-release", block_bytes=BLOCK_BYTES).namespace()
     connection = SchedulerConnection(socket, identity_of(name), namespace)
     assert connection.wait_usable(REGISTER_SECONDS), connection.problem
     print("ready", flush=True)
@@ -96,12 +73,8 @@ def be_the_scheduler(socket: str, name: str) -> None:
 
 def be_the_worker(socket: str, name: str) -> None:
     """Register memory for three prompts and be ready for the scheduler's jobs, in its order."""
-    size = 3 * BLOCKS * BLOCK_BYTES
-    fd = os.memfd_create("bench-release")
-    os.ftruncate(fd, size)
     worker = Worker(socket, identity_of(name))
-    layout = GroupLayout(3 * BLOCKS, [Fragment(0, 0, BLOCK_BYTES, BLOCK_BYTES)], 1)
-    worker.register([SharedMemory(fd, 0, size)], [layout])
+    HostMemory("bench-release", 3 * BLOCKS, BLOCK_BYTES, layers=1).register(worker)
     assert worker.wait_registered(REGISTER_SECONDS), worker.problem
     print("ready", flush=True)
     for line in sys.stdin:

@@ -16,30 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from benchmarks.ends import end_in_order
-from kvd_client import (
-    EngineIdentity,
-    Fragment,
-    Group,
-    GroupLayout,
-    NamespaceFields,
-    SchedulerConnection,
-    SharedMemory,
-    StepPlan,
-    Worker,
-)
+from kvd_client import StepPlan
 from kvd_client.draft import BlockRun, JobDraft, StepDraft
 from kvd_proto.v1 import common_pb2
+from tests.client.content import HASH_BYTES, TOKENS
+from tests.client.kv_memory import HostMemory, KvMemory
+from tests.client.small_engine import IMPATIENT, SmallEngine
 from tests.daemon_process import DaemonProcess
 
 MIB = 1 << 20
-TOKENS_PER_BLOCK = 16
+TOKENS_PER_BLOCK = TOKENS
 BLOCK_BYTES = 2 * MIB  # a Llama-8B-like block: 32 layers x 8 KV heads x 128 x K and V x 16 x bf16
 JOB_BLOCKS = 256  # one prompt of 4096 tokens
 POLL_SECONDS = 0.0005  # engines look at their board once a step, every few ms
-HASH_BYTES = 32
 REGISTER_SECONDS = 30.0
 
 
@@ -82,8 +73,12 @@ def keys(prefix: int, count: int, first: int = 0) -> list[bytes]:
     return [made[i : i + HASH_BYTES] for i in range(HASH_BYTES * first, len(made), HASH_BYTES)]
 
 
-class BenchEngine:
-    """One engine of one rank over `blocks` engine blocks of mapped, touched memory."""
+class BenchEngine(SmallEngine):
+    """An engine over mapped, touched memory that chooses its own jobs.
+
+    Of each rank's memory fragment lies after fragment, each of all blocks. It waits for its
+    daemon as the client does by itself; `changes` are of the small engine's settings.
+    """
 
     def __init__(
         self,
@@ -92,75 +87,83 @@ class BenchEngine:
         blocks: int,
         block_bytes: int = BLOCK_BYTES,
         fragments: int = 1,
+        **changes: Any,
     ) -> None:
         self.blocks, self.block_bytes = blocks, block_bytes
-        self.fd = os.memfd_create(f"bench-{name}")
-        os.ftruncate(self.fd, blocks * block_bytes)
-        self.memory: npt.NDArray[np.uint8] = np.memmap(
-            f"/proc/self/fd/{self.fd}", dtype=np.uint8, mode="r+"
-        )
-        self.memory[:] = 1
-        self._join(socket, name, fragments, SharedMemory(self.fd, 0, blocks * block_bytes))
-
-    def _join(self, socket: str, name: str, fragments: int, memory: Any) -> None:
-        """Open a session and register the memory: fragment after fragment, each of all blocks."""
-        blocks, block_bytes = self.blocks, self.block_bytes
-        identity = EngineIdentity(name, os.urandom(16))
-        group = Group(tokens_per_block=TOKENS_PER_BLOCK, shard_bytes=(block_bytes,))
-        namespace = NamespaceFields(
-            model=f"bench-{block_bytes}-{fragments}",
-            kv_dtype="bfloat16",
-            hash_algorithm="sha256",
-            hash_bytes=HASH_BYTES,
-            groups=(group,),
-        )
-        size = block_bytes // fragments
-        layout = GroupLayout(
-            blocks, [Fragment(0, f * blocks * size, size, size) for f in range(fragments)], 1
-        )
-        self.connection = SchedulerConnection(socket, identity, namespace)
-        self.worker = Worker(socket, identity)
-        self.worker.register([memory], [layout])
-        assert self.worker.wait_registered(REGISTER_SECONDS), self.worker.problem
-        assert self.connection.wait_usable(30), self.connection.problem
+        settings = {
+            "model": f"bench-{block_bytes}-{fragments}",
+            "num_blocks": blocks,
+            "block_bytes": block_bytes,
+            "layers": fragments,
+            **IMPATIENT,
+            **changes,
+        }
+        super().__init__(socket, name, **settings)
         self._job = 0
+        try:
+            for rank in self.ranks:
+                assert rank.worker.wait_registered(REGISTER_SECONDS), rank.worker.problem
+            self.wait_usable(REGISTER_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+
+    def make_memory(self) -> KvMemory:
+        memory = super().make_memory()
+        assert isinstance(memory, HostMemory)
+        memory.kv[:] = 1
+        return memory
 
     def run(
         self, kind: str, hashes: Sequence[bytes], engine_blocks: Sequence[int], check: bool = True
     ) -> float:
         """Store or load these blocks in jobs of JOB_BLOCKS; seconds until the board has said so."""
-        step, jobs = self.step_of(kind, hashes, engine_blocks)
-        plan = StepPlan(stores=jobs) if kind == "store" else StepPlan(loads=jobs)
+        step, plan = self.step_of(kind, hashes, engine_blocks)
         began = time.perf_counter()
-        assert self.connection.send_step(step)
-        self.worker.start_step(plan)
-        self.worker.finish_step(plan)
-        left, failed = set(jobs), []
-        while left:
-            for report in self.worker.get_finished().ended:
-                left.discard(report.job_id)
-                failed += [] if report.done else [report.job_id]
-            time.sleep(POLL_SECONDS)
+        failed = self.run_jobs(step, plan)
         seconds = time.perf_counter() - began
-        assert not (check and failed), f"{len(failed)} of {len(jobs)} jobs failed"
+        assert not (check and failed), f"{failed} of {len(step.job_ids())} jobs failed"
         return seconds
+
+    def run_jobs(self, step: StepDraft, plan: StepPlan, pause_s: float = POLL_SECONDS) -> int:
+        """Send a step's jobs, and look every `pause_s` until each rank was told of each; how many
+        have failed."""
+        assert self.connection.send_step(step)
+        for rank in self.ranks:
+            rank.worker.start_step(plan)
+            rank.worker.finish_step(plan)
+        failed = 0
+        for rank in self.ranks:
+            left = {*plan.stores, *plan.loads}
+            while left:
+                for report in rank.worker.get_finished().ended:
+                    left.discard(report.job_id)
+                    failed += not report.done
+                time.sleep(pause_s)
+        return failed
 
     def step_of(
         self, kind: str, hashes: Sequence[bytes], engine_blocks: Sequence[int]
-    ) -> tuple[StepDraft, tuple[int, ...]]:
-        """A step of jobs of at most JOB_BLOCKS blocks, and their ids."""
+    ) -> tuple[StepDraft, StepPlan]:
+        """A step of stores or loads, and its plan."""
         step = StepDraft()
-        jobs = step.stores if kind == "store" else step.loads
-        for at in range(0, len(hashes), JOB_BLOCKS):
+        if kind == "store":
+            return step, StepPlan(stores=self.draft(step.stores, hashes, engine_blocks))
+        return step, StepPlan(loads=self.draft(step.loads, hashes, engine_blocks))
+
+    def draft(
+        self,
+        jobs: list[JobDraft],
+        hashes: Sequence[bytes],
+        engine_blocks: Sequence[int],
+        most: int = JOB_BLOCKS,
+    ) -> tuple[int, ...]:
+        """Add jobs of at most so many blocks; their ids."""
+        ids = []
+        for at in range(0, len(hashes), most):
             self._job += 1
-            cut = slice(at, at + JOB_BLOCKS)
-            run = BlockRun(0, at, hashes[cut], engine_blocks[cut])
+            ids.append(self._job)
+            run = BlockRun(0, at, hashes[at : at + most], engine_blocks[at : at + most])
             context = common_pb2.ReqContext(request_id=f"r{self._job}")
             jobs.append(JobDraft(self._job, context, [run]))
-        return step, tuple(job.job_id for job in jobs)
-
-    def close(self) -> None:
-        """Leave the daemon and give the memory back."""
-        self.worker.close()
-        self.connection.close()
-        os.close(self.fd)
+        return tuple(ids)
