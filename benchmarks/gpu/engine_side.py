@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 
 from benchmarks.gpu.peers import DeviceMemory
 from benchmarks.rig import JOB_BLOCKS, BenchEngine, keys
 from kvd_client import DeviceSpan, Fragment, GroupLayout, StepPlan, Worker
 from kvd_client.draft import StepDraft
-from tests.client.content import Words
+from tests.client.kv_memory import KvMemory
 
 LOOK_SECONDS = 50e-6
 
 
 class GpuKv:
-    """Memory of somebody else's: fragment after fragment, each of all blocks. Its bytes are not
-    looked at here."""
+    """Memory of somebody else's: fragment after fragment, each of all blocks.
+
+    It is only offered: nobody here looks at its bytes.
+    """
 
     def __init__(self, memory: DeviceMemory, block_bytes: int, fragments: int) -> None:
         self._memory, self._blocks = memory, memory.bytes // block_bytes
@@ -29,15 +32,6 @@ class GpuKv:
             for number in range(self._fragments)
         ]
         worker.register([span], [GroupLayout(self._blocks, places)])
-
-    def write(self, block: int, words: Words) -> None:
-        raise NotImplementedError
-
-    def read(self, block: int) -> Words:
-        raise NotImplementedError
-
-    def wipe(self, first: int, count: int) -> None:
-        raise NotImplementedError
 
     def close(self) -> None:
         """The memory is its owner's."""
@@ -53,8 +47,8 @@ class GpuEngine(BenchEngine):
         name, blocks = f"gpu-{block_bytes}-{fragments}", memory.bytes // block_bytes
         super().__init__(socket, name, blocks, block_bytes, fragments)
 
-    def make_memory(self) -> GpuKv:
-        return self._kv
+    def make_memory(self) -> KvMemory:
+        return cast("KvMemory", self._kv)
 
     def move(self, kinds: list[str], order: list[int], job_blocks: int = JOB_BLOCKS) -> float:
         """Store and load those engine blocks, a half each when both; seconds until all is seen.
