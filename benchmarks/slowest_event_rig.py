@@ -17,12 +17,14 @@ import numpy as np
 from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.spec import GroupSpec, NamespaceSpec
-from kvd.core.upkeep import chores
 from kvd.pool import Pool, PoolConfig
 from kvd.runtime.batching import run_pieces
 from kvd.runtime.driver import Driver, OpenSessionRecord
 from kvd_proto.groups import GroupKind
 from kvd_proto.limits import MAX_GROUPS
+
+# What `kvd.core.upkeep.chores` has, in the order of their turns.
+CHORES = ("copies", "leases", "clears", "quotas", "rows", "epochs", "namespaces")
 
 HASH_BYTES = 32
 EXTENT_BYTES = 64 << 20
@@ -212,7 +214,7 @@ class Rig:
         finally:
             self.driver.asked = None
         if isinstance(event, events.WorkContinued):
-            kind = chores.KINDS[self.machine.state.backlog.turn]
+            kind = CHORES[self.machine.state.backlog.turn]
         self._note(name + (f", {kind}" if kind else ""), *began)
         if not self.silent:
             self.timed("rooms", self.driver.publish_rooms)

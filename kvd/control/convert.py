@@ -85,35 +85,30 @@ def check_count(count: int, limit: int, field: str, least: int = 0) -> None:
 
 
 def request_context(message: common_pb2.ReqContext) -> ev.RequestContext:
-    """A request's context, with what is only carried along; said in the log at level debug."""
+    """A request's context. What else it says is checked, and said in the log at level debug."""
     if not message.request_id:
         raise InvalidArgument("context.request_id is required", "context.request_id")
     check_string(message.request_id, "context.request_id")
     check_string(message.account, "context.account")
     check_count(len(message.tiers_allowed), MAX_TIERS, "context.tiers_allowed")
-    params = _struct_bytes(message, "kv_transfer_params")
-    hints = _struct_bytes(message, "hints")
-    tiers = tuple(message.tiers_allowed)
-    if (params or hints or tiers) and log.isEnabledFor(logging.DEBUG):
+    said = len(message.tiers_allowed)
+    for name in ("kv_transfer_params", "hints"):
+        if message.HasField(name):
+            said += check_struct(getattr(message, name).ByteSize(), name)
+    if said and log.isEnabledFor(logging.DEBUG):
         log.debug("request %s: %s", message.request_id, message)
-    return ev.RequestContext(
-        RequestId(message.request_id), message.priority, message.account, params, hints, tiers
-    )
+    return ev.RequestContext(RequestId(message.request_id), message.account)
 
 
-def _struct_bytes(message: common_pb2.ReqContext, name: str) -> bytes:
-    """The field, encoded; InvalidArgument where that is too long."""
-    if not message.HasField(name):
-        return b""
-    struct = getattr(message, name)
-    if struct.ByteSize() > MAX_STRUCT_BYTES:
+def check_struct(size: int, name: str) -> int:
+    """The encoded bytes of a context's structure; InvalidArgument where they are too many."""
+    if size > MAX_STRUCT_BYTES:
         raise InvalidArgument(
             f"context.{name} takes more than {MAX_STRUCT_BYTES} bytes",
             f"context.{name}",
             errors.STRING_TOO_LONG,
         )
-    encoded: bytes = struct.SerializeToString(deterministic=True)
-    return encoded
+    return size
 
 
 def context_units(message: common_pb2.ReqContext) -> int:
@@ -273,8 +268,8 @@ def job_ids(numbers: Sequence[int], field: str) -> tuple[JobId, ...]:
     return cast("tuple[JobId, ...]", tuple(numbers))
 
 
-def lease_ids(numbers: Sequence[int], field: str) -> tuple[LeaseId, ...]:
-    check_count(len(numbers), MAX_IDS, field)
+def lease_ids(numbers: Sequence[int]) -> tuple[LeaseId, ...]:
+    check_count(len(numbers), MAX_IDS, "released_leases")
     return cast("tuple[LeaseId, ...]", tuple(numbers))
 
 

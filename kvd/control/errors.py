@@ -71,23 +71,6 @@ STATUS_OF: dict[str, grpc.StatusCode] = {
     INTERNAL: _Code.INTERNAL,
 }
 
-# Reasons that a verdict on a job, or the end of one, may carry: answers, not errors. A job
-# whose own fields break a rule is refused with one of the reasons above.
-VERDICT_REASONS: tuple[str, ...] = (
-    errors.NO_ROOM,
-    errors.QUOTA,
-    errors.KEY_MISSING,
-    errors.RANKS_MISSING,
-    errors.QUEUE_FULL,
-    errors.DRAINING,
-    errors.EXPIRED,
-    errors.MOVER_GONE,
-    errors.COPY_FAILED,
-    errors.CHECKSUM_MISMATCH,
-    errors.SESSION_CLOSED,
-    errors.RESET,
-)
-
 
 class OldEngineEnding(KvdError):
     """Movers of an earlier start of this engine, or of this rank, have not ended yet: ask again."""
@@ -125,13 +108,3 @@ def rich_details(error: KvdError) -> tuple[tuple[str, bytes], ...]:
     number: int = status_code(error).value[0]
     status = status_pb2.Status(code=number, message=str(error), details=[detail])
     return ((DETAILS_KEY, status.SerializeToString()),)
-
-
-def error_info(details: bytes) -> error_details_pb2.ErrorInfo:
-    """Read ErrorInfo back from the metadata; an empty one when there is none."""
-    info = error_details_pb2.ErrorInfo()
-    for detail in status_pb2.Status.FromString(details).details:
-        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
-            detail.Unpack(info)
-            break
-    return info

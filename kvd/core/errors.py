@@ -86,11 +86,6 @@ class LimitExceeded(KvdError):
 
     reason = "LIMIT_EXCEEDED"
 
-    def __init__(self, message: str, field: str = "", reason: str = "") -> None:
-        super().__init__(message, field)
-        if reason:
-            self.reason = reason
-
 
 class ExtentWaste(KvdError):
     """More than a tenth of each extent would be lost behind this namespace's blocks."""

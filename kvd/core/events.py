@@ -212,18 +212,10 @@ class EpochChanged:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a request-bound verb knows of its request.
-
-    `transfer_params` and `hints` are encoded google.protobuf.Structs, which nothing here reads yet;
-    `tiers_allowed` numbers tiers as kvd.v1 does, none = all.
-    """
+    """What a request-bound verb knows of its request."""
 
     request: RequestId
-    priority: int = 0
     account: str = ""
-    transfer_params: bytes = b""
-    hints: bytes = b""
-    tiers_allowed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,10 +30,10 @@ from kvd.core.keys import (
 )
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
-from kvd.core.model.state import MachineConfig, PolicyFactory, State
+from kvd.core.model.state import MachineConfig, State
 from kvd.core.model.story import BrokenSlots, JobName
 from kvd.core.model.turn import Turn
-from kvd.core.policy import POLICY_NAMES, make_policy
+from kvd.core.policy import POLICY_NAMES
 from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.spec import NamespaceSpec
 from kvd.core.upkeep import chores, clear, operator, recovery, session
@@ -51,10 +51,10 @@ __all__ = ["Machine", "MachineConfig", "Statistics"]
 class Machine:
     """Holds the state; one writer, no clock, no IO."""
 
-    def __init__(self, config: MachineConfig, policy_factory: PolicyFactory = make_policy) -> None:
-        assert config.policy in POLICY_NAMES or policy_factory is not make_policy
+    def __init__(self, config: MachineConfig) -> None:
+        assert config.policy in POLICY_NAMES, f"no policy is named {config.policy}"
         self.config = config
-        self.state = State(config, policy_factory)
+        self.state = State(config)
 
     def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
         """Apply one event. A KvdError means that nothing was changed."""

@@ -15,13 +15,11 @@ import numpy.typing as npt
 
 from kvd.core.keys import U64
 from kvd.pool.config import CHECKSUM_BYTES, PoolConfig
-from kvd.pool.mapped_table import MappedTable
-from kvd_proto.tags import mix
+from kvd.pool.mapped_table import MappedTable, checksums
 
 NO_DIGEST = np.uint64(0)
 # Names the way in which movers sum up bytes: another way is another seed, and so no digest fits.
 _DIGEST_SEED = np.uint64(int.from_bytes(b"kvd-sum1", "little"))
-_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 class ChecksumTable(MappedTable):
@@ -51,7 +49,5 @@ class ChecksumTable(MappedTable):
 
     def digests(self, extents: npt.NDArray[np.int64], ordinals: npt.NDArray[np.int64]) -> U64:
         """What the record of each slot must have. `extents`: [shards, n]. Never NO_DIGEST."""
-        digests = np.full(len(ordinals), _DIGEST_SEED, dtype=np.uint64)
-        for shard in extents:
-            digests = mix((digests + _STEP) ^ self.read(shard, ordinals))
+        digests = checksums(_DIGEST_SEED, [self.read(shard, ordinals) for shard in extents])
         return np.maximum(digests, np.uint64(1))

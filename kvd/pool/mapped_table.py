@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,17 @@ from kvd.linux.calls import MADV_POPULATE_READ
 from kvd.pool.config import PoolError
 from kvd.pool.extents import populate
 from kvd.pool.reserve import have_all
+from kvd_proto.tags import mix
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def checksums(seed: np.uint64, columns: Sequence[U64]) -> U64:
+    """One for each row of these columns. The seed tells what is summed up, and how."""
+    sums = np.full(len(columns[0]), seed, dtype=np.uint64)
+    for column in columns:
+        sums = mix((sums + _STEP) ^ column)
+    return sums
 
 
 class MappedTable:

@@ -48,50 +48,48 @@ class Orphan:
     slot_bytes: int
 
 
-class PoolLock:
-    """The flock that makes this process the pool's owner, held until `release`."""
+def own_pool(path: Path) -> int:
+    """The descriptor of the lock file that makes this process the pool's owner, until it is closed.
 
-    def __init__(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(self._fd, _OWNER_BYTES, 0).decode(errors="replace").strip()
-            os.close(self._fd)
+    PoolError where another process is.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        if not _locked(fd):
+            owner = os.pread(fd, _OWNER_BYTES, 0).decode(errors="replace").strip()
             raise PoolError(
                 f"{path.parent} is owned by another kvd (pid {owner or 'unknown'}): stop it, or"
                 " give this one a directory of its own"
-            ) from None
+            )
         # Over what is there: a page that is let go on a full file system is not had again.
-        try:
-            os.pwrite(self._fd, f"{os.getpid()}\n".ljust(_OWNER_BYTES).encode(), 0)
-        except OSError:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        os.close(self._fd)
+        os.pwrite(fd, f"{os.getpid()}\n".ljust(_OWNER_BYTES).encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
-class DirectoryLock:
-    """The flock on a directory of extents, wherever it is, held until `release`.
+def own_directory(directory: Path) -> int:
+    """The same for a directory of extents, wherever it is.
 
-    On the directory itself: it may be on a file system whose files can't be written to.
+    By the directory itself: it may be on a file system whose files can't be written to.
     """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    if not _locked(fd):
+        os.close(fd)
+        raise PoolError(
+            f"extents_directory {directory} is in use by another kvd: stop it, or give this"
+            " one a directory of its own"
+        )
+    return fd
 
-    def __init__(self, directory: Path) -> None:
-        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise PoolError(
-                f"extents_directory {directory} is in use by another kvd: stop it, or give this"
-                " one a directory of its own"
-            ) from None
 
-    def release(self) -> None:
-        os.close(self._fd)
+def _locked(fd: int) -> bool:
+    """Whether the flock of it is ours; False: somebody else's."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 class MoverList:

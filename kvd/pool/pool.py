@@ -40,13 +40,13 @@ from kvd.pool.header import PoolHeader, read_header, standing_extent_bytes
 from kvd.pool.index_page import IndexPage
 from kvd.pool.nodes import deal, find_nodes
 from kvd.pool.ownership import (
-    DirectoryLock,
     MoverList,
     MoverRecord,
     Orphan,
-    PoolLock,
     end_movers,
     extents_mapped_by,
+    own_directory,
+    own_pool,
 )
 from kvd.pool.placement import Placement
 from kvd.pool.recovery import PoolFiles, Recovery
@@ -91,7 +91,7 @@ class Pool:
         self.tag_secret = b""
         self._config = config
         self._resources = contextlib.ExitStack()
-        self._resources.callback(PoolLock(config.directory / "lock").release)
+        self._resources.callback(os.close, own_pool(config.directory / "lock"))
         self._nodes = find_nodes()
         self._files = Extents(config, huge_page, self._nodes)
         self._reserve = Reserve(config.directory / "reserve", config.reserve_bytes)
@@ -127,7 +127,7 @@ class Pool:
             capacity_check.require_space(config, capacity_check.measure(config))
             # The place in the pool's own directory too: another pool may be told to lie there.
             config.extents_place.mkdir(mode=0o700, exist_ok=True)
-            pool._resources.callback(DirectoryLock(config.extents_place).release)
+            pool._resources.callback(os.close, own_directory(config.extents_place))
             orphaned = pool._end_last_owner()
             pool._take_or_make(progress)
             pool._recover(orphaned)
@@ -159,11 +159,6 @@ class Pool:
     def unchecked_records(self) -> int:
         """Of those, whole ones without checksums of their bytes, in a pool that wants them."""
         return self._recovery.unchecked_records
-
-    @property
-    def dropped_extents(self) -> int:
-        """Extents set free at start because no whole row owned them."""
-        return self._recovery.dropped_rows
 
     def tenant_of(self, namespace: NamespaceId) -> TenantId:
         """Whose namespace it is."""

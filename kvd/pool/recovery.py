@@ -55,7 +55,6 @@ class Recovery:
     books: PoolFiles
     orphaned_extents: frozenset[int]  # still mapped by movers that couldn't be killed
     rows: dict[RowId, GrantedRow] = field(default_factory=dict)
-    dropped_rows: int = 0  # extents that said granted, but not credibly
     dropped_records: int = 0  # READY records that were not whole or named nothing known
     withheld: dict[RowId, int] = field(default_factory=dict)  # free slots that orphaned movers map
     blocks: dict[NamespaceId, int] = field(default_factory=dict)  # READY records, whole or not
@@ -106,7 +105,6 @@ class Recovery:
         """Make free what no credible row owns: records first, then bytes, headers last."""
         owned = {extent for row in self.rows.values() for extent in row.extents}
         stray = self.books.row_table.touched() - owned
-        self.dropped_rows = len(stray)
         for extent in stray:
             self.books.slot_table.write_free(self._records(extent, self.books.slots_per_extent))
         # An orphaned mover may go on writing: it keeps the old file, the pool gets a new one.

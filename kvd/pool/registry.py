@@ -107,7 +107,6 @@ class Registry:
     reserve: Reserve
     namespaces: dict[NamespaceId, RegisteredNamespace] = field(default_factory=dict)
     scopes: dict[ScopeId, OpenScope] = field(default_factory=dict)
-    damaged_lines: int = 0
     _file: LineFile = field(init=False)
     # To be written when there is room, in order: a namespace's line comes before its scopes'.
     _waiting: dict[Name, None] = field(default_factory=dict)
@@ -123,15 +122,13 @@ class Registry:
 
     @classmethod
     def open(cls, path: Path, reserve: Reserve) -> Registry:
-        """Read what is there; damaged lines are counted and left out."""
+        """Read what is there; damaged lines are left out."""
         registry = cls(path, reserve)
         registry._fresh_path.unlink(missing_ok=True)
         content = path.read_bytes() if path.exists() else b""
         for line in content.splitlines():
             record = sealed_json.unseal(line)
-            if record is None:
-                registry.damaged_lines += 1
-            else:
+            if record is not None:
                 registry._take(record)
         registry._file = LineFile(path, reserve, fresh=False)
         registry._file.lines = content.count(b"\n")
@@ -255,8 +252,7 @@ class Registry:
         self.highest_scope = max(self.highest_scope, scope.scope)
         known = self.namespaces.get(scope.namespace)
         if known is None or not 0 <= scope.group < len(known.spec.groups):
-            self.damaged_lines += 1  # its namespace's line was damaged
-            return
+            return  # its namespace's line was damaged
         if scope.scope in self.scopes:
             self._forget_scope(scope.scope)  # the number of one that was forgotten since
         self._know(scope)

@@ -16,13 +16,11 @@ import numpy.typing as npt
 
 from kvd.core.keys import U64, NamespaceId, RowId
 from kvd.pool.config import ROW_HEADER_BYTES, PoolConfig
-from kvd.pool.mapped_table import MappedTable
-from kvd_proto.tags import mix
+from kvd.pool.mapped_table import MappedTable, checksums
 
 _STATE, _CLASS, _SHARD, _SLOTS_LEADING, _PART_BYTES, _CHECKSUM = range(6)
 _GRANTED = 1
 _CHECKSUM_SEED = np.uint64(0x6B76642D726F7773)
-_STEP = np.uint64(0x9E3779B97F4A7C15)
 _HALF = 32
 _LOW = 0xFFFFFFFF
 
@@ -130,8 +128,5 @@ def _kind(header: _Header) -> tuple[int, ...]:
 
 def _checksums(extents: npt.NDArray[np.int64], words: U64) -> U64:
     """Checksum of each header, its place included."""
-    sums = np.full(len(words), _CHECKSUM_SEED, dtype=np.uint64)
     columns = [words[:, c] for c in range(_CLASS, _PART_BYTES + 1)]
-    for column in (extents.astype(np.uint64), *columns):
-        sums = mix((sums + _STEP) ^ column)
-    return sums
+    return checksums(_CHECKSUM_SEED, [extents.astype(np.uint64), *columns])

@@ -17,8 +17,7 @@ import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, KeyBatch
 from kvd.pool.config import RECORD_BYTES, PoolConfig
-from kvd.pool.mapped_table import MappedTable
-from kvd_proto.tags import mix
+from kvd.pool.mapped_table import MappedTable, checksums
 
 Records = npt.NDArray[np.int64]  # record numbers
 
@@ -32,7 +31,6 @@ _SCOPE_MASK = np.uint64(0xFFFFFFFF)
 _WORDS = RECORD_BYTES // 8
 _STATE, _SCOPE_LENGTH, _STAMP, _CHECKSUM, _PAYLOAD, _USED, _KEY = 0, 1, 2, 3, 4, 5, 8
 _CHECKSUM_SEED = np.uint64(0x6B76642D736C6F74)
-_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 class SlotTableFile(MappedTable):
@@ -115,10 +113,7 @@ class SlotTableFile(MappedTable):
 
 def _checksums(records: Records, generations: U64, body: U64, key_words: int) -> U64:
     """Checksum of each record, its place included, so that a copy elsewhere isn't whole."""
-    sums = np.full(len(records), _CHECKSUM_SEED, dtype=np.uint64)
     columns = [records.astype(np.uint64), generations]
     columns += [body[:, c] for c in (_SCOPE_LENGTH, _STAMP, _PAYLOAD)]
     columns += [body[:, c] for c in range(_KEY, _KEY + key_words)]
-    for column in columns:
-        sums = mix((sums + _STEP) ^ column)
-    return sums
+    return checksums(_CHECKSUM_SEED, columns)

@@ -424,15 +424,6 @@ class Driver:
             self.fleet.carry_out(act.PostBoard(mover, job, kind, JobStatus.REFUSED, 0, 0))
         self._end_job(EndJob(session, job, kind, JobStatus.REFUSED, error.reason, 0, 0))
 
-    async def flush(
-        self, session: SessionId, jobs: Sequence[JobId], deadline_s: float
-    ) -> list[EndJob]:
-        """Wait until these jobs, or all of the session when none is named, have ended.
-
-        Returns what is known of their ends. Raises TimeoutError when the deadline passes.
-        """
-        return await self.jobs.wait(session, jobs, deadline_s)
-
     # -- long work ----------------------------------------------------------------------------
 
     async def clear(self, namespaces: Sequence[NamespaceId]) -> int:

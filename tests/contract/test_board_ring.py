@@ -110,7 +110,6 @@ def test_a_senseless_tail_is_dropped_and_the_ring_goes_on(
     words = words_of(ring_fds[0], layout.RING_BYTES)
     words[layout.RING_TAIL_OFFSET // 8] = tail
     assert reader.take() == []
-    assert reader.overruns == 1
     assert RingWriter(*ring_fds).mark_ready([5])
     assert reader.take() == [5]
 

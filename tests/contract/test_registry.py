@@ -49,6 +49,7 @@ def made(shared_directory: Path, reserve: Reserve) -> Iterator[Registry]:
 def read(of: Registry) -> Registry:
     """What the next owner would know if this one died now."""
     content = of.path.read_bytes()
+    assert all(sealed_json.unseal(line) for line in content.splitlines()), "a line is torn"
     copy = of.path.with_name("copy.jsonl")
     copy.write_bytes(content)
     found = Registry.open(copy, of.reserve)
@@ -79,7 +80,6 @@ def test_a_large_registry_is_written_anew_in_small_pieces_and_no_state_of_it_is_
         assert pieces <= 1001 // registry.PIECE_LINES + 2
         found = read(made)
         assert made.scopes.items() <= found.scopes.items()
-        assert found.damaged_lines == 0
     assert max(written) <= registry.PIECE_LINES
     assert read(made).scopes == made.scopes
 
@@ -102,7 +102,6 @@ def test_what_comes_and_goes_while_the_file_is_written_anew_is_in_it(
     found = read(made)
     assert made.scopes.items() <= found.scopes.items()
     assert found.namespaces.keys() == made.namespaces.keys()
-    assert found.damaged_lines == 0
 
 
 def test_a_file_half_written_anew_is_of_no_importance(
@@ -147,14 +146,12 @@ def test_lines_that_there_is_no_room_for_are_written_in_their_order_when_there_i
             made.add_scope(scope(number, of=2))
         made.forget_scopes([ScopeId(200)])
         assert made.unwritten > 190
-        torn = read(made)
-        assert torn.damaged_lines == 0  # a line that was cut short was taken away
+        read(made)  # a line that was cut short was taken away
     for _ in range(registry.TRY_AGAIN_PIECES + 1 + 200 // registry.PIECE_LINES + 1):
         made.upkeep()
     assert made.unwritten == 0
     found = read(made)
     assert found.scopes == made.scopes
-    assert found.damaged_lines == 0
 
 
 def test_a_new_file_that_cannot_take_the_old_ones_place_is_begun_again_later(
@@ -251,7 +248,6 @@ def test_one_line_clears_all_scopes_of_a_namespace_that_stand_before_it(made: Re
     found = read(made)
     assert sorted(found.scopes) == [1, 3, 5, 7, 8, 9]
     assert found.highest_scope == 9
-    assert found.damaged_lines == 0
 
 
 def test_clear_of_numbers_that_no_line_names_keeps_them_from_being_used_again(

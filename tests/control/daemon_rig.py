@@ -11,8 +11,9 @@ from typing import Any
 
 import grpc
 import numpy as np
+from google.rpc import error_details_pb2, status_pb2
 
-from kvd.control.errors import DETAILS_KEY, error_info
+from kvd.control.errors import DETAILS_KEY
 from kvd_client.companion import CompanionSocket
 from kvd_proto.v1 import (
     common_pb2,
@@ -39,6 +40,16 @@ def details_of(error: Any) -> Any:
     return next(
         (error_info(v) for k, v in error.trailing_metadata() or () if k == DETAILS_KEY), None
     )
+
+
+def error_info(details: bytes) -> error_details_pb2.ErrorInfo:
+    """Read ErrorInfo back from the metadata; an empty one when there is none."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in status_pb2.Status.FromString(details).details:
+        if detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR):
+            detail.Unpack(info)
+            break
+    return info
 
 
 def refusal(call: Callable[[], Any]) -> tuple[str, str, str]:

@@ -35,7 +35,8 @@ async def handle(error: Exception) -> Outbox:
     outbox = Outbox()
     live: Any = SimpleNamespace(id=1, peer=SimpleNamespace(uid=0))
     none: Any = None
-    session = SchedulerSession(live, none, rooms, outbox)  # type: ignore[arg-type]
+    session = SchedulerSession(none, rooms, outbox)  # type: ignore[arg-type]
+    session.live = live
 
     async def requests() -> AsyncIterator[pb.SessionRequest]:
         yield pb.SessionRequest(step=pb.Step(sequence=4))

@@ -10,8 +10,9 @@ import pytest
 
 from kvd.control.errors import OldEngineEnding
 from kvd.control.registration import rendezvous as rendezvous_module
-from kvd.control.registration.rendezvous import Rendezvous
+from kvd.control.registration.rendezvous import Rendezvous, process_of
 from kvd.core.engines.layouts import GroupFigures, RankLayout, RankPlacement
+from kvd.core.engines.meeting import EngineStart, SchedulerSide
 from kvd.core.errors import UnknownRegistration
 from kvd.core.keys import MoverId, SessionId
 from kvd.runtime.driver import Driver
@@ -21,19 +22,14 @@ from tests.core.bench import BLOCK, spec
 ENGINE = identity("engine")
 
 
+SESSION = SessionId(1)
+
+
 class Scheduler:
     """A session of two ranks."""
 
-    id = SessionId(1)
-    world_size = 2
-    spec = spec(shards=2)
-
     def __init__(self) -> None:
         self.told: list[str] = []
-        self.peer = peer("scheduler")
-
-    def attach(self, placement: RankPlacement, mover: object) -> None:
-        """Nothing to do here."""
 
     def ranks_ready(self) -> None:
         self.told.append("ready")
@@ -61,14 +57,21 @@ def rendezvous(*movers: int) -> Rendezvous:
         await asyncio.Event().wait()  # as if it hung in the kernel
 
     fleet = SimpleNamespace(process_of=process_of, attached=running)
-    return Rendezvous(cast("Driver", SimpleNamespace(fleet=fleet, end_rank=end_rank)))
+    driver = SimpleNamespace(fleet=fleet, end_rank=end_rank, attach_rank=lambda *_: None)
+    return Rendezvous(cast("Driver", driver))
+
+
+def join(engines: Rendezvous, start: EngineStart) -> Scheduler:
+    session, scheduler = Scheduler(), peer("scheduler")
+    side = SchedulerSide(SESSION, process_of(scheduler), spec(shards=2), world_size=2)
+    engines.join(start, scheduler, side, cast("Any", session))
+    return session
 
 
 async def test_ready_is_told_after_the_last_workers_answer() -> None:
     engines = rendezvous(100, 101)
     start = await engines.claim(0, ENGINE)
-    session = Scheduler()
-    engines.join(start, cast("Any", session))
+    session = join(engines, start)
     engines.seat(start, peer("a"), layout(0), MoverId(100))
     engines.answered(MoverId(100))
     engines.seat(start, peer("b"), layout(1), MoverId(101))
@@ -80,11 +83,10 @@ async def test_ready_is_told_after_the_last_workers_answer() -> None:
 async def test_record_of_an_engines_start_goes_with_its_last_mover() -> None:
     engines = rendezvous(100, 101)
     start = await engines.claim(0, ENGINE)
-    session = cast("Any", Scheduler())
-    engines.join(start, session)
+    join(engines, start)
     for number in range(2):
         engines.seat(start, peer(f"{number}"), layout(number), MoverId(100 + number))
-    engines.leave(start, session)
+    engines.leave(start, SESSION)
     assert not start.ranks, "they may register again"
     engines.mover_gone(MoverId(100))
     assert await engines.claim(0, ENGINE) is start

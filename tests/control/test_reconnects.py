@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd.core.model.state import CLOSE_GRACE_NS
+from kvd.core.upkeep.session import CLOSE_GRACE_NS
 from tests.control.daemon_rig import (
     RawEngine,
     RawScheduler,

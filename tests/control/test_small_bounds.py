@@ -65,20 +65,22 @@ class SlowDriver:
     """Its movers never make their rows fast, and its jobs never end."""
 
     def __init__(self) -> None:
-        self.fleet = self
+        self.fleet = self.jobs = self
 
     async def warm(self, _session: SessionId, within_s: float) -> bool:
         await asyncio.sleep(within_s)
         return False
 
-    async def flush(self, _session: SessionId, _jobs: list[int], within_s: float) -> None:
+    async def wait(self, _session: SessionId, _jobs: list[int], within_s: float) -> None:
         await asyncio.wait_for(asyncio.Event().wait(), within_s)
 
 
 def slow_session(told: list[Any]) -> SchedulerSession:
     rooms = cast("SessionContext", SimpleNamespace(driver=SlowDriver()))
     live: Any = SimpleNamespace(id=SessionId(1), peer=SimpleNamespace(uid=0))
-    return SchedulerSession(live, cast("Any", None), rooms, cast("Any", Outbox(told)))
+    session = SchedulerSession(cast("Any", None), rooms, cast("Any", Outbox(told)))
+    session.live = live
+    return session
 
 
 class Outbox:

@@ -425,7 +425,7 @@ class Bench:
 
 
 def context(account: str = "", request: str = "r") -> ev.RequestContext:
-    return ev.RequestContext(RequestId(request), 0, account)
+    return ev.RequestContext(RequestId(request), account)
 
 
 def engine_blocks(numbers: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.uint32]]:

@@ -17,6 +17,7 @@ from kvd.core.errors import (
 from kvd.core.keys import JobId, MoverId, SessionId
 from kvd.core.model.job import JobState
 from kvd.core.model.state import MAX_ENGINE_BLOCKS, MoverState, SessionState
+from kvd.core.upkeep.session import CLOSE_GRACE_NS
 from tests.core.bench import SECOND, Bench, only, small, spec, verdict
 
 DONE, FAILED, REVOKED = (
@@ -157,7 +158,7 @@ def test_movers_whose_copies_run_on_end_when_the_grace_has_passed(bench: Bench) 
     bench.open(2)
     bench.store([1], 1)
     bench.close(1)
-    grace_ns = bench.config.close_grace_ns
+    grace_ns = CLOSE_GRACE_NS
     assert not ended(bench.tick(grace_ns - 1))
     late = bench.tick(1)
     assert ended(late) == [100], "and no mover of another session"
@@ -173,7 +174,7 @@ def test_closed_session_that_closes_again_has_no_longer_grace(bench: Bench) -> N
     bench.open()
     bench.store([1])
     bench.close()
-    bench.now_ns += bench.config.close_grace_ns - 1
+    bench.now_ns += CLOSE_GRACE_NS - 1
     bench.close(gone=True)
     assert ended(bench.tick(1)) == [100]
 

@@ -13,6 +13,22 @@ from kvd_client.worker.cuda_refusals import CudaRefusal
 from tests.tidy.source import ROOT, parse, python_files, where
 
 DOCUMENT = ROOT / "docs" / "errors.md"
+# Reasons that a verdict on a job, or the end of one, may carry: answers, not errors. A job
+# whose own fields break a rule is refused with one of those that a call may fail with.
+VERDICT_REASONS = {
+    errors.NO_ROOM,
+    errors.QUOTA,
+    errors.KEY_MISSING,
+    errors.RANKS_MISSING,
+    errors.QUEUE_FULL,
+    errors.DRAINING,
+    errors.EXPIRED,
+    errors.MOVER_GONE,
+    errors.COPY_FAILED,
+    errors.CHECKSUM_MISMATCH,
+    errors.SESSION_CLOSED,
+    errors.RESET,
+}
 ROW = re.compile(r"^\| `([A-Z_]+)` \| ([^|]+) \|", re.MULTILINE)
 
 
@@ -40,7 +56,7 @@ def reasons_passed(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_every_reason_written_in_the_code_is_known() -> None:
-    known = edge.STATUS_OF.keys() | set(edge.VERDICT_REASONS)
+    known = edge.STATUS_OF.keys() | VERDICT_REASONS
     assert [
         f"{where(path, line)} {reason}"
         for path in python_files()
@@ -57,7 +73,7 @@ def test_the_protocols_limits_name_reasons_that_exist() -> None:
 
 
 def test_the_document_lists_exactly_the_reasons_there_are() -> None:
-    there_are = edge.STATUS_OF.keys() | set(edge.VERDICT_REASONS) | set(CudaRefusal)
+    there_are = edge.STATUS_OF.keys() | VERDICT_REASONS | set(CudaRefusal)
     assert {reason for reason, _ in documented()} == there_are
 
 

@@ -102,7 +102,6 @@ class RingReader:
         # scalars it would take twice as long.
         self._abandoned = memoryview(self._map).cast("Q")[_ABANDONED:]
         self._head = 0
-        self.overruns = 0  # times the tail made no sense
 
     def take(self) -> list[int]:
         """Job ids since the last call, oldest first, at most one ring full.
@@ -115,7 +114,6 @@ class RingReader:
         if count == 0:
             return []
         if count > layout.RING_ENTRIES:
-            self.overruns += 1
             self._head = tail
             self._words[_HEAD] = tail
             return []

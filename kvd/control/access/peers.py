@@ -24,6 +24,7 @@ from kvd_proto.v1 import companion_pb2 as pb
 Context = grpc.aio.ServicerContext[Any, Any]
 TOKEN_KEY = "kvd-token"  # noqa: S105 - the name of the entry, no secret
 MAX_MEMORIES = 256
+_IDS = struct.Struct("iII")
 MAX_REGISTRATIONS = 4096  # of one connection, one after the other
 
 
@@ -47,8 +48,7 @@ class Credentials:
 
 def credentials_of(connection: socket.socket) -> Credentials:
     """Ask the kernel; the pidfd, where there is one, belongs to the caller."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
-    pid, uid, gid = struct.unpack("iII", raw)
+    pid, uid, gid = _ids_of(connection)
     try:
         pidfd: int | None = connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
     except OSError:
@@ -63,9 +63,14 @@ def credentials_of(connection: socket.socket) -> Credentials:
 
 def user_of(connection: socket.socket) -> int:
     """The user at the other end, as the kernel says."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
-    uid: int = struct.unpack("iII", raw)[1]
-    return uid
+    return _ids_of(connection)[1]
+
+
+def _ids_of(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _IDS.size)
+    pid, uid, gid = _IDS.unpack(raw)
+    return pid, uid, gid
 
 
 def has_ended(pidfd: int) -> bool:

@@ -15,12 +15,11 @@ from kvd.control.access.peers import Peer
 from kvd.control.errors import OldEngineEnding
 from kvd.control.namespace import check_string
 from kvd.core.engines import meeting
-from kvd.core.engines.layouts import RankLayout, RankPlacement
+from kvd.core.engines.layouts import RankLayout
 from kvd.core.engines.meeting import ClientProcess, EngineStart, Meeting, SchedulerSide
 from kvd.core.errors import InvalidArgument, UnknownRegistration
 from kvd.core.keys import MoverId, SessionId
 from kvd.core.spec import NamespaceSpec
-from kvd.mover.process import MoverProcess
 from kvd.runtime.driver import Driver
 from kvd_proto.v1 import engine_pb2
 
@@ -31,22 +30,7 @@ OLD_MOVERS_SECONDS = 5.0
 
 
 class MeetingSession(Protocol):
-    """The scheduler's side of the meeting, as a session shows it."""
-
-    @property
-    def id(self) -> SessionId: ...
-
-    @property
-    def peer(self) -> Peer: ...
-
-    @property
-    def spec(self) -> NamespaceSpec: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def attach(self, placement: RankPlacement, mover: MoverProcess) -> None:
-        """Make the mover serve this session."""
+    """What a session does where the meeting asks for it."""
 
     def ranks_ready(self) -> None:
         """Every rank is attached."""
@@ -114,17 +98,18 @@ class Rendezvous:
         """Refuse a scheduler that disagrees with a rank that came before it."""
         self._meeting.check_ranks(start, spec, world_size)
 
-    def join(self, start: EngineStart, session: MeetingSession) -> None:
+    def join(
+        self, start: EngineStart, peer: Peer, side: SchedulerSide, session: MeetingSession
+    ) -> None:
         """The scheduler is there: attach the ranks that came before it."""
-        self._sessions[session.id] = session
-        self._know(session.peer)
-        side = SchedulerSide(session.id, process_of(session.peer), session.spec, session.world_size)
+        self._sessions[side.session] = session
+        self._know(peer)
         self._carry_out(self._meeting.join(start, side))
 
-    def leave(self, start: EngineStart, session: MeetingSession) -> None:
+    def leave(self, start: EngineStart, session: SessionId) -> None:
         """The session is over, and its ranks must register again."""
-        self._carry_out(self._meeting.leave(start, session.id))
-        self._sessions.pop(session.id, None)
+        self._carry_out(self._meeting.leave(start, session))
+        self._sessions.pop(session, None)
 
     # -- ranks ------------------------------------------------------------------------------
 
@@ -195,7 +180,7 @@ class Rendezvous:
             match order:
                 case meeting.AttachRank():
                     process = self._driver.fleet.process_of(order.mover)
-                    self._sessions[order.session].attach(order.placement, process)
+                    self._driver.attach_rank(order.session, order.placement, process)
                 case meeting.TellRanksReady():
                     self._sessions[order.session].ranks_ready()
                 case meeting.EndSession():

@@ -88,7 +88,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             )
         jobs = convert.job_ids(request.job_ids, "job_ids")
         try:
-            ends = await self._rooms.driver.flush(live.id, jobs, request.deadline_ms / 1e3)
+            ends = await self._rooms.driver.jobs.wait(live.id, jobs, request.deadline_ms / 1e3)
         except TimeoutError:
             running = self._rooms.driver.jobs.live(live.id)
             left = sorted(running & set(jobs) if jobs else running)

@@ -21,19 +21,16 @@ from kvd.control.access.tenants import TenantPolicy
 from kvd.control.errors import MALFORMED_MESSAGE, RANK_COUNT
 from kvd.control.namespace import namespace_spec
 from kvd.control.registration.engine_exits import EngineExitWatcher
-from kvd.control.registration.rendezvous import Rendezvous, check_identity
+from kvd.control.registration.rendezvous import Rendezvous, check_identity, process_of
 from kvd.control.sessions.outbox import QUIET, Outbox
 from kvd.control.sessions.verbs import LiveSession, Sessions, Verbs
 from kvd.control.sessions.wire import UnreadableRequest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.blocks.extent_fit import wasted_share
-from kvd.core.engines.layouts import RankPlacement
-from kvd.core.engines.meeting import EngineStart
+from kvd.core.engines.meeting import EngineStart, SchedulerSide
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
-from kvd.core.keys import SessionId
 from kvd.core.spec import NamespaceSpec
-from kvd.mover.process import MoverProcess
 from kvd.runtime.driver import Driver
 from kvd_proto.limits import MAX_RANKS
 from kvd_proto.v1 import engine_pb2 as pb
@@ -64,10 +61,9 @@ class SessionTerms:
 class SchedulerSession:
     """One open session: the driver's sink, the engine's side of the meeting."""
 
-    def __init__(
-        self, live: LiveSession, start: EngineStart, rooms: SessionContext, outbox: Outbox
-    ) -> None:
-        self.live = live
+    live: LiveSession  # from when the core has accepted it: before that there is no news
+
+    def __init__(self, start: EngineStart, rooms: SessionContext, outbox: Outbox) -> None:
         self.outbox = outbox
         self._start = start
         self._rooms = rooms
@@ -75,24 +71,8 @@ class SchedulerSession:
         self.on_end = asyncio.Event()
 
     @property
-    def id(self) -> SessionId:
-        return self.live.id
-
-    @property
-    def peer(self) -> Peer:
-        return self.live.peer
-
-    @property
     def _whose(self) -> dict[str, int]:  # of lines in the log
         return {"user": self.live.peer.uid}
-
-    @property
-    def spec(self) -> NamespaceSpec:
-        return self.live.spec
-
-    @property
-    def world_size(self) -> int:
-        return self.live.world_size
 
     # -- news -------------------------------------------------------------------------------
 
@@ -107,9 +87,6 @@ class SchedulerSession:
     def _stop_telling(self) -> None:
         if self._telling is not None:
             self._telling.cancel()
-
-    def attach(self, placement: RankPlacement, mover: MoverProcess) -> None:
-        self._rooms.driver.attach_rank(self.live.id, placement, mover)
 
     def ranks_ready(self) -> None:
         self._telling = asyncio.ensure_future(self._tell_ready())
@@ -136,8 +113,8 @@ class SchedulerSession:
         self._rooms.sessions.by_id.pop(self.live.id, None)
         self._rooms.driver.close_session(self.live.id, gone=gone)
         if not gone:
-            self._rooms.departures.watch(self.live.id, self.peer)
-        self._rooms.engines.leave(self._start, self)
+            self._rooms.departures.watch(self.live.id, self.live.peer)
+        self._rooms.engines.leave(self._start, self.live.id)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -243,7 +220,7 @@ class SchedulerSession:
 
     async def _flush(self) -> None:
         try:
-            await self._rooms.driver.flush(self.live.id, [], CLOSE_FLUSH_SECONDS)
+            await self._rooms.driver.jobs.wait(self.live.id, [], CLOSE_FLUSH_SECONDS)
         except TimeoutError:
             log.warning("session %d closes while copies run", self.live.id, extra=self._whose)
 
@@ -342,7 +319,7 @@ class SessionContext:
     ) -> SchedulerSession:
         spec, fields, engine = described
         number = self.driver.allocate_session_id()
-        sink = DeferredSink()
+        session = SchedulerSession(start, self, Outbox(quiet=QUIET in message.capabilities))
         accepted = self.driver.open_session(
             ev.SessionOpened(
                 number,
@@ -354,19 +331,16 @@ class SessionContext:
                 self.tenants.payer(peer.uid, spec.tenant),
             ),
             fields,
-            sink,
+            session,
             peer.uid,
         )
-        live = LiveSession(
+        live = session.live = self.sessions.by_id[number] = LiveSession(
             number, accepted.namespace, spec, peer, message.identity.engine_id, message.world_size
         )
-        outbox = Outbox(quiet=QUIET in message.capabilities)
-        session = SchedulerSession(live, start, self, outbox)
-        sink.session = session
-        self.sessions.by_id[number] = live
         session.outbox.put(pb.SessionResponse(opened=self._opened(message, accepted, live)))
         try:
-            self.engines.join(start, session)
+            side = SchedulerSide(number, process_of(peer), spec, message.world_size)
+            self.engines.join(start, peer, side, session)
         except BaseException:
             session.end("its ranks could not be attached")
             raise
@@ -398,21 +372,6 @@ class SessionContext:
             store_threshold=self.terms.store_threshold,
             isolated=self.tenants.isolated(live.peer.uid),
         )
-
-
-class DeferredSink:
-    """Takes news for a session that is being opened; there are none before it is."""
-
-    def __init__(self) -> None:
-        self.session: SchedulerSession | None = None
-
-    def job_ended(self, order: act.EndJob) -> None:
-        assert self.session is not None, "a job ended before its session was open"
-        self.session.job_ended(order)
-
-    def rank_lost(self, rank: int, reason: str) -> None:
-        assert self.session is not None, "a rank was lost before its session was open"
-        self.session.rank_lost(rank, reason)
 
 
 def check_open(message: pb.OpenSession) -> None:

@@ -134,7 +134,7 @@ async def step_parts(live: LiveSession, step: pb.Step, pace: Pace) -> StepParts:
         loads=tuple(loads),
         stores=tuple(stores),
         hand_offs=tuple(hand_offs),
-        released=convert.lease_ids(step.released_leases, "released_leases"),
+        released=convert.lease_ids(step.released_leases),
         ended=(
             *await convert.request_ids(preempted, "preempted_request_ids", pace),
             *await convert.request_ids(finished, "finished_request_ids", pace),

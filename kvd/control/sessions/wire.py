@@ -14,10 +14,9 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from kvd.control import errors
-from kvd.core.errors import InvalidArgument, KvdError
+from kvd.control.convert import check_struct
+from kvd.core.errors import KvdError
 from kvd.runtime.turns import Pace
-from kvd_proto.limits import MAX_STRUCT_BYTES
 from kvd_proto.v1 import engine_pb2
 
 PIECE_BYTES = 16 * 1024  # read in one go: at worst half a millisecond
@@ -87,7 +86,8 @@ async def _read_large(
         return  # a later protocol's: passed over
     kind = known.message_type
     if kind is not None and kind.full_name == _STRUCT:
-        _check_struct(field, known.name)
+        # One that is far too long isn't read at all: many small values take long.
+        check_struct(field.end - field.value, known.name)
     elif kind is not None and field.wire_type == _BYTES:
         held = getattr(message, known.name)
         part = held.add() if known.is_repeated else held
@@ -98,16 +98,6 @@ async def _read_large(
     if not is_text and field.end - field.begin > MAX_PACKED_BYTES:
         raise Unreadable(f"{known.name} takes more than {MAX_PACKED_BYTES} bytes")
     await _merge_piece(message, content[field.begin : field.end], pace)
-
-
-def _check_struct(field: _Field, name: str) -> None:
-    """One that is far too long isn't read at all: many small values take long."""
-    if field.end - field.value > MAX_STRUCT_BYTES:
-        raise InvalidArgument(
-            f"context.{name} takes more than {MAX_STRUCT_BYTES} bytes",
-            f"context.{name}",
-            errors.STRING_TOO_LONG,
-        )
 
 
 async def _merge_piece(message: Message, content: memoryview, pace: Pace) -> None:

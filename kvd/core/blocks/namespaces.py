@@ -20,6 +20,7 @@ from kvd.core.model.state import (
     State,
 )
 from kvd.core.model.turn import Turn
+from kvd.core.policy import make_policy
 from kvd.core.spec import NamespaceSpec
 from kvd_proto.limits import MAX_GROUPS
 from kvd_proto.tags import account_seed
@@ -133,7 +134,7 @@ def _make_class(
         spec=groups[group],
         width=-(-spec.hash_bytes // 8),
         tenant=state.tenant(spec.tenant),
-        policy=state.make_policy(state.config.policy, capacity, state.policy_memory),
+        policy=make_policy(state.config.policy, capacity, state.policy_memory),
         slots_per_row=slots_per_row(groups[group], state.config.extent_bytes),
         tallies=tallies,
     )

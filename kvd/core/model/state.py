@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,7 +45,6 @@ from kvd.core.model.size_class import (
 )
 from kvd.core.model.slots import SlotTable
 from kvd.core.model.story import Story
-from kvd.core.policy.base import EvictionPolicy
 from kvd.core.policy.slot_queue import PolicyMemory
 from kvd.core.spec import NamespaceSpec
 
@@ -54,14 +53,11 @@ MAX_SCOPES = 65536
 MAX_SESSIONS = 1024
 NEVER = 1 << 63  # as a time
 NO_SCOPE = ScopeId(0)  # below the number of any
-CLOSE_GRACE_NS = 1_000_000_000  # for submitted copies of a closed session
 # Engine blocks of one group, of all groups of a session, and of all sessions of a tenant: two bytes
 # each, once used, in the map of those whose copy is in flight.
 MAX_ENGINE_BLOCKS = 1 << 22
 MAX_SESSION_ENGINE_BLOCKS = 1 << 24
 MAX_TENANT_ENGINE_BLOCKS = 1 << 25
-
-PolicyFactory = Callable[[str, Callable[[], int], PolicyMemory], EvictionPolicy]
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,6 @@ class MachineConfig:
     lease_share: float = 0.25  # of the tenant's quota, or of the pool
     submit_deadline_ns: int = 30_000_000_000
     copy_deadline_ns: int = 30_000_000_000
-    close_grace_ns: int = CLOSE_GRACE_NS
     private_grace_ns: int = 60_000_000_000  # what only one engine can use outlives its session
     spare_bytes: int = 256 * 2**20  # granted ahead of need per class; see rows.grant_spare
     extent_nodes: tuple[int, ...] = ()  # the memory node of each extent; empty: there is one
@@ -311,9 +306,8 @@ class RecencyTurns:
 class State:
     """Plain tables. Changed only by the functions that `Machine.handle` calls."""
 
-    def __init__(self, config: MachineConfig, make_policy: PolicyFactory) -> None:
+    def __init__(self, config: MachineConfig) -> None:
         self.config = config
-        self.make_policy = make_policy
         self.pool_bytes = config.extents * config.extent_bytes
         self.slots_per_extent = max(1, config.extent_bytes // MIN_SLOT_BYTES)
         self.story = Story()

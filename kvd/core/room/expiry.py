@@ -201,7 +201,7 @@ def prepare_room(state: State) -> None:
     for number in expiring.namespaces if wanted else ():
         namespace = state.namespaces[number]
         more = wanted.get(namespace.payer, 0) > 0 and number not in expiring.ending
-        if more and _is_empty(namespace, None):
+        if more and _is_empty(namespace):
             wanted[namespace.payer] -= 1
             expiring.ending[number] = None
 
@@ -221,7 +221,7 @@ def _idle(state: State, payer: str) -> Iterator[Namespace]:
     for its_own in (True, False):
         for number in state.expiring.namespaces:
             namespace = state.namespaces[number]
-            if (namespace.payer == payer) is its_own and _is_empty(namespace, None):
+            if (namespace.payer == payer) is its_own and _is_empty(namespace):
                 yield namespace
 
 
@@ -322,11 +322,10 @@ def _forget_some_scopes(turn: Turn, of_epochs: Iterable[set[ScopeId]]) -> int:
     return len(some)
 
 
-def _is_empty(namespace: Namespace, payer: str | None) -> bool:
-    """Whether it is this payer's (None: anybody's) and holds nothing."""
+def _is_empty(namespace: Namespace) -> bool:
+    """Whether it holds nothing."""
     tally = namespace.tally
-    used = tally.ready or tally.reserved or tally.quarantined
-    return not used and payer in {None, namespace.payer}
+    return not (tally.ready or tally.reserved or tally.quarantined)
 
 
 # -- epochs ---------------------------------------------------------------------------------------

@@ -10,9 +10,6 @@ from kvd.core.model.turn import Turn
 from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.upkeep import clear, session
 
-# In the order of their turns.
-KINDS = ("copies", "leases", "clears", "quotas", "rows", "epochs", "namespaces")
-
 
 def waiting(state: State) -> bool:
     """Whether there is anything that could go on now."""
@@ -28,7 +25,7 @@ def go_on(turn: Turn) -> None:
     Kinds take turns: what takes a thousand pieces holds up nothing that takes one.
     """
     state = turn.state
-    todo = (
+    todo = (  # in the order of their turns
         (bool(state.backlog.transfers), _call_off),
         (bool(state.backlog.leases), _unclaim),
         (bool(state.backlog.clears), clear.go_on),

@@ -43,6 +43,8 @@ from kvd.core.room import expiry, row_rights
 from kvd.core.room.reclaim import row_unmapped
 from kvd_proto.limits import MAX_RANKS
 
+CLOSE_GRACE_NS = 1_000_000_000  # for submitted copies of a closed session
+
 
 def session_opened(turn: Turn, event: SessionOpened) -> None:
     """The session, its namespace and the scopes of its epoch."""
@@ -220,7 +222,7 @@ def end_mover(turn: Turn, mover: Mover, reason: str, *, is_late: bool = False) -
 def end_lingering(turn: Turn) -> None:
     """Closed sessions whose copies still run though their grace has passed lose their movers."""
     state = turn.state
-    closed_by = turn.now_ns - state.config.close_grace_ns
+    closed_by = turn.now_ns - CLOSE_GRACE_NS
     for session in state.sessions.values():
         if session.is_winding_up and session.closed_ns <= closed_by:
             for mover in transfer.ranks(session):

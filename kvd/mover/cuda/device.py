@@ -19,6 +19,7 @@ from kvd.mover.registration_errors import (
 )
 from kvd_proto.libcuda import (
     ERROR_INVALID_VALUE,
+    ERROR_OUT_OF_MEMORY,
     ComputeMode,
     CudaError,
     CudaUnavailable,
@@ -30,7 +31,6 @@ from kvd_proto.libcuda import (
 ONLY = 0  # CUDA_VISIBLE_DEVICES names one GPU, whatever its number on the machine
 FIELD = "memories[0]"  # all memories of a rank lie on one GPU
 
-_ERROR_OUT_OF_MEMORY = 2
 _ERROR_NO_DEVICE = 100
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
 _MPS_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108 - where MPS puts its pipe unless told otherwise
@@ -97,7 +97,7 @@ class Device:
     def refusal(self, error: Exception) -> InvalidArgument:
         """What an error of CUDA's means where the mover readies the GPU for itself."""
         code = getattr(error, "status", getattr(error, "code", 0))
-        if code != _ERROR_OUT_OF_MEMORY:
+        if code != ERROR_OUT_OF_MEMORY:
             return InvalidArgument(
                 f"{self.uuid} ({self.name}) can't be made ready for copies: {error}",
                 FIELD,
