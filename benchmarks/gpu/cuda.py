@@ -7,6 +7,7 @@ one missing call costs one answer and not all of them.
 from __future__ import annotations
 
 import ctypes
+import os
 import uuid
 from ctypes import (
     POINTER,
@@ -40,6 +41,8 @@ REGISTER_PORTABLE_MAPPED = 3
 ORDER_STREAM, ORDER_ANY = 1, 3
 PREFER_OVERLAP = 1
 NOT_READY = 600
+PINNED, ON_DEVICE, AS_DESCRIPTOR, READ_WRITE = 1, 1, 1, 3  # CUmem* constants of cuda.h
+PIDFD_GETFD = 438  # system call, Linux 5.6
 
 DEVICE_ATTRIBUTES = {
     "multiprocessors": 16,
@@ -105,6 +108,24 @@ class Copy2D(Structure):
         ("width", c_size_t),
         ("height", c_size_t),
     )
+
+
+class Properties(Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", c_int * 2),
+        ("windows_only", c_void_p),
+        ("flags", c_ubyte * 8),
+    )
+
+
+class Access(Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", c_int * 2), ("flags", c_int))
 
 
 class BatchAttributes(Structure):
@@ -327,6 +348,79 @@ class Cuda:
         """Queue one cuMemcpy2DAsync; `rows` has the source's and target's types set."""
         assert (rows.source_type == DEVICE) == is_store
         self.call("cuMemcpy2DAsync_v2", byref(rows), stream)
+
+
+class PhysicalMemory:
+    """The driver's calls for physical allocations and their mappings, in this process."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._handles: dict[int, int] = {}
+
+    def allocate(self, kind: str, size: int) -> int:
+        """Address of a new allocation of that kind; `size` is a multiple of 2 MiB."""
+        address = Pointer()
+        if kind == "malloc":
+            return self._cuda.allocate(size)
+        if kind == "managed":
+            self._raw("cuMemAllocManaged", byref(address), c_size_t(size), c_uint(1))
+            return address.value
+        if kind == "pool":
+            self._raw("cuMemAllocAsync", byref(address), c_size_t(size), c_void_p(None))
+            self._cuda.call("cuStreamSynchronize", None)
+            return address.value
+        wanted = Properties(type=PINNED, location=(c_int * 2)(ON_DEVICE, 0))
+        wanted.handle_types = AS_DESCRIPTOR if kind == "physical, exportable" else 0
+        handle = c_ulonglong()
+        self._raw("cuMemCreate", byref(handle), c_size_t(size), byref(wanted), c_ulonglong(0))
+        return self._map(handle, size)
+
+    def export(self, address: int) -> int:
+        """A descriptor of the physical allocation that is mapped there."""
+        fd, handle = c_int(-1), c_ulonglong(self._handles[address])
+        how = (c_int(AS_DESCRIPTOR), c_ulonglong(0))
+        self._raw("cuMemExportToShareableHandle", byref(fd), handle, *how)
+        return fd.value
+
+    def open(self, pid: int, number: int, size: int) -> int:
+        """Map what that process has under that descriptor; the descriptor is not kept."""
+        pidfd = os.pidfd_open(pid)
+        try:
+            fd = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, pidfd, number, 0)
+            if fd < 0:
+                raise Failed(f"pidfd_getfd: {os.strerror(ctypes.get_errno())}")
+        finally:
+            os.close(pidfd)
+        handle = c_ulonglong()
+        try:
+            self._raw("cuMemImportFromShareableHandle", byref(handle), c_void_p(fd), c_int(1))
+        finally:
+            os.close(fd)
+        return self._map(handle, size)
+
+    def is_physical(self, address: int) -> bool:
+        """Whether the driver names a physical allocation behind the address."""
+        handle = c_ulonglong()
+        self._raw("cuMemRetainAllocationHandle", byref(handle), c_void_p(address))
+        self._raw("cuMemRelease", handle)
+        return True
+
+    def _map(self, handle: c_ulonglong, size: int) -> int:
+        address, length = Pointer(), c_size_t(size)
+        zeros = (c_size_t(0), Pointer(0), c_ulonglong(0))
+        self._raw("cuMemAddressReserve", byref(address), length, *zeros)
+        self._raw("cuMemMap", address, length, c_size_t(0), handle, c_ulonglong(0))
+        access = Access((c_int * 2)(ON_DEVICE, 0), READ_WRITE)
+        self._raw("cuMemSetAccess", address, length, byref(access), c_size_t(1))
+        self._handles[address.value] = handle.value
+        return address.value
+
+    def _raw(self, name: str, *arguments: Any) -> None:
+        """Call with arguments that have their C types already."""
+        function = getattr(self._cuda.library, name, None)
+        if function is None:
+            raise Failed(f"this driver has no {name}")
+        self._cuda.check(name, int(function(*arguments)))
 
 
 def rows_of(is_store: bool, host: tuple[int, int], device: tuple[int, int], shape: Any) -> Copy2D:

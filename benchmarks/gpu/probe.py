@@ -19,22 +19,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import places
-from benchmarks.gpu.probing import death, footprint, handles, host_memory, kinds, nvml, speed
+from benchmarks.gpu.probing import device_memory, host_memory, nvml, sharing, speed
 from benchmarks.gpu.probing.remote import Refused, remotes
 from benchmarks.gpu.probing.scale import TINY, Scale
 
 # In the order of what the design would miss most, should the time run out.
 QUESTIONS: dict[str, Callable[[Scale], dict[str, Any]]] = {
-    "handles": handles.handles,
-    "namespaces": handles.namespaces,
-    "footprint": footprint.footprint,
+    "handles": sharing.handles,
+    "namespaces": sharing.namespaces,
+    "footprint": device_memory.footprint,
     "copies": speed.copies,
     "products": speed.products,
-    "deaths": death.deaths,
+    "deaths": device_memory.deaths,
     "host_memory": host_memory.host_memory,
     "wakes": speed.wakes,
     "locked_memory": host_memory.locked_memory,
-    "kinds": kinds.kinds,
+    "kinds": sharing.kinds,
 }
 BROKEN = (Refused, TimeoutError, OSError, LookupError, ValueError, TypeError, AssertionError)
 PACKAGES = ("numpy", "cupy-cuda13x", "cupy-cuda12x", "torch", "cuda-bindings", "nvidia-ml-py")

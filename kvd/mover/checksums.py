@@ -84,15 +84,6 @@ def part_checksums(
     return sums
 
 
-def pieces_of(
-    part: LocatedPart, part_bytes: int, piece_bytes: int = PIECE_BYTES
-) -> Iterator[tuple[int, LocatedPart]]:
-    """The part cut into pieces of about that many bytes, each with the number of its first slot."""
-    step = max(1, piece_bytes // part_bytes)
-    for start in range(0, len(part.extents), step):
-        yield start, part.rows(slice(start, start + step))
-
-
 def _neighbours(part: LocatedPart, part_bytes: int) -> Iterator[tuple[int, int]]:
     """Runs of slots, as [start, stop), that lie one after the other in one extent."""
     if not len(part.extents):

@@ -24,7 +24,7 @@ from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import U64, RowId
 from kvd.linux import calls
 from kvd.mover import frames
-from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, part_checksums, pieces_of
+from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, part_checksums
 from kvd.mover.copy_engine import CopyEngine, CopyStopped, DeviceLost, KeepGoing
 from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
@@ -212,7 +212,7 @@ class MoverLoop:
         A load compares first; from the first damaged slot on it only compares.
         """
         part_bytes = self._config.groups[part.group].part_bytes
-        for start, piece in pieces_of(part, part_bytes, self._piece_bytes):
+        for start, piece in part.pieces(self._piece_bytes // part_bytes):
             if kind is JobKind.LOAD and piece.checksums is not None:
                 found = self._checksums(piece, part_bytes)
                 wrong = np.flatnonzero(found != piece.checksums)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,6 +135,12 @@ class LocatedPart:
         """Bytes of the arrays."""
         checksums = 0 if self.checksums is None else self.checksums.nbytes
         return self.extents.nbytes + self.offsets.nbytes + self.engine_blocks.nbytes + checksums
+
+    def pieces(self, slots: int) -> Iterator[tuple[int, LocatedPart]]:
+        """It, cut into parts of so many slots, at least one; each with its first slot's number."""
+        step = max(1, slots)
+        for start in range(0, len(self.extents), step):
+            yield start, self.rows(slice(start, start + step))
 
     def rows(self, rows: slice) -> LocatedPart:
         """Some of its blocks."""

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvd.core.events import JobKind
+from kvd.core.lifecycle import step
 from kvd.mover.frames import TransferOrder
 from kvd_proto.layout import RING_ENTRIES
 
@@ -31,12 +32,15 @@ class TransferState(enum.Enum):
     ENDED = "ended"
 
 
-ALLOWED_STEPS = {
-    TransferState.WAITING: {TransferState.QUEUED, TransferState.ENDED},
-    TransferState.QUEUED: {TransferState.RUNNING, TransferState.ENDED},
-    TransferState.RUNNING: {TransferState.ENDED},
-    TransferState.ENDED: set(),
-}
+PROGRESS_STEPS: frozenset[tuple[TransferState, TransferState]] = frozenset(
+    {
+        (TransferState.WAITING, TransferState.QUEUED),
+        (TransferState.WAITING, TransferState.ENDED),
+        (TransferState.QUEUED, TransferState.RUNNING),
+        (TransferState.QUEUED, TransferState.ENDED),
+        (TransferState.RUNNING, TransferState.ENDED),
+    }
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +50,10 @@ class TransferProgress:
     order: TransferOrder
     extents: frozenset[int]
     state: TransferState = TransferState.WAITING
+
+    def move(self, new: TransferState) -> None:
+        """Take a step of the table."""
+        self.state = step(PROGRESS_STEPS, self.state, new)
 
 
 class TransferQueue:
@@ -96,7 +104,7 @@ class TransferQueue:
                 siblings.remove(transfer)
                 if not siblings:
                     del self._waiting[transfer.order.job]
-            self._step(transfer, TransferState.ENDED)
+            transfer.move(TransferState.ENDED)
             del self._transfers[number]
             return transfer
 
@@ -108,13 +116,13 @@ class TransferQueue:
                 return None
             with self._lock:
                 if transfer.state is TransferState.QUEUED:  # else it was revoked meanwhile
-                    self._step(transfer, TransferState.RUNNING)
+                    transfer.move(TransferState.RUNNING)
                     return transfer
 
     def end(self, transfer: TransferProgress) -> None:
         """A running transfer has ended. A load's ready is used up, a store may have more pieces."""
         with self._lock:
-            self._step(transfer, TransferState.ENDED)
+            transfer.move(TransferState.ENDED)
             del self._transfers[transfer.order.transfer]
             if transfer.order.kind is JobKind.LOAD:
                 self._ready.pop(transfer.order.job, None)
@@ -126,9 +134,5 @@ class TransferQueue:
             waiting.put(None)
 
     def _enqueue(self, transfer: TransferProgress) -> None:
-        self._step(transfer, TransferState.QUEUED)
+        transfer.move(TransferState.QUEUED)
         self._queues[transfer.order.kind].put(transfer)
-
-    def _step(self, transfer: TransferProgress, state: TransferState) -> None:
-        assert state in ALLOWED_STEPS[transfer.state], f"{transfer.state} -> {state}"
-        transfer.state = state

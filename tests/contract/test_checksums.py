@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvd.core.keys import U64
 from kvd.mover import checksums as module
-from kvd.mover.checksums import LINE_WORDS, checksums, part_checksums, pieces_of
+from kvd.mover.checksums import LINE_WORDS, PIECE_BYTES, checksums, part_checksums
 from kvd.mover.copy_engine import CopyStopped
 from kvd.mover.layout import LocatedPart
 from kvd_proto.tags import mix
@@ -96,8 +96,10 @@ def test_slots_are_summed_alike_wherever_they_lie(
     for number, (extent, offset) in enumerate(zip(part.extents, part.offsets, strict=True)):
         alone = memory[int(extent)][int(offset) : int(offset) + part_bytes].view(np.uint64)
         assert whole[number] == checksums(alone[None])[0]
-    cut = [part_checksums(p, part_bytes, memory.__getitem__, lambda: True) for _, p in
-           pieces_of(part, part_bytes)]  # fmt: skip
+    cut = [
+        part_checksums(piece, part_bytes, memory.__getitem__, lambda: True)
+        for _, piece in part.pieces(PIECE_BYTES // part_bytes)
+    ]
     assert np.concatenate([whole[:0], *cut]).tolist() == whole.tolist()
 
 

@@ -1,4 +1,4 @@
-"""A process that does with CUDA what the probe tells it, a call a line: `-m …probing.hands`.
+"""A process that does with CUDA what the probe tells it, a call a line: `-m …probe_process`.
 
 The probe itself never opens a device: each role (engine, mover, observer) is one such process,
 which can be killed, put into a PID namespace, or stripped of rights.
@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu import cuda as binding
-from benchmarks.gpu.cuda import Cuda
+from benchmarks.gpu.cuda import Cuda, PhysicalMemory
 from benchmarks.gpu.probing.copying import Copying
-from benchmarks.gpu.probing.kinds import PhysicalMemory
 from benchmarks.gpu.probing.products import Products
 
 MIB = 1 << 20

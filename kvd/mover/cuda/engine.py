@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -119,7 +118,7 @@ class CudaCopyEngine:
         copied = 0
         try:
             self._device.bind()
-            for slab in _slabs(part, _most_slots(group)):
+            for _, slab in part.pieces(_most_slots(group)):
                 if all(self._extents.ready(extent) for extent in set(slab.extents.tolist())):
                     copied += self._copy_straight(kind, slab, lane, keep_going)
                 else:
@@ -156,7 +155,7 @@ class CudaCopyEngine:
         """
         group = self._config.groups[slab.group]
         copied = 0
-        for slots in _slabs(slab, len(lane.staging.view) // group.part_bytes):
+        for _, slots in slab.pieces(len(lane.staging.view) // group.part_bytes):
             _look(keep_going)
             lane.wait()  # whoever reads or fills the buffer has it alone
             size = len(slots.extents) * group.part_bytes
@@ -231,13 +230,6 @@ def _most_slots(group: GroupMap) -> int:
     """Slots of a slab."""
     stretches = len(group.fragments) * group.blocks_per_block
     return min(_MAX_SLAB_BYTES // group.part_bytes, MAX_SLAB_STRETCHES // stretches)
-
-
-def _slabs(part: LocatedPart, slots: int) -> Iterator[LocatedPart]:
-    """The part cut into parts of that many slots, at least one."""
-    step = max(1, slots)
-    for start in range(0, len(part.extents), step):
-        yield part.rows(slice(start, start + step))
 
 
 def _laid_out(slots: LocatedPart, group: GroupMap) -> LocatedPart:

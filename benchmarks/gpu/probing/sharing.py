@@ -1,4 +1,5 @@
-"""Raw IPC handles between two processes: what opens, what is refused, and with which words."""
+"""Memory opened in another process: what opens, what is refused, and with which words; and which
+kinds of allocation can be shared at all."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from benchmarks.gpu.probing.remote import (
 )
 from benchmarks.gpu.probing.scale import Scale
 
+KINDS = ("malloc", "physical, exportable", "physical", "managed", "pool")
 FILL, OTHER_FILL = 0xA5, 0x5A
 OFFSET = 1 << 20
 
@@ -108,3 +110,49 @@ def _between(scale: Scale, exporter: Sequence[str], importer: Sequence[str]) -> 
             return found
 
     return tried(attempt)
+
+
+def kinds(scale: Scale) -> dict[str, Any]:
+    """What each kind's pointer says, whether a legacy handle of it can be made, and whether
+    exportable physical memory can be opened elsewhere and outlives its exporter."""
+    found: dict[str, Any] = {}
+    for kind in KINDS:
+        with remotes(1) as (engine,):
+            order = {"kind": kind, "size": scale.handle}
+            made = tried(lambda o=order: engine.call("allocate_kind", **o))  # type: ignore[misc]
+            if "failed" in made:
+                found[kind] = made
+                continue
+            at = {"address": made["ok"]}
+            found[kind] = {
+                "pointer": engine.call("pointer", **at),
+                "is physical": tried(lambda: engine.call("is_physical", **at)),  # noqa: B023
+                "legacy handle": _worked(tried(lambda: engine.call("export", **at))),  # noqa: B023
+            }
+    found["opened by descriptor"] = tried(lambda: _by_descriptor(scale))
+    return found
+
+
+def _worked(told: dict[str, Any]) -> dict[str, Any]:
+    return told if "failed" in told else {"ok": None}
+
+
+def _by_descriptor(scale: Scale) -> dict[str, Any]:
+    with remotes(3) as (engine, mover, observer):
+        pid = engine.call("pid")
+        before = observer.call("memory")
+        address = engine.call("allocate_kind", kind="physical, exportable", size=scale.handle)
+        engine.call("fill", address=address, value=FILL, size=scale.handle)
+        fd = engine.call("export_descriptor", address=address)
+        there = mover.call("open_descriptor", pid=pid, number=fd, size=scale.handle)
+        expected = f"{FILL:02x}" * 16
+        found: dict[str, Any] = {
+            "bytes arrive": mover.call("sample", address=there) == expected,
+            "range of the import": tried(lambda: mover.call("range_of", address=there)),
+            "pointer of the import": mover.call("pointer", address=there),
+            "bytes taken": before - observer.call("memory"),
+        }
+        engine.end()
+        found["read after the exporter's end"] = tried(lambda: mover.call("sample", address=there))
+        mover.kill()
+        return found
