@@ -80,6 +80,11 @@ class DaemonProcess:
         return True
 
     @property
+    def is_started(self) -> bool:
+        """Whether there is a process; it may not serve yet, or have ended."""
+        return self._process is not None
+
+    @property
     def has_ended(self) -> bool:
         """Whether it has ended by itself."""
         return self._process is not None and self._process.poll() is not None
@@ -114,14 +119,15 @@ class DaemonProcess:
     def movers(self) -> list[int]:
         """Pids of the daemon's living mover processes: not of those that it has yet to bury."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return [int(pid) for pid in children if _lives(int(pid))]
+        return [int(pid) for pid in children if is_alive(int(pid))]
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
             self._process.send_signal(number)  # a process that has ended needs none
 
 
-def _lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """False for a process that is gone, and for one that only waits for its parent to take note."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:  # it ended meanwhile

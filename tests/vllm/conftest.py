@@ -6,8 +6,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -31,7 +32,11 @@ FORKS.set_forkserver_preload(  # what an engine imports on its way
     ]
 )
 
+if TYPE_CHECKING:
+    from tests.vllm.rank_rig import RankRig
+
 StartEngine = Callable[..., Engine]
+StartRig = Callable[..., "RankRig"]
 
 
 def settings_of(model: Path, **more: Any) -> dict[str, Any]:
@@ -97,8 +102,20 @@ class Plain:
 @pytest.fixture(scope="session")
 def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
     """An engine without a connector and without a prefix cache."""
-    log = tmp_path_factory.mktemp("plain") / "engine.log"
-    engine = Engine(settings_of(model, enable_prefix_caching=False), log)
+    with _plain(model, tmp_path_factory.mktemp("plain")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def plain_hybrid(hybrid_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+    """The same with the hybrid model."""
+    with _plain(hybrid_model, tmp_path_factory.mktemp("plain-hybrid")) as made:
+        yield made
+
+
+@contextmanager
+def _plain(model: Path, directory: Path) -> Iterator[Plain]:
+    engine = Engine(settings_of(model, enable_prefix_caching=False), directory / "engine.log")
     yield Plain(engine)
     engine.end()
 
@@ -162,3 +179,12 @@ def start_with_kvd(start_engine: StartEngine, kvd: NodeDaemon) -> StartEngine:
         return engine
 
     return start
+
+
+@pytest.fixture
+def start_rig() -> Iterator[StartRig]:
+    """Starts an engine's ranks without vLLM's engine, at a daemon; they end with the test."""
+    from tests.vllm.rank_rig import rigs  # imports vLLM
+
+    with rigs() as start:
+        yield start

@@ -29,6 +29,9 @@ FAILED_LOADS = "vllm:kvd_failed_loads"
 CONNECTED = "vllm:kvd_connected"
 SESSIONS = "vllm:kvd_sessions"
 
+LENGTH = 6 * BLOCK_TOKENS + 8  # of a prompt
+WHOLE = 6 * BLOCK_TOKENS  # what of it can be stored
+
 GROUP_NAME = re.compile(r"\bvllm_dist_[0-9a-f]+")  # of an engine's ranks, as its log has it
 
 # One server that has imported vLLM, from which every engine of this run is forked.
@@ -93,6 +96,13 @@ class Engine:
     def generate(self, *prompts: Prompt, max_tokens: int = 12) -> list[Answer]:
         """Answers to some prompts, all given at once."""
         return self.finish(*(self.submit(each, max_tokens) for each in prompts))
+
+    def store(self, *prompts: Prompt, max_tokens: int = 12) -> list[Answer]:
+        """The same, and kvd has their blocks afterwards, and the device's cache has none."""
+        answers = self.generate(*prompts, max_tokens=max_tokens)
+        self.settle()
+        assert self.reset()
+        return answers
 
     def submit(
         self, prompt: Prompt, max_tokens: int = 12, transfer: dict[str, Any] | None = None

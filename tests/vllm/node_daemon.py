@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvd.cli.status import ask
@@ -19,6 +22,7 @@ PATIENT = {
     "retry_deadline_s": 30.0,
     "pending_deadline_s": 30.0,
     "flush_timeout_s": 30.0,
+    "load_deadline_s": 60.0,
 }
 
 
@@ -40,6 +44,21 @@ class NodeDaemon(DaemonProcess):
 
     def status(self) -> operator_pb2.StatusResponse:
         return ask(self.socket, PATIENCE_SECONDS)
+
+    def bytes_loaded(self) -> list[int]:
+        """Bytes copied into each rank of the one engine; a load's count follows its end."""
+        (session,) = self.status().sessions
+        return [rank.bytes_loaded for rank in session.ranks]
+
+    @contextmanager
+    def held_mover(self) -> Iterator[None]:
+        """The one mover stands still: what it copies takes as long as this."""
+        (mover,) = self.movers()
+        os.kill(mover, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(mover, signal.SIGCONT)
 
     def ready_blocks(self) -> int:
         """Blocks that any engine could load."""

@@ -6,12 +6,12 @@ and hands each rank the step's metadata. KV is allocated and viewed by vLLM's ow
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +43,7 @@ from kvd_client.integrations.vllm.rank.worker import KvdConnectorWorker
 from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
 from kvd_client.scheduler import StepPlan
 from kvd_proto.groups import GroupKind
+from tests.daemon_process import DaemonProcess, is_alive
 
 BLOCK_TOKENS = 32
 KV_HEADS = 2
@@ -357,9 +358,7 @@ class RankRig:
     @staticmethod
     def still_run(pids: Sequence[int]) -> list[int]:
         """Those that are neither gone nor, under a parent that hangs, dead but not yet buried."""
-        stats = {pid: Path(f"/proc/{pid}/stat") for pid in pids}
-        texts = {pid: stat.read_text() for pid, stat in stats.items() if stat.exists()}
-        return [pid for pid, text in texts.items() if text.rpartition(")")[2].split()[0] != "Z"]
+        return [pid for pid in pids if is_alive(pid)]
 
     def close(self) -> None:
         self.connection.close()
@@ -379,3 +378,27 @@ def vllm_job(job_id: int) -> int:
 
 def vllm_jobs(*jobs: JobDraft) -> set[int]:
     return {vllm_job(job.job_id) for job in jobs}
+
+
+@contextlib.contextmanager
+def rigs() -> Iterator[Callable[..., RankRig]]:
+    """Starts rigs at a daemon, each an engine of its own; all end with the context.
+
+    A rig is usable when it is here, unless its daemon `comes_late`.
+    """
+    made: list[RankRig] = []
+
+    def start(
+        daemon: DaemonProcess, world_size: int = 1, comes_late: bool = False, **more: Any
+    ) -> RankRig:
+        instance = f"rig-{os.getpid()}-{len(made)}"
+        made.append(RankRig(daemon.socket, world_size, instance=instance, **more))
+        if not comes_late:
+            made[-1].wait_usable()
+        return made[-1]
+
+    try:
+        yield start
+    finally:
+        for rig in made:
+            rig.close()

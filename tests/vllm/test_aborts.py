@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.engine import BLOCK_BYTES, HITS, LENGTH, WHOLE, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
 
-LENGTH = 6 * BLOCK_TOKENS + 8
-WHOLE = 6 * BLOCK_TOKENS
 BLOCKS = 40  # of the device: few, so that they are soon used again
 
 
@@ -27,13 +22,9 @@ def test_a_load_that_outlives_its_request_writes_into_nobodys_blocks(
     engine: Engine, kvd: NodeDaemon, plain: Plain
 ) -> None:
     loaded = prompt("aborted load", LENGTH)
-    engine.generate(loaded)
-    engine.settle()
-    assert engine.reset()
+    engine.store(loaded)
     hit = engine.count(HITS)
-    (mover,) = kvd.movers()
-    os.kill(mover, signal.SIGSTOP)
-    try:
+    with kvd.held_mover():
         loading = engine.submit(loaded)
         (beside,) = engine.finish(engine.submit(prompt("beside it", LENGTH)))
         engine.abort(loading)
@@ -41,8 +32,6 @@ def test_a_load_that_outlives_its_request_writes_into_nobodys_blocks(
         others = [prompt(f"after it {n}", LENGTH) for n in range(10)]
         requests = [engine.submit(each, max_tokens=30) for each in others]
         engine.wait(lambda: any(engine.tokens_of(request) for request in requests))
-    finally:
-        os.kill(mover, signal.SIGCONT)
     assert tokens(engine.finish(*requests)) == plain.tokens(*others, max_tokens=30)
     assert (beside.tokens,) == tuple(plain.tokens(prompt("beside it", LENGTH)))
     assert not engine.has_finished(loading)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.engine import BLOCK_BYTES, HITS, LENGTH, WHOLE, Engine, prompt, tokens
 
 LOADED = "vllm:kv_offload_load_bytes"
-LENGTH = 6 * BLOCK_TOKENS + 8
-WHOLE = 6 * BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +28,7 @@ def test_a_reset_of_the_connector_is_cold_here_and_warm_there(
 ) -> None:
     one, other = engines
     prompts = [prompt(f"reset {n}", LENGTH) for n in range(4)]
-    assert tokens(one.generate(*prompts)) == plain.tokens(*prompts)
-    one.settle()
-    assert one.reset()
+    assert tokens(one.store(*prompts)) == plain.tokens(*prompts)
     assert hits_of(one, *prompts) == 4 * WHOLE, "a reset of the device's cache alone stays warm"
     assert one.reset(connector=True)
     assert hits_of(one, *prompts) == 0
@@ -40,9 +36,7 @@ def test_a_reset_of_the_connector_is_cold_here_and_warm_there(
     # On a slow machine all this may be over before the daemon has answered with the new epoch,
     # and nothing is stored till then. Now it has.
     assert one.reset()
-    one.generate(*prompts)
-    one.settle()
-    assert one.reset()
+    one.store(*prompts)
     assert hits_of(one, *prompts) == 4 * WHOLE, "it stored them again, for its new epoch"
     assert one.reset()
     assert tokens(one.generate(*prompts)) == plain.tokens(*prompts)
@@ -66,9 +60,7 @@ def test_a_request_that_a_reset_preempts_is_loaded_again_in_the_same_step(
 ) -> None:
     one, _ = engines
     known = prompt("reset while it runs", LENGTH)
-    one.generate(known)
-    one.settle()
-    assert one.reset()
+    one.store(known)
     before = one.count(LOADED)
     request = one.submit(known, max_tokens=60)
     one.wait(lambda: len(one.tokens_of(request)) > 3)

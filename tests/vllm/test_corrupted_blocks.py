@@ -7,11 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, FAILED_LOADS, HITS, Engine, prompt, tokens
+from tests.vllm.engine import FAILED_LOADS, HITS, LENGTH, WHOLE, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon, with_kvd
-
-LENGTH = 6 * BLOCK_TOKENS + 8
-WHOLE = 6 * BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +42,7 @@ def test_without_checksums_spoilt_bytes_change_the_tokens(
 ) -> None:
     daemon, engine = start_with_pool()
     prompts = [prompt(f"spoilt {n}", LENGTH) for n in range(4)]
-    engine.generate(*prompts)
-    engine.settle()
-    assert engine.reset()
+    engine.store(*prompts)
     spoil(daemon)
     answers = engine.generate(*prompts)
     assert engine.count(HITS) == 4 * WHOLE
@@ -60,9 +55,7 @@ def test_with_checksums_spoilt_blocks_are_computed_anew(
 ) -> None:
     daemon, engine = start_with_pool("--payload-checksums")
     prompts = [prompt(f"caught {n}", LENGTH) for n in range(4)]
-    engine.generate(*prompts)
-    engine.settle()
-    assert engine.reset()
+    engine.store(*prompts)
     whole = engine.generate(*prompts)
     assert tokens(whole) == plain.tokens(*prompts)
     assert engine.count(HITS) == 4 * WHOLE, "whole blocks are loaded"

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, prompt, tokens
+from tests.vllm.engine import HITS, LENGTH, WHOLE, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon, with_kvd
-
-LENGTH = 6 * BLOCK_TOKENS + 8
-WHOLE = 6 * BLOCK_TOKENS
 
 
 def test_a_daemon_that_comes_later_is_used(
@@ -22,8 +19,6 @@ def test_a_daemon_that_comes_later_is_used(
     engine.settle()
     daemon.start()
     engine.wait_for_daemon()
-    assert tokens(engine.generate(late)) == plain.tokens(late)
-    engine.settle()
-    assert engine.reset()
+    assert tokens(engine.store(late)) == plain.tokens(late)
     assert tokens(engine.generate(early, late)) == plain.tokens(early, late)
     assert engine.count(HITS) == WHOLE, "what was computed late came back"

@@ -9,11 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, FAILED_LOADS, HITS, Engine, prompt, tokens
+from tests.vllm.engine import FAILED_LOADS, HITS, LENGTH, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon, with_kvd
 
-LENGTH = 6 * BLOCK_TOKENS + 8
-WHOLE = 6 * BLOCK_TOKENS
 MOVER_SECONDS = 3  # how long a mover may take, here, until the daemon ends it
 
 
@@ -40,9 +38,7 @@ def engine(start_engine: StartEngine, daemon: NodeDaemon) -> Engine:
 def warm(engine: Engine, name: str) -> list[list[int]]:
     """Prompts that the daemon has, and the engine has not."""
     prompts = [prompt(f"{name} {n}", LENGTH) for n in range(4)]
-    engine.generate(*prompts)
-    engine.settle()
-    assert engine.reset()
+    engine.store(*prompts)
     return prompts
 
 

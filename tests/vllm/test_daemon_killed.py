@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, SESSIONS, Engine, prompt, tokens
+from tests.vllm.engine import BLOCK_TOKENS, HITS, LENGTH, SESSIONS, WHOLE, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
 
-LENGTH = 6 * BLOCK_TOKENS + 8
-WHOLE = 6 * BLOCK_TOKENS
 LONG = 48  # tokens to produce: enough to be in the middle of
 
 
@@ -31,9 +29,7 @@ def test_it_is_killed_amid_loads_and_stores_and_is_warm_when_it_is_back(
 ) -> None:
     known = [prompt(f"known {n}", LENGTH) for n in range(4)]
     new = [prompt(f"new {n}", LENGTH) for n in range(8)]
-    engine.generate(*known)
-    engine.settle()
-    assert engine.reset()
+    engine.store(*known)
     requests = [engine.submit(each, max_tokens=LONG) for each in known + new]
     engine.wait(lambda: any(engine.tokens_of(request) for request in requests))
     sessions = int(engine.count(SESSIONS))
@@ -56,9 +52,7 @@ def test_what_comes_after_its_return_is_stored_again(
 ) -> None:
     kill_and_start(kvd, engine)
     later = prompt("later", LENGTH)
-    assert tokens(engine.generate(later)) == plain.tokens(later)
-    engine.settle()
-    assert engine.reset()
+    assert tokens(engine.store(later)) == plain.tokens(later)
     hit = engine.count(HITS)
     assert tokens(engine.generate(later)) == plain.tokens(later)
     assert engine.count(HITS) - hit == WHOLE

@@ -7,11 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.engine import BLOCK_TOKENS, HITS, LENGTH, WHOLE, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
-
-LENGTH = 6 * BLOCK_TOKENS + 8
-WHOLE = 6 * BLOCK_TOKENS
 
 
 @pytest.mark.parametrize("leave", [Engine.end, Engine.kill], ids=["in order", "killed"])

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.vllm.conftest import Plain, StartEngine, settings_of
-from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
+from tests.vllm.conftest import Plain, StartEngine
+from tests.vllm.engine import BLOCK_TOKENS, HITS, LENGTH, WHOLE, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
 from tests.vllm.tiny_model import SLIDING_WINDOW
 
-LENGTH = 6 * BLOCK_TOKENS + 8
-WHOLE = 6 * BLOCK_TOKENS
-
 
 @pytest.fixture(scope="module")
-def plain(hybrid_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
+def plain(plain_hybrid: Plain) -> Plain:
     """The same model's answers without a connector."""
-    log = tmp_path_factory.mktemp("plain-hybrid") / "engine.log"
-    engine = Engine(settings_of(hybrid_model, enable_prefix_caching=False), log)
-    yield Plain(engine)
-    engine.end()
+    return plain_hybrid
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +33,7 @@ def test_the_daemon_knows_both_groups(engine: Engine, kvd: NodeDaemon) -> None:
 def test_both_groups_come_back(engine: Engine, plain: Plain) -> None:
     assert LENGTH > 2 * SLIDING_WINDOW, "so that blocks fall out of the window"
     prompts = [prompt(f"hybrid {n}", LENGTH) for n in range(4)]
-    cold = engine.generate(*prompts)
-    engine.settle()
-    assert engine.reset()
+    cold = engine.store(*prompts)
     warm = engine.generate(*prompts)
     assert tokens(cold) == tokens(warm) == plain.tokens(*prompts)
     assert engine.count(HITS) == 4 * WHOLE
@@ -50,9 +41,7 @@ def test_both_groups_come_back(engine: Engine, plain: Plain) -> None:
 
 def test_a_prompt_that_branches_off_gets_the_right_tokens(engine: Engine, plain: Plain) -> None:
     long = prompt("hybrid long", 2 * LENGTH)
-    engine.generate(long, max_tokens=40)
-    engine.settle()
-    assert engine.reset()
+    engine.store(long, max_tokens=40)
     branches = [
         prompt(f"hybrid branch {n}", 40, after=long[: n * BLOCK_TOKENS]) for n in (1, 3, 5, 8)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 
@@ -11,8 +12,8 @@ from msgspec.msgpack import Decoder
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from tests.vllm.conftest import StartEngine
-from tests.vllm.engine import Engine, prompt
-from tests.vllm.node_daemon import NodeDaemon, with_kvd
+from tests.vllm.engine import BLOCK_TOKENS, Engine, prompt
+from tests.vllm.node_daemon import NodeDaemon, wait_until, with_kvd
 
 PATIENCE_SECONDS = 60.0
 MEDIUM = "CPU"
@@ -34,12 +35,15 @@ class Router:
         self.removed = 0
         self.unfounded = 0
 
-    def listen(self) -> None:
-        """Take in what has come."""
+    def listen(self) -> int:
+        """Take in what has come, of whatever medium; how many events."""
+        heard = 0
         while self._socket.poll(50):
             _, _, payload = self._socket.recv_multipart()
             for event in self._decoder.decode(payload).events:
+                heard += 1
                 self._take(event)
+        return heard
 
     def _take(self, event: object) -> None:
         if not isinstance(event, BlockStored | BlockRemoved) or event.medium != MEDIUM:
@@ -86,9 +90,16 @@ def engine(start_engine: StartEngine, small_kvd: NodeDaemon, endpoint: str) -> E
 @pytest.fixture
 def router(engine: Engine, endpoint: str) -> Iterator[Router]:
     made = Router(endpoint)
-    time.sleep(0.5)  # a subscription has no answer that could be waited for
+    wait_until(lambda: hears(made, engine))
     yield made
     made.close()
+
+
+def hears(router: Router, engine: Engine) -> bool:
+    """A subscription has no answer: the router hears of a prompt that kvd is not to have."""
+    asked = prompt(os.urandom(8).hex(), BLOCK_TOKENS + 1)
+    engine.finish(engine.submit(asked, 1, {"max_offload_tokens": 0}))
+    return router.listen() > 0
 
 
 def serve(engine: Engine, name: str) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from kvd_client.integrations.vllm.rank import worker as rank_side
 from tests.daemon_process import DaemonProcess
+from tests.vllm.conftest import StartRig
 from tests.vllm.rank_rig import PATIENCE_S, RankRig
 
 
@@ -55,12 +56,9 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
 
 
 @pytest.fixture
-def rig(kvd: DaemonProcess, device: LateDevice) -> Iterator[RankRig]:
-    made = RankRig(kvd.socket, instance="late")
-    made.wait_usable()
-    yield made
-    device.let_run()
-    made.close()
+def rig(kvd: DaemonProcess, device: LateDevice, start_rig: StartRig) -> Iterator[RankRig]:
+    yield start_rig(kvd)
+    device.let_run()  # before the rig ends
 
 
 def filled(like: torch.Tensor, value: int) -> torch.Tensor:

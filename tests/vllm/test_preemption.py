@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, PREEMPTIONS, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
@@ -41,12 +38,8 @@ def test_stores_that_come_after_their_blocks_were_overwritten_are_never_served(
     engine = start_with_kvd(
         {"flush_timeout_s": 0.1}, max_model_len=512, kv_cache_memory_bytes=BLOCKS * BLOCK_BYTES
     )
-    (mover,) = kvd.movers()
-    os.kill(mover, signal.SIGSTOP)
-    try:
+    with kvd.held_mover():
         assert tokens(engine.generate(*prompts, max_tokens=OUTPUT)) == right
-    finally:
-        os.kill(mover, signal.SIGCONT)
     assert engine.count(PREEMPTIONS) > 0
     engine.settle()
     assert engine.reset()

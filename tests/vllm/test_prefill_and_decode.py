@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, Engine, prompt
-from tests.vllm.node_daemon import NodeDaemon
+from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, LENGTH, WHOLE, Engine, prompt
+from tests.vllm.node_daemon import NodeDaemon, wait_until
 
-LENGTH = 6 * BLOCK_TOKENS + 8
-WHOLE = 6 * BLOCK_TOKENS
 FLOOD_TOKENS = 60 * BLOCK_TOKENS
 FLOODS = 6  # together more than the pool
 
@@ -25,10 +21,8 @@ def flood(engine: Engine, kvd: NodeDaemon) -> None:
 
 def wait_until_held(kvd: NodeDaemon, blocks: int) -> None:
     """The hand-off leaves with the engine's last step: nobody waits for it but us."""
-    deadline = time.monotonic() + 20.0
-    while sum(tenant.bytes_leased for tenant in kvd.status().tenants) < blocks * BLOCK_BYTES:
-        assert time.monotonic() < deadline, kvd.status()
-        time.sleep(0.01)
+    due = blocks * BLOCK_BYTES
+    wait_until(lambda: sum(tenant.bytes_leased for tenant in kvd.status().tenants) >= due)
 
 
 def test_the_decode_engine_loads_all_that_the_dead_prefill_engine_handed_off(
@@ -37,9 +31,7 @@ def test_the_decode_engine_loads_all_that_the_dead_prefill_engine_handed_off(
     prefill, decode = start_with_kvd(), start_with_kvd()
     handed, ordinary = prompt("handed off", LENGTH), prompt("ordinary", LENGTH)
     shared = handed[: 2 * BLOCK_TOKENS]  # stored before by another request, then loaded
-    prefill.generate(shared)
-    prefill.settle()
-    assert prefill.reset()
+    prefill.store(shared)
     first = [
         prefill.submit(handed, max_tokens=1, transfer={"do_remote_decode": True}),
         prefill.submit(ordinary, max_tokens=1),

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from tests.daemon_process import DaemonProcess
+from tests.vllm.conftest import StartRig
 from tests.vllm.rank_rig import LAYER_BYTES, NUM_BLOCKS, RankRig, cache_config
 
 MakeRig = Callable[..., RankRig]
 
 
 @pytest.fixture
-def make_rig(kvd: DaemonProcess) -> Iterator[MakeRig]:
+def make_rig(kvd: DaemonProcess, start_rig: StartRig) -> MakeRig:
     """Ranks of an engine of its own; all that a test makes share what they store."""
-    made: list[RankRig] = []
-
-    def make(world_size: int = 1, **more: Any) -> RankRig:
-        instance = f"rig-{os.getpid()}-{len(made)}"
-        made.append(RankRig(kvd.socket, world_size, instance=instance, **more))
-        made[-1].wait_usable()
-        return made[-1]
-
-    yield make
-    for rig in made:
-        rig.close()
+    return partial(start_rig, kvd)
 
 
 def check_loaded(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 
 from tests.daemon_process import DaemonProcess
+from tests.vllm.conftest import StartRig
 from tests.vllm.rank_rig import PATIENCE_S, RankRig
 
 
@@ -22,12 +22,6 @@ def daemon(make_daemon: Callable[[], DaemonProcess]) -> Iterator[DaemonProcess]:
     made.end()
 
 
-def start(daemon: DaemonProcess, **more: Any) -> RankRig:
-    rig = RankRig(daemon.socket, **more)
-    rig.wait_usable()
-    return rig
-
-
 def wait_registered(rig: RankRig) -> None:
     """Until every rank has a mover again."""
     deadline = time.monotonic() + PATIENCE_S
@@ -37,9 +31,9 @@ def wait_registered(rig: RankRig) -> None:
 
 
 def test_a_load_begun_before_the_daemons_death_ends_once_and_the_rank_comes_back(
-    daemon: DaemonProcess,
+    daemon: DaemonProcess, start_rig: StartRig
 ) -> None:
-    rig = start(daemon)
+    rig = start_rig(daemon)
     (rank,) = rig.ranks
     stored = [rank.block(0, 1), rank.block(0, 2)]
     rig.store("kept", [1, 2])
@@ -56,13 +50,12 @@ def test_a_load_begun_before_the_daemons_death_ends_once_and_the_rank_comes_back
     rig.load_when_back("kept", [21, 22])
     assert torch.equal(rank.block(0, 21), stored[0])
     assert torch.equal(rank.block(0, 22), stored[1])
-    rig.close()
 
 
 def test_a_killed_mover_fails_its_jobs_and_the_next_one_serves_the_rank(
-    daemon: DaemonProcess,
+    daemon: DaemonProcess, start_rig: StartRig
 ) -> None:
-    rig = start(daemon)
+    rig = start_rig(daemon)
     rig.store("kept", [1])
     daemon.freeze()
     load, store = rig.draft("kept", [11]), rig.draft("lost", [3])
@@ -74,13 +67,12 @@ def test_a_killed_mover_fails_its_jobs_and_the_next_one_serves_the_rank(
     daemon.thaw()
     wait_registered(rig)
     rig.load_when_back("kept", [12])
-    rig.close()
 
 
 def test_a_flushed_load_that_a_hung_daemon_keeps_open_costs_its_mover_and_no_byte(
-    daemon: DaemonProcess,
+    daemon: DaemonProcess, start_rig: StartRig
 ) -> None:
-    rig = start(daemon, load_flush_timeout_s=0.2, flush_timeout_s=0.1)
+    rig = start_rig(daemon, load_flush_timeout_s=0.2, flush_timeout_s=0.1)
     (rank,) = rig.ranks
     stored = rank.block(0, 1)
     rig.store("kept", [1])
@@ -99,11 +91,12 @@ def test_a_flushed_load_that_a_hung_daemon_keeps_open_costs_its_mover_and_no_byt
     assert not rank.memory.any(), "somebody wrote after the flush"
     rig.load_when_back("kept", [12])
     assert torch.equal(rank.block(0, 12), stored)
-    rig.close()
 
 
-def test_a_flushed_store_that_a_hung_daemon_keeps_open_is_given_up(daemon: DaemonProcess) -> None:
-    rig = start(daemon, flush_timeout_s=0.05)
+def test_a_flushed_store_that_a_hung_daemon_keeps_open_is_given_up(
+    daemon: DaemonProcess, start_rig: StartRig
+) -> None:
+    rig = start_rig(daemon, flush_timeout_s=0.05)
     (rank,) = rig.ranks
     daemon.freeze()
     job = rig.draft("given up", [1])
@@ -118,11 +111,12 @@ def test_a_flushed_store_that_a_hung_daemon_keeps_open_is_given_up(daemon: Daemo
     assert rig.was_done(late) == [False], "a torn block became readable"
     rig.store("whole", [2])
     rig.load_when_back("whole", [6])
-    rig.close()
 
 
-def test_sleep_takes_the_kv_back_from_a_hung_daemon(daemon: DaemonProcess) -> None:
-    rig = start(daemon)
+def test_sleep_takes_the_kv_back_from_a_hung_daemon(
+    daemon: DaemonProcess, start_rig: StartRig
+) -> None:
+    rig = start_rig(daemon)
     (rank,) = rig.ranks
     rig.store("kept", [1])
     daemon.freeze()
@@ -137,14 +131,13 @@ def test_sleep_takes_the_kv_back_from_a_hung_daemon(daemon: DaemonProcess) -> No
     rank.worker.restore_kv_caches()
     wait_registered(rig)
     rig.load_when_back("kept", [12])
-    rig.close()
 
 
 def test_a_daemon_that_comes_late_serves_a_rank_that_has_long_begun(
-    make_daemon: Callable[[], DaemonProcess],
+    make_daemon: Callable[[], DaemonProcess], start_rig: StartRig
 ) -> None:
     daemon = make_daemon()
-    rig = RankRig(daemon.socket, register_wait_s=0.05)
+    rig = start_rig(daemon, comes_late=True, register_wait_s=0.05)
     assert [shake.registered for shake in rig.handshakes] == [False]
     early = rig.draft("early", [1])
     rig.run(rig.metadata(stores=[early]))
@@ -152,12 +145,12 @@ def test_a_daemon_that_comes_late_serves_a_rank_that_has_long_begun(
     daemon.start()
     rig.wait_usable()
     assert rig.was_done(rig.store("late", [1])) == [True]
-    rig.close()
-    daemon.end()
 
 
-def test_jobs_of_a_lost_session_end_when_the_scheduler_says_so(daemon: DaemonProcess) -> None:
-    rig = start(daemon)
+def test_jobs_of_a_lost_session_end_when_the_scheduler_says_so(
+    daemon: DaemonProcess, start_rig: StartRig
+) -> None:
+    rig = start_rig(daemon)
     load, store = rig.draft("nothing", [11]), rig.draft("unsent", [3])
     rig.run(rig.metadata(loads=[load], stores=[store]))  # the daemon never hears of them
     assert rig.ended == [{}]
@@ -165,4 +158,3 @@ def test_jobs_of_a_lost_session_end_when_the_scheduler_says_so(daemon: DaemonPro
     assert rig.ended == [{load.job_id: False, store.job_id: False}]
     assert rig.failed == [["nothing"]]
     rig.run(rig.metadata(lost=(load.job_id, store.job_id)))
-    rig.close()

@@ -9,8 +9,8 @@ import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -77,17 +77,9 @@ def make_rig(
     monkeypatch.setattr(rank_rig, "KvdConnectorWorker", DeviceWorker)
     monkeypatch.setattr(rank_rig, "Rank", GpuRank)
     monkeypatch.setattr(GpuRank, "device", device, raising=False)
-    made: list[RankRig] = []
-
-    def make(world_size: int = 1, **more: Any) -> RankRig:
-        made.append(RankRig(gpu_daemon.socket, world_size, instance=f"gpu-{len(made)}", **more))
-        made[-1].wait_usable()
-        return made[-1]
-
     driver.reset()
-    yield make
-    for rig in made:
-        rig.close()
+    with rank_rig.rigs() as start:
+        yield partial(start, gpu_daemon)
     assert driver.counters()["violations"] == 0
     driver.reset()
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, Engine, prompt, tokens
-
-LENGTH = 6 * BLOCK_TOKENS + 8
-WHOLE = 6 * BLOCK_TOKENS
+from tests.vllm.engine import HITS, LENGTH, WHOLE, Engine, prompt, tokens
 
 
 @pytest.fixture(scope="module")

@@ -6,35 +6,24 @@ block in which the window begins is partly null, and nobody may find it under it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.vllm.conftest import StartEngine, settings_of
-from tests.vllm.engine import BLOCK_TOKENS, HITS, Answer, Engine, prompt, tokens
+from tests.vllm.conftest import Plain, StartEngine
+from tests.vllm.engine import BLOCK_TOKENS, HITS, Answer, prompt, tokens
 
 WIDTH = 2  # engine blocks in one of kvd's
 CHUNK = WIDTH * BLOCK_TOKENS
 ON_DEVICE = 7 * BLOCK_TOKENS  # ends amid a chunk, so that the window of 64 begins amid one
 TO_LOAD = 3 * CHUNK  # ends where the chunk ends that the window begins in
 PREFIXES = 4
-
-
 CLOSE = 2e-4  # batching moves a request's log-probability by a hundredth of it
 
 
-@pytest.fixture(scope="module")
-def right(hybrid_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """The same model without a connector and without a prefix cache."""
-    log = tmp_path_factory.mktemp("right") / "engine.log"
-    engine = Engine(settings_of(hybrid_model, enable_prefix_caching=False), log)
-    yield engine
-    engine.end()
-
-
 def test_a_block_partly_out_of_the_window_is_never_loaded_as_whole(
-    start_with_kvd: StartEngine, hybrid_model: Path, right: Engine
+    start_with_kvd: StartEngine, hybrid_model: Path, plain_hybrid: Plain
 ) -> None:
     engine = start_with_kvd({"blocks_per_chunk": WIDTH}, model=str(hybrid_model))
     prompts = [prompt(f"gap {n}", ON_DEVICE + 8) for n in range(PREFIXES)]
@@ -45,7 +34,7 @@ def test_a_block_partly_out_of_the_window_is_never_loaded_as_whole(
     assert engine.reset()
     # So short that what is computed attends to the window's oldest tokens.
     branches = [prompt(f"gap {n}", 2, after=each[:TO_LOAD]) for n, each in enumerate(prompts)]
-    wanted = right.generate(*branches)
+    wanted = plain_hybrid.engine.generate(*branches)
     assert_same(engine.generate(*branches), wanted)
     engine.settle()
     assert engine.reset()
