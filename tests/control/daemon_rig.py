@@ -224,6 +224,15 @@ class RawScheduler(Caller):
         super().close()
 
 
+def open_and_close(path: str, **opening: Any) -> None:
+    """A session that is opened and left at once; raises what it is refused with."""
+    scheduler = RawScheduler(path, **opening)
+    try:
+        assert scheduler.opened.session_id
+    finally:
+        scheduler.close()
+
+
 class RawWorker(Caller):
     """A worker process's side, with its KV in shared memory as [block, bytes]."""
 

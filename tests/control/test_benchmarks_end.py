@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.control.running_daemon import wait_until
+from tests.daemon_process import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the place of vLLM's Python: a server that never gets healthy, and a model that is made at once.
@@ -62,12 +64,5 @@ def test_an_ended_benchmark_takes_its_servers_along(
         finally:
             benchmark.kill()
             for line in servers.read_text().split():
-                if is_alive(int(line)):
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(int(line), signal.SIGKILL)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

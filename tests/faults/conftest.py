@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.faults.scene import Scene
+from tests.faults.scene import MakeScene, Scene, scenes
 
-MakeScene = Callable[..., Scene]
+Patched = Callable[[str], dict[str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +36,17 @@ def scene(shared_scene: Scene) -> Iterator[Scene]:
 @pytest.fixture
 def own_scene() -> Iterator[MakeScene]:
     """Makes scenes with settings of their own; the daemon is started."""
-    made: list[Scene] = []
+    with scenes() as make:
+        yield make
 
-    def make(pool_bytes: int = 32 << 20, extent_bytes: int = 1 << 20, **flags: object) -> Scene:
-        scene = Scene(**{name.replace("_", "-"): value for name, value in flags.items()})
-        made.append(scene)
-        scene.daemon.pool_bytes, scene.daemon.extent_bytes = pool_bytes, extent_bytes
-        scene.daemon.start()
-        return scene
 
-    yield make
-    for scene in made:
-        scene.close()
+@pytest.fixture
+def patched(tmp_path: Path) -> Patched:
+    """The environment of processes that run this code first; it may look beside its own file, in
+    `tmp_path`."""
+
+    def environment(code: str) -> dict[str, str]:
+        (tmp_path / "sitecustomize.py").write_text(code)
+        return {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+
+    return environment

@@ -100,8 +100,7 @@ class CrashLoop:
     # -- strikes ----------------------------------------------------------------------------
 
     def kill_daemon(self) -> None:
-        self.scene.forget_caller()
-        self.scene.daemon.kill()
+        self.scene.kill_daemon()
         time.sleep(self.dice.choice([0.0, 0.0, 0.1, 0.6]))
         self.scene.daemon.start()
 
@@ -172,8 +171,7 @@ class CrashLoop:
         return session.usable and said["usable"] and not any(said["rank_problems"])
 
     def _is_quiet(self) -> bool:
-        pool = self.scene.status().pool
-        return pool.slots_reserved + pool.slots_quarantined == 0
+        return self.scene.busy_slots() == 0
 
     def _check(self, prompts: list[str]) -> None:
         for model, stored in self.stored.items():

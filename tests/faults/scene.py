@@ -7,7 +7,8 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.control.daemon_rig import Caller
 from tests.daemon_process import DaemonProcess
 from tests.faults.probe import Probe
 
+MIB = 1 << 20
 PATIENCE_SECONDS = 15.0
 # An engine's end is what releases what it held, and no deadline of its jobs, of 30 s each. A sound
 # daemon takes two seconds at most, a busy machine longer.
@@ -109,6 +111,21 @@ class Scene:
         if caller is not None:
             caller.close()
 
+    def kill_daemon(self) -> None:
+        """Kill -9; engines and pool are as they were."""
+        self.forget_caller()
+        self.daemon.kill()
+
+    def end_daemon(self) -> None:
+        """Stop it in order; engines and pool are as they were."""
+        self.forget_caller()
+        self.daemon.end()
+
+    def busy_slots(self) -> int:
+        """Those that a store has, or had and nobody may have yet."""
+        pool = self.status().pool
+        return int(pool.slots_reserved + pool.slots_quarantined)
+
     # -- what the kernel says ---------------------------------------------------------------
 
     def wait_released(self, probe: Probe, since: float, before: Clean) -> float:
@@ -179,6 +196,31 @@ class Scene:
                 print(self.daemon.log.read_text())  # noqa: T201 - asked for
             shutil.rmtree(self.directory, ignore_errors=True)
             shutil.rmtree(self._pool, ignore_errors=True)
+
+
+MakeScene = Callable[..., Scene]
+
+
+@contextmanager
+def scenes() -> Iterator[MakeScene]:
+    """Makes scenes and ends them; each daemon is started, unless the test is to do that."""
+    made: list[Scene] = []
+
+    def make(
+        pool_bytes: int = 32 * MIB, extent_bytes: int = MIB, starts: bool = True, **flags: object
+    ) -> Scene:
+        scene = Scene(**{name.replace("_", "-"): value for name, value in flags.items()})
+        made.append(scene)
+        scene.daemon.pool_bytes, scene.daemon.extent_bytes = pool_bytes, extent_bytes
+        if starts:
+            scene.daemon.start()
+        return scene
+
+    try:
+        yield make
+    finally:
+        for scene in made:
+            scene.close()
 
 
 def links(pid: int) -> list[Path]:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tests.client.content import block_hashes, last_word
-from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, wait_until
+from tests.faults.scene import MakeScene, Scene, wait_until
 from tests.ports import free_port
 
 BLOCK_BYTES = 4096
@@ -88,8 +87,7 @@ def test_bit_that_was_flipped_while_the_daemon_was_down_is_found_at_the_load(
     engine = checked.engine("one")
     assert engine.store("a", COUNT) == COUNT
     assert engine.store("b", COUNT) == COUNT
-    checked.forget_caller()
-    checked.daemon.kill()
+    checked.kill_daemon()
     damage(checked, "a", 0)
     checked.daemon.start()
     engine.wait_usable()
@@ -97,8 +95,7 @@ def test_bit_that_was_flipped_while_the_daemon_was_down_is_found_at_the_load(
     assert engine.load("b", COUNT) == COUNT
     find_out(engine, "a", 0)
     settle(engine, "a")
-    checked.forget_caller()
-    checked.daemon.kill()
+    checked.kill_daemon()
     checked.daemon.start()
     engine.wait_usable()
     assert checked.status().recovered_blocks == 2 * COUNT
@@ -122,8 +119,7 @@ def test_checksums_may_come_and_go_and_only_what_was_summed_up_is_served_with_th
     assert engine.store("without", COUNT) == COUNT
 
     def restart(checksums: str) -> None:
-        scene.forget_caller()
-        scene.daemon.end()
+        scene.end_daemon()
         scene.daemon.flags["payload-checksums"] = checksums
         scene.daemon.start()
         engine.wait_usable()

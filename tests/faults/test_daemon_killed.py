@@ -18,9 +18,8 @@ import pytest
 from kvd_proto.v1 import operator_pb2
 from tests.client.content import block_hashes
 from tests.control.daemon_rig import Caller
-from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, freeze, pin_mid_load, wait_until
+from tests.faults.scene import MakeScene, Scene, freeze, pin_mid_load, wait_until
 
 BLOCK = 64 << 10
 COUNT = 384
@@ -37,8 +36,7 @@ def engine(scene: Scene) -> Probe:
 
 
 def kill(scene: Scene) -> None:
-    scene.forget_caller()
-    scene.daemon.kill()
+    scene.kill_daemon()
 
 
 def restart(scene: Scene, *engines: Probe) -> None:
@@ -214,8 +212,7 @@ def test_daemon_killed_while_rows_change_hands_never_serves_a_wrong_byte(
             # A row may be on its way from the other namespace: then there is room soon.
             prompt = f"turn {turn}"
             wait_until(partial(stores_and_loads, engine, prompt), "room")
-        pool = scene.status().pool
-        assert pool.slots_reserved + pool.slots_quarantined == 0
+        assert scene.busy_slots() == 0
 
 
 def stores_and_loads(engine: Probe, prompt: str) -> bool:
@@ -228,6 +225,7 @@ def kill_while_starting(scene: Scene, after_s: float) -> None:
 
     def strike() -> None:
         time.sleep(after_s)
+        wait_until(lambda: scene.daemon.is_started, "its start")
         os.kill(scene.daemon.pid, signal.SIGKILL)
 
     striking = threading.Thread(target=strike)

@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -17,10 +17,10 @@ import pytest
 from kvd.control.access import descriptors
 from kvd_client.companion import CompanionRefused, CompanionSocket
 from kvd_proto.v1 import companion_pb2
-from tests.control.daemon_rig import RawScheduler, identity, namespace, refusal
-from tests.faults.conftest import MakeScene
+from tests.control.daemon_rig import identity, namespace, open_and_close, refusal
+from tests.faults.conftest import Patched
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, links, target, wait_until
+from tests.faults.scene import MakeScene, Scene, links, target, wait_until
 
 LIMIT = 400
 
@@ -47,6 +47,12 @@ def goes_on(scene: Scene, engine: Probe) -> None:
     assert scene.status().state == "ready"
 
 
+def open_another(scene: Scene, model: str = "another") -> None:
+    """One more namespace, that nobody uses then."""
+    fields = namespace(model=model)
+    open_and_close(scene.daemon.socket, identity=identity("greedy"), namespace=fields)
+
+
 def test_namespaces_without_end_are_refused_and_nobody_else_is_hurt(
     stocked: tuple[Scene, Probe],
 ) -> None:
@@ -54,14 +60,7 @@ def test_namespaces_without_end_are_refused_and_nobody_else_is_hurt(
 
     def open_many() -> None:
         for number in range(LIMIT):
-            fields = namespace(model=f"model {number}")
-            scheduler = RawScheduler(
-                scene.daemon.socket, identity=identity("greedy"), namespace=fields
-            )
-            try:
-                assert scheduler.opened.session_id
-            finally:
-                scheduler.close()
+            open_another(scene, f"model {number}")
 
     with contextlib.suppress(CompanionRefused):
         assert refusal(open_many)[:2] == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")
@@ -80,60 +79,51 @@ os.memfd_create = memfd_create
 """
 
 
-def test_namespace_that_finds_no_memory_is_refused_and_the_daemon_goes_on(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    (tmp_path / "sitecustomize.py").write_text(NO_PAGES)
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    scene = Scene()
-    scene.daemon.python = str(python)
-    try:
-        scene.daemon.start()
-        engine = scene.engine("one")
-        assert engine.store("a", 8) == 8
-        (tmp_path / "full").touch()
+def test_namespace_that_finds_no_memory_is_refused_and_the_daemon_goes_on(
+    own_scene: MakeScene, patched: Patched, tmp_path: Path
+) -> None:
+    scene = own_scene(starts=False)
+    scene.daemon.environment = patched(NO_PAGES)
+    scene.daemon.start()
+    engine = scene.engine("one")
+    assert engine.store("a", 8) == 8
+    (tmp_path / "full").touch()
+    refused = refusal(lambda: open_another(scene))
+    assert refused == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED", "namespace")
+    assert "no index page for another namespace (Cannot alloc" in scene.daemon.log.read_text()
+    goes_on(scene, engine)
+    (tmp_path / "full").unlink()
+    open_another(scene)
 
-        def open_another() -> None:
-            fields = namespace(model="another")
-            raw = RawScheduler(scene.daemon.socket, identity=identity("x"), namespace=fields)
-            try:
-                assert raw.opened.session_id
-            finally:
-                raw.close()
 
-        assert refusal(open_another) == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED", "namespace")
-        assert "no index page for another namespace (Cannot alloc" in scene.daemon.log.read_text()
-        goes_on(scene, engine)
-        (tmp_path / "full").unlink()
-        open_another()
-    finally:
-        scene.close()
+@pytest.fixture
+def limited(own_scene: MakeScene, tmp_path: Path) -> Callable[[int], Scene]:
+    """Makes scenes whose daemon, not started yet, may have so many descriptors."""
+
+    def make(limit: int) -> Scene:
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/sh\nulimit -n {limit}\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        scene = own_scene(starts=False)
+        scene.daemon.python = str(python)
+        return scene
+
+    return make
 
 
 def test_namespaces_that_nobody_uses_take_no_descriptors_from_those_who_come(
-    tmp_path: Path,
+    limited: Callable[[int], Scene],
 ) -> None:
     """They were kept until there were thousands, and by then nobody could connect."""
-    scene = Scene()
-    scene.daemon.python = limited(tmp_path, LIMIT)
-    try:
-        scene.daemon.start()
-        for number in range(160):
-            fields = namespace(model=f"model {number}")
-            scheduler = RawScheduler(
-                scene.daemon.socket, identity=identity("greedy"), namespace=fields
-            )
-            try:
-                assert scheduler.opened.session_id
-            finally:
-                scheduler.close()
-        pages = sum("kvd-page" in target(link) for link in links(scene.daemon.pid))
-        assert pages <= LIMIT // 4 + 2  # and a spare one
-        engine, prompts = scene.engine("one"), iter(range(1000))
-        # Others' spare rows come to it as it asks for room.
-        wait_until(lambda: engine.store(f"prompt {next(prompts)}", 8) == 8, "room for a prompt")
-    finally:
-        scene.close()
+    scene = limited(LIMIT)
+    scene.daemon.start()
+    for number in range(160):
+        open_another(scene, f"model {number}")
+    pages = sum("kvd-page" in target(link) for link in links(scene.daemon.pid))
+    assert pages <= LIMIT // 4 + 2  # and a spare one
+    engine, prompts = scene.engine("one"), iter(range(1000))
+    # Others' spare rows come to it as it asks for room.
+    wait_until(lambda: engine.store(f"prompt {next(prompts)}", 8) == 8, "room for a prompt")
 
 
 def test_memories_and_connections_without_end_are_refused_and_come_back(
@@ -214,22 +204,11 @@ def test_mover_that_dies_when_no_file_can_be_opened_is_replaced_later(
     assert engine.store("b", 8) == 8
 
 
-def limited(tmp_path: Path, limit: int) -> str:
-    """A Python that may have so many descriptors."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nulimit -n {limit}\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    return str(python)
-
-
-def test_daemon_that_may_have_too_few_says_so_and_does_not_start(tmp_path: Path) -> None:
-    scene = Scene()
-    scene.daemon.python = limited(tmp_path, descriptors.LEAST - 1)
-    try:
-        with pytest.raises(AssertionError, match="127 file descriptors, and needs 128 at least"):
-            scene.daemon.start()
-    finally:
-        scene.close()
+def test_daemon_that_may_have_too_few_says_so_and_does_not_start(
+    limited: Callable[[int], Scene],
+) -> None:
+    with pytest.raises(AssertionError, match="127 file descriptors, and needs 128 at least"):
+        limited(descriptors.LEAST - 1).daemon.start()
 
 
 def takes_us(scene: Scene) -> bool:
@@ -242,29 +221,27 @@ def takes_us(scene: Scene) -> bool:
     return True
 
 
-def test_daemon_with_the_least_that_it_takes_works_again_after_a_shortage(tmp_path: Path) -> None:
-    scene = Scene()
-    scene.daemon.python = limited(tmp_path, descriptors.LEAST)
-    try:
-        scene.daemon.start()
-        assert "may have 128 file descriptors" in scene.daemon.log.read_text()
-        engine = scene.engine("one")
-        assert engine.store("a", 8) == 8
-        held = [socket.socket(socket.AF_UNIX) for _ in range(200)]
-        for number, connected in enumerate(held):
-            connected.settimeout(1.0)
-            with contextlib.suppress(OSError):
-                connected.connect(scene.daemon.socket + (".companion" if number % 2 else ""))
-        goes_on_after = engine.load("a", 8)
-        for connected in held:
-            connected.close()
-        assert goes_on_after == 8
-        wait_until(lambda: takes_us(scene), "the end of the shortage")
-        [mover] = scene.movers_of(engine)
-        os.kill(mover, signal.SIGKILL)
-        scene.wait_replaced(engine, mover)
-        other = scene.engine("two")
-        assert other.load("a", 8) == 8
-        assert engine.store("b", 8) == 8
-    finally:
-        scene.close()
+def test_daemon_with_the_least_that_it_takes_works_again_after_a_shortage(
+    limited: Callable[[int], Scene],
+) -> None:
+    scene = limited(descriptors.LEAST)
+    scene.daemon.start()
+    assert "may have 128 file descriptors" in scene.daemon.log.read_text()
+    engine = scene.engine("one")
+    assert engine.store("a", 8) == 8
+    held = [socket.socket(socket.AF_UNIX) for _ in range(200)]
+    for number, connected in enumerate(held):
+        connected.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            connected.connect(scene.daemon.socket + (".companion" if number % 2 else ""))
+    goes_on_after = engine.load("a", 8)
+    for connected in held:
+        connected.close()
+    assert goes_on_after == 8
+    wait_until(lambda: takes_us(scene), "the end of the shortage")
+    [mover] = scene.movers_of(engine)
+    os.kill(mover, signal.SIGKILL)
+    scene.wait_replaced(engine, mover)
+    other = scene.engine("two")
+    assert other.load("a", 8) == 8
+    assert engine.store("b", 8) == 8

@@ -14,8 +14,7 @@ from kvd.control.services.events import MAX_WATCHERS_OF_A_USER
 from kvd_proto.v1 import events_pb2, operator_pb2
 from tests.client.content import HASH_BYTES, block_hashes
 from tests.control.daemon_rig import Caller, refusal
-from tests.faults.conftest import MakeScene
-from tests.faults.scene import Scene, wait_until
+from tests.faults.scene import MakeScene, Scene, wait_until
 from tests.faults.stand import resident_kib
 
 Place = tuple[int, str, str, int, bytes]  # namespace, epoch, account, group, hash
@@ -144,8 +143,7 @@ def test_events_from_the_start_to_the_end_are_the_index(small: Scene) -> None:
     wait_until(agrees(small, validator), "the index after a resumption")
     assert validator.snapshots == 1  # it went on where it had stopped
     known = set(validator.blocks)
-    small.forget_caller()
-    small.daemon.kill()
+    small.kill_daemon()
     watcher.stop()
     small.daemon.start()
     watcher = Watcher(small.daemon.socket, validator, resume=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import MakeScene
-from tests.faults.scene import Scene
+from tests.faults.scene import MakeScene, Scene
 from tests.huge_pages import PAGE_BYTES, huge_pages
 
 COUNT = 60
@@ -39,8 +38,7 @@ def test_blocks_are_stored_there_and_served_again_after_every_restart(
     mapped = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in scene.daemon.movers())
     assert str(place) in mapped
     assert not (scene.daemon.pool / "extents").exists()
-    for stop in (scene.daemon.end, scene.daemon.kill):
-        scene.forget_caller()
+    for stop in (scene.end_daemon, scene.kill_daemon):
         stop()
         scene.daemon.start()
         engine.wait_usable()
@@ -53,8 +51,7 @@ def test_a_daemon_that_is_told_another_place_starts_cold_and_says_so(
 ) -> None:
     engine = scene.engine("one")
     assert engine.store("a", COUNT) == COUNT
-    scene.forget_caller()
-    scene.daemon.end()
+    scene.end_daemon()
     del scene.daemon.flags["extents-directory"]
     scene.daemon.start()
     engine.wait_usable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ DEADLINE_SECONDS = 2.0  # for either half of a job: more than a busy machine tak
 FROZEN_SECONDS = 4.0
 STORES = 4
 BLOCKS = 16
+BLOCK_BYTES = 4096
 FLAGS = {"submit-deadline-seconds": DEADLINE_SECONDS, "copy-deadline-seconds": DEADLINE_SECONDS}
 
 
@@ -43,6 +45,9 @@ def test_stores_that_movers_finished_meanwhile_are_all_found(scene: Scene, engin
     wait_until(lambda: scene.status().pool.slots_reserved == STORES * BLOCKS, "the orders")
     scene.daemon.freeze()
     engine.ask("ready")
+    for number in range(STORES):
+        copied = partial(scene.copied_blocks, f"p{number}", BLOCKS, BLOCK_BYTES)
+        wait_until(lambda: copied() == BLOCKS, "the copies")  # noqa: B023 - waited for at once
     time.sleep(FROZEN_SECONDS)
     scene.daemon.thaw()
     said = engine.ask("pump")
@@ -60,11 +65,13 @@ def test_load_that_its_mover_finished_meanwhile_is_done(scene: Scene, engine: Pr
     wait_until(lambda: scene.session_of(engine).jobs_in_flight == 1, "the order")
     scene.daemon.freeze()
     engine.ask("ready")
+    loaded = {"prefix": "old", "count": BLOCKS, "first_block": 100}
+    wait_until(lambda: engine.ask("check", **loaded)["wrong"] == [], "the copy")
     time.sleep(FROZEN_SECONDS)
     scene.daemon.thaw()
     said = engine.ask("pump")
     assert (said["idle"], said["finished"], said["failed"]) == (True, ["r"], [])
-    assert engine.ask("check", prefix="old", count=BLOCKS, first_block=100)["wrong"] == []
+    assert engine.ask("check", **loaded)["wrong"] == []
     assert scene.movers_of(engine) == movers
 
 
@@ -75,7 +82,7 @@ def test_jobs_that_an_engine_sent_meanwhile_end_too(scene: Scene, engine: Probe)
     engine.ask("pump_for", seconds=FROZEN_SECONDS)
     scene.daemon.thaw()
     assert engine.ask("pump")["idle"]
-    wait_until(lambda: no_slot_is_busy(scene), "the slots")
+    wait_until(lambda: scene.busy_slots() == 0, "the slots")
     assert engine.load("old", BLOCKS) == BLOCKS
 
 
@@ -88,7 +95,7 @@ def test_engine_that_died_meanwhile_leaves_nothing(scene: Scene, engine: Probe) 
     time.sleep(FROZEN_SECONDS)
     scene.daemon.thaw()
     wait_until(lambda: not scene.status().sessions and not scene.daemon.movers(), "its end")
-    wait_until(lambda: no_slot_is_busy(scene), "the slots")
+    wait_until(lambda: scene.busy_slots() == 0, "the slots")
 
 
 def test_jobs_end_whoever_wakes_first_where_everybody_slept(scene: Scene, engine: Probe) -> None:
@@ -103,10 +110,5 @@ def test_jobs_end_whoever_wakes_first_where_everybody_slept(scene: Scene, engine
             thaw(pids[name])
         engine.ask("ready")
         assert engine.ask("pump")["idle"]
-        wait_until(lambda: no_slot_is_busy(scene), "the slots")
+        wait_until(lambda: scene.busy_slots() == 0, "the slots")
         assert scene.movers_of(engine) == [mover]
-
-
-def no_slot_is_busy(scene: Scene) -> bool:
-    pool = scene.status().pool
-    return pool.slots_reserved + pool.slots_quarantined == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.scene import Scene, wait_until
+from tests.faults.scene import MakeScene, Scene, wait_until
 from tests.small_tmpfs import fill, small_tmpfs
 
 MIB = 1 << 20
@@ -22,15 +22,16 @@ def mount(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def scene(mount: Path) -> Iterator[Scene]:
-    scene = Scene()
-    scene.daemon.pool = mount / "pool"
-    scene.daemon.pool_bytes, scene.daemon.extent_bytes = POOL_BYTES, MIB
-    try:
-        scene.daemon.start()
-        yield scene
-    finally:
-        scene.close()
+def unstarted(mount: Path, own_scene: MakeScene) -> Scene:
+    made = own_scene(POOL_BYTES, starts=False)
+    made.daemon.pool = mount / "pool"
+    return made
+
+
+@pytest.fixture
+def scene(unstarted: Scene) -> Scene:
+    unstarted.daemon.start()
+    return unstarted
 
 
 def test_engines_that_come_to_a_full_file_system_store_and_find(scene: Scene, mount: Path) -> None:
@@ -50,8 +51,7 @@ def test_a_daemon_started_anew_on_a_full_file_system_is_warm(scene: Scene, mount
     fill(mount)
     assert engine.store("after", 200) == 200
     for _ in range(3):
-        scene.forget_caller()
-        scene.daemon.kill()
+        scene.kill_daemon()
         scene.daemon.start()
     engine.wait_usable(after=1)
     assert engine.load("before", 200) == 200
@@ -79,26 +79,22 @@ def test_what_came_while_the_registry_was_full_outlives_the_daemon_once_there_is
     log = scene.daemon.log
     wait_until(lambda: "registry is whole again" in log.read_text(), "the registry")
     assert registry.stat().st_size > size
-    scene.forget_caller()
-    scene.daemon.kill()
+    scene.kill_daemon()
     scene.daemon.start()
     for each in many:
         each.wait_usable(after=1)
         assert each.load("x", 8) == 8
 
 
-def test_daemon_that_finds_not_a_byte_says_so_and_starts_once_there_are_some(mount: Path) -> None:
-    scene = Scene()
-    scene.daemon.pool = mount / "pool"
-    scene.daemon.pool.mkdir(mode=0o700)
-    scene.daemon.pool_bytes, scene.daemon.extent_bytes = POOL_BYTES, MIB
+def test_daemon_that_finds_not_a_byte_says_so_and_starts_once_there_are_some(
+    unstarted: Scene, mount: Path
+) -> None:
+    daemon = unstarted.daemon
+    daemon.pool.mkdir(mode=0o700)
     taken = fill(mount)
-    try:
-        with pytest.raises(AssertionError, match="ended at its start; status 1"):
-            scene.daemon.start()
-        (said,) = scene.daemon.log.read_text().splitlines()
-        assert f"the file system of {scene.daemon.pool} is full: enlarge it" in said
-        taken.unlink()
-        scene.daemon.start()
-    finally:
-        scene.close()
+    with pytest.raises(AssertionError, match="ended at its start; status 1"):
+        daemon.start()
+    (said,) = daemon.log.read_text().splitlines()
+    assert f"the file system of {daemon.pool} is full: enlarge it" in said
+    taken.unlink()
+    daemon.start()

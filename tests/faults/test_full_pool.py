@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -14,29 +13,19 @@ from kvd.core.room import reclaim
 from kvd_proto.v1 import engine_pb2
 from tests.control.daemon_rig import RawEngine, block, hashes, identity, namespace, store_job
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, wait_until
+from tests.faults.scene import MakeScene, Scene, scenes, wait_until
 
 MIB = 1 << 20
 CAPACITY = 1024  # blocks of 4 KiB in 4 MiB
 PROMISED_SECONDS = reclaim.PROMISED_NS / 1e9
+LEASES = {"lease_share": 1.0, "lease_ttl_ms": 3000}
 PROMPTS = [f"prompt {number}" for number in range(8)]
-
-
-@contextmanager
-def running(pool_bytes: int, **flags: object) -> Iterator[Scene]:
-    scene = Scene(**{"lease-share": 1.0, "lease-ttl-ms": 1000, **flags})
-    scene.daemon.pool_bytes = pool_bytes
-    try:
-        scene.daemon.start()
-        yield scene
-    finally:
-        scene.close()
 
 
 @pytest.fixture(scope="module")
 def small_scene() -> Iterator[Scene]:
-    with running(4 * MIB, **{"lease-ttl-ms": 3000}) as scene:
-        yield scene
+    with scenes() as make:
+        yield make(4 * MIB, **LEASES)
 
 
 @pytest.fixture
@@ -74,18 +63,18 @@ def test_full_pool_evicts_when_blocks_are_allocated_and_stays_right(small: Scene
 
 def test_wholly_pinned_pool_refuses_stores_and_goes_on_loading(small: Scene) -> None:
     holder, other = small.engines("holder", "other")
+    # Of another namespace, to which the page has no room to show: the daemon itself says no.
+    stranger = RawEngine(small.daemon.socket, identity=identity("stranger"))
     prompts = fill(holder)
     for prompt in prompts:
         assert holder.ask("match", request=prompt, prefix=prompt, count=256)["found"] == 256
-    holder.ask("pump_for", seconds=0.05)
-    # Of another namespace, to which the page has no room to show: the daemon itself says no.
-    stranger = RawEngine(small.daemon.socket, identity=identity("stranger"))
+    holder.order("pump_for", seconds=1.0)  # it renews its leases beside what follows
     (verdict,) = stranger.scheduler.step(stores=[store_job(1, [1], [0])]).verdicts
     assert (verdict.accepted, verdict.reason) == (False, "NO_ROOM")
-    stranger.close()
     assert other.ask("status")["room"] == 0
     assert other.store("no room", 4) == 0
-    holder.ask("pump_for", seconds=0.3)
+    stranger.close()
+    holder.answer()
     holder.ask("start_load", request=prompts[0], found=256, first_block=0)
     status = holder.ask("pump")
     assert prompts[0] in status["finished"]
@@ -112,8 +101,8 @@ def tenants_scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         f"[tenants.large]\nuids = [{os.getuid()}]\n"
         f'[tenants.small]\nuids = [{os.getuid()}]\nquota = "1MiB"\n'
     )
-    with running(8 * MIB, config=config) as scene:
-        yield scene
+    with scenes() as make:
+        yield make(8 * MIB, lease_share=1.0, lease_ttl_ms=1000, config=config)
 
 
 @pytest.fixture
@@ -197,20 +186,19 @@ def test_tenant_can_not_see_another_tenants_blocks_by_naming_its_keys(tenants: S
 
 
 @pytest.fixture
-def fresh() -> Iterator[Scene]:
+def fresh(own_scene: MakeScene) -> Scene:
     """As `small`, and no other model has a row of it."""
-    with running(4 * MIB, **{"lease-ttl-ms": 3000}) as scene:
-        yield scene
+    return own_scene(4 * MIB, **LEASES)
 
 
 def served_beside(holder: Probe, newcomer: Probe, seconds: float) -> bool:
     """Whether the newcomer, of another model, gets to store while the holder renews its leases."""
-    holder.order("pump_for", seconds=seconds)
     until, number, stored = time.monotonic() + seconds, 0, 0
     while not stored and time.monotonic() < until:
         number += 1
+        holder.order("pump_for", seconds=0.2)
         stored = newcomer.store(f"newcomer {number}", 4)
-    holder.answer()
+        holder.answer()
     return stored > 0
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from tests.faults.conftest import MakeScene
-from tests.faults.scene import Scene, links, target, wait_until
+from tests.faults.scene import MakeScene, Scene, links, target, wait_until
 
 PROMPTS = [f"prompt {number}" for number in range(60)]
 BLOCKS = 256  # of a prompt
@@ -54,8 +53,7 @@ def test_page_of_a_warm_daemon_has_all_that_was_stored_before(own_scene: MakeSce
     engine = scene.engine("one")
     for prompt in PROMPTS[:24]:
         assert engine.store(prompt, BLOCKS) == BLOCKS
-    scene.forget_caller()
-    scene.daemon.kill()
+    scene.kill_daemon()
     scene.daemon.start()
     engine.wait_usable(1)
     assert [engine.hits(each, BLOCKS) for each in PROMPTS[:24]] == [(BLOCKS, BLOCKS)] * 24

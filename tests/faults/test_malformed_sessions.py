@@ -15,11 +15,11 @@ from kvd_proto.v1 import common_pb2, engine_pb2
 from tests.control.daemon_rig import (
     Caller,
     RawEngine,
-    RawScheduler,
     context,
     group,
     identity,
     namespace,
+    open_and_close,
     query,
     refusal,
     store_job,
@@ -91,19 +91,15 @@ OPENINGS: list[tuple[dict[str, Any], tuple[str, str]]] = [
 ]
 
 
-def open_and_close(stand: Stand, **opening: Any) -> None:
-    scheduler = RawScheduler(stand.scene.daemon.socket, **{"identity": identity("x"), **opening})
-    try:
-        assert scheduler.opened.session_id
-    finally:
-        scheduler.close()
+def begin(stand: Stand, **opening: Any) -> None:
+    open_and_close(stand.scene.daemon.socket, **{"identity": identity("x"), **opening})
 
 
 @pytest.mark.parametrize(("opening", "due"), OPENINGS, ids=range(len(OPENINGS)))
 def test_opening_that_breaks_a_rule_is_refused_with_its_reason(
     stand: Stand, opening: dict[str, Any], due: tuple[str, str]
 ) -> None:
-    assert refusal(lambda: open_and_close(stand, **opening))[:2] == due
+    assert refusal(lambda: begin(stand, **opening))[:2] == due
 
 
 @pytest.mark.parametrize("kind", ["step", "lookup", "reset_cache", "close", "nothing"])
@@ -279,7 +275,7 @@ def test_thousands_of_bad_messages_leave_the_daemons_memory_as_it_was(stand: Sta
                 step = engine_pb2.Step(sequence=stand.next_sequence(), **parts)
                 assert refused(stand, step=step).reason == reason
         for opening, due in OPENINGS[::4] * rounds:
-            assert refusal(partial(open_and_close, stand, **opening))[:2] == due
+            assert refusal(partial(begin, stand, **opening))[:2] == due
 
     throw_all(4)
     before = resident_kib(stand.scene.daemon.pid)

@@ -50,16 +50,11 @@ def test_mover_killed_half_way_through_a_store_fails_that_store_alone(
     assert status["idle"]
     page, call = neighbour.hits(prefix, COUNT)
     assert page == call == neighbour.load(prefix, COUNT) < COUNT
-    wait_until(lambda: no_slot_is_busy(scene), "the half-written slots")
+    wait_until(lambda: scene.busy_slots() == 0, "the half-written slots")
     scene.wait_replaced(victim, mover)
     all_go_on(victim, neighbour)
     assert victim.store(prefix, COUNT) == COUNT - call
     assert neighbour.load(prefix, COUNT) == COUNT
-
-
-def no_slot_is_busy(scene: Scene) -> bool:
-    pool = scene.status().pool
-    return pool.slots_reserved + pool.slots_quarantined == 0
 
 
 def test_mover_killed_half_way_through_a_load_fails_that_request_alone(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
-from tests.faults.conftest import MakeScene
-from tests.faults.scene import Scene, wait_until
+from tests.faults.conftest import Patched
+from tests.faults.scene import MakeScene, Scene, wait_until
 
 # As of a client of the release before: it can't read what this daemon hands out.
 OLDER_PAGE = "import kvd_proto.layout as layout; layout.PAGE_VERSION -= 1"
@@ -25,19 +21,8 @@ import os, sys
 if "kvd.mover" in sys.orig_argv:
     os._exit(3)
 """
-TRIES = 6
+TRIES = 4  # each waits longer than the one before
 PATIENCE_SECONDS = 60.0
-
-
-@pytest.fixture
-def patched(tmp_path: Path) -> Callable[[str], str]:
-    """The PYTHONPATH of processes that run this code first."""
-
-    def make(code: str) -> str:
-        (tmp_path / "sitecustomize.py").write_text(code)
-        return f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-
-    return make
 
 
 @pytest.mark.parametrize(
@@ -55,14 +40,14 @@ def patched(tmp_path: Path) -> Callable[[str], str]:
 )
 def test_client_of_another_release_says_so_once_however_often_it_tries(
     own_scene: MakeScene,
-    patched: Callable[[str], str],
+    patched: Patched,
     monkeypatch: pytest.MonkeyPatch,
     code: str,
     again: str,
     said: str,
 ) -> None:
     scene = own_scene()
-    monkeypatch.setenv("PYTHONPATH", patched(code))
+    monkeypatch.setenv("PYTHONPATH", patched(code)["PYTHONPATH"])
     probe = scene.start_engine("other")
     if code is NEWER_STEPS:
         probe.order("pump_for", seconds=PATIENCE_SECONDS)  # it is ended before that
@@ -80,12 +65,10 @@ def attempts(scene: Scene, again: str) -> int:
 
 
 def test_movers_that_can_not_start_cost_the_daemons_log_a_line_each(
-    own_scene: MakeScene, patched: Callable[[str], str]
+    own_scene: MakeScene, patched: Patched
 ) -> None:
-    scene = own_scene()
-    scene.forget_caller()
-    scene.daemon.end()
-    scene.daemon.environment = {"PYTHONPATH": patched(BROKEN_MOVERS)}
+    scene = own_scene(starts=False)
+    scene.daemon.environment = patched(BROKEN_MOVERS)
     scene.daemon.start()
     scene.start_engine("one")
     said = "no mover for a rank: the mover process ended at its start"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.faults.scene import Scene, wait_until
+from tests.faults.conftest import Patched
+from tests.faults.scene import MakeScene, Scene, wait_until
 from tests.small_tmpfs import fill, small_tmpfs
 
 PROMPTS = [f"prompt {number}" for number in range(24)]
@@ -38,19 +38,11 @@ def mount(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, mount: Path) -> Iterator[Scene]:
-    python = tmp_path / "python"
-    (tmp_path / "sitecustomize.py").write_text(PAGES_ELSEWHERE)
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    scene = Scene()
-    scene.daemon.python = str(python)
-    scene.daemon.pool_bytes, scene.daemon.extent_bytes = 64 << 20, 4 << 20
-    try:
-        scene.daemon.start()
-        yield scene
-    finally:
-        scene.close()
+def scene(mount: Path, own_scene: MakeScene, patched: Patched) -> Scene:
+    made = own_scene(64 << 20, 4 << 20, starts=False)
+    made.daemon.environment = patched(PAGES_ELSEWHERE)
+    made.daemon.start()
+    return made
 
 
 def test_blocks_that_a_full_file_system_kept_from_the_page_are_found_when_it_has_room(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import MakeScene
-from tests.faults.scene import Scene, wait_until
+from tests.faults.scene import MakeScene, Scene, wait_until
 
 MIB = 1 << 20
 

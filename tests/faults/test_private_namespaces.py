@@ -6,9 +6,8 @@ from functools import partial
 
 from kvd_proto.v1 import engine_pb2
 from tests.control.daemon_rig import RawEngine, block, identity, namespace
-from tests.faults.conftest import MakeScene
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, links, target, wait_until
+from tests.faults.scene import MakeScene, Scene, links, target, wait_until
 from tests.faults.test_events import Validator, Watcher
 
 BLOCKS = 30
@@ -78,8 +77,7 @@ def test_private_engine_finds_its_blocks_again_after_the_daemons_restart(
     engine, gone = scene.engines("alone", "gone", unshared=True)
     assert engine.store("prompt", BLOCKS) == BLOCKS
     assert gone.store("prompt", BLOCKS) == BLOCKS
-    scene.forget_caller()
-    scene.daemon.kill()
+    scene.kill_daemon()
     gone.kill()
     scene.daemon.start()
     engine.wait_usable()
@@ -117,13 +115,11 @@ def test_own_epoch_waits_for_its_engine_over_a_restart_and_not_for_ever(
 ) -> None:
     scene = own_scene(private_grace_seconds=12)
     engine = stored_after_reset(scene)
-    scene.forget_caller()
-    scene.daemon.kill()
+    scene.kill_daemon()
     scene.daemon.start()
     engine.wait_usable()
     assert engine.load("after", 2 * BLOCKS) == 2 * BLOCKS
-    scene.forget_caller()
-    scene.daemon.kill()
+    scene.kill_daemon()
     engine.kill()
     scene.daemon.start()
     assert scene.status().pool.slots_ready == 3 * BLOCKS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from tests.faults.conftest import MakeScene
+from tests.faults.scene import MakeScene
 
 
 def test_probe_without_a_session_says_so_and_then_waits_for_one(own_scene: MakeScene) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +13,9 @@ import pytest
 from kvd.linux.proc import start_time_of
 from kvd.pool import sealed_json
 from kvd.pool.ownership import MoverList, MoverRecord
-from tests.faults.conftest import MakeScene
+from tests.faults.conftest import Patched
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, wait_until
+from tests.faults.scene import MakeScene, Scene, wait_until
 
 
 @pytest.fixture
@@ -34,8 +32,7 @@ def test_pool_is_warm_after_an_orderly_stop_and_after_a_crash(
     stocked: tuple[Scene, Probe],
 ) -> None:
     scene, engine = stocked
-    for stop in (scene.daemon.end, scene.daemon.kill):
-        scene.forget_caller()
+    for stop in (scene.end_daemon, scene.kill_daemon):
         stop()
         scene.daemon.start()
         engine.wait_usable()
@@ -60,8 +57,7 @@ def test_pool_that_can_not_be_used_starts_cold_and_says_why(stocked: tuple[Scene
 
 
 def stop(scene: Scene) -> None:
-    scene.forget_caller()
-    scene.daemon.end()
+    scene.end_daemon()
 
 
 def starts_cold(scene: Scene, engine: Probe, because: str) -> None:
@@ -90,18 +86,16 @@ sys.stdin.read()
 
 
 def test_mover_that_can_not_be_ended_is_named_with_what_it_keeps(
-    own_scene: MakeScene, tmp_path: Path
+    own_scene: MakeScene, patched: Patched
 ) -> None:
     """As if it hung in the kernel: the signal is sent and nothing comes of it."""
     scene = own_scene()
     engine = scene.engine("one")
     assert engine.store("a", 8) == 8
     engine.close()
-    scene.forget_caller()
-    scene.daemon.end()
+    scene.end_daemon()
     extents = sorted((scene.daemon.pool / "extents").glob("*.kv"))
-    (tmp_path / "sitecustomize.py").write_text(NEVER_KILLS)
-    scene.daemon.environment = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    scene.daemon.environment = patched(NEVER_KILLS)
     with subprocess.Popen(
         [sys.executable, "-c", MAPS_ALL, *map(str, extents)],
         stdin=subprocess.PIPE,
@@ -142,8 +136,7 @@ def test_blocks_in_use_outlive_others_after_a_crash(own_scene: MakeScene) -> Non
     newest = stamps(scene).max()
     assert engine.load("hot", 50) == 50
     wait_until(lambda: bool((stamps(scene) > newest).sum() >= 50), "the stamps")
-    scene.forget_caller()
-    scene.daemon.kill()
+    scene.kill_daemon()
     scene.daemon.start()
     engine.wait_usable(after=1)
     for number in range(4):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-from tests.control.daemon_rig import RawScheduler, identity, refusal
-from tests.faults.conftest import MakeScene
-from tests.faults.scene import RELEASE_SECONDS, Scene
+from tests.control.daemon_rig import identity, open_and_close, refusal
+from tests.faults.scene import RELEASE_SECONDS, MakeScene, Scene
 
 SHARED = [f"shared {number}" for number in range(4)]
 
@@ -25,8 +24,7 @@ def test_many_engines_store_and_load_the_same_and_different_prompts(own_scene: M
     assert all(answer["stored"] and answer["loaded"] for answer in answers)
     found = engines[0].ask("verify", prefixes=SHARED, most=256)
     assert [answer["wrong"] for answer in found.values()] == [[]] * len(SHARED)
-    pool = scene.status().pool
-    assert pool.slots_reserved + pool.slots_quarantined == 0
+    assert scene.busy_slots() == 0
 
 
 def test_store_is_visible_to_another_engine_as_soon_as_it_is_reported(scene: Scene) -> None:
@@ -53,8 +51,7 @@ def test_engine_that_was_reset_keeps_its_epoch_over_a_restart_of_the_daemon(scen
     assert engine.store("before", 8) == 8
     engine.ask("reset")
     assert engine.store("after", 8) == 8
-    scene.forget_caller()
-    scene.daemon.kill()
+    scene.kill_daemon()
     scene.daemon.start()
     engine.wait_usable()
     assert engine.hits("before", 8) == (0, 0)
@@ -67,11 +64,7 @@ def test_second_live_engine_of_a_name_is_refused_and_a_dead_ones_name_is_free(
     first = scene.engine("same")
 
     def open_second() -> None:
-        second = RawScheduler(scene.daemon.socket, identity=identity("same", b"2" * 16))
-        try:
-            assert second.opened.session_id
-        finally:
-            second.close()
+        open_and_close(scene.daemon.socket, identity=identity("same", b"2" * 16))
 
     assert refusal(open_second) == ("ALREADY_EXISTS", "ENGINE_ALREADY_LIVES", "identity.engine_id")
     assert first.store("goes on", 4) == 4

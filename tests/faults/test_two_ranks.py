@@ -119,8 +119,7 @@ def test_worker_that_dies_takes_its_mover_and_its_stores_along_and_nothing_else(
     assert [status & 3 for status in scheduler.statuses([1, 2])] == [0, 0]
     (verdict,) = scheduler.step(stores=[store_job(2, [3], [0])]).verdicts
     assert (verdict.accepted, verdict.reason) == (False, "RANKS_MISSING")
-    pool = shared_scene.status().pool
-    assert pool.slots_reserved + pool.slots_quarantined == 0
+    assert shared_scene.busy_slots() == 0
 
 
 def test_scheduler_that_dies_takes_its_session_and_its_ranks_movers_along(
@@ -134,5 +133,4 @@ def test_scheduler_that_dies_takes_its_session_and_its_ranks_movers_along(
     wait_until(lambda: not shared_scene.daemon.movers(), "its movers' end")
     wait_until(lambda: not shared_scene.status().sessions, "its session's end")
     assert time.monotonic() - ended < RELEASE_SECONDS
-    pool = shared_scene.status().pool
-    assert pool.slots_reserved + pool.slots_quarantined == 0
+    assert shared_scene.busy_slots() == 0

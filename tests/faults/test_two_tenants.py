@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from tests.control.daemon_rig import RawEngine, block, identity, namespace, store_job
-from tests.faults.scene import Scene
+from tests.faults.scene import MakeScene, Scene
 
 MIB = 1 << 20
 EXTENTS = 8
@@ -42,15 +42,15 @@ def used_mib(scene: Scene, tenant: str) -> float:
     return next(found, 0) / MIB
 
 
-def test_tenant_with_more_engines_than_rows_leaves_another_its_share(tmp_path: Path) -> None:
+def test_tenant_with_more_engines_than_rows_leaves_another_its_share(
+    own_scene: MakeScene, tmp_path: Path
+) -> None:
     config = tmp_path / "kvd.toml"
     uids = f"uids = [{os.getuid()}]\n"
     config.write_text(f"[tenants.many]\n{uids}[tenants.one]\n{uids}")
-    scene = Scene(config=config)
-    scene.daemon.pool_bytes = EXTENTS * MIB
+    scene = own_scene(EXTENTS * MIB, config=config)
     engines: list[Storer] = []
     try:
-        scene.daemon.start()
         engines += [Storer(scene, f"many {number}", "many") for number in range(MANY)]
         until = time.monotonic() + PATIENCE_SECONDS
         while used_mib(scene, "many") < EXTENTS - 1 and time.monotonic() < until:
@@ -73,4 +73,3 @@ def test_tenant_with_more_engines_than_rows_leaves_another_its_share(tmp_path: P
     finally:
         for each in engines:
             each.engine.close()
-        scene.close()

@@ -96,12 +96,7 @@ def test_engine_killed_with_a_copy_queued_gives_its_device_memory_back(
     found = neighbour.load("queued", COUNT)
     assert found == neighbour.hits("queued", COUNT)[1]
     assert found == 0 or not driver.is_fake, "the copy was not under way"
-    wait_until(lambda: not busy_slots(scene), "its slots")
-
-
-def busy_slots(scene: GpuScene) -> int:
-    pool = scene.status().pool
-    return int(pool.slots_reserved + pool.slots_quarantined)
+    wait_until(lambda: not scene.busy_slots(), "its slots")
 
 
 def test_mover_killed_in_a_store_is_replaced_and_the_blocks_are_stored_anew(
@@ -148,8 +143,7 @@ def test_daemon_killed_leaves_no_device_memory_behind_and_comes_back_warm(
 ) -> None:
     held = driver.free_bytes()
     generation = neighbour.wait_usable()
-    scene.forget_caller()
-    scene.daemon.kill()
+    scene.kill_daemon()
     wait_until(lambda: driver.free_bytes() > held, "the mover's context")
     scene.daemon.start()
     generation = neighbour.wait_usable(after=generation)

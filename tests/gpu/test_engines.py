@@ -67,8 +67,7 @@ def test_restarted_daemon_gives_a_gpu_engine_its_blocks_back(scene: GpuScene) ->
     engine = scene.engine("engine")
     assert engine.store("kept", COUNT) == COUNT
     generation = engine.wait_usable()
-    scene.forget_caller()
-    scene.daemon.kill()
+    scene.kill_daemon()
     scene.daemon.start()
     engine.wait_usable(after=generation)
     assert engine.load("kept", COUNT) == COUNT

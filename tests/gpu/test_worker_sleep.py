@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvd_client import EngineIdentity, ScheduledRequest
 from tests.client.content import TOKENS
-from tests.daemon_process import DaemonProcess
+from tests.daemon_process import DaemonProcess, is_alive
 from tests.faults.scene import wait_until
 from tests.gpu.driver import Driver
 from tests.gpu.rank_engine import (
@@ -128,21 +127,12 @@ def test_unregistering_from_a_daemon_that_hangs_says_so_unless_the_mover_is_dead
     wait_until(lambda: bool(daemon.movers()), "a mover")
     [mover] = daemon.movers()
     daemon.freeze()
-    assert not (process.unregister(1.0) and is_running(mover))
+    assert not (process.unregister(1.0) and is_alive(mover))
     daemon.thaw()
     assert process.unregister()
-    assert not is_running(mover)
+    assert not is_alive(mover)
     free_all(process, layers, driver)
     process.close_worker()
-
-
-def is_running(pid: int) -> bool:
-    """False for one that has ended and that its parent does not know of yet, too."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 def test_after_sleep_other_memory_is_registered_and_the_blocks_come_back(
