@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import pytest
@@ -37,38 +35,6 @@ def test_two_ranks_store_and_load_their_shards(start_engine: StartEngine) -> Non
     engine = start_engine(world_size=2)
     engine.store("a", "hello", 5)
     assert engine.load("b", "hello", 5) == 5
-
-
-def test_a_step_without_a_hit_never_waits_and_one_with_hits_waits_once(
-    start_engine: StartEngine,
-) -> None:
-    engine = start_engine()
-    engine.store("a", "hello", 6)
-    before = engine.connection.blocking_calls
-    for name in "bcd":
-        engine.arrive(name, f"other {name}", 6)
-        assert engine.scheduler.get_num_new_matched_tokens(name, 0) == 0
-    engine.step()
-    assert engine.connection.blocking_calls == before
-    for name in "efghijkl":
-        engine.arrive(name, "hello", 6)
-    for name in "efghijkl":
-        engine.scheduler.get_num_new_matched_tokens(name, 0)
-    engine.step()
-    assert engine.connection.blocking_calls <= before + 1
-
-
-def test_a_killed_daemon_is_a_miss_and_its_cache_comes_back(
-    daemon: DaemonProcess, start_engine: StartEngine
-) -> None:
-    engine = start_engine()
-    engine.store("a", "hello", 8)
-    daemon.kill()
-    assert engine.load("b", "hello", 8) == 0
-    engine.store("c", "while away", 4)
-    daemon.start()
-    engine.wait_usable()
-    assert engine.load("d", "hello", 8) == 8
 
 
 def test_stores_in_flight_at_a_kill_end_and_the_engine_goes_on(
@@ -139,41 +105,12 @@ def slowest_step(engine: SmallEngine, name: str) -> float:
     return slowest
 
 
-def test_a_dead_mover_is_replaced_and_the_cache_goes_on(
-    daemon: DaemonProcess, start_engine: StartEngine
-) -> None:
-    engine = start_engine()
-    engine.store("a", "hello", 8)
-    [mover] = daemon.movers()
-    os.kill(mover, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while daemon.movers() in ([], [mover]) or engine.connection.session is None:
-        assert time.monotonic() < deadline
-        engine.step()
-        time.sleep(0.01)
-    assert engine.load("b", "hello", 8) == 8
-
-
 def test_an_absent_daemon_costs_nothing(tmp_path: object) -> None:
     engine = SmallEngine(f"{tmp_path}/nobody.sock")
     engine.store("a", "hello", 8)
     assert engine.load("b", "hello", 8) == 0
     assert engine.connection.blocking_calls == 0
     engine.close()
-
-
-def test_a_reset_hides_the_engines_own_blocks_and_leaves_others_theirs(
-    start_engine: StartEngine,
-) -> None:
-    one, two = start_engine("one"), start_engine("two")
-    one.store("a", "hello", 6)
-    one.scheduler.reset_cache()
-    one.step()
-    one.wait_usable()
-    assert one.load("b", "hello", 6) == 0
-    assert two.load("c", "hello", 6) == 6
-    one.store("d", "hello", 4)
-    assert one.load("e", "hello", 6) == 4
 
 
 def test_partial_first_and_last_blocks_are_loaded(start_engine: StartEngine) -> None:

@@ -81,7 +81,7 @@ class ProbeEngine:
         self._engine.ready()
         return {}
 
-    def pump(self, seconds: float = 10.0) -> dict[str, Any]:
+    def pump(self, seconds: float = WAIT_S) -> dict[str, Any]:
         """Step until every job has been reported, or time is up."""
         deadline = time.monotonic() + seconds
         while self._engine.scheduler.has_pending_work() and time.monotonic() < deadline:
@@ -244,21 +244,6 @@ class ProbeEngine:
     def verify(self, prefixes: Sequence[str], most: int) -> dict[str, Any]:
         """What is found and loaded of each prompt, and which bytes of it are wrong."""
         return {prefix: self.load(prefix, most) for prefix in prefixes}
-
-    def timed_steps(self, prefix: str, count: int, steps: int) -> dict[str, Any]:
-        """A new request in each of these steps; seconds that the slowest step took."""
-        slowest, found = 0.0, 0
-        scheduler = self._engine.scheduler
-        for number in range(steps):
-            request = f"timed {prefix} {number}"
-            started = time.monotonic()
-            self._engine.arrive(request, prefix, count)
-            found += bool(scheduler.get_num_new_matched_tokens(request, 0))
-            self.step()
-            slowest = max(slowest, time.monotonic() - started)
-            scheduler.request_finished(request, [[]])
-            time.sleep(0.002)
-        return {"slowest": slowest, "found": found}
 
     def hand_off(self, prefix: str, count: int, milliseconds: int) -> dict[str, Any]:
         """Prefill a prompt that another engine decodes, and leave it its blocks for so long; how

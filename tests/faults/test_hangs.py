@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 
-from kvd_client.connection import SILENT_AFTER_S
+from tests.daemon_process import is_alive
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene, freeze, thaw, wait_until
 
@@ -26,27 +25,13 @@ def engine(scene: Scene) -> Probe:
     return made
 
 
-def has_ended(process: int) -> bool:
-    """Whether it is gone, or only waits for its parent to take note."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text()
-    except OSError:
-        return True
-    return state.rpartition(")")[2].split()[0] == "Z"
-
-
-def busy(scene: Scene) -> int:
-    pool = scene.status().pool
-    return pool.slots_reserved + pool.slots_quarantined
-
-
 def test_worker_that_never_says_ready_loses_the_job_and_nobody_is_killed(
     scene: Scene, engine: Probe
 ) -> None:
     movers = scene.movers_of(engine)
     engine.ask("store", prefix="a", count=16, hold=True, wait=False)
-    wait_until(lambda: busy(scene) == 16, "the reservation")
-    wait_until(lambda: busy(scene) == 0, "the revocation", SUBMIT_SECONDS + TICKS)
+    wait_until(lambda: scene.busy_slots() == 16, "the reservation")
+    wait_until(lambda: scene.busy_slots() == 0, "the revocation", SUBMIT_SECONDS + TICKS)
     assert scene.movers_of(engine) == movers
     engine.ask("ready")
     assert engine.ask("pump")["idle"]
@@ -61,9 +46,9 @@ def test_frozen_engine_loses_the_job_and_finds_its_cache_when_it_wakes(
     scene: Scene, engine: Probe
 ) -> None:
     engine.ask("store", prefix="a", count=16, hold=True, wait=False)
-    wait_until(lambda: busy(scene) == 16, "the reservation")
+    wait_until(lambda: scene.busy_slots() == 16, "the reservation")
     freeze(engine.pid)
-    wait_until(lambda: busy(scene) == 0, "the revocation", SUBMIT_SECONDS + TICKS)
+    wait_until(lambda: scene.busy_slots() == 0, "the revocation", SUBMIT_SECONDS + TICKS)
     thaw(engine.pid)
     engine.ask("ready")
     assert engine.ask("pump")["idle"]
@@ -76,10 +61,10 @@ def test_frozen_mover_is_killed_at_the_copys_deadline_and_its_slots_come_back(
     [mover] = scene.movers_of(engine)
     freeze(mover)
     engine.ask("store", prefix="a", count=16, wait=False)
-    wait_until(lambda: busy(scene) == 16, "the reservation")
+    wait_until(lambda: scene.busy_slots() == 16, "the reservation")
     within = SUBMIT_SECONDS + COPY_SECONDS + TICKS
     wait_until(lambda: mover not in scene.daemon.movers(), "its end", within)
-    wait_until(lambda: busy(scene) == 0, "the slots")
+    wait_until(lambda: scene.busy_slots() == 0, "the slots")
     assert engine.ask("pump")["idle"]
     scene.wait_replaced(engine, mover)
     assert engine.hits("a", 16) == (0, 0)
@@ -114,7 +99,7 @@ def test_load_that_a_frozen_daemon_never_orders_ends_with_its_mover(
         engine.ask("start_load", request="r", found=8, first_block=100)
         waited = engine.ask("wait_for_end", request="r")
         assert waited["failed"]
-        assert has_ended(mover), "before that it might still have written"
+        assert not is_alive(mover), "before that it might still have written"
         assert waited["steps"] < 200 * (1 + waited["seconds"]), "it spun"
     finally:
         scene.daemon.thaw()
@@ -129,7 +114,7 @@ def test_mover_that_its_rank_asks_to_leave_ends_though_the_daemon_is_frozen(
     scene.daemon.freeze()
     try:
         engine.ask("ask_movers_to_leave")
-        wait_until(lambda: has_ended(mover), "its end")
+        wait_until(lambda: not is_alive(mover), "its end")
     finally:
         scene.daemon.thaw()
     scene.wait_replaced(engine, mover)
@@ -145,27 +130,3 @@ def test_copy_that_is_slow_but_ends_before_its_deadline_counts(scene: Scene, eng
     assert scene.movers_of(engine) == [mover]
     page, call = engine.hits(prefix, COUNT)
     assert page == call == engine.load(prefix, COUNT) > 0
-
-
-def test_frozen_daemon_never_holds_an_engines_step_up(scene: Scene, engine: Probe) -> None:
-    hasty = scene.engine("hasty", block_bytes=BLOCK, silent_after_s=SILENT_AFTER_S)
-    # On a busy machine some steps don't wait for their answer.
-    wait_until(
-        lambda: hasty.ask("timed_steps", prefix="old", count=8, steps=10)["found"] == 10,
-        "steps that find all",
-    )
-    scene.daemon.freeze()
-    # What the daemon holds up it holds up in every round; what the machine does, hardly in all.
-    slowest: list[float] = []
-    try:
-        while not slowest or (slowest[-1] >= 0.25 and len(slowest) < 8):
-            frozen = hasty.ask("timed_steps", prefix="old", count=8, steps=60)
-            assert frozen["found"] == 0
-            slowest.append(frozen["slowest"])
-    finally:
-        scene.daemon.thaw()
-    assert min(slowest) < 0.25, slowest  # 20 ms are waited; the rest is the machine's
-    wait_until(lambda: bool(engine.ask("status")["usable"]), "the session")
-    assert engine.load("old", 8) == 8
-    # A silent daemon is left alone for a second.
-    wait_until(lambda: hasty.load("old", 8) == 8, "its cache")
