@@ -151,8 +151,9 @@ class TierStore(Protocol):
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         """Keep these blocks; DONE, FULL or FAILED for each.
 
-        A block that is there already is DONE and not written again: one key has one content.
-        Others may leave to make room, those of this batch never before it is answered.
+        A block that is there already is DONE and not written again: one key has one content. With
+        parts of other lengths it replaces what is there. Of a key that stands in the batch more
+        than once, the first counts. Others may leave to make room.
         """
 
     def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
