@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.config.tenant_rule import TenantRule
+from kvd.config.tiers import REUSE, TierFieldError, TierRule, read_tiers
 from kvd.config.values import (
     number,
     one_of,
@@ -77,6 +78,7 @@ class Config:
     drain_seconds: float
     operators: tuple[int, ...]
     tenants: tuple[TenantRule, ...]
+    tiers: tuple[TierRule, ...] = ()
 
     @property
     def new_extent_bytes(self) -> int:
@@ -256,6 +258,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
+_TABLES = ("tenants", "tiers")  # keys of the file that are no settings
 _DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 
 
@@ -303,7 +306,12 @@ def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Confi
             raise ConfigError(
                 f"{setting.name} is {given!r} ({source}); it must be {error}"
             ) from None
-    config = Config(**values, tenants=_tenants(written.get("tenants", {}), values["pool_bytes"]))
+    try:
+        tiers = read_tiers(written.get("tiers", []))
+    except TierFieldError as error:
+        raise ConfigError(f"{error} (configuration file)") from None
+    tenants = _tenants(written.get("tenants", {}), values["pool_bytes"])
+    config = Config(**values, tenants=tenants, tiers=tiers)
     _check_sizes(config)
     return config
 
@@ -332,8 +340,8 @@ def _read_file(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} is no TOML: {error}") from None
     for name in written:
-        if name not in _BY_NAME and name != "tenants":
-            known = ", ".join([*_BY_NAME, "tenants"])
+        if name not in _BY_NAME and name not in _TABLES:
+            known = ", ".join([*_BY_NAME, *_TABLES])
             raise ConfigError(
                 f"configuration file {path} has an unknown key {name!r}; known: {known}"
             )
@@ -401,6 +409,11 @@ def as_toml(config: Config) -> str:
         lines += ["", f"[tenants.{_toml(str(rule.tenant))}]"]
         lines += [f"uids = {_toml(sorted(rule.uids))}", f"gids = {_toml(sorted(rule.gids))}"]
         lines.append(f"quota = {rule.quota_bytes}")
+    for tier in config.tiers:
+        said = {name: getattr(tier, name) for name in TierRule.__dataclass_fields__}
+        if tier.write != REUSE:
+            del said["reuse"]
+        lines += ["", "[[tiers]]", *(f"{name} = {_toml(value)}" for name, value in said.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -411,5 +424,7 @@ def _toml(value: Any) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'

@@ -1,0 +1,340 @@
+"""What runs in a tier's process: one thread listens, others call the store, one asks how it fares.
+
+Nothing here times out or polls: control calls an order off when its deadline has passed, and ends
+the process when a call doesn't return.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvd.core.keys import RowId
+from kvd.linux import calls
+from kvd.processes.child import EXIT_BROKEN, ChannelToControl, bind_life_to
+from kvd.processes.complaints import introduce, log_limited
+from kvd.processes.framing import BadFrame, FrameReader
+from kvd.processes.mappings import Bytes
+from kvd.tiers import frames
+from kvd.tiers.extents import SharedExtents
+from kvd.tiers.frames import (
+    COPIES,
+    ORDERS,
+    U8,
+    Order,
+    OrderEnd,
+    OrderId,
+    PlacedBlocks,
+    ProcessReason,
+    ScopedKeys,
+    TierAnswer,
+    TierConfig,
+    TierFrame,
+    TierRefusal,
+)
+from kvd.tiers.lanes import Lanes, Work
+from kvd.tiers.store import (
+    OpenStore,
+    Outcome,
+    TierBlock,
+    TierError,
+    TierKey,
+    TierReason,
+    TierStore,
+    TierUsage,
+)
+
+MAX_CALLS_AT_ONCE = 64  # whatever a store would take
+_STOP_S = 1.0  # for calls under way
+
+_POSSIBLE = {
+    TierFrame.READ: (Outcome.DONE, Outcome.MISSING, Outcome.FAILED),
+    TierFrame.WRITE: (Outcome.DONE, Outcome.FULL, Outcome.FAILED),
+}
+
+
+class StoreLied(Exception):
+    """A store answered what was not asked, or what can't be."""
+
+
+class TierLoop:
+    """A tier's process, wired together. `run` returns when control says stop."""
+
+    def __init__(self, config: TierConfig, store: TierStore, control: ChannelToControl) -> None:
+        self._store = store
+        self._control = control
+        self._extents = SharedExtents(config.extents, self._report_unmapped)
+        calls_at_once = max(1, min(store.concurrency, MAX_CALLS_AT_ONCE))
+        self._lanes = Lanes(calls_at_once)
+        self._stopping = False
+        self._usage_wanted = threading.Semaphore(0)
+        self._usage_told: TierUsage | None = None
+        self._callers = [
+            threading.Thread(target=self._call_all, name=f"call-{number}", daemon=True)
+            for number in range(calls_at_once)
+        ]
+
+    # -- the listening thread ---------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the threads."""
+        threading.Thread(target=self._tell_usage, name="usage", daemon=True).start()
+        for caller in self._callers:
+            caller.start()
+
+    def run(self) -> None:
+        """Listen until control says stop or is gone."""
+        reader = FrameReader(TierFrame)
+        while not self._stopping:
+            for kind, body in reader.feed(self._control.receive()):
+                self._obey(kind, body)
+        self._lanes.close()
+        end_s = time.monotonic() + _STOP_S
+        for caller in self._callers:
+            caller.join(max(0.0, end_s - time.monotonic()))
+        if not any(caller.is_alive() for caller in self._callers):
+            try:
+                self._store.close()
+            except Exception as error:  # noqa: BLE001 - the process ends in any case
+                log_limited(f"the store was not closed: {error!r}")
+
+    def _obey(self, kind: TierFrame, body: bytes) -> None:
+        match kind:
+            case _ if kind in ORDERS:
+                self._accept(frames.unpack_order(kind, body))
+            case TierFrame.CALL_OFF:
+                work = self._lanes.withdraw(OrderId(frames.unpack_number(body)))
+                if work is not None:
+                    late = time.monotonic() >= work.order.deadline
+                    self._refuse(work, ProcessReason.LATE if late else ProcessReason.CALLED_OFF)
+            case TierFrame.ASK_USAGE:
+                self._usage_wanted.release()
+            case TierFrame.UNMAP_ROW:
+                self._extents.retire(*frames.unpack_row(body))
+            case TierFrame.STOP:
+                self._stopping = True
+            case _:
+                raise BadFrame(f"{kind.name} is not for a tier")
+
+    def _accept(self, order: Order) -> None:
+        work = Work(order)
+        if order.kind in COPIES:
+            parts = [part for part in order.content if isinstance(part, PlacedBlocks)]
+            _require_within(parts, self._extents.extent_bytes)
+            extents = frames.every_extent(parts)
+            try:
+                usable = self._extents.use(extents)
+            except OSError as error:
+                log_limited(f"an extent can't be mapped: {error}")
+                usable = False
+            if not usable:
+                self._refuse(work, ProcessReason.NOT_MAPPED)
+                return
+            work.extents = extents
+        self._lanes.put(work)
+
+    def _refuse(self, work: Work, reason: ProcessReason) -> None:
+        """End an order of which the store never heard."""
+        self._answer(TierAnswer(work.order.order, OrderEnd.NEVER_STARTED, reason=reason))
+        self._extents.release(work.extents)
+
+    def _answer(self, answer: TierAnswer) -> None:
+        self._control.send(TierFrame.ANSWER, frames.pack_answer(answer))
+
+    def _report_unmapped(self, row: RowId) -> None:
+        self._control.send(TierFrame.ROW_UNMAPPED, frames.pack_number(row))
+
+    # -- the threads that call --------------------------------------------------------------
+
+    def _call_all(self) -> None:
+        while (work := self._lanes.take()) is not None:
+            if time.monotonic() >= work.order.deadline:
+                self._lanes.end(work)
+                self._refuse(work, ProcessReason.LATE)
+                continue
+            answer = self._ask(work)
+            self._lanes.end(work)
+            self._answer(answer)
+            self._extents.release(work.extents)
+
+    def _ask(self, work: Work) -> TierAnswer:
+        """Ask the store. When this returns it has nothing in its hands that it was lent."""
+        order = work.order.order
+        if self._stopping:
+            return TierAnswer(order, OrderEnd.NEVER_STARTED, reason=ProcessReason.CALLED_OFF)
+        lent = self._extents.lend(work.extents)
+        marks = [weakref.ref(each) for each in lent.values()]
+        values, reason, copied = np.empty(0, dtype=np.uint8), "", 0
+        began = time.monotonic_ns()
+        try:
+            values, copied = self._call(work.order, lent)
+        except TierError as error:
+            reason = str(error.reason)
+            log_limited(f"{work.order.kind.name} of {work.order.count}: {error}")
+        except StoreLied as error:
+            reason = ProcessReason.STORE_LIED
+            log_limited(f"the store lied: {error}")
+        except BaseException as error:  # noqa: BLE001 - SystemExit would end the thread unheard
+            reason = ProcessReason.STORE_RAISED
+            log_limited(f"the store raised {error!r}")
+        duration_ns = time.monotonic_ns() - began
+        del lent
+        self._require_returned(marks)
+        end = OrderEnd.FAILED if reason else OrderEnd.ANSWERED
+        return TierAnswer(order, end, values, copied, duration_ns, reason)
+
+    def _require_returned(self, marks: Sequence[weakref.ref[Bytes]]) -> None:
+        """End the process where its store kept some of what it was lent: it might write there."""
+        if all(mark() is None for mark in marks):
+            return
+        gc.collect()  # what the store left behind in circles
+        if any(mark() is not None for mark in marks):
+            self._leave("its store kept hold of memory after a call had returned")
+
+    def _leave(self, reason: str) -> None:
+        log_limited(f"this process ends: {reason}")
+        self._control.send(TierFrame.LEAVING, frames.pack_text(reason))
+        os._exit(EXIT_BROKEN)
+
+    def _call(self, order: Order, lent: dict[int, Bytes]) -> tuple[U8, int]:
+        """Values for the answer, and bytes that were copied."""
+        deadline = order.deadline
+        match order.kind:
+            case TierFrame.EXISTS:
+                found = self._store.exists(_keys(order), deadline)
+                return _checked(found, order.count, (False, True)), 0
+            case TierFrame.READ:
+                return _copied(self._store.read, _blocks(order, lent), order)
+            case TierFrame.WRITE:
+                return _copied(self._store.write, _blocks(order, lent), order)
+            case TierFrame.DELETE:
+                self._store.delete(_keys(order), deadline)
+            case _:
+                scopes = [part for part in order.content if isinstance(part, bytes)]
+                self._store.delete_scopes(scopes, deadline)
+        return np.empty(0, dtype=np.uint8), 0
+
+    def _tell_usage(self) -> None:
+        while self._usage_wanted.acquire():
+            try:
+                usage = self._store.usage()
+                body = frames.pack_usage(usage)
+                frames.unpack_usage(body)
+            except BaseException as error:  # noqa: BLE001 - control can do without
+                log_limited(f"the store's usage is not known: {error!r}")
+                continue
+            if usage != self._usage_told:
+                self._usage_told = usage
+                self._control.send(TierFrame.USAGE, body)
+
+
+def _require_within(parts: Sequence[PlacedBlocks], extent_bytes: int) -> None:
+    """BadFrame for parts beyond their extent's end."""
+    for part in parts:
+        sizes = np.array(part.part_bytes, dtype=np.uint64)[:, None]
+        if (sizes > extent_bytes).any() or (part.offsets > extent_bytes - sizes).any():
+            raise BadFrame("a part beyond the end of its extent")
+
+
+def _keys(order: Order) -> list[TierKey]:
+    keys: list[TierKey] = []
+    for part in order.content:
+        assert isinstance(part, ScopedKeys), "an order of keys"
+        keys += _named(part)
+    return keys
+
+
+def _named(part: ScopedKeys | PlacedBlocks) -> list[TierKey]:
+    raw, size = part.keys.to_bytes(), part.keys.hash_bytes
+    hashes = (raw[at : at + size] for at in range(0, len(raw), size))
+    return list(map(TierKey, itertools.repeat(part.scope), hashes))
+
+
+def _blocks(order: Order, lent: dict[int, Bytes]) -> list[TierBlock]:
+    views = {extent: memoryview(each) for extent, each in lent.items()}  # type: ignore[arg-type]
+    blocks: list[TierBlock] = []
+    for part in order.content:
+        assert isinstance(part, PlacedBlocks), "an order of blocks"
+        shards = [
+            [views[extent][at : at + size] for extent, at in zip(extents, offsets, strict=True)]
+            for extents, offsets, size in zip(
+                part.extents.tolist(), part.offsets.tolist(), part.part_bytes, strict=True
+            )
+        ]
+        blocks += map(TierBlock, _named(part), zip(*shards, strict=True))
+    return blocks
+
+
+def _copied(
+    call: Callable[[Sequence[TierBlock], float], list[Outcome]],
+    blocks: list[TierBlock],
+    order: Order,
+) -> tuple[U8, int]:
+    outcomes = _checked(call(blocks, order.deadline), order.count, _POSSIBLE[order.kind])
+    sizes = np.concatenate(
+        [
+            np.full(len(part.keys), sum(part.part_bytes))
+            for part in order.content
+            if isinstance(part, PlacedBlocks)
+        ]
+    )
+    return outcomes, int(sizes[outcomes == Outcome.DONE].sum())
+
+
+def _checked(answers: Sequence[int], count: int, possible: Sequence[int]) -> U8:
+    """A store's answers as numbers. StoreLied where they are not so many, or can't be."""
+    try:
+        values = [int(answer) for answer in answers]
+    except (TypeError, ValueError) as error:
+        raise StoreLied(f"its answers are no numbers: {error}") from None
+    if len(values) != count:
+        raise StoreLied(f"{len(values)} answers, and {count} were asked for")
+    if not set(values) <= set(map(int, possible)):
+        raise StoreLied(f"answers that can't be: {set(values) - set(map(int, possible))}")
+    return np.array(values, dtype=np.uint8)
+
+
+def open_store(config: TierConfig) -> TierStore | TierRefusal:
+    """The store that the configuration names, or what to change in it."""
+    module, _, name = config.store.partition(":")
+    try:
+        opener: OpenStore = getattr(importlib.import_module(module), name)
+    except Exception as error:  # noqa: BLE001 - whatever its import raises, the site must hear of it
+        why = f"{config.store} can't be imported: {error!r}"
+        return TierRefusal(TierReason.UNUSABLE, "store", why)
+    try:
+        return opener(config.options)
+    except TierError as error:
+        return TierRefusal(error.reason, "options", str(error))
+    except Exception as error:  # noqa: BLE001 - likewise
+        why = f"{config.store} can't be opened with these options: {error!r}"
+        return TierRefusal(TierReason.UNUSABLE, "options", why)
+
+
+def serve(control_fd: int, parent: int) -> None:
+    """Be a tier's process of the parent that sits behind this descriptor, until it is gone."""
+    bind_life_to(parent)
+    control = ChannelToControl(socket.socket(fileno=control_fd))
+    config = frames.unpack_config(control.receive_first(TierFrame.CONFIGURE))
+    calls.name_process(f"kvd-tier-{config.tier}")
+    introduce(f"tier {config.tier}")
+    opened = open_store(config)
+    if isinstance(opened, TierRefusal):
+        control.send(TierFrame.REFUSED, frames.pack_refusal(opened))
+        return
+    loop = TierLoop(config, opened, control)
+    loop.start()
+    gc.freeze()
+    sys.setswitchinterval(0.0005)
+    control.send(TierFrame.HELLO)
+    loop.run()

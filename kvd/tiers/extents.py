@@ -1,0 +1,90 @@
+"""The pool's extents in a tier's process: mapped at their first use, shared by all copies."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvd.core.keys import RowId
+from kvd.processes.mappings import Bytes, ExtentFiles, Mapping, map_extent
+
+
+class SharedExtents:
+    """Which extents are mapped, and how many orders use each. Any thread may call.
+
+    An extent stays mapped until its row is retired and nobody uses it.
+    """
+
+    def __init__(self, files: ExtentFiles, unmapped: Callable[[RowId], None]) -> None:
+        self.extent_bytes = files.extent_bytes
+        self._files = files
+        self._unmapped = unmapped
+        self._mapped: dict[int, Mapping] = {}
+        self._uses: Counter[int] = Counter()
+        self._retiring: dict[int, RowId] = {}
+        self._left: dict[RowId, set[int]] = {}  # extents in use of the rows that are retiring
+        self._lock = threading.Lock()
+
+    def use(self, extents: frozenset[int]) -> bool:
+        """Keep these mapped until `release`. False: one is being retired. OSError: can't be had."""
+        with self._lock:
+            if not self._retiring.keys().isdisjoint(extents):
+                return False
+            for extent in extents - self._mapped.keys():
+                self._mapped[extent] = map_extent(self._files, extent)
+            self._uses.update(extents)
+            return True
+
+    def release(self, extents: Iterable[int]) -> None:
+        """End one `use` of the same extents."""
+        done: list[RowId] = []
+        with self._lock:
+            for extent in extents:
+                self._uses[extent] -= 1
+                assert self._uses[extent] >= 0, "an extent was released more often than used"
+                row = self._retiring.get(extent)
+                if row is not None and self._uses[extent] == 0:
+                    self._unmap(extent)
+                    self._left[row].remove(extent)
+                    if not self._left[row]:
+                        self._end(row)
+                        done.append(row)
+        for row in done:
+            self._unmapped(row)
+
+    def retire(self, row: RowId, extents: Iterable[int]) -> None:
+        """Unmap a row's extents once nobody uses them, and say so; at once where nobody does."""
+        with self._lock:
+            assert row not in self._left, "a row is retired twice"
+            self._left[row] = set()
+            for extent in extents:
+                self._retiring[extent] = row
+                if self._uses[extent]:
+                    self._left[row].add(extent)
+                else:
+                    self._unmap(extent)
+            if self._left[row]:
+                return
+            self._end(row)
+        self._unmapped(row)
+
+    def lend(self, extents: Iterable[int]) -> dict[int, Bytes]:
+        """The bytes of extents in use, as arrays that nobody else holds.
+
+        Whoever keeps a view of one keeps that very array alive.
+        """
+        return {extent: np.frombuffer(self._mapped[extent].mapped, np.uint8) for extent in extents}
+
+    def _unmap(self, extent: int) -> None:
+        del self._uses[extent]
+        mapping = self._mapped.pop(extent, None)
+        if mapping is not None:
+            mapping.close()
+
+    def _end(self, row: RowId) -> None:
+        del self._left[row]
+        for extent in [e for e, retiring in self._retiring.items() if retiring == row]:
+            del self._retiring[extent]

@@ -1,0 +1,384 @@
+"""What control and a tier's process say to each other, as bodies of frames.
+
+Orders go down, each with a number of its own and a deadline; each is answered once. What there
+may be thousands of is arrays.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NewType
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.keys import U32, U64, KeyBatch, RowId
+from kvd.processes.framing import BadFrame
+from kvd.processes.mappings import ExtentFiles
+from kvd.tiers.store import (
+    MAX_BLOCKS_PER_CALL,
+    MAX_SCOPES_PER_CALL,
+    PART_UNIT,
+    SCOPE_BYTES,
+    TierOptions,
+    TierReason,
+    TierUsage,
+)
+from kvd_proto.limits import MAX_HASH_BYTES, MAX_RANKS
+
+U8 = npt.NDArray[np.uint8]
+TierId = NewType("TierId", int)  # place in the ordered list of tiers, from 0
+OrderId = NewType("OrderId", int)  # chosen by who orders; no two open orders of a process have one
+
+MAX_REASON_BYTES = 64
+MAX_PARTS_PER_ORDER = 1 << 20  # of all its blocks: a frame has room for them
+
+
+class TierFrame(enum.IntEnum):
+    """The kinds of frames. Down: control to the tier's process. Up: the other way."""
+
+    CONFIGURE = 1
+    EXISTS = 2
+    READ = 3
+    WRITE = 4
+    DELETE = 5
+    DELETE_SCOPES = 6
+    CALL_OFF = 7
+    ASK_USAGE = 8
+    UNMAP_ROW = 9
+    STOP = 10
+    HELLO = 32
+    REFUSED = 33
+    ANSWER = 34
+    USAGE = 35
+    ROW_UNMAPPED = 36
+    LEAVING = 37
+
+
+ORDERS = frozenset(
+    {
+        TierFrame.EXISTS,
+        TierFrame.READ,
+        TierFrame.WRITE,
+        TierFrame.DELETE,
+        TierFrame.DELETE_SCOPES,
+    }
+)
+COPIES = frozenset({TierFrame.READ, TierFrame.WRITE})
+
+
+class OrderEnd(enum.IntEnum):
+    """How an order ended."""
+
+    ANSWERED = 1  # the store answered
+    FAILED = 2  # the store was asked, and nothing can be said of it; what a read fills is undefined
+    NEVER_STARTED = 3  # the store was never asked: what it would have filled is untouched
+
+
+class ProcessReason(enum.StrEnum):
+    """Why an order was not answered, beside what a store says. Stable: labels of a metric."""
+
+    LATE = "LATE"  # its deadline passed
+    CALLED_OFF = "CALLED_OFF"
+    NOT_MAPPED = "NOT_MAPPED"  # an extent that can't be mapped, or is being unmapped
+    STORE_RAISED = "STORE_RAISED"  # the store broke its promise: only TierError may come out
+    STORE_LIED = "STORE_LIED"  # so many answers as were not asked for, or impossible ones
+    TIER_GONE = "TIER_GONE"  # the process ended
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """All that a tier's process must know at its start.
+
+    store: "package.module:name" of an OpenStore, imported by the process alone.
+    """
+
+    tier: TierId
+    store: str
+    options: TierOptions
+    extents: ExtentFiles
+
+
+@dataclass(frozen=True, slots=True)
+class TierRefusal:
+    """A tier's word why it can't serve: `field` of its table in the configuration is to change."""
+
+    reason: str
+    field: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScopedKeys:
+    """Keys of blocks of one scope."""
+
+    scope: bytes
+    keys: KeyBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedBlocks:
+    """Blocks of one scope, and where their slots' parts are.
+
+    extents: extent number of each part, shape [shards, n]. offsets: bytes in the extent, likewise.
+    part_bytes: of every part of a shard.
+    """
+
+    scope: bytes
+    keys: KeyBatch
+    extents: U32
+    offsets: U64
+    part_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Order:
+    """What the process is to ask its store. `content`: scopes where whole scopes are to go.
+
+    deadline: seconds of time.monotonic(), which all processes of the machine share.
+    """
+
+    order: OrderId
+    kind: TierFrame
+    deadline: float
+    content: tuple[ScopedKeys, ...] | tuple[PlacedBlocks, ...] | tuple[bytes, ...]
+
+    @property
+    def count(self) -> int:
+        """Its keys, blocks or scopes."""
+        return sum(1 if isinstance(part, bytes) else len(part.keys) for part in self.content)
+
+
+def _none() -> U8:
+    return np.empty(0, dtype=np.uint8)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierAnswer:
+    """How an order ended.
+
+    values: 1 or 0 for each key that was asked about; an Outcome for each block of a copy. Empty
+    unless it was ANSWERED, and for deletes. duration_ns: of the store's call. reason: of a
+    TierReason or ProcessReason, where it was not ANSWERED.
+    """
+
+    order: OrderId
+    end: OrderEnd
+    values: U8 = field(default_factory=_none)
+    bytes_copied: int = 0
+    duration_ns: int = 0
+    reason: str = ""
+
+
+_ORDER = struct.Struct("<QdII")  # ..., how many parts, nothing
+_KEYS = struct.Struct("<II")  # keys, bytes of each hash
+_BLOCKS = struct.Struct("<IIII")  # blocks, bytes of each hash, shards, nothing
+_ANSWER = struct.Struct("<QQQIII4x")  # ..., end, how many values, bytes of the reason
+_WORD = struct.Struct("<Q")
+
+
+# -- down -------------------------------------------------------------------------------------
+
+
+def pack_config(config: TierConfig) -> bytes:
+    fields = asdict(config)
+    fields["extents"]["directory"] = str(config.extents.directory)
+    return json.dumps(fields).encode()
+
+
+def unpack_config(body: bytes) -> TierConfig:
+    fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
+    place = fields["extents"]
+    extents = ExtentFiles(Path(place["directory"]), place["inode"], place["extent_bytes"])
+    return TierConfig(TierId(fields["tier"]), fields["store"], fields["options"], extents)
+
+
+def pack_order(order: Order) -> bytes:
+    """The body of a frame of the order's kind."""
+    pieces = [_ORDER.pack(order.order, order.deadline, len(order.content), 0)]
+    for part in order.content:
+        if isinstance(part, bytes):
+            pieces.append(part)
+            continue
+        count, hash_bytes = len(part.keys), part.keys.hash_bytes
+        pieces.append(part.scope)
+        if isinstance(part, ScopedKeys):
+            pieces += [_KEYS.pack(count, hash_bytes), _packed(part.keys.words, "<u8")]
+            continue
+        pieces += [
+            _BLOCKS.pack(count, hash_bytes, len(part.part_bytes), 0),
+            _packed(np.array(part.part_bytes), "<u8"),
+            _packed(part.keys.words, "<u8"),
+            _packed(part.offsets, "<u8"),
+            _packed(part.extents, "<u4"),
+        ]
+    return b"".join(pieces)
+
+
+def _packed(array: npt.NDArray[Any], dtype: str) -> bytes:
+    raw = np.ascontiguousarray(array, dtype=dtype).tobytes()
+    return raw + b"\0" * (-len(raw) % 8)
+
+
+class _Body:
+    """A frame's body, read from its beginning. BadFrame where it is shorter than it says."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+        self._at = 0
+
+    def fields(self, layout: struct.Struct) -> tuple[Any, ...]:
+        return layout.unpack(self.raw(layout.size))
+
+    def raw(self, size: int) -> bytes:
+        found = self._body[self._at : self._at + size]
+        if len(found) != size:
+            raise BadFrame(f"{len(self._body)} bytes, of which {self._at + size} are wanted")
+        self._at += size + -size % 8
+        return found
+
+    def array(self, dtype: str, *shape: int) -> npt.NDArray[Any]:
+        size = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+        return np.frombuffer(self.raw(size), dtype=dtype).reshape(shape)
+
+
+def unpack_order(kind: TierFrame, body: bytes) -> Order:
+    """BadFrame for one that no store could be asked."""
+    source = _Body(body)
+    number, deadline, parts, _ = source.fields(_ORDER)
+    if not 1 <= parts <= MAX_BLOCKS_PER_CALL:
+        raise BadFrame(f"an order of {parts} parts")
+    content: Any
+    if kind is TierFrame.DELETE_SCOPES:
+        content = tuple(source.raw(SCOPE_BYTES) for _ in range(parts))
+    elif kind in COPIES:
+        content = tuple(_blocks(source) for _ in range(parts))
+    else:
+        content = tuple(_keys(source) for _ in range(parts))
+    order = Order(OrderId(number), kind, deadline, content)
+    require_order(order)
+    return order
+
+
+def require_order(order: Order) -> None:
+    """BadFrame for an order that breaks the rules of the seam or names what can't be."""
+    most = MAX_SCOPES_PER_CALL if order.kind is TierFrame.DELETE_SCOPES else MAX_BLOCKS_PER_CALL
+    if not 1 <= order.count <= most:
+        raise BadFrame(f"an order of {order.count} keys, blocks or scopes; {most} are allowed")
+    placed = [part for part in order.content if isinstance(part, PlacedBlocks)]
+    parts = sum(len(part.keys) * len(part.part_bytes) for part in placed)
+    if parts > MAX_PARTS_PER_ORDER:
+        raise BadFrame(f"an order of {parts} parts; {MAX_PARTS_PER_ORDER} are allowed")
+    for part in order.content:
+        if isinstance(part, bytes):
+            continue
+        if len(part.scope) != SCOPE_BYTES or not 1 <= part.keys.hash_bytes <= MAX_HASH_BYTES:
+            raise BadFrame("a key of an impossible length")
+        if isinstance(part, PlacedBlocks):
+            if not 1 <= len(part.part_bytes) <= MAX_RANKS:
+                raise BadFrame(f"a block of {len(part.part_bytes)} parts")
+            if any(size <= 0 or size % PART_UNIT for size in part.part_bytes):
+                raise BadFrame(f"parts of {part.part_bytes} bytes")
+
+
+def _keys(source: _Body) -> ScopedKeys:
+    scope = source.raw(SCOPE_BYTES)
+    count, hash_bytes = source.fields(_KEYS)
+    return ScopedKeys(scope, KeyBatch(source.array("<u8", count, -(-hash_bytes // 8)), hash_bytes))
+
+
+def _blocks(source: _Body) -> PlacedBlocks:
+    scope = source.raw(SCOPE_BYTES)
+    count, hash_bytes, shards, _ = source.fields(_BLOCKS)
+    part_bytes = source.array("<u8", shards)
+    keys = KeyBatch(source.array("<u8", count, -(-hash_bytes // 8)), hash_bytes)
+    offsets = source.array("<u8", shards, count)
+    extents = source.array("<u4", shards, count)
+    return PlacedBlocks(scope, keys, extents, offsets, tuple(part_bytes.tolist()))
+
+
+def pack_number(number: int) -> bytes:
+    return _WORD.pack(number)
+
+
+def unpack_number(body: bytes) -> int:
+    return int(_WORD.unpack_from(body)[0])
+
+
+def pack_row(row: RowId, extents: Sequence[int]) -> bytes:
+    return _WORD.pack(row) + _WORD.pack(len(extents)) + _packed(np.array(extents), "<u8")
+
+
+def unpack_row(body: bytes) -> tuple[RowId, tuple[int, ...]]:
+    source = _Body(body)
+    row, count = (source.fields(_WORD)[0] for _ in range(2))
+    return RowId(row), tuple(source.array("<u8", count).tolist())
+
+
+# -- up ---------------------------------------------------------------------------------------
+
+
+def pack_answer(answer: TierAnswer) -> bytes:
+    reason = answer.reason.encode()[:MAX_REASON_BYTES]
+    head = _ANSWER.pack(
+        answer.order,
+        answer.bytes_copied,
+        answer.duration_ns,
+        answer.end,
+        len(answer.values),
+        len(reason),
+    )
+    return head + _packed(answer.values, "u1") + reason
+
+
+def unpack_answer(body: bytes) -> TierAnswer:
+    """ValueError or BadFrame for nonsense."""
+    source = _Body(body)
+    order, copied, duration_ns, end, count, reason = source.fields(_ANSWER)
+    if reason > MAX_REASON_BYTES:
+        raise BadFrame(f"a reason of {reason} bytes")
+    values = source.array("u1", count)
+    said = source.raw(reason).decode("ascii")
+    return TierAnswer(OrderId(order), OrderEnd(end), values, copied, duration_ns, said)
+
+
+def pack_refusal(refusal: TierRefusal) -> bytes:
+    return json.dumps(asdict(refusal)).encode()
+
+
+def unpack_refusal(body: bytes) -> TierRefusal:
+    return TierRefusal(**json.loads(body.rstrip(b"\0")))
+
+
+def pack_usage(usage: TierUsage) -> bytes:
+    return json.dumps(asdict(usage)).encode()
+
+
+def unpack_usage(body: bytes) -> TierUsage:
+    """BadFrame for nonsense."""
+    try:
+        fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
+        fields["errors"] = {TierReason(name): int(n) for name, n in fields["errors"].items()}
+        fields["notes"] = tuple(map(str, fields["notes"]))
+        counted = ("blocks", "bytes", "capacity_bytes", "evicted_blocks")
+        return TierUsage(**(fields | {name: int(fields[name]) for name in counted}))
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise BadFrame(f"no usage: {error!r}") from error
+
+
+def pack_text(text: str) -> bytes:
+    return text.encode()
+
+
+def unpack_text(body: bytes) -> str:
+    return body.rstrip(b"\0").decode(errors="replace")
+
+
+def every_extent(parts: Iterable[PlacedBlocks]) -> frozenset[int]:
+    """Extents in which the blocks lie."""
+    return frozenset(extent for part in parts for extent in np.unique(part.extents).tolist())

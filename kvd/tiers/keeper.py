@@ -1,0 +1,174 @@
+"""Keeps one tier's process alive: starts it, and again, later and later, when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from kvd.core.keys import RowId
+from kvd.core.lifecycle import step
+from kvd.processes.parent import ProcessStartError
+from kvd.tiers.process import QueueBounds, TierAnswer, TierConfig, TierId, TierProcess, TierSink
+from kvd.tiers.store import TierUsage
+
+log = logging.getLogger(__name__)
+
+FIRST_WAIT_S = 1.0  # before the first new start; then twice as long, and so on
+LONGEST_WAIT_S = 60.0  # who has served so long is started again at once, as it were for the first
+TierLauncher = Callable[[TierConfig, TierSink, QueueBounds], Awaitable[TierProcess]]
+
+
+class KeeperStage(enum.Enum):
+    """What the keeper of a tier does now."""
+
+    STARTING = "a process begins"
+    SERVING = "a process serves"
+    WAITING = "the last one ended, or could not begin; another is started after a while"
+    CLOSED = "there is no process, and none is started"
+
+
+KEEPER_STEPS: frozenset[tuple[KeeperStage, KeeperStage]] = frozenset(
+    {
+        (KeeperStage.STARTING, KeeperStage.SERVING),
+        (KeeperStage.STARTING, KeeperStage.WAITING),
+        (KeeperStage.SERVING, KeeperStage.WAITING),
+        (KeeperStage.WAITING, KeeperStage.STARTING),
+        (KeeperStage.STARTING, KeeperStage.CLOSED),
+        (KeeperStage.WAITING, KeeperStage.CLOSED),
+    }
+)
+
+
+class ProcessRecords(Protocol):
+    """Where the pool's next owner finds who may still write into its extents: the pool."""
+
+    def record_mover(self, pid: int, start_time: int) -> None:
+        """Before the process maps anything. OSError: it can't be noted, and must not serve."""
+
+    def forget_mover(self, pid: int) -> None:
+        """The process has ended."""
+
+
+class TierListener(Protocol):
+    """Hears of one tier, by whatever process. Called on the event loop."""
+
+    def tier_started(self, tier: TierId, process: TierProcess) -> None:
+        """There is a process, and it takes orders."""
+
+    def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
+        """As TierSink says."""
+
+    def row_unmapped(self, tier: TierId, row: RowId) -> None:
+        """As TierSink says."""
+
+    def usage_told(self, tier: TierId, usage: TierUsage) -> None:
+        """As TierSink says."""
+
+    def tier_gone(self, tier: TierId, reason: str) -> None:
+        """The process has ended, last of all that is told of it. Another may start."""
+
+
+class TierKeeper:
+    """One tier over its processes' lives. Lives on the event loop; is its processes' sink.
+
+    Never are there two processes of a tier: another begins only when the kernel has said that the
+    last one is gone, since both would use the same store.
+    """
+
+    def __init__(
+        self,
+        config: TierConfig,
+        records: ProcessRecords,
+        listener: TierListener,
+        bounds: QueueBounds | None = None,
+        launch: TierLauncher = TierProcess.start,
+    ) -> None:
+        self.stage = KeeperStage.STARTING
+        self.reason = ""  # why there is none, or was none before this one
+        self.process: TierProcess | None = None
+        self._config = config
+        self._records = records
+        self._listener = listener
+        self._bounds = bounds or QueueBounds()
+        self._launch = launch
+        self._ended: asyncio.Future[None] | None = None  # of the process that serves
+        self._task = asyncio.get_running_loop().create_task(self._keep())
+        # What breaks it must be heard of now, not when it is collected.
+        self._task.add_done_callback(lambda task: task.cancelled() or task.result())
+
+    async def close(self) -> None:
+        """End the process, and start no other; returns when it is gone."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self.process is not None:
+            await self.process.stop()
+        if self.stage is not KeeperStage.CLOSED:
+            self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.CLOSED)
+
+    async def _keep(self) -> None:
+        wait_s = FIRST_WAIT_S
+        while True:
+            began = asyncio.get_running_loop().time()
+            await self._serve()
+            served_s = asyncio.get_running_loop().time() - began
+            if served_s >= LONGEST_WAIT_S and self._ended is not None:
+                wait_s = FIRST_WAIT_S
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.STARTING)
+
+    async def _serve(self) -> None:
+        """One process, from its start to its end."""
+        self._ended = None
+        try:
+            process = await self._launch(self._config, self, self._bounds)
+        except ProcessStartError as error:
+            self._wait_after(f"it does not start: {error}")
+            return
+        self._ended = asyncio.get_running_loop().create_future()
+        self.process = process
+        self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.SERVING)
+        log.info("tier %d serves (pid %d)", self._config.tier, process.pid)
+        self._listener.tier_started(self._config.tier, process)
+        await asyncio.shield(self._ended)
+
+    def _wait_after(self, reason: str) -> None:
+        known = reason == self.reason or self._task.done()  # said at an earlier try; wanted
+        said = log.debug if known else log.warning
+        said("tier %d: %s", self._config.tier, reason)
+        self.reason = reason
+        self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.WAITING)
+
+    # -- what its process says (TierSink) -----------------------------------------------------
+
+    def process_started(self, tier: TierId, pid: int, start_time: int) -> None:  # noqa: ARG002
+        """Note it for the pool's next owner, or let it not begin."""
+        self._records.record_mover(pid, start_time)
+
+    def process_ended(self, tier: TierId, pid: int) -> None:
+        """Nobody has to end it any more."""
+        try:
+            self._records.forget_mover(pid)
+        except OSError:  # the next owner looks at the process and finds that it is another
+            log.exception("tier %d (pid %d) ended and stays noted", tier, pid)
+
+    def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
+        self._listener.order_ended(tier, answer)
+
+    def row_unmapped(self, tier: TierId, row: RowId) -> None:
+        self._listener.row_unmapped(tier, row)
+
+    def usage_told(self, tier: TierId, usage: TierUsage) -> None:
+        self._listener.usage_told(tier, usage)
+
+    def tier_gone(self, tier: TierId, reason: str) -> None:
+        self.process = None
+        self._wait_after(f"its process ended: {reason}")
+        try:
+            self._listener.tier_gone(tier, reason)
+        finally:
+            if self._ended is not None and not self._ended.done():
+                self._ended.set_result(None)

@@ -1,0 +1,358 @@
+"""Control's side of one tier: starts its process, orders, and answers for it when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvd.core.keys import RowId
+from kvd.processes.framing import BadFrame, frame
+from kvd.processes.launch import launch
+from kvd.processes.parent import OwnedProcess, ProcessStartError
+from kvd.tiers import frames
+from kvd.tiers.frames import (
+    COPIES,
+    Order,
+    OrderEnd,
+    OrderId,
+    PlacedBlocks,
+    ProcessReason,
+    ScopedKeys,
+    TierAnswer,
+    TierConfig,
+    TierFrame,
+    TierId,
+    TierRefusal,
+)
+from kvd.tiers.store import Outcome, TierUsage
+
+__all__ = [
+    "OrderEnd",
+    "OrderId",
+    "PlacedBlocks",
+    "ProcessReason",
+    "QueueBounds",
+    "ScopedKeys",
+    "TierAnswer",
+    "TierConfig",
+    "TierId",
+    "TierProcess",
+    "TierRefused",
+    "TierSink",
+    "TierStartError",
+]
+
+START_S = 60.0  # a store may read its index, or wait for a server
+# What one tier may have been given and not yet answered, unless the site says less.
+MAX_KEYS_QUEUED = 65_536  # and scopes
+MAX_READS_QUEUED = 8_192  # blocks
+MAX_WRITES_QUEUED = 8_192  # blocks
+# How long after its deadline a call may still return. Then its process is ended.
+LATE_S = 5.0
+LOOK_AGAIN_S = 0.25  # before that, lest control itself was late and its answer is here already
+USAGE_S = 1.0  # between two looks at how a tier fares
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBounds:
+    """What one tier may have been given and not yet answered: keys, and blocks of each kind."""
+
+    keys: int = MAX_KEYS_QUEUED
+    reads: int = MAX_READS_QUEUED
+    writes: int = MAX_WRITES_QUEUED
+
+    def of(self, lane: TierFrame) -> int:
+        """The bound that holds for orders of this kind."""
+        return {TierFrame.READ: self.reads, TierFrame.WRITE: self.writes}.get(lane, self.keys)
+
+
+class TierStartError(ProcessStartError):
+    """The tier's process could not be started, or ended or hung before it said hello."""
+
+
+class TierRefused(TierStartError):
+    """The store can't be opened as the site configured it."""
+
+    def __init__(self, refusal: TierRefusal) -> None:
+        super().__init__(refusal.message)
+        self.reason = refusal.reason
+        self.field = refusal.field
+
+
+class TierSink(Protocol):
+    """Hears what a tier's process says. Called on the event loop, never from within a call to the
+    process, but for `process_started`."""
+
+    def process_started(self, tier: TierId, pid: int, start_time: int) -> None:
+        """There is a process, which maps nothing before this returns. OSError ends the start."""
+
+    def process_ended(self, tier: TierId, pid: int) -> None:
+        """The process is gone, whether or not it ever served. Once for each that started."""
+
+    def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
+        """An order that was taken has ended. Once for each; of a copy nothing runs any more."""
+
+    def row_unmapped(self, tier: TierId, row: RowId) -> None:
+        """The process has unmapped a row. Once for each order to do so."""
+
+    def usage_told(self, tier: TierId, usage: TierUsage) -> None:
+        """How the store fares has changed."""
+
+    def tier_gone(self, tier: TierId, reason: str) -> None:
+        """One that served has ended, after all else that it or `order_ended` says. Once."""
+
+
+class OrderState(enum.Enum):
+    """How far an order has come, as control knows it."""
+
+    OPEN = "it may still be answered in time"
+    LATE = "its deadline passed: a question was answered by control, a copy waits for its end"
+
+
+@dataclass(slots=True, eq=False)
+class _Given:
+    """An order that the process has and did not answer."""
+
+    order: Order
+    timer: asyncio.TimerHandle | None = None
+    state: OrderState = OrderState.OPEN
+
+
+class TierProcess(OwnedProcess):
+    """One tier's process. Lives on the event loop; nothing here blocks.
+
+    Each order that is taken ends in one `order_ended`. Questions and deletes end at their deadline
+    at the latest. A copy ends when nothing of it can run any more, however long that takes: its
+    process is ended `late_s` after the deadline, and gone only when the kernel says so.
+    """
+
+    title = "tier"
+    kinds = TierFrame
+    start_error = TierStartError
+
+    def __init__(self, config: TierConfig, sink: TierSink, bounds: QueueBounds) -> None:
+        super().__init__()
+        self.tier = config.tier
+        self.late_s = LATE_S
+        self._sink = sink
+        self._bounds = bounds
+        self._given: dict[OrderId, _Given] = {}
+        self._queued: Counter[TierFrame] = Counter()  # keys or blocks, by lane
+        self._unmapping: set[RowId] = set()
+        self._next_look = 0.0  # at the usage
+        self._look: asyncio.TimerHandle | None = None
+
+    @classmethod
+    async def start(
+        cls, config: TierConfig, sink: TierSink, bounds: QueueBounds | None = None
+    ) -> TierProcess:
+        """Start the process and return once its store is open.
+
+        Raises TierRefused with the field that is to change, or TierStartError; nothing is left
+        then, and the sink hears of no tier that is gone.
+        """
+        process = cls(config, sink, bounds or QueueBounds())
+        # It sees no GPU: a library of its store's might make a context there.
+        environment = {"CUDA_VISIBLE_DEVICES": ""}
+        await process._start(
+            lambda: launch("kvd.tiers", (), environment),
+            lambda: frame(TierFrame.CONFIGURE, frames.pack_config(config)),
+            START_S,
+        )
+        process._ask_usage()
+        return process
+
+    # -- orders -----------------------------------------------------------------------------
+    # Each is taken, or refused at once with False: as much is queued as may be, or the process is
+    # ending. One order always fits an empty queue. `deadline` is seconds of time.monotonic().
+
+    def exists(self, order: OrderId, keys: Sequence[ScopedKeys], deadline: float) -> bool:
+        """Ask which of these keys are there."""
+        return self._give(Order(order, TierFrame.EXISTS, deadline, tuple(keys)))
+
+    def read(self, order: OrderId, blocks: Sequence[PlacedBlocks], deadline: float) -> bool:
+        """Have slots filled with these blocks' bytes; nobody else may use them until it ended."""
+        return self._give(Order(order, TierFrame.READ, deadline, tuple(blocks)))
+
+    def write(self, order: OrderId, blocks: Sequence[PlacedBlocks], deadline: float) -> bool:
+        """Have these blocks kept; their slots are left alone until it ended."""
+        return self._give(Order(order, TierFrame.WRITE, deadline, tuple(blocks)))
+
+    def delete(self, order: OrderId, keys: Sequence[ScopedKeys], deadline: float) -> bool:
+        """Have blocks forgotten, also those of writes that were ordered before."""
+        return self._give(Order(order, TierFrame.DELETE, deadline, tuple(keys)))
+
+    def delete_scopes(self, order: OrderId, scopes: Sequence[bytes], deadline: float) -> bool:
+        """Have every block of these scopes forgotten, likewise."""
+        return self._give(Order(order, TierFrame.DELETE_SCOPES, deadline, tuple(scopes)))
+
+    def call_off(self, order: OrderId) -> None:
+        """Have an order not started, if it's not too late; it ends in order_ended either way."""
+        if order in self._given:
+            self._write(TierFrame.CALL_OFF, frames.pack_number(order))
+
+    def unmap_row(self, row: RowId, extents: Sequence[int]) -> bool:
+        """Have a row's extents unmapped once no copy uses them; answered by row_unmapped.
+
+        Copies of it that come before that answer never start. False: the process is gone, and
+        nothing of it is mapped.
+        """
+        if self._gone.done():
+            return False
+        assert row not in self._unmapping, "a row is unmapped twice"
+        self._unmapping.add(row)
+        self._write(TierFrame.UNMAP_ROW, frames.pack_row(row, extents))
+        return True
+
+    @property
+    def queued(self) -> dict[str, int]:
+        """Keys and blocks that were given and not answered, by kind."""
+        return {kind.name.lower(): self._queued[kind] for kind in _LANES}
+
+    def _give(self, order: Order) -> bool:
+        assert order.order not in self._given, "two open orders have one number"
+        frames.require_order(order)
+        lane = _lane(order)
+        waiting = self._queued[lane]
+        if self._transport is None or self._transport.is_closing() or self._gone.done():
+            return False
+        if waiting and waiting + order.count > self._bounds.of(lane):
+            return False
+        self._write(order.kind, frames.pack_order(order))
+        given = self._given[order.order] = _Given(order)
+        left_s = max(0.0, order.deadline - time.monotonic())
+        given.timer = self._loop.call_later(left_s, self._pass_deadline, given)
+        self._queued[lane] += order.count
+        return True
+
+    # -- deadlines --------------------------------------------------------------------------
+
+    def _pass_deadline(self, given: _Given) -> None:
+        given.state = OrderState.LATE
+        self._write(TierFrame.CALL_OFF, frames.pack_number(given.order.order))
+        given.timer = self._loop.call_later(self.late_s, self._look_again, given)
+        if given.order.kind not in COPIES:
+            self._tell(TierAnswer(given.order.order, OrderEnd.FAILED, reason=ProcessReason.LATE))
+
+    def _look_again(self, given: _Given) -> None:
+        given.timer = self._loop.call_later(LOOK_AGAIN_S, self._give_up, given)
+
+    def _give_up(self, given: _Given) -> None:
+        kind = given.order.kind.name.lower().replace("_", " ")
+        self.end_because(
+            f"{kind} of {given.order.count} did not end within {self.late_s:g} s of its deadline"
+        )
+
+    # -- what the process says --------------------------------------------------------------
+
+    def hear(self, kind: enum.IntEnum, body: bytes) -> None:
+        """One frame of the process."""
+        match kind:
+            case TierFrame.HELLO if not self._hello.done():
+                self._hello.set_result(None)
+            case TierFrame.REFUSED if not self._hello.done():
+                self._hello.set_exception(TierRefused(frames.unpack_refusal(body)))
+            case TierFrame.ANSWER:
+                self._hear_answer(frames.unpack_answer(body))
+            case TierFrame.USAGE:
+                self._sink.usage_told(self.tier, frames.unpack_usage(body))
+            case TierFrame.ROW_UNMAPPED:
+                row = RowId(frames.unpack_number(body))
+                if row not in self._unmapping:
+                    raise BadFrame(f"row {row} was not to be unmapped")
+                self._unmapping.remove(row)
+                self._sink.row_unmapped(self.tier, row)
+            case TierFrame.LEAVING:
+                self._reason = self._reason or frames.unpack_text(body)
+            case _:
+                raise BadFrame(f"{kind.name} at the wrong time")
+
+    def _hear_answer(self, answer: TierAnswer) -> None:
+        given = self._given.get(answer.order)
+        if given is None:
+            raise BadFrame(f"an answer to order {answer.order}, which is not open")
+        _require_possible(answer, given.order)
+        self._end_order(given, answer)
+        self._look_at_usage()
+
+    def _end_order(self, given: _Given, answer: TierAnswer) -> None:
+        order = given.order
+        del self._given[order.order]
+        self._queued[_lane(order)] -= order.count
+        if given.timer is not None:
+            given.timer.cancel()
+        if given.state is OrderState.OPEN or order.kind in COPIES:
+            self._tell(answer)
+
+    def _tell(self, answer: TierAnswer) -> None:
+        self._sink.order_ended(self.tier, answer)
+
+    # -- how it fares -----------------------------------------------------------------------
+
+    def _look_at_usage(self) -> None:
+        if self._look is None:
+            self._look = self._loop.call_at(
+                max(self._next_look, self._loop.time()), self._ask_usage
+            )
+
+    def _ask_usage(self) -> None:
+        self._look = None
+        self._next_look = self._loop.time() + USAGE_S
+        self._write(TierFrame.ASK_USAGE)
+
+    # -- life -------------------------------------------------------------------------------
+
+    def _note_start(self) -> None:
+        self._sink.process_started(self.tier, self.pid, self.start_time)
+
+    def _note_end(self) -> None:
+        self._sink.process_ended(self.tier, self.pid)
+
+    def _tell_gone(self, reason: str) -> None:
+        for given in list(self._given.values()):
+            failed = TierAnswer(given.order.order, OrderEnd.FAILED, reason=ProcessReason.TIER_GONE)
+            self._end_order(given, failed)
+        for row in self._unmapping:
+            self._sink.row_unmapped(self.tier, row)
+        self._unmapping.clear()
+        self._sink.tier_gone(self.tier, reason)
+
+    def _ask_to_stop(self) -> None:
+        self._write(TierFrame.STOP)
+
+    def _let_go(self) -> None:
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+
+
+_LANES = (TierFrame.EXISTS, TierFrame.READ, TierFrame.WRITE)
+
+
+def _lane(order: Order) -> TierFrame:
+    """Of which bound it takes: of the keys' where it is no copy."""
+    return order.kind if order.kind in COPIES else TierFrame.EXISTS
+
+
+def _require_possible(answer: TierAnswer, order: Order) -> None:
+    """BadFrame where it is no answer to this order."""
+    values = answer.values
+    if answer.end is not OrderEnd.ANSWERED or order.kind in {
+        TierFrame.DELETE,
+        TierFrame.DELETE_SCOPES,
+    }:
+        if len(values):
+            raise BadFrame(f"{len(values)} values of an order that has none")
+        return
+    if len(values) != order.count:
+        raise BadFrame(f"{len(values)} values of an order of {order.count}")
+    least, most = (min(Outcome), max(Outcome)) if order.kind in COPIES else (0, 1)
+    if int(values.min()) < least or int(values.max()) > most:
+        raise BadFrame(f"values {np.unique(values).tolist()} of {order.kind.name}")

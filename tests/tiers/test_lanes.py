@@ -1,0 +1,125 @@
+"""Which order a tier's thread takes next, and how many of a kind run at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from kvd.tiers.frames import Order, OrderId, TierFrame
+from kvd.tiers.lanes import Lanes, Work
+
+EXISTS, READ, WRITE, DELETE = (
+    TierFrame.EXISTS,
+    TierFrame.READ,
+    TierFrame.WRITE,
+    TierFrame.DELETE,
+)
+
+
+class Queue:
+    """Lanes whose orders are numbered as they come."""
+
+    def __init__(self, calls: int) -> None:
+        self.lanes = Lanes(calls)
+        self._last = 0
+
+    def put(self, *kinds: TierFrame) -> None:
+        for kind in kinds:
+            self._last += 1
+            self.lanes.put(Work(Order(OrderId(self._last), kind, 0.0, ())))
+
+    def taken(self) -> list[Work]:
+        """All that may run now, one after the other."""
+        return list(iter(self.lanes.take_now, None))
+
+
+def kinds(works: list[Work]) -> list[TierFrame]:
+    return [work.order.kind for work in works]
+
+
+@pytest.mark.parametrize(
+    ("calls", "first"),
+    [
+        (1, [EXISTS]),
+        (2, [EXISTS, EXISTS]),
+        (3, [EXISTS, EXISTS, READ]),
+        (4, [EXISTS, EXISTS, READ, READ]),
+        (8, [EXISTS, EXISTS, READ, READ, WRITE, WRITE]),
+    ],
+)
+def test_questions_come_before_reads_and_reads_before_writes(
+    calls: int, first: list[TierFrame]
+) -> None:
+    queue = Queue(calls)
+    queue.put(WRITE, WRITE, READ, READ, EXISTS, EXISTS)
+    assert kinds(queue.taken()) == first
+
+
+@pytest.mark.parametrize(("calls", "writes"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 6), (64, 62)])
+def test_writes_leave_room_for_a_read_and_a_question(calls: int, writes: int) -> None:
+    queue = Queue(calls)
+    queue.put(*[WRITE] * 100)
+    assert kinds(queue.taken()) == [WRITE] * writes
+    queue.put(READ)
+    assert kinds(queue.taken()) == ([READ] if calls > 1 else [])
+    queue.put(EXISTS)
+    assert kinds(queue.taken()) == ([EXISTS] if calls > 2 else [])
+
+
+@pytest.mark.parametrize(("calls", "reads"), [(1, 1), (2, 2), (3, 2), (4, 3)])
+def test_reads_leave_room_for_a_question(calls: int, reads: int) -> None:
+    queue = Queue(calls)
+    queue.put(*[READ] * 100)
+    assert kinds(queue.taken()) == [READ] * reads
+    queue.put(EXISTS)
+    assert kinds(queue.taken()) == ([EXISTS] if calls > 2 else [])
+
+
+def test_a_delete_waits_for_writes_before_it_and_those_after_wait_for_it() -> None:
+    queue = Queue(8)
+    queue.put(WRITE, WRITE, DELETE, WRITE)
+    writes = queue.taken()
+    assert kinds(writes) == [WRITE, WRITE]
+    queue.lanes.end(writes[0])
+    assert queue.taken() == []
+    queue.lanes.end(writes[1])
+    assert kinds(queue.taken()) == [DELETE, WRITE]
+
+
+def test_what_is_withdrawn_never_runs_and_lets_others() -> None:
+    queue = Queue(8)
+    queue.put(WRITE, DELETE, WRITE)
+    [write] = queue.taken()
+    assert queue.lanes.withdraw(write.order.order) is None
+    assert queue.lanes.withdraw(OrderId(99)) is None
+    withdrawn = queue.lanes.withdraw(OrderId(2))
+    assert withdrawn is not None
+    assert queue.lanes.withdraw(OrderId(2)) is None
+    assert [work.order.order for work in queue.taken()] == [3]
+
+
+def test_threads_that_wait_take_what_comes_and_go_home_when_it_closes() -> None:
+    queue = Queue(4)
+    taken: list[int] = []
+
+    def serve() -> None:
+        while (work := queue.lanes.take()) is not None:
+            taken.append(work.order.order)
+            queue.lanes.end(work)
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(500):
+        queue.put(WRITE, READ, EXISTS, DELETE)
+    deadline = time.monotonic() + 10
+    while len(taken) < 2_000 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    queue.lanes.close()
+    queue.put(WRITE)
+    for thread in threads:
+        thread.join(5)
+        assert not thread.is_alive()
+    assert sorted(taken) == list(range(1, 2_001))

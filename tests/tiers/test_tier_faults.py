@@ -1,0 +1,577 @@
+"""A tier's process with a store that breaks its promises, or that itself is killed, stopped or fed
+nonsense. Control is never late, and no slot is written to after its copy was said to have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd.core.keys import RowId
+from kvd.processes import parent
+from kvd.processes.framing import frame
+from kvd.tiers import frames
+from kvd.tiers import process as module
+from kvd.tiers.frames import Order, TierFrame
+from kvd.tiers.process import (
+    OrderEnd,
+    OrderId,
+    ProcessReason,
+    QueueBounds,
+    TierAnswer,
+    TierId,
+    TierProcess,
+    TierRefused,
+    TierStartError,
+)
+from kvd.tiers.store import Outcome, TierReason
+from tests.tiers.tier_rig import (
+    BAD,
+    MEMORY,
+    TierRig,
+    keys,
+    on_loop,
+    placed,
+    proc_text,
+    soon,
+    tier_rig,
+)
+
+DONE, MISSING = Outcome.DONE, Outcome.MISSING
+DEADLINE_S = 0.3
+NOT_LATER_S = 0.05
+
+
+async def still_serves(r: TierRig, tier: TierProcess) -> None:
+    """The process answers what a MemoryStore can answer."""
+    order = r.next_order()
+    assert tier.exists(order, keys(1), soon())
+    assert (await r.sink.answer(order)).end is OrderEnd.ANSWERED
+
+
+async def unchanged_for(seconds: float, r: TierRig, slot: int) -> None:
+    """Nobody writes to a slot any more."""
+    before = r.content(slot)
+    await asyncio.sleep(seconds)
+    assert r.content(slot) == before
+
+
+# -- starts that fail -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("store", "field", "said"),
+    [
+        ("tests.tiers.nowhere:Store", "store", "No module named"),
+        ("tests.tiers.memory_store:Nothing", "store", "Nothing"),
+        (BAD + "can_not_be_opened", "options", "place is '/nowhere': there is no such directory"),
+        (BAD + "raises_in_opening", "options", "ZeroDivisionError"),
+    ],
+)
+@on_loop
+async def test_a_store_that_can_not_be_opened_is_refused_by_its_field(
+    store: str, field: str, said: str
+) -> None:
+    async with tier_rig() as r:
+        with pytest.raises(TierRefused, match=said) as refused:
+            await r.start(store, place="/nowhere")
+        assert (refused.value.field, refused.value.reason) == (field, TierReason.UNUSABLE)
+        assert not r.sink.living
+        assert not r.sink.gone
+
+
+@on_loop
+async def test_a_store_that_hangs_or_ends_while_it_opens_is_a_start_that_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with tier_rig() as r:
+        with pytest.raises(TierStartError, match="exited with status 7"):
+            await r.start(BAD + "ends_in_opening")
+        monkeypatch.setattr(module, "START_S", 0.5)
+        with pytest.raises(TierStartError, match=r"no word .* in 0\.5 s"):
+            await r.start(BAD + "hangs_in_opening")
+        assert not r.sink.living
+        assert not r.sink.gone
+
+
+@on_loop
+async def test_a_process_that_can_not_be_noted_ends_before_it_opens_anything() -> None:
+    async with tier_rig() as r:
+        started: list[int] = []
+
+        def full(tier: TierId, pid: int, start_time: int) -> None:
+            started.append(pid)
+            r.sink.living.add(pid)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        r.sink.process_started = full  # type: ignore[method-assign]
+        with pytest.raises(TierStartError, match="No space left"):
+            await r.start()
+        [pid] = started
+        assert not proc_text(pid, "stat")
+        r.sink.living.clear()
+
+
+# -- stores that break their promises -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("tier", TierReason.UNREACHABLE),
+        ("value", ProcessReason.STORE_RAISED),
+        ("assertion", ProcessReason.STORE_RAISED),
+        ("memory", ProcessReason.STORE_RAISED),
+        ("exit", ProcessReason.STORE_RAISED),
+    ],
+)
+@on_loop
+async def test_what_a_store_raises_fails_its_orders_and_nothing_else(
+    what: str, reason: str
+) -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Raises", what=what, concurrency=2)
+        for _ in range(3):  # more than there are threads
+            first = r.next_order()
+            tier.read(first, placed([1, 2], [1, 2]), soon())
+            tier.write(r.next_order(), placed([1, 2], [1, 2]), soon())
+            tier.exists(r.next_order(), keys(1), soon())
+            tier.delete(r.next_order(), keys(1), soon())
+            tier.delete_scopes(r.next_order(), [bytes(32)], soon())
+            for order in range(first, first + 5):
+                answer = await r.sink.answer(order)
+                assert (answer.end, answer.reason) == (OrderEnd.FAILED, reason)
+                assert answer.bytes_copied == 0
+        assert not r.sink.gone
+        assert not r.sink.usages
+
+
+@pytest.mark.parametrize(
+    "lie", ["fewer", "more", "none", "impossible", "negative", "words", "a number"]
+)
+@on_loop
+async def test_lies_of_a_store_are_taken_for_nothing(lie: str) -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Lies", lie=lie)
+        tier.read(r.next_order(), placed([1, 2], [1, 2]), soon())
+        tier.write(r.next_order(), placed([1, 2], [1, 2]), soon())
+        tier.exists(r.next_order(), keys(1, 2), soon())
+        for order in (1, 2, 3):
+            answer = await r.sink.answer(order)
+            assert (answer.end, answer.reason) == (OrderEnd.FAILED, ProcessReason.STORE_LIED)
+            assert answer.bytes_copied == 0
+        tier.delete(r.next_order(), keys(1), soon())
+        assert (await r.sink.answer(4)).end is OrderEnd.ANSWERED
+
+
+@on_loop
+async def test_an_outcome_of_the_other_direction_is_a_lie() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "WrongWay")
+        tier.read(r.next_order(), placed([1], [1]), soon())
+        tier.write(r.next_order(), placed([1], [1]), soon())
+        for order in (1, 2):
+            assert (await r.sink.answer(order)).reason == ProcessReason.STORE_LIED
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("exit", "exited with status 0"),
+        ("segfault", "killed by SIGSEGV"),
+        ("kill", "killed by SIGKILL"),
+    ],
+)
+@on_loop
+async def test_a_store_that_takes_its_process_along_ends_its_copies(how: str, said: str) -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Dies", how=how)
+        tier.write(r.next_order(), placed([1], [1]), soon())
+        assert await r.sink.outcomes(1) == [DONE]
+        tier.read(r.next_order(), placed([1], [2]), soon())
+        tier.read(r.next_order(), placed([1], [3]), soon())
+        await r.sink.until(lambda: r.sink.gone)
+        assert r.sink.gone == [said]
+        for order in (2, 3):
+            answer = r.sink.answers[order]
+            assert (answer.end, answer.reason) == (OrderEnd.FAILED, ProcessReason.TIER_GONE)
+
+
+@pytest.mark.parametrize("how", ["block", "slice", "array", "ctypes", "thread"])
+@on_loop
+async def test_a_store_that_keeps_memory_after_its_call_costs_its_process(how: str) -> None:
+    """The answer would free the slot, and the store could still write to it."""
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "KeepsMemory", how=how)
+        tier.write(r.next_order(), placed([1], [1]), soon())
+        await r.sink.answer(1)
+        tier.read(r.next_order(), placed([1], [2]), soon())
+        await r.sink.until(lambda: r.sink.gone)
+        assert r.sink.gone == ["its store kept hold of memory after a call had returned"]
+        assert r.sink.answers[2].reason == ProcessReason.TIER_GONE
+        await unchanged_for(0.2, r, 2)
+
+
+@on_loop
+async def test_garbage_that_a_store_leaves_behind_is_collected() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "KeepsMemory", how="circle")
+        tier.write(r.next_order(), placed([1], [1]), soon())
+        tier.read(r.next_order(), placed([1], [2]), soon())
+        await r.sink.answer(2)
+        assert tier.unmap_row(RowId(0), [0, 1])
+        await r.sink.until(lambda: r.sink.unmapped)
+        assert not r.sink.gone
+
+
+@pytest.mark.parametrize("store", ["UsageHangs", "UsageLies"])
+@on_loop
+async def test_a_store_that_does_not_say_how_it_fares_serves_all_the_same(store: str) -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + store, concurrency=1)
+        for _ in range(3):
+            await still_serves(r, tier)
+            await asyncio.sleep(0.05)
+        assert not r.sink.usages
+
+
+# -- deadlines ------------------------------------------------------------------------------------
+
+
+@on_loop
+async def test_questions_are_answered_at_their_deadline_whatever_the_store_does() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Hangs", exists=True, concurrency=1)
+        began = time.monotonic()
+        tier.exists(r.next_order(), keys(1), began + DEADLINE_S)
+        tier.exists(r.next_order(), keys(2), began + DEADLINE_S)  # waits for the first
+        tier.delete(r.next_order(), keys(2), began + DEADLINE_S)
+        for order in (1, 2, 3):
+            answer = await r.sink.answer(order)
+            assert (answer.end, answer.reason) == (OrderEnd.FAILED, ProcessReason.LATE)
+            assert r.sink.when[order] - began < DEADLINE_S + NOT_LATER_S
+        assert not r.sink.gone
+        tier.late_s = 0.1
+
+
+@on_loop
+async def test_a_copy_that_did_not_start_in_time_is_told_apart_and_touches_nothing() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Slow", concurrency=1)
+        tier.write(r.next_order(), placed([1], [1]), soon())
+        await r.signed("writing")
+        untouched = r.content(2)
+        began = time.monotonic()
+        tier.read(r.next_order(), placed([1], [2]), began + DEADLINE_S)
+        tier.write(r.next_order(), placed([3], [3]), began + DEADLINE_S)
+        for order in (2, 3):
+            answer = await r.sink.answer(order)
+            assert (answer.end, answer.reason) == (OrderEnd.NEVER_STARTED, ProcessReason.LATE)
+            assert r.sink.when[order] - began < DEADLINE_S + NOT_LATER_S
+        r.sign("go")
+        assert await r.sink.outcomes(1) == [DONE]
+        await still_serves(r, tier)
+        assert r.content(2) == untouched
+        tier.exists(OrderId(50), keys(3), soon())
+        assert (await r.sink.answer(50)).values.tolist() == [0]
+
+
+@on_loop
+async def test_an_order_that_is_called_off_in_time_never_starts() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Slow", concurrency=1)
+        tier.write(r.next_order(), placed([1], [1]), soon())
+        await r.signed("writing")
+        tier.read(r.next_order(), placed([1], [2]), soon())
+        tier.call_off(OrderId(2))
+        tier.call_off(OrderId(2))
+        tier.call_off(OrderId(1))  # too late
+        tier.call_off(OrderId(77))
+        answer = await r.sink.answer(2)
+        assert (answer.end, answer.reason) == (OrderEnd.NEVER_STARTED, ProcessReason.CALLED_OFF)
+        r.sign("go")
+        assert await r.sink.outcomes(1) == [DONE]
+
+
+@on_loop
+async def test_a_late_answer_of_a_started_copy_counts_and_that_of_a_question_does_not() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Slow", exists=True, reads=True)
+        tier.exists(r.next_order(), keys(1), soon(DEADLINE_S))
+        tier.read(r.next_order(), placed([1], [2]), soon(DEADLINE_S))
+        tier.write(r.next_order(), placed([1], [1]), soon(DEADLINE_S))
+        assert (await r.sink.answer(1)).end is OrderEnd.FAILED
+        await asyncio.sleep(0.2)
+        assert list(r.sink.answers) == [1]
+        r.sign("go")
+        assert await r.sink.outcomes(3) == [DONE]
+        assert await r.sink.outcomes(2) in ([DONE], [MISSING])
+        await still_serves(r, tier)  # the question's own answer came and was passed over
+        assert not r.sink.gone
+
+
+@pytest.mark.parametrize("store", ["Hangs", "HoldsTheInterpreter"])
+@on_loop
+async def test_a_call_that_never_returns_costs_its_process_and_its_end_is_the_proof(
+    store: str,
+) -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + store)
+        tier.late_s = 0.3
+        began = time.monotonic()
+        tier.read(r.next_order(), placed([1], [2]), began + DEADLINE_S)
+        await r.signed("reading")
+        tier.write(r.next_order(), placed([5], [5]), began + 20)
+        await r.sink.until(lambda: r.sink.gone)
+        took = time.monotonic() - began
+        assert DEADLINE_S + 0.3 <= took < DEADLINE_S + 0.3 + module.LOOK_AGAIN_S + 1
+        assert r.sink.gone == ["read of 1 did not end within 0.3 s of its deadline"]
+        assert r.sink.answers[1].reason == ProcessReason.TIER_GONE
+        await unchanged_for(0.2, r, 2)
+
+
+@on_loop
+async def test_control_that_slept_hears_what_was_said_before_it_finds_anything_late() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Slow")
+        tier.late_s = 0.1
+        tier.write(r.next_order(), placed([1], [1]), soon(0.2))
+        await r.signed("writing")
+        r.sign("go")
+        time.sleep(1.0)  # noqa: ASYNC251 - that is what it is about
+        assert await r.sink.outcomes(1) == [DONE]
+        await asyncio.sleep(0.5)
+        assert not r.sink.gone
+
+
+# -- a process that is killed or stopped ----------------------------------------------------------
+
+
+@on_loop
+async def test_a_process_killed_in_mid_copy_is_told_once_and_last() -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Hangs", concurrency=2)
+        tier.read(r.next_order(), placed([1], [2]), soon())
+        await r.signed("reading")
+        for number in range(20):
+            tier.write(r.next_order(), placed([number], [number + 10]), soon())
+        assert tier.unmap_row(RowId(0), [0, 1])
+        os.kill(tier.pid, signal.SIGKILL)
+        tier.kill()
+        await r.sink.until(lambda: r.sink.gone)
+        await unchanged_for(1.2, r, 2)  # past every timer that could say it again
+        assert len(r.sink.gone) == 1
+        assert len(r.sink.answers) == 21
+        assert r.sink.answers[1].reason == ProcessReason.TIER_GONE
+        assert r.sink.unmapped == [0]
+        assert not tier.read(r.next_order(), placed([1], [2]), soon())
+        assert not any(tier.queued.values())
+
+
+@on_loop
+async def test_a_stopped_process_is_killed_when_its_copies_are_late() -> None:
+    async with tier_rig() as r:
+        tier = await r.start()
+        tier.late_s = 0.3
+        await still_serves(r, tier)
+        os.kill(tier.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        tier.exists(OrderId(10), keys(1), began + DEADLINE_S)
+        tier.read(OrderId(11), placed([1], [1]), began + DEADLINE_S)
+        assert (await r.sink.answer(10)).reason == ProcessReason.LATE
+        assert r.sink.when[10] - began < DEADLINE_S + NOT_LATER_S
+        await r.sink.until(lambda: r.sink.gone)
+        assert r.sink.answers[11].end is OrderEnd.FAILED, "who knows whether it had begun"
+
+
+@on_loop
+async def test_a_process_stopped_for_less_than_the_margin_goes_on() -> None:
+    async with tier_rig() as r:
+        tier = await r.start()
+        await still_serves(r, tier)
+        os.kill(tier.pid, signal.SIGSTOP)
+        untouched = r.content(1)
+        tier.read(OrderId(11), placed([1], [1]), soon(0.1))
+        await asyncio.sleep(0.4)
+        os.kill(tier.pid, signal.SIGCONT)
+        answer = await r.sink.answer(11)
+        assert (answer.end, answer.reason) == (OrderEnd.NEVER_STARTED, ProcessReason.LATE)
+        assert r.content(1) == untouched
+        await still_serves(r, tier)
+
+
+@on_loop
+async def test_a_process_that_does_not_read_is_ended_before_control_grows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parent, "MAX_BYTES_UNREAD", 1 << 20)
+    async with tier_rig() as r:
+        tier = await r.start(bounds=QueueBounds(keys=1 << 20))
+        os.kill(tier.pid, signal.SIGSTOP)
+        for _ in range(5_000):
+            tier.exists(r.next_order(), keys(*range(20)), soon())
+        await r.sink.until(lambda: r.sink.gone)
+        assert "does not read" in r.sink.gone[0]
+        assert len(r.sink.answers) == 5_000
+
+
+@pytest.mark.parametrize("store", ["DoesNotStop", "HangsAtTheEnd"])
+@on_loop
+async def test_a_store_that_goes_on_after_its_end_is_killed_with_its_process(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parent, "STOP_S", 1.5)
+    async with tier_rig() as r:
+        tier = await r.start(BAD + store)
+        tier.read(r.next_order(), placed([1], [2]), soon())
+        if store == "DoesNotStop":
+            await r.signed("reading")
+        began = time.monotonic()
+        await tier.stop()
+        assert time.monotonic() - began < 2.0
+        assert len(r.sink.gone) == 1
+        await unchanged_for(0.2, r, 2)
+
+
+# -- nonsense -------------------------------------------------------------------------------------
+
+
+def _answer(**changes: object) -> bytes:
+    fields = {"order": OrderId(1), "end": OrderEnd.ANSWERED, **changes}
+    return frames.pack_answer(TierAnswer(**fields))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        frame(TierFrame.ANSWER, b""),
+        frame(TierFrame.ANSWER, b"\xff" * 200),
+        frame(TierFrame.ANSWER, _answer()),  # no values
+        frame(TierFrame.ANSWER, _answer(order=OrderId(99))),
+        frame(TierFrame.ANSWER, _answer(values=np.array([9], dtype=np.uint8))),
+        frame(TierFrame.ANSWER, _answer(values=np.array([1, 1], dtype=np.uint8))),
+        frame(TierFrame.ANSWER, _answer(end=OrderEnd.FAILED, values=np.ones(1, dtype=np.uint8))),
+        frame(TierFrame.ANSWER, _answer(end=OrderEnd.FAILED)[:-8]),
+        frame(TierFrame.ANSWER, _answer(end=OrderEnd.FAILED, reason="\u00e9" * 30)),
+        frame(TierFrame.ANSWER, _answer(end=4)),
+        frame(TierFrame.ROW_UNMAPPED, b""),
+        frame(TierFrame.ROW_UNMAPPED, frames.pack_number(7)),
+        frame(TierFrame.USAGE, b"{}"),
+        frame(TierFrame.USAGE, b"[1]"),
+        frame(TierFrame.USAGE, b"[" * 100_000),
+        frame(TierFrame.HELLO),
+        frame(TierFrame.REFUSED, b"{}"),
+        frame(TierFrame.WRITE, b""),
+        b"\x07\x00\x00\x00\x00\x00\x00\x00",
+        b"\xff" * 64,
+        b"\x10\x00\x00\x00\x63\x00\x00\x00" + bytes(8),
+    ],
+)
+@on_loop
+async def test_a_process_that_writes_nonsense_is_ended_with_that_as_the_reason(said: bytes) -> None:
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Hangs")
+        tier.read(r.next_order(), placed([1], [2]), soon())
+        await r.signed("reading")
+        parent.Channel(tier).data_received(said)
+        await r.sink.until(lambda: r.sink.gone)
+        assert "wrote nonsense" in r.sink.gone[0]
+        assert r.sink.answers[1].reason == ProcessReason.TIER_GONE
+
+
+_ORDER = frames.pack_order(Order(OrderId(1), TierFrame.READ, 1e9, tuple(placed([1], [1]))))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        frame(TierFrame.READ, b""),
+        frame(TierFrame.READ, _ORDER[:-8]),
+        frame(TierFrame.EXISTS, _ORDER[:60]),
+        frame(TierFrame.READ, b"\xff" * 1000),
+        frame(TierFrame.DELETE_SCOPES, b"\xff" * 100),
+        frame(TierFrame.UNMAP_ROW, b"\xff" * 16),
+        frame(TierFrame.ANSWER),
+        frame(TierFrame.CONFIGURE, b"{}"),
+        b"\xff" * 64,
+    ],
+)
+@on_loop
+async def test_a_process_that_is_told_nonsense_ends(said: bytes) -> None:
+    async with tier_rig() as r:
+        tier = await r.start()
+        tier._write_frame(said)
+        await r.sink.until(lambda: r.sink.gone)
+        assert "exited with status 1" in r.sink.gone[0]
+
+
+@pytest.mark.parametrize("first", [b"\xff" * 64, frame(TierFrame.STOP), frame(TierFrame.CONFIGURE)])
+def test_a_process_that_is_greeted_with_nonsense_ends(first: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "kvd.tiers", str(theirs.fileno()), str(os.getpid())],
+            pass_fds=(theirs.fileno(),),
+            stderr=subprocess.DEVNULL,
+        )
+        ours.sendall(first)
+        assert child.wait(10) == 1
+
+
+# -- control ends ---------------------------------------------------------------------------------
+
+_CONTROL = f"""
+import asyncio, sys
+from pathlib import Path
+from tests.tiers.tier_rig import BAD, TierRig, placed, soon
+
+async def live() -> None:
+    r = TierRig(Path(sys.argv[1]))
+    tier = await r.start(sys.argv[2])
+    tier.read(r.next_order(), placed([1], [2]), soon())
+    if sys.argv[2] != {MEMORY!r}:
+        await r.signed("reading")
+    print(tier.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(live())
+"""
+
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("store", [MEMORY, BAD + "Hangs", BAD + "HoldsTheInterpreter"])
+def test_a_tiers_process_dies_with_control(store: str, shared_directory: Path) -> None:
+    for name in ("extents", "signs"):
+        (shared_directory / name).mkdir()
+    control = subprocess.Popen(
+        [sys.executable, "-c", _CONTROL, str(shared_directory), store],
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[2],
+    )
+    assert control.stdout is not None
+    pid = int(control.stdout.readline())
+    with closing(os.pidfd_open(pid)) as tier:
+        control.kill()
+        control.wait()
+        control.stdout.close()
+        ended, _, _ = select.select([tier], [], [], 2.0)
+    assert ended, "the tier's process outlived control"
