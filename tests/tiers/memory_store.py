@@ -48,7 +48,11 @@ class MemoryStore:
         require_blocks(blocks, to_fill=False)
         self._begin(deadline)
         kept = {block.key for block in blocks}
-        return [self._write(block, kept, deadline) for block in blocks]
+        outcomes: dict[TierKey, Outcome] = {}
+        for block in blocks:
+            if block.key not in outcomes:
+                outcomes[block.key] = self._write(block, kept, deadline)
+        return [outcomes[block.key] for block in blocks]
 
     def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         require_blocks(blocks, to_fill=True)
@@ -96,8 +100,11 @@ class MemoryStore:
                 self._count(TierReason.TIMEOUT)
             return Outcome.FAILED
         with self._lock:
-            if block.key in self._blocks:
-                return Outcome.DONE
+            there = self._blocks.get(block.key)
+            if there is not None:
+                if [len(part) for part in there] == [part.nbytes for part in block.parts]:
+                    return Outcome.DONE
+                self._forget(block.key)
             leaving, room = [], self._capacity - self._bytes
             for key, parts in self._blocks.items():
                 if room >= block.nbytes:
