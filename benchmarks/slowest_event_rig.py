@@ -17,6 +17,7 @@ import numpy as np
 from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd.observability.metrics import Metrics
 from kvd.pool import Pool, PoolConfig
 from kvd.runtime.batching import run_pieces
 from kvd.runtime.driver import Driver, OpenSessionRecord
@@ -172,7 +173,7 @@ class Rig:
             self.shape.extents, EXTENT_BYTES, policy=self.policy, tag_secret=self.pool.tag_secret
         )
         self.machine = Machine(config)
-        self.driver = LoneDriver(self.machine, self.pool, self.clock)
+        self.driver = LoneDriver(self.machine, self.pool, Metrics("rig"), self.clock)
         self.driver.timed = self.timed
         self.driver.fleet = self.fleet  # type: ignore[assignment]
         self.driver.on_broken_invariant = lambda *_: None

@@ -128,7 +128,7 @@ class Daemon:
                 namespaces=descriptors.most_namespaces(MAX_NAMESPACES),
             )
         )
-        driver = Driver(machine, pool, observer=self.metrics)
+        driver = Driver(machine, pool, self.metrics)
         began = time.perf_counter()
         driver.recover()
         for rule in config.tenants:

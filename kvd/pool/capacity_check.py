@@ -93,8 +93,8 @@ def measure(config: PoolConfig) -> SpaceFigures:
     fs = os.statvfs(tables)
     found = SpaceFigures(
         fs.f_bavail * fs.f_frsize,
-        sum(_taken(path) for path in tables.iterdir() if path.is_file() and path.suffix != ".kv"),
-        sum(_taken(path) for path in config.extents_place.glob("*.kv")),
+        sum(taken(path) for path in tables.iterdir() if path.is_file() and path.suffix != ".kv"),
+        sum(taken(path) for path in config.extents_place.glob("*.kv")),
         _memory_available(),
         memory_limit(),
         standing=(tables / "pool.header").exists(),
@@ -250,7 +250,7 @@ def _standing(directory: Path) -> Path:
     return directory
 
 
-def _taken(path: Path) -> int:
+def taken(path: Path) -> int:
     """Bytes of memory behind a file; 0 where it is gone."""
     try:
         return path.stat().st_blocks * 512

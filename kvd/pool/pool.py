@@ -398,7 +398,7 @@ class Pool:
     def memory(self) -> PoolMemory:
         """Bytes taken by extents, tables and index pages."""
         directory = self._config.directory
-        tables = sum(_taken(path) for path in directory.glob("*.table"))
+        tables = sum(capacity_check.taken(path) for path in directory.glob("*.table"))
         pages = sum(page.taken for page in self._pages.values())
         return PoolMemory(self.extents * self.extent_bytes, tables, pages)
 
@@ -568,8 +568,3 @@ def _sized(config: PoolConfig) -> PoolConfig:
 
 def _said(error: OSError | MemoryError) -> str:
     return (isinstance(error, OSError) and error.strerror) or "Cannot allocate memory"
-
-
-def _taken(path: Path) -> int:
-    """Bytes of memory behind a file."""
-    return path.stat().st_blocks * 512

@@ -18,13 +18,6 @@ class Clock(Protocol):
 MOST_AWAKE_NS = 1_000_000_000
 
 
-class MonotonicClock:
-    """The machine's own monotonic clock."""
-
-    def now_ns(self) -> int:
-        return time.monotonic_ns()
-
-
 class AwakeClock:
     """A clock that stands still while this process does not run.
 
@@ -33,13 +26,12 @@ class AwakeClock:
     lies between two readings counts as a sleep where it is longer than MOST_AWAKE_NS.
     """
 
-    def __init__(self, clock: Clock | None = None) -> None:
-        self._clock = clock or MonotonicClock()
-        self._read_ns = self._clock.now_ns()
+    def __init__(self) -> None:
+        self._read_ns = time.monotonic_ns()
         self._slept_ns = 0
 
     def now_ns(self) -> int:
-        now_ns = self._clock.now_ns()
+        now_ns = time.monotonic_ns()
         gap_ns = now_ns - self._read_ns
         self._read_ns = now_ns
         if gap_ns > MOST_AWAKE_NS:

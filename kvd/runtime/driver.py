@@ -32,7 +32,7 @@ from kvd.runtime.batching import answer_in_pieces, run_pieces
 from kvd.runtime.clock import AwakeClock, Clock
 from kvd.runtime.event_log import EventLog, change_of, resident_changes
 from kvd.runtime.fleet import MoverFleet, MoverLauncher
-from kvd.runtime.listeners import DriverObserver, SessionSink, SilentObserver
+from kvd.runtime.listeners import DriverObserver, SessionSink
 from kvd.runtime.page_mending import PageMending
 from kvd.runtime.pending_jobs import PendingJobs
 from kvd.runtime.row_teller import RowTeller
@@ -73,8 +73,8 @@ class Driver:
         self,
         machine: Machine,
         pool: Pool,
+        observer: DriverObserver,
         clock: Clock | None = None,
-        observer: DriverObserver | None = None,
         launch: MoverLauncher = MoverProcess.start,
     ) -> None:
         self.machine = machine
@@ -86,7 +86,7 @@ class Driver:
         self.turns = FairQueue()
         self.event_log = EventLog(pool.incarnation, partial(resident_changes, machine), self.turns)
         self._clock = clock or AwakeClock()
-        self._observer = observer or SilentObserver()
+        self._observer = observer
         self.fleet = MoverFleet(pool, self.post, self._observer, launch)
         self.fleet.on_rank_lost = self._rank_lost
         self._fields: dict[str, dict[str, str]] = {}  # by fingerprint, for the registry

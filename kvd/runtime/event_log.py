@@ -95,28 +95,21 @@ def resident_changes(machine: Machine, wanted: Wanted) -> Iterator[tuple[Change,
 class EventLog:
     """The changes that watchers are told of. One writer, many watchers, all on one event loop."""
 
-    def __init__(
-        self,
-        incarnation: bytes,
-        snapshot: Snapshot,
-        turns: FairQueue | None = None,
-        kept: int = KEPT_CHANGES,
-    ) -> None:
+    def __init__(self, incarnation: bytes, snapshot: Snapshot, turns: FairQueue) -> None:
         self.incarnation = incarnation
         self.sequence = 0  # of the newest change
         self._snapshot = snapshot
         self._kept: deque[Change] = deque()
-        self._most_kept = kept
         self._blocks = 0  # in the kept changes
         self._news = asyncio.Event()
-        self._turns = turns or FairQueue()
+        self._turns = turns
 
     def append(self, change: Change) -> None:
         """Number the change and wake the watchers."""
         self.sequence += 1
         self._kept.append(change)
         self._blocks += _blocks_of(change)
-        while len(self._kept) > self._most_kept or self._blocks > KEPT_BLOCKS:
+        while len(self._kept) > KEPT_CHANGES or self._blocks > KEPT_BLOCKS:
             self._blocks -= _blocks_of(self._kept.popleft())
         self._news.set()
 

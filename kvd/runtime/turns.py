@@ -65,7 +65,7 @@ class Pace:
     Units are small: about the time in which a run of keys is looked at, some microseconds.
     """
 
-    def __init__(self, turns: FairQueue, user: Hashable = None) -> None:
+    def __init__(self, turns: FairQueue, user: Hashable) -> None:
         self._turns = turns
         self._user = user
         self._done = 0

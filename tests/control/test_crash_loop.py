@@ -13,6 +13,7 @@ from kvd.core import events as ev
 from kvd.core.keys import TenantId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd.observability.metrics import Metrics
 from kvd.pool import Pool, PoolConfig, registry
 from kvd.runtime.driver import Driver
 from kvd_proto.groups import GroupKind
@@ -45,7 +46,8 @@ async def test_engines_that_crash_in_a_loop_leave_no_descriptor_page_or_line(
     monkeypatch.setattr("kvd.core.blocks.namespaces.MAX_NAMESPACES", 128)
     config = PoolConfig(shared_directory, 4 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES)
     pool = Pool.open(config, lambda _done, _all: None)
-    driver = Driver(Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0)), pool)
+    machine = Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0))
+    driver = Driver(machine, pool, Metrics("test"))
     for event in pool.recovered():
         driver.call(event)
     most, before = 0, len(leaks.descriptors())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from kvd.core.model.turn import Turn
 from kvd.core.room import reclaim
 from kvd.mover.facts import GpuFacts, MoverFacts
 from kvd.mover.process import MoverConfig, MoverProcess, MoverSink
+from kvd.observability.metrics import Metrics
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
 from kvd.runtime.clock import AwakeClock
@@ -81,7 +82,7 @@ async def driver(shared_directory: Path) -> AsyncIterator[Driver]:
     )
     pool = Pool.open(config, lambda _done, _all: None)
     machine = Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0))
-    driver = Driver(machine, pool, launch=_launch)
+    driver = Driver(machine, pool, Metrics("test"), launch=_launch)
     for event in pool.recovered():
         driver.call(event)
     yield driver
@@ -360,20 +361,13 @@ async def test_reports_that_wait_are_handled_before_anything_is_found_late(
     assert heard.index("TimerTicked") == 50
 
 
-def test_the_drivers_clock_stands_still_while_the_process_does_not_run() -> None:
+def test_the_drivers_clock_stands_still_while_the_process_does_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     readings = iter([0, 250, 500, 70_500, 70_750, 72_000, 72_250])
-    clock = AwakeClock(Scripted(readings))
+    monkeypatch.setattr("time.monotonic_ns", lambda: next(readings) * 1_000_000)
+    clock = AwakeClock()
     assert [clock.now_ns() // 1_000_000 for _ in range(6)] == [250, 500, 500, 750, 750, 1000]
-
-
-class Scripted:
-    """A clock that reads what it is told, in milliseconds."""
-
-    def __init__(self, readings: Iterator[int]) -> None:
-        self._readings = readings
-
-    def now_ns(self) -> int:
-        return next(self._readings) * 1_000_000
 
 
 @pytest.mark.parametrize("call", ["memfd_create", "open", "posix_fallocate"])
@@ -421,7 +415,8 @@ async def test_recovery_without_memory_for_an_index_page_says_so(
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     machine = Machine(MachineConfig(orders.EXTENTS, orders.EXTENT_BYTES))
-    second = Driver(machine, Pool.open(config, lambda _done, _all: None), launch=_launch)
+    pool = Pool.open(config, lambda _done, _all: None)
+    second = Driver(machine, pool, Metrics("test"), launch=_launch)
     broken: list[Exception] = []
     second.on_broken_invariant = lambda _event, error, _story: broken.append(error)
     with monkeypatch.context() as patched:

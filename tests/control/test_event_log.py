@@ -11,6 +11,7 @@ import pytest
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
 from kvd.runtime import event_log
 from kvd.runtime.event_log import Change, ChangeKind, Delivery, EventLog, FellBehind
+from kvd.runtime.turns import FairQueue
 
 INCARNATION = b"a" * 16
 TENANT = TenantId("default")
@@ -31,7 +32,7 @@ async def take(watch: AsyncIterator[Delivery], count: int) -> list[Delivery]:
 
 
 async def test_new_watcher_gets_a_snapshot_and_then_the_tail() -> None:
-    log = EventLog(INCARNATION, lambda _: iter([(change(7),)]))
+    log = EventLog(INCARNATION, lambda _: iter([(change(7),)]), FairQueue())
     log.append(change(7))
     watch = log.watch(None, lambda _tenant, _namespace: True)
     (snapshot,) = await take(watch, 1)
@@ -43,7 +44,7 @@ async def test_new_watcher_gets_a_snapshot_and_then_the_tail() -> None:
 
 
 async def test_returning_watcher_goes_on_without_a_gap() -> None:
-    log = EventLog(INCARNATION, lambda _: iter([]))
+    log = EventLog(INCARNATION, lambda _: iter([]), FairQueue())
     for number in range(5):
         log.append(change(number))
     (delivery,) = await take(log.watch((INCARNATION, 2), lambda _tenant, _namespace: True), 1)
@@ -52,14 +53,17 @@ async def test_returning_watcher_goes_on_without_a_gap() -> None:
 
 
 async def test_watcher_of_another_incarnation_starts_over() -> None:
-    log = EventLog(INCARNATION, lambda _: iter([(change(1),)]))
+    log = EventLog(INCARNATION, lambda _: iter([(change(1),)]), FairQueue())
     log.append(change(1))
     (delivery,) = await take(log.watch((b"b" * 16, 1), lambda _tenant, _namespace: True), 1)
     assert delivery.snapshot
 
 
-async def test_watcher_that_fell_behind_the_kept_tail_gets_a_snapshot() -> None:
-    log = EventLog(INCARNATION, lambda _: iter([(change(9),)]), kept=4)
+async def test_watcher_that_fell_behind_the_kept_tail_gets_a_snapshot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = EventLog(INCARNATION, lambda _: iter([(change(9),)]), FairQueue())
+    monkeypatch.setattr(event_log, "KEPT_CHANGES", 4)
     for number in range(10):
         log.append(change(number))
     (delivery,) = await take(log.watch((INCARNATION, 2), lambda _tenant, _namespace: True), 1)
@@ -68,7 +72,7 @@ async def test_watcher_that_fell_behind_the_kept_tail_gets_a_snapshot() -> None:
 
 
 async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
-    log = EventLog(INCARNATION, lambda _: iter([]))
+    log = EventLog(INCARNATION, lambda _: iter([]), FairQueue())
     log.append(change(1, namespace=1))
     log.append(change(2, namespace=2))
     (delivery,) = await take(
@@ -80,7 +84,7 @@ async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
 
 async def test_kept_tail_is_bounded_by_its_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_log, "KEPT_BLOCKS", 8)
-    log = EventLog(INCARNATION, lambda _: iter([(change(0),)]))
+    log = EventLog(INCARNATION, lambda _: iter([(change(0),)]), FairQueue())
     for number in range(5):
         words = np.full((3, 4), number, dtype=np.uint64)
         keys = KeyBatch(words, 32)
@@ -93,7 +97,7 @@ async def test_kept_tail_is_bounded_by_its_blocks_too(monkeypatch: pytest.Monkey
 
 async def test_changes_while_a_snapshot_is_taken_stand_in_it_behind_its_pieces() -> None:
     pieces = iter([(change(1),), (change(2),), (change(3),)])
-    log = EventLog(INCARNATION, lambda _: pieces)
+    log = EventLog(INCARNATION, lambda _: pieces, FairQueue())
     log.append(change(0))
     watch = log.watch(None, lambda _tenant, _namespace: True)
     (first,) = await take(watch, 1)
@@ -105,9 +109,12 @@ async def test_changes_while_a_snapshot_is_taken_stand_in_it_behind_its_pieces()
     assert [d.sequence for d in deliveries] == [1, 1, 1, 2]
 
 
-async def test_watcher_that_is_overtaken_within_its_snapshot_is_ended() -> None:
+async def test_watcher_that_is_overtaken_within_its_snapshot_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pieces = iter([(change(1),), (change(2),)])
-    log = EventLog(INCARNATION, lambda _: pieces, kept=4)
+    log = EventLog(INCARNATION, lambda _: pieces, FairQueue())
+    monkeypatch.setattr(event_log, "KEPT_CHANGES", 4)
     watch = log.watch(None, lambda _tenant, _namespace: True)
     await take(watch, 1)
     for number in range(10):
@@ -117,7 +124,7 @@ async def test_watcher_that_is_overtaken_within_its_snapshot_is_ended() -> None:
 
 
 async def test_nobody_waits_for_watchers_that_take_their_time() -> None:
-    log = EventLog(INCARNATION, lambda _: iter([(change(1),), (change(2),)]))
+    log = EventLog(INCARNATION, lambda _: iter([(change(1),), (change(2),)]), FairQueue())
     log.append(change(1))
     idle = [log.watch(None, lambda _tenant, _namespace: True, user=7) for _ in range(200)]
     for watch in idle:

@@ -23,6 +23,7 @@ from kvd.core.model.turn import Turn
 from kvd.core.room import reclaim
 from kvd.mover.facts import MoverFacts
 from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess, MoverSink
+from kvd.observability.metrics import Metrics
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
 from kvd.runtime import row_teller
@@ -105,7 +106,7 @@ class Stage:
         config = PoolConfig(directory, EXTENTS * EXTENT_BYTES, EXTENT_BYTES)
         pool = Pool.open(config, lambda _done, _all: None)
         machine = Machine(MachineConfig(pool.extents, EXTENT_BYTES, spare_bytes=0))
-        self.driver = Driver(machine, pool, launch=self._launch)
+        self.driver = Driver(machine, pool, Metrics("test"), launch=self._launch)
         self.driver.on_broken_invariant = lambda *_: None  # the test fails with it
         self.driver.recover()
         self.state = machine.state

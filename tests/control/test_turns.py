@@ -75,7 +75,7 @@ def test_a_pace_lets_others_in_when_much_is_done() -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.ensure_future(other())
-        pace = Pace(turns)
+        pace = Pace(turns, "user")
         for _ in range(640):
             await pace.spend(1)
         ended = True

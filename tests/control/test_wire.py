@@ -27,7 +27,7 @@ class CountedPace(Pace):
     """Counts what is done in one go."""
 
     def __init__(self) -> None:
-        super().__init__(FairQueue())
+        super().__init__(FairQueue(), "user")
         self.spent: list[int] = []
 
     async def spend(self, units: int) -> None:

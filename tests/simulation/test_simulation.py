@@ -24,6 +24,7 @@ from kvd.core.actions import Action
 from kvd.core.keys import MoverId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.mover.process import MoverConfig, MoverSink
+from kvd.observability.metrics import Metrics
 from kvd.pool.config import PoolConfig
 from kvd.pool.pool import Pool
 from kvd.runtime import row_teller
@@ -92,7 +93,7 @@ class World:
                 tag_secret=pool.tag_secret,
             )
         )
-        driver = Driver(machine, pool, clock=self.loop, launch=self._launch)
+        driver = Driver(machine, pool, Metrics("test"), clock=self.loop, launch=self._launch)
         driver.on_broken_invariant = lambda *_: None
         for event in pool.recovered():
             driver.call(event)

@@ -44,6 +44,16 @@ class BlockRun(NamedTuple):
         )
 
 
+def stretches(blocks: Sequence[int]) -> list[tuple[int, int]]:
+    """Runs of consecutive numbers in an ascending list, as (start, end) places in it."""
+    if not blocks:
+        return []
+    if blocks[-1] - blocks[0] == len(blocks) - 1:
+        return [(0, len(blocks))]
+    cuts = [0, *(i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1)]
+    return list(zip(cuts, [*cuts[1:], len(blocks)], strict=True))
+
+
 def within_limit(runs: list[BlockRun], most: int = MAX_RUNS) -> list[BlockRun]:
     """The same blocks, in one run for each group where `most` runs are not enough.
 

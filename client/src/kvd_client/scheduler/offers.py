@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvd_client.draft import BlockRun
+from kvd_client.draft import BlockRun, stretches
 from kvd_client.identity import NamespaceFields
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Request
@@ -195,21 +195,11 @@ class OfferPlanner:
         ]
         offers: list[BlockOffer] = []
         following = blocks.stop
-        for run in reversed(_runs(wanted)):
+        for start, end in reversed(stretches(wanted)):
+            run = range(wanted[start], wanted[end - 1] + 1)
             row = list(table[run.start * width : run.stop * width])
             offer = BlockOffer(request, group, run.start, hashes[run.start : run.stop], row)
             offer.passed_over = following - run.stop
             following = run.start
             offers.insert(0, offer)
         return offers
-
-
-def _runs(blocks: Sequence[int]) -> list[range]:
-    """Ascending numbers as runs without a gap."""
-    runs: list[range] = []
-    for block in blocks:
-        if runs and runs[-1].stop == block:
-            runs[-1] = range(runs[-1].start, block + 1)
-        else:
-            runs.append(range(block, block + 1))
-    return runs

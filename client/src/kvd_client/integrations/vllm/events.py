@@ -7,18 +7,12 @@ room, and its event stream tells.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, cast
+from typing import cast
 
 from vllm.v1.kv_offload.base import Medium, OffloadingEvent, OffloadKey
 
 from kvd_client.event_watch import GROUP_BYTES, Key, RemovalWatch
-
-
-class OpenSession(Protocol):
-    """The session, epoch and groups by which an engine's events name its blocks."""
-
-    namespace_id: int
-    epoch: str
+from kvd_client.session import DaemonSession
 
 
 class KvEventRemovals:
@@ -27,7 +21,7 @@ class KvEventRemovals:
     def __init__(
         self,
         socket_path: str,
-        session: Callable[[], OpenSession | None],
+        session: Callable[[], DaemonSession | None],
         vllm_groups: Sequence[int],
     ) -> None:
         """`session` is the open one, if any; `vllm_groups[i]` is vLLM's number of group i."""

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadKey
 
-from kvd_client.draft import BlockRun
-from kvd_client.integrations.vllm.scheduling.requests import OffloadGroups, stretches
+from kvd_client.draft import BlockRun, stretches
+from kvd_client.integrations.vllm.scheduling.requests import OffloadGroups
 from kvd_client.integrations.vllm.scheduling.stores import BlocksSpec
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+
+from vllm.v1.request import Request
 
 from kvd_client.scheduler.pace import TokenPace
 
 MAX_COMPUTING = 4096  # prompts under way; of more the youngest are not timed
-
-
-class Prompted(Protocol):
-    """What is read of a vLLM request."""
-
-    request_id: str
-    num_prompt_tokens: int
-
-    @property
-    def num_output_tokens(self) -> int: ...
 
 
 class PromptTimes:
@@ -28,10 +19,10 @@ class PromptTimes:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._computing: dict[str, tuple[Prompted, float, int]] = {}
+        self._computing: dict[str, tuple[Request, float, int]] = {}
         self._counted_s = 0.0  # up to then, time was counted for others
 
-    def step(self, begun: Iterable[tuple[Prompted, int]], pace: TokenPace) -> None:
+    def step(self, begun: Iterable[tuple[Request, int]], pace: TokenPace) -> None:
         """A step begins: requests that are new to it, with the tokens that they have already."""
         self._count([each for each in self._computing.values() if each[0].num_output_tokens], pace)
         for request, had_tokens in begun:
@@ -39,14 +30,14 @@ class PromptTimes:
                 tokens = request.num_prompt_tokens - had_tokens
                 self._computing[request.request_id] = (request, self._clock(), tokens)
 
-    def ended(self, request: Prompted, pace: TokenPace) -> None:
+    def ended(self, request: Request, pace: TokenPace) -> None:
         """The request is over, perhaps with its first token."""
         known = self._computing.get(request.request_id)
         if known is not None and request.num_output_tokens:
             self._count([known], pace)
         self._computing.pop(request.request_id, None)
 
-    def _count(self, computed: list[tuple[Prompted, float, int]], pace: TokenPace) -> None:
+    def _count(self, computed: list[tuple[Request, float, int]], pace: TokenPace) -> None:
         if not computed:
             return
         now = self._clock()

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
     get_offload_group_idx,
 )
 
-from kvd_client.draft import BlockRun, request_context
+from kvd_client.draft import BlockRun, request_context, stretches
 from kvd_client.scheduler import RequestParams
 from kvd_client.scheduler.hits import HIT, MISS, PENDING, RETRY, STATUS_BITS
 from kvd_client.scheduler.request import Request
@@ -129,16 +129,6 @@ def verdicts_of(request: Request, groups: OffloadGroups) -> dict[OffloadKey, Loo
         keys = (OffloadKey(block_hash + suffix) for block_hash in hashes)
         found.update(zip(keys, results, strict=False))
     return found
-
-
-def stretches(blocks: Sequence[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive block numbers as (start, end) places in the list."""
-    if not blocks:
-        return []
-    if blocks[-1] - blocks[0] == len(blocks) - 1:
-        return [(0, len(blocks))]
-    cuts = [0, *(i for i in range(1, len(blocks)) if blocks[i] != blocks[i - 1] + 1)]
-    return list(zip(cuts, [*cuts[1:], len(blocks)], strict=True))
 
 
 def offered_runs(tracked: TrackedRequest) -> list[BlockRun]:
