@@ -57,6 +57,7 @@ from kvd.tiers.store import (
 MAX_CALLS_AT_ONCE = 64  # whatever a store would take
 _STOP_S = 1.0  # for calls under way
 
+_REASONS = frozenset(TierReason)
 _POSSIBLE = {
     TierFrame.READ: (Outcome.DONE, Outcome.MISSING, Outcome.FAILED),
     TierFrame.WRITE: (Outcome.DONE, Outcome.FULL, Outcome.FAILED),
@@ -179,7 +180,8 @@ class TierLoop:
         try:
             values, copied = self._call(work.order, lent)
         except TierError as error:
-            reason = str(error.reason)
+            known = error.reason in _REASONS  # they are labels of a metric: no store makes others
+            reason = str(error.reason) if known else ProcessReason.STORE_RAISED
             log_limited(f"{work.order.kind.name} of {work.order.count}: {error}")
         except StoreLied as error:
             reason = ProcessReason.STORE_LIED

@@ -33,7 +33,7 @@ from kvd_proto.limits import MAX_HASH_BYTES, MAX_RANKS
 
 U8 = npt.NDArray[np.uint8]
 TierId = NewType("TierId", int)  # place in the ordered list of tiers, from 0
-OrderId = NewType("OrderId", int)  # chosen by who orders; no two open orders of a process have one
+OrderId = NewType("OrderId", int)  # chosen by who orders; never twice with one process
 
 MAX_REASON_BYTES = 64
 MAX_PARTS_PER_ORDER = 1 << 20  # of all its blocks: a frame has room for them

@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 1.0  # before the first new start; then twice as long, and so on
 LONGEST_WAIT_S = 60.0  # who has served so long is started again at once, as it were for the first
+CLOSE_S = 5.0  # for a process to end when the daemon does
 TierLauncher = Callable[[TierConfig, TierSink, QueueBounds], Awaitable[TierProcess]]
 
 
@@ -99,14 +100,23 @@ class TierKeeper:
         # What breaks it must be heard of now, not when it is collected.
         self._task.add_done_callback(lambda task: task.cancelled() or task.result())
 
-    async def close(self) -> None:
-        """End the process, and start no other; returns when it is gone."""
+    async def close(self) -> bool:
+        """End the process, and start no other; returns when it is gone.
+
+        False: the kernel does not end it in time, as where it waits for a disk. It stays noted for
+        the pool's next owner.
+        """
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        stopping: set[asyncio.Future[None]] = {self._task}
         if self.process is not None:
-            await self.process.stop()
+            stopping.add(asyncio.ensure_future(self.process.stop()))
+        _, left = await asyncio.wait(stopping, timeout=CLOSE_S)
+        if left:
+            log.warning("tier %d: its process can't be ended now", self._config.tier)
+            return False
         if self.stage is not KeeperStage.CLOSED:
             self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.CLOSED)
+        return True
 
     async def _keep(self) -> None:
         wait_s = FIRST_WAIT_S

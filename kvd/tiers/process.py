@@ -212,6 +212,11 @@ class TierProcess(OwnedProcess):
         return True
 
     @property
+    def ending(self) -> bool:
+        """Whether it is gone, or was told to go: it may wait for a disk, and takes no orders."""
+        return bool(self._reason) or self._transport is None or self._transport.is_closing()
+
+    @property
     def queued(self) -> dict[str, int]:
         """Keys and blocks that were given and not answered, by kind."""
         return {kind.name.lower(): self._queued[kind] for kind in _LANES}
@@ -221,7 +226,7 @@ class TierProcess(OwnedProcess):
         frames.require_order(order)
         lane = _lane(order)
         waiting = self._queued[lane]
-        if self._transport is None or self._transport.is_closing() or self._gone.done():
+        if self.ending:
             return False
         if waiting and waiting + order.count > self._bounds.of(lane):
             return False

@@ -55,6 +55,10 @@ class Raises(_Store):
         match self.options["what"]:
             case "tier":
                 raise TierError("nobody answers", TierReason.UNREACHABLE)
+            case "odd":
+                error = TierError("of my own making")
+                error.reason = "ROUTER_17_\u00fc"  # type: ignore[assignment]
+                raise error
             case "value":
                 raise ValueError("a bug")
             case "assertion":

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from kvd.core.keys import RowId
+from kvd.processes import parent
 from kvd.tiers import keeper as module
 from kvd.tiers.keeper import KeeperStage, TierKeeper
 from kvd.tiers.process import (
@@ -92,7 +93,7 @@ async def kept(r: TierRig, heard: Heard, store: str = MEMORY) -> AsyncIterator[T
     try:
         yield keeper
     finally:
-        await keeper.close()
+        assert await keeper.close()
         assert keeper.stage is KeeperStage.CLOSED
         assert keeper.process is None
         assert not heard.noted
@@ -197,6 +198,27 @@ async def test_a_keeper_can_be_closed_while_there_is_no_process(store: str) -> N
             await keeper.close()
             assert time.monotonic() - began < 2.0
         assert not heard.started
+
+
+@on_loop
+async def test_a_process_that_can_not_be_ended_does_not_keep_the_daemon_from_ending(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.5)
+    monkeypatch.setattr(parent, "STOP_S", 0.1)
+    async with tier_rig() as r:
+        heard = Heard()
+        async with kept(r, heard) as keeper:
+            await until(lambda: heard.started)
+            process = heard.started[0][1]
+            os.kill(process.pid, signal.SIGSTOP)
+            with monkeypatch.context() as patch:
+                patch.setattr(process._child, "kill", lambda: None)
+                began = time.monotonic()
+                assert not await keeper.close()
+                assert time.monotonic() - began < 1.0
+                assert list(heard.noted) == [process.pid], "the next owner must know of it"
+            process._child.kill()
 
 
 @on_loop
