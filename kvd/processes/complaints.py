@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
+import time
 
 MAX_COMPLAINTS = 100
-_complaints = itertools.count()
+COMPLAINT_SECONDS = 60.0  # after that, one more in so long: such a process may run for months
+_said = 0
+_began = time.monotonic()
 _title = "mover"
 
 
@@ -19,5 +21,7 @@ def introduce(title: str) -> None:
 
 def log_limited(message: str) -> None:
     """Say it in the daemon's log, which a hostile worker must not be able to fill."""
-    if next(_complaints) < MAX_COMPLAINTS:
+    global _said
+    if _said < MAX_COMPLAINTS + (time.monotonic() - _began) // COMPLAINT_SECONDS:
+        _said += 1
         print(f"kvd {_title} {os.getpid()}: {message}", file=sys.stderr, flush=True)  # noqa: T201
