@@ -25,7 +25,7 @@ from kvd_proto.board import BoardRecord
 from kvd_proto.v1 import companion_pb2
 from tests.client.small_engine import SmallEngine
 from tests.client.test_unsayable import ended
-from tests.control.running_daemon import wait_until
+from tests.waiting import wait_until
 
 
 class Stuck:

@@ -104,7 +104,7 @@ def test_a_mover_that_outlived_its_daemon_is_killed(
         mover = start_mapper(pool.extent_path(1))
         pool.record_mover(mover.pid, start_time(mover))
     with opened(config) as pool:
-        assert mover.wait(1) == -signal.SIGKILL
+        assert mover.wait(20) == -signal.SIGKILL
         rows = orders.rows_of(list(pool.recovered()))
     assert [row.quarantined for row in rows.values()] == [False, False]
 
@@ -143,7 +143,7 @@ def test_a_mover_that_was_forgotten_is_left_alone(
             pool.record_mover(mover.pid, start_time(mover))
         pool.forget_mover(gone.pid)
     with opened(config):
-        assert kept.wait(1) == -signal.SIGKILL
+        assert kept.wait(20) == -signal.SIGKILL
         assert gone.poll() is None
 
 
@@ -213,7 +213,7 @@ def test_rows_of_a_mover_that_can_not_be_killed_are_quarantined(
     assert {row: event.quarantined for row, event in rows.items()} == {0: False, 1: True}
     assert rows[1].ordinals.tolist() == [0]
     with opened(config):
-        assert mover.wait(1) == -signal.SIGKILL, "the orphaned mover was not kept in the list"
+        assert mover.wait(20) == -signal.SIGKILL, "the orphaned mover was not kept in the list"
 
 
 def test_what_is_left_of_a_process_whose_first_thread_has_ended_still_maps(

@@ -26,9 +26,9 @@ from kvd_proto.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from tests.control.running_daemon import DEADLINE_S, RunningDaemon, daemon, wait_until
+from tests.control.running_daemon import DEADLINE_S, RunningDaemon, daemon
 
-__all__ = ["RunningDaemon", "daemon", "wait_until"]  # for those who need both
+__all__ = ["RunningDaemon", "daemon"]  # for those who need both
 
 BLOCK_BYTES = 4096  # of one engine block in one shard
 HASH_BYTES = 32

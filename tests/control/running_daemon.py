@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.daemon_process import DaemonProcess
@@ -61,10 +60,3 @@ def daemon(*flags: str, environment: dict[str, str] | None = None) -> Iterator[R
         yield running
     finally:
         running.remove()
-
-
-def wait_until(true: Callable[[], bool], what: str, seconds: float = DEADLINE_S) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.01)

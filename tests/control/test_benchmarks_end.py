@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.control.running_daemon import wait_until
 from tests.daemon_process import is_alive
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 # In the place of vLLM's Python: a server that never gets healthy, and a model that is made at once.

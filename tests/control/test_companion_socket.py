@@ -20,8 +20,8 @@ from tests.control.daemon_rig import (
     RunningDaemon,
     daemon,
     identity,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

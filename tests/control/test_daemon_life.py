@@ -33,9 +33,9 @@ from tests.control.daemon_rig import (
     identity,
     refusal,
     store_job,
-    wait_until,
 )
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 PORT = free_port()
 
@@ -61,7 +61,7 @@ def kvd(*words: str) -> subprocess.CompletedProcess[str]:
 
 def get(path: str) -> tuple[int, str]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}{path}", timeout=25) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, ""
@@ -134,10 +134,10 @@ def test_each_service_has_its_health(running: RunningDaemon) -> None:
     with grpc.insecure_channel(f"unix:{running.socket}") as channel:
         stub = health_stub(channel)
         for service in ("", "kvd.v1.EngineService", "kvd.v1.WorkerService"):
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=25)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Check(health_pb2.HealthCheckRequest(service="kvd.v1.Nothing"), timeout=5)
+            stub.Check(health_pb2.HealthCheckRequest(service="kvd.v1.Nothing"), timeout=25)
         assert caught.value.code() == grpc.StatusCode.NOT_FOUND
 
 
@@ -145,7 +145,7 @@ def test_reflection_lists_the_services(running: RunningDaemon) -> None:
     with grpc.insecure_channel(f"unix:{running.socket}") as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
-        (answer,) = stub.ServerReflectionInfo(iter([ask]), timeout=5)
+        (answer,) = stub.ServerReflectionInfo(iter([ask]), timeout=25)
         listed = {service.name for service in answer.list_services_response.service}
     assert {"kvd.v1.EngineService", "kvd.v1.OperatorService", "grpc.health.v1.Health"} <= listed
 
@@ -291,7 +291,7 @@ def test_sigterm_waits_for_copies_and_leaves_no_socket_but_the_pool() -> None:
         engine.worker.ready(5)
         assert engine.ended(5).blocks == 1
         assert running.process is not None
-        assert running.process.wait(10) == 0
+        assert running.process.wait(25) == 0
         engine.close()
         assert [p.name for p in running.directory.iterdir()] == ["log"]
         assert (running.pool / "slots.table").exists()
@@ -337,7 +337,7 @@ def test_an_operators_drain_refuses_sessions_and_says_not_serving() -> None:
         assert operator.call(operator.operator.Drain, drain).jobs_left == 0
         assert operator.status().state == "draining"
         stub = health_stub(operator.channel)
-        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+        answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=25)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
         operator.close()
 

@@ -18,9 +18,9 @@ from tests.control.daemon_rig import (
     daemon,
     identity,
     namespace,
-    wait_until,
 )
 from tests.control.running_daemon import DEADLINE_S
+from tests.waiting import wait_until
 
 SESSIONS = 1000
 A_FEW = 32

@@ -23,8 +23,8 @@ from tests.control.daemon_rig import (
     memory,
     namespace,
     refusal,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

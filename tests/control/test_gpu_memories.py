@@ -29,8 +29,8 @@ from tests.control.daemon_rig import (
     group_layout,
     memory,
     refusal,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 GIB = 1 << 30
 MIB = 1 << 20

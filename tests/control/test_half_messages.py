@@ -18,10 +18,10 @@ from tests.control.daemon_rig import (
     identity,
     namespace,
     refusal,
-    wait_until,
 )
 from tests.control.raw_http2 import RawHttp2, message
 from tests.faults.stand import resident_kib
+from tests.waiting import wait_until
 
 SESSION = "/kvd.v1.EngineService/Session"
 HALF = message(bytes(MAX_MESSAGE_BYTES - 1), MAX_MESSAGE_BYTES)

@@ -20,7 +20,7 @@ def test_probes_are_answered_beside_any_number_of_connections_that_say_nothing()
         for each in half:
             each.sendall(b"GET /healthz HTTP/1.1\r\n")
         for _ in range(MAX_CONNECTIONS + 2):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=25) as answer:
                 assert answer.status == 200
         for each in (*silent, *half):
             each.close()

@@ -14,9 +14,9 @@ from tests.control.daemon_rig import (
     daemon,
     identity,
     refusal,
-    wait_until,
 )
 from tests.faults.stand import resident_kib
+from tests.waiting import wait_until
 
 LARGE_RUN = common_pb2.KeyRun(hashes=bytes(3 << 20))  # far too many keys
 LARGE = engine_pb2.Query(run=LARGE_RUN)

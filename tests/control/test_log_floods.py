@@ -17,10 +17,11 @@ from kvd.observability import floods, logs
 from kvd.observability.floods import LINE_SECONDS, LINES_AT_ONCE, MAX_KINDS, Floods
 from kvd_proto.v1 import companion_pb2, engine_pb2
 from tests.control.daemon_of_small_bounds import VARIABLE
-from tests.control.daemon_rig import Caller, identity, namespace, wait_until
+from tests.control.daemon_rig import Caller, identity, namespace
 from tests.control.running_daemon import RunningDaemon
 from tests.control.test_companion_socket import HELLO, answer, connect, framed
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 MANY = 2000
 LEFT_OUT = re.compile(r"(\d+) more like")

@@ -72,14 +72,14 @@ def send(callers: dict[str, Caller], method: MethodDescriptor, content: bytes) -
     path = f"/{method.containing_service.full_name}/{method.name}"
     if method.name == "Session":
         stream = channel.stream_stream(path)
-        call: Any = stream(iter([content]), timeout=10, metadata=caller.metadata)
+        call: Any = stream(iter([content]), timeout=25, metadata=caller.metadata)
     elif method.server_streaming:
         call = channel.unary_stream(path)(content, timeout=0.2, metadata=caller.metadata)
     else:
         call = None
     try:
         if call is None:
-            channel.unary_unary(path)(content, timeout=10, metadata=caller.metadata)
+            channel.unary_unary(path)(content, timeout=25, metadata=caller.metadata)
         else:
             next(call, None)
             call.cancel()
@@ -181,7 +181,7 @@ def test_steps_of_nonsense_are_refused_one_by_one(engine: RawEngine) -> None:
         del step.released_leases[:]
         scheduler.send(step=step)
         while True:
-            response = scheduler.responses.get(timeout=10)
+            response = scheduler.responses.get(timeout=25)
             if response.WhichOneof("kind") == "refused":
                 reasons.add(response.refused.reason)
                 break

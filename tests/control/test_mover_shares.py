@@ -26,8 +26,8 @@ from tests.control.daemon_rig import (
     daemon,
     identity,
     refusal,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 CONFIG = MoverConfig(MoverId(0), (), (), Path(), 4096)
 

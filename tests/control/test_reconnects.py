@@ -18,8 +18,8 @@ from tests.control.daemon_rig import (
     daemon,
     identity,
     store_job,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

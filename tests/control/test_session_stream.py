@@ -22,8 +22,8 @@ from tests.control.daemon_rig import (
     query,
     refusal,
     store_job,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +292,7 @@ def test_without_a_token_nothing_is_answered(running: RunningDaemon) -> None:
         from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
 
         stub = operator_pb2_grpc.OperatorServiceStub(channel)
-        code, reason, field = refusal(lambda: stub.Status(operator_pb2.StatusRequest(), timeout=5))
+        code, reason, field = refusal(lambda: stub.Status(operator_pb2.StatusRequest(), timeout=25))
         assert (code, reason, field) == ("UNAUTHENTICATED", "UNAUTHENTICATED", "kvd-token")
 
 

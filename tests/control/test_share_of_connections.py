@@ -28,9 +28,10 @@ from kvd.control.access.door import (
 from kvd.core.shares import Bound
 from kvd_proto.v1 import operator_pb2, operator_pb2_grpc
 from tests.control.daemon_of_few_connections import MOST
-from tests.control.daemon_rig import Caller, wait_until
+from tests.control.daemon_rig import Caller
 from tests.control.raw_http2 import RawHttp2
 from tests.control.running_daemon import RunningDaemon, daemon
+from tests.waiting import wait_until
 
 GREEDY, OTHER = 12346, 12347
 TAKE_ALL = """
@@ -227,8 +228,17 @@ def test_few_connections_wait_at_a_daemon_that_does_not_accept() -> None:
 
         few = range(MAX_UNACCEPTED, MAX_UNACCEPTED + 3)  # one more as Linux counts
         wait_until(lambda: taken() in few, "a short queue")
-        caller = Caller(running.socket)
-        assert caller.status().state
+        wait_until(lambda: serves(running.socket), "the end of the queue")
+
+
+def serves(path: str) -> bool:
+    """Whether a newcomer is served: one who finds the queue still full is not."""
+    caller = Caller(path)
+    try:
+        return bool(caller.status().state)
+    except grpc.RpcError:
+        return False
+    finally:
         caller.close()
 
 

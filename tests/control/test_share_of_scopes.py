@@ -19,7 +19,8 @@ from tests.control.daemon_rig import (
     query,
     store_job,
 )
-from tests.control.running_daemon import RunningDaemon, wait_until
+from tests.control.running_daemon import RunningDaemon
+from tests.waiting import wait_until
 
 TENANTS = ("many", "few")
 

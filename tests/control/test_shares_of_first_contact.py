@@ -24,11 +24,11 @@ from tests.control.daemon_rig import (
     RawScheduler,
     identity,
     refusal,
-    wait_until,
 )
 from tests.control.raw_http2 import RawHttp2, message
 from tests.control.running_daemon import RunningDaemon
 from tests.control.test_companion_socket import HELLO, answer, connect
+from tests.waiting import wait_until
 
 ONE, OTHER = 12346, 12347
 # Another user's process: it takes so many, and says what it is told with one more.

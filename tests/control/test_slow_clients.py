@@ -15,8 +15,8 @@ from tests.control.daemon_rig import (
     daemon,
     identity,
     namespace,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 # What HTTP/2 holds for a client that doesn't read: as little as may be, and no more later.
 SMALL_WINDOW = (

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.control.daemon_rig import Caller
-from tests.control.running_daemon import RunningDaemon, wait_until
+from tests.control.running_daemon import RunningDaemon
+from tests.waiting import wait_until
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from functools import partial
 
 from tests.client.content import block_hashes
 from tests.faults.probe import Probe, ProbeFailed
-from tests.faults.scene import Scene, wait_until
+from tests.faults.scene import Scene
+from tests.waiting import wait_until
 
 MOST = 40  # blocks of a prompt
 PROMPTS = 5  # a turn, for each model

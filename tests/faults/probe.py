@@ -110,6 +110,6 @@ class Probe:
         try:
             if self._process.poll() is None:
                 self.ask("close")
-                self._process.wait(10)
+                self._process.wait(25)
         finally:
             self.kill()

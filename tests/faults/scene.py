@@ -20,6 +20,7 @@ from tests.client.content import block_hashes, last_word
 from tests.control.daemon_rig import Caller
 from tests.daemon_process import DaemonProcess
 from tests.faults.probe import Probe
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 PATIENCE_SECONDS = 15.0
@@ -65,12 +66,21 @@ class Scene:
         self.probes.append(probe)
         return probe
 
-    def end_engines(self) -> None:
-        """End every probe and wait until the daemon has forgotten them."""
-        probes, self.probes = self.probes, []
+    def end_engines(self, *but: Probe) -> None:
+        """End every probe but these, and wait until the daemon has forgotten the others."""
+        probes, self.probes = self.probes, list(but)
         for probe in probes:
-            probe.kill()
-        wait_until(lambda: not self.status().sessions and not self.daemon.movers(), "their ends")
+            if probe not in but:
+                probe.kill()
+        left = {probe.engine_id for probe in but}
+
+        def are_alone() -> bool:
+            sessions = self.status().sessions
+            movers = {rank.mover_pid for session in sessions for rank in session.ranks}
+            names = {session.engine_id for session in sessions}
+            return names == left and movers == set(self.daemon.movers())
+
+        wait_until(are_alone, "their ends")
 
     # -- what the daemon says ---------------------------------------------------------------
 
@@ -235,13 +245,6 @@ def target(link: Path) -> str:
         return str(link.readlink())
     except OSError:  # closed meanwhile
         return ""
-
-
-def wait_until(true: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.01)
 
 
 def freeze(pid: int) -> None:

@@ -62,15 +62,15 @@ class Stand:
         channel: Any = caller.channel
         try:
             if name == "Session":
-                stream = channel.stream_stream(path)(iter([content]), metadata=entries, timeout=10)
+                stream = channel.stream_stream(path)(iter([content]), metadata=entries, timeout=25)
                 for _ in stream:
                     pass
             elif name == "WatchEvents":
-                stream = channel.unary_stream(path)(content, metadata=entries, timeout=10)
+                stream = channel.unary_stream(path)(content, metadata=entries, timeout=25)
                 next(stream)
                 stream.cancel()
             else:
-                channel.unary_unary(path)(content, metadata=entries, timeout=10)
+                channel.unary_unary(path)(content, metadata=entries, timeout=25)
         except grpc.RpcError as error:
             info = details_of(error)
             if info is not None:

@@ -9,8 +9,9 @@ import pytest
 
 from tests.client.content import block_hashes, last_word
 from tests.faults.probe import Probe
-from tests.faults.scene import MakeScene, Scene, wait_until
+from tests.faults.scene import MakeScene, Scene
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 BLOCK_BYTES = 4096
 COUNT = 40

@@ -19,7 +19,8 @@ from kvd_proto.v1 import operator_pb2
 from tests.client.content import block_hashes
 from tests.control.daemon_rig import Caller
 from tests.faults.probe import Probe
-from tests.faults.scene import MakeScene, Scene, freeze, pin_mid_load, wait_until
+from tests.faults.scene import MakeScene, Scene, freeze, pin_mid_load
+from tests.waiting import wait_until
 
 BLOCK = 64 << 10
 COUNT = 384

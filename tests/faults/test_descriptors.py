@@ -20,7 +20,8 @@ from kvd_proto.v1 import companion_pb2
 from tests.control.daemon_rig import identity, namespace, open_and_close, refusal
 from tests.faults.conftest import Patched
 from tests.faults.probe import Probe
-from tests.faults.scene import MakeScene, Scene, links, target, wait_until
+from tests.faults.scene import MakeScene, Scene, links, target
+from tests.waiting import wait_until
 
 LIMIT = 400
 

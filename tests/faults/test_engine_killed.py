@@ -13,8 +13,8 @@ from tests.faults.scene import (
     Clean,
     Scene,
     freeze,
-    wait_until,
 )
+from tests.waiting import wait_until
 
 BLOCK = 64 << 10  # large enough for a copy to be caught in the middle
 COUNT = 384
@@ -32,9 +32,7 @@ def bystander(shared_scene: Scene) -> Probe:
 def scene(shared_scene: Scene, bystander: Probe) -> Iterator[Scene]:
     """The module's daemon with the bystander alone."""
     yield shared_scene
-    for victim in shared_scene.probes[1:]:
-        victim.kill()
-    del shared_scene.probes[1:]
+    shared_scene.end_engines(bystander)
 
 
 @pytest.fixture

@@ -14,8 +14,9 @@ from kvd.control.services.events import MAX_WATCHERS_OF_A_USER
 from kvd_proto.v1 import events_pb2, operator_pb2
 from tests.client.content import HASH_BYTES, block_hashes
 from tests.control.daemon_rig import Caller, refusal
-from tests.faults.scene import MakeScene, Scene, wait_until
+from tests.faults.scene import MakeScene, Scene
 from tests.faults.stand import resident_kib
+from tests.waiting import wait_until
 
 Place = tuple[int, str, str, int, bytes]  # namespace, epoch, account, group, hash
 
@@ -219,7 +220,7 @@ def test_user_with_as_many_watchers_as_it_may_have_is_told_so(own_scene: MakeSce
     streams: list[Any] = [c.events.WatchEvents(request, metadata=c.metadata) for c in callers]
     assert all(next(stream).snapshot for stream in streams)
     last = callers[-1]  # there may be no more connections of tools than watchers
-    one_more: Any = last.events.WatchEvents(request, metadata=last.metadata, timeout=10)
+    one_more: Any = last.events.WatchEvents(request, metadata=last.metadata, timeout=25)
     code, reason, _ = refusal(lambda: next(one_more))
     assert (code, reason) == ("RESOURCE_EXHAUSTED", "LIMIT_EXCEEDED")
     for caller in callers:

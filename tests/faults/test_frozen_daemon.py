@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, freeze, thaw, wait_until
+from tests.faults.scene import Scene, freeze, thaw
+from tests.waiting import wait_until
 
 DEADLINE_SECONDS = 2.0  # for either half of a job: more than a busy machine takes to freeze all
 FROZEN_SECONDS = 4.0

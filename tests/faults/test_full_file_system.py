@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.scene import MakeScene, Scene, wait_until
+from tests.faults.scene import MakeScene, Scene
 from tests.small_tmpfs import fill, small_tmpfs
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 POOL_BYTES = 16 * MIB

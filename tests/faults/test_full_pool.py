@@ -13,7 +13,8 @@ from kvd.core.room import reclaim
 from kvd_proto.v1 import engine_pb2
 from tests.control.daemon_rig import RawEngine, block, hashes, identity, namespace, store_job
 from tests.faults.probe import Probe
-from tests.faults.scene import MakeScene, Scene, scenes, wait_until
+from tests.faults.scene import MakeScene, Scene, scenes
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 CAPACITY = 1024  # blocks of 4 KiB in 4 MiB

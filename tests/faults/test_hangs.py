@@ -8,7 +8,8 @@ import pytest
 
 from tests.daemon_process import is_alive
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, freeze, thaw, wait_until
+from tests.faults.scene import Scene, freeze, thaw
+from tests.waiting import wait_until
 
 BLOCK = 64 << 10
 COUNT = 384

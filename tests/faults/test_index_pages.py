@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from tests.faults.scene import MakeScene, Scene, links, target, wait_until
+from tests.faults.scene import MakeScene, Scene, links, target
+from tests.waiting import wait_until
 
 PROMPTS = [f"prompt {number}" for number in range(60)]
 BLOCKS = 256  # of a prompt

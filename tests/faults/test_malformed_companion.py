@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from kvd_proto.v1 import companion_pb2 as pb
-from tests.faults.scene import links, wait_until
+from tests.faults.scene import links
 from tests.faults.stand import Stand, resident_kib, standing
+from tests.waiting import wait_until
 
 HELLO = pb.CompanionRequest(hello=pb.Hello(role=pb.PEER_ROLE_WORKER, program="malformed"))
 OFFER = pb.CompanionRequest(offer_memory=pb.OfferMemory(memory_token=1))

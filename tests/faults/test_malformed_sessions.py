@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from tests.control.daemon_rig import (
 )
 from tests.control.test_wire import nested_step
 from tests.faults.stand import Stand, resident_kib, standing
+from tests.waiting import wait_until
 
 INVALID = ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
 HASHES = ("INVALID_ARGUMENT", "HASH_BYTES")
@@ -215,7 +215,7 @@ def test_stream_with_a_message_over_the_limit_ends_and_frees_its_session(stand: 
     stream = channel.stream_stream("/kvd.v1.EngineService/Session")(
         iter([opening_of("raw"), bytes(MAX_MESSAGE_BYTES + 1)]),
         metadata=victim.scheduler.metadata,
-        timeout=10,
+        timeout=25,
     )
     with pytest.raises(grpc.RpcError) as caught:
         for _ in stream:
@@ -233,7 +233,7 @@ def test_messages_that_can_not_be_read_are_refused_and_the_session_goes_on(stand
     lookup = b"\x1a\x05\x08\x63\x12\x01\xff"
     content = [opening_of("raw"), b"\xff" * 9, nested_step(1, 33), step, lookup, nested_step(3, 60)]
     session: Any = scheduler.channel.stream_stream("/kvd.v1.EngineService/Session")
-    stream = session(iter(content), metadata=scheduler.metadata, timeout=10)
+    stream = session(iter(content), metadata=scheduler.metadata, timeout=25)
     answers = [engine_pb2.SessionResponse.FromString(each) for each in stream]
     refused = [(a.refused.sequence, a.refused.reason) for a in answers if a.HasField("refused")]
     assert refused == [(n, "MALFORMED_MESSAGE") for n in (0, 1, 3)]
@@ -251,7 +251,7 @@ def test_each_of_many_streams_that_end_right_after_their_opening_is_answered(
     content = [opening_of("raw"), b"\xff" * 9]
     session: Any = scheduler.channel.stream_stream("/kvd.v1.EngineService/Session")
     for _ in range(300):  # each has another moment at which its first answer is written
-        stream = session(iter(content), metadata=scheduler.metadata, timeout=10)
+        stream = session(iter(content), metadata=scheduler.metadata, timeout=25)
         for _ in stream:
             pass
         assert stream.code().name == "OK"
@@ -260,10 +260,7 @@ def test_each_of_many_streams_that_end_right_after_their_opening_is_answered(
 
 
 def wait_for_sessions(stand: Stand, count: int) -> None:
-    deadline = time.monotonic() + 5
-    while len(stand.tool.status().sessions) != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(stand.tool.status().sessions) == count, "the sessions' ends")
 
 
 def test_thousands_of_bad_messages_leave_the_daemons_memory_as_it_was(stand: Stand) -> None:

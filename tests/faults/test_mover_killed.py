@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from tests.faults.probe import Probe
-from tests.faults.scene import Scene, pin_mid_load, wait_until
+from tests.faults.scene import Scene, pin_mid_load
+from tests.waiting import wait_until
 
 BLOCK = 64 << 10
 COUNT = 384

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.conftest import Patched
-from tests.faults.scene import MakeScene, Scene, wait_until
+from tests.faults.scene import MakeScene, Scene
+from tests.waiting import wait_until
 
 # As of a client of the release before: it can't read what this daemon hands out.
 OLDER_PAGE = "import kvd_proto.layout as layout; layout.PAGE_VERSION -= 1"

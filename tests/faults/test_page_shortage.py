@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Patched
-from tests.faults.scene import MakeScene, Scene, wait_until
+from tests.faults.scene import MakeScene, Scene
 from tests.small_tmpfs import fill, small_tmpfs
+from tests.waiting import wait_until
 
 PROMPTS = [f"prompt {number}" for number in range(24)]
 BLOCKS = 256  # of a prompt

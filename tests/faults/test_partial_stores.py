@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from kvd_proto.v1 import common_pb2
 from tests.control.daemon_rig import RawEngine, block, identity, store_job
-from tests.faults.scene import Scene, wait_until
+from tests.faults.scene import Scene
+from tests.waiting import wait_until
 
 MISS, HIT, PENDING = 0, 1, 2
 DONE, PARTIAL = common_pb2.JOB_STATUS_DONE, common_pb2.JOB_STATUS_PARTIAL

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.scene import MakeScene, Scene, wait_until
+from tests.faults.scene import MakeScene, Scene
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 

@@ -7,8 +7,9 @@ from functools import partial
 from kvd_proto.v1 import engine_pb2
 from tests.control.daemon_rig import RawEngine, block, identity, namespace
 from tests.faults.probe import Probe
-from tests.faults.scene import MakeScene, Scene, links, target, wait_until
+from tests.faults.scene import MakeScene, Scene, links, target
 from tests.faults.test_events import Validator, Watcher
+from tests.waiting import wait_until
 
 BLOCKS = 30
 

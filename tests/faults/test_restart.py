@@ -15,7 +15,8 @@ from kvd.pool import sealed_json
 from kvd.pool.ownership import MoverList, MoverRecord
 from tests.faults.conftest import Patched
 from tests.faults.probe import Probe
-from tests.faults.scene import MakeScene, Scene, wait_until
+from tests.faults.scene import MakeScene, Scene
+from tests.waiting import wait_until
 
 
 @pytest.fixture

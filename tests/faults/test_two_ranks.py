@@ -19,7 +19,8 @@ from tests.control.daemon_rig import (
     store_job,
 )
 from tests.faults.probe import Probe
-from tests.faults.scene import RELEASE_SECONDS, Scene, freeze, thaw, wait_until
+from tests.faults.scene import RELEASE_SECONDS, Scene, freeze, thaw
+from tests.waiting import wait_until
 
 COUNT = 32
 

@@ -8,8 +8,7 @@ import pytest
 
 from kvd.processes import complaints
 from tests.daemon_process import DaemonProcess
-from tests.gpu import fake_library
-from tests.gpu.driver import Driver, Exporter
+from tests.gpu.driver import Driver, Exporter, started
 from tests.gpu.rank_engine import (
     GpuEngine,
     as_tensors,
@@ -23,13 +22,8 @@ from tests.gpu.rank_process import RankProcess
 @pytest.fixture(scope="session")
 def driver() -> Iterator[Driver]:
     """The fake driver, or with KVD_GPU=real the machine's."""
-    made = Driver()
-    try:
-        made.start()
-    except fake_library.NoCompiler as error:
-        pytest.skip(str(error))
-    yield made
-    made.close()
+    with started() as made:
+        yield made
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -35,6 +35,20 @@ SHARED_MEMORY = Path("/dev/shm")
 KEPT_BYTES = 64 << 20  # a real driver may keep so much of what it took for the device itself
 
 
+@contextmanager
+def started() -> Iterator[Driver]:
+    """The driver, until the context ends; a skip with the reason where there is none."""
+    made = Driver()
+    try:
+        made.start()
+    except fake_library.NoCompiler as error:
+        import pytest  # not wanted by the processes that tests start
+
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
 class Driver:
     """The machine's CUDA driver, or the fake one; `start` before use, `close` at the end."""
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from kvd_proto.v1 import operator_pb2
 from tests.faults.probe import Probe
-from tests.faults.scene import RELEASE_SECONDS, Scene, wait_until
+from tests.faults.scene import RELEASE_SECONDS, Scene
 from tests.gpu.driver import Driver
+from tests.waiting import wait_until
 
 BLOCK = 64 << 10
 NUM_BLOCKS = 96

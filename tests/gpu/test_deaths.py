@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.probe import Probe
-from tests.faults.scene import RELEASE_SECONDS, wait_until
+from tests.faults.scene import RELEASE_SECONDS
 from tests.gpu.driver import Driver
 from tests.gpu.gpu_scene import BLOCK, GpuScene, gpu_scene
+from tests.waiting import wait_until
 
 COUNT = 64
 # Slow enough that a copy of COUNT blocks is under way when the blow falls.
@@ -37,10 +38,7 @@ def neighbour(shared: GpuScene) -> Probe:
 def scene(shared: GpuScene, neighbour: Probe) -> Iterator[GpuScene]:
     """The module's daemon with the neighbour alone."""
     yield shared
-    for victim in shared.probes[1:]:
-        victim.kill()
-    del shared.probes[1:]
-    wait_until(lambda: len(shared.daemon.movers()) == 1, "the victims' end")
+    shared.end_engines(neighbour)
 
 
 @pytest.fixture

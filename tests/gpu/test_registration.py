@@ -31,11 +31,11 @@ from tests.control.daemon_rig import (
     load_job,
     refusal,
     store_job,
-    wait_until,
 )
 from tests.control.mover_rig import proc_text
 from tests.gpu.driver import Driver, Exporter
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 KV_BYTES = NUM_BLOCKS * BLOCK_BYTES
@@ -127,7 +127,7 @@ def status(running: RunningDaemon, *more: str) -> str:
 
 
 def metric_lines(name: str) -> list[str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics", timeout=25) as answer:
         text = answer.read().decode()
     return [line for line in text.splitlines() if line.startswith(name + "{")]
 

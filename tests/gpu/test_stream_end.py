@@ -11,9 +11,9 @@ import pytest
 
 from kvd_client.worker.cuda_stream import stream_end
 from kvd_proto.libcuda import CudaError, libcuda
-from tests.faults.scene import wait_until
 from tests.gpu.device_memory import DeviceMemory
 from tests.gpu.driver import Driver
+from tests.waiting import wait_until
 
 NBYTES = 64 << 10
 SLOW_BYTES_PER_SECOND = NBYTES  # a second for each copy

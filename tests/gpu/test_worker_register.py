@@ -9,7 +9,6 @@ import pytest
 
 from kvd_client import EngineIdentity, Fragment, GroupLayout
 from tests.daemon_process import DaemonProcess
-from tests.faults.scene import wait_until
 from tests.gpu.driver import Driver
 from tests.gpu.rank_engine import (
     COUNT,
@@ -22,6 +21,7 @@ from tests.gpu.rank_engine import (
     engine_of,
 )
 from tests.gpu.rank_process import RankProcess, words
+from tests.waiting import wait_until
 
 # -- what is registered ---------------------------------------------------------------------------
 

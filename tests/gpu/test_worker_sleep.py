@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from kvd_client import EngineIdentity, ScheduledRequest
 from tests.client.content import TOKENS
 from tests.daemon_process import DaemonProcess, is_alive
-from tests.faults.scene import wait_until
 from tests.gpu.driver import Driver
 from tests.gpu.rank_engine import (
     CANARY,
@@ -24,6 +23,7 @@ from tests.gpu.rank_engine import (
     layers_in_one_allocation,
 )
 from tests.gpu.rank_process import RankProcess
+from tests.waiting import wait_until
 
 SLOW_BYTES_PER_SECOND = 64 << 10  # seconds for COUNT blocks
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.ports import free_port
 from tests.vllm.engine import CONNECTED, ENVIRONMENT, PATIENCE_SECONDS, Prompt
-from tests.vllm.node_daemon import wait_until
+from tests.waiting import wait_until
 
 MODEL = "tiny"
 START_SECONDS = 300.0  # three processes import vLLM, one after the other
@@ -47,7 +47,7 @@ class ApiServer:
                 start_new_session=True,
             )
         try:
-            wait_until(self._answers, START_SECONDS)
+            wait_until(self._answers, "the server", START_SECONDS)
         except AssertionError:
             self._end_by_force()
             raise AssertionError(log.read_text()[-8000:]) from None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -63,11 +62,3 @@ class NodeDaemon(DaemonProcess):
     def ready_blocks(self) -> int:
         """Blocks that any engine could load."""
         return int(self.status().pool.slots_ready)
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
-    """Returns once a condition holds; an assertion if it does not in time."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)

@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.vllm.api_server import ApiServer
 from tests.vllm.conftest import Plain, StartEngine, settings_of
 from tests.vllm.engine import BLOCK_TOKENS, HITS, LENGTH, QUERIES, WHOLE, prompt, tokens
-from tests.vllm.node_daemon import NodeDaemon, wait_until, with_kvd
+from tests.vllm.node_daemon import NodeDaemon, with_kvd
+from tests.waiting import wait_until
 
 
 def test_the_server_counts_its_hits_and_shares_its_blocks(

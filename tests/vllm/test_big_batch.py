@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.vllm.node_daemon import NodeDaemon, wait_until
+from tests.vllm.node_daemon import NodeDaemon
 from tests.vllm.stand_process import stand_process
+from tests.waiting import wait_until
 
 REQUESTS = 1300
 MOST_LOADS = 1024  # in one message

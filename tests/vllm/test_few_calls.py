@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.node_daemon import NodeDaemon, wait_until
+from tests.vllm.node_daemon import NodeDaemon
 from tests.vllm.stand_process import Ask, stand_process
+from tests.waiting import wait_until
 
 REQUESTS = 64
 DECODERS = 16

@@ -13,7 +13,8 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 from tests.vllm.conftest import StartEngine
 from tests.vllm.engine import BLOCK_TOKENS, Engine, prompt
-from tests.vllm.node_daemon import NodeDaemon, wait_until, with_kvd
+from tests.vllm.node_daemon import NodeDaemon, with_kvd
+from tests.waiting import wait_until
 
 PATIENCE_SECONDS = 60.0
 MEDIUM = "CPU"

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
-from tests.vllm.node_daemon import NodeDaemon, wait_until
+from tests.vllm.node_daemon import NodeDaemon
 from tests.vllm.stand_process import stand_process
+from tests.waiting import wait_until
 
 BLOCK_TOKENS = 4
 MOST = MAX_KEYS_PER_MESSAGE

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import HITS, LENGTH, WHOLE, prompt, tokens
-from tests.vllm.node_daemon import NodeDaemon, wait_until, with_kvd
+from tests.vllm.node_daemon import NodeDaemon, with_kvd
+from tests.waiting import wait_until
 
 
 def test_an_engine_loads_from_kvd_beside_another_connector(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import BLOCK_BYTES, BLOCK_TOKENS, HITS, LENGTH, WHOLE, Engine, prompt
-from tests.vllm.node_daemon import NodeDaemon, wait_until
+from tests.vllm.node_daemon import NodeDaemon
+from tests.waiting import wait_until
 
 FLOOD_TOKENS = 60 * BLOCK_TOKENS
 FLOODS = 6  # together more than the pool

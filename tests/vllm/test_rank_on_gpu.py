@@ -15,9 +15,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.gpu import fake_library
 from tests.gpu.device_memory import DeviceMemory
-from tests.gpu.driver import Driver
+from tests.gpu.driver import Driver, started
 from tests.vllm import rank_rig
 from tests.vllm.gpu_rank import DeviceWorker, GpuRank
 from tests.vllm.node_daemon import NodeDaemon
@@ -29,14 +28,8 @@ LATE_US = 200_000
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
     """The fake one, in this process and in what it starts."""
-    made = Driver()
-    try:
-        made.start()
-    except fake_library.NoCompiler as error:
-        pytest.skip(str(error))
-    with made.in_environment():
+    with started() as made, made.in_environment():
         yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ import pytest
 from kvd_client import EngineIdentity, NamespaceFields, SchedulerConnection
 from tests.vllm.configurations import cache_of, configure, full_attention, handshake
 from tests.vllm.conftest import DAEMON_PYTHON
-from tests.vllm.node_daemon import NodeDaemon, wait_until
+from tests.vllm.node_daemon import NodeDaemon
+from tests.waiting import wait_until
 
 
 @dataclass

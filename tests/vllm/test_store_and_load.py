@@ -16,7 +16,8 @@ from tests.vllm.engine import (
     prompt,
     tokens,
 )
-from tests.vllm.node_daemon import NodeDaemon, wait_until
+from tests.vllm.node_daemon import NodeDaemon
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import pytest
 
 from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import HITS, LENGTH, SESSIONS, WHOLE, Engine, prompt, tokens
-from tests.vllm.node_daemon import NodeDaemon, wait_until
+from tests.vllm.node_daemon import NodeDaemon
+from tests.waiting import wait_until
 
 CORES = sorted(os.sched_getaffinity(0))
 
