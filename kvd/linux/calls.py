@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import platform
+import resource
 import signal
 from collections.abc import Iterator
 
@@ -93,6 +94,11 @@ def die_with_parent() -> None:
 def name_process(name: str) -> None:
     """What ps and the kernel's log call this process; the first 15 bytes."""
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def most_descriptors() -> int:
+    """How many descriptors this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def give_memory_back() -> None:

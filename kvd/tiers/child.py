@@ -26,7 +26,7 @@ from kvd.processes.complaints import introduce, log_limited
 from kvd.processes.framing import BadFrame, FrameReader
 from kvd.processes.mappings import Bytes
 from kvd.tiers import frames
-from kvd.tiers.extents import SharedExtents
+from kvd.tiers.extents import SharedExtents, most_mapped
 from kvd.tiers.frames import (
     COPIES,
     ORDERS,
@@ -74,7 +74,7 @@ class TierLoop:
     def __init__(self, config: TierConfig, store: TierStore, control: ChannelToControl) -> None:
         self._store = store
         self._control = control
-        self._extents = SharedExtents(config.extents, self._report_unmapped)
+        self._extents = SharedExtents(config.extents, self._report_unmapped, most_mapped())
         calls_at_once = max(1, min(store.concurrency, MAX_CALLS_AT_ONCE))
         self._lanes = Lanes(calls_at_once)
         self._stopping = False
@@ -159,18 +159,16 @@ class TierLoop:
 
     def _call_all(self) -> None:
         while (work := self._lanes.take()) is not None:
-            if time.monotonic() >= work.order.deadline:
-                self._lanes.end(work)
-                self._refuse(work, ProcessReason.LATE)
-                continue
-            answer = self._ask(work)
+            # Answered before it ends: what waits for it, as a delete for writes, is answered later.
+            self._answer(self._ask(work))
             self._lanes.end(work)
-            self._answer(answer)
             self._extents.release(work.extents)
 
     def _ask(self, work: Work) -> TierAnswer:
         """Ask the store. When this returns it has nothing in its hands that it was lent."""
         order = work.order.order
+        if time.monotonic() >= work.order.deadline:
+            return TierAnswer(order, OrderEnd.NEVER_STARTED, reason=ProcessReason.LATE)
         if self._stopping:
             return TierAnswer(order, OrderEnd.NEVER_STARTED, reason=ProcessReason.CALLED_OFF)
         lent = self._extents.lend(work.extents)

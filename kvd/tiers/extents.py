@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -9,20 +10,35 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvd.core.keys import RowId
+from kvd.linux import calls
 from kvd.processes.mappings import Bytes, ExtentFiles, Mapping, map_extent
+
+# A tier has to do with every extent of the pool, and each that is mapped takes a descriptor and one
+# of the 65,530 mappings that Linux gives a process. It takes no more than this part of them.
+MAX_MAPPED_EXTENTS = 16_384
+DESCRIPTOR_SHARE = 2
+
+
+def most_mapped() -> int:
+    """How many extents this process may keep mapped."""
+    return max(1, min(MAX_MAPPED_EXTENTS, calls.most_descriptors() // DESCRIPTOR_SHARE))
 
 
 class SharedExtents:
     """Which extents are mapped, and how many orders use each. Any thread may call.
 
-    An extent stays mapped until its row is retired and nobody uses it.
+    An extent stays mapped until its row is retired and nobody uses it. Where as many are mapped
+    as may be, those that nobody uses make room, the longest unused first.
     """
 
-    def __init__(self, files: ExtentFiles, unmapped: Callable[[RowId], None]) -> None:
+    def __init__(
+        self, files: ExtentFiles, unmapped: Callable[[RowId], None], most: int = MAX_MAPPED_EXTENTS
+    ) -> None:
         self.extent_bytes = files.extent_bytes
         self._files = files
+        self._most = most
         self._unmapped = unmapped
-        self._mapped: dict[int, Mapping] = {}
+        self._mapped: dict[int, Mapping] = {}  # the longest unused first
         self._uses: Counter[int] = Counter()
         self._retiring: dict[int, RowId] = {}
         self._left: dict[RowId, set[int]] = {}  # extents in use of the rows that are retiring
@@ -33,7 +49,11 @@ class SharedExtents:
         with self._lock:
             if not self._retiring.keys().isdisjoint(extents):
                 return False
-            for extent in extents - self._mapped.keys():
+            for extent in extents & self._mapped.keys():
+                self._mapped[extent] = self._mapped.pop(extent)
+            new = extents - self._mapped.keys()
+            self._make_room(len(new), extents)
+            for extent in new:
                 self._mapped[extent] = map_extent(self._files, extent)
             self._uses.update(extents)
             return True
@@ -77,6 +97,13 @@ class SharedExtents:
         Whoever keeps a view of one keeps that very array alive.
         """
         return {extent: np.frombuffer(self._mapped[extent].mapped, np.uint8) for extent in extents}
+
+    def _make_room(self, count: int, wanted: frozenset[int]) -> None:
+        excess = len(self._mapped) + count - self._most
+        if excess > 0:
+            idle = (e for e in self._mapped if not self._uses[e] and e not in wanted)
+            for extent in list(itertools.islice(idle, excess)):
+                self._unmap(extent)
 
     def _unmap(self, extent: int) -> None:
         del self._uses[extent]

@@ -137,7 +137,7 @@ async def test_a_delete_comes_after_the_writes_that_were_ordered_before_it() -> 
         assert 6 not in r.sink.answers
         r.sign("go")
         await r.sink.answer(6)
-        assert r.sink.order[-1] == 6
+        assert r.sink.order[-1] == 6, "a write was answered after the delete that followed it"
         tier.exists(OrderId(101), keys(*range(5)), soon())
         assert (await r.sink.answer(101)).values.tolist() == [0] * 5
 
