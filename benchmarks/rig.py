@@ -31,7 +31,7 @@ TOKENS_PER_BLOCK = TOKENS
 BLOCK_BYTES = 2 * MIB  # a Llama-8B-like block: 32 layers x 8 KV heads x 128 x K and V x 16 x bf16
 JOB_BLOCKS = 256  # one prompt of 4096 tokens
 POLL_SECONDS = 0.0005  # engines look at their board once a step, every few ms
-REGISTER_SECONDS = 30.0
+REGISTER_SECONDS = 60.0
 
 
 @contextlib.contextmanager
@@ -101,8 +101,6 @@ class BenchEngine(SmallEngine):
         super().__init__(socket, name, **settings)
         self._job = 0
         try:
-            for rank in self.ranks:
-                assert rank.worker.wait_registered(REGISTER_SECONDS), rank.worker.problem
             self.wait_usable(REGISTER_SECONDS)
         except BaseException:
             self.close()

@@ -68,6 +68,7 @@ class RealSide:
         self._worker.register([SharedMemory(self.device.fd, 0, self.device.bytes)], layouts)
         self.connection = SchedulerConnection(socket, identity, namespace(*groups), 1, PATIENCE_S)
         assert self.connection.wait_usable(PATIENCE_S), self.connection.problem
+        assert self._worker.wait_registered(PATIENCE_S), self._worker.problem
 
     def clock(self) -> float:
         return time.monotonic()

@@ -142,10 +142,12 @@ class SmallEngine:
         return GpuMemory(*shape, settings.memory)
 
     def wait_usable(self, seconds: float = WAIT_S) -> None:
-        assert self.connection.wait_usable(seconds), (
-            self.connection.problem,
-            [rank.worker.problem for rank in self.ranks],
+        """Until scheduler and ranks may begin jobs: the scheduler hears of it a moment before."""
+        are_there = self.connection.wait_usable(seconds) and all(
+            rank.worker.wait_registered(seconds) for rank in self.ranks
         )
+        problems = [rank.worker.problem for rank in self.ranks]
+        assert are_there, (self.connection.problem, problems)
 
     # -- steps ------------------------------------------------------------------------------
 

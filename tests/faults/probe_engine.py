@@ -43,6 +43,7 @@ class ProbeEngine:
         while True:
             session = self._engine.connection.session
             if session is not None and session.generation > after:
+                self._engine.wait_usable()  # its ranks, too
                 return self.status()
             if time.monotonic() > deadline:
                 raise TimeoutError(repr(self.status()))
