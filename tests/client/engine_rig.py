@@ -90,6 +90,15 @@ class Rig:
         entries = [ScheduledRequest(*entry) for entry in scheduled]
         return self.scheduler.build_step(entries, preempted, near_eviction)
 
+    def begin_load(self, count: int) -> int:
+        """Request `r` of `count` blocks loads its first three in blocks 0, 1, …; the job."""
+        self.holds("p", 3 * TOKENS)
+        self.arrive("r", count * TOKENS)
+        assert self.ask("r") == 3 * TOKENS
+        self.allocate("r", [blocks(0, count)], 3 * TOKENS)
+        [job] = self.step().loads
+        return job
+
     def report(self, *job_ids: int, done: bool = True, ranks: Iterable[int] = ()) -> StepOutcome:
         ended = tuple(JobReport(job_id, done) for job_id in job_ids)
         chosen = list(ranks) or range(self.world_size)

@@ -43,11 +43,7 @@ def test_a_preempted_request_stores_again_what_was_not_stored() -> None:
 
 def test_a_loading_request_cannot_be_preempted() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 4 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 4)], 3 * TOKENS)
-    rig.step()
+    rig.begin_load(4)
     with pytest.raises(ValueError, match="loading"):
         rig.step(preempted=["r"])
 
@@ -106,11 +102,7 @@ def test_the_devices_own_prefix_is_not_fenced() -> None:
 
 def test_loads_are_never_flushed() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 4 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 4)], 3 * TOKENS)
-    rig.step()
+    rig.begin_load(4)
     rig.arrive("s", 4 * TOKENS, prefix="q")
     rig.allocate("s", [blocks(0, 4)])
     assert rig.step().flush == ()
@@ -219,11 +211,7 @@ def test_an_absent_daemon_leaves_no_pending_work() -> None:
 
 def test_a_request_aborted_while_loading_keeps_its_blocks_until_the_outcome() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 4 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 4)], 3 * TOKENS)
-    [job] = rig.step().loads
+    job = rig.begin_load(4)
     assert rig.scheduler.request_finished("r", [blocks(0, 4)])
     assert rig.report(job).finished_loads == ("r",)
 
@@ -287,11 +275,7 @@ def test_after_a_reset_a_live_request_stores_nothing_until_computed_anew() -> No
 
 def test_a_load_in_flight_at_a_reset_fails_once_it_has_ended() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 4 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 4)], 3 * TOKENS)
-    [job] = rig.step().loads
+    job = rig.begin_load(4)
     rig.scheduler.reset_cache()
     assert job not in rig.step().flush
     assert rig.report(job).failed_loads == ("r",)

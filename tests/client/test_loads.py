@@ -72,11 +72,7 @@ def test_less_than_an_engine_block_is_no_hit() -> None:
 
 def test_a_request_that_is_loading_is_asked_for_nothing_else() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 5 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 5)], 3 * TOKENS)
-    rig.step()
+    rig.begin_load(5)
     asked = len(rig.daemon.lookups)
     rig.now += 10
     assert rig.ask("r") is None
@@ -127,11 +123,7 @@ def test_of_a_recurrent_block_only_its_last_state_is_loaded() -> None:
 
 def test_a_failed_load_lets_the_engine_take_the_blocks_back_and_compute_everything() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 4 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 4)], 3 * TOKENS)
-    [job] = rig.step().loads
+    job = rig.begin_load(4)
     assert rig.report(job, done=False).failed_loads == ("r",)
     rig.step(preempted=["r"])
     assert rig.ask("r") == 0

@@ -264,22 +264,14 @@ def test_max_load_tokens_caps_and_zero_disables() -> None:
 
 def test_a_failed_load_makes_later_lookups_miss() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 5 * TOKENS)
-    assert rig.ask("r") == 3 * TOKENS
-    rig.allocate("r", [blocks(0, 5)], 3 * TOKENS)
-    [job] = rig.step().loads
+    job = rig.begin_load(5)
     assert rig.report(job, done=False).failed_loads == ("r",)
     assert rig.ask("r") == 0
 
 
 def test_a_load_counts_when_every_rank_has_it() -> None:
     rig = Rig(world_size=2)
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 5 * TOKENS)
-    assert rig.ask("r") == 3 * TOKENS
-    rig.allocate("r", [blocks(0, 5)], 3 * TOKENS)
-    [job] = rig.step().loads
+    job = rig.begin_load(5)
     assert rig.report(job, ranks=[1]).finished_loads == ()
     assert rig.report(job, ranks=[1]).finished_loads == ()  # said twice counts once
     assert rig.report(job, ranks=[0]).finished_loads == ("r",)
@@ -287,11 +279,7 @@ def test_a_load_counts_when_every_rank_has_it() -> None:
 
 def test_one_failing_rank_fails_the_load() -> None:
     rig = Rig(world_size=2)
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 5 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 5)], 3 * TOKENS)
-    [job] = rig.step().loads
+    job = rig.begin_load(5)
     rig.report(job, ranks=[0], done=False)
     assert rig.report(job, ranks=[1]).failed_loads == ("r",)
 
@@ -311,11 +299,7 @@ def test_a_daemon_lost_before_the_load_left_fails_the_load() -> None:
 
 def test_a_new_session_ends_the_loads_of_the_old_one() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 5 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 5)], 3 * TOKENS)
-    [job] = rig.step().loads
+    job = rig.begin_load(5)
     rig.daemon.restart()
     plan = rig.step()
     assert plan.forget == (job,)
@@ -324,11 +308,7 @@ def test_a_new_session_ends_the_loads_of_the_old_one() -> None:
 
 def test_an_end_told_by_the_daemon_counts_when_a_board_was_lost() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 5 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 5)], 3 * TOKENS)
-    [job] = rig.step().loads
+    job = rig.begin_load(5)
     rig.daemon.ended = [(job, False)]
     assert rig.step().forget == ()
     rig.now += 1.5
@@ -338,11 +318,7 @@ def test_an_end_told_by_the_daemon_counts_when_a_board_was_lost() -> None:
 
 def test_the_lease_is_released_with_the_load() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 5 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 5)], 3 * TOKENS)
-    rig.step()
+    rig.begin_load(5)
     assert rig.daemon.last_step.released_leases == [101]
 
 

@@ -44,11 +44,7 @@ def test_a_step_is_one_message_even_when_empty() -> None:
 
 def test_what_was_loaded_is_not_stored() -> None:
     rig = Rig()
-    rig.holds("p", 3 * TOKENS)
-    rig.arrive("r", 5 * TOKENS)
-    rig.ask("r")
-    rig.allocate("r", [blocks(0, 5)], 3 * TOKENS)
-    [job] = rig.step().loads
+    job = rig.begin_load(5)
     rig.report(job)
     rig.daemon.statuses.clear()  # even if it is evicted meanwhile
     rig.step(("r", [blocks(0, 5)], 5 * TOKENS))
