@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -243,7 +244,7 @@ class _Body:
         return found
 
     def array(self, dtype: str, *shape: int) -> npt.NDArray[Any]:
-        size = int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+        size = math.prod(shape) * np.dtype(dtype).itemsize
         return np.frombuffer(self.raw(size), dtype=dtype).reshape(shape)
 
 
@@ -381,4 +382,4 @@ def unpack_text(body: bytes) -> str:
 
 def every_extent(parts: Iterable[PlacedBlocks]) -> frozenset[int]:
     """Extents in which the blocks lie."""
-    return frozenset(extent for part in parts for extent in np.unique(part.extents).tolist())
+    return frozenset(extent for part in parts for extent in part.extents.ravel().tolist())
