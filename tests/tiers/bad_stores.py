@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import signal
 import sys
 import threading
@@ -278,3 +279,28 @@ def opens_later(options: TierOptions) -> MemoryStore:
     if not (Path(str(options["signs"])) / "open").exists():
         raise TierUnusable("not yet")
     return MemoryStore({})
+
+
+class Moody(_Store):
+    """Takes its time, fails now and then, and scribbles over what a failed read should fill."""
+
+    def _mood(self) -> float:
+        mood = random.random()
+        time.sleep(mood * 0.004)
+        if mood < 0.1:
+            raise TierError("not today", TierReason.IO_ERROR)
+        return mood
+
+    def exists(self, keys: Sequence[TierKey], deadline: float) -> list[bool]:
+        self._mood()
+        return super().exists(keys, deadline)
+
+    def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        self._mood()
+        return super().write(blocks, deadline)
+
+    def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        for part in blocks[0].parts:
+            part[:] = bytes([MARK]) * part.nbytes
+        self._mood()
+        return super().read(blocks, deadline)
