@@ -86,12 +86,6 @@ def serve(arguments: argparse.Namespace) -> int:
     if arguments.print_config:
         print(config.as_toml(settings), end="")
         return 0
-    if settings.tiers:  # they are read and checked; the daemon has no use for them yet
-        print(
-            "kvd: tiers can't be used yet: remove [[tiers]] from the configuration file",
-            file=sys.stderr,
-        )
-        return EXIT_MISUSED
     from kvd.cli import serve as command
     from kvd.control.sockets import SocketTaken
     from kvd.linux.own_directory import NotTrustedError

@@ -35,6 +35,7 @@ from kvd.observability.floods import Floods
 from kvd.pool.config import COMFORTABLE_EXTENTS, PoolConfig, PoolError
 from kvd.pool.pool import Pool
 from kvd.runtime.driver import Driver
+from kvd.runtime.tiers import terms_of
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +127,10 @@ class Daemon:
                 extent_nodes=pool.extent_nodes,
                 tag_secret=pool.tag_secret,
                 namespaces=descriptors.most_namespaces(MAX_NAMESPACES),
+                tiers=terms_of(config.tiers, pool.extents * pool.extent_bytes),
             )
         )
-        driver = Driver(machine, pool, self.metrics)
+        driver = Driver(machine, pool, self.metrics, tiers=config.tiers)
         began = time.perf_counter()
         driver.recover()
         for rule in config.tenants:

@@ -97,7 +97,8 @@ def request_context(message: common_pb2.ReqContext) -> ev.RequestContext:
             said += check_struct(getattr(message, name).ByteSize(), name)
     if said and log.isEnabledFor(logging.DEBUG):
         log.debug("request %s: %s", message.request_id, message)
-    return ev.RequestContext(RequestId(message.request_id), message.account)
+    tiers = tuple(message.tiers_allowed)
+    return ev.RequestContext(RequestId(message.request_id), message.account, tiers)
 
 
 def check_struct(size: int, name: str) -> int:

@@ -14,6 +14,7 @@ from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import (
     U32,
     U64,
+    CopyId,
     JobId,
     KeyBatch,
     LeaseId,
@@ -21,8 +22,11 @@ from kvd.core.keys import (
     NamespaceId,
     RowId,
     ScopeId,
+    ScopeName,
+    SearchId,
     SessionId,
     Slots,
+    TierId,
     TransferId,
 )
 from kvd.core.spec import NamespaceSpec
@@ -306,6 +310,49 @@ class AnnounceCleared:
     namespace: NamespaceId
 
 
+# -- orders for tiers -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AskTier:
+    """Ask which of these blocks the tier holds; answer TierAnswered."""
+
+    tier: TierId
+    search: SearchId
+    name: ScopeName
+    keys: KeyBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriteToTier:
+    """Have the tier copy these slots' blocks down; answer TierCopyEnded."""
+
+    tier: TierId
+    copy: CopyId
+    name: ScopeName
+    keys: KeyBatch
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadFromTier:
+    """Have the tier copy these blocks up into these slots; answer TierCopyEnded."""
+
+    tier: TierId
+    copy: CopyId
+    name: ScopeName
+    keys: KeyBatch
+    slots: Slots
+
+
+@dataclass(frozen=True, slots=True)
+class ClearTier:
+    """Have the tier delete all that it holds of the namespace; answer TierCleared."""
+
+    tier: TierId
+    fingerprint: str
+
+
 Action = (
     Reply
     | TellDone
@@ -331,4 +378,8 @@ Action = (
     | AnnounceStored
     | AnnounceRemoved
     | AnnounceCleared
+    | AskTier
+    | WriteToTier
+    | ReadFromTier
+    | ClearTier
 )

@@ -10,10 +10,14 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from kvd.core.keys import (
     NODE_UNKNOWN,
     U32,
     U64,
+    CopyId,
     JobId,
     KeyBatch,
     LeaseId,
@@ -22,8 +26,11 @@ from kvd.core.keys import (
     RequestId,
     RowId,
     ScopeId,
+    ScopeName,
+    SearchId,
     SessionId,
     TenantId,
+    TierId,
     TransferId,
 )
 from kvd.core.spec import NamespaceSpec
@@ -212,10 +219,14 @@ class EpochChanged:
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a request-bound verb knows of its request."""
+    """What a request-bound verb knows of its request.
+
+    `tiers_allowed` numbers tiers as kvd.v1 does; none means all.
+    """
 
     request: RequestId
     account: str = ""
+    tiers_allowed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -387,6 +398,62 @@ class WorkContinued:
     """The next piece of work that is too long for one event; see `backlog`."""
 
 
+# -- tiers ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TierStarted:
+    """A process serves the tier; it maps rows as this mover."""
+
+    tier: TierId
+    mover: MoverId
+
+
+@dataclass(frozen=True, slots=True)
+class TierGone:
+    """The tier's process has ended, so has every copy of it."""
+
+    tier: TierId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierAnswered:
+    """Which of the blocks that the tier was asked for it holds, in their order."""
+
+    tier: TierId
+    search: SearchId
+    held: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierCopyEnded:
+    """A copy of the tier has ended: none of its bytes is written or read any more.
+
+    `done`: of which blocks it has done all, in their order.
+    """
+
+    tier: TierId
+    copy: CopyId
+    done: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TierForgot:
+    """The tier holds these blocks no longer."""
+
+    tier: TierId
+    name: ScopeName
+    keys: KeyBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TierCleared:
+    """The tier holds nothing of this namespace that it held when it was asked to clear it."""
+
+    tier: TierId
+    fingerprint: str
+
+
 Event = (
     ScopesRecovered
     | RowsRecovered
@@ -414,4 +481,10 @@ Event = (
     | DrainStarted
     | TimerTicked
     | WorkContinued
+    | TierStarted
+    | TierGone
+    | TierAnswered
+    | TierCopyEnded
+    | TierForgot
+    | TierCleared
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +20,27 @@ ScopeId = NewType("ScopeId", int)  # (namespace, epoch, account, group); small, 
 RowId = NewType("RowId", int)  # = index of the row's leading extent (its shard 0)
 TenantId = NewType("TenantId", str)
 RequestId = NewType("RequestId", str)
+TierId = NewType("TierId", int)  # place in the list of tiers, from 0
+CopyId = NewType("CopyId", int)  # a tier's copy, chosen by the core; unique in this incarnation
+SearchId = NewType("SearchId", int)  # a question to tiers, likewise
 
 U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
 Slots = npt.NDArray[np.int64]  # dense slot numbers
+
+
+class ScopeName(NamedTuple):
+    """What may share bytes, by name: so a tier finds it again, whatever a scope's number is.
+
+    `generation` rises when the namespace is cleared.
+    """
+
+    namespace: NamespaceId
+    epoch: str
+    account: str
+    group: int
+    generation: int
+
 
 NODE_UNKNOWN = -1  # memory node of an extent, or of a rank's GPU
 

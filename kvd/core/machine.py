@@ -36,6 +36,7 @@ from kvd.core.model.turn import Turn
 from kvd.core.policy import POLICY_NAMES
 from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.spec import NamespaceSpec
+from kvd.core.tiers import promotion, search, service
 from kvd.core.upkeep import chores, clear, operator, recovery, session
 from kvd.core.upkeep.statistics import Statistics, gather
 
@@ -103,6 +104,10 @@ class Machine:
             return None
         namespaces.check_spec(self.state, spec)
         return namespaces.most_blocks(self.state, spec)
+
+    def fingerprint_of(self, namespace: NamespaceId) -> str:
+        """Of a namespace that is known."""
+        return self.state.namespaces[namespace].spec.fingerprint
 
     def tenant_of(self, namespace: NamespaceId) -> TenantId | None:
         """None where the namespace is not known (any more)."""
@@ -230,6 +235,15 @@ def _apply(turn: Turn, event: ev.Event) -> None:
             session.mover_gone(turn, event)
         case ev.EpochChanged():
             session.epoch_changed(turn, event)
+        case (
+            ev.TierStarted()
+            | ev.TierGone()
+            | ev.TierAnswered()
+            | ev.TierCopyEnded()
+            | ev.TierForgot()
+            | ev.TierCleared()
+        ):
+            service.handle(turn, event)
         case _:
             _apply_upkeep(turn, event)
 
@@ -243,8 +257,10 @@ def _apply_step(turn: Turn, event: ev.LeasesReleased | ev.RequestsEnded | ev.Ste
         case ev.RequestsEnded():
             lease.end_leases_of(state, found, event.requests)
             prefix.end(turn, found, event.requests)
+            search.end(state, found, event.requests)
         case ev.StepEnded():
             found.renewed_ns = turn.now_ns
+            promotion.step_ended(state, found)
         case _:
             assert_never(event)
 

@@ -201,6 +201,10 @@ class IndexPage:
             also = self._next.remove(tags[stood < self._copied])
             self._lost = max(0, self._lost - int(np.count_nonzero(also == NOWHERE)))
 
+    def set_below(self, *, holds_some: bool) -> None:
+        """Say whether a tier may hold blocks that the page doesn't show."""
+        self._words[layout.PAGE_BELOW_OFFSET // 8] = int(holds_some)
+
     def set_room(self, rooms: Sequence[int]) -> None:
         """Say for each group how many blocks a store could get now."""
         first = layout.PAGE_ROOM_OFFSET // 8

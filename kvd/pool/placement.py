@@ -66,6 +66,11 @@ class Placement:
         """How many parts a granted slot has."""
         return int(self._shards[self._rows(np.array([slot]))[0]])
 
+    def part_bytes_of(self, slot: int) -> tuple[int, ...]:
+        """Bytes of each part of a granted slot."""
+        row = self._rows(np.array([slot]))[0]
+        return tuple(self._part_bytes[: self._shards[row], row].tolist())
+
     def parts(self, slots: Slots, shard: int) -> tuple[Slots, Slots]:
         """Extents and ordinals of one shard's parts of granted slots."""
         rows = self._rows(slots)

@@ -101,6 +101,7 @@ class Pool:
         self._placement = Placement(config)
         self._pages: dict[NamespaceId, IndexPage] = {}
         self._spare_page: IndexPage | None = None  # for the next namespace
+        self._holds_some_below = False
         self._unsettled_pages: dict[NamespaceId, None] = {}  # larger or smaller than they should be
         self._pages_to_look_at: deque[NamespaceId] = deque()
         self._spilled_pages: dict[NamespaceId, None] = {}  # that had no place for some tags
@@ -227,6 +228,7 @@ class Pool:
             page, self._spare_page = self._spare_page, None
             # All at once what it will take, where its blocks are about to be read back.
             page.make_room(self._recovery.blocks.pop(order.namespace, 0))
+            page.set_below(holds_some=self._holds_some_below)
             self._pages[order.namespace] = page
 
     def prepare_page(self, blocks: int) -> None:
@@ -290,6 +292,14 @@ class Pool:
     def zero_row(self, order: ZeroRow) -> None:
         """Overwrite the row's extents with zeros; takes its time."""
         self._files.zero(self._rows[order.row].extents)
+
+    def extents_of_row(self, row: RowId) -> tuple[int, ...]:
+        """By shard, of a row that was granted and not released."""
+        return self._rows[row].extents
+
+    def part_bytes(self, slots: Slots) -> tuple[int, ...]:
+        """Of a block in each shard; the slots are of one size class."""
+        return self._placement.part_bytes_of(int(slots[0]))
 
     def release_row(self, order: ReleaseRow) -> None:
         row = self._rows[order.row]
@@ -355,6 +365,13 @@ class Pool:
         return page.mend(tags)
 
     # -- for clients and movers -------------------------------------------------------------------
+
+    def set_below(self, *, holds_some: bool) -> None:
+        """Say to all clients whether a tier may hold blocks that index pages don't show."""
+        if holds_some != self._holds_some_below:
+            self._holds_some_below = holds_some
+            for page in self._pages.values():
+                page.set_below(holds_some=holds_some)
 
     def set_room(self, namespace: NamespaceId, rooms: Sequence[int]) -> None:
         """Say by group how many blocks a store could get now."""

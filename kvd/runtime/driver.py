@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
+from kvd.config.tiers import TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
@@ -36,6 +37,7 @@ from kvd.runtime.listeners import DriverObserver, SessionSink
 from kvd.runtime.page_mending import PageMending
 from kvd.runtime.pending_jobs import PendingJobs
 from kvd.runtime.row_teller import RowTeller
+from kvd.runtime.tiers import Tiers
 from kvd.runtime.turns import TURNS_BETWEEN_PIECES, FairQueue
 
 log = logging.getLogger(__name__)
@@ -76,6 +78,7 @@ class Driver:
         observer: DriverObserver,
         clock: Clock | None = None,
         launch: MoverLauncher = MoverProcess.start,
+        tiers: Sequence[TierRule] = (),
     ) -> None:
         self.machine = machine
         self.pool = pool
@@ -89,6 +92,9 @@ class Driver:
         self._observer = observer
         self.fleet = MoverFleet(pool, self.post, self._observer, launch)
         self.fleet.on_rank_lost = self._rank_lost
+        self.tiers = Tiers(
+            tiers, pool, machine.fingerprint_of, self.fleet.report, self.allocate_mover_id
+        )
         self._fields: dict[str, dict[str, str]] = {}  # by fingerprint, for the registry
         self._next_token = 0
         self._asked: dict[int, asyncio.Future[int]] = {}  # long work, by token
@@ -191,8 +197,12 @@ class Driver:
             case act.AnnounceStored() | act.AnnounceRemoved() | act.AnnounceCleared():
                 tenant = self.pool.tenant_of(order.namespace)
                 self.event_log.append(change_of(order, tenant))
+            case act.UnmapRow() if self.tiers.maps_as(order.mover):
+                self.tiers.unmap_row(order)
             case act.RevokeTransfer() | act.KillMover() | act.PostBoard() | act.UnmapRow():
                 self.fleet.carry_out(order)
+            case act.AskTier() | act.WriteToTier() | act.ReadFromTier() | act.ClearTier():
+                self.tiers.carry_out(order)
             case act.EndJob():
                 self._end_job(order)
             case act.OpenNamespace():
@@ -518,6 +528,7 @@ class Driver:
 
         Before a tick finds anything late, what movers have said by then is handled.
         """
+        self.tiers.begin()
         while await asyncio.sleep(TICK_SECONDS, result=True):
             for _ in range(TURNS_BETWEEN_PIECES):  # after a sleep the loop looks at its sockets
                 await asyncio.sleep(0)
@@ -549,6 +560,7 @@ class Driver:
         await asyncio.gather(
             *(self.end_rank(mover, "the daemon is stopping") for mover in self.fleet.running())
         )
+        await self.tiers.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -317,7 +317,7 @@ class MoverFleet:
             if len(finished.damaged):
                 damaged = tuple(submitted.slots[finished.damaged.astype(np.int64)].tolist())
                 self._log_damage(damaged, attached)
-        self._report(
+        self.report(
             ev.TransferFinished(
                 mover,
                 finished.transfer,
@@ -343,15 +343,15 @@ class MoverFleet:
 
     def row_unmapped(self, mover: MoverId, row: RowId) -> None:
         """The mover no longer maps the row."""
-        self._report(ev.RowUnmapped(mover, row))
+        self.report(ev.RowUnmapped(mover, row))
 
     async def handle_reports(self) -> None:
         """Wait until what movers have said so far is handled."""
         handled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._report(handled)
+        self.report(handled)
         await handled
 
-    def _report(self, event: Event | asyncio.Future[None]) -> None:
+    def report(self, event: Event | asyncio.Future[None]) -> None:
         """Post events one by one, with turns of the loop between them: movers say much at once,
         and small calls must not wait for all of it."""
         self._reports.append(event)

@@ -18,7 +18,7 @@ from typing import Any, NewType
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import U32, U64, KeyBatch, RowId
+from kvd.core.keys import U32, U64, KeyBatch, RowId, TierId
 from kvd.processes.framing import BadFrame
 from kvd.processes.mappings import ExtentFiles
 from kvd.tiers.store import (
@@ -33,7 +33,6 @@ from kvd.tiers.store import (
 from kvd_proto.limits import MAX_HASH_BYTES, MAX_RANKS
 
 U8 = npt.NDArray[np.uint8]
-TierId = NewType("TierId", int)  # place in the ordered list of tiers, from 0
 OrderId = NewType("OrderId", int)  # chosen by who orders; never twice with one process
 
 MAX_REASON_BYTES = 64

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from kvd.core.keys import RowId
+from kvd.core.keys import RowId, TierId
 from kvd.core.lifecycle import step
 from kvd.processes.parent import ProcessStartError
-from kvd.tiers.process import QueueBounds, TierAnswer, TierConfig, TierId, TierProcess, TierSink
+from kvd.tiers.process import QueueBounds, TierAnswer, TierConfig, TierProcess, TierSink
 from kvd.tiers.store import TierUsage
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvd.core.keys import RowId
+from kvd.core.keys import RowId, TierId
 from kvd.processes.framing import BadFrame, frame
 from kvd.processes.launch import launch
 from kvd.processes.parent import OwnedProcess, ProcessStartError
@@ -28,7 +28,6 @@ from kvd.tiers.frames import (
     TierAnswer,
     TierConfig,
     TierFrame,
-    TierId,
     TierRefusal,
 )
 from kvd.tiers.store import Outcome, TierUsage

@@ -33,6 +33,7 @@ class FakeDaemon:
         self.statuses: dict[bytes, int] = {}
         self.on_page: set[bytes] | None = None  # None: what is HIT
         self.rooms: dict[int, int] = {}
+        self.page_hides_some = False
         self.is_there = True
         self.is_silent = False  # and left alone for it
         self.answers_at_once = True

@@ -20,9 +20,10 @@ from kvd.core.keys import NamespaceId, ScopeId, Slots
 from kvd.core.machine import Machine
 from kvd.core.model.backlog import CallOff
 from kvd.core.model.index import NOWHERE
-from kvd.core.model.job import Piece, Wait
+from kvd.core.model.job import Filling, Piece, Wait
 from kvd.core.model.size_class import Tally
 from kvd.core.model.slots import SlotState
+from kvd.core.model.tiers import CopyKind
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.tags import tags_of
 
@@ -52,6 +53,7 @@ def check(machine: Machine) -> None:
     _check_disuse(state)
     _check_shares(state)
     _check_rights(state)
+    _check_tiers(state)
 
 
 def _check_extents(state: State) -> None:
@@ -74,7 +76,9 @@ def _check_extents(state: State) -> None:
     for row in state.retiring.values():
         assert row.row not in row.size_class.rows, "a class still owns a row taken from it"
         assert row.zeroing or row.mapped_by, "a row waits for nobody"
-        assert row.mapped_by <= set(state.movers), "a row waits for a mover that is gone"
+        serving = {tier.mover for tier in state.below.tiers if tier.is_serving}
+        known = state.movers.keys() | serving
+        assert row.mapped_by <= known, "a row waits for a mover that is gone"
 
 
 def _slots_in(state: State, owner: SizeClass, wanted: SlotState) -> Slots:
@@ -161,6 +165,9 @@ def _check_pins(state: State) -> None:
     pins = leases
     for transfer in state.transfers.values():
         for part in transfer.piece.parts:
+            pins[part.pinned] += 1
+    for copy in state.below.copies.values():
+        for part in copy.parts:
             pins[part.pinned] += 1
     for row in state.rows.values():
         pins[row.withheld] += 1
@@ -309,8 +316,11 @@ def _check_backlog(state: State) -> None:
 
 def _check_waits(state: State) -> None:
     """Who waits for a piece waits for what it stores; the others are about to go on."""
-    stores = {p.number: p for p in _pieces(state) if p.job.kind is JobKind.STORE}
-    assert stores == state.pieces, "pieces by number"
+    stores: dict[int, Filling] = {
+        piece.number: piece for piece in _pieces(state) if piece.job.kind is JobKind.STORE
+    }
+    stores |= {c.number: c for c in state.below.copies.values() if c.kind is CopyKind.READ}
+    assert stores == state.fillings, "fillings by number"
     followed: Counter[int] = Counter()
     waiting: Counter[str] = Counter()
     known: list[Wait] = list(state.released)
@@ -323,10 +333,11 @@ def _check_waits(state: State) -> None:
             assert wait.job.session == session.session, "a wait of another session's job"
             if wait.leader is not None:
                 assert wait in wait.leader.waits, "a leader that doesn't know who waits"
-                assert wait.leader.job is not wait.job, "a job waits for itself"
+                own = isinstance(wait.leader, Piece) and wait.leader.job is wait.job
+                assert not own, "a job waits for itself"
                 slots = wait.offer.slots
                 assert bool((state.slots.state[slots] == SlotState.RESERVED).all())
-                assert bool((state.slots.pieces[slots] == wait.leader.number).all())
+                assert bool((state.slots.fillings[slots] == wait.leader.number).all())
         mine = sum(wait.nbytes for wait in session.waits)
         assert session.waiting_bytes == mine <= MAX_WAITING_BYTES, "bytes that wait"
         waiting[state.namespaces[session.namespace].tenant.tenant] += mine
@@ -338,6 +349,55 @@ def _check_waits(state: State) -> None:
     assert len(known) == len(all_waits), "a wait stands twice"
     for tenant in state.tenants.values():
         assert tenant.waiting_bytes == waiting[tenant.tenant] <= MAX_TENANT_WAITING_BYTES
+
+
+def _check_tiers(state: State) -> None:
+    """I10: shares are of running copies; what is sought is counted and found by its tag."""
+    below = state.below
+    running: dict[int, Counter[str]] = {tier.tier: Counter() for tier in below.tiers}
+    promoting: Counter[str] = Counter()
+    lost = set(map(id, below.lost))
+    for number, copy in below.copies.items():
+        assert copy.copy == number
+        (part,) = copy.parts
+        known = copy.tier.copies.get(number) is copy
+        assert known is not (id(copy) in lost), "a copy stands nowhere, or twice"
+        tenant = part.size_class.tenant.tenant
+        cleared = part.scope < state.namespaces[part.size_class.namespace].cleared_below
+        assert cleared or part.scope in state.scopes, "the scope of a running copy is forgotten"
+        if copy.kind is CopyKind.WRITE:
+            running[copy.tier.tier][tenant] += copy.nbytes
+        else:
+            promoting[tenant] += copy.nbytes
+            expected = SlotState.QUARANTINED if copy.failed else SlotState.RESERVED
+            assert bool((state.slots.state[part.slots] == expected).all()), "what is brought up"
+    for tier in below.tiers:
+        assert tier.writing.taken == running[tier.tier], "bytes on their way down"
+        assert tier.writing.whole == sum(running[tier.tier].values())
+        assert tier.writing.whole <= tier.rule.max_write_bytes
+        assert tier.is_serving or not (tier.copies or tier.searches), "a tier without a process"
+    assert below.promoting.taken == promoting, "bytes on their way up"
+    assert below.promoting.whole == sum(promoting.values())
+    assert below.promoting.whole <= state.pool_bytes * state.config.promotion_share
+    blocks: Counter[str] = Counter()
+    for session in state.sessions.values():
+        mine = 0
+        for request, of_request in session.sought.items():
+            assert of_request, "a request that seeks nothing is remembered"
+            for (account, group), sought in of_request.items():
+                assert (sought.request, sought.name.account, sought.name.group) == (
+                    request,
+                    account,
+                    group,
+                )
+                assert not sought.is_over
+                mine += len(sought.blocks)
+                for tag, (search, row) in sought.blocks.items():
+                    assert int(tags_of(search.words[row : row + 1], sought.seed)[0]) == tag
+        assert session.is_open or not mine, "a closed session seeks blocks"
+        assert session.sought_blocks == mine, "blocks that are sought"
+        blocks[state.namespaces[session.namespace].tenant.tenant] += mine
+    assert below.sought_of == {tenant: n for tenant, n in blocks.items() if n}
 
 
 def _check_busy_blocks(state: State) -> None:
@@ -429,6 +489,7 @@ def _check_disuse(state: State) -> None:
     assert expiring.epochs.keys() == own - epochs, "own epochs that nobody is in"
     pieces = {transfer.piece for transfer in state.transfers.values()}
     in_flight = Counter(part.scope for piece in pieces for part in piece.parts)
+    in_flight.update(part.scope for copy in state.below.copies.values() for part in copy.parts)
     in_flight.update(wait.scope for s in state.sessions.values() for wait in s.waits)
     assert state.in_flight == in_flight, "scopes in flight"
     for claim in state.claims:

@@ -19,6 +19,7 @@ from kvd.core import events as ev
 from kvd.core.keys import JobId, MoverId, RequestId, SessionId
 from kvd.core.machine import MachineConfig
 from kvd.core.model import backlog
+from kvd.core.model.tiers import TierTerms
 from tests.core import drawn
 from tests.core.bench import (
     BLOCK,
@@ -40,6 +41,8 @@ from tests.core.test_recovery import restarted
 
 class MachineRules(RuleBasedStateMachine):
     """Engines, movers and an operator, all at once."""
+
+    tiers: tuple[TierTerms, ...] = ()
 
     @initialize(
         threshold=st.sampled_from([1, 1, 2]),
@@ -74,6 +77,7 @@ class MachineRules(RuleBasedStateMachine):
             private_grace_ns=3000 * MS,
             submit_deadline_ns=1000 * MS,
             copy_deadline_ns=1000 * MS,
+            tiers=self.tiers,
         )
         self.bench = Bench(config)
         self.open: set[int] = set()

@@ -167,13 +167,13 @@ def test_there_are_as_many_tiers_as_a_request_may_name(place: Path) -> None:
         load(place, "".join(tables))
 
 
-def test_the_daemon_does_not_start_with_a_tier_yet_and_says_so(place: Path) -> None:
+def test_the_printed_configuration_shows_the_tiers(place: Path) -> None:
     place.write_text(LEAST)
-    command = [sys.executable, "-m", "kvd", "serve", "--config", str(place)]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert refused.returncode == 2
-    assert "tiers can't be used yet: remove [[tiers]]" in refused.stderr
-    shown = subprocess.run(
-        [*command, "--print-config"], capture_output=True, text=True, timeout=30, check=True
-    )
+    command = [sys.executable, "-m", "kvd", "serve", "--config", str(place), "--print-config"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     assert 'name = "disk"' in shown.stdout
+
+
+def test_tiers_and_checksums_of_payloads_are_refused_together(place: Path) -> None:
+    with pytest.raises(ConfigError, match=r"payload_checksums can't be had with \[\[tiers\]\]"):
+        load(place, "payload_checksums = true\n" + LEAST)

@@ -41,6 +41,10 @@ class SessionView(Protocol):
     def shows(self, group: int, account: str, block_hash: bytes) -> bool:
         """`present` for a single block: nearly all misses are known by one."""
 
+    @property
+    def page_hides_some(self) -> bool:
+        """Blocks that the page doesn't show may lie in a tier: only a call tells."""
+
     def room(self, group: int) -> int:
         """Blocks that a store could get now."""
 
@@ -156,6 +160,10 @@ class DaemonSession:
         if self._page is None or not self._seeds:
             return False
         return self._page.probe_first(block_hash, self._seed(group, account))
+
+    @property
+    def page_hides_some(self) -> bool:
+        return self._page is not None and self._page.hides_some
 
     def room(self, group: int) -> int:
         return 0 if self._page is None else self._page.room(group)

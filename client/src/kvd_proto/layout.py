@@ -22,8 +22,9 @@ HEADER_BYTES = 4096
 NULL_ENGINE_BLOCK = 0xFFFFFFFF
 
 # -- index page -------------------------------------------------------------------------------
-# header: u64 magic, u64 version, u64 table, u64 closed, u64 top level, then at ROOM_OFFSET one u64
-# for each group (64 at most): blocks that a store could get now, free or by eviction. 0 = no room.
+# header: u64 magic, u64 version, u64 table, u64 closed, u64 top level, u64 below (not 0: a tier may
+# hold blocks that the page doesn't show), then at ROOM_OFFSET one u64 for each group (64 at most):
+# blocks that a store could get now, free or by eviction. 0 = no room.
 # After the header lie tables, those of all levels one after the other: 2^level buckets x 8 u64
 # words, each 0 or the tag of one readable block. The table word's low bits are the level whose
 # table counts, the others count the changes: who reads the same table word before and after a
@@ -34,6 +35,7 @@ PAGE_BUCKET_WORDS = 8
 PAGE_TABLE_OFFSET = 16
 PAGE_CLOSED_OFFSET = 24
 PAGE_TOP_OFFSET = 32
+PAGE_BELOW_OFFSET = 40
 PAGE_LEVEL_BITS = 8
 PAGE_SMALLEST_LEVEL = 6  # a table of 4096 bytes
 PAGE_LARGEST_LEVEL = 40

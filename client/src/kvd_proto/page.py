@@ -32,6 +32,7 @@ _HEADER = struct.Struct("<QQQQQ")
 _WORDS = layout.PAGE_BUCKET_WORDS
 _ROOM_WORD = layout.PAGE_ROOM_OFFSET // 8
 _CLOSED_WORD = layout.PAGE_CLOSED_OFFSET // 8
+_BELOW_WORD = layout.PAGE_BELOW_OFFSET // 8
 _TABLE_WORD = layout.PAGE_TABLE_OFFSET // 8
 _LEVEL_MASK = (1 << layout.PAGE_LEVEL_BITS) - 1
 _NONE = np.array(0, dtype=np.uint64)
@@ -67,6 +68,11 @@ class PageReader:
     def closed(self) -> bool:
         """The daemon no longer keeps the page: what it says is of the past."""
         return bool(self._words[_CLOSED_WORD])
+
+    @property
+    def hides_some(self) -> bool:
+        """A tier may hold blocks that the page doesn't show: only a call tells."""
+        return bool(self._words[_BELOW_WORD])
 
     def room(self, group: int) -> int:
         """Blocks that a store of this group could get now; 0 means: ask later."""

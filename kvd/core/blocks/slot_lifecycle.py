@@ -46,6 +46,8 @@ def reserve(turn: Turn, fresh: Offer, scope: ScopeId) -> Slots:
     table.scopes[slots] = scope
     table.stamps[slots] = coarse_stamp(turn.now_ns)
     table.keys(owner.width)[slots] = fresh.words
+    if state.below.tiers:
+        table.below[slots] = 0
     state.index.insert(slots)
     state.scope_shares.put(scope, len(slots))
     owner.policy.insert(slots, fresh.tags)

@@ -16,6 +16,7 @@ from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
+from kvd.core.tiers import search, writing
 
 MISS, HIT, PENDING, RETRY = 0, 1, 2, 3  # as in kvd.v1 Answer
 ADMIT = 4
@@ -47,6 +48,10 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
         statuses = _STATUS_OF_STATE.take(state.slots.state.take(slots))
     else:
         statuses = _statuses(state, owner, tags, slots, known)
+        if state.below.tiers:
+            missed = np.flatnonzero(~known)
+            sought = search.look(turn, session, query, tags, missed)
+            statuses[missed] = np.where(sought == PENDING, sought, statuses[missed])
     held = None
     if query.lease is not LeaseMode.NONE:
         run = _claimed(statuses, query.lease)
@@ -58,6 +63,8 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
         if leased:
             held = lease.hold(turn, session, query, owner, claimed)
             slot_lifecycle.touch(turn, owner, claimed)
+            if state.below.tiers:
+                writing.used(turn, owner, claimed)
             places = query.first_block + run[:leased]
             used = prefix.of(session, query.context.request)
             prefix.note(state, session, used, claimed, places)

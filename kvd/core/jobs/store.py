@@ -31,6 +31,7 @@ from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.room.eviction import make_room
+from kvd.core.tiers import writing
 from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
 
 
@@ -132,6 +133,8 @@ def _admit(
     for plan in plans:
         slot_lifecycle.touch(turn, plan.offer.size_class, plan.ready)
         prefix.note(state, session, job.prefix, plan.ready, plan.ready_blocks)
+        if state.below.tiers:
+            writing.stored(turn, plan.offer.size_class, plan.ready)
     if reason:
         return reason, 0
     parts = _start(turn, session, job, plans, account)

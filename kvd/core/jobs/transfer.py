@@ -23,6 +23,7 @@ from kvd.core.model.job import Job, JobState, Part, Piece, Transfer, TransferSta
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Mover, MoverState, Session, State
 from kvd.core.model.turn import Turn
+from kvd.core.tiers import writing
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 
@@ -31,11 +32,11 @@ def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
     state = turn.state
     session = state.sessions[job.session]
     store = job.kind is JobKind.STORE
-    piece = Piece(job, parts)
+    piece = Piece(job=job, parts=parts)
     if store:
-        piece.number = state.next_piece
-        state.next_piece += 1
-        state.pieces[piece.number] = piece
+        piece.number = state.next_filling
+        state.next_filling += 1
+        state.fillings[piece.number] = piece
     job.pieces += 1
     job.pieces_begun += 1
     orders = tuple(
@@ -43,7 +44,7 @@ def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
     )
     if store:
         for part in parts:
-            state.slots.pieces[part.slots] = piece.number
+            state.slots.fillings[part.slots] = piece.number
             mark_busy(session, part.size_class.group, part.engine_blocks, +1)
     for mover in ranks(session):
         if store and not mover.writer:
@@ -187,7 +188,7 @@ def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
         state.count_in_flight(part.scope, -1)
     session = state.sessions[job.session]
     if job.kind is JobKind.STORE:
-        del state.pieces[piece.number]
+        del state.fillings[piece.number]
         for part in piece.parts:
             mark_busy(session, part.size_class.group, part.engine_blocks, -1)
     if not piece.failed:
@@ -197,7 +198,9 @@ def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
             state.counters.stored += blocks
             for part in piece.parts:
                 slot_lifecycle.make_ready(turn, part.size_class, part.slots)
-            _release(state, piece, done=True)
+                if state.below.tiers:
+                    writing.stored(turn, part.size_class, part.slots)
+            state.released.extend(piece.end_waits(done=True))
         else:
             state.counters.loaded += blocks
             for part in piece.parts:
@@ -225,7 +228,7 @@ def fail_piece(turn: Turn, piece: Piece, reason: str) -> None:
         state.counters.failed += len(part.slots)
         hand_off.blocks_lost(state, part.size_class, part.slots)
         slot_lifecycle.quarantine_reserved(state, part.size_class, part.slots)
-    _release(state, piece, done=False)
+    state.released.extend(piece.end_waits(done=False))
     revoke(turn, piece.transfers.values(), reason)
 
 
@@ -243,14 +246,6 @@ def revoke(turn: Turn, transfers: Iterable[Transfer], reason: str) -> None:
         transfer.call_off(reason)
         if mover.is_serving:
             turn.orders.append(RevokeTransfer(transfer.mover, transfer.transfer))
-
-
-def _release(state: State, piece: Piece, *, done: bool) -> None:
-    """Who waited for this piece goes on, a few in each event: see `follow`."""
-    for wait in piece.waits:
-        wait.leader, wait.done = None, done
-    state.released.extend(piece.waits)
-    piece.waits = {}
 
 
 def end_job_when_done(turn: Turn, job: Job) -> None:

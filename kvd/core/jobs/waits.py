@@ -7,7 +7,7 @@ import numpy as np
 from kvd.core.errors import SESSION_CLOSED
 from kvd.core.jobs import transfer
 from kvd.core.keys import Slots
-from kvd.core.model.job import WAIT_BYTES, Job, Offer, Wait
+from kvd.core.model.job import WAIT_BYTES, Filling, Job, Offer, Piece, Wait
 from kvd.core.model.size_class import Tenant
 from kvd.core.model.state import Session, State
 
@@ -17,16 +17,20 @@ MAX_TENANT_WAITING_BYTES = 16 * 2**20  # of all sessions of a tenant
 
 def stored_by(state: State, slots: Slots, job: Job) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which of these RESERVED slots the job itself is storing."""
-    numbers = state.slots.pieces[slots]
-    own = [n for n in set(numbers.tolist()) if state.pieces[n].job is job]
+    numbers = state.slots.fillings[slots]
+    own = [n for n in set(numbers.tolist()) if _is_of(state.fillings[n], job)]
     return np.isin(numbers, own)
+
+
+def _is_of(filling: Filling, job: Job) -> bool:
+    return isinstance(filling, Piece) and filling.job is job
 
 
 def waits_fit(state: State, session: Session, offers: list[Offer]) -> bool:
     """Whether the session may wait for these keys, too."""
     needed = 0
     for offer in offers:
-        leaders = len(set(state.slots.pieces[offer.slots].tolist()))
+        leaders = len(set(state.slots.fillings[offer.slots].tolist()))
         needed += offer.nbytes + leaders * WAIT_BYTES
     tenant = state.namespace_of(session).tenant
     return not needed or (
@@ -38,10 +42,10 @@ def waits_fit(state: State, session: Session, offers: list[Offer]) -> bool:
 def follow(state: State, job: Job, offer: Offer) -> None:
     """Wait for the stores of these keys; the engine blocks stay in use meanwhile."""
     session = state.sessions[job.session]
-    numbers = state.slots.pieces[offer.slots]
+    numbers = state.slots.fillings[offer.slots]
     for number in dict.fromkeys(numbers.tolist()):
         some = offer.rows(np.flatnonzero(numbers == number))
-        leader = state.pieces[number]
+        leader = state.fillings[number]
         wait = Wait(job, some, state.scope_of(int(some.slots[0])), leader)
         leader.waits[wait] = None
         session.waits[wait] = None

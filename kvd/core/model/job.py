@@ -157,16 +157,33 @@ class Job:
         self.reason = self.reason or reason
 
 
-@dataclass(slots=True, eq=False)
-class Piece:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Filling:
+    """Blocks that are copied together, and who waits for them.
+
+    `number` is what SlotTable.pieces says of slots that it fills; 0: it fills none.
+    """
+
+    parts: tuple[Part, ...]
+    number: int = 0
+    waits: dict[Wait, None] = field(default_factory=dict)  # in the order in which they came
+    failed: bool = False
+
+    def end_waits(self, *, done: bool) -> list[Wait]:
+        """Those who waited, who know now how it ended."""
+        ended = list(self.waits)
+        for wait in ended:
+            wait.leader, wait.done = None, done
+        self.waits = {}
+        return ended
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Piece(Filling):
     """A piece of a job: what one event brought of it, with a transfer for each rank."""
 
     job: Job
-    parts: tuple[Part, ...]
-    number: int = 0  # of a store: what SlotTable.pieces says of its slots
     transfers: dict[TransferId, Transfer] = field(default_factory=dict)
-    waits: dict[Wait, None] = field(default_factory=dict)  # in the order in which they came
-    failed: bool = False
 
 
 class TransferStage(enum.Enum):
@@ -214,7 +231,7 @@ class Wait:
     job: Job
     offer: Offer  # in one scope
     scope: ScopeId
-    leader: Piece | None  # None: it has ended, and the wait stands in `State.released`
+    leader: Filling | None  # None: it has ended, and the wait stands in `State.released`
     done: bool = False  # how it ended
 
     @property

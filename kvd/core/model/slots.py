@@ -64,8 +64,10 @@ class SlotTable:
         self.tags: U64 = sparse_zeros(slots, np.uint64)
         self.scopes: U32 = sparse_zeros(slots, np.uint32)
         self.stamps: U32 = sparse_zeros(slots, np.uint32)
-        self.pieces: Slots = sparse_zeros(slots, np.int64)  # of RESERVED ones: who stores them
+        self.fillings: Slots = sparse_zeros(slots, np.int64)  # of RESERVED ones: by whom
         self.noted: U32 = sparse_zeros(slots, np.uint32)  # of the stamps, as the pool has them
+        # A bit for each tier that has the block, or is being given it.
+        self.below: npt.NDArray[np.uint8] = sparse_zeros(slots, np.uint8)
         self._marks: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # scratch of a call
         self._keys: dict[int, U64] = {}
 

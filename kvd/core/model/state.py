@@ -22,6 +22,7 @@ from kvd.core.keys import (
     SessionId,
     Slots,
     TenantId,
+    TierId,
     TransferId,
 )
 from kvd.core.lifecycle import step
@@ -29,7 +30,7 @@ from kvd.core.model.admission import ReuseFilter
 from kvd.core.model.backlog import Backlog
 from kvd.core.model.extents import FreeExtents
 from kvd.core.model.index import Index
-from kvd.core.model.job import Job, Piece, Prefix, Transfer, Wait
+from kvd.core.model.job import Filling, Job, Prefix, Transfer, Wait
 from kvd.core.model.leases import HandOff, Lease
 from kvd.core.model.rights import Rights
 from kvd.core.model.row_claims import Claims
@@ -45,6 +46,7 @@ from kvd.core.model.size_class import (
 )
 from kvd.core.model.slots import SlotTable
 from kvd.core.model.story import Story
+from kvd.core.model.tiers import Below, Sought, Tier, TierTerms
 from kvd.core.policy.slot_queue import PolicyMemory
 from kvd.core.spec import NamespaceSpec
 
@@ -78,6 +80,8 @@ class MachineConfig:
     extent_nodes: tuple[int, ...] = ()  # the memory node of each extent; empty: there is one
     tag_secret: bytes = b""
     namespaces: int = MAX_NAMESPACES  # at most: each takes descriptors for its index page
+    tiers: tuple[TierTerms, ...] = ()  # below host memory, in the order in which they are asked
+    promotion_share: float = 0.25  # of the pool, for blocks on their way up
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,7 @@ class Namespace:
     # In force, by epoch; what was cleared is in `Backlog.clears`, and numbered below the bound.
     scopes: dict[str, set[ScopeId]] = field(default_factory=dict)
     cleared_below: ScopeId = NO_SCOPE
+    copies_below: int = 0  # that tiers run
     doomed: int = 0  # READY blocks of cleared scopes, yet to be given up
     # Each of use to one start of an engine alone; by its name, "" where that is not known yet.
     own_epochs: dict[str, str] = field(default_factory=dict)
@@ -190,6 +195,10 @@ class Session:
     by_request: dict[RequestId, set[LeaseId]] = field(default_factory=dict)
     prefixes: dict[RequestId, Prefix] = field(default_factory=dict)
     remembered: Remembered = field(default_factory=Remembered)  # of `prefixes`
+    # What its requests seek in tiers, by request, then by account and group.
+    sought: dict[RequestId, dict[tuple[str, int], Sought]] = field(default_factory=dict)
+    sought_blocks: int = 0
+    found_below: list[Sought] = field(default_factory=list)  # something of each since the last step
     waits: dict[Wait, None] = field(default_factory=dict)
     waiting_bytes: int = 0  # of those
     busy: dict[int, npt.NDArray[np.int16]] = field(default_factory=dict)  # by group, by block
@@ -342,11 +351,14 @@ class State:
         self.handed_off: dict[int, list[HandOff]] = {}  # by slot
         # How many running pieces and waits each has: it is not forgotten meanwhile.
         self.in_flight: dict[ScopeId, int] = {}
-        self.pieces: dict[int, Piece] = {}  # of stores that run, by number
+        self.fillings: dict[int, Filling] = {}  # stores' pieces and promotions that run, by number
         self.released: deque[Wait] = deque()  # whose leader has ended; they go on, some an event
         self.recovered: dict[tuple[NamespaceId, int], list[tuple[Slots, npt.NDArray[np.uint64]]]]
         self.recovered = {}
         self.recovered_scopes: tuple[npt.NDArray[np.uint64], Slots] | None = None
+        self.below = Below(
+            tuple(Tier(TierId(place), rule) for place, rule in enumerate(config.tiers))
+        )
         self.expiring = Expiring()
         self.backlog = Backlog()
         self.counters = Counters()
@@ -354,7 +366,7 @@ class State:
         self.next_namespace = 1
         self.next_scope = 1
         self.next_transfer = 1
-        self.next_piece = 1
+        self.next_filling = 1
         self.next_lease = 1
 
     def tenant(self, tenant: TenantId) -> Tenant:
@@ -388,7 +400,10 @@ class State:
         return self.namespaces[session.namespace]
 
     def movers_of(self, namespace: NamespaceId) -> Iterator[MoverId]:
-        """Movers that map this namespace's rows."""
+        """Movers, and tiers' processes, that map this namespace's rows."""
+        for tier in self.below.tiers:
+            if tier.is_serving:
+                yield tier.mover
         for mover in self.movers.values():
             if self.sessions[mover.session].namespace == namespace:
                 yield mover.mover

@@ -279,6 +279,8 @@ def _take_back(turn: Turn, namespace: Namespace, most: int) -> int:
     """
     state = turn.state
     done = 0
+    if namespace.copies_below:
+        return done  # its slots are in use; the next tick looks again
     for row in _rows_to_go(namespace):
         if not row.orphaned and len(state.retiring) >= ROWS_AT_ONCE:
             continue

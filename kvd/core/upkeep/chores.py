@@ -8,6 +8,7 @@ from kvd.core.model import backlog
 from kvd.core.model.state import State
 from kvd.core.model.turn import Turn
 from kvd.core.room import eviction, expiry, reclaim
+from kvd.core.tiers import promotion, service
 from kvd.core.upkeep import clear, session
 
 
@@ -15,6 +16,8 @@ def waiting(state: State) -> bool:
     """Whether there is anything that could go on now."""
     expiring = state.expiring
     if state.backlog or state.released or expiring.sweep is not None or expiring.turn:
+        return True
+    if state.below.due or state.below.lost:
         return True
     return reclaim.first_filled(state) is not None
 
@@ -33,6 +36,8 @@ def go_on(turn: Turn) -> None:
         (reclaim.first_filled(state) is not None, reclaim.empty_some),
         (state.expiring.sweep is not None, expiry.sweep_some),
         (bool(state.expiring.turn), expiry.take_back_some),
+        (bool(state.below.due), promotion.go_on),
+        (bool(state.below.lost), service.end_some_lost),
     )
     for step in range(1, len(todo) + 1):
         place = (state.backlog.turn + step) % len(todo)

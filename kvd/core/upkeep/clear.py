@@ -29,9 +29,13 @@ from kvd.core.jobs import transfer
 from kvd.core.keys import RowId, ScopeId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.backlog import Clear
+from kvd.core.model.job import Piece
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.state import MAX_SCOPES, Namespace, State
+from kvd.core.model.tiers import TierCopy
 from kvd.core.model.turn import Turn
+from kvd.core.tiers import promotion
+from kvd.core.tiers import service as tiers
 
 
 def namespace_cleared(turn: Turn, event: NamespaceCleared) -> None:
@@ -45,12 +49,13 @@ def namespace_cleared(turn: Turn, event: NamespaceCleared) -> None:
     tally = namespace.tally
     found = state.backlog.clears.get(event.namespace)
     if found is None:
-        if not (tally.ready or tally.reserved or namespace.tenant.waiting_bytes):
+        nothing = not (tally.ready or tally.reserved or namespace.tenant.waiting_bytes)
+        if nothing and not state.below.tiers:
             turn.orders.append(TellDone(event.token, 0))
             return
         found = state.backlog.clears[event.namespace] = Clear()
     found.answers.append((event.token, tally.ready - namespace.doomed))
-    found.stores = deque(state.pieces)
+    found.stores = deque(state.fillings)
     waiting = set(found.rows)
     found.rows.extend(
         row for owner in namespace.classes for row in owner.rows if row not in waiting
@@ -60,6 +65,7 @@ def namespace_cleared(turn: Turn, event: NamespaceCleared) -> None:
     namespace.cleared_below = ScopeId(state.next_scope)
     namespace.doomed = tally.ready
     turn.orders.append(ClearScopes(event.namespace, namespace.cleared_below))
+    tiers.namespace_cleared(turn, namespace)
     for owner in namespace.classes:
         owner.policy.forget_gone()  # without what it learned of blocks that are gone
     # A namespace is known to the next incarnation by a scope, and by that its rows are.
@@ -88,13 +94,16 @@ def _call_off(turn: Turn, namespace: Namespace, left: Clear) -> None:
     """Some of the stores into it. Those that end before their turn fail all the same."""
     parts = 0
     for _ in range(min(len(left.stores), backlog.STORES_LOOKED_AT)):
-        piece = turn.state.pieces.get(left.stores.popleft())
+        piece = turn.state.fillings.get(left.stores.popleft())
         if piece is None or piece.failed:
             continue
         part = piece.parts[0]
         ours = part.size_class.namespace == namespace.namespace
         if ours and part.scope < namespace.cleared_below:
-            transfer.fail_piece(turn, piece, RESET)
+            if isinstance(piece, Piece):
+                transfer.fail_piece(turn, piece, RESET)
+            elif isinstance(piece, TierCopy):
+                promotion.fail(turn.state, piece)
             parts += len(piece.parts)
             if parts >= backlog.PARTS_AT_ONCE:
                 return

@@ -12,6 +12,7 @@ from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import State
 from kvd.core.model.turn import Turn
 from kvd.core.room import eviction, expiry
+from kvd.core.tiers import search, writing
 from kvd.core.upkeep import recency, session
 
 CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need
@@ -46,7 +47,12 @@ def timer_ticked(turn: Turn) -> None:
     for tenant in state.tenants.values():
         if tenant.shrinking and (tenant.evictable or tenant.excess(0) <= 0):
             state.backlog.shrinks.setdefault(tenant.tenant, Shrink())
-    grant_spare(turn, _next_in_use(state))
+    in_use = _next_in_use(state)
+    grant_spare(turn, in_use)
+    if state.below.tiers:
+        search.expire(turn)
+        for owner in in_use:
+            writing.write_ahead(turn, owner)
     recency.write_down(turn)
 
 

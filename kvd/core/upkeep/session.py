@@ -41,6 +41,7 @@ from kvd.core.model.state import (
 from kvd.core.model.turn import Turn
 from kvd.core.room import expiry, row_rights
 from kvd.core.room.reclaim import row_unmapped
+from kvd.core.tiers import search
 from kvd_proto.limits import MAX_RANKS
 
 CLOSE_GRACE_NS = 1_000_000_000  # for submitted copies of a closed session
@@ -104,6 +105,7 @@ def session_closed(turn: Turn, event: SessionClosed) -> None:
         return
     session.closed_ns = turn.now_ns
     lease.end_all(state, session)
+    search.end_all(state, session)
     waits.drop(state, session)
     running = [each for mover in transfer.ranks(session) for each in mover.transfers.values()]
     few = state.backlog.call_off(running, CallOff.REVOKE, SESSION_CLOSED)
@@ -252,6 +254,7 @@ def epoch_changed(turn: Turn, event: EpochChanged) -> None:
     namespaces.check_name(event.epoch, "epoch")
     namespaces.check_scopes(state, state.namespace_of(session).spec, event.epoch, session.payer)
     lease.end_all(state, session)
+    search.end_all(state, session)
     left, session.epoch = session.epoch, event.epoch
     expiry.enter(turn, session, own=True)
     turn.orders.append(Reply(namespaces.open_epoch(turn, session)))

@@ -1,5 +1,7 @@
 """Lookups: probe the page at arrival, ask what it shows, wait at most once in a step.
 
+Where a tier below may hold blocks that the page does not show, every request asks.
+
 A request's lookup leaves when the request arrives and nobody waits for it. The first request
 of a step that needs an answer which has not come waits for all unanswered lookups together,
 once, for milliseconds; whoever is still without an answer is asked again in the next step. A
@@ -179,11 +181,15 @@ class LookupQueue:
     def _begin(self, request: Request, session: SessionView, computed_tokens: int) -> None:
         """Probe; where the page shows a usable hit ask for the whole prompt, else it's a miss.
 
-        With a reuse filter the question is asked anyway, for the admission verdicts.
+        Where tiers may hold what the page doesn't show, the question is asked anyway; and with a
+        reuse filter, for the admission verdicts.
         """
         lookup = request.lookup
         lookup.generation = session.generation
         lookup.asked_s = lookup.first_asked_s = self._clock()
+        if session.page_hides_some:
+            self._ask(request)
+            return
         cap = self._cap_tokens(request, computed_tokens)
         next_boundary = (computed_tokens // self._boundary_tokens + 1) * self._boundary_tokens
         nothing_there = False

@@ -1,0 +1,223 @@
+"""Secondary tiers: what the machine knows of each, of its copies, and of what is sought there."""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.keys import (
+    U64,
+    CopyId,
+    MoverId,
+    RequestId,
+    ScopeName,
+    SearchId,
+    SessionId,
+    Slots,
+    TierId,
+)
+from kvd.core.lifecycle import step
+from kvd.core.model.admission import ReuseFilter
+from kvd.core.model.job import Filling
+from kvd.core.model.size_class import SizeClass
+
+NO_MOVER = MoverId(0)
+# Blocks that are sought below: some 250 bytes each. Beyond, they are misses.
+MAX_SOUGHT_BLOCKS = 32_768  # of one session
+MAX_TENANT_SOUGHT_BLOCKS = 131_072  # of all its sessions
+
+
+class WriteWhen(enum.Enum):
+    """When a block is written to a tier."""
+
+    THROUGH = "as soon as it is stored"
+    REUSE = "once it was used again"
+    DEMOTION = "before its slot is needed for another"
+
+
+class Reach(enum.IntEnum):
+    """Where a tier's blocks are found; numbered as `Tier` of kvd.v1."""
+
+    DISK = 2  # on this node
+    CLUSTER = 3  # on every node that shares the tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierTerms:
+    """What is settled of one tier."""
+
+    name: str
+    reach: Reach = Reach.DISK
+    write: WriteWhen = WriteWhen.THROUGH
+    reuses: int = 2  # with REUSE: written when it is used for the n-th time
+    tracker_blocks: int = 65536  # with REUSE: of which uses are counted
+    seek_ns: int = 2_000_000_000  # what was not found and read by then is a miss
+    max_write_bytes: int = 256 * 2**20  # of the pool, on their way to the tier
+
+
+class TierState(enum.Enum):
+    """Whether a tier has a process."""
+
+    AWAY = "no process serves it, and no copy of it runs"
+    SERVING = "copies and questions go to it"
+
+
+TIER_STEPS: frozenset[tuple[TierState, TierState]] = frozenset(
+    {(TierState.AWAY, TierState.SERVING), (TierState.SERVING, TierState.AWAY)}
+)
+
+
+@dataclass(slots=True, eq=False)
+class TierCounters:
+    """Blocks since the start, unless the name says otherwise."""
+
+    hits: int = 0
+    misses: int = 0
+    promoted: int = 0
+    promoted_bytes: int = 0
+    failed_reads: int = 0
+    unpromoted: int = 0  # found, but there was no room for them, or nobody waited any more
+    written: int = 0
+    written_bytes: int = 0
+    failed_writes: int = 0
+    dropped: int = 0  # not written, since too much was on its way
+
+
+@dataclass(slots=True, eq=False)
+class TenantShare:
+    """Bytes of something that tenants share: each may have as many as are left for others."""
+
+    taken: dict[str, int] = field(default_factory=dict)
+    whole: int = 0
+
+    def left(self, tenant: str, most: int) -> int:
+        """Bytes that the tenant may still take of so many."""
+        return max(0, (most - self.whole - self.taken.get(tenant, 0)) // 2)
+
+    def count(self, tenant: str, change: int) -> None:
+        """The tenant takes some, or (below 0) gives some back."""
+        has = self.taken.get(tenant, 0) + change
+        assert has >= 0, "more is given back than was taken"
+        self.whole += change
+        if has:
+            self.taken[tenant] = has
+        else:
+            self.taken.pop(tenant, None)
+
+
+@dataclass(slots=True, eq=False)
+class Tier:
+    """What the machine knows of one tier."""
+
+    tier: TierId
+    rule: TierTerms
+    state: TierState = TierState.AWAY
+    mover: MoverId = NO_MOVER  # as which its process maps rows
+    copies: dict[CopyId, TierCopy] = field(default_factory=dict)
+    searches: dict[SearchId, Search] = field(default_factory=dict)  # that it was asked
+    clearing: dict[str, None] = field(default_factory=dict)  # fingerprints, yet to be deleted
+    reuse: ReuseFilter = field(init=False)
+    writing: TenantShare = field(default_factory=TenantShare)
+    counters: TierCounters = field(default_factory=TierCounters)
+
+    def __post_init__(self) -> None:
+        self.reuse = ReuseFilter(self.rule.reuses, self.rule.tracker_blocks)
+
+    @property
+    def is_serving(self) -> bool:
+        return self.state is TierState.SERVING
+
+    @property
+    def bit(self) -> int:
+        """Its bit in SlotTable.below."""
+        return 1 << self.tier
+
+    def move(self, new: TierState) -> None:
+        """Take a step of the table."""
+        self.state = step(TIER_STEPS, self.state, new)
+
+    def serves(self, fingerprint: str) -> bool:
+        """Whether blocks of this namespace may be sought there, read and written."""
+        return self.is_serving and fingerprint not in self.clearing
+
+
+class CopyKind(enum.Enum):
+    """Which way a tier's process copies."""
+
+    WRITE = "from slots to the tier"
+    READ = "from the tier to slots"
+
+
+@dataclass(slots=True, eq=False)
+class TierCopy(Filling):
+    """Blocks of one scope that a tier's process copies; a read fills their slots."""
+
+    copy: CopyId
+    tier: Tier
+    kind: CopyKind
+    sought: Sought | None = None  # of a read: for whom
+
+    @property
+    def nbytes(self) -> int:
+        return sum(len(part.slots) * part.size_class.block_bytes for part in self.parts)
+
+
+class Belief(enum.IntEnum):
+    """What is known of a block that is sought below."""
+
+    ASKED = 1  # whether a tier holds it
+    HELD = 2  # by a tier; not read yet
+    ON_ITS_WAY = 3  # a promotion reads it
+    ABSENT = 4  # no tier holds it, or it could not be read
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """Blocks of one group that a query misses in the pool; tiers are asked one after the other."""
+
+    search: SearchId
+    sought: Sought
+    words: U64  # [n, width]
+    places: Slots  # in the prompt, in blocks; ascending
+    beliefs: npt.NDArray[np.uint8]
+    holders: npt.NDArray[np.uint8]  # of what is HELD: the tier
+    asked: Slots  # which of them the tier was asked, that it is with now
+    to_ask: list[TierId]  # later
+
+
+@dataclass(slots=True, eq=False)
+class Sought:
+    """What one request seeks below in one group."""
+
+    session: SessionId
+    request: RequestId
+    owner: SizeClass
+    name: ScopeName
+    seed: int  # of the scope's tags
+    is_prefix: bool  # of use only up to the first that is nowhere
+    until_ns: int  # what is not there by then is a miss
+    blocks: dict[int, tuple[Search, int]] = field(default_factory=dict)  # by tag
+    searches: list[Search] = field(default_factory=list)
+    cut: int | None = None  # place of the first block that is nowhere
+    is_found: bool = False  # it stands in Session.found_below
+    is_over: bool = False  # forgotten; an answer is of no use any more
+
+
+@dataclass(slots=True, eq=False)
+class Below:
+    """All tiers, in the order in which they are asked."""
+
+    tiers: tuple[Tier, ...] = ()
+    copies: dict[CopyId, TierCopy] = field(default_factory=dict)
+    promoting: TenantShare = field(default_factory=TenantShare)
+    due: deque[Sought] = field(default_factory=deque)  # to be promoted, some an event
+    stalled: list[Sought] = field(default_factory=list)  # until a promotion ends
+    lost: deque[TierCopy] = field(default_factory=deque)  # their tier's process has ended
+    expiring: deque[Sought] = field(default_factory=deque)  # in the order of `until_ns`
+    sought_of: dict[str, int] = field(default_factory=dict)  # blocks, by tenant
+    next_search: int = 1
+    next_copy: int = 1

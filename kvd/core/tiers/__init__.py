@@ -1,0 +1,1 @@
+"""Blocks below host memory: sought there, brought up, and written down."""

@@ -1,0 +1,257 @@
+"""What a tier holds of a request's blocks is brought up into host memory.
+
+It begins at the end of the engine's step: all that one tier was found to hold of one request's
+group by then is one copy. Some of it may fail; what has come is readable. However much is asked
+for, promotions take a part of the pool only, of which each tenant leaves as much to others as it
+has, and an event begins a few of them. What has no room yet waits for the end of others.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.actions import ReadFromTier
+from kvd.core.blocks import namespaces, slot_lifecycle
+from kvd.core.claims import hand_off
+from kvd.core.keys import U32, CopyId, KeyBatch, ScopeId, Slots
+from kvd.core.model.index import NOWHERE
+from kvd.core.model.job import Offer, Part
+from kvd.core.model.state import Session, State
+from kvd.core.model.tiers import Belief, CopyKind, Search, Sought, Tier, TierCopy
+from kvd.core.model.turn import Turn
+from kvd.core.room.eviction import make_room
+from kvd.core.tiers import search
+from kvd_proto.tags import tags_of
+
+PROMOTED_AT_ONCE = 256  # blocks, in one event
+
+_NO_BLOCKS: U32 = np.empty((0, 0), dtype=np.uint32)
+
+
+def step_ended(state: State, session: Session) -> None:
+    """What was found for the session's requests is due to be brought up."""
+    for sought in session.found_below:
+        sought.is_found = False
+        state.below.due.append(sought)
+    session.found_below.clear()
+
+
+def go_on(turn: Turn) -> None:
+    """Bring up some of what is due; the rest with the next piece of work."""
+    below = turn.state.below
+    sought = below.due.popleft()
+    if sought.is_over or turn.now_ns >= sought.until_ns:
+        return
+    match _begin_some(turn, sought):
+        case Left.MORE:
+            below.due.append(sought)
+        case Left.NO_ROOM:
+            below.stalled.append(sought)
+
+
+class Left(enum.Enum):
+    """What is left of a request's promotions after some were begun."""
+
+    NOTHING = "all that was found is on its way"
+    MORE = "the next piece of work goes on"
+    NO_ROOM = "as much is on its way as may be: the next promotion's end lets it go on"
+
+
+def _begin_some(turn: Turn, sought: Sought) -> Left:
+    left = PROMOTED_AT_ONCE
+    for found in sorted(sought.searches, key=lambda each: int(each.places[0])):
+        rows = np.flatnonzero(found.beliefs == Belief.HELD)
+        if sought.is_prefix and sought.cut is not None:
+            rows = rows[found.places[rows] < sought.cut]
+        if not len(rows):
+            continue
+        if not left:
+            return Left.MORE
+        for number in np.unique(found.holders[rows]).tolist():
+            of_tier = rows[found.holders[rows] == number]
+            some = of_tier[:left]
+            left -= len(some)
+            tier = turn.state.below.tiers[number]
+            if len(some) and not _promote(turn, found, tier, some):
+                return Left.NO_ROOM
+            if len(some) < len(of_tier):
+                return Left.MORE
+    return Left.NOTHING
+
+
+def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
+    """Read these blocks of the search; those that can't be are misses.
+
+    False: some are left for when promotions under way have ended.
+    """
+    state, sought = turn.state, found.sought
+    fresh = _not_there(state, found, rows)
+    if not len(fresh):
+        return True
+    spec = state.namespaces[sought.name.namespace].spec
+    if not tier.serves(spec.fingerprint) or state.draining:
+        _give_up(tier, found, fresh)
+        return True
+    fits = _room(state, sought) // sought.owner.block_bytes
+    if not fits and not state.below.promoting.whole:  # nor would there ever be
+        _give_up(tier, found, fresh)
+        return True
+    is_whole, fresh = fits >= len(fresh), fresh[:fits]
+    if not len(fresh):
+        return False
+    offer = _offer(sought, found, fresh)
+    scope = _scope(turn, sought)
+    if scope is None or make_room(turn, [(sought.owner, len(fresh))]):
+        _give_up(tier, found, fresh)
+        return is_whole
+    if scope not in state.scopes:  # making room took the last block that it had
+        reopened = _scope(turn, sought)
+        assert reopened is not None, "it could be opened a moment ago"
+        scope = reopened
+    slots = slot_lifecycle.reserve(turn, offer, scope)
+    state.slots.below[slots] = tier.bit
+    part = Part(sought.owner, scope, slots, slots, _NO_BLOCKS)
+    copy = begin(turn, tier, CopyKind.READ, part)
+    copy.sought = sought
+    copy.number = state.next_filling
+    state.next_filling += 1
+    state.fillings[copy.number] = copy
+    state.slots.fillings[slots] = copy.number
+    found.beliefs[fresh] = Belief.ON_ITS_WAY
+    state.below.promoting.count(sought.owner.tenant.tenant, copy.nbytes)
+    keys = KeyBatch(offer.words, spec.hash_bytes)
+    turn.orders.append(ReadFromTier(tier.tier, copy.copy, sought.name, keys, slots))
+    return is_whole
+
+
+def _not_there(state: State, found: Search, rows: Slots) -> Slots:
+    """Those that nobody has stored, or is bringing up, since they were sought."""
+    sought = found.sought
+    scope = _known_scope(state, sought)
+    if scope is None:
+        return rows
+    tags = tags_of(found.words[rows], sought.seed)
+    slots = state.index.find(tags, found.words[rows], scope)
+    there = slots != NOWHERE
+    search.arrived(state, sought, tags[there])
+    found.beliefs[rows[there]] = Belief.ON_ITS_WAY  # the index says what becomes of them
+    rest: Slots = rows[~there]
+    return rest
+
+
+def _known_scope(state: State, sought: Sought) -> ScopeId | None:
+    name = sought.name
+    number = state.scope_ids.get((name.namespace, name.epoch, name.account, name.group))
+    if number is None or namespaces.is_cleared(state, name.namespace, number):
+        return None
+    return number
+
+
+def _scope(turn: Turn, sought: Sought) -> ScopeId | None:
+    """The scope, opened if it has to be and may."""
+    state = turn.state
+    session = state.sessions[sought.session]
+    namespace = state.namespaces[sought.name.namespace]
+    if session.epoch != sought.name.epoch or namespace.cleared_below != sought.name.generation:
+        return None  # the engine's cache was reset, or the namespace cleared
+    spec, account = namespace.spec, sought.name.account
+    if not namespaces.scopes_fit(state, spec, session.payer, session.epoch, account):
+        return None
+    return namespaces.open_scope(turn, session, account, sought.name.group).scope
+
+
+def _offer(sought: Sought, found: Search, rows: Slots) -> Offer:
+    words = found.words[rows]
+    return Offer(
+        sought.owner,
+        None,
+        words,
+        tags_of(words, sought.seed),
+        np.empty((len(rows), 0), dtype=np.uint32),
+        found.places[rows],
+        np.full(len(rows), NOWHERE, dtype=np.int64),
+    )
+
+
+def _room(state: State, sought: Sought) -> int:
+    """Bytes that the tenant may still have on their way up."""
+    most = int(state.pool_bytes * state.config.promotion_share)
+    return state.below.promoting.left(sought.owner.tenant.tenant, most)
+
+
+def _give_up(tier: Tier, found: Search, rows: Slots) -> None:
+    tier.counters.unpromoted += len(rows)
+    search.absent(found.sought, found, rows)
+
+
+def begin(turn: Turn, tier: Tier, kind: CopyKind, part: Part) -> TierCopy:
+    """A copy of these blocks, that pins them until it ends."""
+    state = turn.state
+    copy = TierCopy(parts=(part,), copy=CopyId(state.below.next_copy), tier=tier, kind=kind)
+    state.below.next_copy += 1
+    state.below.copies[copy.copy] = tier.copies[copy.copy] = copy
+    state.namespaces[part.size_class.namespace].copies_below += 1
+    slot_lifecycle.pin(state, part.size_class, part.pinned)
+    state.count_in_flight(part.scope, +1)
+    return copy
+
+
+def forget(state: State, copy: TierCopy) -> None:
+    """The copy has ended: its pins go."""
+    (part,) = copy.parts
+    del state.below.copies[copy.copy]
+    slot_lifecycle.unpin(state, part.size_class, part.pinned)
+    state.namespaces[part.size_class.namespace].copies_below -= 1
+    state.count_in_flight(part.scope, -1)
+
+
+def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
+    """What has come is readable; the rest is a miss for who sought it."""
+    state, sought = turn.state, copy.sought
+    assert sought is not None, "a read is for somebody"
+    (part,) = copy.parts
+    owner = part.size_class
+    state.below.promoting.count(owner.tenant.tenant, -copy.nbytes)
+    state.below.due.extend(state.below.stalled)
+    state.below.stalled.clear()
+    cleared = namespaces.is_cleared(state, owner.namespace, part.scope)
+    good = part.slots[done] if not (copy.failed or cleared) else part.slots[:0]
+    bad = part.slots[~done] if not cleared else part.slots
+    tags = state.slots.tags[part.slots]
+    counters = copy.tier.counters
+    counters.promoted += len(good)
+    counters.promoted_bytes += len(good) * owner.block_bytes
+    counters.failed_reads += len(part.slots) - len(good)
+    if len(bad) and not copy.failed:
+        hand_off.blocks_lost(state, owner, bad)
+        slot_lifecycle.quarantine_reserved(state, owner, bad)
+    forget(state, copy)
+    del state.fillings[copy.number]
+    if len(good):
+        slot_lifecycle.make_ready(turn, owner, good)
+    state.released.extend(copy.end_waits(done=len(good) == len(part.slots)))
+    _tell_seeker(state, sought, tags, np.isin(part.slots, good))
+
+
+def _tell_seeker(
+    state: State, sought: Sought, tags: npt.NDArray[np.uint64], come: npt.NDArray[np.bool_]
+) -> None:
+    for tag in tags[~come].tolist():
+        known = sought.blocks.get(tag)
+        if known is not None:
+            search.absent(sought, known[0], np.array([known[1]]))
+    search.arrived(state, sought, tags[come])
+
+
+def fail(state: State, copy: TierCopy) -> None:
+    """Nobody will find what it brings up; its slots are free once it has ended."""
+    if copy.failed or copy.kind is not CopyKind.READ:
+        return
+    copy.failed = True
+    (part,) = copy.parts
+    hand_off.blocks_lost(state, part.size_class, part.slots)
+    slot_lifecycle.quarantine_reserved(state, part.size_class, part.slots)
+    state.released.extend(copy.end_waits(done=False))

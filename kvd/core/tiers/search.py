@@ -1,0 +1,263 @@
+"""What a request misses in host memory is sought in the tiers below, one after the other.
+
+The first lookup that misses a block asks, and the answer to it is PENDING. Later ones of the same
+request are answered by what the tiers have said. What no tier has said by the deadline is a miss,
+and so is a block that could not be brought up: nobody waits twice. All of it is forgotten with the
+request, or some seconds after the deadline.
+
+Where only a whole prefix is of use, no block behind the first one that is nowhere is sought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.actions import AskTier
+from kvd.core.blocks import namespaces
+from kvd.core.events import LeaseMode, Query, TierAnswered
+from kvd.core.keys import U64, KeyBatch, RequestId, ScopeName, SearchId, Slots
+from kvd.core.model.state import Session, State
+from kvd.core.model.tiers import (
+    MAX_SOUGHT_BLOCKS,
+    MAX_TENANT_SOUGHT_BLOCKS,
+    Belief,
+    Search,
+    Sought,
+    Tier,
+)
+from kvd.core.model.turn import Turn
+
+BELIEVED_NS = 5_000_000_000  # after the deadline, what tiers said of a request's blocks stands
+EXPIRED_REQUESTS_AT_ONCE = 64  # requests' groups, in one tick
+
+MISS, PENDING = 0, 2  # as in kvd.v1 Answer
+
+
+def look(
+    turn: Turn, session: Session, query: Query, tags: U64, missed: Slots
+) -> npt.NDArray[np.uint8]:
+    """MISS or PENDING for those of the query's keys that host memory lacks, ascending."""
+    state = turn.state
+    statuses = np.zeros(len(missed), dtype=np.uint8)
+    tiers = _readable(state, session, query)
+    if not tiers or not len(missed):
+        return statuses
+    found = session.sought.get(query.context.request, {}).get((query.context.account, query.group))
+    places = query.first_block + missed
+    is_prefix = query.lease is not LeaseMode.ALL
+    end = len(missed)
+    if found is not None and is_prefix and found.cut is not None:
+        end = int(np.searchsorted(places, found.cut))
+    late = found is not None and turn.now_ns >= found.until_ns
+    fresh: list[int] = []
+    for row, tag in enumerate(tags[missed[:end]].tolist()):
+        known = found.blocks.get(tag) if found is not None else None
+        if known is None:
+            fresh.append(row)
+        elif late or known[0].beliefs[known[1]] == Belief.ABSENT:
+            if is_prefix:
+                break
+        else:
+            statuses[row] = PENDING
+    if fresh and not late:
+        rows = np.array(fresh[: _sought_room(state, session)], dtype=np.int64)
+        if len(rows):
+            sought = found or _begin(turn, session, query, tiers, is_prefix=is_prefix)
+            words = query.keys.words[missed[rows]]
+            _seek(turn, sought, words, tags[missed[rows]], places[rows], tiers)
+            statuses[rows] = PENDING
+    return statuses
+
+
+def _readable(state: State, session: Session, query: Query) -> list[Tier]:
+    """Tiers that may be asked for this request, in order."""
+    allowed = query.context.tiers_allowed
+    fingerprint = state.namespace_of(session).spec.fingerprint
+    return [
+        tier
+        for tier in state.below.tiers
+        if tier.serves(fingerprint) and (not allowed or tier.rule.reach in allowed)
+    ]
+
+
+def _sought_room(state: State, session: Session) -> int:
+    """Blocks that the session may still seek."""
+    tenant = state.namespace_of(session).tenant.tenant
+    return max(
+        0,
+        min(
+            MAX_SOUGHT_BLOCKS - session.sought_blocks,
+            MAX_TENANT_SOUGHT_BLOCKS - state.below.sought_of.get(tenant, 0),
+        ),
+    )
+
+
+def _count(state: State, sought: Sought, change: int) -> None:
+    tenant = sought.owner.tenant.tenant
+    session = state.sessions.get(sought.session)
+    if session is not None:
+        session.sought_blocks += change
+    has = state.below.sought_of.get(tenant, 0) + change
+    if has:
+        state.below.sought_of[tenant] = has
+    else:
+        state.below.sought_of.pop(tenant, None)
+
+
+def scope_name(state: State, session: Session, account: str, group: int) -> ScopeName:
+    """By which name tiers know what this session's keys of a group mean."""
+    generation = state.namespaces[session.namespace].cleared_below
+    return ScopeName(session.namespace, session.epoch, account, group, generation)
+
+
+def _begin(
+    turn: Turn, session: Session, query: Query, tiers: list[Tier], *, is_prefix: bool
+) -> Sought:
+    state = turn.state
+    account, group = query.context.account, query.group
+    namespace = state.namespace_of(session)
+    sought = Sought(
+        session.session,
+        query.context.request,
+        namespace.classes[group],
+        scope_name(state, session, account, group),
+        namespaces.scope_seed(state, namespace, session.epoch, account, group),
+        is_prefix,
+        turn.now_ns + max(tier.rule.seek_ns for tier in tiers),
+    )
+    session.sought.setdefault(sought.request, {})[account, group] = sought
+    state.below.expiring.append(sought)
+    return sought
+
+
+def _seek(
+    turn: Turn, sought: Sought, words: U64, tags: U64, places: Slots, tiers: list[Tier]
+) -> None:
+    state = turn.state
+    count = len(tags)
+    search = Search(
+        SearchId(state.below.next_search),
+        sought,
+        words,
+        places,
+        np.full(count, Belief.ASKED, dtype=np.uint8),
+        np.zeros(count, dtype=np.uint8),
+        np.arange(count),
+        [tier.tier for tier in tiers],
+    )
+    state.below.next_search += 1
+    sought.searches.append(search)
+    for row, tag in enumerate(tags.tolist()):
+        sought.blocks[tag] = search, row
+    _count(state, sought, count)
+    _ask_next(turn, search)
+
+
+def _ask_next(turn: Turn, search: Search) -> None:
+    """Ask the next tier for what is still unknown; what no tier is left for is nowhere."""
+    state, sought = turn.state, search.sought
+    while search.to_ask and len(search.asked):
+        tier = state.below.tiers[search.to_ask.pop(0)]
+        spec = state.namespaces[sought.name.namespace].spec
+        if tier.serves(spec.fingerprint):
+            tier.searches[search.search] = search
+            keys = KeyBatch(search.words[search.asked], spec.hash_bytes)
+            turn.orders.append(AskTier(tier.tier, search.search, sought.name, keys))
+            return
+    absent(sought, search, search.asked)
+    search.asked = search.asked[:0]
+
+
+def absent(sought: Sought, search: Search, rows: Slots) -> None:
+    """These blocks are misses for this request from now on."""
+    if not len(rows):
+        return
+    search.beliefs[rows] = Belief.ABSENT
+    if sought.is_prefix:
+        first = int(search.places[rows].min())
+        sought.cut = first if sought.cut is None else min(sought.cut, first)
+
+
+def answered(turn: Turn, event: TierAnswered) -> None:
+    """What a tier holds can be brought up; for the rest the next tier is asked."""
+    tier = turn.state.below.tiers[event.tier]
+    search = tier.searches.pop(event.search, None)
+    if search is None or search.sought.is_over:
+        return
+    asked = search.asked
+    if len(event.held) != len(asked):  # a tier of a site's own may say anything
+        held = np.zeros(len(asked), dtype=np.bool_)
+    else:
+        held = event.held
+    there = asked[held]
+    tier.counters.hits += len(there)
+    tier.counters.misses += len(asked) - len(there)
+    search.beliefs[there] = Belief.HELD
+    search.holders[there] = tier.tier
+    if len(there):
+        found(turn.state, search.sought)
+    search.asked = asked[~held]
+    _ask_next(turn, search)
+
+
+def found(state: State, sought: Sought) -> None:
+    """Some of it is held below: it is brought up from the step's end on."""
+    if not sought.is_found:
+        sought.is_found = True
+        state.sessions[sought.session].found_below.append(sought)
+
+
+def tier_gone(turn: Turn, tier: Tier) -> None:
+    """What it was asked, the next tier is asked; what it held is nowhere."""
+    searches, tier.searches = list(tier.searches.values()), {}
+    for search in searches:
+        if not search.sought.is_over:
+            _ask_next(turn, search)
+
+
+def end(state: State, session: Session, requests: Iterable[RequestId]) -> None:
+    """These requests seek nothing any more."""
+    for request in requests:
+        for sought in session.sought.pop(request, {}).values():
+            _forget(state, sought)
+
+
+def end_all(state: State, session: Session) -> None:
+    """The session's requests seek nothing any more."""
+    end(state, session, list(session.sought))
+
+
+def expire(turn: Turn) -> None:
+    """Forget what tiers said long ago: it is sought anew when it is asked for again."""
+    state, expiring = turn.state, turn.state.below.expiring
+    for _ in range(EXPIRED_REQUESTS_AT_ONCE):
+        if not expiring or expiring[0].until_ns + BELIEVED_NS > turn.now_ns:
+            break
+        sought = expiring.popleft()
+        if sought.is_over:
+            continue
+        session = state.sessions[sought.session]
+        of_request = session.sought[sought.request]
+        del of_request[sought.name.account, sought.name.group]
+        if not of_request:
+            del session.sought[sought.request]
+        _forget(state, sought)
+
+
+def _forget(state: State, sought: Sought) -> None:
+    sought.is_over = True
+    _count(state, sought, -len(sought.blocks))
+    sought.blocks = {}
+    sought.searches = []
+
+
+def arrived(state: State, sought: Sought, tags: U64) -> None:
+    """These blocks are in host memory now, and sought no longer."""
+    if sought.is_over:
+        return
+    for tag in tags.tolist():
+        if sought.blocks.pop(tag, None) is not None:
+            _count(state, sought, -1)

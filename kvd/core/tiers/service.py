@@ -1,0 +1,114 @@
+"""Tiers come and go, tell what they forgot, and hear of what is cleared."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.actions import ClearTier
+from kvd.core.blocks import namespaces
+from kvd.core.events import (
+    TierAnswered,
+    TierCleared,
+    TierCopyEnded,
+    TierForgot,
+    TierGone,
+    TierStarted,
+)
+from kvd.core.model.index import NOWHERE
+from kvd.core.model.state import Namespace, State
+from kvd.core.model.tiers import CopyKind, TierCopy, TierState
+from kvd.core.model.turn import Turn
+from kvd.core.room import reclaim
+from kvd.core.tiers import promotion, search, writing
+from kvd_proto.tags import tags_of
+
+LOST_AT_ONCE = 4  # copies of a tier whose process has ended
+
+TierEvent = TierStarted | TierGone | TierAnswered | TierCopyEnded | TierForgot | TierCleared
+
+
+def handle(turn: Turn, event: TierEvent) -> None:
+    """What a tier has to say."""
+    match event:
+        case TierStarted():
+            _started(turn, event)
+        case TierGone():
+            _gone(turn, event)
+        case TierAnswered():
+            search.answered(turn, event)
+        case TierCopyEnded():
+            _copy_ended(turn, event)
+        case TierForgot():
+            _forgot(turn.state, event)
+        case TierCleared():
+            turn.state.below.tiers[event.tier].clearing.pop(event.fingerprint, None)
+
+
+def _started(turn: Turn, event: TierStarted) -> None:
+    tier = turn.state.below.tiers[event.tier]
+    tier.move(TierState.SERVING)
+    tier.mover = event.mover
+    turn.orders.extend(ClearTier(tier.tier, fingerprint) for fingerprint in tier.clearing)
+
+
+def _gone(turn: Turn, event: TierGone) -> None:
+    """No copy of it runs any more: all that it still had has failed, or soon will have."""
+    state = turn.state
+    tier = state.below.tiers[event.tier]
+    tier.move(TierState.AWAY)
+    search.tier_gone(turn, tier)
+    state.below.lost.extend(tier.copies.values())
+    tier.copies = {}
+    for row in list(state.retiring):
+        reclaim.row_unmapped(turn, row, tier.mover)
+
+
+def end_some_lost(turn: Turn) -> None:
+    """A few copies of tiers that are gone."""
+    lost = turn.state.below.lost
+    for _ in range(min(len(lost), LOST_AT_ONCE)):
+        copy = lost.popleft()
+        (part,) = copy.parts
+        _end(turn, copy, np.zeros(len(part.slots), dtype=np.bool_))
+
+
+def _copy_ended(turn: Turn, event: TierCopyEnded) -> None:
+    """Unknown ones were given up with the tier's former process."""
+    copy = turn.state.below.tiers[event.tier].copies.get(event.copy)
+    if copy is None:
+        return
+    (part,) = copy.parts
+    done = event.done
+    if len(done) != len(part.slots):  # a tier of a site's own may say anything
+        done = np.zeros(len(part.slots), dtype=np.bool_)
+    _end(turn, copy, done)
+
+
+def _end(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
+    copy.tier.copies.pop(copy.copy, None)
+    if copy.kind is CopyKind.READ:
+        promotion.ended(turn, copy, done)
+    else:
+        writing.ended(turn, copy, done)
+
+
+def _forgot(state: State, event: TierForgot) -> None:
+    name = event.name
+    number = state.scope_ids.get((name.namespace, name.epoch, name.account, name.group))
+    if number is None or namespaces.is_cleared(state, name.namespace, number):
+        return
+    words = event.keys.words
+    slots = state.index.find(tags_of(words, state.scopes[number].seed), words, number)
+    slots = slots[slots != NOWHERE]
+    tier = state.below.tiers[event.tier]
+    state.slots.below[slots] &= ~np.uint8(tier.bit)
+
+
+def namespace_cleared(turn: Turn, namespace: Namespace) -> None:
+    """No tier is asked for its blocks, or given any, until it has deleted those that it holds."""
+    fingerprint = namespace.spec.fingerprint
+    for tier in turn.state.below.tiers:
+        tier.clearing[fingerprint] = None
+        if tier.is_serving:
+            turn.orders.append(ClearTier(tier.tier, fingerprint))

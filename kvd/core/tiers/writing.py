@@ -1,0 +1,117 @@
+"""Blocks are written down to the tiers: when they are stored, used again, or about to be evicted.
+
+What is on its way is pinned, so it is bounded: a tenant may have as much of a tier's bound as it
+leaves to others. What is beyond is not written, and counted; a block has another chance when it is
+offered or used again, and before it is evicted.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.actions import WriteToTier
+from kvd.core.keys import KeyBatch, ScopeId, ScopeName, Slots
+from kvd.core.model.job import Part
+from kvd.core.model.size_class import SizeClass
+from kvd.core.model.slots import SlotState
+from kvd.core.model.state import Scope, State
+from kvd.core.model.tiers import CopyKind, Tier, TierCopy, WriteWhen
+from kvd.core.model.turn import Turn
+from kvd.core.tiers.promotion import begin, forget
+
+WATERMARK = 0.1  # of a class: so many blocks next to their eviction shall be below
+LOOKED_AT = 4096  # of those, in one tick
+DEMOTED_AT_ONCE = 256  # and written
+
+_NO_BLOCKS = np.empty((0, 0), dtype=np.uint32)
+
+
+def stored(turn: Turn, owner: SizeClass, slots: Slots) -> None:
+    """These blocks were stored, or are offered by a store and readable already."""
+    for tier in turn.state.below.tiers:
+        if tier.rule.write is WriteWhen.THROUGH:
+            write(turn, tier, owner, slots)
+
+
+def used(turn: Turn, owner: SizeClass, slots: Slots) -> None:
+    """A request has found these blocks."""
+    for tier in turn.state.below.tiers:
+        if tier.rule.write is WriteWhen.REUSE:
+            often = tier.reuse.offer(turn.state.slots.tags[slots])
+            write(turn, tier, owner, slots[often])
+
+
+def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> None:
+    """Write down those that are READY and that the tier neither has nor is being given."""
+    state = turn.state
+    if not len(slots) or not tier.serves(state.namespaces[owner.namespace].spec.fingerprint):
+        return
+    ready = state.slots.state[slots] == SlotState.READY
+    slots = slots[ready & ((state.slots.below[slots] & tier.bit) == 0)]
+    scopes = state.slots.scopes[slots]
+    slots = slots[scopes >= state.namespaces[owner.namespace].cleared_below]
+    if not len(slots):
+        return
+    slots = slots[state.slots.firsts(slots)]
+    tenant = owner.tenant.tenant
+    fits = tier.writing.left(tenant, tier.rule.max_write_bytes) // owner.block_bytes
+    tier.counters.dropped += max(0, len(slots) - fits)
+    slots = slots[:fits]
+    for scope in np.unique(state.slots.scopes[slots]).tolist():
+        if _goes(state, state.scopes[ScopeId(scope)]):
+            continue
+        some = slots[state.slots.scopes[slots] == scope]
+        _begin(turn, tier, owner, ScopeId(scope), some)
+
+
+def _goes(state: State, scope: Scope) -> bool:
+    """Whether nobody will ask for blocks of the scope again, so that they are about to go."""
+    expiring = state.expiring
+    return scope.namespace in expiring.ending or ((scope.namespace, scope.epoch) in expiring.epochs)
+
+
+def _begin(turn: Turn, tier: Tier, owner: SizeClass, number: ScopeId, slots: Slots) -> None:
+    state = turn.state
+    copy = begin(turn, tier, CopyKind.WRITE, Part(owner, number, slots, slots, _NO_BLOCKS))
+    state.slots.below[slots] |= tier.bit
+    tier.writing.count(owner.tenant.tenant, copy.nbytes)
+    scope, namespace = state.scopes[number], state.namespaces[owner.namespace]
+    name = ScopeName(
+        scope.namespace, scope.epoch, scope.account, scope.group, namespace.cleared_below
+    )
+    keys = KeyBatch(state.slots.keys(owner.width)[slots], namespace.spec.hash_bytes)
+    turn.orders.append(WriteToTier(tier.tier, copy.copy, name, keys, slots))
+
+
+def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
+    """What the tier took, it has."""
+    state, tier = turn.state, copy.tier
+    (part,) = copy.parts
+    tier.writing.count(part.size_class.tenant.tenant, -copy.nbytes)
+    count = int(np.count_nonzero(done))
+    tier.counters.written += count
+    tier.counters.written_bytes += count * part.size_class.block_bytes
+    tier.counters.failed_writes += len(done) - count
+    failed = part.slots[~done]
+    state.slots.below[failed] &= ~np.uint8(tier.bit)
+    forget(state, copy)
+    if count:
+        write_ahead(turn, part.size_class)
+
+
+def write_ahead(turn: Turn, owner: SizeClass) -> None:
+    """Write down the coldest blocks of a class that has hardly any room left.
+
+    A tier that is given all that is stored lacks what was too much for it then.
+    """
+    free = len(owner.free) + len(turn.state.free_extents) // owner.shards * owner.slots_per_row
+    if free >= WATERMARK * owner.capacity:
+        return
+    for tier in turn.state.below.tiers:
+        if tier.rule.write is not WriteWhen.REUSE and tier.is_serving:
+            cold = owner.policy.coldest(min(LOOKED_AT, math.ceil(WATERMARK * owner.capacity)))
+            bits = turn.state.slots.below[cold]
+            write(turn, tier, owner, cold[(bits & tier.bit) == 0][:DEMOTED_AT_ONCE])

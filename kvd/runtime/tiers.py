@@ -1,0 +1,214 @@
+"""The secondary tiers: their processes carry out what the core orders, and it hears of the end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.config.tiers import TierRule
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.events import Event
+from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TierId
+from kvd.core.model.tiers import Reach, TierTerms, WriteWhen
+from kvd.pool.pool import Pool
+from kvd.processes.mappings import ExtentFiles
+from kvd.tiers.keeper import TierKeeper
+from kvd.tiers.process import (
+    OrderEnd,
+    OrderId,
+    PlacedBlocks,
+    ScopedKeys,
+    TierAnswer,
+    TierConfig,
+    TierProcess,
+)
+from kvd.tiers.store import SCOPE_BYTES, Outcome, TierUsage
+
+log = logging.getLogger(__name__)
+
+# Of the pool's blocks, on their way to one tier: they can't be evicted meanwhile.
+MAX_WRITE_BYTES = 1 << 30
+WRITE_SHARE = 4  # 1/4 of the pool at most
+LAYOUT_VERSION = 1  # of a block's bytes in a slot, as tiers keep them
+TierOrder = act.AskTier | act.WriteToTier | act.ReadFromTier | act.ClearTier
+Asked = act.AskTier | act.WriteToTier | act.ReadFromTier
+
+
+def terms_of(rules: Sequence[TierRule], pool_bytes: int) -> tuple[TierTerms, ...]:
+    """What the core has to know of the tiers."""
+    return tuple(
+        TierTerms(
+            rule.name,
+            Reach.CLUSTER if rule.medium == "REMOTE" else Reach.DISK,
+            WriteWhen[rule.write.upper()],
+            rule.reuse,
+            seek_ns=int(rule.deadline_seconds * 1e9),
+            max_write_bytes=min(MAX_WRITE_BYTES, pool_bytes // WRITE_SHARE),
+        )
+        for rule in rules
+    )
+
+
+class Tiers:
+    """Every tier of this daemon. Lives on the event loop; listens to their processes."""
+
+    def __init__(
+        self,
+        rules: Sequence[TierRule],
+        pool: Pool,
+        fingerprint_of: Callable[[NamespaceId], str],
+        report: Callable[[Event], None],
+        allocate_mover: Callable[[], MoverId],
+    ) -> None:
+        self.usage: dict[TierId, TierUsage] = {}
+        self._rules = tuple(rules)
+        self._pool = pool
+        self._fingerprint_of = fingerprint_of
+        self._report = report
+        self._allocate_mover = allocate_mover
+        self._keepers: list[TierKeeper] = []
+        self._movers: dict[MoverId, TierId] = {}  # as which their processes map rows
+        self._asked: dict[TierId, dict[OrderId, Asked]] = {}
+        self._written: set[TierId] = set()  # those that were given a block since they began
+        self._next_order = 0
+
+    def begin(self) -> None:
+        """Start their processes, and from now on whenever one has ended."""
+        files = ExtentFiles(
+            self._pool.extents_directory, self._pool.extents_inode, self._pool.extent_bytes
+        )
+        for place, rule in enumerate(self._rules):
+            tier = TierId(place)
+            self._asked[tier] = {}
+            config = TierConfig(tier, rule.store, rule.options, files)
+            self._keepers.append(TierKeeper(config, self._pool, self, rule.bounds))
+
+    async def close(self) -> None:
+        """End their processes; returns when they are gone."""
+        await asyncio.gather(*(keeper.close() for keeper in self._keepers))
+
+    def maps_as(self, mover: MoverId) -> bool:
+        """Whether rows that this mover maps are mapped by a tier's process."""
+        return mover in self._movers
+
+    # -- orders -----------------------------------------------------------------------------
+
+    def carry_out(self, order: TierOrder) -> None:
+        """Pass an order on; what the process doesn't take is answered at once."""
+        if isinstance(order, act.ClearTier):
+            # What was written before has names of an earlier generation: nobody asks for it.
+            self._report(ev.TierCleared(order.tier, order.fingerprint))
+            return
+        process = self._keepers[order.tier].process
+        self._next_order += 1
+        number = OrderId(self._next_order)
+        if process is not None and self._give(process, number, order):
+            self._asked[order.tier][number] = order
+            if isinstance(order, act.WriteToTier) and order.tier not in self._written:
+                self._written.add(order.tier)
+                self._tell_clients()
+        else:
+            self._tell_none(order)
+
+    def _give(self, process: TierProcess, number: OrderId, order: Asked) -> bool:
+        deadline = time.monotonic() + self._rules[order.tier].deadline_seconds
+        scope = self._scope(order.name)
+        match order:
+            case act.AskTier():
+                return process.exists(number, (ScopedKeys(scope, order.keys),), deadline)
+            case act.WriteToTier():
+                return process.write(number, (self._placed(scope, order),), deadline)
+            case act.ReadFromTier():
+                if not self._pool.has(order.slots):
+                    return False  # a row that the pool had no memory for
+                return process.read(number, (self._placed(scope, order),), deadline)
+            case _:
+                assert_never(order)
+
+    def _placed(self, scope: bytes, order: act.WriteToTier | act.ReadFromTier) -> PlacedBlocks:
+        part_bytes = self._pool.part_bytes(order.slots)
+        located = [self._pool.locate(order.slots, shard) for shard in range(len(part_bytes))]
+        extents = np.stack([extents for extents, _ in located])
+        offsets = np.stack([offsets for _, offsets in located])
+        return PlacedBlocks(scope, order.keys, extents, offsets, part_bytes)
+
+    def _scope(self, name: ScopeName) -> bytes:
+        """The digest by which a tier knows the scope, over all incarnations of the pool."""
+        digest = hashlib.blake2b(digest_size=SCOPE_BYTES, person=b"kvd-tier-scope")
+        fingerprint = self._fingerprint_of(name.namespace)
+        numbers = (name.group, name.generation, LAYOUT_VERSION)
+        for text in (fingerprint, name.epoch, name.account, *map(str, numbers)):
+            encoded = text.encode()
+            digest.update(len(encoded).to_bytes(4, "little") + encoded)
+        return digest.digest()
+
+    def unmap_row(self, order: act.UnmapRow) -> None:
+        """Have a tier's process unmap the row once no copy uses it."""
+        process = self._keepers[self._movers[order.mover]].process
+        extents = self._pool.extents_of_row(order.row)
+        if process is None or not process.unmap_row(order.row, extents):
+            self._report(ev.RowUnmapped(order.mover, order.row))
+
+    def _tell_none(self, order: Asked) -> None:
+        nothing = np.zeros(len(order.keys), dtype=np.bool_)
+        if isinstance(order, act.AskTier):
+            self._report(ev.TierAnswered(order.tier, order.search, nothing))
+        else:
+            self._report(ev.TierCopyEnded(order.tier, order.copy, nothing))
+
+    # -- what processes say (TierListener) ----------------------------------------------------
+
+    def tier_started(self, tier: TierId, process: TierProcess) -> None:  # noqa: ARG002
+        """From now on it is asked, written and read."""
+        mover = self._allocate_mover()
+        self._movers[mover] = tier
+        self._report(ev.TierStarted(tier, mover))
+
+    def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
+        """The core hears what became of each block."""
+        order = self._asked[tier].pop(answer.order, None)
+        if order is None:
+            return
+        if answer.end is not OrderEnd.ANSWERED:
+            self._tell_none(order)
+        elif isinstance(order, act.AskTier):
+            self._report(ev.TierAnswered(tier, order.search, _is(answer, 1)))
+        else:
+            self._report(ev.TierCopyEnded(tier, order.copy, _is(answer, Outcome.DONE)))
+
+    def row_unmapped(self, tier: TierId, row: RowId) -> None:
+        """The process no longer maps the row."""
+        for mover, served in self._movers.items():
+            if served == tier:
+                self._report(ev.RowUnmapped(mover, row))
+
+    def usage_told(self, tier: TierId, usage: TierUsage) -> None:
+        """Where a tier holds anything, a block that index pages don't show may be there."""
+        self.usage[tier] = usage
+        self._tell_clients()
+
+    def tier_gone(self, tier: TierId, reason: str) -> None:  # noqa: ARG002 - its keeper logs it
+        """None of its copies runs any more."""
+        self.usage.pop(tier, None)
+        self._written.discard(tier)
+        self._asked[tier].clear()
+        self._movers = {mover: other for mover, other in self._movers.items() if other != tier}
+        self._report(ev.TierGone(tier))
+        self._tell_clients()
+
+    def _tell_clients(self) -> None:
+        held = any(usage.blocks for usage in self.usage.values())
+        self._pool.set_below(holds_some=held or bool(self._written))
+
+
+def _is(answer: TierAnswer, value: int) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = answer.values == value
+    return found

@@ -1,0 +1,178 @@
+"""A tier below a real daemon: what was evicted is loaded again, whatever becomes of the tier."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.faults.probe import Probe
+from tests.faults.scene import Scene
+from tests.waiting import wait_until
+
+MIB = 1 << 20
+BLOCKS = 1024  # of 4 KiB in 4 MiB
+TIER = """
+[[tiers]]
+name = "memory"
+store = "tests.tiers.memory_store:MemoryStore"
+deadline_seconds = 3.0
+"""
+
+
+@contextmanager
+def tiered(tmp_path: Path, tiers: str = TIER) -> Iterator[Scene]:
+    """A daemon of 1024 blocks with these tiers."""
+    file = tmp_path / "kvd.toml"
+    file.write_text(tiers)
+    scene = Scene(config=file)
+    scene.daemon.pool_bytes = 4 * MIB
+    try:
+        scene.daemon.start()
+        yield scene
+    finally:
+        scene.close()
+
+
+def tier_of(scene: Scene) -> int | None:
+    """Pid of the tier's process, if there is one."""
+    pids = [pid for pid in children(scene.daemon.pid) if "kvd-tier" in name_of(pid)]
+    return pids[0] if pids else None
+
+
+def send(scene: Scene, number: int) -> int:
+    """Signal the tier's process; its pid."""
+    wait_for_tier(scene)
+    pid = tier_of(scene)
+    assert pid is not None, "it ended a moment ago"
+    os.kill(pid, number)
+    return pid
+
+
+def wait_for_tier(scene: Scene) -> None:
+    wait_until(lambda: tier_of(scene) is not None, "the tier's process", 30.0)
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(each) for task in tasks for each in task.read_text().split()]
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
+
+
+def test_what_was_evicted_is_loaded_from_the_tier(tmp_path: Path) -> None:
+    with tiered(tmp_path) as scene:
+        wait_for_tier(scene)
+        one, two = scene.engines("one", "two")
+        wait_found_below(one, two, "first")
+        evict(one)
+        page, _ = two.hits("first", 200)
+        assert page == 0, "nothing of it is left in host memory"
+        assert two.load("first", 200) == 200
+        assert two.hits("first", 200) == (200, 200)
+        assert one.load("never stored", 50) == 0
+
+
+def evict(engine: Probe) -> None:
+    """Fill host memory with other prompts."""
+    for number in range(6):
+        engine.store(f"other {number}", 200)
+
+
+def wait_found_below(one: Probe, other: Probe, prompt: str) -> None:
+    """Until the other engine loads from the tier what this one stores: a tier that is behind, or
+    just begins, is not given all."""
+
+    def found() -> bool:
+        one.store(prompt, 200)
+        evict(one)
+        return other.load(prompt, 200) == 200
+
+    wait_until(found, f"{prompt} from the tier", 60.0)
+
+
+def settled(scene: Scene) -> bool:
+    """No copy of a tier is under way any more: every READY slot could be evicted."""
+    pool = scene.status().pool
+    return int(pool.slots_reserved + pool.slots_quarantined) == 0
+
+
+def test_a_tier_that_dies_costs_its_blocks_alone_and_comes_back(tmp_path: Path) -> None:
+    with tiered(tmp_path) as scene:
+        wait_for_tier(scene)
+        one, two = scene.engines("one", "two")
+        prompts = [f"prompt {number}" for number in range(12)]
+        for engine in (one, two):
+            engine.order("churn", prefixes=prompts, rounds=60, most=200)
+        for _ in range(3):
+            time.sleep(0.3)
+            send(scene, signal.SIGKILL)
+        answers = [engine.answer() for engine in (one, two)]
+        assert [answer["wrong"] for answer in answers] == [[], []]
+        assert sum(answer["loaded"] for answer in answers) > 0
+        wait_until(lambda: settled(scene), "the end of every copy")
+        wait_for_tier(scene)
+        wait_found_below(one, two, "first")
+
+
+def test_a_frozen_tier_costs_nobody_more_than_its_deadline(tmp_path: Path) -> None:
+    with tiered(tmp_path) as scene:
+        wait_for_tier(scene)
+        one, two = scene.engines("one", "two")
+        wait_found_below(one, two, "first")
+        evict(one)
+        tier = send(scene, signal.SIGSTOP)
+        began = time.monotonic()
+        assert two.load("first", 200) == 0
+        assert time.monotonic() - began < 4.0, "longer than the deadline"
+        for number in range(20):  # what host memory has, it has
+            assert one.store(f"beside {number}", 100) == 100
+            assert two.load(f"beside {number}", 100) == 100
+        wait_until(lambda: tier_of(scene) not in (None, tier), "another process", 30.0)
+        wait_until(lambda: settled(scene), "the end of every copy")
+        wait_found_below(one, two, "second")
+
+
+def test_a_killed_daemon_takes_the_tier_along_and_starts_again_with_it(tmp_path: Path) -> None:
+    with tiered(tmp_path) as scene:
+        wait_for_tier(scene)
+        one = scene.engine("one")
+        assert one.store("first", 200) == 200
+        tier = tier_of(scene)
+        assert tier is not None
+        scene.kill_daemon()
+        wait_until(lambda: not name_of(tier), "the tier's end")
+        scene.daemon.start()
+        one.wait_usable(1)
+        assert one.load("first", 200) == 200
+        wait_for_tier(scene)
+        wait_found_below(one, one, "second")
+
+
+def test_a_clear_reaches_the_tier(tmp_path: Path) -> None:
+    with tiered(tmp_path) as scene:
+        wait_for_tier(scene)
+        one = scene.engine("one")
+        wait_found_below(one, one, "first")
+        evict(one)
+        scene.clear()
+        assert one.load("first", 200) == 0
+        wait_found_below(one, one, "first")
+
+
+def test_a_store_that_can_not_be_opened_is_tried_again_and_nobody_suffers(tmp_path: Path) -> None:
+    with tiered(tmp_path, TIER.replace("MemoryStore", "NoStore")) as scene:
+        one = scene.engine("one")
+        assert one.store("first", 200) == 200
+        assert one.load("first", 200) == 200
+        assert "NoStore" in scene.daemon.log.read_text()
+        evict(one)
+        assert one.load("first", 200) == 0
