@@ -31,7 +31,6 @@ import uvloop
 from benchmarks import report
 from kvd.core.events import JobKind, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
-from kvd.mover.layout import extent_path
 from kvd.mover.process import (
     GLIBC_TUNABLES,
     Finished,
@@ -42,6 +41,7 @@ from kvd.mover.process import (
     MoverProcess,
     Region,
 )
+from kvd.processes.mappings import ExtentFiles
 from kvd_proto.board import BoardReader
 from kvd_proto.ring import RingWriter
 
@@ -142,8 +142,9 @@ class Stage:
         (self.directory / "extents").mkdir()
         self.engines: list[Engine] = []
         self._jobs = iter(range(1, 1 << 40))
+        self.extent_files = ExtentFiles(self.directory / "extents", 0, EXTENT_BYTES)
         for extent in range(total // EXTENT_BYTES):
-            path = extent_path(self.directory, extent)
+            path = self.extent_files.path(extent)
             path.touch()
             os.truncate(path, EXTENT_BYTES)
             populate(np.memmap(path, dtype=np.uint8, mode="r+"))
@@ -162,7 +163,7 @@ class Stage:
             (Region(fd, 0, blocks * BLOCK_BYTES),),
             (GroupMap(blocks, 1, BLOCK_BYTES, specs),),
             self.directory,
-            EXTENT_BYTES,
+            self.extent_files,
         )
         mover = await MoverProcess.start(config, self.sink)
         per_engine = blocks * BLOCK_BYTES // EXTENT_BYTES

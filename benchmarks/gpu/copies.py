@@ -32,7 +32,7 @@ from benchmarks.gpu.probing.nvml import ClockLog
 from benchmarks.gpu.probing.products import Marks, Products, by_phase
 from benchmarks.gpu.probing.remote import Refused, Remote
 from benchmarks.rig import daemon
-from kvd.mover.layout import extent_path
+from kvd.processes.mappings import ExtentFiles
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -92,9 +92,10 @@ def mover_side(memory: DeviceMemory, cuda: Cuda, fragments: int, size: Sizes) ->
     """A mover's CopyEngine that has the memory open, and the facts that it told."""
     folder = Path(tempfile.mkdtemp(prefix=f"kvd-bench-{os.getpid()}-", dir="/dev/shm"))
     (folder / "extents").mkdir()
+    files = ExtentFiles(folder / "extents", 0, size.extent_bytes)
     count = memory.bytes // size.extent_bytes
     for extent in range(count):
-        path = extent_path(folder, extent)
+        path = files.path(extent)
         path.touch()
         os.truncate(path, size.extent_bytes)
     base, _ = cuda.range_of(memory.address)

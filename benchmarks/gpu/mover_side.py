@@ -22,6 +22,7 @@ from kvd.mover.layout import (
     LocatedPart,
     MoverConfig,
 )
+from kvd.processes.mappings import ExtentFiles
 
 KINDS = {"store": JobKind.STORE, "load": JobKind.LOAD}
 ALL, FIRST_HALF, SECOND_HALF = (0.0, 1.0), (0.0, 0.5), (0.5, 1.0)
@@ -54,7 +55,7 @@ class MoverSide:
             (CudaRegion(memory["offset"], memory["bytes"], handle),),
             (GroupMap(blocks, 1, block_bytes, specs),),
             Path(pool["directory"]),
-            pool["extent_bytes"],
+            ExtentFiles(Path(pool["directory"]) / "extents", 0, pool["extent_bytes"]),
             gpu=GpuConfig(memory["uuid"], copier),
         )
         self._engine = open_engine(config)

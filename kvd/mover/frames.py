@@ -24,6 +24,7 @@ from kvd.mover.layout import (
     Region,
 )
 from kvd.processes.framing import BadFrame
+from kvd.processes.mappings import ExtentFiles
 
 
 class FrameKind(enum.IntEnum):
@@ -98,8 +99,7 @@ _OUTCOMES = tuple(TransferOutcome)
 def pack_config(config: MoverConfig, ring_fd: int, board_fd: int, event_fd: int) -> bytes:
     fields = asdict(config)
     fields["pool_directory"] = str(config.pool_directory)
-    extents = config.extents_directory
-    fields["extents_directory"] = None if extents is None else str(extents)
+    fields["extents"]["directory"] = str(config.extents.directory)
     fields["channel"] = (ring_fd, board_fd, event_fd)
     return json.dumps(fields, default=bytes.hex).encode()
 
@@ -116,17 +116,15 @@ def unpack_config(body: bytes) -> tuple[MoverConfig, tuple[int, int, int]]:
         for group in fields["groups"]
     )
     ring_fd, board_fd, event_fd = fields["channel"]
-    extents = fields["extents_directory"]
+    place = fields["extents"]
     config = MoverConfig(
         MoverId(fields["mover"]),
         _regions(fields),
         groups,
         Path(fields["pool_directory"]),
-        fields["extent_bytes"],
+        ExtentFiles(Path(place["directory"]), place["inode"], place["extent_bytes"]),
         fields["checksums"],
         None if fields["gpu"] is None else GpuConfig(**fields["gpu"]),
-        None if extents is None else Path(extents),
-        fields["extents_inode"],
     )
     return config, (ring_fd, board_fd, event_fd)
 

@@ -128,7 +128,7 @@ class HostSharedMemory:
     # -- extents ----------------------------------------------------------------------------
 
     def open_extent(self, extent: int) -> Bytes:
-        self._extents[extent] = map_extent(self._config.extent_files, extent)
+        self._extents[extent] = map_extent(self._config.extents, extent)
         return self._extents[extent].view
 
     def close_extent(self, extent: int) -> None:

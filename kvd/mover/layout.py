@@ -98,21 +98,9 @@ class MoverConfig:
     regions: tuple[Region, ...] | tuple[CudaRegion, ...]
     groups: tuple[GroupMap, ...]
     pool_directory: Path
-    extent_bytes: int
+    extents: ExtentFiles
     checksums: bool = False  # of every slot's part: made by stores, compared by loads
     gpu: GpuConfig | None = None  # where the regions lie; None: in host shared memory
-    extents_directory: Path | None = None  # None: `extents` in the pool's directory
-    extents_inode: int = 0  # of that directory: another one there is another pool's; 0: any
-
-    @property
-    def extent_files(self) -> ExtentFiles:
-        """Where the extents lie."""
-        directory = self.extents_directory or self.pool_directory / "extents"
-        return ExtentFiles(directory, self.extents_inode, self.extent_bytes)
-
-    def extent_path(self, extent: int) -> Path:
-        """File of one extent."""
-        return self.extent_files.path(extent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,11 +136,6 @@ class LocatedPart:
         return LocatedPart(
             self.group, self.extents[rows], self.offsets[rows], self.engine_blocks[rows], checksums
         )
-
-
-def extent_path(pool_directory: Path, extent: int, extents_directory: Path | None = None) -> Path:
-    """File of one extent, in `extents` of the pool's directory unless they lie elsewhere."""
-    return (extents_directory or pool_directory / "extents") / f"{extent:05d}.kv"
 
 
 def check_config(config: MoverConfig) -> None:
@@ -217,10 +200,10 @@ def _check_group(group: GroupMap, config: MoverConfig, name: str) -> None:
             f"bytes, but a block's part is {group.part_bytes}",
             f"{name}.fragments",
         )
-    if group.part_bytes > config.extent_bytes:
+    if group.part_bytes > config.extents.extent_bytes:
         raise LayoutMismatch(
             f"{name}: a part of {group.part_bytes} bytes does not fit an extent of "
-            f"{config.extent_bytes}",
+            f"{config.extents.extent_bytes}",
             f"{name}.fragments",
         )
 
@@ -271,7 +254,7 @@ def flaw_of_part(part: LocatedPart, config: MoverConfig) -> str:
     real = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK]
     if real.size and int(real.max()) >= group.num_blocks:
         return f"engine block {int(real.max())} of {group.num_blocks} in group {part.group}"
-    last = config.extent_bytes - group.part_bytes
+    last = config.extents.extent_bytes - group.part_bytes
     if int(part.offsets.max()) > last or (part.offsets % WORD).any():
         return f"an offset of group {part.group} is outside its extent"
     return ""

@@ -19,6 +19,7 @@ from pathlib import Path
 from kvd.linux import calls
 from kvd.pool import nodes
 from kvd.pool.config import PoolConfig, PoolError
+from kvd.processes.mappings import ExtentFiles
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -73,7 +74,7 @@ class Extents:
         self, config: PoolConfig, huge_page: int = 0, on: Sequence[nodes.Node] = ()
     ) -> None:
         """`huge_page`: size of the pages where they lie on hugetlbfs. `on`: the nodes there are."""
-        self.directory = config.extents_place
+        self.files = ExtentFiles(config.extents_place, 0, config.extent_bytes)
         self.count = config.extents
         self.extent_bytes = config.extent_bytes
         self.nodes: tuple[int, ...] = ()  # of each extent; empty: all are alike
@@ -81,13 +82,10 @@ class Extents:
         self.huge_page = huge_page
         self._by_number = {node.number: node for node in on}
 
-    def path(self, extent: int) -> Path:
-        return self.directory / f"{extent:05d}.kv"
-
     def inode(self, extent: int) -> int | None:
         """The file's inode number; None when there is no file."""
         try:
-            return self.path(extent).stat().st_ino
+            return self.files.path(extent).stat().st_ino
         except FileNotFoundError:
             return None
 
@@ -95,18 +93,18 @@ class Extents:
         """Why the files are not the ones that the header promises; "" when they are."""
         for extent in range(self.count):
             try:
-                found = self.path(extent).stat()
+                found = self.files.path(extent).stat()
             except FileNotFoundError:
                 return f"extent {extent} is missing"
             if found.st_size != self.extent_bytes:
                 return f"extent {extent} has {found.st_size} bytes"
-        if not has_mark(self.directory, mark):
-            return f"the extents in {self.directory} are another pool's"
+        if not has_mark(self.files.directory, mark):
+            return f"the extents in {self.files.directory} are another pool's"
         return ""
 
     def remove_all(self) -> None:
         """Give the memory back, except what an orphaned mover still maps."""
-        remove_files(self.directory)
+        remove_files(self.files.directory)
 
     def create_all(self, mark: str, progress: Progress) -> None:
         """Make and populate every extent, several at a time, and mark them.
@@ -115,7 +113,7 @@ class Extents:
         """
         try:
             self._in_parallel(self._make, range(self.count), progress)
-            (self.directory / f"{mark}.pool").touch(mode=0o600)
+            (self.files.directory / f"{mark}.pool").touch(mode=0o600)
         except PoolError:
             self.remove_all()
             raise
@@ -127,7 +125,7 @@ class Extents:
     def zero(self, extents: Iterable[int]) -> None:
         """Overwrite extents with zeros. May run beside everything else, in a thread."""
         for extent in extents:
-            fd = os.open(self.path(extent), os.O_RDWR | os.O_NOFOLLOW)
+            fd = os.open(self.files.path(extent), os.O_RDWR | os.O_NOFOLLOW)
             try:
                 self._write_zeros(fd)
             finally:
@@ -138,8 +136,8 @@ class Extents:
         self._in_parallel(lambda extent: self.zero((extent,)), list(extents), lambda _a, _b: None)
 
     def _make(self, extent: int) -> None:
-        self.path(extent).unlink(missing_ok=True)
-        fd = os.open(self.path(extent), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self.files.path(extent).unlink(missing_ok=True)
+        fd = os.open(self.files.path(extent), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.ftruncate(fd, self.extent_bytes)
             with mmap.mmap(fd, self.extent_bytes) as mapping:

@@ -190,13 +190,13 @@ class Pool:
     @property
     def extents_directory(self) -> Path:
         """Where movers find the extents' files."""
-        return self._files.directory
+        return self._files.files.directory
 
     @property
     def place(self) -> str:
         """Where the extents lie, for the log: directory, huge pages, nodes."""
         files = self._files
-        words = [str(files.directory)]
+        words = [str(files.files.directory)]
         if files.huge_page:
             words.append(f"huge pages of {files.huge_page >> 10} KiB")
         if files.nodes:
@@ -399,9 +399,6 @@ class Pool:
             return None
         return self._checksums.read(*self._placement.parts(slots, shard))
 
-    def extent_path(self, extent: int) -> Path:
-        return self._files.path(extent)
-
     def record_mover(self, pid: int, start_time: int) -> None:
         """Before the mover maps anything: the next owner kills it if it still lives."""
         self._movers.add(MoverRecord(pid, start_time))
@@ -460,10 +457,12 @@ class Pool:
         """Remember which files are ours, by more than their names."""
         directory = self._config.directory
         names = ("lock", "pool.header", "slots.table", "rows.table", "movers")
-        ends = (self._files.path(0), self._files.path(self.extents - 1))
-        paths = [*(directory / name for name in names), self._files.directory, *ends]
+        files = self._files.files
+        ends = (files.path(0), files.path(self.extents - 1))
+        paths = [*(directory / name for name in names), files.directory, *ends]
         self._standing = Standing(paths)
-        self.extents_inode = self._files.directory.stat().st_ino
+        self.extents_inode = files.directory.stat().st_ino
+        self.extent_files = replace(files, inode=self.extents_inode)
 
     def _settle_pages(self) -> None:
         """A piece of what index pages have left to do, in turns."""

@@ -23,7 +23,8 @@ from kvd.core.keys import MoverId
 from kvd.mover import ranges
 from kvd.mover.copy_engine import CopyEngine, CopyStopped
 from kvd.mover.host_shm import HostSharedMemory
-from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region, extent_path
+from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
+from kvd.processes.mappings import ExtentFiles
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from tests.fakes.copy_engine import FakeCopyEngine
 
@@ -63,8 +64,8 @@ class HostBench:
         return _WholeFile(f"/proc/self/fd/{where.fd}", where.offset, where.bytes).view
 
     def extent(self, number: int) -> Bytes:
-        path = extent_path(self.config.pool_directory, number)
-        return _WholeFile(str(path), 0, self.config.extent_bytes).view
+        files = self.config.extents
+        return _WholeFile(str(files.path(number)), 0, files.extent_bytes).view
 
 
 class _WholeFile:
@@ -80,6 +81,10 @@ class Workshop:
     bench: type[FakeBench | HostBench]
     fds: list[int]
 
+    @property
+    def extents(self) -> ExtentFiles:
+        return ExtentFiles(self.directory / "extents", 0, EXTENT_BYTES)
+
     def config(self, region_bytes: list[int], groups: tuple[GroupMap, ...]) -> MoverConfig:
         regions = []
         for number, size in enumerate(region_bytes):
@@ -88,7 +93,7 @@ class Workshop:
             offset = 8 * number  # regions need not begin on a page
             os.ftruncate(fd, offset + size)
             regions.append(Region(fd, offset, size))
-        return MoverConfig(MoverId(1), tuple(regions), groups, self.directory, EXTENT_BYTES)
+        return MoverConfig(MoverId(1), tuple(regions), groups, self.directory, self.extents)
 
     def close_fds(self) -> None:
         while self.fds:
@@ -99,10 +104,10 @@ class Workshop:
 def workshop(request: pytest.FixtureRequest) -> Iterator[Workshop]:
     directory = Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir="/dev/shm"))
     (directory / "extents").mkdir()
-    for number in range(EXTENTS):
-        with extent_path(directory, number).open("wb") as file:
-            file.truncate(EXTENT_BYTES)
     shop = Workshop(directory, request.param, [])
+    for number in range(EXTENTS):
+        with shop.extents.path(number).open("wb") as file:
+            file.truncate(EXTENT_BYTES)
     yield shop
     shop.close_fds()
     shutil.rmtree(directory)

@@ -14,7 +14,8 @@ from kvd.core.events import JobKind
 from kvd.core.keys import MoverId
 from kvd.mover import presence
 from kvd.mover.host_shm import HostSharedMemory
-from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region, extent_path
+from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
+from kvd.processes.mappings import ExtentFiles
 
 PAGE = 4096
 EXTENT_BYTES = 1 << 20
@@ -35,7 +36,7 @@ def memory() -> Iterator[int]:
 def store(shared_directory: Path) -> Store:
     """Store these engine blocks into slots from 0 on; the bytes of the slots."""
     (shared_directory / "extents").mkdir()
-    path = extent_path(shared_directory, 0)
+    path = _files(shared_directory).path(0)
     path.write_bytes(b"\xee" * EXTENT_BYTES)
 
     def run(engine: HostSharedMemory, config: MoverConfig, blocks: list[int]) -> bytes:
@@ -55,7 +56,12 @@ def config_of(directory: Path, fd: int, fragments: tuple[FragmentSpec, ...]) -> 
     end = max(f.base + (BLOCKS - 1) * f.stride + f.bytes for f in fragments)
     os.ftruncate(fd, OFFSET + end)
     group = GroupMap(BLOCKS, 1, sum(f.bytes for f in fragments), fragments)
-    return MoverConfig(MoverId(1), (Region(fd, OFFSET, end),), (group,), directory, EXTENT_BYTES)
+    region = Region(fd, OFFSET, end)
+    return MoverConfig(MoverId(1), (region,), (group,), directory, _files(directory))
+
+
+def _files(directory: Path) -> ExtentFiles:
+    return ExtentFiles(directory / "extents", 0, EXTENT_BYTES)
 
 
 def tensors(count: int, size: int) -> tuple[FragmentSpec, ...]:

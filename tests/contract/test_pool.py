@@ -40,7 +40,7 @@ def test_a_new_pool_is_cold_empty_and_wholly_in_memory(shared_directory: Path) -
         assert (pool.extents, pool.extent_bytes) == (EXTENTS, EXTENT_BYTES)
         assert len(pool.tag_secret) == 16
         for extent in range(EXTENTS):
-            assert pool.extent_path(extent).stat().st_blocks * 512 == EXTENT_BYTES
+            assert pool.extent_files.path(extent).stat().st_blocks * 512 == EXTENT_BYTES
         assert pool.memory().extents == EXTENTS * EXTENT_BYTES
     finally:
         pool.close()
@@ -198,13 +198,13 @@ def test_a_released_row_is_gone_and_zeroed(shared_directory: Path) -> None:
     with opened(config) as pool:
         orders.introduce(pool)
         pool.grant_row(orders.row([1]))
-        pool.extent_path(1).write_bytes(b"x" * EXTENT_BYTES)
+        pool.extent_files.path(1).write_bytes(b"x" * EXTENT_BYTES)
         pool.write_ready(orders.ready([SLOTS_PER_EXTENT], orders.keys(1)))
         with pytest.raises(AssertionError, match="READY"):
             pool.release_row(ReleaseRow(RowId(1)))
         pool.write_free(orders.free([SLOTS_PER_EXTENT]))
         pool.zero_row(ZeroRow(RowId(1)))
-        assert not any(pool.extent_path(1).read_bytes())
+        assert not any(pool.extent_files.path(1).read_bytes())
         pool.release_row(ReleaseRow(RowId(1)))
         with pytest.raises(AssertionError, match="no row"):
             pool.locate(np.array([SLOTS_PER_EXTENT]), 0)

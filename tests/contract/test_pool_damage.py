@@ -40,7 +40,7 @@ def filled(shared_directory: Path) -> PoolConfig:
         slots = range(2 * SLOTS_PER_EXTENT, 2 * SLOTS_PER_EXTENT + 8)
         pool.write_ready(orders.ready(slots, orders.keys(8, 1), scope=2))
         for extent in range(3):
-            pool.extent_path(extent).write_bytes(b"k" * EXTENT_BYTES)
+            pool.extent_files.path(extent).write_bytes(b"k" * EXTENT_BYTES)
     return config
 
 
@@ -94,8 +94,8 @@ def test_a_row_with_a_damaged_header_is_freed_whole(
     with opened(filled) as pool:
         assert set(orders.rows_of(list(pool.recovered()))) == {0}
         for freed in (1, 2):
-            assert not any(pool.extent_path(freed).read_bytes())
-        assert set(pool.extent_path(0).read_bytes()) == {ord("k")}
+            assert not any(pool.extent_files.path(freed).read_bytes())
+        assert set(pool.extent_files.path(0).read_bytes()) == {ord("k")}
         # Nothing of the old row may come back under the next one.
         orders.introduce(pool)
         pool.grant_row(orders.row([2]))
@@ -179,7 +179,7 @@ def test_a_pool_that_can_not_be_used_starts_cold_and_says_why(
         assert said in pool.cold_reason
         assert list(pool.recovered()) == [PoolRecovered()]
         for extent in range(pool.extents):
-            assert not any(pool.extent_path(extent).read_bytes())
+            assert not any(pool.extent_files.path(extent).read_bytes())
 
 
 def test_another_size_starts_cold_and_leaves_nothing_of_the_old(filled: PoolConfig) -> None:
@@ -203,7 +203,7 @@ def test_a_start_that_was_interrupted_is_cold_again(shared_directory: Path) -> N
     with opened(config) as pool:
         assert pool.cold_reason == "no pool was here before"
         for extent in range(pool.extents):
-            assert pool.extent_path(extent).stat().st_blocks * 512 == EXTENT_BYTES
+            assert pool.extent_files.path(extent).stat().st_blocks * 512 == EXTENT_BYTES
 
 
 def test_a_failed_start_lets_go_of_all_that_it_held(

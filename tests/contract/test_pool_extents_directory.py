@@ -45,7 +45,7 @@ def fill(config: PoolConfig) -> None:
         pool.grant_row(orders.row([2]))
         first = 2 * orders.SLOTS_PER_EXTENT
         pool.write_ready(orders.ready(range(first, first + 8), orders.keys(8)))
-        pool.extent_path(2).write_bytes(b"k" * EXTENT_BYTES)
+        pool.extent_files.path(2).write_bytes(b"k" * EXTENT_BYTES)
 
 
 def test_extents_lie_in_the_directory_named_and_are_found_there_again(
@@ -55,9 +55,9 @@ def test_extents_lie_in_the_directory_named_and_are_found_there_again(
     assert not (elsewhere.directory / "extents").exists()
     with opened(elsewhere) as pool:
         assert pool.cold_reason == ""
-        assert pool.extents_directory == elsewhere.extents_directory
+        assert pool.extent_files.directory == elsewhere.extents_directory
         assert orders.rows_of(list(pool.recovered()))[2].ordinals.tolist() == list(range(8))
-        assert pool.extent_path(2).read_bytes() == b"k" * EXTENT_BYTES
+        assert pool.extent_files.path(2).read_bytes() == b"k" * EXTENT_BYTES
 
 
 @pytest.mark.parametrize("to", ["there", "back"])
@@ -81,7 +81,7 @@ def test_another_pools_extents_are_never_taken_for_ones_own(elsewhere: PoolConfi
     other = replace(elsewhere, directory=elsewhere.directory.with_name("other"))
     with opened(other) as pool:
         assert pool.cold_reason == "no pool was here before"
-        assert not any(pool.extent_path(2).read_bytes())
+        assert not any(pool.extent_files.path(2).read_bytes())
     with opened(elsewhere) as pool:
         assert pool.cold_reason == f"the extents in {elsewhere.extents_place} are another pool's"
         assert list(pool.recovered()) == [PoolRecovered()]
@@ -170,14 +170,11 @@ def test_what_a_process_forks_does_not_map_its_extents(tmp_path: Path) -> None:
 
 def test_a_mover_is_told_where_the_extents_lie(elsewhere: PoolConfig) -> None:
     group = GroupMap(1, 1, 4096, (FragmentSpec(0, 0, 4096, 4096),))
-    for place in (None, elsewhere.extents_place):
-        config = MoverConfig(
-            MoverId(1), (Region(3, 0, 4096),), (group,), elsewhere.directory, EXTENT_BYTES
-        )
-        config = replace(config, extents_directory=place)
-        told, _ = frames.unpack_config(frames.pack_config(config, 4, 5, 6))
-        assert told == config
-        assert told.extent_path(7) == (place or elsewhere.directory / "extents") / "00007.kv"
+    files = ExtentFiles(elsewhere.extents_place, 7, EXTENT_BYTES)
+    config = MoverConfig(MoverId(1), (Region(3, 0, 4096),), (group,), elsewhere.directory, files)
+    told, _ = frames.unpack_config(frames.pack_config(config, 4, 5, 6))
+    assert told == config
+    assert told.extents.path(7) == elsewhere.extents_place / "00007.kv"
 
 
 # -- huge pages -----------------------------------------------------------------------------------
@@ -206,7 +203,7 @@ def test_a_pool_on_huge_pages_is_populated_and_warm_the_next_time(
 ) -> None:
     row = orders.row([1])
     with opened(on_huge_pages) as pool:
-        taken = [pool.extent_path(e).stat().st_blocks * 512 for e in range(pool.extents)]
+        taken = [pool.extent_files.path(e).stat().st_blocks * 512 for e in range(pool.extents)]
         assert taken == [on_huge_pages.extent_bytes] * HUGE_EXTENTS
         assert pool.place == f"{on_huge_pages.extents_place}; huge pages of 2048 KiB"
         orders.introduce(pool)
@@ -231,8 +228,7 @@ def test_an_extent_on_huge_pages_is_written_by_a_mover_and_zeroed(
                 (Region(fd, 0, PAGE_BYTES),),
                 (group,),
                 on_huge_pages.directory,
-                on_huge_pages.extent_bytes,
-                extents_directory=pool.extents_directory,
+                pool.extent_files,
             )
         )
         view = mover.open_extent(1)
@@ -297,10 +293,10 @@ def test_an_extent_of_another_pool_in_the_same_place_is_not_mapped(tmp_path: Pat
     ours.mkdir()
     (ours / "00000.kv").write_bytes(bytes(4096))
     inode = ours.stat().st_ino
-    config = MoverConfig(MoverId(1), (), (), tmp_path, 4096, extents_inode=inode)
-    map_extent(config.extent_files, 0).close()
+    files = ExtentFiles(ours, inode, 4096)
+    map_extent(files, 0).close()
     ours.rename(tmp_path / "removed")
     ours.mkdir()
     (ours / "00000.kv").write_bytes(bytes(4096))
     with pytest.raises(OSError, match="another pool's by now"):
-        map_extent(config.extent_files, 0)
+        map_extent(files, 0)

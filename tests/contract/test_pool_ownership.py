@@ -101,7 +101,7 @@ def test_a_mover_that_outlived_its_daemon_is_killed(
     config = orders.config(shared_directory)
     owned_by_two_rows(config)
     with opened(config) as pool:
-        mover = start_mapper(pool.extent_path(1))
+        mover = start_mapper(pool.extent_files.path(1))
         pool.record_mover(mover.pid, start_time(mover))
     with opened(config) as pool:
         assert mover.wait(20) == -signal.SIGKILL
@@ -113,7 +113,7 @@ def test_a_killed_mover_has_ended_when_the_call_returns(
     shared_directory: Path, start_mapper: StartMapper
 ) -> None:
     with opened(orders.config(shared_directory)) as pool:
-        movers = [start_mapper(pool.extent_path(0)) for _ in range(3)]
+        movers = [start_mapper(pool.extent_files.path(0)) for _ in range(3)]
         records = [MoverRecord(mover.pid, start_time(mover)) for mover in movers]
         assert end_movers(records, deadline_s=5.0) == []
         assert [mover.poll() for mover in movers] == [-signal.SIGKILL] * 3
@@ -126,7 +126,7 @@ def test_a_process_that_got_the_pid_of_a_mover_is_left_alone(
     config = orders.config(shared_directory)
     owned_by_two_rows(config)
     with opened(config) as pool:
-        other = start_mapper(pool.extent_path(1))
+        other = start_mapper(pool.extent_files.path(1))
         pool.record_mover(other.pid, start_time(other) - 1)
     with opened(config):
         assert other.poll() is None
@@ -138,7 +138,7 @@ def test_a_mover_that_was_forgotten_is_left_alone(
     config = orders.config(shared_directory)
     owned_by_two_rows(config)
     with opened(config) as pool:
-        gone, kept = (start_mapper(pool.extent_path(1)) for _ in range(2))
+        gone, kept = (start_mapper(pool.extent_files.path(1)) for _ in range(2))
         for mover in (gone, kept):
             pool.record_mover(mover.pid, start_time(mover))
         pool.forget_mover(gone.pid)
@@ -199,7 +199,7 @@ def test_rows_of_a_mover_that_can_not_be_killed_are_quarantined(
     )
     owned_by_two_rows(config)
     with opened(config) as pool:
-        mover = start_mapper(pool.extent_path(1))
+        mover = start_mapper(pool.extent_files.path(1))
         pool.record_mover(mover.pid, start_time(mover))
     with monkeypatch.context() as patch:
         # As if it hung in the kernel: the signal is sent and nothing comes of it.
@@ -221,7 +221,7 @@ def test_what_is_left_of_a_process_whose_first_thread_has_ended_still_maps(
 ) -> None:
     """Killed while one of its threads waits for a disk, a tier's process looks like this."""
     with opened(orders.config(shared_directory)) as pool:
-        orphan = start_mapper(pool.extent_path(1), HEADLESS_MAPPER)
+        orphan = start_mapper(pool.extent_files.path(1), HEADLESS_MAPPER)
         while state_of(orphan.pid) != "Z":
             time.sleep(0.01)
         assert extents_mapped_by(orphan.pid, pool._files) == {1}
@@ -237,7 +237,7 @@ def test_an_extent_that_an_orphaned_mover_maps_is_replaced_before_it_is_free(
     )
     owned_by_two_rows(config)
     with opened(config) as pool:
-        path = pool.extent_path(1)
+        path = pool.extent_files.path(1)
         mover = start_mapper(path)
         pool.record_mover(mover.pid, start_time(mover))
     with (config.directory / "rows.table").open("r+b") as table:

@@ -229,7 +229,7 @@ def test_a_kernel_without_the_advice_gets_its_extents_written(
     monkeypatch.setattr(extents, "populate", failing_with(errno.EINVAL))
     with orders.opened(orders.config(shared_directory)) as pool:
         for extent in range(pool.extents):
-            assert pool.extent_path(extent).stat().st_blocks * 512 == pool.extent_bytes
+            assert pool.extent_files.path(extent).stat().st_blocks * 512 == pool.extent_bytes
 
 
 def test_a_slot_table_that_can_not_grow_refuses_the_row(

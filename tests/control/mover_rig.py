@@ -19,7 +19,6 @@ import uvloop
 
 from kvd.core.events import JobKind, TransferOutcome
 from kvd.core.keys import JobId, MoverId, RowId, TransferId
-from kvd.mover.layout import extent_path
 from kvd.mover.process import (
     Finished,
     FragmentSpec,
@@ -29,6 +28,7 @@ from kvd.mover.process import (
     MoverProcess,
     Region,
 )
+from kvd.processes.mappings import ExtentFiles
 from kvd_proto.board import BoardReader, BoardRecord
 from kvd_proto.ring import RingWriter
 
@@ -116,8 +116,9 @@ class Rig:
         os.ftruncate(self.engine_fd, BLOCKS * PART_BYTES + 8192)
         self.engine = _noise(f"/proc/self/fd/{self.engine_fd}", 1)
         self.extents: list[npt.NDArray[np.uint8]] = []
+        self.extent_files = ExtentFiles(directory / "extents", 0, EXTENT_BYTES)
         for number in range(EXTENTS):
-            path = extent_path(directory, number)
+            path = self.extent_files.path(number)
             path.touch()
             os.truncate(path, EXTENT_BYTES)
             self.extents.append(_noise(str(path), 100 + number))
@@ -130,7 +131,7 @@ class Rig:
         )
         region = Region(self.engine_fd, 4096, BLOCKS * PART_BYTES)
         group = GroupMap(BLOCKS, 1, PART_BYTES, fragments)
-        return MoverConfig(MoverId(mover), (region,), (group,), self.directory, EXTENT_BYTES)
+        return MoverConfig(MoverId(mover), (region,), (group,), self.directory, self.extent_files)
 
     async def start(self, config: MoverConfig | None = None, rows: int = EXTENTS) -> MoverProcess:
         mover = await MoverProcess.start(config or self.config(), self.sink)

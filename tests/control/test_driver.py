@@ -26,6 +26,7 @@ from kvd.mover.process import MoverConfig, MoverProcess, MoverSink
 from kvd.observability.metrics import Metrics
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
+from kvd.processes.mappings import ExtentFiles
 from kvd.runtime.clock import AwakeClock
 from kvd.runtime.driver import Driver
 from kvd.runtime.fleet import MoverOwner
@@ -97,7 +98,7 @@ def open_session(driver: Driver) -> SessionId:
 
 
 async def start_mover(driver: Driver) -> Any:
-    config = MoverConfig(MOVER, (), (), Path(), EXTENT_BYTES)
+    config = MoverConfig(MOVER, (), (), Path(), ExtentFiles(Path(), 0, EXTENT_BYTES))
     return await driver.fleet.start(config, OWNER)
 
 

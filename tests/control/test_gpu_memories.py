@@ -18,6 +18,7 @@ from kvd.core.keys import MoverId
 from kvd.mover import registration_errors
 from kvd.mover.facts import GpuFacts
 from kvd.mover.layout import CudaRegion, MoverConfig
+from kvd.processes.mappings import ExtentFiles
 from kvd_client.companion import CompanionRefused
 from kvd_proto.v1 import worker_pb2 as pb
 from tests.control.daemon_rig import (
@@ -246,7 +247,9 @@ def test_a_memory_taken_back_during_a_registration_reaches_no_mover() -> None:
     by_handle = CudaRegion(0, BYTES, handle=bytes(64))
     by_descriptor = CudaRegion(0, BYTES, fd=first.fd, allocation_bytes=BYTES)
     regions = (by_handle, by_descriptor)
-    config = MoverConfig(MoverId(1), regions, (), Path("/pool"), 4096)
+    config = MoverConfig(
+        MoverId(1), regions, (), Path("/pool"), ExtentFiles(Path("/pool/extents"), 0, 4096)
+    )
     require_kept(config, peer)
     other = os.memfd_create("keeps the number of the first from coming again")
     peer.offer(DEVICE_TOKEN, os.dup(other), is_device=True)

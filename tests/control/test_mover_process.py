@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, RowId, TransferId
 from kvd.mover import process
-from kvd.mover.layout import extent_path
 from kvd.mover.transfers import MAX_READY_JOBS
 from kvd_proto.layout import BOARD_BYTES, NULL_ENGINE_BLOCK
 from tests.control.mover_rig import (
@@ -231,8 +231,8 @@ async def test_a_row_is_unmapped_only_after_the_last_transfer_that_uses_it() -> 
         assert await r.sink.outcome(1) is DONE
         await r.sink.until(lambda: 1 in r.sink.unmapped)
         maps = proc_text(mover.pid, "maps")
-        assert str(extent_path(r.directory, 0)) in maps
-        assert str(extent_path(r.directory, 1)) not in maps
+        assert str(r.extent_files.path(0)) in maps
+        assert str(r.extent_files.path(1)) not in maps
         give(mover, 2, JobKind.STORE, one_part([(1, 0)], [1]))
         assert await r.sink.outcome(2) is FAILED
         mover.map_row(RowId(1), 1)
@@ -274,11 +274,8 @@ async def test_warming_allocates_nothing_in_the_engines_holes() -> None:
         fd = os.memfd_create("sparse")
         os.ftruncate(fd, BLOCKS * PART_BYTES + 8192)
         os.pwrite(fd, b"x", 3 << 20 >> 1)
-        config = r.config()
         region = process.Region(fd, 4096, BLOCKS * PART_BYTES)
-        await r.start(
-            process.MoverConfig(config.mover, (region,), config.groups, r.directory, 1 << 20)
-        )
+        await r.start(replace(r.config(), regions=(region,)))
         assert os.fstat(fd).st_blocks * 512 == mmap.PAGESIZE
         os.close(fd)
 

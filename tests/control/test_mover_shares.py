@@ -16,6 +16,7 @@ import pytest
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import MoverId
 from kvd.mover.process import MoverConfig, MoverStartError
+from kvd.processes.mappings import ExtentFiles
 from kvd.runtime import fleet
 from kvd.runtime.fleet import MoverFleet, MoverOwner
 from tests.control.daemon_rig import (
@@ -29,7 +30,7 @@ from tests.control.daemon_rig import (
 )
 from tests.waiting import wait_until
 
-CONFIG = MoverConfig(MoverId(0), (), (), Path(), 4096)
+CONFIG = MoverConfig(MoverId(0), (), (), Path(), ExtentFiles(Path(), 0, 4096))
 
 
 class Started:

@@ -26,6 +26,7 @@ from kvd.mover.process import LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.observability.metrics import Metrics
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
+from kvd.processes.mappings import ExtentFiles
 from kvd.runtime import row_teller
 from kvd.runtime.driver import Driver
 from kvd.runtime.fleet import MoverOwner
@@ -122,7 +123,7 @@ class Stage:
         return cast("MoverProcess", NotingMover(config.mover, sink))
 
     async def attach(self, mover: MoverId = MOVER, placement: RankPlacement = PLACEMENT) -> Any:
-        config = MoverConfig(mover, (), (), Path(), EXTENT_BYTES)
+        config = MoverConfig(mover, (), (), Path(), ExtentFiles(Path(), 0, EXTENT_BYTES))
         process = cast("NotingMover", await self.driver.fleet.start(config, OWNER))
         process.driver, process.shard = self.driver, placement.shard
         self.driver.attach_rank(self.session, placement, cast("MoverProcess", process))

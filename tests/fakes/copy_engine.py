@@ -28,7 +28,7 @@ class FakeCopyEngine:
         self.broken: set[int] = set()
 
     def open_extent(self, extent: int) -> npt.NDArray[np.uint8]:
-        found = self.extents.setdefault(extent, bytearray(self._config.extent_bytes))
+        found = self.extents.setdefault(extent, bytearray(self._config.extents.extent_bytes))
         self.opened.add(extent)
         return np.frombuffer(found, dtype=np.uint8)
 

@@ -26,8 +26,8 @@ from kvd.mover.layout import (
     GroupMap,
     LocatedPart,
     MoverConfig,
-    extent_path,
 )
+from kvd.processes.mappings import ExtentFiles
 from tests.contract.test_copy_engine_contract import expected
 from tests.gpu.driver import Driver, Exporter
 
@@ -63,6 +63,10 @@ class Workshop:
     allocations: list[Allocation] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
 
+    @property
+    def extents(self) -> ExtentFiles:
+        return ExtentFiles(self.directory / "extents", 0, EXTENT_BYTES)
+
     def config(self, region_bytes: Sequence[int], groups: tuple[GroupMap, ...]) -> MoverConfig:
         """A region in an allocation of its own for each size, by legacy handles."""
         return self._config(region_bytes, groups, self._malloc)
@@ -80,7 +84,7 @@ class Workshop:
 
     def extent(self, number: int) -> Bytes:
         """An extent's bytes, past the engine."""
-        return np.memmap(extent_path(self.directory, number), dtype=np.uint8, mode="r+")
+        return np.memmap(self.extents.path(number), dtype=np.uint8, mode="r+")
 
     def read(self, allocation: Allocation) -> Bytes:
         """A whole allocation's bytes, as its owner sees them."""
@@ -96,7 +100,7 @@ class Workshop:
     ) -> MoverConfig:
         self.allocations = [allocate(size) for size in region_bytes]
         regions = tuple(allocation.region for allocation in self.allocations)
-        return MoverConfig(MoverId(1), regions, groups, self.directory, EXTENT_BYTES, gpu=self.gpu)
+        return MoverConfig(MoverId(1), regions, groups, self.directory, self.extents, gpu=self.gpu)
 
     def _malloc(self, size: int) -> Allocation:
         whole = size + 2 * GUARD_BYTES
@@ -117,11 +121,11 @@ def workshop_of(driver: Driver, exporter: Exporter) -> Iterator[Workshop]:
     """A workshop whose files and allocations are gone afterwards."""
     directory = Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir="/dev/shm"))
     (directory / "extents").mkdir()
-    for number in range(EXTENTS):
-        with extent_path(directory, number).open("wb") as file:
-            file.truncate(EXTENT_BYTES)
     gpu = GpuConfig(exporter.uuid, copier="plain", staging_bytes=1 << 20)
     shop = Workshop(directory, driver, exporter, gpu)
+    for number in range(EXTENTS):
+        with shop.extents.path(number).open("wb") as file:
+            file.truncate(EXTENT_BYTES)
     try:
         yield shop
         shop.release()

@@ -23,6 +23,7 @@ from kvd.mover.cuda.runs import runs_of
 from kvd.mover.cuda.sample import MOST_BYTES, sample_of
 from kvd.mover.facts import CopyPath
 from kvd.mover.layout import CudaRegion, FragmentSpec, GpuConfig, GroupMap, MoverConfig
+from kvd.processes.mappings import ExtentFiles
 from tests.gpu.driver import Driver
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -56,7 +57,12 @@ def config_of(directory: Path, copier: str = "auto", uuid: str = "GPU-1") -> Mov
     group = per_layer(layers=4, fragment_bytes=8 * KIB)
     regions = tuple(CudaRegion(0, 2 * 512 * 8 * KIB, b"h" * 64) for _ in range(4))
     return MoverConfig(
-        MoverId(1), regions, (group,), directory, 64 * MIB, gpu=GpuConfig(uuid, copier)
+        MoverId(1),
+        regions,
+        (group,),
+        directory,
+        ExtentFiles(directory / "extents", 0, 64 * MIB),
+        gpu=GpuConfig(uuid, copier),
     )
 
 

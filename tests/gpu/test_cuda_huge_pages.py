@@ -11,6 +11,7 @@ import pytest
 
 from kvd.core.events import JobKind
 from kvd.mover.layout import FragmentSpec, GroupMap, MoverConfig
+from kvd.processes.mappings import ExtentFiles
 from tests.contract.test_copy_engine_contract import part
 from tests.gpu.cuda_bench import Workshop, at_once, workshop_of
 from tests.gpu.driver import Driver, Exporter
@@ -33,13 +34,13 @@ def config(workshop: Workshop, tmp_path: Path) -> Iterator[MoverConfig]:
     """A rank's one memory, and a pool of two extents of a huge page each."""
     made = workshop.config([BLOCKS * BLOCK_BYTES], (GROUP,))
     with huge_pages(tmp_path / "huge", EXTENTS + 1) as mount:
-        made = replace(made, extents_directory=mount, extent_bytes=PAGE_BYTES)
+        made = replace(made, extents=ExtentFiles(mount, 0, PAGE_BYTES))
         for extent in range(EXTENTS):
-            with made.extent_path(extent).open("wb") as file:
+            with made.extents.path(extent).open("wb") as file:
                 file.truncate(PAGE_BYTES)
         yield made
         for extent in range(EXTENTS):
-            made.extent_path(extent).unlink()
+            made.extents.path(extent).unlink()
 
 
 def test_blocks_go_to_pinned_huge_pages_and_back(workshop: Workshop, config: MoverConfig) -> None:

@@ -66,7 +66,7 @@ class SimMover:
 
     def map_row(self, row: RowId, extent: int) -> None:
         self.rows[row] = self.extents[extent] = np.memmap(
-            self.pool.extent_path(extent), dtype=np.uint8, mode="r+"
+            self.pool.extent_files.path(extent), dtype=np.uint8, mode="r+"
         )
 
     def unmap_row(self, row: RowId) -> None:

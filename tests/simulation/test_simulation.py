@@ -167,7 +167,7 @@ class World:
                 regions=(),
                 groups=(),
                 pool_directory=self.directory,
-                extent_bytes=EXTENT_BYTES,
+                extents=self.driver.pool.extent_files,
             )
             process: Any = await self.driver.fleet.start(config, MoverOwner(0, f"{mover_id}"))
             engine.movers[placement.rank] = process
@@ -234,7 +234,7 @@ class World:
     def flip_a_byte(self) -> None:
         """Somewhere in the pool; where a block lies, its loads find out."""
         extent = self.random.randrange(EXTENTS)
-        memory = np.memmap(self.driver.pool.extent_path(extent), dtype=np.uint8, mode="r+")
+        memory = np.memmap(self.driver.pool.extent_files.path(extent), dtype=np.uint8, mode="r+")
         for _ in range(8):
             memory[self.random.randrange(EXTENT_BYTES)] ^= 1 << self.random.randrange(8)
 

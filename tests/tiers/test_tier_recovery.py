@@ -12,11 +12,10 @@ import pytest
 
 from kvd.linux.proc import start_time_of
 from kvd.pool import PoolConfig
-from kvd.processes.mappings import ExtentFiles
 from kvd.tiers.process import OrderId, PlacedBlocks, TierConfig, TierId, TierProcess
 from kvd.tiers.store import Outcome
 from tests.contract import pool_orders as orders
-from tests.contract.pool_orders import EXTENT_BYTES, EXTENTS, opened
+from tests.contract.pool_orders import EXTENTS, opened
 from tests.tiers.tier_rig import MEMORY, HeardByTierSink, hashes, on_loop, soon
 
 ROWS = range(EXTENTS - 1)  # the last extent is nobody's
@@ -36,7 +35,7 @@ def filled(config: PoolConfig) -> None:
 async def orphaned(config: PoolConfig, sink: HeardByTierSink) -> TierProcess:
     """A tier that has mapped every row, noted in a pool that nobody owns any more."""
     with opened(config) as pool:
-        files = ExtentFiles(pool.extents_directory, pool.extents_inode, EXTENT_BYTES)
+        files = pool.extent_files
         started: list[tuple[int, int]] = []
 
         def noted(tier: TierId, pid: int, start_time: int) -> None:

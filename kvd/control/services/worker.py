@@ -125,11 +125,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             regions=memory.regions,
             groups=groups,
             pool_directory=self._pool_directory,
-            extent_bytes=self._driver.pool.extent_bytes,
+            extents=self._driver.pool.extent_files,
             checksums=self._driver.pool.payload_checksums,
             gpu=self._gpu_config(request, memory.gpu_uuid, start),
-            extents_directory=self._driver.pool.extents_directory,
-            extents_inode=self._driver.pool.extents_inode,
         )
 
     def _gpu_config(

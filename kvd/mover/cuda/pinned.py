@@ -61,7 +61,7 @@ class PinnedExtents:
     @property
     def registered_bytes(self) -> int:
         """Bytes of this process's extents that are pinned now."""
-        return self._config.extent_bytes * self._registered
+        return self._config.extents.extent_bytes * self._registered
 
     @property
     def unregistered_count(self) -> int:
@@ -78,7 +78,7 @@ class PinnedExtents:
 
     def open(self, extent: int) -> Bytes:
         """Map the extent. OSError where its file can't be had."""
-        opened = self._extents[extent] = _Extent(map_extent(self._config.extent_files, extent))
+        opened = self._extents[extent] = _Extent(map_extent(self._config.extents, extent))
         return opened.mapping.view
 
     def close(self, extent: int) -> None:
@@ -147,7 +147,7 @@ class PinnedExtents:
         again = found.attempts > 1
         free_before = _free_bytes()
         try:
-            runtime.hostRegister(found.address, self._config.extent_bytes, _REGISTER_FLAGS)
+            runtime.hostRegister(found.address, self._config.extents.extent_bytes, _REGISTER_FLAGS)
         except runtime.CUDARuntimeError as error:
             if _free_bytes() is None:
                 raise DeviceLost(
