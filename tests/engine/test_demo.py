@@ -87,4 +87,4 @@ def test_the_demo_ends_cleanly_when_interrupted() -> None:
         time.sleep(0.3)
         os.kill(process.pid, signal.SIGINT)
         # That nothing is left is for the fixture that watches every module.
-        assert process.wait(30) == 130
+        assert process.wait(60) == 130

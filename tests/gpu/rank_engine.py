@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,6 +12,7 @@ from kvd_client import EngineIdentity, Fragment, GroupLayout, Worker
 from tests.client.content import TOKENS, Words
 from tests.client.small_engine import Rank, SmallEngine
 from tests.daemon_process import DaemonProcess
+from tests.faults.scene import scenes
 from tests.gpu.driver import Driver
 from tests.gpu.rank_process import RankProcess, words
 
@@ -90,18 +87,12 @@ class GpuEngine(SmallEngine):
 @contextmanager
 def running_daemon(driver: Driver) -> Iterator[DaemonProcess]:
     """A daemon over a pool of its own, which finds the driver."""
-    directory = Path(tempfile.mkdtemp(prefix="kvd-test."))
-    pool = Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir="/dev/shm"))
-    daemon = DaemonProcess(directory, pool)
-    try:
+    with scenes() as make:
+        daemon = make(starts=False).daemon
         with driver.in_environment():
             daemon.start()
         yield daemon
         daemon.end()
-    finally:
-        daemon.kill()
-        shutil.rmtree(directory)
-        shutil.rmtree(pool)
 
 
 @contextmanager
