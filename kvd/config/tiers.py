@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvd.config.values import number, one_of, parse_size, whole_number
+from kvd.config.values import number, one_of, whole_number
 from kvd.tiers.process import (
     MAX_KEYS_QUEUED,
     MAX_READS_QUEUED,
@@ -78,16 +78,6 @@ def _read_options(value: Any) -> dict[str, OptionValue]:
     return value
 
 
-def _read_capacity(value: Any) -> int:
-    def whole() -> int:
-        raise ValueError('a size such as "100GiB": a share would be of memory')
-
-    size = parse_size(value, whole)
-    if size < 1:
-        raise ValueError('a size of at least a byte, such as "100GiB"')
-    return size
-
-
 _READERS: dict[str, Callable[[Any], Any]] = {
     "name": _read_name,
     "store": _read_store,
@@ -98,7 +88,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "queue_keys": whole_number(1, MAX_KEYS_QUEUED),
     "queue_reads": whole_number(1, MAX_READS_QUEUED),
     "queue_writes": whole_number(1, MAX_WRITES_QUEUED),
-    "capacity": _read_capacity,
     "options": _read_options,
 }
 _NEEDED = ("name", "store")
@@ -137,11 +126,4 @@ def _read_tier(where: str, table: dict[str, Any]) -> TierRule:
         raise TierFieldError(
             f'{where}.reuse counts only with write = "reuse"; set that, or remove it'
         )
-    if "capacity" in values:
-        options = values.setdefault("options", {})
-        if "capacity_bytes" in options:
-            raise TierFieldError(
-                f"{where}.capacity says again what options.capacity_bytes does; remove one"
-            )
-        values["options"] = options | {"capacity_bytes": values.pop("capacity")}
     return TierRule(**values)

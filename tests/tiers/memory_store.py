@@ -22,18 +22,20 @@ from kvd.tiers.store import (
     require_scopes,
 )
 
+Medium = OrderedDict[TierKey, tuple[bytes, ...]]
+
 
 class MemoryStore:
     """Keeps bytes of blocks, the least recently used leave first.
 
-    Options: `capacity_bytes` (1 GiB), `concurrency` (4).
+    Options: `capacity_bytes` (1 GiB), `concurrency` (4). `medium`: what an earlier store left.
     """
 
-    def __init__(self, options: TierOptions) -> None:
+    def __init__(self, options: TierOptions, medium: Medium | None = None) -> None:
         self._capacity = _whole(options, "capacity_bytes", 1 << 30)
         self.concurrency = _whole(options, "concurrency", 4)
-        self._blocks: OrderedDict[TierKey, tuple[bytes, ...]] = OrderedDict()
-        self._bytes = 0
+        self._blocks: Medium = OrderedDict() if medium is None else medium
+        self._bytes = sum(len(part) for parts in self._blocks.values() for part in parts)
         self._evicted = 0
         self._errors: dict[TierReason, int] = {}
         self._closed = False
@@ -81,7 +83,6 @@ class MemoryStore:
 
     def close(self) -> None:
         self._closed = True
-        self._blocks.clear()
 
     def _begin(self, deadline: float) -> None:
         if self._closed:

@@ -26,7 +26,6 @@ deadline_seconds = 2
 queue_keys = 100
 queue_reads = 200
 queue_writes = 300
-capacity = "1.5GiB"
 options = {directories = ["/a", "/b"], direct = true, threads = 4, share = 0.5}
 
 [[tiers]]
@@ -69,7 +68,6 @@ def test_tiers_keep_their_order_and_every_field(place: Path) -> None:
         "direct": True,
         "threads": 4,
         "share": 0.5,
-        "capacity_bytes": 3 << 29,
     }
     assert disk.bounds == QueueBounds(100, 200, 300)
     assert (disk.write, disk.deadline_seconds) == ("demotion", 2.0)
@@ -110,9 +108,6 @@ def with_field(line: str) -> str:
         ("queue_keys = 65537", r"tiers\[0\]\.queue_keys"),
         ("queue_reads = 8193", r"tiers\[0\]\.queue_reads .*1 to 8192"),
         ("queue_writes = 8193", r"tiers\[0\]\.queue_writes .*1 to 8192"),
-        ('capacity = "10%"', r"tiers\[0\]\.capacity .*100GiB"),
-        ('capacity = "0"', r"tiers\[0\]\.capacity"),
-        ('capacity = "1GiB"\noptions = {capacity_bytes = 5}', r"tiers\[0\]\.capacity says again"),
         ("options = [1]", r"tiers\[0\]\.options .*a table"),
         ("options = {a = {b = 1}}", r"tiers\[0\]\.options .*a is none"),
         ("options = {a = [1]}", r"tiers\[0\]\.options .*a is none"),
@@ -137,7 +132,6 @@ def test_what_can_not_be_is_refused_by_its_field(place: Path, line: str, said: s
         "queue_keys = 65536",
         "queue_reads = 8192",
         "queue_writes = 8192",
-        "capacity = 1",
     ],
 )
 def test_what_may_just_be_is_taken(place: Path, line: str) -> None:
