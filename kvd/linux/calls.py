@@ -29,10 +29,16 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_NAME = 15
 _STATFS_WORDS = 32  # more than struct statfs has, which begins with f_type
 
+# linux/falloc.h
+FALLOC_FL_KEEP_SIZE = 1
+FALLOC_FL_PUNCH_HOLE = 2
+FALLOC_FL_ZERO_RANGE = 16
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 _libc.memset.restype = ctypes.c_void_p
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 
 
@@ -62,6 +68,14 @@ def present_pages(address: int, size: int, into: int) -> bool:
 def write_zeros(address: int, size: int) -> None:
     """memset(3) to zero."""
     _libc.memset(address, 0, size)
+
+
+def allocate(fd: int, mode: int, start: int, size: int) -> None:
+    """fallocate(2), and never libc's own way of it, which writes. OSError where it is refused."""
+    while _libc.fallocate(fd, mode, start, size) != 0:
+        error = ctypes.get_errno()
+        if error != errno.EINTR:
+            raise OSError(error, os.strerror(error))
 
 
 def lies_in_memory(fd: int) -> bool:

@@ -9,11 +9,12 @@ entries come, so there is no pause in which everything is hashed anew. Tags are 
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, Slots
-from kvd.core.model.slots import SlotTable
 
 WAYS = 8
 _FIRST_BUCKETS = 64
@@ -41,10 +42,29 @@ def _all_of_each(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return np.asarray(marks.all(axis=1))
 
 
+class KeyTable(Protocol):
+    """What the index reads of a slot: arrays, one element a slot."""
+
+    @property
+    def size(self) -> int:
+        """Slots that there can be."""
+
+    @property
+    def tags(self) -> U64:
+        """A hash of key and scope, all its bits mixed."""
+
+    @property
+    def scopes(self) -> U32:
+        """The number of the scope."""
+
+    def keys(self, width: int) -> U64:
+        """The key, of so many words. Shape [slots, width]."""
+
+
 class Index:
     """Holds the slots whose tag, key and scope stand in the slot table."""
 
-    def __init__(self, table: SlotTable) -> None:
+    def __init__(self, table: KeyTable) -> None:
         self._table = table
         buckets = _FIRST_BUCKETS
         while buckets * WAYS * _LOAD_NUMERATOR < (table.size + 1) * _LOAD_DENOMINATOR:

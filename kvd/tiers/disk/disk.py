@@ -1,0 +1,494 @@
+"""One directory of the disk tier: a slab, what is known of its blocks, and who uses them now."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvd.core.keys import U32, U64, Slots
+from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
+from kvd.tiers.disk import warm
+from kvd.tiers.disk.files import DiskFiles, rounded_up
+from kvd.tiers.disk.identity import lengths_of
+from kvd.tiers.disk.index_file import ROW_WORDS, IndexFile, check_of
+from kvd.tiers.disk.options import ALIGN, DiskOptions
+from kvd.tiers.disk.rows import RowWriter
+from kvd.tiers.disk.size_class import NOWHERE, PlaceState, SizeClass
+from kvd.tiers.disk.slab import HEADER_BYTES, Slab
+from kvd.tiers.disk.space import DiskSpace
+from kvd.tiers.disk.transfers import Piece, Transfers
+from kvd.tiers.store import (
+    Outcome,
+    TierBlock,
+    TierError,
+    TierReason,
+    TierTimeout,
+    TierUnusable,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_SCOPES_KNOWN = 1 << 20  # of one disk; scopes without blocks are forgotten then
+MAX_LENGTHS_KNOWN = 4096  # kinds of blocks that one disk has seen
+LOG_SECONDS = 10.0  # between lines about one kind of failure
+UNKNOWN_SCOPE = 0
+_Begin = Callable[[Sequence[Piece], float], list[Future[None]]]
+_OWNER_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Blocks of one call that belong to one disk. `digests` has shape [n, 2]."""
+
+    numbers: list[int]  # in the caller's batch
+    blocks: list[TierBlock]
+    digests: U64
+    deadline: float
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A batch that was begun. `pieces` stand by class; what needs no byte moved is answered."""
+
+    pieces: list[tuple[SizeClass, list[Piece], U64]]
+    moves: list[Future[None]]
+
+
+class Disk:
+    """Any thread may call. The lock is never held while the disk is waited for."""
+
+    def __init__(self, directory: Path, options: DiskOptions, files: DiskFiles) -> None:
+        self.errors: Counter[TierReason] = Counter()
+        self._said: dict[TierReason, float] = {}
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)  # told when a read or write has ended
+        self._deleting = threading.Lock()
+        self._unwiped: list[tuple[SizeClass, Slots]] = []
+        self._scopes: dict[bytes, int] = {}
+        self._lengths: dict[bytes, int] = {}
+        self.directory = directory
+        self._owner = _owned(directory)
+        try:
+            self.slab = Slab(directory / "slab", options, files)
+        except BaseException:
+            os.close(self._owner)
+            raise
+        self.seed = int.from_bytes(self.slab.identity[8:], "little")
+        regions, size = self.slab.regions, options.region_bytes
+        self._space = DiskSpace(regions, size, options.policy, self._forget_rows)
+        self._index = IndexFile(directory / "index.sqlite", self.slab.identity)
+        self._threads = options.threads
+
+    def begin(self, seeds: Sequence[int], own: int) -> None:
+        """Read the index, and be ready. TierUnusable."""
+        known = self._index.open()
+        if known.damaged_rows or known.was_lost:
+            self._count(TierReason.INDEX_DAMAGED, max(1, known.damaged_rows))
+        self._scopes = {scope: number for number, scope in known.scopes.items()}
+        self._lengths = {lengths: number for number, lengths in known.lengths.items()}
+        self._next_scope = known.next_scope
+        strides = {number: _stride(lengths) for number, lengths in known.lengths.items()}
+        wrong = warm.fill(self._space, known, strides, seeds, own)
+        self._rows = RowWriter(self._index)
+        self._rows.remove([int(place) for place in wrong[:, 3]])
+        self._transfers = Transfers(self.slab, self._threads)
+
+    # -- lookups ----------------------------------------------------------------------------
+
+    def exists(self, scopes: Sequence[bytes], digests: U64) -> np.ndarray:
+        """Which of these blocks there are."""
+        with self._lock:
+            known = self._scope_numbers(scopes)
+            there = np.zeros(len(digests), dtype=np.bool_)
+            for size_class in self._space.classes.values():
+                there |= size_class.find(digests, known) != NOWHERE
+            return there
+
+    # -- writing ----------------------------------------------------------------------------
+
+    def begin_write(self, batch: Batch, outcomes: list[Outcome]) -> UnderWay:
+        """Give the blocks places and begin to write them."""
+        under_way = UnderWay([], [])
+        if not self._rows.wait_for_room(batch.deadline):
+            self._count(TierReason.TIMEOUT, len(batch.numbers))
+            for number in batch.numbers:
+                outcomes[number] = Outcome.FAILED
+            return under_way
+        with self._lock:
+            scopes = self._scope_numbers([block.key.scope for block in batch.blocks], add=True)
+            for lengths, rows in _by_lengths(batch.blocks).items():
+                kind = self._lengths_number(lengths)
+                size_class = self._space.class_of(_stride(lengths))
+                known = rows[scopes[rows] != UNKNOWN_SCOPE]
+                if size_class is not None and kind is not None and known.size:
+                    new = self._new_ones(size_class, batch, known, scopes, kind, outcomes)
+                    places = self._space.take(size_class, len(new))
+                    new = new[: len(places)]
+                    size_class.scopes[places] = scopes[new]
+                    size_class.lengths[places] = kind
+                    size_class.digests[places] = batch.digests[new]
+                    pieces = self._pieces(size_class, batch, new, places)
+                    under_way.pieces.append((size_class, pieces, batch.digests[new]))
+        self._start(under_way, batch.deadline, self._transfers.write)
+        return under_way
+
+    def _new_ones(
+        self,
+        size_class: SizeClass,
+        batch: Batch,
+        rows: Slots,
+        scopes: U32,
+        lengths: int,
+        outcomes: list[Outcome],
+    ) -> Slots:
+        """Rows of the batch that are to be written; the others are there and done."""
+        found = size_class.find(batch.digests[rows], scopes[rows])
+        there = (found != NOWHERE) & (size_class.lengths[found] == lengths)
+        size_class.used(found[there], _now())
+        for row in rows[there].tolist():
+            outcomes[batch.numbers[row]] = Outcome.DONE
+        new: Slots = rows[~there]
+        return new
+
+    def end_write(self, under_way: UnderWay, outcomes: list[Outcome]) -> None:
+        """Wait until no byte of the batch is read any more, and keep what was written."""
+        _wait(under_way.moves)
+        for size_class, pieces, digests in under_way.pieces:
+            with self._lock:
+                self._settle_writes(size_class, pieces, digests, outcomes)
+                self._idle.notify_all()
+
+    def _settle_writes(
+        self, size_class: SizeClass, pieces: list[Piece], digests: U64, outcomes: list[Outcome]
+    ) -> None:
+        places = np.array([piece.place for piece in pieces], dtype=np.int64)
+        size_class.pins[places] = 0
+        written = np.array([piece.reason is None for piece in pieces], dtype=np.bool_)
+        for piece in pieces:
+            outcomes[piece.number] = _outcome_of_write(piece.reason)
+            if piece.reason is not None:
+                self._count(piece.reason)
+        wanted = size_class.states[places] == PlaceState.WRITING  # not deleted meanwhile
+        size_class.free(places[wanted & ~written])
+        keep = wanted & written
+        places, digests = places[keep], digests[keep]
+        scopes, lengths = size_class.scopes[places], size_class.lengths[places]
+        found = size_class.find(digests, scopes)
+        double = (found != NOWHERE) & (size_class.lengths[found] == lengths)
+        size_class.free(places[double])  # another call was faster
+        self._drop(size_class, found[(found != NOWHERE) & ~double])
+        for other in list(self._space.classes.values()):
+            if other is not size_class and len(other):
+                older = other.find(digests, scopes)
+                self._drop(other, older[older != NOWHERE])
+        places = places[~double]
+        seals = np.array([piece.seal for piece in pieces], dtype=np.uint64)
+        size_class.seals[places] = seals[keep][~double]
+        size_class.stamps[places] = _now()
+        size_class.keep(places)
+        self._rows.put(self._rows_of(size_class, places))
+
+    # -- reading ----------------------------------------------------------------------------
+
+    def begin_read(self, batch: Batch, outcomes: list[Outcome]) -> UnderWay:
+        """Pin the blocks that are there and begin to read them."""
+        under_way = UnderWay([], [])
+        with self._lock:
+            scopes = self._scope_numbers([block.key.scope for block in batch.blocks])
+            for lengths, rows in _by_lengths(batch.blocks).items():
+                size_class = self._space.classes.get(_stride(lengths))
+                if size_class is None:
+                    continue
+                found = size_class.find(batch.digests[rows], scopes[rows])
+                there = found != NOWHERE
+                there &= size_class.lengths[found] == self._lengths.get(lengths, -1)
+                size_class.policy.missed(batch.digests[rows[~there], 0])
+                places = found[there]
+                np.add.at(size_class.pins, places, 1)  # a place may stand in it twice
+                pieces = self._pieces(size_class, batch, rows[there], places)
+                for piece, seal in zip(pieces, size_class.seals[places].tolist(), strict=True):
+                    piece.seal = seal
+                    outcomes[piece.number] = Outcome.DONE
+                under_way.pieces.append((size_class, pieces, batch.digests[rows[there]]))
+        self._start(under_way, batch.deadline, self._transfers.read)
+        return under_way
+
+    def end_read(self, under_way: UnderWay, outcomes: list[Outcome]) -> None:
+        """Wait until nothing is written into the batch's parts any more."""
+        _wait(under_way.moves)
+        for size_class, pieces, _ in under_way.pieces:
+            with self._lock:
+                places = np.array([piece.place for piece in pieces], dtype=np.int64)
+                np.subtract.at(size_class.pins, places, 1)
+                right = np.array([piece.reason is None for piece in pieces], dtype=np.bool_)
+                size_class.used(places[right], _now())
+                for piece in pieces:
+                    if piece.reason is not None:
+                        outcomes[piece.number] = Outcome.FAILED
+                        self._count(piece.reason)
+                        self._drop_wrong(size_class, piece)
+                last = np.unique(places)
+                last = last[(size_class.states[last] == PlaceState.UNREAD)]
+                size_class.free(last[size_class.pins[last] == 0])
+                self._idle.notify_all()
+
+    def _drop_wrong(self, size_class: SizeClass, piece: Piece) -> None:
+        place = piece.place
+        is_it = (
+            size_class.states[place] == PlaceState.READY
+            and int(size_class.seals[place]) == piece.seal
+        )
+        if is_it and piece.reason is not TierReason.TIMEOUT:
+            self._drop(size_class, np.array([place]))
+
+    # -- deleting ---------------------------------------------------------------------------
+
+    def delete(self, scopes: Sequence[bytes], digests: U64, deadline: float) -> None:
+        """Forget these blocks for good. TierError."""
+        with self._lock:
+            known = self._scope_numbers(scopes)
+            for size_class in self._space.classes.values():
+                found = size_class.find(digests, known)
+                self._take_out(size_class, np.unique(found[found != NOWHERE]))
+                writing = self._writing(size_class)
+                mine = np.isin(size_class.digests[writing, 0], digests[:, 0])
+                self._take_out(size_class, writing[mine])
+        self._wipe_out(deadline)
+
+    def delete_scopes(self, scopes: Iterable[bytes], deadline: float) -> None:
+        """Forget every block of these scopes for good. TierError."""
+        with self._lock:
+            numbers = [self._scopes.pop(scope) for scope in set(scopes) if scope in self._scopes]
+            for number in numbers:
+                self._rows.remove_scope(number)
+            for size_class in self._space.classes.values():
+                span = size_class.in_use()
+                mine = np.isin(size_class.scopes[span], numbers)
+                mine &= np.isin(size_class.states[span], (PlaceState.READY, PlaceState.WRITING))
+                self._take_out(size_class, np.flatnonzero(mine))
+        self._wipe_out(deadline)
+
+    def _take_out(self, size_class: SizeClass, places: Slots) -> None:
+        if not places.size:
+            return
+        ready = places[size_class.states[places] == PlaceState.READY]
+        self._forget_rows(size_class, ready)
+        size_class.take_out(ready)
+        size_class.states[places] = PlaceState.LEAVING
+        self._unwiped.append((size_class, places))
+
+    def _wipe_out(self, deadline: float) -> None:
+        """Zero what was deleted, once nobody uses it, have that on the disk, and free it."""
+        if not self._deleting.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TierTimeout("another deletion is under way")
+        try:
+            with self._lock:
+                leaving = list(self._unwiped)
+                while any(size_class.pins[places].any() for size_class, places in leaving):
+                    if not self._idle.wait(max(0.0, deadline - time.monotonic())):
+                        raise TierTimeout("what is deleted is still being read or written")
+            for size_class, places in leaving:
+                for start, size in _stretches(self._offsets(size_class, places), size_class.stride):
+                    if time.monotonic() >= deadline:
+                        raise TierTimeout("not all that was deleted is wiped")
+                    self.slab.wipe(start, size)
+            if leaving:
+                self.slab.sync()
+            self._rows.write_now(deadline)
+            with self._lock:
+                del self._unwiped[: len(leaving)]
+                for size_class, places in leaving:
+                    size_class.free(places)
+        except OSError as error:
+            raise TierError(f"what was deleted can't be wiped: {error.strerror}") from error
+        finally:
+            self._deleting.release()
+
+    # -- the rest ---------------------------------------------------------------------------
+
+    def usage(self) -> tuple[int, int, int]:
+        """Blocks, the bytes of their places, and how many blocks had to leave."""
+        with self._lock:
+            classes = list(self._space.classes.values())
+            held = sum(len(each) for each in classes)
+            return held, sum(len(each) * each.stride for each in classes), self._space.evicted
+
+    @property
+    def notes(self) -> list[str]:
+        lost = f"{self.directory}: the index is given up, the next start is cold"
+        return [*self.slab.notes, *([lost] if self._rows.is_lost else [])]
+
+    def close(self) -> None:
+        """Write the last rows and let go of everything."""
+        for name in ("_transfers", "_rows"):
+            if hasattr(self, name):
+                getattr(self, name).close()
+        self._index.close()
+        self.slab.close()
+        os.close(self._owner)
+
+    def _start(self, under_way: UnderWay, deadline: float, begin: _Begin) -> None:
+        for _, pieces, _ in under_way.pieces:
+            under_way.moves.extend(begin(pieces, deadline))
+
+    def _pieces(
+        self, size_class: SizeClass, batch: Batch, rows: Slots, places: Slots
+    ) -> list[Piece]:
+        offsets = self._offsets(size_class, places).tolist()
+        return [
+            Piece(batch.numbers[row], block, lengths_of(block), block.nbytes, place, offset)
+            for row, place, offset in zip(rows.tolist(), places.tolist(), offsets, strict=True)
+            for block in (batch.blocks[row],)
+        ]
+
+    def _offsets(self, size_class: SizeClass, places: Slots) -> Slots:
+        return size_class.offsets(places, self._space.region_bytes) + HEADER_BYTES
+
+    def _writing(self, size_class: SizeClass) -> Slots:
+        return np.flatnonzero(size_class.states[size_class.in_use()] == PlaceState.WRITING)
+
+    def _drop(self, size_class: SizeClass, places: Slots) -> None:
+        """Nobody finds these blocks any more; their places are free when nobody reads them."""
+        if not places.size:
+            return
+        self._forget_rows(size_class, places)
+        size_class.take_out(places)
+        read = size_class.pins[places] > 0
+        size_class.states[places[read]] = PlaceState.UNREAD
+        size_class.free(places[~read])
+
+    def _forget_rows(self, size_class: SizeClass, places: Slots) -> None:
+        self._rows.remove((self._offsets(size_class, places) // ALIGN).tolist())
+
+    def _rows_of(self, size_class: SizeClass, places: Slots) -> U64:
+        rows = np.empty((len(places), ROW_WORDS), dtype=np.uint64)
+        rows[:, :2] = size_class.digests[places]
+        rows[:, 2] = size_class.seals[places]
+        rows[:, 3] = self._offsets(size_class, places) // ALIGN
+        lengths = size_class.lengths[places].astype(np.uint64)
+        rows[:, 4] = size_class.scopes[places] | lengths << np.uint64(32)
+        rows[:, 5] = size_class.stamps[places]
+        rows[:, 6] = check_of(rows, self.slab.identity)
+        return rows
+
+    def _scope_numbers(self, scopes: Sequence[bytes], *, add: bool = False) -> U32:
+        """The number of each; UNKNOWN_SCOPE where there is none and none is to be added."""
+        known = self._scopes
+        if add:
+            for scope in dict.fromkeys(scopes):
+                if scope not in known and self._has_room_for_scope():
+                    known[scope] = self._next_scope
+                    self._rows.add_scope(self._next_scope, scope)
+                    self._next_scope += 1
+        return np.array([known.get(s, UNKNOWN_SCOPE) for s in scopes], dtype=np.uint32)
+
+    def _has_room_for_scope(self) -> bool:
+        if len(self._scopes) >= MAX_SCOPES_KNOWN:
+            used = {0}
+            for size_class in self._space.classes.values():
+                span = size_class.in_use()
+                live = size_class.states[span] != PlaceState.FREE
+                used |= set(np.unique(size_class.scopes[span][live]).tolist())
+            for scope, number in list(self._scopes.items()):
+                if number not in used:
+                    del self._scopes[scope]
+                    self._rows.remove_scope(number)
+        return len(self._scopes) < MAX_SCOPES_KNOWN and self._next_scope < 1 << 32
+
+    def _lengths_number(self, lengths: bytes) -> int | None:
+        number = self._lengths.get(lengths)
+        if number is None and len(self._lengths) < MAX_LENGTHS_KNOWN:
+            number = self._lengths[lengths] = max(self._lengths.values(), default=0) + 1
+            self._rows.add_lengths(number, lengths)
+        return number
+
+    def _count(self, reason: TierReason, times: int = 1) -> None:
+        self.errors[reason] += times
+        now = time.monotonic()
+        if now - self._said.get(reason, -LOG_SECONDS) >= LOG_SECONDS:
+            self._said[reason] = now
+            log.warning("%s: %s (%d so far)", self.directory, reason, self.errors[reason])
+
+
+def _owned(directory: Path) -> int:
+    """A descriptor whose lock makes this process the directory's owner. TierUnusable."""
+    try:
+        require_own(Wanted("directories", directory))
+        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except NotTrustedError as error:
+        raise TierUnusable(str(error)) from error
+    except OSError as error:
+        raise TierUnusable(f"directories: {directory}: {error.strerror}") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(fd, _OWNER_BYTES, 0).decode(errors="replace").strip()
+        os.close(fd)
+        raise TierUnusable(
+            f"directories: {directory} is in use by another kvd (pid {owner or 'unknown'}): stop"
+            " it, or give this one a directory of its own"
+        ) from None
+    try:
+        os.pwrite(fd, f"{os.getpid()}\n".ljust(_OWNER_BYTES).encode(), 0)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            os.close(fd)
+            raise TierUnusable(f"directories: {directory}: {error.strerror}") from error
+    return fd
+
+
+def _stride(lengths: bytes) -> int:
+    """Bytes that blocks whose parts have these lengths take on the disk; 0 where there is none."""
+    if not lengths or len(lengths) % 8:
+        return 0
+    parts = np.frombuffer(lengths, dtype=np.uint64)
+    total = sum(parts.tolist())
+    return rounded_up(total) if total < 1 << 62 else 0
+
+
+def _by_lengths(blocks: Sequence[TierBlock]) -> dict[bytes, Slots]:
+    """Rows of a batch by the lengths of their parts."""
+    rows: dict[bytes, list[int]] = {}
+    for row, block in enumerate(blocks):
+        rows.setdefault(lengths_of(block), []).append(row)
+    return {lengths: np.array(found, dtype=np.int64) for lengths, found in rows.items()}
+
+
+def _stretches(offsets: Slots, stride: int) -> list[tuple[int, int]]:
+    """Where neighbouring places begin, and how many bytes they take together."""
+    found: list[tuple[int, int]] = []
+    for offset in np.sort(offsets).tolist():
+        if found and sum(found[-1]) == offset:
+            found[-1] = (found[-1][0], found[-1][1] + stride)
+        else:
+            found.append((offset, stride))
+    return found
+
+
+def _outcome_of_write(reason: TierReason | None) -> Outcome:
+    if reason is None:
+        return Outcome.DONE
+    return Outcome.FULL if reason is TierReason.NO_SPACE else Outcome.FAILED
+
+
+def _wait(moves: Sequence[Future[None]]) -> None:
+    """Until all have ended: whatever one raised, none touches the blocks' parts then."""
+    raised = [move.exception() for move in moves]
+    for error in raised:
+        if error is not None:
+            raise error
+
+
+def _now() -> int:
+    return int(time.time())

@@ -1,0 +1,168 @@
+"""Which blocks a slab holds, as a SQLite file beside it: read at the start, written behind.
+
+Nothing in it is believed: a row is checked by its last word, and what it leads to by the block's
+seal. What can't be read is set aside, and the disk begins cold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+
+from kvd.core.keys import U64
+from kvd.mover.checksums import checksums
+from kvd.tiers.store import TierUnusable
+
+log = logging.getLogger(__name__)
+
+# Words of a row: the digest's two, the seal, the place, scope and lengths, the stamp, the check.
+ROW_WORDS = 7
+DIGEST, SEAL, PLACE, NUMBERS, STAMP, CHECK = slice(0, 2), 2, 3, 4, 5, 6
+_TABLES = """
+CREATE TABLE IF NOT EXISTS slab (identity BLOB);
+CREATE TABLE IF NOT EXISTS scopes (id INTEGER PRIMARY KEY AUTOINCREMENT, scope BLOB);
+CREATE TABLE IF NOT EXISTS lengths (id INTEGER PRIMARY KEY, lengths BLOB);
+CREATE TABLE IF NOT EXISTS blocks (place INTEGER PRIMARY KEY, record BLOB);
+"""
+
+
+@dataclass(slots=True)
+class Changes:
+    """What is to be written: rows by place, None where there is no block any more."""
+
+    rows: dict[int, bytes | None] = field(default_factory=dict)
+    scopes: dict[int, bytes] = field(default_factory=dict)
+    gone_scopes: set[int] = field(default_factory=set)
+    lengths: dict[int, bytes] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows or self.scopes or self.gone_scopes or self.lengths)
+
+    def then(self, later: Changes) -> Changes:
+        """Both, the later ones winning."""
+        scopes = {**self.scopes, **later.scopes}
+        gone = self.gone_scopes | later.gone_scopes
+        kept = {number: scope for number, scope in scopes.items() if number not in gone}
+        return Changes({**self.rows, **later.rows}, kept, gone, {**self.lengths, **later.lengths})
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What an index file said at the start. `rows` has shape [n, ROW_WORDS]; the check fits."""
+
+    rows: U64
+    scopes: dict[int, bytes]
+    lengths: dict[int, bytes]
+    next_scope: int
+    damaged_rows: int
+    was_lost: bool  # there was an index, and nothing of it could be used
+
+
+def check_of(rows: U64, identity: bytes) -> U64:
+    """The last word of rows of this slab, whose shape is [n, at least CHECK]."""
+    seed = np.frombuffer(identity[:8], dtype=np.uint64)[0]
+    check: U64 = checksums(np.ascontiguousarray(rows[:, :CHECK])) ^ seed
+    return check
+
+
+class IndexFile:
+    """The file of one slab. One thread at a time."""
+
+    def __init__(self, path: Path, identity: bytes) -> None:
+        self._path, self._identity = path, identity
+        self._db: sqlite3.Connection | None = None
+
+    def open(self) -> Known:
+        """Read it, or begin an empty one. TierUnusable where there can be none."""
+        was_there = self._path.exists()
+        try:
+            return self._read()
+        except (sqlite3.Error, ValueError, TypeError, OverflowError) as error:
+            log.warning("%s is set aside, and its blocks are lost: %s", self._path, error)
+            try:
+                self.set_aside()
+                known = self._read()
+            except (OSError, sqlite3.Error) as again:
+                self.close()
+                raise TierUnusable(f"{self._path} can't be made: {again}") from again
+            return replace(known, was_lost=was_there)
+
+    def commit(self, changes: Changes, *, durable: bool = False) -> None:
+        """Write all or nothing. Durable: it is on the disk then. sqlite3.Error."""
+        db = self._db
+        assert db is not None
+        if durable:
+            db.execute("PRAGMA synchronous=FULL")
+        try:
+            with _transaction(db):
+                gone = [(number,) for number in changes.gone_scopes]
+                db.executemany("DELETE FROM scopes WHERE id=?", gone)
+                db.executemany("INSERT INTO scopes VALUES (?, ?)", changes.scopes.items())
+                db.executemany("REPLACE INTO lengths VALUES (?, ?)", changes.lengths.items())
+                kept = [row for row in changes.rows.items() if row[1] is not None]
+                left = [(place,) for place, record in changes.rows.items() if record is None]
+                db.executemany("DELETE FROM blocks WHERE place=?", left)
+                db.executemany("REPLACE INTO blocks VALUES (?, ?)", kept)
+                if durable:  # a commit that changed nothing would sync nothing
+                    db.execute("UPDATE slab SET identity=?", (self._identity,))
+        finally:
+            if durable:
+                db.execute("PRAGMA synchronous=NORMAL")
+
+    def set_aside(self) -> None:
+        """No later start finds these rows. OSError."""
+        self.close()
+        for suffix in ("-wal", "-shm", "-journal"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            self._path.rename(self._path.with_name(self._path.name + ".set-aside"))
+
+    def close(self) -> None:
+        if self._db is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.close()
+            self._db = None
+
+    def _read(self) -> Known:
+        db = self._db = sqlite3.connect(
+            self._path, timeout=0, isolation_level=None, check_same_thread=False
+        )
+        self._path.chmod(0o600)
+        db.execute("PRAGMA locking_mode=EXCLUSIVE")  # no memory shared with anybody
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.executescript(_TABLES)
+        found = db.execute("SELECT identity FROM slab").fetchall()
+        if found != [(self._identity,)]:
+            if found or db.execute("SELECT 1 FROM blocks LIMIT 1").fetchone():
+                raise ValueError("it is another slab's")
+            db.execute("INSERT INTO slab VALUES (?)", (self._identity,))
+        records = list(map(itemgetter(0), db.execute("SELECT record FROM blocks")))
+        size = ROW_WORDS * 8
+        whole = [record for record in records if isinstance(record, bytes) and len(record) == size]
+        rows = np.frombuffer(b"".join(whole), dtype=np.uint64).reshape(-1, ROW_WORDS)
+        right = rows[check_of(rows, self._identity) == rows[:, CHECK]]
+        scopes = {int(n): bytes(scope) for n, scope in db.execute("SELECT id, scope FROM scopes")}
+        lengths = {int(n): bytes(each) for n, each in db.execute("SELECT id, lengths FROM lengths")}
+        drawn = db.execute("SELECT seq FROM sqlite_sequence WHERE name='scopes'").fetchone()
+        highest = max([int(drawn[0]) if drawn else 0, *scopes])
+        return Known(right, scopes, lengths, highest + 1, len(records) - len(right), False)
+
+
+@contextlib.contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
+    except BaseException:
+        with contextlib.suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
+        raise

@@ -1,0 +1,196 @@
+"""Blocks of one size on one disk: where each lies, which are free, and who leaves next.
+
+A class holds whole regions of the slab, cut into places of its size. Places are numbered densely,
+so that the arrays take memory only for regions that the class has had.
+
+Memory, a block: 39 bytes here, 25 in the index, 16 to 24 with the policy "lru" (see `lru`), and
+for the rows that wait to be written about 200 bytes each, of a bounded number.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.keys import U32, U64, Slots
+from kvd.core.model.index import NOWHERE, Index
+from kvd.core.policy import EvictionPolicy, PolicyMemory, make_policy
+from kvd.core.sparse import sparse_zeros
+
+MAX_PLACES = 1 << 27  # of one class
+NO_REGION = -1
+
+Bools = npt.NDArray[np.bool_]
+
+
+class PlaceState(enum.IntEnum):
+    """What a place holds."""
+
+    FREE = 0
+    WRITING = 1
+    READY = 2
+    LEAVING = 3  # deleted; whoever deletes frees it, once nobody reads or writes it
+    UNREAD = 4  # nobody finds it any more; its last reader frees it
+
+
+class SizeClass:
+    """Callers hold the disk's lock."""
+
+    def __init__(self, stride: int, region_bytes: int, regions: int, policy: str) -> None:
+        self.stride = stride
+        self.per_region = region_bytes // stride
+        most = max(1, min(regions, MAX_PLACES // self.per_region))
+        self.size = most * self.per_region
+        self.regions = np.full(most, NO_REGION, dtype=np.int64)  # by the class's own number
+        self.states = sparse_zeros(self.size, np.uint8)
+        self.pins = sparse_zeros(self.size, np.uint16)
+        self.scopes: U32 = sparse_zeros(self.size, np.uint32)
+        self.lengths: U32 = sparse_zeros(self.size, np.uint32)
+        self.seals: U64 = sparse_zeros(self.size, np.uint64)
+        self.stamps: U32 = sparse_zeros(self.size, np.uint32)  # seconds, of its last use
+        self.digests: U64 = sparse_zeros((self.size, 2), np.uint64)
+        self.index = Index(self)
+        self.policy: EvictionPolicy = make_policy(policy, self._capacity, PolicyMemory(self.size))
+        self._free: list[int] = []
+
+    @property
+    def tags(self) -> U64:
+        """The digests' first words."""
+        tags: U64 = self.digests[:, 0]
+        return tags
+
+    def keys(self, width: int) -> U64:
+        """The digests: every key is two words here."""
+        assert width == 2
+        return self.digests
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def free_places(self) -> int:
+        return len(self._free)
+
+    # -- where blocks are -------------------------------------------------------------------
+
+    def find(self, digests: U64, scopes: U32) -> Slots:
+        """The place of each block, NOWHERE where there is none."""
+        return self.index.find(np.ascontiguousarray(digests[:, 0]), digests, scopes)
+
+    def keep(self, places: Slots) -> None:
+        """They hold blocks now, all that is known of them being written down. Head first."""
+        self.states[places] = PlaceState.READY
+        self.index.insert(places)
+        self.policy.insert(places, self.digests[places, 0])
+
+    def take_out(self, places: Slots) -> None:
+        """Nobody finds these blocks any more. Their places are not free yet."""
+        self.index.remove(places)
+        self.policy.remove(places)
+        self.states[places] = PlaceState.LEAVING
+
+    def used(self, places: Slots, now: int) -> None:
+        """Those of them that are still there were used."""
+        places = places[self.states[places] == PlaceState.READY]
+        self.stamps[places] = now
+        self.policy.touch(places)
+
+    def in_use(self) -> slice:
+        """Places that hold or have held something."""
+        held = np.flatnonzero(self.regions != NO_REGION)
+        return slice(0, (int(held[-1]) + 1) * self.per_region if held.size else 0)
+
+    # -- places -----------------------------------------------------------------------------
+
+    def take(self, count: int) -> Slots:
+        """Up to `count` free places, neighbours if it can be; they are being written to now."""
+        count = min(count, len(self._free))
+        taken = np.array(self._free[len(self._free) - count :], dtype=np.int64)
+        del self._free[len(self._free) - count :]
+        self.states[taken] = PlaceState.WRITING
+        self.pins[taken] = 1  # the writer's
+        return np.sort(taken)
+
+    def claim(self, places: Slots) -> None:
+        """Take these very places out of the free ones, at the start."""
+        claimed = np.zeros(self.size, dtype=np.bool_)
+        claimed[places] = True
+        free = np.array(self._free, dtype=np.int64)
+        self._free = free[~claimed[free]].tolist()
+
+    def free(self, places: Slots) -> None:
+        """Nothing is in them any more, and nobody reads or writes them."""
+        self.states[places] = PlaceState.FREE
+        self._free.extend(np.sort(places)[::-1].tolist())
+
+    def evict(self, count: int) -> Slots:
+        """Have up to `count` blocks leave; their places, which are not free yet."""
+        victims = self.policy.evict(min(count, len(self.index)), self._evictable)
+        if victims is None:
+            held = np.count_nonzero((self.pins > 0) & (self.states == PlaceState.READY))
+            victims = self.policy.evict(max(0, len(self.index) - int(held)), self._evictable)
+        if victims is None or not victims.size:
+            return np.zeros(0, np.int64)
+        self.index.remove(victims)
+        self.states[victims] = PlaceState.LEAVING
+        return victims
+
+    def coldest(self) -> int | None:
+        """A place whose block is about to leave."""
+        places = self.policy.coldest(1)
+        return int(places[0]) if places.size else None
+
+    # -- regions ----------------------------------------------------------------------------
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether it can have a further region."""
+        return bool((self.regions == NO_REGION).any())
+
+    def add_region(self, region: int) -> None:
+        """Its places are free."""
+        number = int(np.flatnonzero(self.regions == NO_REGION)[0])
+        self.regions[number] = region
+        first = number * self.per_region
+        self.free(np.arange(first, first + self.per_region))
+
+    def places_of(self, number: int) -> Slots:
+        """All places of the region that has this number in the class."""
+        return np.arange(number * self.per_region, (number + 1) * self.per_region)
+
+    def may_give_up(self, number: int) -> bool:
+        """Whether nobody reads or writes in a region."""
+        span = slice(number * self.per_region, (number + 1) * self.per_region)
+        states = self.states[span]
+        idle = (states == PlaceState.FREE) | (states == PlaceState.READY)
+        return bool(idle.all()) and not self.pins[span].any()
+
+    def give_up(self, number: int) -> tuple[int, Slots]:
+        """Let go of a region that it may give up: its number in the slab, and who had to leave."""
+        places = self.places_of(number)
+        left = places[self.states[places] == PlaceState.READY]
+        self.take_out(left)
+        gone = set(places.tolist())
+        self._free = [place for place in self._free if place not in gone]
+        self.states[places] = PlaceState.FREE
+        region = int(self.regions[number])
+        self.regions[number] = NO_REGION
+        return region, left
+
+    def offsets(self, places: Slots, region_bytes: int) -> Slots:
+        """Where places begin, from the first region's beginning on."""
+        numbers, within = np.divmod(places, self.per_region)
+        offsets: Slots = self.regions[numbers] * region_bytes + within * self.stride
+        return offsets
+
+    def _capacity(self) -> int:
+        return int((self.regions != NO_REGION).sum()) * self.per_region
+
+    def _evictable(self, places: Slots) -> Bools:
+        free: Bools = self.pins[places] == 0
+        return free
+
+
+__all__ = ["MAX_PLACES", "NOWHERE", "NO_REGION", "PlaceState", "SizeClass"]

@@ -1,0 +1,155 @@
+"""One preallocated file that blocks lie in, opened past the page cache where that is possible."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import stat
+import struct
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvd.tiers.disk.files import Buffers, DiskFiles, is_unsupported, move_all, rounded_up
+from kvd.tiers.disk.options import ALIGN, DiskOptions
+from kvd.tiers.store import TierUnusable
+
+log = logging.getLogger(__name__)
+
+HEADER_BYTES = 1 << 20  # before the first region
+BUFFER_BYTES = 1 << 20  # of one thread's buffer for what can't go past the page cache as it lies
+_MAGIC = b"kvd slab"
+_VERSION = 1
+_HEADER = struct.Struct("<8sQQ16s")
+
+
+class Slab:
+    """The file `slab` of a directory.
+
+    `identity` is drawn anew whenever it is remade: rows of another slab say nothing about it.
+    """
+
+    def __init__(self, path: Path, options: DiskOptions, files: DiskFiles) -> None:
+        self._path, self._files = path, files
+        self._region_bytes = options.region_bytes
+        self.regions = options.directory_bytes // options.region_bytes
+        self.notes: list[str] = []
+        self._zeros = mmap.mmap(-1, BUFFER_BYTES)
+        self._fd, self.is_direct = self._open(options.direct)
+        try:
+            self._reserve()
+            self.identity, self.is_new = self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def start_of(self, region: int) -> int:
+        """Where a region begins in the file."""
+        return HEADER_BYTES + region * self._region_bytes
+
+    def read(self, buffers: Buffers, offset: int) -> None:
+        """Fill them all. OSError."""
+        move_all(self._files.read, self._fd, buffers, offset)
+
+    def write(self, buffers: Buffers, offset: int) -> None:
+        """Write them all. OSError."""
+        move_all(self._files.write, self._fd, buffers, offset)
+
+    def wipe(self, offset: int, size: int) -> None:
+        """Have zeros there. OSError."""
+        try:
+            self._files.zero(self._fd, offset, size)
+        except OSError as error:
+            if not is_unsupported(error):
+                raise
+            view = memoryview(self._zeros)
+            for at in range(offset, offset + size, BUFFER_BYTES):
+                self.write([view[: min(BUFFER_BYTES, offset + size - at)]], at)
+
+    def sync(self) -> None:
+        """Have all that was written and wiped on the disk. OSError."""
+        self._files.sync(self._fd)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+        self._zeros.close()
+
+    def _open(self, direct: bool) -> tuple[int, bool]:
+        """A descriptor, and whether it goes past the page cache."""
+        flags = os.O_RDWR | os.O_CREAT
+        for extra in (os.O_DIRECT, 0) if direct else (0,):
+            try:
+                fd = self._files.open(self._path, flags | extra)
+            except OSError as error:
+                if extra and error.errno == errno.EINVAL:
+                    continue
+                raise self._unusable("can't be opened", error) from error
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
+                raise TierUnusable(f"{self._path} is no plain file; remove it")
+            if extra and not self._takes_direct(fd):
+                os.close(fd)
+                continue
+            if not extra:
+                self.notes.append(f"{self._path}: through the page cache, without O_DIRECT")
+            return fd, bool(extra)
+        raise AssertionError("a file is open, or why not was raised")
+
+    def _takes_direct(self, fd: int) -> bool:
+        """Whether blocks of ALIGN bytes may be read so: some disks want larger ones."""
+        with contextlib.closing(mmap.mmap(-1, ALIGN)) as buffer, memoryview(buffer) as view:
+            try:
+                self._files.read(fd, [view], 0)
+            except OSError as error:
+                return error.errno != errno.EINVAL
+        return True
+
+    def _reserve(self) -> None:
+        size, had = self.start_of(self.regions), os.fstat(self._fd).st_size
+        try:
+            self._files.reserve(self._fd, size)
+        except OSError as error:
+            if not is_unsupported(error):
+                os.ftruncate(self._fd, had)  # what could be had fills the disk for nothing
+                raise self._unusable(
+                    f"can't have {size} bytes; lower directory_bytes", error
+                ) from (error)
+            self.notes.append(f"{self._path}: the file system can't reserve room, and may run out")
+        if os.fstat(self._fd).st_size != size:
+            os.ftruncate(self._fd, size)
+
+    def _begin(self) -> tuple[bytes, bool]:
+        """The slab's identity, and whether it was given to it now."""
+        with self._one_block() as view:
+            try:
+                self.read([view], 0)
+            except OSError as error:
+                raise self._unusable("can't be read", error) from error
+            magic, version, region_bytes, identity = _HEADER.unpack_from(view)
+            known = (magic, version, region_bytes) == (_MAGIC, _VERSION, self._region_bytes)
+            if known and any(identity):
+                return identity, False
+            if any(view):
+                log.warning("%s is of another kind or release: its blocks are lost", self._path)
+            identity = uuid.uuid4().bytes
+            view[:] = bytes(ALIGN)
+            _HEADER.pack_into(view, 0, _MAGIC, _VERSION, self._region_bytes, identity)
+            try:
+                self.write([view], 0)
+                self.sync()
+            except OSError as error:
+                raise self._unusable("can't be written to", error) from error
+        return identity, True
+
+    @contextlib.contextmanager
+    def _one_block(self) -> Iterator[memoryview]:
+        buffer = mmap.mmap(-1, rounded_up(_HEADER.size))
+        with contextlib.closing(buffer), memoryview(buffer) as view:
+            yield view
+
+    def _unusable(self, what: str, error: OSError) -> TierUnusable:
+        return TierUnusable(f"{self._path} {what}: {error.strerror}")

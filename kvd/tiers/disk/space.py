@@ -1,0 +1,105 @@
+"""Which region of the slab is whose, and who leaves where there is no room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvd.core.keys import Slots
+from kvd.tiers.disk.size_class import NO_REGION, SizeClass
+
+MAX_SIZES = 256  # classes of one disk
+Left = Callable[[SizeClass, Slots], None]
+
+
+class DiskSpace:
+    """The classes of one disk, by the size of their blocks. Callers hold the disk's lock.
+
+    `left` hears of every block that had to leave, before its place can be another's.
+    """
+
+    def __init__(self, regions: int, region_bytes: int, policy: str, left: Left) -> None:
+        self.region_bytes = region_bytes
+        self.regions = regions
+        self.classes: dict[int, SizeClass] = {}
+        self.evicted = 0
+        self._policy, self._left = policy, left
+        self._unused = list(range(regions - 1, -1, -1))
+
+    def class_of(self, stride: int) -> SizeClass | None:
+        """The class for blocks of that size, made where there is none; None: there can't be one."""
+        found = self.classes.get(stride)
+        if len(self.classes) >= MAX_SIZES:
+            self._forget_empty()
+        if found is None and 0 < stride <= self.region_bytes and len(self.classes) < MAX_SIZES:
+            found = SizeClass(stride, self.region_bytes, self.regions, self._policy)
+            self.classes[stride] = found
+        return found
+
+    def assign(self, size_class: SizeClass, regions: list[int]) -> None:
+        """Give these regions to a class at the start, as the index says."""
+        taken = set(regions)
+        self._unused = [region for region in self._unused if region not in taken]
+        for region in regions:
+            size_class.add_region(region)
+
+    def take(self, size_class: SizeClass, count: int) -> Slots:
+        """Places for `count` blocks, or for as many as there can be room for; ascending."""
+        while size_class.free_places < count and size_class.may_grow:
+            region = self._unused.pop() if self._unused else self._from_others(size_class)
+            if region is None:
+                break
+            size_class.add_region(region)
+        missing = count - size_class.free_places
+        if missing > 0:
+            victims = size_class.evict(missing)
+            self._note(size_class, victims)
+            size_class.free(victims)
+        return size_class.take(count)
+
+    def _from_others(self, wanting: SizeClass) -> int | None:
+        """A region of another class, all of which is idler than the wanting class's own blocks."""
+        own = wanting.coldest()
+        own_stamp = None if own is None else int(wanting.stamps[own])
+        best: tuple[int, SizeClass, int] | None = None
+        for other in self.classes.values():
+            found = None if other is wanting else _idle_region(other)
+            if found is not None and (best is None or found[0] < best[0]):
+                best = (found[0], other, found[1])
+        if best is None or (own_stamp is not None and best[0] >= own_stamp):
+            return None
+        _, other, number = best
+        # The class tells who left while it still knows where they lay.
+        places = other.places_of(number)
+        self._note(other, places[other.states[places] != 0])
+        region, _ = other.give_up(number)
+        if not (other.regions != NO_REGION).any():
+            del self.classes[other.stride]
+        return region
+
+    def _forget_empty(self) -> None:
+        for stride, size_class in list(self.classes.items()):
+            if not (size_class.regions != NO_REGION).any():
+                del self.classes[stride]
+
+    def _note(self, size_class: SizeClass, places: Slots) -> None:
+        if places.size:
+            self.evicted += int(places.size)
+            self._left(size_class, places)
+
+
+def _idle_region(size_class: SizeClass) -> tuple[int, int] | None:
+    """When a region was last used that may be given up, and its number; an empty one if any."""
+    held = np.flatnonzero(size_class.regions != NO_REGION)
+    if size_class.free_places >= size_class.per_region:
+        for number in held.tolist():
+            if not size_class.states[size_class.places_of(number)].any():
+                return -1, number
+    place = size_class.coldest()
+    if place is None:
+        return None
+    number = place // size_class.per_region
+    if not size_class.may_give_up(number):
+        return None
+    return int(size_class.stamps[size_class.places_of(number)].max()), number

@@ -1,0 +1,169 @@
+"""The disk tier's store: keys spread over the disks, each of which moves its part at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from kvd.core.keys import U64
+from kvd.tiers.disk.disk import Batch, Disk, UnderWay
+from kvd.tiers.disk.files import DiskFiles, SystemFiles
+from kvd.tiers.disk.identity import digests_of, home_of
+from kvd.tiers.disk.options import DiskOptions
+from kvd.tiers.store import (
+    Outcome,
+    TierBlock,
+    TierError,
+    TierKey,
+    TierOptions,
+    TierReason,
+    TierTimeout,
+    TierUsage,
+    require_blocks,
+    require_keys,
+    require_scopes,
+)
+
+CALLS_AT_ONCE = 4
+
+
+class DiskStore:
+    """A `TierStore` in slab files. Opening it may raise TierUnusable."""
+
+    def __init__(self, options: TierOptions, files: DiskFiles | None = None) -> None:
+        self._options = DiskOptions.of(options)
+        self._errors: Counter[TierReason] = Counter()
+        self._is_closed = False
+        self._closing = threading.Lock()
+        self._disks: list[Disk] = []
+        try:
+            for directory in self._options.directories:
+                self._disks.append(Disk(directory, self._options, files or SystemFiles()))
+            self._seeds = [disk.seed for disk in self._disks]
+            for number, disk in enumerate(self._disks):
+                disk.begin(self._seeds, number)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def concurrency(self) -> int:
+        return CALLS_AT_ONCE
+
+    def exists(self, keys: Sequence[TierKey], deadline: float) -> list[bool]:
+        require_keys(keys)
+        self._begin_call(deadline)
+        digests, homes = self._homes(keys)
+        there = np.zeros(len(keys), dtype=np.bool_)
+        for number, disk in enumerate(self._disks):
+            rows = np.flatnonzero(homes == number)
+            if rows.size:
+                scopes = [keys[row].scope for row in rows.tolist()]
+                there[rows] = disk.exists(scopes, digests[rows])
+        answers: list[bool] = there.tolist()
+        return answers
+
+    def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        require_blocks(blocks, to_fill=False)
+        self._begin_call(deadline)
+        first: dict[TierKey, int] = {}
+        firsts = [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
+        outcomes = [Outcome.FULL] * len(blocks)
+        batches = self._batches(blocks, sorted(first.values()), deadline)
+        self._run(batches, outcomes, Disk.begin_write, Disk.end_write)
+        return [outcomes[number] for number in firsts]
+
+    def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        require_blocks(blocks, to_fill=True)
+        self._begin_call(deadline)
+        outcomes = [Outcome.MISSING] * len(blocks)
+        batches = self._batches(blocks, range(len(blocks)), deadline)
+        self._run(batches, outcomes, Disk.begin_read, Disk.end_read)
+        return outcomes
+
+    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
+        require_keys(keys)
+        self._begin_call(deadline)
+        digests, homes = self._homes(keys)
+        for number, disk in enumerate(self._disks):
+            rows = np.flatnonzero(homes == number)
+            scopes = [keys[row].scope for row in rows.tolist()]
+            if rows.size:
+                self._told(partial(disk.delete, scopes, digests[rows], deadline))
+
+    def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
+        require_scopes(scopes)
+        self._begin_call(deadline)
+        for disk in self._disks if scopes else ():
+            self._told(partial(disk.delete_scopes, scopes, deadline))
+
+    def usage(self) -> TierUsage:
+        errors = self._errors.copy()
+        blocks = held = evicted = 0
+        notes: list[str] = []
+        for disk in self._disks if not self._is_closed else ():
+            used = disk.usage()
+            blocks, held, evicted = blocks + used[0], held + used[1], evicted + used[2]
+            errors.update(disk.errors.copy())
+            notes += disk.notes
+        capacity = sum(disk.slab.regions for disk in self._disks) * self._options.region_bytes
+        return TierUsage(blocks, held, capacity, evicted, dict(errors), tuple(notes))
+
+    def close(self) -> None:
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                for disk in self._disks:
+                    disk.close()
+
+    def _begin_call(self, deadline: float) -> None:
+        if self._is_closed:
+            raise TierError("the store is closed", TierReason.CLOSED)
+        if time.monotonic() >= deadline:
+            self._errors[TierReason.TIMEOUT] += 1
+            raise TierTimeout("the deadline had passed before the call began")
+
+    def _told(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except TierError as error:
+            self._errors[error.reason] += 1
+            raise
+
+    def _homes(self, keys: Sequence[TierKey]) -> tuple[U64, np.ndarray]:
+        digests = digests_of(keys)
+        return digests, home_of(digests, self._seeds)
+
+    def _batches(
+        self, blocks: Sequence[TierBlock], numbers: Sequence[int], deadline: float
+    ) -> list[tuple[Disk, Batch]]:
+        digests, homes = self._homes([blocks[number].key for number in numbers])
+        batches: list[tuple[Disk, Batch]] = []
+        for home, disk in enumerate(self._disks):
+            rows = np.flatnonzero(homes == home)
+            if rows.size:
+                mine = [numbers[row] for row in rows.tolist()]
+                batch = Batch(mine, [blocks[number] for number in mine], digests[rows], deadline)
+                batches.append((disk, batch))
+        return batches
+
+    def _run(
+        self,
+        batches: list[tuple[Disk, Batch]],
+        outcomes: list[Outcome],
+        begin: Callable[[Disk, Batch, list[Outcome]], UnderWay],
+        end: Callable[[Disk, UnderWay, list[Outcome]], None],
+    ) -> None:
+        """Have every disk move its part at once. None of the parts is touched when it returns."""
+        begun: list[tuple[Disk, UnderWay]] = []
+        try:
+            for disk, batch in batches:
+                begun.append((disk, begin(disk, batch, outcomes)))
+        finally:
+            for disk, under_way in begun:
+                end(disk, under_way, outcomes)
