@@ -24,10 +24,10 @@ from kvd.tiers.disk.identity import lengths_of
 from kvd.tiers.disk.index_file import ROW_WORDS, IndexFile, check_of
 from kvd.tiers.disk.options import ALIGN, DiskOptions
 from kvd.tiers.disk.rows import RowWriter
-from kvd.tiers.disk.size_class import NOWHERE, PlaceState, SizeClass
+from kvd.tiers.disk.size_class import NOWHERE, DiskSizeClass, PlaceState
 from kvd.tiers.disk.slab import HEADER_BYTES, Slab
 from kvd.tiers.disk.space import DiskSpace
-from kvd.tiers.disk.transfers import Piece, Transfers
+from kvd.tiers.disk.transfers import BlockMove, Transfers
 from kvd.tiers.store import (
     Outcome,
     TierBlock,
@@ -43,7 +43,7 @@ MAX_SCOPES_KNOWN = 1 << 20  # of one disk; scopes without blocks are forgotten t
 MAX_LENGTHS_KNOWN = 4096  # kinds of blocks that one disk has seen
 LOG_SECONDS = 10.0  # between lines about one kind of failure
 UNKNOWN_SCOPE = 0
-_Begin = Callable[[Sequence[Piece], float], list[Future[None]]]
+_Begin = Callable[[Sequence[BlockMove], float], list[Future[None]]]
 _OWNER_BYTES = 32
 
 
@@ -61,7 +61,7 @@ class Batch:
 class UnderWay:
     """A batch that was begun. `pieces` stand by class; what needs no byte moved is answered."""
 
-    pieces: list[tuple[SizeClass, list[Piece], U64]]
+    pieces: list[tuple[DiskSizeClass, list[BlockMove], U64]]
     moves: list[Future[None]]
 
 
@@ -74,7 +74,7 @@ class Disk:
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)  # told when a read or write has ended
         self._deleting = threading.Lock()
-        self._unwiped: list[tuple[SizeClass, Slots]] = []
+        self._unwiped: list[tuple[DiskSizeClass, Slots]] = []
         self._scopes: dict[bytes, int] = {}
         self._lengths: dict[bytes, int] = {}
         self.directory = directory
@@ -145,7 +145,7 @@ class Disk:
 
     def _new_ones(
         self,
-        size_class: SizeClass,
+        size_class: DiskSizeClass,
         batch: Batch,
         rows: Slots,
         scopes: U32,
@@ -170,7 +170,11 @@ class Disk:
                 self._idle.notify_all()
 
     def _settle_writes(
-        self, size_class: SizeClass, pieces: list[Piece], digests: U64, outcomes: list[Outcome]
+        self,
+        size_class: DiskSizeClass,
+        pieces: list[BlockMove],
+        digests: U64,
+        outcomes: list[Outcome],
     ) -> None:
         places = np.array([piece.place for piece in pieces], dtype=np.int64)
         size_class.pins[places] = 0
@@ -243,7 +247,7 @@ class Disk:
                 size_class.free(last[size_class.pins[last] == 0])
                 self._idle.notify_all()
 
-    def _drop_wrong(self, size_class: SizeClass, piece: Piece) -> None:
+    def _drop_wrong(self, size_class: DiskSizeClass, piece: BlockMove) -> None:
         place = piece.place
         is_it = (
             size_class.states[place] == PlaceState.READY
@@ -279,7 +283,7 @@ class Disk:
                 self._take_out(size_class, np.flatnonzero(mine))
         self._wipe_out(deadline)
 
-    def _take_out(self, size_class: SizeClass, places: Slots) -> None:
+    def _take_out(self, size_class: DiskSizeClass, places: Slots) -> None:
         if not places.size:
             return
         ready = places[size_class.states[places] == PlaceState.READY]
@@ -343,22 +347,22 @@ class Disk:
             under_way.moves.extend(begin(pieces, deadline))
 
     def _pieces(
-        self, size_class: SizeClass, batch: Batch, rows: Slots, places: Slots
-    ) -> list[Piece]:
+        self, size_class: DiskSizeClass, batch: Batch, rows: Slots, places: Slots
+    ) -> list[BlockMove]:
         offsets = self._offsets(size_class, places).tolist()
         return [
-            Piece(batch.numbers[row], block, lengths_of(block), block.nbytes, place, offset)
+            BlockMove(batch.numbers[row], block, lengths_of(block), block.nbytes, place, offset)
             for row, place, offset in zip(rows.tolist(), places.tolist(), offsets, strict=True)
             for block in (batch.blocks[row],)
         ]
 
-    def _offsets(self, size_class: SizeClass, places: Slots) -> Slots:
+    def _offsets(self, size_class: DiskSizeClass, places: Slots) -> Slots:
         return size_class.offsets(places, self._space.region_bytes) + HEADER_BYTES
 
-    def _writing(self, size_class: SizeClass) -> Slots:
+    def _writing(self, size_class: DiskSizeClass) -> Slots:
         return np.flatnonzero(size_class.states[size_class.in_use()] == PlaceState.WRITING)
 
-    def _drop(self, size_class: SizeClass, places: Slots) -> None:
+    def _drop(self, size_class: DiskSizeClass, places: Slots) -> None:
         """Nobody finds these blocks any more; their places are free when nobody reads them."""
         if not places.size:
             return
@@ -368,10 +372,10 @@ class Disk:
         size_class.states[places[read]] = PlaceState.UNREAD
         size_class.free(places[~read])
 
-    def _forget_rows(self, size_class: SizeClass, places: Slots) -> None:
+    def _forget_rows(self, size_class: DiskSizeClass, places: Slots) -> None:
         self._rows.remove((self._offsets(size_class, places) // ALIGN).tolist())
 
-    def _rows_of(self, size_class: SizeClass, places: Slots) -> U64:
+    def _rows_of(self, size_class: DiskSizeClass, places: Slots) -> U64:
         rows = np.empty((len(places), ROW_WORDS), dtype=np.uint64)
         rows[:, :2] = size_class.digests[places]
         rows[:, 2] = size_class.seals[places]

@@ -35,7 +35,7 @@ class PlaceState(enum.IntEnum):
     UNREAD = 4  # nobody finds it any more; its last reader frees it
 
 
-class SizeClass:
+class DiskSizeClass:
     """Callers hold the disk's lock."""
 
     def __init__(self, stride: int, region_bytes: int, regions: int, policy: str) -> None:
@@ -193,4 +193,4 @@ class SizeClass:
         return free
 
 
-__all__ = ["MAX_PLACES", "NOWHERE", "NO_REGION", "PlaceState", "SizeClass"]
+__all__ = ["MAX_PLACES", "NOWHERE", "NO_REGION", "DiskSizeClass", "PlaceState"]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from kvd.core.keys import Slots
-from kvd.tiers.disk.size_class import NO_REGION, SizeClass
+from kvd.tiers.disk.size_class import NO_REGION, DiskSizeClass
 
 MAX_SIZES = 256  # classes of one disk
-Left = Callable[[SizeClass, Slots], None]
+Left = Callable[[DiskSizeClass, Slots], None]
 
 
 class DiskSpace:
@@ -22,29 +22,29 @@ class DiskSpace:
     def __init__(self, regions: int, region_bytes: int, policy: str, left: Left) -> None:
         self.region_bytes = region_bytes
         self.regions = regions
-        self.classes: dict[int, SizeClass] = {}
+        self.classes: dict[int, DiskSizeClass] = {}
         self.evicted = 0
         self._policy, self._left = policy, left
         self._unused = list(range(regions - 1, -1, -1))
 
-    def class_of(self, stride: int) -> SizeClass | None:
+    def class_of(self, stride: int) -> DiskSizeClass | None:
         """The class for blocks of that size, made where there is none; None: there can't be one."""
         found = self.classes.get(stride)
         if len(self.classes) >= MAX_SIZES:
             self._forget_empty()
         if found is None and 0 < stride <= self.region_bytes and len(self.classes) < MAX_SIZES:
-            found = SizeClass(stride, self.region_bytes, self.regions, self._policy)
+            found = DiskSizeClass(stride, self.region_bytes, self.regions, self._policy)
             self.classes[stride] = found
         return found
 
-    def assign(self, size_class: SizeClass, regions: list[int]) -> None:
+    def assign(self, size_class: DiskSizeClass, regions: list[int]) -> None:
         """Give these regions to a class at the start, as the index says."""
         taken = set(regions)
         self._unused = [region for region in self._unused if region not in taken]
         for region in regions:
             size_class.add_region(region)
 
-    def take(self, size_class: SizeClass, count: int) -> Slots:
+    def take(self, size_class: DiskSizeClass, count: int) -> Slots:
         """Places for `count` blocks, or for as many as there can be room for; ascending."""
         while size_class.free_places < count and size_class.may_grow:
             region = self._unused.pop() if self._unused else self._from_others(size_class)
@@ -58,11 +58,11 @@ class DiskSpace:
             size_class.free(victims)
         return size_class.take(count)
 
-    def _from_others(self, wanting: SizeClass) -> int | None:
+    def _from_others(self, wanting: DiskSizeClass) -> int | None:
         """A region of another class, all of which is idler than the wanting class's own blocks."""
         own = wanting.coldest()
         own_stamp = None if own is None else int(wanting.stamps[own])
-        best: tuple[int, SizeClass, int] | None = None
+        best: tuple[int, DiskSizeClass, int] | None = None
         for other in self.classes.values():
             found = None if other is wanting else _idle_region(other)
             if found is not None and (best is None or found[0] < best[0]):
@@ -83,13 +83,13 @@ class DiskSpace:
             if not (size_class.regions != NO_REGION).any():
                 del self.classes[stride]
 
-    def _note(self, size_class: SizeClass, places: Slots) -> None:
+    def _note(self, size_class: DiskSizeClass, places: Slots) -> None:
         if places.size:
             self.evicted += int(places.size)
             self._left(size_class, places)
 
 
-def _idle_region(size_class: SizeClass) -> tuple[int, int] | None:
+def _idle_region(size_class: DiskSizeClass) -> tuple[int, int] | None:
     """When a region was last used that may be given up, and its number; an empty one if any."""
     held = np.flatnonzero(size_class.regions != NO_REGION)
     if size_class.free_places >= size_class.per_region:

@@ -23,7 +23,7 @@ _NOT_AS_IT_LIES = (errno.EINVAL, errno.EFAULT)
 
 
 @dataclass(slots=True)
-class Piece:
+class BlockMove:
     """One block on its way. `reason` says why it failed."""
 
     number: int  # in the caller's batch
@@ -38,18 +38,23 @@ class Piece:
 
 
 class Transfers:
-    """The threads of one disk, each with one buffer."""
+    """The threads of one disk, each with one buffer.
+
+    So many calls to the kernel are under way at once; twice as many threads, since each block's
+    bytes are also summed up, before they are written and after they are read.
+    """
 
     def __init__(self, slab: Slab, threads: int) -> None:
         self._slab = slab
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvd-disk")
+        self._pool = ThreadPoolExecutor(2 * threads, thread_name_prefix="kvd-disk")
+        self._turns = threading.Semaphore(threads)
         self._own = threading.local()
 
-    def write(self, pieces: Sequence[Piece], deadline: float) -> list[Future[None]]:
+    def write(self, pieces: Sequence[BlockMove], deadline: float) -> list[Future[None]]:
         """Begin to write; each piece has its seal or its reason when all are done."""
         return self._begin(pieces, deadline, self._write_run)
 
-    def read(self, pieces: Sequence[Piece], deadline: float) -> list[Future[None]]:
+    def read(self, pieces: Sequence[BlockMove], deadline: float) -> list[Future[None]]:
         """Begin to read; each piece has a reason when all are done, or its bytes have its seal."""
         return self._begin(pieces, deadline, self._read_run)
 
@@ -57,14 +62,11 @@ class Transfers:
         self._pool.shutdown()
 
     def _begin(
-        self, pieces: Sequence[Piece], deadline: float, step: Callable[[list[Piece]], None]
+        self, pieces: Sequence[BlockMove], deadline: float, step: Callable[[list[BlockMove]], None]
     ) -> list[Future[None]]:
-        def in_time(run: list[Piece]) -> None:
-            if time.monotonic() < deadline:
-                step(run)
-            else:
-                for piece in run:
-                    piece.reason = TierReason.TIMEOUT
+        def in_time(run: list[BlockMove]) -> None:
+            self._own.deadline = deadline
+            step(run)
 
         for piece in pieces:
             piece.is_plain = piece.nbytes % ALIGN == 0 and (
@@ -72,13 +74,27 @@ class Transfers:
             )
         return [self._pool.submit(in_time, run) for run in _runs(pieces)]
 
-    def _write_run(self, run: list[Piece]) -> None:
+    def _read(self, buffers: list[memoryview], offset: int) -> None:
+        with self._turns:
+            self._require_time()
+            self._slab.read(buffers, offset)
+
+    def _write(self, buffers: list[memoryview], offset: int) -> None:
+        with self._turns:
+            self._require_time()
+            self._slab.write(buffers, offset)
+
+    def _require_time(self) -> None:
+        if time.monotonic() >= self._own.deadline:
+            raise TimeoutError(errno.ETIMEDOUT, "the deadline passed")
+
+    def _write_run(self, run: list[BlockMove]) -> None:
         for piece in run:
             piece.seal = seal_of(piece.block, piece.lengths)
-        self._move(run, self._slab.write, self._write_copied)
+        self._move(run, self._write, self._write_copied)
 
-    def _read_run(self, run: list[Piece]) -> None:
-        self._move(run, self._slab.read, self._read_copied)
+    def _read_run(self, run: list[BlockMove]) -> None:
+        self._move(run, self._read, self._read_copied)
         for piece in run:
             if piece.reason is None and seal_of(piece.block, piece.lengths) != piece.seal:
                 piece.reason = TierReason.CHECKSUM_MISMATCH
@@ -88,9 +104,9 @@ class Transfers:
 
     def _move(
         self,
-        run: list[Piece],
+        run: list[BlockMove],
         move: Callable[[list[memoryview], int], None],
-        copied: Callable[[Piece], None],
+        copied: Callable[[BlockMove], None],
     ) -> None:
         """All at once where they may go so, and else, or where that fails, each by itself."""
         if run[0].is_plain:
@@ -110,7 +126,7 @@ class Transfers:
             except OSError as error:
                 piece.reason = _reason_of(error)
 
-    def _write_copied(self, piece: Piece) -> None:
+    def _write_copied(self, piece: BlockMove) -> None:
         view, filled, at = self._buffer(), 0, piece.offset
         for part in piece.block.parts:
             left = part
@@ -119,14 +135,14 @@ class Transfers:
                 view[filled : filled + step] = left[:step]
                 filled, left = filled + step, left[step:]
                 if filled == BUFFER_BYTES:
-                    self._slab.write([view], at)
+                    self._write([view], at)
                     at, filled = at + BUFFER_BYTES, 0
         if filled:
             size = rounded_up(filled)
             view[filled:size] = bytes(size - filled)
-            self._slab.write([view[:size]], at)
+            self._write([view[:size]], at)
 
-    def _read_copied(self, piece: Piece) -> None:
+    def _read_copied(self, piece: BlockMove) -> None:
         view, at = self._buffer(), piece.offset
         left = rounded_up(piece.nbytes)
         used = have = 0
@@ -135,7 +151,7 @@ class Transfers:
             while missing.nbytes:
                 if used == have:
                     used, have = 0, min(left, BUFFER_BYTES)
-                    self._slab.read([view[:have]], at)
+                    self._read([view[:have]], at)
                     at, left = at + have, left - have
                 step = min(missing.nbytes, have - used)
                 missing[:step] = view[used : used + step]
@@ -149,9 +165,9 @@ class Transfers:
         return view
 
 
-def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+def _runs(pieces: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
     """Neighbours that may go together."""
-    run: list[Piece] = []
+    run: list[BlockMove] = []
     size = parts = end = 0
     for piece in sorted(pieces, key=lambda piece: piece.offset):
         joins = (
@@ -179,5 +195,7 @@ def _is_aligned(part: memoryview) -> bool:
 
 
 def _reason_of(error: OSError) -> TierReason:
+    if isinstance(error, TimeoutError):
+        return TierReason.TIMEOUT
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return TierReason.NO_SPACE if full else TierReason.IO_ERROR

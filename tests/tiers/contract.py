@@ -1,0 +1,307 @@
+"""What every tier's store promises, as tests: a store's module makes a class of it.
+
+`opened` opens the store anew, over what it kept; `small` opens one of room for ROOM_BLOCKS blocks.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from kvd.tiers.store import (
+    MAX_BLOCKS_PER_CALL,
+    MAX_SCOPES_PER_CALL,
+    Outcome,
+    TierBlock,
+    TierError,
+    TierKey,
+    TierReason,
+    TierStore,
+    TierTimeout,
+)
+
+BLOCK_BYTES = 64 << 10
+ROOM_BLOCKS = 32
+ONE, OTHER = b"1" * 32, b"2" * 32
+Opened = Callable[[], TierStore]
+
+
+def soon() -> float:
+    return time.monotonic() + 30
+
+
+def key(number: int, scope: bytes = ONE) -> TierKey:
+    return TierKey(scope, number.to_bytes(16, "big"))
+
+
+def content(seed: object, size: int = BLOCK_BYTES) -> bytes:
+    """Bytes that differ for every seed."""
+    return np.random.default_rng(list(repr(seed).encode())).bytes(size)
+
+
+def memory(content: bytes) -> memoryview:
+    """Bytes that begin at a page, as blocks in the pool mostly do."""
+    view = memoryview(mmap.mmap(-1, len(content)))
+    view[:] = content
+    return view
+
+
+def source(name: TierKey, *parts: bytes) -> TierBlock:
+    return TierBlock(name, tuple(map(memory, parts)))
+
+
+def target(name: TierKey, *sizes: int) -> TierBlock:
+    return TierBlock(name, tuple(memory(b"\xee" * size) for size in sizes))
+
+
+def write(store: TierStore, *blocks: TierBlock) -> list[Outcome]:
+    return store.write(blocks, soon())
+
+
+def read(store: TierStore, name: TierKey, *sizes: int) -> tuple[Outcome, bytes]:
+    block = target(name, *(sizes or (BLOCK_BYTES,)))
+    (outcome,) = store.read([block], soon())
+    return outcome, b"".join(bytes(part) for part in block.parts)
+
+
+def keep(store: TierStore, numbers: Sequence[int], scope: bytes = ONE) -> None:
+    blocks = [source(key(n, scope), content((n, scope))) for n in numbers]
+    assert store.write(blocks, soon()) == [Outcome.DONE] * len(blocks)
+
+
+def has(store: TierStore, number: int, scope: bytes = ONE) -> bool:
+    """Whether a block of `keep` is there, with its very bytes."""
+    outcome, found = read(store, key(number, scope))
+    assert outcome in (Outcome.DONE, Outcome.MISSING)
+    assert outcome is Outcome.MISSING or found == content((number, scope))
+    return outcome is Outcome.DONE
+
+
+class TierStoreContract:
+    """The promises of kvd/tiers/store.py."""
+
+    @pytest.fixture
+    def store(self, opened: Opened) -> Iterator[TierStore]:
+        store = opened()
+        yield store
+        store.close()
+
+    @pytest.mark.parametrize(
+        "sizes",
+        [(8,), (4096,), (65536,), (4096, 8192), (8, 4104, 16), (65536,) * 5, (1 << 20, 1 << 20)],
+        ids=str,
+    )
+    def test_what_was_written_is_read_back(self, store: TierStore, sizes: tuple[int, ...]) -> None:
+        parts = [content((n, sizes), size) for n, size in enumerate(sizes)]
+        assert write(store, source(key(1), *parts)) == [Outcome.DONE]
+        assert read(store, key(1), *sizes) == (Outcome.DONE, b"".join(parts))
+
+    def test_parts_may_begin_anywhere(self, store: TierStore) -> None:
+        space = memoryview(bytearray(content("memory", 3 << 20)))
+        for shift in (0, 1, 8, 512, 4095):
+            part = space[shift : shift + (1 << 20)]
+            assert write(store, TierBlock(key(shift), (part,))) == [Outcome.DONE]
+            into = memoryview(bytearray(3 << 20))[shift * 2 + 1 :][: 1 << 20]
+            assert store.read([TierBlock(key(shift), (into,))], soon()) == [Outcome.DONE]
+            assert into == part
+
+    def test_empty_calls_are_answered(self, store: TierStore) -> None:
+        assert store.exists([], soon()) == []
+        assert store.write([], soon()) == []
+        assert store.read([], soon()) == []
+        store.delete([], soon())
+        store.delete_scopes([], soon())
+
+    def test_unknown_block_is_missing(self, store: TierStore) -> None:
+        assert store.exists([key(1)], soon()) == [False]
+        assert read(store, key(1))[0] is Outcome.MISSING
+
+    def test_a_batch_is_answered_block_by_block_and_in_order(self, store: TierStore) -> None:
+        keep(store, [1, 3, 5])
+        blocks = [target(key(n), BLOCK_BYTES) for n in range(7)]
+        expected = [Outcome.DONE if n in (1, 3, 5) else Outcome.MISSING for n in range(7)]
+        assert store.read(blocks, soon()) == expected
+        assert store.exists([key(n) for n in range(7)], soon()) == [
+            n in (1, 3, 5) for n in range(7)
+        ]
+        assert all(bytes(blocks[n].parts[0]) == content((n, ONE)) for n in (1, 3, 5))
+
+    def test_a_key_twice_in_a_batch_is_done_twice_and_kept_once(self, store: TierStore) -> None:
+        first, second = content("first"), content("second")
+        blocks = [source(key(1), first), source(key(2), second), source(key(1), second)]
+        assert store.write(blocks, soon()) == [Outcome.DONE] * 3
+        assert store.usage().blocks == 2
+        twice = [target(key(1), BLOCK_BYTES), target(key(1), BLOCK_BYTES)]
+        assert store.read(twice, soon()) == [Outcome.DONE] * 2
+        assert [bytes(block.parts[0]) for block in twice] == [first, first]
+
+    def test_a_block_that_is_there_is_not_written_again(self, store: TierStore) -> None:
+        keep(store, [1])
+        assert write(store, source(key(1), content("another"))) == [Outcome.DONE]
+        assert has(store, 1)
+
+    def test_other_parts_are_missing_and_replace_when_written(self, store: TierStore) -> None:
+        keep(store, [1])
+        half = BLOCK_BYTES // 2
+        for sizes in ((half, half), (half,), (BLOCK_BYTES, 8), (8, BLOCK_BYTES - 8)):
+            assert read(store, key(1), *sizes)[0] is Outcome.MISSING
+        for sizes in ((half, half), (8, BLOCK_BYTES - 8), (half,), (2 * BLOCK_BYTES,)):
+            parts = [content((sizes, n), size) for n, size in enumerate(sizes)]
+            assert write(store, source(key(1), *parts)) == [Outcome.DONE]
+            assert read(store, key(1), *sizes) == (Outcome.DONE, b"".join(parts))
+            assert read(store, key(1))[0] is Outcome.MISSING
+            assert store.usage().blocks == 1
+
+    def test_scopes_share_no_block(self, store: TierStore) -> None:
+        keep(store, [1, 2])
+        keep(store, [2, 3], OTHER)
+        assert [has(store, n) for n in (1, 2, 3)] == [True, True, False]
+        assert [has(store, n, OTHER) for n in (1, 2, 3)] == [False, True, True]
+
+    def test_keys_that_join_alike_are_apart(self, store: TierStore) -> None:
+        short, long = TierKey(ONE, b"a"), TierKey(ONE, b"aa")
+        padded = TierKey(ONE, b"a\0")
+        assert write(store, source(short, content(1))) == [Outcome.DONE]
+        assert store.exists([short, long, padded], soon()) == [True, False, False]
+
+    def test_deleted_blocks_are_gone_and_may_come_again(self, opened: Opened) -> None:
+        store = opened()
+        keep(store, range(8))
+        store.delete([key(n) for n in (1, 2, 99, 1)], soon())
+        gone = [n not in (1, 2) for n in range(8)]
+        assert [has(store, n) for n in range(8)] == gone
+        store.close()
+        store = opened()
+        assert [has(store, n) for n in range(8)] == gone
+        keep(store, [1])
+        assert has(store, 1)
+        store.close()
+
+    def test_deleted_scope_is_gone_and_no_other(self, opened: Opened) -> None:
+        store = opened()
+        keep(store, range(8))
+        keep(store, range(8), OTHER)
+        store.delete_scopes([ONE, b"?" * 32], soon())
+        assert not any(has(store, n) for n in range(8))
+        store.close()
+        store = opened()
+        assert not any(has(store, n) for n in range(8))
+        assert all(has(store, n, OTHER) for n in range(8))
+        keep(store, [3])
+        assert [has(store, n) for n in (2, 3)] == [False, True]
+        store.close()
+
+    def test_blocks_outlive_a_restart(self, opened: Opened) -> None:
+        for round_ in range(3):
+            store = opened()
+            assert [has(store, n) for n in range(16)] == [n < 4 * round_ for n in range(16)]
+            keep(store, range(4 * round_, 4 * round_ + 4))
+            store.close()
+
+    def test_a_full_store_makes_room_and_answers_what_it_can(self, small: Opened) -> None:
+        store = small()
+        for first in range(0, 4 * ROOM_BLOCKS, 8):
+            keep(store, range(first, first + 8))
+        usage = store.usage()
+        assert usage.blocks <= ROOM_BLOCKS
+        assert usage.bytes <= usage.capacity_bytes
+        assert all(has(store, n) for n in range(4 * ROOM_BLOCKS - 8, 4 * ROOM_BLOCKS))
+        assert not any(has(store, n) for n in range(8))
+        store.close()
+
+    def test_more_than_fits_at_once_is_full_in_part(self, small: Opened) -> None:
+        store = small()
+        blocks = [source(key(n), content((n, ONE))) for n in range(2 * ROOM_BLOCKS)]
+        outcomes = store.write(blocks, soon())
+        assert set(outcomes) <= {Outcome.DONE, Outcome.FULL}
+        assert Outcome.DONE in outcomes
+        for number, outcome in enumerate(outcomes):
+            assert outcome is Outcome.FULL or has(store, number)
+        store.close()
+
+    def test_a_late_call_begins_nothing(self, store: TierStore) -> None:
+        keep(store, [1])
+        late = time.monotonic() - 1
+        for call in (
+            lambda: store.exists([key(1)], late),
+            lambda: store.write([source(key(2), content(2))], late),
+            lambda: store.read([target(key(1), BLOCK_BYTES)], late),
+            lambda: store.delete([key(1)], late),
+            lambda: store.delete_scopes([ONE], late),
+        ):
+            with pytest.raises(TierTimeout):
+                call()
+        assert store.exists([key(1), key(2)], soon()) == [True, False]
+        assert store.usage().errors[TierReason.TIMEOUT] == 5
+
+    def test_the_largest_calls_are_answered(self, store: TierStore) -> None:
+        keys = [key(n) for n in range(MAX_BLOCKS_PER_CALL)]
+        assert store.exists(keys, soon()) == [False] * len(keys)
+        store.delete(keys, soon())
+        store.delete_scopes([n.to_bytes(32, "big") for n in range(MAX_SCOPES_PER_CALL)], soon())
+
+    def test_a_closed_store_says_so(self, opened: Opened) -> None:
+        store = opened()
+        store.close()
+        store.close()
+        with pytest.raises(TierError) as raised:
+            store.exists([key(1)], soon())
+        assert raised.value.reason is TierReason.CLOSED
+
+    def test_calls_at_once_give_no_wrong_byte(self, small: Opened) -> None:
+        store = small()
+        numbers, end = range(2 * ROOM_BLOCKS), time.monotonic() + 2
+        wrong: list[int] = []
+
+        def work(seed: int) -> int:
+            draw = np.random.default_rng(seed)
+            calls = 0
+            while time.monotonic() < end:
+                some = [int(n) for n in draw.choice(numbers, 6)]
+                match int(draw.integers(8)):
+                    case 0:
+                        store.delete([key(n) for n in some[:2]], soon())
+                    case 1 | 2 | 3:
+                        store.write([source(key(n), content((n, ONE))) for n in some], soon())
+                    case _:
+                        blocks = [target(key(n), BLOCK_BYTES) for n in some]
+                        outcomes = store.read(blocks, soon())
+                        for n, block, outcome in zip(some, blocks, outcomes, strict=True):
+                            if outcome is Outcome.FAILED or (
+                                outcome is Outcome.DONE
+                                and bytes(block.parts[0]) != content((n, ONE))
+                            ):
+                                wrong.append(n)
+                calls += 1
+            return calls
+
+        with ThreadPoolExecutor(store.concurrency) as pool:
+            assert min(pool.map(work, range(store.concurrency))) > 3
+        assert wrong == []
+        store.delete_scopes([ONE], soon())
+        assert store.usage().blocks == 0
+        keep(store, range(ROOM_BLOCKS))  # no place was lost
+        store.close()
+
+    def test_usage_is_told_while_calls_run(self, store: TierStore) -> None:
+        ended = threading.Event()
+
+        def ask() -> int:
+            asked = 0
+            while not ended.is_set():
+                assert store.usage().blocks >= 0
+                asked += 1
+            return asked
+
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(ask)
+            keep(store, range(64))
+            ended.set()
+            assert asking.result() > 0
+        assert store.usage().blocks == 64
