@@ -158,6 +158,7 @@ def as_text(status: operator_pb2.StatusResponse) -> Iterator[str]:
         "no sessions",
     )
     yield from _ranks(status)
+    yield from _tiers(status)
     yield from _tenants_and_namespaces(status)
 
 
@@ -212,6 +213,31 @@ def _gpus(status: operator_pb2.StatusResponse) -> Iterator[str]:
             )
         if r.gpu.staged_bytes:
             yield f"{where} {_bytes(r.gpu.staged_bytes)} went through the buffer so far"
+
+
+def _tiers(status: operator_pb2.StatusResponse) -> Iterator[str]:
+    rows = [
+        (
+            tier.name,
+            "serving" if tier.serving else "away",
+            f"{tier.blocks} ({_bytes(tier.bytes)})",
+            _bytes(tier.capacity_bytes) if tier.capacity_bytes else "unknown",
+            f"{tier.hits} of {tier.hits + tier.misses}",
+            tier.blocks_promoted,
+            tier.blocks_written,
+            tier.blocks_dropped,
+            tier.blocks_failed + tier.blocks_unwritten,
+        )
+        for tier in status.tiers
+    ]
+    if rows:
+        yield ""
+        heads = ("TIER", "STATE", "BLOCKS", "CAPACITY", "FOUND", "LOADED UP", "WRITTEN", "DROPPED")
+        yield from _table((*heads, "FAILED"), rows, "")
+    for tier in status.tiers:
+        if tier.problem and not tier.serving:
+            yield f"  WARNING: tier {tier.name}: {tier.problem}"
+        yield from (f"  tier {tier.name}: {note}" for note in tier.notes)
 
 
 def _copier(name: str, bytes_per_second: float) -> str:

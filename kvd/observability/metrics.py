@@ -100,6 +100,7 @@ class StateCollector(Collector):
         yield _by_state("kvd_slot_bytes", "Bytes of the granted rows' slots, by state.", now.bytes)
         yield from self._gauges(now)
         yield from _tenant_gauges(now)
+        yield from _tier_families(now)
 
     def _gauges(self, now: Statistics) -> Iterator[Metric]:
         jobs = sum(session.jobs for session in now.sessions)
@@ -143,6 +144,38 @@ def _tenant_gauges(now: Statistics) -> Iterator[Metric]:
         quota.add_metric([tenant.tenant], tenant.quota_bytes)
         leased.add_metric([tenant.tenant], tenant.leased_bytes)
     yield from (used, quota, leased)
+
+
+_TIER_COUNTERS = (
+    ("kvd_tier_hits", "Blocks sought in a tier that it held.", "hits"),
+    ("kvd_tier_misses", "Blocks sought in a tier that it did not hold.", "misses"),
+    ("kvd_tier_blocks_promoted", "Blocks brought up from a tier.", "promoted"),
+    ("kvd_tier_bytes_promoted", "Bytes of those.", "promoted_bytes"),
+    ("kvd_tier_blocks_failed", "Blocks held, but not read.", "failed_reads"),
+    ("kvd_tier_blocks_given_up", "Blocks held, without room for them in time.", "unpromoted"),
+    ("kvd_tier_blocks_written", "Blocks written to a tier.", "written"),
+    ("kvd_tier_bytes_written", "Bytes of those.", "written_bytes"),
+    ("kvd_tier_blocks_unwritten", "Blocks that a tier could not write.", "failed_writes"),
+    ("kvd_tier_blocks_dropped", "Blocks not written: too much was on its way.", "dropped"),
+)
+
+
+def _tier_families(now: Statistics) -> Iterator[Metric]:
+    for name, meaning, field in _TIER_COUNTERS if now.tiers else ():
+        counter = CounterMetricFamily(name, meaning, labels=["tier"])
+        for tier in now.tiers:
+            counter.add_metric([tier.name], getattr(tier.counters, field))
+        yield counter
+    gauges = (
+        ("kvd_tier_serving", "1 while a process serves the tier.", "is_serving"),
+        ("kvd_tier_bytes_down", "Bytes on their way to a tier.", "bytes_down"),
+        ("kvd_tier_bytes_up", "Bytes on their way from a tier.", "bytes_up"),
+    )
+    for name, meaning, field in gauges if now.tiers else ():
+        gauge = GaugeMetricFamily(name, meaning, labels=["tier"])
+        for tier in now.tiers:
+            gauge.add_metric([tier.name], float(getattr(tier, field)))
+        yield gauge
 
 
 class RankCollector(Collector):

@@ -7,7 +7,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 MAX_WRITE_BYTES = 1 << 30
 WRITE_SHARE = 4  # 1/4 of the pool at most
 LAYOUT_VERSION = 1  # of a block's bytes in a slot, as tiers keep them
+NO_USAGE = TierUsage(0, 0, 0)
 TierOrder = act.AskTier | act.WriteToTier | act.ReadFromTier | act.ClearTier
 Asked = act.AskTier | act.WriteToTier | act.ReadFromTier
 
@@ -55,6 +56,13 @@ def terms_of(rules: Sequence[TierRule], pool_bytes: int) -> tuple[TierTerms, ...
         )
         for rule in rules
     )
+
+
+class TierTold(NamedTuple):
+    """What is known of one tier's process."""
+
+    problem: str  # why there is none, or was none before
+    usage: TierUsage
 
 
 class Tiers:
@@ -94,6 +102,16 @@ class Tiers:
     async def close(self) -> None:
         """End their processes; returns when they are gone."""
         await asyncio.gather(*(keeper.close() for keeper in self._keepers))
+
+    def told(self) -> list[TierTold]:
+        """What is known of each tier's process, in their order."""
+        return [
+            TierTold(
+                self._keepers[place].reason if self._keepers else "",
+                self.usage.get(TierId(place), NO_USAGE),
+            )
+            for place in range(len(self._rules))
+        ]
 
     def maps_as(self, mover: MoverId) -> bool:
         """Whether rows that this mover maps are mapped by a tier's process."""

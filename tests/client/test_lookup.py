@@ -347,3 +347,29 @@ def test_deadlines_can_be_set() -> None:
     rig.daemon.holds(rig.keys("p", 5 * TOKENS)[0][3:4], RETRY)
     rig.arrive("r", 6 * TOKENS)
     assert rig.ask("r") == 3 * TOKENS
+
+
+def test_where_a_tier_may_hold_more_the_page_hides_no_block() -> None:
+    rig = Rig()
+    rig.daemon.on_page = set()
+    rig.holds("p", 5 * TOKENS)
+    rig.arrive("before", 10 * TOKENS)
+    assert rig.ask("before") == 0
+    assert rig.daemon.lookups == []
+    rig.daemon.page_hides_some = True
+    rig.arrive("r", 10 * TOKENS)
+    assert rig.ask("r") == 5 * TOKENS
+    assert len(rig.daemon.lookups) == 1
+
+
+def test_a_block_that_a_tier_still_brings_up_is_asked_for_again() -> None:
+    rig = Rig()
+    rig.daemon.page_hides_some = True
+    keys = rig.keys("p", 5 * TOKENS)[0]
+    rig.daemon.statuses = dict.fromkeys(keys, PENDING)
+    rig.arrive("r", 10 * TOKENS)
+    assert rig.ask("r") is None
+    rig.daemon.holds(keys)
+    rig.now += 0.1
+    rig.step()
+    assert rig.ask("r") == 5 * TOKENS

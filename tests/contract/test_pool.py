@@ -334,6 +334,13 @@ def test_clients_see_what_is_published_and_whether_there_is_room(shared_director
         assert reader.probe(tags).tolist() == [False] * 50 + [True] * 50
         pool.set_room(orders.NAMESPACE, (17,))
         assert (reader.room(0), reader.room(1)) == (17, 0)
+        hides = [reader.hides_some]
+        for holds_some in (True, False):
+            pool.set_below(holds_some=holds_some)
+            hides.append(reader.hides_some)
+            assert reader.room(0) == 17
+            assert reader.probe(tags[50:]).all()
+        assert hides == [False, True, False]
         closed_before = reader.closed
         assert pool.page_bytes(orders.NAMESPACE) >= 4096
     assert (closed_before, reader.closed) == (False, True)

@@ -374,7 +374,7 @@ def _check_tiers(state: State) -> None:
     for tier in below.tiers:
         assert tier.writing.taken == running[tier.tier], "bytes on their way down"
         assert tier.writing.whole == sum(running[tier.tier].values())
-        assert tier.writing.whole <= tier.rule.max_write_bytes
+        assert tier.writing.whole <= tier.terms.max_write_bytes
         assert tier.is_serving or not (tier.copies or tier.searches), "a tier without a process"
     assert below.promoting.taken == promoting, "bytes on their way up"
     assert below.promoting.whole == sum(promoting.values())

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import urlopen
 
+from kvd.cli.status import as_text
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene
+from tests.ports import free_port
 from tests.waiting import wait_until
 
 MIB = 1 << 20
@@ -24,11 +28,13 @@ deadline_seconds = 3.0
 
 
 @contextmanager
-def tiered(tmp_path: Path, tiers: str = TIER) -> Iterator[Scene]:
+def tiered(
+    tmp_path: Path, tiers: str = TIER, flags: Mapping[str, object] | None = None
+) -> Iterator[Scene]:
     """A daemon of 1024 blocks with these tiers."""
     file = tmp_path / "kvd.toml"
     file.write_text(tiers)
-    scene = Scene(config=file)
+    scene = Scene(config=file, **(flags or {}))
     scene.daemon.pool_bytes = 4 * MIB
     try:
         scene.daemon.start()
@@ -69,7 +75,8 @@ def name_of(pid: int) -> str:
 
 
 def test_what_was_evicted_is_loaded_from_the_tier(tmp_path: Path) -> None:
-    with tiered(tmp_path) as scene:
+    port = free_port()
+    with tiered(tmp_path, TIER, {"http-port": port}) as scene:
         wait_for_tier(scene)
         one, two = scene.engines("one", "two")
         wait_found_below(one, two, "first")
@@ -79,6 +86,21 @@ def test_what_was_evicted_is_loaded_from_the_tier(tmp_path: Path) -> None:
         assert two.load("first", 200) == 200
         assert two.hits("first", 200) == (200, 200)
         assert one.load("never stored", 50) == 0
+        wait_until(lambda: scene.status().tiers[0].blocks >= 200, "word of what the tier holds")
+        (tier,) = scene.status().tiers
+        assert (tier.name, tier.serving, tier.problem) == ("memory", True, "")
+        assert tier.hits >= tier.blocks_promoted >= 200
+        assert tier.blocks_written >= 200
+        assert tier.bytes == tier.blocks * 4096
+        assert tier.capacity_bytes == 1 << 30
+        assert tier.misses > 0
+        shown = "\n".join(as_text(scene.status()))
+        assert "memory  serving" in shown
+        page = urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+        promoted = re.search(r'kvd_tier_blocks_promoted_total\{tier="memory"\} ([0-9.]+)', page)
+        assert promoted is not None
+        assert float(promoted[1]) >= 200
+        assert 'kvd_tier_serving{tier="memory"} 1.0' in page
 
 
 def evict(engine: Probe) -> None:
@@ -174,5 +196,8 @@ def test_a_store_that_can_not_be_opened_is_tried_again_and_nobody_suffers(tmp_pa
         assert one.store("first", 200) == 200
         assert one.load("first", 200) == 200
         assert "NoStore" in scene.daemon.log.read_text()
+        (tier,) = scene.status().tiers
+        assert not tier.serving
+        assert "NoStore" in tier.problem
         evict(one)
         assert one.load("first", 200) == 0

@@ -25,6 +25,7 @@ from kvd_proto.v1 import operator_pb2 as pb
 
 MAX_PAGE = 256  # sessions, and namespaces, in one answer
 SESSION_UNITS, NAMESPACE_UNITS = 16, 64  # of a pace
+NOTES_TOLD = 16  # of a tier's store
 MAX_PAGE_BYTES = 1 << 20  # of either; the last one may pass it
 Figures = TypeVar("Figures", SessionFigures, NamespaceFigures)
 Told = TypeVar("Told", pb.SessionStatus, pb.NamespaceStatus)
@@ -65,6 +66,30 @@ class StatusReport:
         self._sessions = sessions
         self._began = time.monotonic()
 
+    def _tiers(self, now: Statistics) -> list[pb.TierStatus]:
+        return [
+            pb.TierStatus(
+                name=tier.name,
+                serving=tier.is_serving,
+                problem=said.problem,
+                blocks=said.usage.blocks,
+                bytes=said.usage.bytes,
+                capacity_bytes=said.usage.capacity_bytes,
+                hits=tier.counters.hits,
+                misses=tier.counters.misses,
+                blocks_promoted=tier.counters.promoted,
+                blocks_failed=tier.counters.failed_reads,
+                blocks_given_up=tier.counters.unpromoted,
+                blocks_written=tier.counters.written,
+                blocks_unwritten=tier.counters.failed_writes,
+                blocks_dropped=tier.counters.dropped,
+                bytes_down=tier.bytes_down,
+                bytes_up=tier.bytes_up,
+                notes=said.usage.notes[:NOTES_TOLD],
+            )
+            for tier, said in zip(now.tiers, self._driver.tiers.told(), strict=True)
+        ]
+
     async def status(
         self, peer: Peer, tenants: TenantPolicy, place: PoolPlace, request: pb.StatusRequest
     ) -> pb.StatusResponse:
@@ -98,6 +123,7 @@ class StatusReport:
             recovered_blocks=now.counters.recovered,
             process_id=os.getpid(),
             event_sequence=self._driver.event_log.sequence,
+            tiers=self._tiers(now) if tenants.user_operates(peer.uid) else [],
         )
         sessions.sort(key=lambda s: s.session)
         page_of_sessions, status.more_sessions = await _page(

@@ -357,7 +357,7 @@ class State:
         self.recovered = {}
         self.recovered_scopes: tuple[npt.NDArray[np.uint64], Slots] | None = None
         self.below = Below(
-            tuple(Tier(TierId(place), rule) for place, rule in enumerate(config.tiers))
+            tuple(Tier(TierId(place), terms) for place, terms in enumerate(config.tiers))
         )
         self.expiring = Expiring()
         self.backlog = Backlog()

@@ -114,7 +114,7 @@ class Tier:
     """What the machine knows of one tier."""
 
     tier: TierId
-    rule: TierTerms
+    terms: TierTerms
     state: TierState = TierState.AWAY
     mover: MoverId = NO_MOVER  # as which its process maps rows
     copies: dict[CopyId, TierCopy] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Tier:
     counters: TierCounters = field(default_factory=TierCounters)
 
     def __post_init__(self) -> None:
-        self.reuse = ReuseFilter(self.rule.reuses, self.rule.tracker_blocks)
+        self.reuse = ReuseFilter(self.terms.reuses, self.terms.tracker_blocks)
 
     @property
     def is_serving(self) -> bool:

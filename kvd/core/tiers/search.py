@@ -79,7 +79,7 @@ def _readable(state: State, session: Session, query: Query) -> list[Tier]:
     return [
         tier
         for tier in state.below.tiers
-        if tier.serves(fingerprint) and (not allowed or tier.rule.reach in allowed)
+        if tier.serves(fingerprint) and (not allowed or tier.terms.reach in allowed)
     ]
 
 
@@ -126,7 +126,7 @@ def _begin(
         scope_name(state, session, account, group),
         namespaces.scope_seed(state, namespace, session.epoch, account, group),
         is_prefix,
-        turn.now_ns + max(tier.rule.seek_ns for tier in tiers),
+        turn.now_ns + max(tier.terms.seek_ns for tier in tiers),
     )
     session.sought.setdefault(sought.request, {})[account, group] = sought
     state.below.expiring.append(sought)

@@ -32,14 +32,14 @@ _NO_BLOCKS = np.empty((0, 0), dtype=np.uint32)
 def stored(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """These blocks were stored, or are offered by a store and readable already."""
     for tier in turn.state.below.tiers:
-        if tier.rule.write is WriteWhen.THROUGH:
+        if tier.terms.write is WriteWhen.THROUGH:
             write(turn, tier, owner, slots)
 
 
 def used(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """A request has found these blocks."""
     for tier in turn.state.below.tiers:
-        if tier.rule.write is WriteWhen.REUSE:
+        if tier.terms.write is WriteWhen.REUSE:
             often = tier.reuse.offer(turn.state.slots.tags[slots])
             write(turn, tier, owner, slots[often])
 
@@ -57,7 +57,7 @@ def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> None:
         return
     slots = slots[state.slots.firsts(slots)]
     tenant = owner.tenant.tenant
-    fits = tier.writing.left(tenant, tier.rule.max_write_bytes) // owner.block_bytes
+    fits = tier.writing.left(tenant, tier.terms.max_write_bytes) // owner.block_bytes
     tier.counters.dropped += max(0, len(slots) - fits)
     slots = slots[:fits]
     for scope in np.unique(state.slots.scopes[slots]).tolist():
@@ -111,7 +111,7 @@ def write_ahead(turn: Turn, owner: SizeClass) -> None:
     if free >= WATERMARK * owner.capacity:
         return
     for tier in turn.state.below.tiers:
-        if tier.rule.write is not WriteWhen.REUSE and tier.is_serving:
+        if tier.terms.write is not WriteWhen.REUSE and tier.is_serving:
             cold = owner.policy.coldest(min(LOOKED_AT, math.ceil(WATERMARK * owner.capacity)))
             bits = turn.state.slots.below[cold]
             write(turn, tier, owner, cold[(bits & tier.bit) == 0][:DEMOTED_AT_ONCE])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from kvd.core.keys import NamespaceId, SessionId, TenantId
 from kvd.core.model.size_class import Tally
 from kvd.core.model.state import Counters, State
+from kvd.core.model.tiers import CopyKind, TierCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,17 @@ class SessionFigures(NamedTuple):  # there may be thousands
 
 
 @dataclass(frozen=True, slots=True)
+class TierFigures:
+    """What is shown of one tier."""
+
+    name: str
+    is_serving: bool
+    bytes_down: int  # on their way to it
+    bytes_up: int  # on their way from it
+    counters: TierCounters
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """What is shown of the whole machine, for status and metrics."""
 
@@ -71,6 +83,7 @@ class Statistics:
     tenants: tuple[TenantFigures, ...]
     namespaces: tuple[NamespaceFigures, ...]
     sessions: tuple[SessionFigures, ...]
+    tiers: tuple[TierFigures, ...]
     counters: Counters
 
 
@@ -98,6 +111,7 @@ def gather(state: State) -> Statistics:
         tenants=_tenants(state),
         namespaces=_namespaces(state),
         sessions=sessions,
+        tiers=_tiers(state),
         counters=replace(state.counters, refused=dict(state.counters.refused)),
     )
 
@@ -113,6 +127,19 @@ def _tenants(state: State) -> tuple[TenantFigures, ...]:
             t.tally.evictable_bytes,
         )
         for t in state.tenants.values()
+    )
+
+
+def _tiers(state: State) -> tuple[TierFigures, ...]:
+    return tuple(
+        TierFigures(
+            tier.terms.name,
+            tier.is_serving,
+            tier.writing.whole,
+            sum(c.nbytes for c in tier.copies.values() if c.kind is CopyKind.READ),
+            replace(tier.counters),
+        )
+        for tier in state.below.tiers
     )
 
 

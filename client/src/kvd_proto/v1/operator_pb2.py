@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvd/v1/operator.proto\x12\x06kvd.v1\"E\n\rStatusRequest\x12\x18\n\x10\x61\x66ter_session_id\x18\x01 \x01(\x04\x12\x1a\n\x12\x61\x66ter_namespace_id\x18\x02 \x01(\x04\"\x82\x03\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\r\n\x05state\x18\x04 \x01(\t\x12 \n\x04pool\x18\x05 \x01(\x0b\x32\x12.kvd.v1.PoolStatus\x12\'\n\x08sessions\x18\x06 \x03(\x0b\x32\x15.kvd.v1.SessionStatus\x12%\n\x07tenants\x18\x07 \x03(\x0b\x32\x14.kvd.v1.TenantStatus\x12+\n\nnamespaces\x18\x08 \x03(\x0b\x32\x17.kvd.v1.NamespaceStatus\x12\x0e\n\x06policy\x18\t \x01(\t\x12\x18\n\x10recovered_blocks\x18\n \x01(\x04\x12\x12\n\nprocess_id\x18\x0b \x01(\x04\x12\x16\n\x0e\x65vent_sequence\x18\x0c \x01(\x04\x12\x15\n\rmore_sessions\x18\r \x01(\x08\x12\x17\n\x0fmore_namespaces\x18\x0e \x01(\x08\"\xdc\x01\n\nPoolStatus\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x65xtent_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x65xtents\x18\x04 \x01(\x04\x12\x14\n\x0c\x65xtents_free\x18\x05 \x01(\x04\x12\x12\n\nslots_free\x18\x06 \x01(\x04\x12\x16\n\x0eslots_reserved\x18\x07 \x01(\x04\x12\x13\n\x0bslots_ready\x18\x08 \x01(\x04\x12\x19\n\x11slots_quarantined\x18\t \x01(\x04\x12\x13\n\x0b\x62ytes_ready\x18\n \x01(\x04\"\xc8\x01\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x04\x12\x0b\n\x03uid\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12!\n\x05ranks\x18\x06 \x03(\x0b\x32\x12.kvd.v1.RankStatus\x12\x16\n\x0ejobs_in_flight\x18\x07 \x01(\x04\x12\x0e\n\x06leases\x18\x08 \x01(\x04\x12\x0e\n\x06usable\x18\t \x01(\x08\"\x8a\x02\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tmover_pid\x18\x02 \x01(\r\x12\x12\n\nworker_pid\x18\x03 \x01(\r\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x14\n\x0c\x62ytes_stored\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ytes_loaded\x18\x06 \x01(\x04\x12\x1e\n\x16store_bytes_per_second\x18\x07 \x01(\x01\x12\x1d\n\x15load_bytes_per_second\x18\x08 \x01(\x01\x12\x14\n\x0cstore_copier\x18\t \x01(\t\x12\x13\n\x0bload_copier\x18\n \x01(\t\x12\x1e\n\x03gpu\x18\x0b \x01(\x0b\x32\x11.kvd.v1.GpuStatus\"\x8c\x02\n\tGpuStatus\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x64river_version\x18\x03 \x01(\t\x12\x15\n\rcontext_bytes\x18\x04 \x01(\x04\x12\x18\n\x10registered_bytes\x18\x05 \x01(\x04\x12\x1c\n\x14unregistered_extents\x18\x06 \x01(\x04\x12\x14\n\x0cstaged_bytes\x18\x07 \x01(\x04\x12)\n!calibrated_store_bytes_per_second\x18\x08 \x01(\x01\x12(\n calibrated_load_bytes_per_second\x18\t \x01(\x01\x12\x11\n\tnuma_node\x18\n \x01(\x05\"\x8e\x01\n\x0cTenantStatus\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nbytes_used\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x62ytes_leased\x18\x04 \x01(\x04\x12\x16\n\x0e\x62ytes_reserved\x18\x05 \x01(\x04\x12\x17\n\x0f\x62ytes_evictable\x18\x06 \x01(\x04\"\xdf\x02\n\x0fNamespaceStatus\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x33\n\x06\x66ields\x18\x04 \x03(\x0b\x32#.kvd.v1.NamespaceStatus.FieldsEntry\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x35\n\x07\x64iffers\x18\x08 \x03(\x0b\x32$.kvd.v1.NamespaceStatus.DiffersEntry\x12\x15\n\rwasted_shares\x18\t \x03(\x01\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0c\x44iffersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"3\n\x15ListNamespacesRequest\x12\x1a\n\x12\x61\x66ter_namespace_id\x18\x01 \x01(\x04\"S\n\x16ListNamespacesResponse\x12+\n\nnamespaces\x18\x01 \x03(\x0b\x32\x17.kvd.v1.NamespaceStatus\x12\x0c\n\x04more\x18\x02 \x01(\x08\"$\n\x0c\x43learRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\"\'\n\rClearResponse\x12\x16\n\x0e\x62locks_removed\x18\x01 \x01(\x04\"6\n\x0fSetQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\"*\n\x10SetQuotaResponse\x12\x16\n\x0e\x62locks_evicted\x18\x01 \x01(\x04\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"\"\n\rDrainResponse\x12\x11\n\tjobs_left\x18\x01 \x01(\x04\x32\xc6\x02\n\x0fOperatorService\x12\x37\n\x06Status\x12\x15.kvd.v1.StatusRequest\x1a\x16.kvd.v1.StatusResponse\x12O\n\x0eListNamespaces\x12\x1d.kvd.v1.ListNamespacesRequest\x1a\x1e.kvd.v1.ListNamespacesResponse\x12\x34\n\x05\x43lear\x12\x14.kvd.v1.ClearRequest\x1a\x15.kvd.v1.ClearResponse\x12=\n\x08SetQuota\x12\x17.kvd.v1.SetQuotaRequest\x1a\x18.kvd.v1.SetQuotaResponse\x12\x34\n\x05\x44rain\x12\x14.kvd.v1.DrainRequest\x1a\x15.kvd.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvd/v1/operator.proto\x12\x06kvd.v1\"E\n\rStatusRequest\x12\x18\n\x10\x61\x66ter_session_id\x18\x01 \x01(\x04\x12\x1a\n\x12\x61\x66ter_namespace_id\x18\x02 \x01(\x04\"\xa5\x03\n\x0eStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\r\n\x05state\x18\x04 \x01(\t\x12 \n\x04pool\x18\x05 \x01(\x0b\x32\x12.kvd.v1.PoolStatus\x12\'\n\x08sessions\x18\x06 \x03(\x0b\x32\x15.kvd.v1.SessionStatus\x12%\n\x07tenants\x18\x07 \x03(\x0b\x32\x14.kvd.v1.TenantStatus\x12+\n\nnamespaces\x18\x08 \x03(\x0b\x32\x17.kvd.v1.NamespaceStatus\x12\x0e\n\x06policy\x18\t \x01(\t\x12\x18\n\x10recovered_blocks\x18\n \x01(\x04\x12\x12\n\nprocess_id\x18\x0b \x01(\x04\x12\x16\n\x0e\x65vent_sequence\x18\x0c \x01(\x04\x12\x15\n\rmore_sessions\x18\r \x01(\x08\x12\x17\n\x0fmore_namespaces\x18\x0e \x01(\x08\x12!\n\x05tiers\x18\x0f \x03(\x0b\x32\x12.kvd.v1.TierStatus\"\xd9\x02\n\nTierStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07serving\x18\x02 \x01(\x08\x12\x0f\n\x07problem\x18\x03 \x01(\t\x12\x0e\n\x06\x62locks\x18\x04 \x01(\x04\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x06 \x01(\x04\x12\x0c\n\x04hits\x18\x07 \x01(\x04\x12\x0e\n\x06misses\x18\x08 \x01(\x04\x12\x17\n\x0f\x62locks_promoted\x18\t \x01(\x04\x12\x15\n\rblocks_failed\x18\n \x01(\x04\x12\x17\n\x0f\x62locks_given_up\x18\x0b \x01(\x04\x12\x16\n\x0e\x62locks_written\x18\x0c \x01(\x04\x12\x18\n\x10\x62locks_unwritten\x18\r \x01(\x04\x12\x16\n\x0e\x62locks_dropped\x18\x0e \x01(\x04\x12\x12\n\nbytes_down\x18\x0f \x01(\x04\x12\x10\n\x08\x62ytes_up\x18\x10 \x01(\x04\x12\r\n\x05notes\x18\x11 \x03(\t\"\xdc\x01\n\nPoolStatus\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x04\x12\x14\n\x0c\x65xtent_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07\x65xtents\x18\x04 \x01(\x04\x12\x14\n\x0c\x65xtents_free\x18\x05 \x01(\x04\x12\x12\n\nslots_free\x18\x06 \x01(\x04\x12\x16\n\x0eslots_reserved\x18\x07 \x01(\x04\x12\x13\n\x0bslots_ready\x18\x08 \x01(\x04\x12\x19\n\x11slots_quarantined\x18\t \x01(\x04\x12\x13\n\x0b\x62ytes_ready\x18\n \x01(\x04\"\xc8\x01\n\rSessionStatus\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x04\x12\x0b\n\x03uid\x18\x04 \x01(\r\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12!\n\x05ranks\x18\x06 \x03(\x0b\x32\x12.kvd.v1.RankStatus\x12\x16\n\x0ejobs_in_flight\x18\x07 \x01(\x04\x12\x0e\n\x06leases\x18\x08 \x01(\x04\x12\x0e\n\x06usable\x18\t \x01(\x08\"\x8a\x02\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tmover_pid\x18\x02 \x01(\r\x12\x12\n\nworker_pid\x18\x03 \x01(\r\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x14\n\x0c\x62ytes_stored\x18\x05 \x01(\x04\x12\x14\n\x0c\x62ytes_loaded\x18\x06 \x01(\x04\x12\x1e\n\x16store_bytes_per_second\x18\x07 \x01(\x01\x12\x1d\n\x15load_bytes_per_second\x18\x08 \x01(\x01\x12\x14\n\x0cstore_copier\x18\t \x01(\t\x12\x13\n\x0bload_copier\x18\n \x01(\t\x12\x1e\n\x03gpu\x18\x0b \x01(\x0b\x32\x11.kvd.v1.GpuStatus\"\x8c\x02\n\tGpuStatus\x12\x0c\n\x04uuid\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x16\n\x0e\x64river_version\x18\x03 \x01(\t\x12\x15\n\rcontext_bytes\x18\x04 \x01(\x04\x12\x18\n\x10registered_bytes\x18\x05 \x01(\x04\x12\x1c\n\x14unregistered_extents\x18\x06 \x01(\x04\x12\x14\n\x0cstaged_bytes\x18\x07 \x01(\x04\x12)\n!calibrated_store_bytes_per_second\x18\x08 \x01(\x01\x12(\n calibrated_load_bytes_per_second\x18\t \x01(\x01\x12\x11\n\tnuma_node\x18\n \x01(\x05\"\x8e\x01\n\x0cTenantStatus\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nbytes_used\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x62ytes_leased\x18\x04 \x01(\x04\x12\x16\n\x0e\x62ytes_reserved\x18\x05 \x01(\x04\x12\x17\n\x0f\x62ytes_evictable\x18\x06 \x01(\x04\"\xdf\x02\n\x0fNamespaceStatus\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x33\n\x06\x66ields\x18\x04 \x03(\x0b\x32#.kvd.v1.NamespaceStatus.FieldsEntry\x12\x0e\n\x06\x62locks\x18\x05 \x01(\x04\x12\r\n\x05\x62ytes\x18\x06 \x01(\x04\x12\x10\n\x08sessions\x18\x07 \x01(\r\x12\x35\n\x07\x64iffers\x18\x08 \x03(\x0b\x32$.kvd.v1.NamespaceStatus.DiffersEntry\x12\x15\n\rwasted_shares\x18\t \x03(\x01\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a.\n\x0c\x44iffersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"3\n\x15ListNamespacesRequest\x12\x1a\n\x12\x61\x66ter_namespace_id\x18\x01 \x01(\x04\"S\n\x16ListNamespacesResponse\x12+\n\nnamespaces\x18\x01 \x03(\x0b\x32\x17.kvd.v1.NamespaceStatus\x12\x0c\n\x04more\x18\x02 \x01(\x08\"$\n\x0c\x43learRequest\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\x04\"\'\n\rClearResponse\x12\x16\n\x0e\x62locks_removed\x18\x01 \x01(\x04\"6\n\x0fSetQuotaRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x13\n\x0bquota_bytes\x18\x02 \x01(\x04\"*\n\x10SetQuotaResponse\x12\x16\n\x0e\x62locks_evicted\x18\x01 \x01(\x04\"#\n\x0c\x44rainRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\"\"\n\rDrainResponse\x12\x11\n\tjobs_left\x18\x01 \x01(\x04\x32\xc6\x02\n\x0fOperatorService\x12\x37\n\x06Status\x12\x15.kvd.v1.StatusRequest\x1a\x16.kvd.v1.StatusResponse\x12O\n\x0eListNamespaces\x12\x1d.kvd.v1.ListNamespacesRequest\x1a\x1e.kvd.v1.ListNamespacesResponse\x12\x34\n\x05\x43lear\x12\x14.kvd.v1.ClearRequest\x1a\x15.kvd.v1.ClearResponse\x12=\n\x08SetQuota\x12\x17.kvd.v1.SetQuotaRequest\x1a\x18.kvd.v1.SetQuotaResponse\x12\x34\n\x05\x44rain\x12\x14.kvd.v1.DrainRequest\x1a\x15.kvd.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,39 +38,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATUSREQUEST']._serialized_start=33
   _globals['_STATUSREQUEST']._serialized_end=102
   _globals['_STATUSRESPONSE']._serialized_start=105
-  _globals['_STATUSRESPONSE']._serialized_end=491
-  _globals['_POOLSTATUS']._serialized_start=494
-  _globals['_POOLSTATUS']._serialized_end=714
-  _globals['_SESSIONSTATUS']._serialized_start=717
-  _globals['_SESSIONSTATUS']._serialized_end=917
-  _globals['_RANKSTATUS']._serialized_start=920
-  _globals['_RANKSTATUS']._serialized_end=1186
-  _globals['_GPUSTATUS']._serialized_start=1189
-  _globals['_GPUSTATUS']._serialized_end=1457
-  _globals['_TENANTSTATUS']._serialized_start=1460
-  _globals['_TENANTSTATUS']._serialized_end=1602
-  _globals['_NAMESPACESTATUS']._serialized_start=1605
-  _globals['_NAMESPACESTATUS']._serialized_end=1956
-  _globals['_NAMESPACESTATUS_FIELDSENTRY']._serialized_start=1863
-  _globals['_NAMESPACESTATUS_FIELDSENTRY']._serialized_end=1908
-  _globals['_NAMESPACESTATUS_DIFFERSENTRY']._serialized_start=1910
-  _globals['_NAMESPACESTATUS_DIFFERSENTRY']._serialized_end=1956
-  _globals['_LISTNAMESPACESREQUEST']._serialized_start=1958
-  _globals['_LISTNAMESPACESREQUEST']._serialized_end=2009
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=2011
-  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=2094
-  _globals['_CLEARREQUEST']._serialized_start=2096
-  _globals['_CLEARREQUEST']._serialized_end=2132
-  _globals['_CLEARRESPONSE']._serialized_start=2134
-  _globals['_CLEARRESPONSE']._serialized_end=2173
-  _globals['_SETQUOTAREQUEST']._serialized_start=2175
-  _globals['_SETQUOTAREQUEST']._serialized_end=2229
-  _globals['_SETQUOTARESPONSE']._serialized_start=2231
-  _globals['_SETQUOTARESPONSE']._serialized_end=2273
-  _globals['_DRAINREQUEST']._serialized_start=2275
-  _globals['_DRAINREQUEST']._serialized_end=2310
-  _globals['_DRAINRESPONSE']._serialized_start=2312
-  _globals['_DRAINRESPONSE']._serialized_end=2346
-  _globals['_OPERATORSERVICE']._serialized_start=2349
-  _globals['_OPERATORSERVICE']._serialized_end=2675
+  _globals['_STATUSRESPONSE']._serialized_end=526
+  _globals['_TIERSTATUS']._serialized_start=529
+  _globals['_TIERSTATUS']._serialized_end=874
+  _globals['_POOLSTATUS']._serialized_start=877
+  _globals['_POOLSTATUS']._serialized_end=1097
+  _globals['_SESSIONSTATUS']._serialized_start=1100
+  _globals['_SESSIONSTATUS']._serialized_end=1300
+  _globals['_RANKSTATUS']._serialized_start=1303
+  _globals['_RANKSTATUS']._serialized_end=1569
+  _globals['_GPUSTATUS']._serialized_start=1572
+  _globals['_GPUSTATUS']._serialized_end=1840
+  _globals['_TENANTSTATUS']._serialized_start=1843
+  _globals['_TENANTSTATUS']._serialized_end=1985
+  _globals['_NAMESPACESTATUS']._serialized_start=1988
+  _globals['_NAMESPACESTATUS']._serialized_end=2339
+  _globals['_NAMESPACESTATUS_FIELDSENTRY']._serialized_start=2246
+  _globals['_NAMESPACESTATUS_FIELDSENTRY']._serialized_end=2291
+  _globals['_NAMESPACESTATUS_DIFFERSENTRY']._serialized_start=2293
+  _globals['_NAMESPACESTATUS_DIFFERSENTRY']._serialized_end=2339
+  _globals['_LISTNAMESPACESREQUEST']._serialized_start=2341
+  _globals['_LISTNAMESPACESREQUEST']._serialized_end=2392
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_start=2394
+  _globals['_LISTNAMESPACESRESPONSE']._serialized_end=2477
+  _globals['_CLEARREQUEST']._serialized_start=2479
+  _globals['_CLEARREQUEST']._serialized_end=2515
+  _globals['_CLEARRESPONSE']._serialized_start=2517
+  _globals['_CLEARRESPONSE']._serialized_end=2556
+  _globals['_SETQUOTAREQUEST']._serialized_start=2558
+  _globals['_SETQUOTAREQUEST']._serialized_end=2612
+  _globals['_SETQUOTARESPONSE']._serialized_start=2614
+  _globals['_SETQUOTARESPONSE']._serialized_end=2656
+  _globals['_DRAINREQUEST']._serialized_start=2658
+  _globals['_DRAINREQUEST']._serialized_end=2693
+  _globals['_DRAINRESPONSE']._serialized_start=2695
+  _globals['_DRAINRESPONSE']._serialized_end=2729
+  _globals['_OPERATORSERVICE']._serialized_start=2732
+  _globals['_OPERATORSERVICE']._serialized_end=3058
 # @@protoc_insertion_point(module_scope)

@@ -15,7 +15,7 @@ class StatusRequest(_message.Message):
     def __init__(self, after_session_id: _Optional[int] = ..., after_namespace_id: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id", "event_sequence", "more_sessions", "more_namespaces")
+    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id", "event_sequence", "more_sessions", "more_namespaces", "tiers")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class StatusResponse(_message.Message):
     EVENT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     MORE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     MORE_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     version: str
     incarnation: bytes
     uptime_seconds: float
@@ -44,7 +45,46 @@ class StatusResponse(_message.Message):
     event_sequence: int
     more_sessions: bool
     more_namespaces: bool
-    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ..., event_sequence: _Optional[int] = ..., more_sessions: bool = ..., more_namespaces: bool = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
+    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ..., event_sequence: _Optional[int] = ..., more_sessions: bool = ..., more_namespaces: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ...) -> None: ...
+
+class TierStatus(_message.Message):
+    __slots__ = ("name", "serving", "problem", "blocks", "bytes", "capacity_bytes", "hits", "misses", "blocks_promoted", "blocks_failed", "blocks_given_up", "blocks_written", "blocks_unwritten", "blocks_dropped", "bytes_down", "bytes_up", "notes")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SERVING_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_PROMOTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_UNWRITTEN_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_UP_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    serving: bool
+    problem: str
+    blocks: int
+    bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    blocks_promoted: int
+    blocks_failed: int
+    blocks_given_up: int
+    blocks_written: int
+    blocks_unwritten: int
+    blocks_dropped: int
+    bytes_down: int
+    bytes_up: int
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., serving: bool = ..., problem: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., blocks_promoted: _Optional[int] = ..., blocks_failed: _Optional[int] = ..., blocks_given_up: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_unwritten: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., bytes_down: _Optional[int] = ..., bytes_up: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("directory", "bytes", "extent_bytes", "extents", "extents_free", "slots_free", "slots_reserved", "slots_ready", "slots_quarantined", "bytes_ready")
