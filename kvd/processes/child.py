@@ -20,6 +20,7 @@ class ChannelToControl:
     """Sends whole frames; any thread. Control's end being gone ends the process."""
 
     def __init__(self, end: socket.socket) -> None:
+        end.set_inheritable(False)  # whatever a library starts must not speak for us
         self.socket = end
         self._lock = threading.Lock()
 

@@ -304,3 +304,14 @@ class Moody(_Store):
             part[:] = bytes([MARK]) * part.nbytes
         self._mood()
         return super().read(blocks, deadline)
+
+
+class Forks(_Store):
+    """Has a process of its own, by fork, which holds all that it inherits."""
+
+    def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+        self.sign(f"forked-{pid}")
+        return super().write(blocks, deadline)

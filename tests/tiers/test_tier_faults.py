@@ -214,6 +214,28 @@ async def test_a_store_that_keeps_memory_after_its_call_costs_its_process(how: s
 
 
 @on_loop
+async def test_what_a_store_forks_maps_no_extent_and_hides_no_end() -> None:
+    """It holds the socket too, so that control can't go by end-of-file alone."""
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Forks")
+        tier.write(r.next_order(), placed([1], [1]), soon())
+        assert await r.sink.outcomes(1) == [DONE]
+        [sign] = r.signs.iterdir()
+        forked = int(sign.name.removeprefix("forked-"))
+        try:
+            extent = str(r.files.path(0))
+            assert extent in proc_text(tier.pid, "maps")
+            assert extent not in proc_text(forked, "maps")
+            began = time.monotonic()
+            os.kill(tier.pid, signal.SIGKILL)
+            await r.sink.until(lambda: r.sink.gone)
+            assert time.monotonic() - began < 3.0
+            assert proc_text(forked, "stat"), "the test proves nothing"
+        finally:
+            os.kill(forked, signal.SIGKILL)
+
+
+@on_loop
 async def test_garbage_that_a_store_leaves_behind_is_collected() -> None:
     async with tier_rig() as r:
         tier = await r.start(BAD + "KeepsMemory", how="circle")
