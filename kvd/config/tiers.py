@@ -21,6 +21,7 @@ from kvd.tiers.store import OptionValue, TierOptions
 from kvd_proto.limits import MAX_TIERS
 
 THROUGH, DEMOTION, REUSE = WRITES = ("through", "demotion", "reuse")
+KINDS = {"disk": "kvd.tiers.disk.store:DiskStore"}  # ours, by name
 MEDIA = ("STORAGE", "REMOTE")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _STORE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -80,6 +81,7 @@ def _read_options(value: Any) -> dict[str, OptionValue]:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "name": _read_name,
+    "kind": one_of(*KINDS),
     "store": _read_store,
     "medium": one_of(*MEDIA),
     "write": one_of(*WRITES),
@@ -90,7 +92,6 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "queue_writes": whole_number(1, MAX_WRITES_QUEUED),
     "options": _read_options,
 }
-_NEEDED = ("name", "store")
 
 
 def read_tiers(written: Any) -> tuple[TierRule, ...]:
@@ -113,15 +114,20 @@ def _read_tier(where: str, table: dict[str, Any]) -> TierRule:
             raise TierFieldError(
                 f"{where} has an unknown key {name!r}; known: {', '.join(_READERS)}"
             )
-    for name in _NEEDED:
-        if name not in table:
-            raise TierFieldError(f"{where} has no {name}; give it one")
+    if "name" not in table:
+        raise TierFieldError(f"{where} has no name; give it one")
+    if ("kind" in table) == ("store" in table):
+        raise TierFieldError(
+            f"{where} needs one of kind ({', '.join(KINDS)}) and store (a site's own); set one"
+        )
     values: dict[str, Any] = {}
     for name, given in table.items():
         try:
             values[name] = _READERS[name](given)
         except ValueError as error:
             raise TierFieldError(f"{where}.{name} is {given!r}; it must be {error}") from None
+    if "kind" in values:
+        values["store"] = KINDS[values.pop("kind")]
     if "reuse" in values and values.get("write") != REUSE:
         raise TierFieldError(
             f'{where}.reuse counts only with write = "reuse"; set that, or remove it'

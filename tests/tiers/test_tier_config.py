@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from kvd.config import settings
 from kvd.config.settings import Config, ConfigError
-from kvd.config.tiers import TierRule
+from kvd.config.tiers import KINDS, TierRule
 from kvd.tiers.process import QueueBounds
 from kvd_proto.limits import MAX_TIERS
 
@@ -74,6 +75,14 @@ def test_tiers_keep_their_order_and_every_field(place: Path) -> None:
     assert (far.name, far.medium, far.write, far.reuse) == ("far-2", "REMOTE", "reuse", 3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_names_a_store_that_is_there(place: Path, kind: str) -> None:
+    [tier] = load(place, f'[[tiers]]\nname = "a"\nkind = "{kind}"\n').tiers
+    module, _, name = tier.store.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    assert load(place, settings.as_toml(load(place, place.read_text()))).tiers == (tier,)
+
+
 def test_the_printed_tiers_say_the_same_when_read_again(place: Path) -> None:
     first = load(place, WHOLE)
     assert load(place, settings.as_toml(first)) == first
@@ -112,7 +121,8 @@ def with_field(line: str) -> str:
         ("options = {a = {b = 1}}", r"tiers\[0\]\.options .*a is none"),
         ("options = {a = [1]}", r"tiers\[0\]\.options .*a is none"),
         ("options = {a = 2026-11-23}", r"tiers\[0\]\.options .*a is none"),
-        ("speed = 3", r"tiers\[0\] has an unknown key 'speed'; known: name, store"),
+        ("speed = 3", r"tiers\[0\] has an unknown key 'speed'; known: name, kind, store"),
+        ('kind = "disk"', r"tiers\[0\] needs one of kind \(disk\) and store"),
     ],
 )
 def test_what_can_not_be_is_refused_by_its_field(place: Path, line: str, said: str) -> None:
@@ -145,7 +155,8 @@ def test_what_may_just_be_is_taken(place: Path, line: str) -> None:
         ("tiers = [1]\n", "list of tables"),
         ("[tiers.disk]\nname = 3\n", "list of tables"),
         ('[[tiers]]\nstore = "a:b"\n', r"tiers\[0\] has no name"),
-        ('[[tiers]]\nname = "a"\n', r"tiers\[0\] has no store"),
+        ('[[tiers]]\nname = "a"\n', r"tiers\[0\] needs one of kind \(disk\) and store"),
+        ('[[tiers]]\nname = "a"\nkind = "disc"\n', r"tiers\[0\]\.kind is 'disc'.*one of disk"),
         (LEAST * 2, r"tiers\[1\]\.name is 'disk', as of an earlier one"),
     ],
 )
