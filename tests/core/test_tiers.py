@@ -525,3 +525,61 @@ def test_a_row_is_given_back_only_when_the_tier_has_unmapped_it() -> None:
         if order.mover != 9000:
             assert not only(on.feed(ev.RowUnmapped(order.mover, row)), act.ZeroRow)
     assert only(on.feed(ev.TierGone(TierId(0))), act.ZeroRow)
+
+
+@pytest.mark.parametrize("mode", [ev.LeaseMode.PREFIX, ev.LeaseMode.ALL])
+def test_a_query_that_names_a_block_twice_seeks_it_once(mode: ev.LeaseMode) -> None:
+    on = stage()
+    on.bring_down(1, 2)
+    assert on.look(1, 1, 2, 1, mode=mode) == "PPPP"
+    (asked,) = on.asked
+    assert numbers_of(asked.keys) == [1, 2]
+    on.answer()
+    on.step()
+    on.read()
+    assert on.look(1, 1, 2, 1, mode=mode) == "HHHH"
+    on.feed(ev.RequestsEnded(SessionId(1), (RequestId("r"),)))
+    assert not on.bench.machine.state.below.sought_of
+
+
+def test_requests_that_have_ended_leave_nothing_to_expire() -> None:
+    on = stage()
+    for number in range(3 * search.EXPIRED_REQUESTS_AT_ONCE):
+        assert on.look(number, request=str(number)) == "P"
+        on.feed(ev.RequestsEnded(SessionId(1), (RequestId(str(number)),)))
+    assert not on.bench.machine.state.below.expiring
+
+
+def test_a_request_begins_so_many_searches_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "MAX_SEARCHES", 3)
+    on = stage()
+    looks = [on.look(number, mode=ev.LeaseMode.ALL, first=number) for number in range(5)]
+    assert looks == ["P", "P", "P", "M", "M"]
+    assert on.look(4, request="another") == "P"
+
+
+def test_what_a_lost_tier_was_asked_goes_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "UNANSWERED_AT_ONCE", 2)
+    on = stage(DISK, FAR)
+    for number in range(5):
+        on.look(number, request=str(number))
+    on.asked.clear()
+    on.feed(ev.TierGone(TierId(0)))
+    on.feed(ev.WorkContinued())
+    assert len(on.asked) == 2
+    on.take(on.bench.work_off())
+    assert [order.tier for order in on.asked] == [1] * 5
+
+
+def test_what_can_get_no_room_is_a_miss_at_once_however_much_it_is() -> None:
+    on = stage(extents=1, promotion_share=0.5)  # 8 blocks, 4 of one tenant
+    on.bring_down(*range(1, 9))
+    lasting = range(100, 100 + ROW)
+    on.store(*lasting)
+    on.bench.load(lasting)  # pins the whole pool
+    on.look(*range(1, 9), mode=ev.LeaseMode.ALL)
+    on.answer()
+    on.step()
+    assert not on.reads
+    assert on.look(*range(1, 9), mode=ev.LeaseMode.ALL) == 8 * "M"
+    assert not on.bench.machine.state.below.stalled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +29,7 @@ NO_MOVER = MoverId(0)
 # Blocks that are sought below: some 250 bytes each. Beyond, they are misses.
 MAX_SOUGHT_BLOCKS = 32_768  # of one session
 MAX_TENANT_SOUGHT_BLOCKS = 131_072  # of all its sessions
+MAX_SEARCHES = 128  # of one request, in one group: a lookup that misses new blocks begins one
 
 
 class WriteWhen(enum.Enum):
@@ -217,7 +218,8 @@ class Below:
     due: deque[Sought] = field(default_factory=deque)  # to be promoted, some an event
     stalled: list[Sought] = field(default_factory=list)  # until a promotion ends
     lost: deque[TierCopy] = field(default_factory=deque)  # their tier's process has ended
-    expiring: deque[Sought] = field(default_factory=deque)  # in the order of `until_ns`
+    unanswered: deque[Search] = field(default_factory=deque)  # likewise
+    expiring: OrderedDict[Sought, None] = field(default_factory=OrderedDict)  # the eldest first
     sought_of: dict[str, int] = field(default_factory=dict)  # blocks, by tenant
     next_search: int = 1
     next_copy: int = 1

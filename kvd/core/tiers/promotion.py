@@ -99,14 +99,14 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
     if not fits and not state.below.promoting.whole:  # nor would there ever be
         _give_up(tier, found, fresh)
         return True
-    is_whole, fresh = fits >= len(fresh), fresh[:fits]
+    wanted, fresh = fresh, fresh[:fits]
     if not len(fresh):
         return False
     offer = _offer(sought, found, fresh)
     scope = _scope(turn, sought)
     if scope is None or make_room(turn, [(sought.owner, len(fresh))]):
-        _give_up(tier, found, fresh)
-        return is_whole
+        _give_up(tier, found, wanted)  # the end of no promotion would give them room
+        return True
     if scope not in state.scopes:  # making room took the last block that it had
         reopened = _scope(turn, sought)
         assert reopened is not None, "it could be opened a moment ago"
@@ -124,7 +124,7 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
     state.below.promoting.count(sought.owner.tenant.tenant, copy.nbytes)
     keys = KeyBatch(offer.words, spec.hash_bytes)
     turn.orders.append(ReadFromTier(tier.tier, copy.copy, sought.name, keys, slots))
-    return is_whole
+    return len(fresh) == len(wanted)
 
 
 def _not_there(state: State, found: Search, rows: Slots) -> Slots:

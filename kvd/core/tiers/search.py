@@ -21,6 +21,7 @@ from kvd.core.events import LeaseMode, Query, TierAnswered
 from kvd.core.keys import U64, KeyBatch, RequestId, ScopeName, SearchId, Slots
 from kvd.core.model.state import Session, State
 from kvd.core.model.tiers import (
+    MAX_SEARCHES,
     MAX_SOUGHT_BLOCKS,
     MAX_TENANT_SOUGHT_BLOCKS,
     Belief,
@@ -32,6 +33,9 @@ from kvd.core.model.turn import Turn
 
 BELIEVED_NS = 5_000_000_000  # after the deadline, what tiers said of a request's blocks stands
 EXPIRED_REQUESTS_AT_ONCE = 64  # requests' groups, in one tick
+UNANSWERED_AT_ONCE = 64  # searches of a tier that has gone, in one event
+
+_ABSENT = int(Belief.ABSENT)  # to compare with an enum's member takes ten times as long
 
 MISS, PENDING = 0, 2  # as in kvd.v1 Answer
 
@@ -57,18 +61,23 @@ def look(
         known = found.blocks.get(tag) if found is not None else None
         if known is None:
             fresh.append(row)
-        elif late or known[0].beliefs[known[1]] == Belief.ABSENT:
+        elif late or known[0].beliefs.item(known[1]) == _ABSENT:
             if is_prefix:
                 break
         else:
             statuses[row] = PENDING
     if fresh and not late:
-        rows = np.array(fresh[: _sought_room(state, session)], dtype=np.int64)
-        if len(rows):
+        unknown = np.array(fresh, dtype=np.int64)
+        of_them = tags[missed[unknown]]
+        # A query may name a block twice: it is sought once.
+        _, firsts = np.unique(of_them, return_index=True)
+        firsts = np.sort(firsts)[: _sought_room(state, session, found)]
+        if len(firsts):
+            rows = unknown[firsts]
             sought = found or _begin(turn, session, query, tiers, is_prefix=is_prefix)
             words = query.keys.words[missed[rows]]
-            _seek(turn, sought, words, tags[missed[rows]], places[rows], tiers)
-            statuses[rows] = PENDING
+            _seek(turn, sought, words, of_them[firsts], places[rows], tiers)
+            statuses[unknown[np.isin(of_them, of_them[firsts])]] = PENDING
     return statuses
 
 
@@ -83,8 +92,10 @@ def _readable(state: State, session: Session, query: Query) -> list[Tier]:
     ]
 
 
-def _sought_room(state: State, session: Session) -> int:
-    """Blocks that the session may still seek."""
+def _sought_room(state: State, session: Session, sought: Sought | None) -> int:
+    """Blocks that the session may still seek, for this request."""
+    if sought is not None and len(sought.searches) >= MAX_SEARCHES:
+        return 0
     tenant = state.namespace_of(session).tenant.tenant
     return max(
         0,
@@ -129,7 +140,7 @@ def _begin(
         turn.now_ns + max(tier.terms.seek_ns for tier in tiers),
     )
     session.sought.setdefault(sought.request, {})[account, group] = sought
-    state.below.expiring.append(sought)
+    state.below.expiring[sought] = None
     return sought
 
 
@@ -211,9 +222,16 @@ def found(state: State, sought: Sought) -> None:
 
 
 def tier_gone(turn: Turn, tier: Tier) -> None:
-    """What it was asked, the next tier is asked; what it held is nowhere."""
-    searches, tier.searches = list(tier.searches.values()), {}
-    for search in searches:
+    """What it was asked, the next tier is asked, some an event; what it held is nowhere."""
+    turn.state.below.unanswered.extend(tier.searches.values())
+    tier.searches = {}
+
+
+def ask_some_others(turn: Turn) -> None:
+    """A few of the searches whose tier has gone."""
+    unanswered = turn.state.below.unanswered
+    for _ in range(min(len(unanswered), UNANSWERED_AT_ONCE)):
+        search = unanswered.popleft()
         if not search.sought.is_over:
             _ask_next(turn, search)
 
@@ -234,11 +252,9 @@ def expire(turn: Turn) -> None:
     """Forget what tiers said long ago: it is sought anew when it is asked for again."""
     state, expiring = turn.state, turn.state.below.expiring
     for _ in range(EXPIRED_REQUESTS_AT_ONCE):
-        if not expiring or expiring[0].until_ns + BELIEVED_NS > turn.now_ns:
+        sought = next(iter(expiring), None)
+        if sought is None or sought.until_ns + BELIEVED_NS > turn.now_ns:
             break
-        sought = expiring.popleft()
-        if sought.is_over:
-            continue
         session = state.sessions[sought.session]
         of_request = session.sought[sought.request]
         del of_request[sought.name.account, sought.name.group]
@@ -249,6 +265,7 @@ def expire(turn: Turn) -> None:
 
 def _forget(state: State, sought: Sought) -> None:
     sought.is_over = True
+    del state.below.expiring[sought]
     _count(state, sought, -len(sought.blocks))
     sought.blocks = {}
     sought.searches = []
