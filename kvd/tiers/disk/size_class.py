@@ -113,12 +113,9 @@ class DiskSizeClass:
         self.pins[taken] = 1  # the writer's
         return np.sort(taken)
 
-    def claim(self, places: Slots) -> None:
-        """Take these very places out of the free ones, at the start."""
-        claimed = np.zeros(self.size, dtype=np.bool_)
-        claimed[places] = True
-        free = np.array(self._free, dtype=np.int64)
-        self._free = free[~claimed[free]].tolist()
+    def free_the_rest(self) -> None:
+        """What no block was laid into at the start is free."""
+        self.free(np.flatnonzero(self.states[self.in_use()] == PlaceState.FREE))
 
     def free(self, places: Slots) -> None:
         """Nothing is in them any more, and nobody reads or writes them."""
@@ -148,6 +145,10 @@ class DiskSizeClass:
     def may_grow(self) -> bool:
         """Whether it can have a further region."""
         return bool((self.regions == NO_REGION).any())
+
+    def begin_with(self, regions: Slots) -> None:
+        """Have these regions, in this order, at the start; none of their places is free yet."""
+        self.regions[: len(regions)] = regions
 
     def add_region(self, region: int) -> None:
         """Its places are free."""

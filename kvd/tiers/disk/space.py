@@ -37,12 +37,11 @@ class DiskSpace:
             self.classes[stride] = found
         return found
 
-    def assign(self, size_class: DiskSizeClass, regions: list[int]) -> None:
+    def assign(self, size_class: DiskSizeClass, regions: Slots) -> None:
         """Give these regions to a class at the start, as the index says."""
-        taken = set(regions)
+        taken = set(regions.tolist())
         self._unused = [region for region in self._unused if region not in taken]
-        for region in regions:
-            size_class.add_region(region)
+        size_class.begin_with(regions)
 
     def take(self, size_class: DiskSizeClass, count: int) -> Slots:
         """Places for `count` blocks, or for as many as there can be room for; ascending."""

@@ -58,15 +58,15 @@ def _lay(space: DiskSpace, stride: int, rows: U64, region: np.ndarray, within: n
     if len(held) > most:  # the bound of places was lowered: the others are misses
         inside = order < most
         rows, within, order, held = rows[inside], within[inside], order[inside], held[:most]
-    space.assign(size_class, held.tolist())
+    space.assign(size_class, held)
     places = order * size_class.per_region + within // stride
-    size_class.claim(places)
     size_class.digests[places] = rows[:, DIGEST]
     size_class.seals[places] = rows[:, SEAL]
     size_class.scopes[places] = (rows[:, NUMBERS] & _LOW).astype(np.uint32)
     size_class.lengths[places] = (rows[:, NUMBERS] >> _HIGH).astype(np.uint32)
     size_class.stamps[places] = rows[:, STAMP].astype(np.uint32)
     size_class.keep(places)
+    size_class.free_the_rest()
 
 
 def _first_of_each(values: U64) -> np.ndarray:
