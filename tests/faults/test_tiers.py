@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -59,7 +60,7 @@ def send(scene: Scene, number: int) -> int:
 
 
 def wait_for_tier(scene: Scene) -> None:
-    wait_until(lambda: tier_of(scene) is not None, "the tier's process", 30.0)
+    wait_until(lambda: scene.status().tiers[0].serving, "the tier's process", 30.0)
 
 
 def children(pid: int) -> list[int]:
@@ -201,3 +202,55 @@ def test_a_store_that_can_not_be_opened_is_tried_again_and_nobody_suffers(tmp_pa
         assert "NoStore" in tier.problem
         evict(one)
         assert one.load("first", 200) == 0
+
+
+DISK = """
+[[tiers]]
+name = "disk"
+kind = "disk"
+options = {{directories = "{place}", directory_bytes = "64MiB", region_bytes = "1MiB"}}
+"""
+
+
+def test_a_disk_answers_after_the_node_has_forgotten_everything(tmp_path: Path) -> None:
+    place = tmp_path / "disk"
+    with tiered(tmp_path, DISK.format(place=place)) as scene:
+        wait_for_tier(scene)
+        one, two = scene.engines("one", "two")
+        wait_found_below(one, two, "first")
+        evict(one)
+        assert two.hits("first", 200)[0] == 0
+        prompts = [f"prompt {number}" for number in range(12)]
+        for engine in (one, two):
+            engine.order("churn", prefixes=prompts, rounds=30, most=200)
+        assert [engine.answer()["wrong"] for engine in (one, two)] == [[], []]
+        wait_until(lambda: scene.status().tiers[0].bytes_down == 0, "the last writes")
+        for engine in (one, two):
+            engine.kill()
+        scene.end_daemon()
+        shutil.rmtree(scene.daemon.pool)  # as after a reboot: a tmpfs is empty
+        scene.daemon.pool.mkdir()
+        scene.daemon.start()
+        wait_until(lambda: scene.status().tiers[0].blocks > 200, "what the disk holds", 30.0)
+        third = scene.engine("third")
+        assert third.load("first", 200) == 200
+
+
+def test_a_killed_daemon_leaves_nothing_wrong_on_disk(tmp_path: Path) -> None:
+    with tiered(tmp_path, DISK.format(place=tmp_path / "disk")) as scene:
+        engine = scene.engine("one")
+        prompts = [f"prompt {number}" for number in range(12)]
+        for _ in range(4):
+            wait_for_tier(scene)
+            generation = engine.wait_usable()
+            engine.order("churn", prefixes=prompts, rounds=15, most=200)
+            time.sleep(0.5)
+            scene.kill_daemon()
+            assert engine.answer()["wrong"] == []
+            shutil.rmtree(scene.daemon.pool)
+            scene.daemon.pool.mkdir()
+            scene.daemon.start()
+            engine.wait_usable(generation)
+        wait_for_tier(scene)
+        answers = engine.ask("verify", prefixes=prompts, most=200)
+        assert [answer["wrong"] for answer in answers.values()] == [[]] * len(prompts)
