@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 # Words of a row: the digest's two, the seal, the place, scope and lengths, the stamp, the check.
 ROW_WORDS = 7
 DIGEST, SEAL, PLACE, NUMBERS, STAMP, CHECK = slice(0, 2), 2, 3, 4, 5, 6
+_ROWS_A_TIME = 8192
 _TABLES = """
 CREATE TABLE IF NOT EXISTS slab (identity BLOB);
 CREATE TABLE IF NOT EXISTS scopes (id INTEGER PRIMARY KEY AUTOINCREMENT, scope BLOB);
@@ -144,16 +145,19 @@ class IndexFile:
             if found or db.execute("SELECT 1 FROM blocks LIMIT 1").fetchone():
                 raise ValueError("it is another slab's")
             db.execute("INSERT INTO slab VALUES (?)", (self._identity,))
-        records = list(map(itemgetter(0), db.execute("SELECT record FROM blocks")))
-        size = ROW_WORDS * 8
-        whole = [record for record in records if isinstance(record, bytes) and len(record) == size]
-        rows = np.frombuffer(b"".join(whole), dtype=np.uint64).reshape(-1, ROW_WORDS)
+        size, there, whole = ROW_WORDS * 8, 0, bytearray()
+        cursor = db.execute("SELECT record FROM blocks")
+        while found := cursor.fetchmany(_ROWS_A_TIME):
+            there += len(found)
+            records = map(itemgetter(0), found)
+            whole += b"".join([r for r in records if isinstance(r, bytes) and len(r) == size])
+        rows = np.frombuffer(whole, dtype=np.uint64).reshape(-1, ROW_WORDS)
         right = rows[check_of(rows, self._identity) == rows[:, CHECK]]
         scopes = {int(n): bytes(scope) for n, scope in db.execute("SELECT id, scope FROM scopes")}
         lengths = {int(n): bytes(each) for n, each in db.execute("SELECT id, lengths FROM lengths")}
         drawn = db.execute("SELECT seq FROM sqlite_sequence WHERE name='scopes'").fetchone()
         highest = max([int(drawn[0]) if drawn else 0, *scopes])
-        return Known(right, scopes, lengths, highest + 1, len(records) - len(right), False)
+        return Known(right, scopes, lengths, highest + 1, there - len(right), False)
 
 
 @contextlib.contextmanager
