@@ -14,6 +14,7 @@ import numpy as np
 from kvd.core import events as ev
 from kvd.core.actions import Action, GrantRow
 from kvd.core.blocks import namespaces
+from kvd.core.blocks.slot_lifecycle import by_scope, keys_of
 from kvd.core.claims import hand_off, lease, prefix
 from kvd.core.jobs import load, lookup, store, transfer, waiters
 from kvd.core.keys import (
@@ -23,7 +24,6 @@ from kvd.core.keys import (
     NamespaceId,
     RequestId,
     RowId,
-    ScopeId,
     SessionId,
     Slots,
     TenantId,
@@ -177,20 +177,10 @@ class Machine:
         return slots[state.slots.scopes[slots] >= cleared_below]
 
     def _named(self, owner: SizeClass, slots: Slots) -> list[ResidentBlocks]:
-        """By scope."""
-        state = self.state
-        namespace = state.namespaces[owner.namespace]
-        # Sorted once: with an account a user, comparing all with each scope takes minutes.
-        slots = slots[np.argsort(state.slots.scopes[slots], kind="stable")]
-        numbers, starts = np.unique(state.slots.scopes[slots], return_index=True)
-        members = np.split(slots, starts[1:])
-        hash_bytes = namespace.spec.hash_bytes
-        found = []
-        for number, inside in zip(numbers.tolist(), members, strict=False):
-            scope = state.scopes[ScopeId(number)]
-            keys = KeyBatch(state.slots.keys(owner.width)[inside], hash_bytes)
-            found.append((scope.epoch, scope.account, scope.group, keys))
-        return found
+        return [
+            (scope.epoch, scope.account, scope.group, keys_of(self.state, owner, inside))
+            for scope, inside in by_scope(self.state, slots)
+        ]
 
     def statistics(self) -> Statistics:
         return gather(self.state)

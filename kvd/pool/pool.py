@@ -188,11 +188,6 @@ class Pool:
         )
 
     @property
-    def extents_directory(self) -> Path:
-        """Where movers find the extents' files."""
-        return self._files.files.directory
-
-    @property
     def place(self) -> str:
         """Where the extents lie, for the log: directory, huge pages, nodes."""
         files = self._files
@@ -461,8 +456,7 @@ class Pool:
         ends = (files.path(0), files.path(self.extents - 1))
         paths = [*(directory / name for name in names), files.directory, *ends]
         self._standing = Standing(paths)
-        self.extents_inode = files.directory.stat().st_ino
-        self.extent_files = replace(files, inode=self.extents_inode)
+        self.extent_files = replace(files, inode=files.directory.stat().st_ino)
 
     def _settle_pages(self) -> None:
         """A piece of what index pages have left to do, in turns."""

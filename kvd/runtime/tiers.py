@@ -19,7 +19,6 @@ from kvd.core.events import Event
 from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TierId
 from kvd.core.model.tiers import Reach, TierTerms, WriteWhen
 from kvd.pool.pool import Pool
-from kvd.processes.mappings import ExtentFiles
 from kvd.tiers.keeper import TierKeeper
 from kvd.tiers.process import (
     OrderEnd,
@@ -90,13 +89,10 @@ class Tiers:
 
     def begin(self) -> None:
         """Start their processes, and from now on whenever one has ended."""
-        files = ExtentFiles(
-            self._pool.extents_directory, self._pool.extents_inode, self._pool.extent_bytes
-        )
         for place, rule in enumerate(self._rules):
             tier = TierId(place)
             self._asked[tier] = {}
-            config = TierConfig(tier, rule.store, rule.options, files)
+            config = TierConfig(tier, rule.store, rule.options, self._pool.extent_files)
             self._keepers.append(TierKeeper(config, self._pool, self, rule.bounds))
 
     async def close(self) -> None:

@@ -71,8 +71,8 @@ def make_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     keys = KeyBatch(words, hash_bytes)
     turn.orders.append(WriteReady(slots, table.scopes[slots], keys, stamps))
     turn.orders.append(PublishTags(owner.namespace, tags))
-    for scope, members in _by_scope(state, slots):
-        batch = keys if len(members) == len(slots) else _keys_of(state, owner, members)
+    for scope, members in by_scope(state, slots):
+        batch = keys if len(members) == len(slots) else keys_of(state, owner, members)
         turn.orders.append(
             AnnounceStored(scope.namespace, scope.epoch, scope.account, scope.group, batch)
         )
@@ -182,19 +182,19 @@ def _leave_index(turn: Turn, owner: SizeClass, slots: Slots) -> None:
 
 def _announce_removed(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     state = turn.state
-    for scope, members in _by_scope(state, slots):
-        keys = _keys_of(state, owner, members)
+    for scope, members in by_scope(state, slots):
+        keys = keys_of(state, owner, members)
         turn.orders.append(
             AnnounceRemoved(scope.namespace, scope.epoch, scope.account, scope.group, keys)
         )
 
 
-def _keys_of(state: State, owner: SizeClass, slots: Slots) -> KeyBatch:
+def keys_of(state: State, owner: SizeClass, slots: Slots) -> KeyBatch:
     hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
     return KeyBatch(state.slots.keys(owner.width)[slots], hash_bytes)
 
 
-def _by_scope(state: State, slots: Slots) -> Iterator[tuple[Scope, Slots]]:
+def by_scope(state: State, slots: Slots) -> Iterator[tuple[Scope, Slots]]:
     """The slots by scope; nearly always there is one."""
     if not len(slots):
         return

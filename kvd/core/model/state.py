@@ -305,13 +305,6 @@ class Counters:
     refused: dict[str, int] = field(default_factory=dict)  # jobs by reason
 
 
-@dataclass(slots=True)
-class RecencyTurns:
-    """Rows still to be looked at in this turn; the last one comes first."""
-
-    rows: list[RowId] = field(default_factory=list)
-
-
 class State:
     """Plain tables. Changed only by the functions that `Machine.handle` calls."""
 
@@ -330,7 +323,7 @@ class State:
         self.emptying: dict[RowId, Row] = {}  # of those, to be taken back when empty
         self.retiring: dict[RowId, Row] = {}
         self.grant_pause = GrantPause()
-        self.recency_turns = RecencyTurns()
+        self.unnoted: list[RowId] = []  # rows whose uses are to be written down, the last first
         self.spare_turns: deque[SizeClass] = deque()  # to be looked at by the next ticks
         self.tally = Tally()
         self.claims = Claims()

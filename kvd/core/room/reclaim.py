@@ -294,7 +294,7 @@ def _go_on_emptying(turn: Turn, row: Row) -> None:
         slots = row.copied_into[ended]
         row.copied_into = row.copied_into[~ended]
         unpin(state, owner, slots)
-        _give_up(turn, owner, slots[state.slots.state[slots] == SlotState.READY])
+        _evict(turn, owner, slots[state.slots.state[slots] == SlotState.READY])
     if may_retire(state, row):
         retire_row(turn, row)
 
@@ -306,7 +306,7 @@ def give_up_left(turn: Turn, row: Row, most: int) -> None:
     if len(slots):
         unpin(state, row.size_class, slots)
         ready = slots[state.slots.state[slots] == SlotState.READY]
-        _give_up(turn, row.size_class, ready)
+        _evict(turn, row.size_class, ready)
 
 
 def _stop_emptying(state: State, row: Row) -> None:
@@ -324,14 +324,18 @@ def _stop_emptying(state: State, row: Row) -> None:
     owner.free.put(row.first_slot + free)
 
 
-def _give_up(turn: Turn, owner: SizeClass, ready: Slots) -> None:
-    """Unclaimed READY blocks leave; those that are being loaded keep their bytes till then."""
+def _evict(turn: Turn, owner: SizeClass, ready: Slots) -> None:
+    turn.state.counters.evicted += len(ready)
+    give_up(turn, owner, ready)
+
+
+def give_up(turn: Turn, owner: SizeClass, ready: Slots) -> None:
+    """READY blocks leave; those that are claimed or being loaded keep their bytes till then."""
     state = turn.state
     if not len(ready):
         return
-    owner.policy.remove(ready)
     hand_off.blocks_lost(state, owner, ready[state.slots.leases[ready] > 0])
-    state.counters.evicted += len(ready)
+    owner.policy.remove(ready)
     pinned = state.slots.pins[ready] > 0
     if not pinned.all():
         forget_ready(turn, owner, ready[~pinned])
@@ -343,7 +347,7 @@ def retire_row(turn: Turn, row: Row) -> None:
     """Evict what the row holds, take its slots away, and have every mover unmap it."""
     state = turn.state
     owner = row.size_class
-    _give_up(turn, owner, ready_in(state, row))
+    _evict(turn, owner, ready_in(state, row))
     _leave_class(state, row)
     row.retired_ns = turn.now_ns
     row.mapped_by = set(state.movers_of(owner.namespace))

@@ -22,7 +22,6 @@ from kvd.core.actions import (
     TellDone,
 )
 from kvd.core.blocks import namespaces, slot_lifecycle
-from kvd.core.claims import hand_off
 from kvd.core.errors import RESET
 from kvd.core.events import NamespaceCleared
 from kvd.core.jobs import transfer
@@ -34,6 +33,7 @@ from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.state import MAX_SCOPES, Namespace, State
 from kvd.core.model.tiers import TierCopy
 from kvd.core.model.turn import Turn
+from kvd.core.room import reclaim
 from kvd.core.tiers import promotion
 from kvd.core.tiers import service as tiers
 
@@ -135,7 +135,8 @@ def _give_up(turn: Turn, namespace: Namespace, left: Clear) -> None:
         return
     doomed = np.concatenate(found)
     some = slot_lifecycle.first_of(state, doomed, backlog.BLOCKS_AT_ONCE)
-    _forget(turn, owner, some)
+    state.counters.cleared += len(some)
+    reclaim.give_up(turn, owner, some)
     if len(some) < len(doomed):
         later = np.unique(doomed[len(some) :] // state.slots_per_extent).tolist()
         waiting = RowId(left.rows[0]) if left.rows else None
@@ -146,20 +147,6 @@ def _doomed_in(state: State, row: Row, namespace: Namespace) -> Slots:
     ready = slot_lifecycle.ready_in(state, row)
     doomed: Slots = ready[state.slots.scopes[ready] < namespace.cleared_below]
     return doomed
-
-
-def _forget(turn: Turn, owner: SizeClass, slots: Slots) -> None:
-    state = turn.state
-    if not len(slots):
-        return
-    state.counters.cleared += len(slots)
-    hand_off.blocks_lost(state, owner, slots[state.slots.leases[slots] > 0])
-    owner.policy.remove(slots)
-    pinned = state.slots.pins[slots] > 0
-    if not pinned.all():
-        slot_lifecycle.forget_ready(turn, owner, slots[~pinned])
-    if pinned.any():
-        slot_lifecycle.quarantine_ready(turn, owner, slots[pinned])
 
 
 def _forget_scopes(turn: Turn, left: Clear) -> None:

@@ -22,13 +22,13 @@ STAMPS_WRITTEN = 8192  # in one tick
 def write_down(turn: Turn) -> None:
     """Note the last uses in some rows; the next call goes on behind them."""
     state = turn.state
-    turns, table = state.recency_turns, state.slots
-    if not turns.rows:
-        turns.rows = list(state.rows)
+    rows, table = state.unnoted, state.slots
+    if not rows:
+        rows.extend(state.rows)
     found: list[Slots] = []
     looked_at, left = 0, STAMPS_WRITTEN
-    for _ in range(min(ROWS_LOOKED_AT, len(turns.rows))):
-        number = turns.rows.pop()
+    for _ in range(min(ROWS_LOOKED_AT, len(rows))):
+        number = rows.pop()
         row = state.rows.get(number)
         if row is None:
             continue
@@ -37,7 +37,7 @@ def write_down(turn: Turn) -> None:
         slots = row.first_slot + np.flatnonzero(used)
         if len(slots) > left:
             slots = slots[:left]
-            turns.rows.append(number)
+            rows.append(number)
         found.append(slots)
         left -= len(slots)
         looked_at += row.slots
