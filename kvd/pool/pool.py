@@ -188,6 +188,11 @@ class Pool:
         )
 
     @property
+    def directory(self) -> Path:
+        """Of the pool's tables."""
+        return self._config.directory
+
+    @property
     def place(self) -> str:
         """Where the extents lie, for the log: directory, huge pages, nodes."""
         files = self._files

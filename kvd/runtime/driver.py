@@ -212,6 +212,7 @@ class Driver:
                 self.pool.open_scope(order)
             case act.ClearScopes():
                 self.pool.clear_scopes(order)
+                self.tiers.scopes_cleared(order.namespace)
             case act.ForgetScopes():
                 self.pool.forget_scopes(order)
             case act.ForgetNamespace():

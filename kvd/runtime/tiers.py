@@ -18,6 +18,7 @@ from kvd.core import events as ev
 from kvd.core.events import Event
 from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TierId
 from kvd.core.model.tiers import Reach, TierTerms, WriteWhen
+from kvd.pool.generations import Generations
 from kvd.pool.pool import Pool
 from kvd.tiers.keeper import TierKeeper
 from kvd.tiers.process import (
@@ -86,9 +87,13 @@ class Tiers:
         self._asked: dict[TierId, dict[OrderId, Asked]] = {}
         self._written: set[TierId] = set()  # those that were given a block since they began
         self._next_order = 0
+        self._generations: Generations | None = None  # where there are tiers, or were
 
     def begin(self) -> None:
         """Start their processes, and from now on whenever one has ended."""
+        path = self._pool.directory / "generations.table"
+        if self._rules or path.exists():
+            self._generations = Generations(path)
         for place, rule in enumerate(self._rules):
             tier = TierId(place)
             self._asked[tier] = {}
@@ -98,6 +103,19 @@ class Tiers:
     async def close(self) -> None:
         """End their processes; returns when they are gone."""
         await asyncio.gather(*(keeper.close() for keeper in self._keepers))
+        if self._generations is not None:
+            self._generations.close()
+            self._generations = None
+
+    def scopes_cleared(self, namespace: NamespaceId) -> None:
+        """What any store holds of the namespace is found no longer, nor by another daemon."""
+        if self._generations is not None:
+            self._generations.clear(self._fingerprint_of(namespace))
+
+    def all_cleared(self) -> None:
+        """Likewise of every namespace, of those too that are forgotten here."""
+        if self._generations is not None:
+            self._generations.clear_all()
 
     def told(self) -> list[TierTold]:
         """What is known of each tier's process, in their order."""
@@ -124,7 +142,8 @@ class Tiers:
         process = self._keepers[order.tier].process
         self._next_order += 1
         number = OrderId(self._next_order)
-        if process is not None and self._give(process, number, order):
+        named = self._generations is not None  # not once it is closed
+        if process is not None and named and self._give(process, number, order):
             self._asked[order.tier][number] = order
             if isinstance(order, act.WriteToTier) and order.tier not in self._written:
                 self._written.add(order.tier)
@@ -158,7 +177,8 @@ class Tiers:
         """The digest by which a tier knows the scope, over all incarnations of the pool."""
         digest = hashlib.blake2b(digest_size=SCOPE_BYTES, person=b"kvd-tier-scope")
         fingerprint = self._fingerprint_of(name.namespace)
-        numbers = (name.group, name.generation, LAYOUT_VERSION)
+        assert self._generations is not None, "orders come between begin and close"
+        numbers = (name.group, *self._generations.of(fingerprint), LAYOUT_VERSION)
         for text in (fingerprint, name.epoch, name.account, *map(str, numbers)):
             encoded = text.encode()
             digest.update(len(encoded).to_bytes(4, "little") + encoded)

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
+import pytest
+
 from kvd.cli.status import as_text
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene
@@ -254,3 +256,56 @@ def test_a_killed_daemon_leaves_nothing_wrong_on_disk(tmp_path: Path) -> None:
         wait_for_tier(scene)
         answers = engine.ask("verify", prefixes=prompts, most=200)
         assert [answer["wrong"] for answer in answers.values()] == [[]] * len(prompts)
+
+
+def lasting(tmp_path: Path) -> str:
+    options = f'\noptions = {{ path = "{tmp_path / "blocks"}" }}\n'
+    return TIER.replace("memory_store:MemoryStore", "lasting_store:LastingStore") + options
+
+
+def test_what_a_store_kept_is_loaded_from_it_after_a_restart(tmp_path: Path) -> None:
+    with tiered(tmp_path, lasting(tmp_path)) as scene:
+        wait_for_tier(scene)
+        one = scene.engine("one")
+        wait_found_below(one, one, "first")
+        scene.kill_daemon()
+        scene.daemon.start()
+        one.wait_usable(1)
+        wait_for_tier(scene)
+        wait_until(lambda: one.load("first", 200) == 200, "what the store kept", 30.0)
+
+
+def test_a_clear_lasts_longer_than_the_daemon(tmp_path: Path) -> None:
+    with tiered(tmp_path, lasting(tmp_path)) as scene:
+        wait_for_tier(scene)
+        one = scene.engine("one")
+        wait_found_below(one, one, "first")
+        scene.clear()
+        wait_found_below(one, one, "second")
+        scene.kill_daemon()
+        scene.daemon.start()
+        one.wait_usable(1)
+        wait_for_tier(scene)
+        wait_until(lambda: one.load("second", 200) == 200, "what was stored since", 30.0)
+        assert one.load("first", 200) == 0
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_a_clear_reaches_namespaces_that_the_daemon_does_not_know(
+    tmp_path: Path, cleared: bool
+) -> None:
+    with tiered(tmp_path, lasting(tmp_path)) as scene:
+        wait_for_tier(scene)
+        one = scene.engine("one")
+        wait_found_below(one, one, "first")
+        one.kill()
+        scene.end_daemon()
+        shutil.rmtree(scene.daemon.pool)
+        scene.daemon.pool.mkdir()
+        scene.daemon.start()
+        wait_for_tier(scene)
+        if cleared:
+            scene.clear()
+        two = scene.engine("two")
+        time.sleep(1.0)  # the tier tells what it holds
+        assert two.load("first", 200) == (0 if cleared else 200)

@@ -60,6 +60,8 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         chosen = self._namespaces.visible(peer)
         if request.namespace_id:
             chosen = [self._namespaces.require(peer, request.namespace_id)]
+        else:
+            self._driver.tiers.all_cleared()  # of namespaces too that are forgotten
         return pb.ClearResponse(blocks_removed=await self._driver.clear(chosen))
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:

@@ -1,0 +1,29 @@
+"""A store whose blocks outlive its process: one file, written anew after each call."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvd.tiers.store import Outcome, TierBlock, TierOptions
+from tests.tiers.memory_store import MemoryStore
+
+
+class LastingStore(MemoryStore):
+    """Keeps its blocks in the file `path`."""
+
+    def __init__(self, options: TierOptions) -> None:
+        super().__init__({name: value for name, value in options.items() if name != "path"})
+        self.concurrency = 1
+        self._path = Path(str(options["path"]))
+        if self._path.exists():
+            self._blocks, self._bytes = pickle.loads(self._path.read_bytes())
+
+    def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        outcomes = super().write(blocks, deadline)
+        fresh = self._path.with_suffix(f".{os.getpid()}")
+        fresh.write_bytes(pickle.dumps((self._blocks, self._bytes)))
+        fresh.rename(self._path)
+        return outcomes
