@@ -38,24 +38,26 @@ class TierRules(MachineRules):
         self.serving: dict[int, int] = {}
 
     def feed(self, event: ev.Event) -> list[act.Action]:
-        before = dict(self.bench.pool.ready)
+        held = {slot: key for slot, (_, key) in self.bench.pool.ready.items()}
         actions = super().feed(event)
         self.asked += only(actions, act.AskTier)
         self.clears += only(actions, act.ClearTier)
         for order in actions:
+            if isinstance(order, act.WriteReady):
+                held |= zip(order.slots.tolist(), numbers_of(order.keys), strict=True)
             if isinstance(order, act.WriteToTier | act.ReadFromTier):
-                self.begin_copy(order, before)
+                # As of here: a row that goes may give a block up that is being written, and pinned.
+                self.begin_copy(order, held)
         return actions
 
-    def begin_copy(self, order: Copy, before: dict[int, tuple[int, int]]) -> None:
+    def begin_copy(self, order: Copy, held: dict[int, int]) -> None:
         slots = set(order.slots.tolist())
         assert len(slots) == len(order.keys), "a slot is copied twice"
         self.must_be_apart(order, slots)
         self.copies[order.copy] = order
         if isinstance(order, act.WriteToTier):
-            ready = self.bench.pool.ready
             for slot, key in zip(order.slots.tolist(), numbers_of(order.keys), strict=True):
-                assert ready.get(slot, before.get(slot, (0, -1)))[1] == key, "another's bytes"
+                assert held.get(slot) == key, "another's bytes"
         else:
             missing = {self.named(order.name, key) for key in numbers_of(order.keys)}
             assert not slots & self.bench.pool.ready.keys(), "a read into a READY slot"
