@@ -41,6 +41,7 @@ from unittest import mock
 from benchmarks import report
 from benchmarks import slowest_event_drive as drive
 from benchmarks.slowest_event_rig import BLOCK_BYTES, Rig, Scale, Shape
+from benchmarks.slowest_event_tiers import drive_tiers
 from kvd.cli.serve import settle_memory
 from kvd.core import events
 from kvd.core.policy import POLICY_NAMES
@@ -86,6 +87,7 @@ async def measure(shape: Shape, policy: str, rounds: int) -> Figures:
         for number in range(min(rounds, 3)):
             drive.drive_private(rig, number)
             drive.drive_life(rig, number)
+            drive_tiers(rig, sessions[0])
         _collect()
         sessions = drive.drive_restart(rig)
         settle_memory()

@@ -9,27 +9,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import numpy as np
 
 from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
+from kvd.core.model.tiers import TierTerms
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.observability.metrics import Metrics
 from kvd.pool import Pool, PoolConfig
 from kvd.runtime.batching import run_pieces
 from kvd.runtime.driver import Driver, OpenSessionRecord
+from kvd.runtime.tiers import TierOrder
 from kvd_proto.groups import GroupKind
 from kvd_proto.limits import MAX_GROUPS
 
 # What `kvd.core.upkeep.chores` has, in the order of their turns.
-CHORES = ("copies", "leases", "clears", "quotas", "rows", "epochs", "namespaces")
+CHORES = (
+    "copies",
+    "leases",
+    "clears",
+    "quotas",
+    "rows",
+    "epochs",
+    "namespaces",
+    "promotions",
+    "copies of lost tiers",
+    "searches of lost tiers",
+)
 
 HASH_BYTES = 32
 EXTENT_BYTES = 64 << 20
 BLOCK_BYTES = {"small": 4096, "large": 2 << 20}
+Ordered = TypeVar("Ordered", bound=TierOrder)
 TENANTS = 16  # but for that of most blocks: one alone would have used its share of scopes
 
 
@@ -99,6 +113,29 @@ class SilentFleet:
         """The same."""
 
 
+class SilentTiers:
+    """Tiers that are ordered and never answer, likewise."""
+
+    def __init__(self) -> None:
+        self.orders: list[TierOrder] = []
+
+    def carry_out(self, order: TierOrder) -> None:
+        self.orders.append(order)
+
+    def take(self, kind: type[Ordered]) -> list[Ordered]:
+        """Orders of this kind, which are answered now."""
+        taken: list[Ordered] = [each for each in self.orders if isinstance(each, kind)]
+        self.orders = [order for order in self.orders if not isinstance(order, kind)]
+        return taken
+
+    def maps_as(self, _mover: keys.MoverId) -> bool:
+        """They map nothing."""
+        return False
+
+    def scopes_cleared(self, namespace: keys.NamespaceId) -> None:
+        """Noted nowhere."""
+
+
 class SilentSink:
     """A session's stream that nobody reads."""
 
@@ -153,6 +190,7 @@ class Rig:
         self.policy = policy
         self.directory = directory
         self.fleet = SilentFleet()
+        self.tiers = SilentTiers()
         self.clock = LateClock()
         self.processor: dict[str, list[float]] = defaultdict(list)
         self.wall: dict[str, list[float]] = defaultdict(list)
@@ -170,12 +208,17 @@ class Rig:
             lambda _done, _total: None,
         )
         config = MachineConfig(
-            self.shape.extents, EXTENT_BYTES, policy=self.policy, tag_secret=self.pool.tag_secret
+            self.shape.extents,
+            EXTENT_BYTES,
+            policy=self.policy,
+            tag_secret=self.pool.tag_secret,
+            tiers=(TierTerms("tier"),),
         )
         self.machine = Machine(config)
         self.driver = LoneDriver(self.machine, self.pool, Metrics("rig"), self.clock)
         self.driver.timed = self.timed
         self.driver.fleet = self.fleet  # type: ignore[assignment]
+        self.driver.tiers = self.tiers  # type: ignore[assignment]
         self.driver.on_broken_invariant = lambda *_: None
 
     def close_pool(self) -> None:

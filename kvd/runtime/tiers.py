@@ -30,7 +30,7 @@ from kvd.tiers.process import (
     TierConfig,
     TierProcess,
 )
-from kvd.tiers.store import SCOPE_BYTES, Outcome, TierUsage
+from kvd.tiers.store import NAMESPACE_BYTES, SCOPE_BYTES, Outcome, TierUsage
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ LAYOUT_VERSION = 1  # of a block's bytes in a slot, as tiers keep them
 NO_USAGE = TierUsage(0, 0, 0)
 TierOrder = act.AskTier | act.WriteToTier | act.ReadFromTier | act.ClearTier
 Asked = act.AskTier | act.WriteToTier | act.ReadFromTier
+CLEAR_AGAIN_SECONDS = 1.0  # after a tier could not delete all of it
 
 
 def terms_of(rules: Sequence[TierRule], pool_bytes: int) -> tuple[TierTerms, ...]:
@@ -84,8 +85,9 @@ class Tiers:
         self._allocate_mover = allocate_mover
         self._keepers: list[TierKeeper] = []
         self._movers: dict[MoverId, TierId] = {}  # as which their processes map rows
-        self._asked: dict[TierId, dict[OrderId, Asked]] = {}
+        self._asked: dict[TierId, dict[OrderId, TierOrder]] = {}
         self._written: set[TierId] = set()  # those that were given a block since they began
+        self._to_empty: set[TierId] = set()  # of all that they hold
         self._next_order = 0
         self._generations: Generations | None = None  # where there are tiers, or were
 
@@ -116,6 +118,9 @@ class Tiers:
         """Likewise of every namespace, of those too that are forgotten here."""
         if self._generations is not None:
             self._generations.clear_all()
+        for place in range(len(self._keepers)):
+            self._to_empty.add(TierId(place))
+            self._clear(act.ClearTier(TierId(place), ""))
 
     def told(self) -> list[TierTold]:
         """What is known of each tier's process, in their order."""
@@ -136,8 +141,7 @@ class Tiers:
     def carry_out(self, order: TierOrder) -> None:
         """Pass an order on; what the process doesn't take is answered at once."""
         if isinstance(order, act.ClearTier):
-            # What was written before has names of an earlier generation: nobody asks for it.
-            self._report(ev.TierCleared(order.tier, order.fingerprint))
+            self._clear(order)
             return
         process = self._keepers[order.tier].process
         self._next_order += 1
@@ -150,6 +154,26 @@ class Tiers:
                 self._tell_clients()
         else:
             self._tell_none(order)
+
+    def _clear(self, order: act.ClearTier) -> None:
+        """Have it all deleted. Nobody finds it since the generation has changed, but it is there.
+
+        A process that has ended needs no order: the core gives it to the next one.
+        """
+        process = self._keepers[order.tier].process
+        if process is None:
+            return
+        self._next_order += 1
+        number = OrderId(self._next_order)
+        deadline = time.monotonic() + self._rules[order.tier].deadline_seconds
+        prefix = _namespace_prefix(order.fingerprint) if order.fingerprint else b""
+        if process.delete_scopes(number, (prefix,), deadline):
+            self._asked[order.tier][number] = order
+        else:
+            self._clear_again(order)
+
+    def _clear_again(self, order: act.ClearTier) -> None:
+        asyncio.get_running_loop().call_later(CLEAR_AGAIN_SECONDS, self._clear, order)
 
     def _give(self, process: TierProcess, number: OrderId, order: Asked) -> bool:
         deadline = time.monotonic() + self._rules[order.tier].deadline_seconds
@@ -175,14 +199,15 @@ class Tiers:
 
     def _scope(self, name: ScopeName) -> bytes:
         """The digest by which a tier knows the scope, over all incarnations of the pool."""
-        digest = hashlib.blake2b(digest_size=SCOPE_BYTES, person=b"kvd-tier-scope")
+        size = SCOPE_BYTES - NAMESPACE_BYTES
+        digest = hashlib.blake2b(digest_size=size, person=b"kvd-tier-scope")
         fingerprint = self._fingerprint_of(name.namespace)
         assert self._generations is not None, "orders come between begin and close"
         numbers = (name.group, *self._generations.of(fingerprint), LAYOUT_VERSION)
-        for text in (fingerprint, name.epoch, name.account, *map(str, numbers)):
+        for text in (name.epoch, name.account, *map(str, numbers)):
             encoded = text.encode()
             digest.update(len(encoded).to_bytes(4, "little") + encoded)
-        return digest.digest()
+        return _namespace_prefix(fingerprint) + digest.digest()
 
     def unmap_row(self, order: act.UnmapRow) -> None:
         """Have a tier's process unmap the row once no copy uses it."""
@@ -205,18 +230,30 @@ class Tiers:
         mover = self._allocate_mover()
         self._movers[mover] = tier
         self._report(ev.TierStarted(tier, mover))
+        if tier in self._to_empty:
+            self._clear(act.ClearTier(tier, ""))
 
     def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
         """The core hears what became of each block."""
         order = self._asked[tier].pop(answer.order, None)
         if order is None:
             return
-        if answer.end is not OrderEnd.ANSWERED:
+        if isinstance(order, act.ClearTier):
+            self._told_of_clear(order, answer)
+        elif answer.end is not OrderEnd.ANSWERED:
             self._tell_none(order)
         elif isinstance(order, act.AskTier):
             self._report(ev.TierAnswered(tier, order.search, _is(answer, 1)))
         else:
             self._report(ev.TierCopyEnded(tier, order.copy, _is(answer, Outcome.DONE)))
+
+    def _told_of_clear(self, order: act.ClearTier, answer: TierAnswer) -> None:
+        if answer.end is not OrderEnd.ANSWERED:
+            self._clear_again(order)
+        elif order.fingerprint:
+            self._report(ev.TierCleared(order.tier, order.fingerprint))
+        else:
+            self._to_empty.discard(order.tier)
 
     def row_unmapped(self, tier: TierId, row: RowId) -> None:
         """The process no longer maps the row."""
@@ -241,6 +278,13 @@ class Tiers:
     def _tell_clients(self) -> None:
         held = any(usage.blocks for usage in self.usage.values())
         self._pool.set_below(holds_some=held or bool(self._written))
+
+
+def _namespace_prefix(fingerprint: str) -> bytes:
+    """What every scope of the namespace begins with."""
+    digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES, person=b"kvd-tier-names")
+    digest.update(fingerprint.encode())
+    return digest.digest()
 
 
 def _is(answer: TierAnswer, value: int) -> npt.NDArray[np.bool_]:

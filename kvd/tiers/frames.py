@@ -203,7 +203,7 @@ def pack_order(order: Order) -> bytes:
     pieces = [_ORDER.pack(order.order, order.deadline, len(order.content), 0)]
     for part in order.content:
         if isinstance(part, bytes):
-            pieces.append(part)
+            pieces += [_WORD.pack(len(part)), part.ljust(SCOPE_BYTES, b"\0")]
             continue
         count, hash_bytes = len(part.keys), part.keys.hash_bytes
         pieces.append(part.scope)
@@ -255,7 +255,7 @@ def unpack_order(kind: TierFrame, body: bytes) -> Order:
         raise BadFrame(f"an order of {parts} parts")
     content: Any
     if kind is TierFrame.DELETE_SCOPES:
-        content = tuple(source.raw(SCOPE_BYTES) for _ in range(parts))
+        content = tuple(_scope(source) for _ in range(parts))
     elif kind in COPIES:
         content = tuple(_blocks(source) for _ in range(parts))
     else:
@@ -263,6 +263,13 @@ def unpack_order(kind: TierFrame, body: bytes) -> Order:
     order = Order(OrderId(number), kind, deadline, content)
     require_order(order)
     return order
+
+
+def _scope(source: _Body) -> bytes:
+    size: int = source.fields(_WORD)[0]
+    if size > SCOPE_BYTES:
+        raise BadFrame(f"a scope of {size} bytes")
+    return source.raw(SCOPE_BYTES)[:size]
 
 
 def require_order(order: Order) -> None:

@@ -189,7 +189,7 @@ class TierProcess(OwnedProcess):
         return self._give(Order(order, TierFrame.DELETE, deadline, tuple(keys)))
 
     def delete_scopes(self, order: OrderId, scopes: Sequence[bytes], deadline: float) -> bool:
-        """Have every block of these scopes forgotten, likewise."""
+        """Have every block of scopes that begin with one of these forgotten, likewise."""
         return self._give(Order(order, TierFrame.DELETE_SCOPES, deadline, tuple(scopes)))
 
     def call_off(self, order: OrderId) -> None:

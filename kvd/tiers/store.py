@@ -28,6 +28,7 @@ from typing import NamedTuple, Protocol
 from kvd_proto.limits import MAX_HASH_BYTES, MAX_RANKS
 
 SCOPE_BYTES = 32
+NAMESPACE_BYTES = 16  # of those, the first: what all scopes of a namespace begin with
 # Lengths of parts are multiples of it: checksums are taken of words.
 PART_UNIT = 8
 MAX_BLOCKS_PER_CALL = 8192  # keys or blocks; what is more goes in further calls
@@ -37,8 +38,9 @@ MAX_SCOPES_PER_CALL = 1024
 class TierKey(NamedTuple):
     """What a block is found by: a block hash within what may share bytes.
 
-    `scope` is a digest, SCOPE_BYTES long, of the namespace's fingerprint, its epoch, the account,
-    the group and the layout's version. `block` is the engine's hash, 1 to MAX_HASH_BYTES bytes.
+    `scope` is SCOPE_BYTES long: a digest of the namespace's fingerprint, and one of the epoch, the
+    account, the group, the layout's version and the generation, which another clear changes.
+    `block` is the engine's hash, 1 to MAX_HASH_BYTES bytes.
     """
 
     scope: bytes
@@ -167,8 +169,9 @@ class TierStore(Protocol):
         """Forget these blocks, where they are there. As `delete_scopes`."""
 
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
-        """Forget every block of at most MAX_SCOPES_PER_CALL scopes.
+        """Forget every block of at most MAX_SCOPES_PER_CALL scopes, each named by its first bytes.
 
+        All of them name one scope, the first NAMESPACE_BYTES a namespace, and none all there are.
         When it has returned they are gone for good, after a restart too. A write under way counts
         as before it. Raises TierError where that can't be said; then it is to be called again.
         """
@@ -214,4 +217,4 @@ def require_blocks(blocks: Sequence[TierBlock], *, to_fill: bool) -> None:
 def require_scopes(scopes: Sequence[bytes]) -> None:
     """Assert likewise for scopes."""
     assert len(scopes) <= MAX_SCOPES_PER_CALL, f"{len(scopes)} scopes in one call"
-    assert all(len(scope) == SCOPE_BYTES for scope in scopes), "a scope of another length"
+    assert all(len(scope) <= SCOPE_BYTES for scope in scopes), "a scope of another length"

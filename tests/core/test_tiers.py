@@ -258,7 +258,8 @@ def test_a_promotion_that_comes_late_is_found_all_the_same() -> None:
     on.answer()
     on.step()
     on.tick(2 * SECOND)
-    assert on.look(1) == "P"  # whoever waits no longer asks for it no more
+    assert on.look(1) == "M"  # it has waited long enough
+    assert on.look(1, request="another") == "P"
     on.read()
     assert on.look(1) == "H"
 
@@ -338,6 +339,20 @@ def test_promotions_take_a_share_of_the_pool_and_leave_as_much_to_others() -> No
     on.step()
     on.read()
     assert on.look(*range(1, 41), mode=ev.LeaseMode.NONE) == "H" * 40
+
+
+def test_all_who_wait_for_room_come_up_in_turn() -> None:
+    on = stage(extents=8, promotion_share=0.02)  # two blocks, of which a tenant has one
+    on.bring_down(*range(1, 12))
+    for number in range(1, 12):
+        on.look(number, request=f"r{number}")
+    on.answer()
+    on.step()
+    for _ in range(11):
+        assert len(on.reads) == 1
+        on.read()
+        on.step()
+    assert on.look(*range(1, 12), mode=ev.LeaseMode.NONE) == "H" * 11
 
 
 def test_a_block_larger_than_the_share_is_a_miss() -> None:

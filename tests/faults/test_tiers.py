@@ -309,3 +309,22 @@ def test_a_clear_reaches_namespaces_that_the_daemon_does_not_know(
         two = scene.engine("two")
         time.sleep(1.0)  # the tier tells what it holds
         assert two.load("first", 200) == (0 if cleared else 200)
+
+
+def test_a_clear_takes_blocks_off_the_disk_for_good(tmp_path: Path) -> None:
+    with tiered(tmp_path, DISK.format(place=tmp_path / "disk")) as scene:
+        wait_for_tier(scene)
+        one = scene.engine("one")
+        wait_found_below(one, one, "first")
+        scene.clear()
+        wait_until(lambda: scene.status().tiers[0].blocks == 0, "the disk to be empty", 30.0)
+        wait_found_below(one, one, "second")
+        wait_until(lambda: scene.status().tiers[0].bytes_down == 0, "the last writes")
+        one.kill()
+        scene.end_daemon()
+        shutil.rmtree(scene.daemon.pool)  # where it stands what was cleared
+        scene.daemon.pool.mkdir()
+        scene.daemon.start()
+        wait_until(lambda: scene.status().tiers[0].blocks > 200, "what the disk holds", 30.0)
+        two = scene.engine("two")
+        assert two.load("first", 200) == 0

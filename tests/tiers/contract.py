@@ -17,6 +17,7 @@ import pytest
 from kvd.tiers.store import (
     MAX_BLOCKS_PER_CALL,
     MAX_SCOPES_PER_CALL,
+    NAMESPACE_BYTES,
     Outcome,
     TierBlock,
     TierError,
@@ -29,6 +30,11 @@ from kvd.tiers.store import (
 BLOCK_BYTES = 64 << 10
 ROOM_BLOCKS = 32
 ONE, OTHER = b"1" * 32, b"2" * 32
+NAMED = (
+    (b"a", b"1"),
+    (b"a", b"2"),
+    (b"b", b"1"),
+)  # what scopes of two namespaces begin and end with
 Opened = Callable[[], TierStore]
 
 
@@ -195,6 +201,23 @@ class TierStoreContract:
         assert all(has(store, n, OTHER) for n in range(8))
         keep(store, [3])
         assert [has(store, n) for n in (2, 3)] == [False, True]
+        store.close()
+
+    def test_scopes_that_begin_alike_are_deleted_together(self, opened: Opened) -> None:
+        store = opened()
+        first, second, other = (begin * NAMESPACE_BYTES + end * 16 for begin, end in NAMED)
+        for scope in (first, second, other):
+            keep(store, range(4), scope)
+        store.delete_scopes([b"a" * NAMESPACE_BYTES], soon())
+        assert not any(has(store, n, scope) for n in range(4) for scope in (first, second))
+        assert all(has(store, n, other) for n in range(4))
+        store.close()
+        store = opened()
+        assert not any(has(store, n, scope) for n in range(4) for scope in (first, second))
+        keep(store, [1], second)
+        assert has(store, 1, second)
+        store.delete_scopes([b""], soon())
+        assert not any(has(store, n, scope) for n in range(4) for scope in (second, other))
         store.close()
 
     def test_blocks_outlive_a_restart(self, opened: Opened) -> None:

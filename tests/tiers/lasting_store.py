@@ -23,7 +23,14 @@ class LastingStore(MemoryStore):
 
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         outcomes = super().write(blocks, deadline)
+        self._save()
+        return outcomes
+
+    def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
+        super().delete_scopes(scopes, deadline)
+        self._save()
+
+    def _save(self) -> None:
         fresh = self._path.with_suffix(f".{os.getpid()}")
         fresh.write_bytes(pickle.dumps((self._blocks, self._bytes)))
         fresh.rename(self._path)
-        return outcomes

@@ -72,7 +72,8 @@ class MemoryStore:
         require_scopes(scopes)
         self._begin(deadline)
         with self._lock:
-            for key in [key for key in self._blocks if key.scope in scopes]:
+            prefixes = tuple(scopes)
+            for key in [key for key in self._blocks if key.scope.startswith(prefixes)]:
                 self._forget(key)
 
     def usage(self) -> TierUsage:

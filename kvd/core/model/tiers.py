@@ -216,7 +216,7 @@ class Below:
     copies: dict[CopyId, TierCopy] = field(default_factory=dict)
     promoting: TenantShare = field(default_factory=TenantShare)
     due: deque[Sought] = field(default_factory=deque)  # to be promoted, some an event
-    stalled: list[Sought] = field(default_factory=list)  # until a promotion ends
+    stalled: deque[Sought] = field(default_factory=deque)  # until promotions end
     lost: deque[TierCopy] = field(default_factory=deque)  # their tier's process has ended
     unanswered: deque[Search] = field(default_factory=deque)  # likewise
     expiring: OrderedDict[Sought, None] = field(default_factory=OrderedDict)  # the eldest first

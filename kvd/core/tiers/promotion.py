@@ -20,13 +20,14 @@ from kvd.core.keys import U32, CopyId, KeyBatch, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Offer, Part
 from kvd.core.model.state import Session, State
-from kvd.core.model.tiers import Belief, CopyKind, Search, Sought, Tier, TierCopy
+from kvd.core.model.tiers import Belief, Below, CopyKind, Search, Sought, Tier, TierCopy
 from kvd.core.model.turn import Turn
 from kvd.core.room.eviction import make_room
 from kvd.core.tiers import search
 from kvd_proto.tags import tags_of
 
 PROMOTED_AT_ONCE = 256  # blocks, in one event
+WOKEN_AT_ONCE = 4  # requests that wait for room
 
 _NO_BLOCKS: U32 = np.empty((0, 0), dtype=np.uint32)
 
@@ -215,8 +216,7 @@ def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
     (part,) = copy.parts
     owner = part.size_class
     state.below.promoting.count(owner.tenant.tenant, -copy.nbytes)
-    state.below.due.extend(state.below.stalled)
-    state.below.stalled.clear()
+    _wake_some(state.below)
     cleared = namespaces.is_cleared(state, owner.namespace, part.scope)
     good = part.slots[done] if not (copy.failed or cleared) else part.slots[:0]
     bad = part.slots[~done] if not cleared else part.slots
@@ -234,6 +234,13 @@ def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
         slot_lifecycle.make_ready(turn, owner, good)
     state.released.extend(copy.end_waits(done=len(good) == len(part.slots)))
     _tell_seeker(state, sought, tags, np.isin(part.slots, good))
+
+
+def _wake_some(below: Below) -> None:
+    """Of those who found no room, as many as one promotion's end may help; the last one's, all."""
+    count = WOKEN_AT_ONCE if below.promoting.whole else len(below.stalled)
+    for _ in range(min(count, len(below.stalled))):
+        below.due.append(below.stalled.popleft())
 
 
 def _tell_seeker(

@@ -19,6 +19,8 @@ from kvd.core.actions import AskTier
 from kvd.core.blocks import namespaces
 from kvd.core.events import LeaseMode, Query, TierAnswered
 from kvd.core.keys import U64, KeyBatch, RequestId, ScopeName, SearchId, Slots
+from kvd.core.model.index import NOWHERE
+from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
 from kvd.core.model.tiers import (
     MAX_SEARCHES,
@@ -28,6 +30,7 @@ from kvd.core.model.tiers import (
     Search,
     Sought,
     Tier,
+    TierCopy,
 )
 from kvd.core.model.turn import Turn
 
@@ -79,6 +82,23 @@ def look(
             _seek(turn, sought, words, of_them[firsts], places[rows], tiers)
             statuses[unknown[np.isin(of_them, of_them[firsts])]] = PENDING
     return statuses
+
+
+def is_late(turn: Turn, session: Session, query: Query) -> bool:
+    """Whether the request has waited for tiers as long as it may."""
+    of_request = session.sought.get(query.context.request, {})
+    sought = of_request.get((query.context.account, query.group))
+    return sought is not None and turn.now_ns >= sought.until_ns
+
+
+def on_their_way(state: State, slots: Slots) -> Slots:
+    """Places among these slots of the blocks that a tier brings up now."""
+    rows = np.flatnonzero(slots != NOWHERE)
+    rows = rows[state.slots.state[slots[rows]] == SlotState.RESERVED]
+    numbers = state.slots.fillings[slots[rows]]
+    promotions = [n for n in set(numbers.tolist()) if isinstance(state.fillings[n], TierCopy)]
+    found: Slots = rows[np.isin(numbers, promotions)]
+    return found
 
 
 def _readable(state: State, session: Session, query: Query) -> list[Tier]:

@@ -271,9 +271,11 @@ class Disk:
         self._wipe_out(deadline)
 
     def delete_scopes(self, scopes: Iterable[bytes], deadline: float) -> None:
-        """Forget every block of these scopes for good. TierError."""
+        """Forget every block of scopes that begin with one of these for good. TierError."""
+        prefixes = tuple(scopes)
         with self._lock:
-            numbers = [self._scopes.pop(scope) for scope in set(scopes) if scope in self._scopes]
+            named = [scope for scope in self._scopes if scope.startswith(prefixes)]
+            numbers = [self._scopes.pop(scope) for scope in named]
             for number in numbers:
                 self._rows.remove_scope(number)
             for size_class in self._space.classes.values():
