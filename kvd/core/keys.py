@@ -41,6 +41,11 @@ class ScopeName(NamedTuple):
     group: int
     generation: int
 
+    @property
+    def scope(self) -> tuple[NamespaceId, str, str, int]:
+        """The name of the scope that is in force under it, if the generation still is."""
+        return self[:4]
+
 
 NODE_UNKNOWN = -1  # memory node of an extent, or of a rank's GPU
 

@@ -165,8 +165,13 @@ def group_seed(state: State, namespace: Namespace, epoch: str, group: int) -> in
 
 def find_scope(state: State, session: Session, account: str, group: int) -> Scope | None:
     """The scope in which this session's keys of a group meet others, if it was ever opened."""
-    number = state.scope_ids.get((session.namespace, session.epoch, account, group))
-    if number is None or number < state.namespaces[session.namespace].cleared_below:
+    return find_named(state, (session.namespace, session.epoch, account, group))
+
+
+def find_named(state: State, name: tuple[NamespaceId, str, str, int]) -> Scope | None:
+    """The scope in force of this namespace, epoch, account and group."""
+    number = state.scope_ids.get(name)
+    if number is None or is_cleared(state, name[0], number):
         return None
     return state.scopes[number]
 

@@ -34,9 +34,7 @@ def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
     store = job.kind is JobKind.STORE
     piece = Piece(job=job, parts=parts)
     if store:
-        piece.number = state.next_filling
-        state.next_filling += 1
-        state.fillings[piece.number] = piece
+        state.add_filling(piece)
     job.pieces += 1
     job.pieces_begun += 1
     orders = tuple(
@@ -44,7 +42,6 @@ def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
     )
     if store:
         for part in parts:
-            state.slots.fillings[part.slots] = piece.number
             mark_busy(session, part.size_class.group, part.engine_blocks, +1)
     for mover in ranks(session):
         if store and not mover.writer:

@@ -368,6 +368,14 @@ class State:
             found = self.tenants[tenant] = Tenant(tenant)
         return found
 
+    def add_filling(self, filling: Filling) -> None:
+        """It fills its parts' slots from now on, under a number of its own."""
+        filling.number = self.next_filling
+        self.next_filling += 1
+        self.fillings[filling.number] = filling
+        for part in filling.parts:
+            self.slots.fillings[part.slots] = filling.number
+
     def count_in_flight(self, scope: ScopeId, step: int) -> None:
         """A piece or a wait of the scope begins (1) or has ended (-1)."""
         left = self.in_flight.get(scope, 0) + step

@@ -29,7 +29,7 @@ from kvd_proto.tags import tags_of
 PROMOTED_AT_ONCE = 256  # blocks, in one event
 WOKEN_AT_ONCE = 4  # requests that wait for room
 
-_NO_BLOCKS: U32 = np.empty((0, 0), dtype=np.uint32)
+NO_BLOCKS: U32 = np.empty((0, 0), dtype=np.uint32)
 
 
 def step_ended(state: State, session: Session) -> None:
@@ -114,13 +114,10 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
         scope = reopened
     slots = slot_lifecycle.reserve(turn, offer, scope)
     state.slots.below[slots] = tier.bit
-    part = Part(sought.owner, scope, slots, slots, _NO_BLOCKS)
+    part = Part(sought.owner, scope, slots, slots, NO_BLOCKS)
     copy = begin(turn, tier, CopyKind.READ, part)
     copy.sought = sought
-    copy.number = state.next_filling
-    state.next_filling += 1
-    state.fillings[copy.number] = copy
-    state.slots.fillings[slots] = copy.number
+    state.add_filling(copy)
     found.beliefs[fresh] = Belief.ON_ITS_WAY
     state.below.promoting.count(sought.owner.tenant.tenant, copy.nbytes)
     keys = KeyBatch(offer.words, spec.hash_bytes)
@@ -131,24 +128,16 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
 def _not_there(state: State, found: Search, rows: Slots) -> Slots:
     """Those that nobody has stored, or is bringing up, since they were sought."""
     sought = found.sought
-    scope = _known_scope(state, sought)
+    scope = namespaces.find_named(state, sought.name.scope)
     if scope is None:
         return rows
     tags = tags_of(found.words[rows], sought.seed)
-    slots = state.index.find(tags, found.words[rows], scope)
+    slots = state.index.find(tags, found.words[rows], scope.scope)
     there = slots != NOWHERE
     search.arrived(state, sought, tags[there])
     found.beliefs[rows[there]] = Belief.ON_ITS_WAY  # the index says what becomes of them
     rest: Slots = rows[~there]
     return rest
-
-
-def _known_scope(state: State, sought: Sought) -> ScopeId | None:
-    name = sought.name
-    number = state.scope_ids.get((name.namespace, name.epoch, name.account, name.group))
-    if number is None or namespaces.is_cleared(state, name.namespace, number):
-        return None
-    return number
 
 
 def _scope(turn: Turn, sought: Sought) -> ScopeId | None:

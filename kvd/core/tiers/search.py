@@ -52,13 +52,13 @@ def look(
     tiers = _readable(state, session, query)
     if not tiers or not len(missed):
         return statuses
-    found = session.sought.get(query.context.request, {}).get((query.context.account, query.group))
+    found = _sought_of(session, query)
     places = query.first_block + missed
     is_prefix = query.lease is not LeaseMode.ALL
     end = len(missed)
     if found is not None and is_prefix and found.cut is not None:
         end = int(np.searchsorted(places, found.cut))
-    late = found is not None and turn.now_ns >= found.until_ns
+    late = is_late(turn, session, query)
     fresh: list[int] = []
     for row, tag in enumerate(tags[missed[:end]].tolist()):
         known = found.blocks.get(tag) if found is not None else None
@@ -86,9 +86,14 @@ def look(
 
 def is_late(turn: Turn, session: Session, query: Query) -> bool:
     """Whether the request has waited for tiers as long as it may."""
-    of_request = session.sought.get(query.context.request, {})
-    sought = of_request.get((query.context.account, query.group))
+    sought = _sought_of(session, query)
     return sought is not None and turn.now_ns >= sought.until_ns
+
+
+def _sought_of(session: Session, query: Query) -> Sought | None:
+    """What the query's request seeks in its group."""
+    of_request = session.sought.get(query.context.request, {})
+    return of_request.get((query.context.account, query.group))
 
 
 def on_their_way(state: State, slots: Slots) -> Slots:

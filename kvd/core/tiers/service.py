@@ -94,12 +94,11 @@ def _end(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
 
 
 def _forgot(state: State, event: TierForgot) -> None:
-    name = event.name
-    number = state.scope_ids.get((name.namespace, name.epoch, name.account, name.group))
-    if number is None or namespaces.is_cleared(state, name.namespace, number):
+    scope = namespaces.find_named(state, event.name.scope)
+    if scope is None:
         return
     words = event.keys.words
-    slots = state.index.find(tags_of(words, state.scopes[number].seed), words, number)
+    slots = state.index.find(tags_of(words, scope.seed), words, scope.scope)
     slots = slots[slots != NOWHERE]
     tier = state.below.tiers[event.tier]
     state.slots.below[slots] &= ~np.uint8(tier.bit)

@@ -13,20 +13,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.actions import WriteToTier
-from kvd.core.keys import KeyBatch, ScopeId, ScopeName, Slots
+from kvd.core.blocks import slot_lifecycle
+from kvd.core.keys import ScopeName, Slots
 from kvd.core.model.job import Part
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Scope, State
 from kvd.core.model.tiers import CopyKind, Tier, TierCopy, WriteWhen
 from kvd.core.model.turn import Turn
-from kvd.core.tiers.promotion import begin, forget
+from kvd.core.tiers.promotion import NO_BLOCKS, begin, forget
 
 WATERMARK = 0.1  # of a class: so many blocks next to their eviction shall be below
 LOOKED_AT = 4096  # of those, in one tick
 DEMOTED_AT_ONCE = 256  # and written
-
-_NO_BLOCKS = np.empty((0, 0), dtype=np.uint32)
 
 
 def stored(turn: Turn, owner: SizeClass, slots: Slots) -> None:
@@ -60,11 +59,9 @@ def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> None:
     fits = tier.writing.left(tenant, tier.terms.max_write_bytes) // owner.block_bytes
     tier.counters.dropped += max(0, len(slots) - fits)
     slots = slots[:fits]
-    for scope in np.unique(state.slots.scopes[slots]).tolist():
-        if _goes(state, state.scopes[ScopeId(scope)]):
-            continue
-        some = slots[state.slots.scopes[slots] == scope]
-        _begin(turn, tier, owner, ScopeId(scope), some)
+    for scope, some in slot_lifecycle.by_scope(state, slots):
+        if not _goes(state, scope):
+            _begin(turn, tier, owner, scope, some)
 
 
 def _goes(state: State, scope: Scope) -> bool:
@@ -73,16 +70,14 @@ def _goes(state: State, scope: Scope) -> bool:
     return scope.namespace in expiring.ending or ((scope.namespace, scope.epoch) in expiring.epochs)
 
 
-def _begin(turn: Turn, tier: Tier, owner: SizeClass, number: ScopeId, slots: Slots) -> None:
+def _begin(turn: Turn, tier: Tier, owner: SizeClass, scope: Scope, slots: Slots) -> None:
     state = turn.state
-    copy = begin(turn, tier, CopyKind.WRITE, Part(owner, number, slots, slots, _NO_BLOCKS))
+    copy = begin(turn, tier, CopyKind.WRITE, Part(owner, scope.scope, slots, slots, NO_BLOCKS))
     state.slots.below[slots] |= tier.bit
     tier.writing.count(owner.tenant.tenant, copy.nbytes)
-    scope, namespace = state.scopes[number], state.namespaces[owner.namespace]
-    name = ScopeName(
-        scope.namespace, scope.epoch, scope.account, scope.group, namespace.cleared_below
-    )
-    keys = KeyBatch(state.slots.keys(owner.width)[slots], namespace.spec.hash_bytes)
+    generation = state.namespaces[owner.namespace].cleared_below
+    name = ScopeName(scope.namespace, scope.epoch, scope.account, scope.group, generation)
+    keys = slot_lifecycle.keys_of(state, owner, slots)
     turn.orders.append(WriteToTier(tier.tier, copy.copy, name, keys, slots))
 
 
@@ -107,11 +102,12 @@ def write_ahead(turn: Turn, owner: SizeClass) -> None:
 
     A tier that is given all that is stored lacks what was too much for it then.
     """
-    free = len(owner.free) + len(turn.state.free_extents) // owner.shards * owner.slots_per_row
-    if free >= WATERMARK * owner.capacity:
+    state = turn.state
+    tiers = [t for t in state.below.tiers if t.terms.write is not WriteWhen.REUSE and t.is_serving]
+    free = len(owner.free) + len(state.free_extents) // owner.shards * owner.slots_per_row
+    if not tiers or free >= WATERMARK * owner.capacity:
         return
-    for tier in turn.state.below.tiers:
-        if tier.terms.write is not WriteWhen.REUSE and tier.is_serving:
-            cold = owner.policy.coldest(min(LOOKED_AT, math.ceil(WATERMARK * owner.capacity)))
-            bits = turn.state.slots.below[cold]
-            write(turn, tier, owner, cold[(bits & tier.bit) == 0][:DEMOTED_AT_ONCE])
+    cold = owner.policy.coldest(min(LOOKED_AT, math.ceil(WATERMARK * owner.capacity)))
+    for tier in tiers:
+        lacking = (state.slots.below[cold] & tier.bit) == 0
+        write(turn, tier, owner, cold[lacking][:DEMOTED_AT_ONCE])
