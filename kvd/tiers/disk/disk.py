@@ -20,7 +20,6 @@ from kvd.core.keys import U32, U64, Slots
 from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
 from kvd.tiers.disk import warm
 from kvd.tiers.disk.files import DiskFiles, rounded_up
-from kvd.tiers.disk.identity import lengths_of
 from kvd.tiers.disk.index_file import ROW_WORDS, IndexFile, check_of
 from kvd.tiers.disk.options import ALIGN, DiskOptions
 from kvd.tiers.disk.rows import RowWriter
@@ -28,6 +27,7 @@ from kvd.tiers.disk.size_class import NOWHERE, DiskSizeClass, PlaceState
 from kvd.tiers.disk.slab import HEADER_BYTES, Slab
 from kvd.tiers.disk.space import DiskSpace
 from kvd.tiers.disk.transfers import BlockMove, Transfers
+from kvd.tiers.sealing import lengths_of
 from kvd.tiers.store import (
     Outcome,
     TierBlock,

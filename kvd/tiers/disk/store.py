@@ -13,8 +13,9 @@ import numpy as np
 from kvd.core.keys import U64
 from kvd.tiers.disk.disk import Batch, Disk, UnderWay
 from kvd.tiers.disk.files import DiskFiles, SystemFiles
-from kvd.tiers.disk.identity import digests_of, home_of
+from kvd.tiers.disk.identity import home_of
 from kvd.tiers.disk.options import DiskOptions
+from kvd.tiers.sealing import digests_of
 from kvd.tiers.store import (
     Outcome,
     TierBlock,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvd.tiers.disk.files import MAX_PARTS_AT_ONCE, rounded_up
-from kvd.tiers.disk.identity import seal_of
 from kvd.tiers.disk.options import ALIGN
 from kvd.tiers.disk.slab import BUFFER_BYTES, Slab
+from kvd.tiers.sealing import seal_of, wipe
 from kvd.tiers.store import TierBlock, TierReason
 
 MAX_RUN_BYTES = 1 << 20  # neighbours that go in one call; a larger block goes alone
@@ -99,8 +99,7 @@ class Transfers:
             if piece.reason is None and seal_of(piece.block, piece.lengths) != piece.seal:
                 piece.reason = TierReason.CHECKSUM_MISMATCH
             if piece.reason is not None:
-                for part in piece.block.parts:  # what came may be another's
-                    np.frombuffer(part, dtype=np.uint8)[:] = 0
+                wipe(piece.block)
 
     def _move(
         self,

@@ -1,0 +1,83 @@
+"""What proves a block's bytes, wherever a store keeps them.
+
+A *seal* of 64 bits is taken of the whole key, the parts' lengths and every part's checksum. Bytes
+of another block, of another write, torn or cut off have a seal that does not fit. So a medium is
+never believed, and nothing has to reach it in any order. It is no proof against somebody who may
+write to the medium and wants to deceive.
+
+A store whose medium keeps values by name keeps a *sealed record* beside the parts: lengths and
+seal in a few bytes. A read is DONE only where the record's lengths are the block's and, when the
+parts have come, their seal is the record's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvd.core.keys import U64
+from kvd.mover.checksums import checksums
+from kvd.tiers.store import TierBlock, TierKey
+
+_SEAL_BYTES = 8
+_DIGEST_BYTES = 16
+_WORD = np.dtype("<u8")
+_RECORD = struct.Struct("<4sIQ")  # what it is, bytes of lengths, seal; then the lengths
+_RECORD_NAME = b"kvS1"
+
+
+def digests_of(keys: Sequence[TierKey]) -> U64:
+    """128 bits that stand for each whole key, shape [n, 2]."""
+    blake2b, size = hashlib.blake2b, _DIGEST_BYTES
+    # A scope has one length, so that no two keys come to the same bytes.
+    joined = b"".join([blake2b(k.scope + k.block, digest_size=size).digest() for k in keys])
+    return np.frombuffer(joined, dtype=np.uint64).reshape(-1, 2)
+
+
+def lengths_of(block: TierBlock) -> bytes:
+    """The lengths of a block's parts, eight bytes each."""
+    return b"".join([part.nbytes.to_bytes(8, "little") for part in block.parts])
+
+
+def seal_of(block: TierBlock, lengths: bytes) -> int:
+    """Reads every byte of the block, with the interpreter's lock released."""
+    taken = hashlib.blake2b(block.key.scope, digest_size=_SEAL_BYTES)
+    taken.update(len(block.key.block).to_bytes(8, "little") + block.key.block + lengths)
+    for part in block.parts:
+        words = np.frombuffer(part, dtype=_WORD).reshape(1, -1)
+        taken.update(checksums(words).tobytes())
+    return int.from_bytes(taken.digest(), "little")
+
+
+def record_of(block: TierBlock) -> bytes:
+    """The sealed record of a block's bytes as they are now; reads all of them."""
+    lengths = lengths_of(block)
+    return _RECORD.pack(_RECORD_NAME, len(lengths), seal_of(block, lengths)) + lengths
+
+
+def record_bytes(parts: int) -> int:
+    """How long the record of a block of so many parts is."""
+    return _RECORD.size + 8 * parts
+
+
+def has_lengths_of(record: bytes, block: TierBlock) -> bool:
+    """Whether a record is of a block with these parts' lengths. False also where it is none."""
+    if len(record) < _RECORD.size:
+        return False
+    name, size, _ = _RECORD.unpack_from(record)
+    lengths = record[_RECORD.size :]
+    return bool(name == _RECORD_NAME and size == len(lengths) and lengths == lengths_of(block))
+
+
+def proves(record: bytes, block: TierBlock) -> bool:
+    """Whether the block's parts hold the very bytes that the record was made of; reads them all."""
+    return has_lengths_of(record, block) and record_of(block) == record
+
+
+def wipe(block: TierBlock) -> None:
+    """Zero the parts of a read that failed: what came may be another's."""
+    for part in block.parts:
+        np.frombuffer(part, dtype=np.uint8)[:] = 0

@@ -1,0 +1,63 @@
+"""A sealed record proves the very bytes, parts and key that it was made of, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvd.tiers.sealing import has_lengths_of, proves, record_bytes, record_of, wipe
+from kvd.tiers.store import TierBlock, TierKey
+from kvd_proto.limits import MAX_RANKS
+from tests.tiers.contract import ONE, OTHER, content, key, source
+
+PARTS = (content("a", 4096), content("b", 8), content("c", 65536))
+
+
+def test_a_record_proves_the_bytes_that_it_was_made_of() -> None:
+    block = source(key(1), *PARTS)
+    assert proves(record_of(block), source(key(1), *PARTS))
+
+
+@pytest.mark.parametrize("at", [0, 4095, 4096, 4103, 4104, 4104 + 65535])
+def test_one_other_byte_anywhere_is_seen(at: int) -> None:
+    record = record_of(source(key(1), *PARTS))
+    changed = bytearray(b"".join(PARTS))
+    changed[at] ^= 1
+    parts = bytes(changed[:4096]), bytes(changed[4096:4104]), bytes(changed[4104:])
+    assert not proves(record, source(key(1), *parts))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        source(key(2), *PARTS),
+        source(key(1, OTHER), *PARTS),
+        source(TierKey(ONE, key(1).block + b"\0"), *PARTS),
+        source(key(1), *reversed(PARTS)),
+        source(key(1), b"".join(PARTS)),
+        source(key(1), *PARTS[:2]),
+        source(key(1), *PARTS, bytes(8)),
+    ],
+    ids=["key", "scope", "longer key", "order", "joined", "fewer", "more"],
+)
+def test_another_key_or_other_parts_are_not_proven(other: TierBlock) -> None:
+    assert not proves(record_of(source(key(1), *PARTS)), other)
+
+
+def test_a_record_that_is_none_proves_nothing() -> None:
+    block = source(key(1), *PARTS)
+    record = record_of(block)
+    for wrong in (b"", record[:-1], record + b"\0", record[:15], b"x" + record[1:], bytes(64)):
+        assert not has_lengths_of(wrong, block)
+        assert not proves(wrong, block)
+
+
+def test_a_record_is_as_long_as_is_said() -> None:
+    block = source(key(1), *[bytes(8)] * MAX_RANKS)
+    assert len(record_of(block)) == record_bytes(MAX_RANKS)
+    assert proves(record_of(block), block)
+
+
+def test_a_wiped_block_holds_zeros() -> None:
+    block = source(key(1), *PARTS)
+    wipe(block)
+    assert [bytes(part) for part in block.parts] == [bytes(len(part)) for part in PARTS]
