@@ -288,7 +288,8 @@ async def request_ids(names: Sequence[str], field: str, pace: Pace) -> tuple[Req
 
 
 def answer_message(answer: act.Answer) -> pb.Answer:
-    return pb.Answer(statuses=answer.statuses, lease_id=answer.lease or 0)
+    lease = answer.lease or 0
+    return pb.Answer(statuses=answer.statuses, lease_id=lease, sources=answer.sources)
 
 
 def verdict_message(verdict: act.Verdict) -> pb.JobVerdict:

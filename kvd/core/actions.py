@@ -53,10 +53,11 @@ class SessionAccepted:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """statuses: one byte a key, as in kvd.v1 Answer."""
+    """statuses, sources: one byte a key, as in kvd.v1 Answer; no sources: all are 0."""
 
     statuses: bytes
     lease: LeaseId | None
+    sources: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class PiecewiseAnswers:
 
     def __init__(self, queries: int) -> None:
         self._statuses = [bytearray() for _ in range(queries)]
+        self._sources = [bytearray() for _ in range(queries)]
         self._leases: list[LeaseId | None] = [None] * queries
         self._unbroken = [True] * queries  # hits only, so far
 
@@ -71,6 +72,7 @@ class PiecewiseAnswers:
         """The machine's answers to these pieces."""
         for piece, answer in zip(pieces, answers, strict=True):
             self._statuses[piece.number] += answer.statuses
+            self._sources[piece.number] += answer.sources or bytes(len(answer.statuses))
             if answer.statuses != _HIT * len(answer.statuses):
                 self._unbroken[piece.number] = False
             if answer.lease is not None:
@@ -79,8 +81,10 @@ class PiecewiseAnswers:
     def whole(self) -> tuple[Answer, ...]:
         """One answer for each query."""
         return tuple(
-            Answer(bytes(statuses), lease)
-            for statuses, lease in zip(self._statuses, self._leases, strict=True)
+            Answer(bytes(statuses), lease, bytes(sources) if any(sources) else b"")
+            for statuses, lease, sources in zip(
+                self._statuses, self._leases, self._sources, strict=True
+            )
         )
 
 

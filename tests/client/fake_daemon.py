@@ -34,6 +34,7 @@ class FakeDaemon:
         self.on_page: set[bytes] | None = None  # None: what is HIT
         self.rooms: dict[int, int] = {}
         self.page_hides_some = False
+        self.sources: dict[bytes, int] = {}  # by key: the tier that brought it up
         self.is_there = True
         self.is_silent = False  # and left alone for it
         self.answers_at_once = True
@@ -97,7 +98,8 @@ class FakeDaemon:
         if any(status == HIT for status in statuses):
             self._last_lease += 1
             lease = self._last_lease
-        return QueryAnswer(statuses, lease)
+        sources = bytes(self.sources.get(each, 0) for each in query.run.block_hashes)
+        return QueryAnswer(statuses, lease, sources if any(sources) else b"")
 
     def gather(self, call_ids: Sequence[int], deadline_s: float) -> None:
         if any(call_id in self._unanswered for call_id in call_ids):

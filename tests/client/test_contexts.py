@@ -10,12 +10,15 @@ from google.protobuf import json_format
 from kvd_client.draft import (
     MAX_STRUCT_DEPTH,
     StepDraft,
+    bare_context,
+    read_only_from,
     request_context,
     wire_id,
     wire_text,
 )
 from kvd_proto.limits import MAX_STRING_BYTES
 from kvd_proto.v1 import common_pb2
+from tests.client.engine_rig import TOKENS, Rig
 from tests.client.small_engine import SmallEngine
 
 LONG = "x" * 300
@@ -120,3 +123,27 @@ def test_a_request_with_a_long_id_is_cached_and_the_session_lives(engine: SmallE
     engine.store(LONG, "hello", 4)
     assert engine.load(LONG + "again", "hello", 4) == 4
     assert engine.connection.sessions == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sent"),
+    [
+        (None, []),
+        ((), [common_pb2.TIER_HOST]),
+        ((common_pb2.TIER_CLUSTER,), [common_pb2.TIER_HOST, common_pb2.TIER_CLUSTER]),
+        (range(1000), [common_pb2.TIER_HOST, common_pb2.TIER_DISK, common_pb2.TIER_CLUSTER]),
+    ],
+)
+def test_a_request_names_the_tiers_that_it_may_be_read_from(wanted: Any, sent: list[int]) -> None:
+    rig = Rig()
+    rig.holds("p", 4 * TOKENS)
+    rig.arrive("r", 4 * TOKENS, load_tiers=wanted)
+    assert rig.ask("r") == 3 * TOKENS
+    ((query,),) = rig.daemon.lookups
+    assert list(query.context.tiers_allowed) == sent
+
+
+def test_a_context_without_its_parameters_still_says_which_tiers_may_be_read() -> None:
+    context = request_context("r", "", 0, ())
+    read_only_from(context, ())
+    assert list(bare_context(context).tiers_allowed) == [common_pb2.TIER_HOST]

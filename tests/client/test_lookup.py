@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd_client import SchedulerOptions
 from kvd_proto.layout import NULL_ENGINE_BLOCK
+from kvd_proto.v1 import common_pb2
 from tests.client.engine_rig import FULL, RECURRENT, SLIDING, TOKENS, WIDE, Rig, blocks
 from tests.client.fake_daemon import MISS, PENDING, RETRY
 
@@ -373,3 +374,17 @@ def test_a_block_that_a_tier_still_brings_up_is_asked_for_again() -> None:
     rig.now += 0.1
     rig.step()
     assert rig.ask("r") == 5 * TOKENS
+
+
+def test_a_lookup_knows_which_tier_brought_up_what_it_found() -> None:
+    rig = Rig()
+    rig.holds("p", 3 * TOKENS)
+    rig.daemon.sources = {rig.keys("p", 3 * TOKENS)[0][1]: common_pb2.TIER_DISK}
+    rig.arrive("r", 5 * TOKENS)
+    assert rig.ask("r") == 3 * TOKENS
+    lookup = rig.scheduler._requests["r"].lookup
+    assert {group: row.tolist() for group, row in lookup.sources.items()} == {0: [0, 2, 0, 0, 0]}
+    rig.daemon.sources = {}
+    rig.arrive("r", 5 * TOKENS)
+    assert rig.ask("r") == 3 * TOKENS
+    assert rig.scheduler._requests["r"].lookup.sources == {}

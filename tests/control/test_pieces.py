@@ -70,6 +70,16 @@ def test_a_prefix_lease_goes_on_through_pieces_and_stops_at_the_first_miss() -> 
     (whole,) = answers.whole()
     assert len(whole.statuses) == 3 * LOOKUP_PIECE_KEYS
     assert whole.lease == 5
+    assert whole.sources == b""
+
+
+def test_sources_of_one_piece_stand_at_their_keys_places() -> None:
+    (first, second) = query_pieces([query(2 * LOOKUP_PIECE_KEYS)])
+    answers = PiecewiseAnswers(1)
+    answers.take(first, [Answer(HIT * LOOKUP_PIECE_KEYS, None)])
+    answers.take(second, [Answer(HIT * LOOKUP_PIECE_KEYS, None, b"\x02" * LOOKUP_PIECE_KEYS)])
+    (whole,) = answers.whole()
+    assert whole.sources == bytes(LOOKUP_PIECE_KEYS) + b"\x02" * LOOKUP_PIECE_KEYS
 
 
 @given(st.lists(st.integers(0, 2 * LOOKUP_PIECE_KEYS), min_size=1, max_size=4))

@@ -241,10 +241,20 @@ def request_context(
     return context
 
 
+def read_only_from(context: common_pb2.ReqContext, tiers: Iterable[int]) -> None:
+    """Have the request read from these tiers below host memory alone; none: from host memory."""
+    allowed = set(tiers)
+    below = [tier for tier in (common_pb2.TIER_DISK, common_pb2.TIER_CLUSTER) if tier in allowed]
+    context.tiers_allowed[:] = [common_pb2.TIER_HOST, *below]
+
+
 def bare_context(context: common_pb2.ReqContext) -> common_pb2.ReqContext:
     """What the daemon must know of a request, without its parameters and hints."""
     return common_pb2.ReqContext(
-        request_id=context.request_id, priority=context.priority, account=context.account
+        request_id=context.request_id,
+        priority=context.priority,
+        account=context.account,
+        tiers_allowed=context.tiers_allowed,
     )
 
 

@@ -74,7 +74,10 @@ class LookupCalls:
         call = self._sent.pop(reply.call_id, None)
         if call is None:
             return
-        answers = [QueryAnswer(answer.statuses, answer.lease_id) for answer in reply.answers]
+        answers = [
+            QueryAnswer(answer.statuses, answer.lease_id, answer.sources)
+            for answer in reply.answers
+        ]
         first = 0
         for call_id, count in call.askers:
             own = tuple(answers[first : first + count])

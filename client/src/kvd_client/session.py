@@ -20,10 +20,14 @@ FEW_HASHES = 6
 
 
 class QueryAnswer(NamedTuple):
-    """One query's answer: a status byte for each key, and the lease taken (0 = none)."""
+    """One query's answer: a status byte for each key, and the lease taken (0 = none).
+
+    `sources`: for each key the tier that brought it up, as in kvd.v1 Answer; empty: none did.
+    """
 
     statuses: bytes
     lease_id: int
+    sources: bytes = b""
 
 
 class SessionView(Protocol):

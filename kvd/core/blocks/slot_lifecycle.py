@@ -48,6 +48,7 @@ def reserve(turn: Turn, fresh: Offer, scope: ScopeId) -> Slots:
     table.keys(owner.width)[slots] = fresh.words
     if state.below.tiers:
         table.below[slots] = 0
+        table.sources[slots] = 0
     state.index.insert(slots)
     state.scope_shares.put(scope, len(slots))
     owner.policy.insert(slots, fresh.tags)

@@ -36,6 +36,8 @@ def load(turn: Turn, event: LoadRequested) -> None:
     elif blocks:
         for offer in offers:
             slot_lifecycle.touch(turn, offer.size_class, _unclaimed(state, offer))
+            if state.below.tiers:
+                state.slots.sources[offer.slots] = 0  # the next one finds it in host memory
         parts = tuple(_part(state, offer) for offer in offers)
         transfer.start_piece(turn, job, parts)
     turn.orders.append(Reply(Verdict(event.job, JobKind.LOAD, not reason, reason, blocks)))

@@ -75,7 +75,19 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
     counters.hits += int(counts[HIT])
     counters.pending += int(counts[PENDING])
     counters.retries += int(counts[RETRY])
-    return Answer(statuses.tobytes(), held)
+    sources = _sources(state, statuses, slots) if state.below.tiers else b""
+    return Answer(statuses.tobytes(), held, sources)
+
+
+def _sources(state: State, statuses: npt.NDArray[np.uint8], slots: Slots) -> bytes:
+    """From where the hits were brought up; nothing where none was."""
+    hit = np.flatnonzero(statuses == HIT)
+    of_hits = state.slots.sources[slots[hit]]
+    if not of_hits.any():
+        return b""
+    sources = np.zeros(len(statuses), dtype=np.uint8)
+    sources[hit] = of_hits
+    return sources.tobytes()
 
 
 def _statuses(

@@ -68,6 +68,8 @@ class SlotTable:
         self.noted: U32 = sparse_zeros(slots, np.uint32)  # of the stamps, as the pool has them
         # A bit for each tier that has the block, or is being given it.
         self.below: npt.NDArray[np.uint8] = sparse_zeros(slots, np.uint8)
+        # The reach of the tier that brought the block up, until it is loaded; 0: none did.
+        self.sources: npt.NDArray[np.uint8] = sparse_zeros(slots, np.uint8)
         self._marks: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # scratch of a call
         self._keys: dict[int, U64] = {}
 

@@ -114,6 +114,7 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
         scope = reopened
     slots = slot_lifecycle.reserve(turn, offer, scope)
     state.slots.below[slots] = tier.bit
+    state.slots.sources[slots] = tier.terms.reach
     part = Part(sought.owner, scope, slots, slots, NO_BLOCKS)
     copy = begin(turn, tier, CopyKind.READ, part)
     copy.sought = sought

@@ -359,6 +359,9 @@ class LookupQueue:
             for (group, first), answer in zip(queries, answers, strict=False):
                 row = np.frombuffer(answer.statuses, dtype=np.uint8)
                 statuses[group][first : first + len(row)] = row
+                if len(answer.sources) == len(row):
+                    of_group = lookup.sources.setdefault(group, np.zeros_like(statuses[group]))
+                    of_group[first : first + len(row)] = np.frombuffer(answer.sources, np.uint8)
                 if answer.lease_id:
                     leases.append(answer.lease_id)
         lookup.state = LookupState.KNOWN
@@ -476,6 +479,7 @@ class LookupQueue:
         self.released_leases += lookup.leases
         lookup.leases = []
         lookup.statuses = []
+        lookup.sources = {}
         lookup.answered = False
         lookup.first_asked_s = now
         self._ask(request)

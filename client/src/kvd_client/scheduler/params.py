@@ -78,6 +78,8 @@ class RequestParams:
     kv_transfer_params: Mapping[str, Any] = field(default_factory=dict)
     hints: Mapping[str, Any] = field(default_factory=dict)
     skip_lookup: bool = False
+    # Tiers below host memory that it may be read from (numbers of kvd.v1 Tier); None = all.
+    load_tiers: tuple[int, ...] | None = None
     max_load_tokens: int | None = None  # beyond what the device has; 0 = load nothing
     max_store_tokens: int | None = None
 

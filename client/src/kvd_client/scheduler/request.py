@@ -34,6 +34,8 @@ class Lookup:
     first_asked_s: float = 0.0
     calls: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # (group, first block)
     statuses: list[Statuses] = field(default_factory=list)
+    # By group, where any was brought up from a tier: its number by block, 0 for the others.
+    sources: dict[int, Statuses] = field(default_factory=dict)
     missed_page: bool = False  # nothing was asked for but admission verdicts
     answered: bool = False  # the statuses are the daemon's, with its admission verdicts
     leases: list[int] = field(default_factory=list)

@@ -19,7 +19,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvd_client.draft import JobDraft, StepDraft, in_parts, request_context, wire_text
+from kvd_client.draft import (
+    JobDraft,
+    StepDraft,
+    in_parts,
+    read_only_from,
+    request_context,
+    wire_text,
+)
 from kvd_client.scheduler.device import DeviceBlocks
 from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
@@ -104,6 +111,8 @@ class Scheduler:
         account = wire_text(account)
         extras = [("kv_transfer_params", params.kv_transfer_params), ("hints", params.hints)]
         message = request_context(request_id, account, params.priority, extras)
+        if params.load_tiers is not None:
+            read_only_from(message, params.load_tiers)
         request = Request(request_id, num_tokens, block_hashes, params, account, message)
         request.request_level = params.request_level
         request.next_store = [0] * len(self._groups)

@@ -213,12 +213,14 @@ class Query(_message.Message):
     def __init__(self, context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ..., run: _Optional[_Union[_common_pb2.KeyRun, _Mapping]] = ..., lease: _Optional[_Union[LeaseMode, str]] = ...) -> None: ...
 
 class Answer(_message.Message):
-    __slots__ = ("statuses", "lease_id")
+    __slots__ = ("statuses", "lease_id", "sources")
     STATUSES_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     statuses: bytes
     lease_id: int
-    def __init__(self, statuses: _Optional[bytes] = ..., lease_id: _Optional[int] = ...) -> None: ...
+    sources: bytes
+    def __init__(self, statuses: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., sources: _Optional[bytes] = ...) -> None: ...
 
 class LookupCall(_message.Message):
     __slots__ = ("call_id", "queries")

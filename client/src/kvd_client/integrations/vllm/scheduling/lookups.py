@@ -13,12 +13,14 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
     get_offload_group_idx,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.draft import BlockRun
 from kvd_client.integrations.vllm.scheduling.requests import (
     LOOKUP_RESULTS,
     OffloadGroups,
     TrackedRequest,
+    sources_of,
     verdicts_of,
 )
 from kvd_client.scheduler import hits
@@ -59,6 +61,7 @@ class RequestLookups:
             queue.forget(request)
         knowledge = queue.resolve(request, prompt.computed_tokens)
         tracked.verdicts = {}
+        tracked.sources = None
         if knowledge is Knowledge.STATUSES:
             self._cut(tracked, prompt.computed_tokens, queue)
         return knowledge
@@ -112,6 +115,14 @@ class RequestLookups:
             tracked.verdicts = verdicts_of(request, self._groups)
         verdict = tracked.verdicts.get(key)
         return self._alone(tracked, key, session, queue) if verdict is None else verdict
+
+    def source(self, tracked: TrackedRequest, key: OffloadKey) -> CacheHitSource:
+        """From where the daemon had a block that the lookup found."""
+        if not tracked.request.lookup.sources:
+            return CacheHitSource.HOST
+        if tracked.sources is None:
+            tracked.sources = sources_of(tracked.request, self._groups)
+        return tracked.sources.get(key, CacheHitSource.HOST)
 
     def _alone(
         self, tracked: TrackedRequest, key: OffloadKey, session: SessionView, queue: LookupQueue

@@ -187,7 +187,7 @@ class KvdManager(OffloadingManager):
         return self._lookups.one(tracked, key, session, self._queue)
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        return CacheHitSource.HOST
+        return self._lookups.source(self.tracked(req_context), key)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         tracked = self.tracked(req_context)

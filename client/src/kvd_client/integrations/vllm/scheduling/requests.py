@@ -15,17 +15,22 @@ from typing import Any
 import msgspec
 import numpy as np
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
+    Medium,
     OffloadKey,
     OffloadPolicy,
     ReqContext,
+    TierFilter,
     get_offload_group_idx,
 )
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client.draft import BlockRun, request_context, stretches
+from kvd_client.draft import BlockRun, read_only_from, request_context, stretches
 from kvd_client.scheduler import RequestParams
 from kvd_client.scheduler.hits import HIT, MISS, PENDING, RETRY, STATUS_BITS
 from kvd_client.scheduler.request import Request
+from kvd_proto.v1 import common_pb2
 
 GROUP_BYTES = 4
 
@@ -34,6 +39,16 @@ LOOKUP_RESULTS = {
     HIT: LookupResult.HIT,
     PENDING: LookupResult.HIT_PENDING,
     RETRY: LookupResult.RETRY,
+}
+# What vLLM calls the tiers of a daemon.
+TIERS: dict[int, tuple[Medium, Locality]] = {
+    common_pb2.TIER_DISK: (Medium.STORAGE, Locality.LOCAL),
+    common_pb2.TIER_CLUSTER: (Medium.STORAGE, Locality.REMOTE),
+}
+# vLLM has no name for a store that nodes share.
+SOURCES: dict[int, CacheHitSource] = {
+    common_pb2.TIER_DISK: CacheHitSource.DISK,
+    common_pb2.TIER_CLUSTER: CacheHitSource.EXTERNAL_UNSPECIFIED,
 }
 
 
@@ -58,6 +73,8 @@ class TrackedRequest:
     request: Request
     policy: OffloadPolicy
     verdicts: dict[OffloadKey, LookupResult] = field(default_factory=dict)  # made on demand
+    # Of the hits that a tier brought up; None: to be made on demand.
+    sources: dict[OffloadKey, CacheHitSource] | None = None
     offered: list[dict[int, bytes]] = field(default_factory=list)  # by group: block -> hash
     has_ended: bool = False
 
@@ -69,6 +86,9 @@ def track(context: ReqContext, groups: int, account: str) -> TrackedRequest:
     policy = policy_of(params)
     extras = [("kv_transfer_params", params), ("hints", hints)]
     message = request_context(context.req_id, account, 0, extras)
+    tiers = tiers_of(context.load_tier_filter)
+    if tiers is not None:
+        read_only_from(message, tiers)
     wants_all = policy is OffloadPolicy.REQUEST_LEVEL
     params["do_remote_decode"] = wants_all
     request = Request(
@@ -83,6 +103,12 @@ def track(context: ReqContext, groups: int, account: str) -> TrackedRequest:
     request.next_store = [0] * groups
     request.seen_blocks = [0] * groups
     return TrackedRequest(request, policy, offered=[{} for _ in range(groups)])
+
+
+def tiers_of(allowed: TierFilter) -> list[int] | None:
+    """The tiers that a request's `kv_load_tiers` lets it read from; None: every one."""
+    tiers = [tier for tier, (medium, place) in TIERS.items() if allowed.allows(medium, place)]
+    return None if len(tiers) == len(TIERS) else tiers
 
 
 def hints_of(context: ReqContext) -> dict[str, Any]:
@@ -128,6 +154,21 @@ def verdicts_of(request: Request, groups: OffloadGroups) -> dict[OffloadKey, Loo
         results = [LOOKUP_RESULTS[status] for status in (row & np.uint8(STATUS_BITS)).tolist()]
         keys = (OffloadKey(block_hash + suffix) for block_hash in hashes)
         found.update(zip(keys, results, strict=False))
+    return found
+
+
+def sources_of(request: Request, groups: OffloadGroups) -> dict[OffloadKey, CacheHitSource]:
+    """From where a tier brought up what the lookup found, by vLLM's keys."""
+    found: dict[OffloadKey, CacheHitSource] = {}
+    for group in groups.values():
+        row = request.lookup.sources.get(group.index)
+        if row is None:
+            continue
+        suffix = group.vllm_index.to_bytes(GROUP_BYTES, "big")
+        hashes = request.hashes[group.index]
+        for block in np.flatnonzero(row).tolist():
+            source = SOURCES.get(int(row[block]), CacheHitSource.EXTERNAL_UNSPECIFIED)
+            found[OffloadKey(hashes[block] + suffix)] = source
     return found
 
 
