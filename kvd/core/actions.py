@@ -348,7 +348,7 @@ class ReadFromTier:
 
 @dataclass(frozen=True, slots=True)
 class ClearTier:
-    """Have the tier delete all that it holds of the namespace; answer TierCleared."""
+    """Have the tier delete all that it holds of the namespace, once it can; answer TierCleared."""
 
     tier: TierId
     fingerprint: str

@@ -18,7 +18,7 @@ from kvd.core import events as ev
 from kvd.core.events import Event
 from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TierId
 from kvd.core.model.tiers import Reach, TierTerms, WriteWhen
-from kvd.pool.generations import Generations
+from kvd.pool.generations import EVERY, NAME_BYTES, Generations
 from kvd.pool.pool import Pool
 from kvd.tiers.keeper import TierKeeper
 from kvd.tiers.process import (
@@ -30,7 +30,7 @@ from kvd.tiers.process import (
     TierConfig,
     TierProcess,
 )
-from kvd.tiers.store import NAMESPACE_BYTES, SCOPE_BYTES, Outcome, TierUsage
+from kvd.tiers.store import SCOPE_BYTES, Outcome, TierUsage
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ LAYOUT_VERSION = 1  # of a block's bytes in a slot, as tiers keep them
 NO_USAGE = TierUsage(0, 0, 0)
 TierOrder = act.AskTier | act.WriteToTier | act.ReadFromTier | act.ClearTier
 Asked = act.AskTier | act.WriteToTier | act.ReadFromTier
-CLEAR_AGAIN_SECONDS = 1.0  # after a tier could not delete all of it
+DELETE_AGAIN_S = 1.0  # after a tier could not delete all of it
 
 
 def terms_of(rules: Sequence[TierRule], pool_bytes: int) -> tuple[TierTerms, ...]:
@@ -57,6 +57,14 @@ def terms_of(rules: Sequence[TierRule], pool_bytes: int) -> tuple[TierTerms, ...
         )
         for rule in rules
     )
+
+
+class Deletion(NamedTuple):
+    """What a tier shall delete."""
+
+    order: OrderId
+    name: bytes  # that the scopes begin with, EVERY for all
+    fingerprint: str  # of the namespace, where the core waits for the end
 
 
 class TierTold(NamedTuple):
@@ -85,9 +93,9 @@ class Tiers:
         self._allocate_mover = allocate_mover
         self._keepers: list[TierKeeper] = []
         self._movers: dict[MoverId, TierId] = {}  # as which their processes map rows
-        self._asked: dict[TierId, dict[OrderId, TierOrder]] = {}
+        self._asked: dict[TierId, dict[OrderId, Asked | Deletion]] = {}
         self._written: set[TierId] = set()  # those that were given a block since they began
-        self._to_empty: set[TierId] = set()  # of all that they hold
+        self._deleting: dict[TierId, dict[bytes, Deletion]] = {}  # by what it deletes
         self._next_order = 0
         self._generations: Generations | None = None  # where there are tiers, or were
 
@@ -99,8 +107,12 @@ class Tiers:
         for place, rule in enumerate(self._rules):
             tier = TierId(place)
             self._asked[tier] = {}
+            self._deleting[tier] = {}
             config = TierConfig(tier, rule.store, rule.options, self._pool.extent_files)
             self._keepers.append(TierKeeper(config, self._pool, self, rule.bounds))
+        if self._generations is not None:
+            for name in self._generations.unsettled():
+                self._unsettle(name)
 
     async def close(self) -> None:
         """End their processes; returns when they are gone."""
@@ -112,15 +124,28 @@ class Tiers:
     def scopes_cleared(self, namespace: NamespaceId) -> None:
         """What any store holds of the namespace is found no longer, nor by another daemon."""
         if self._generations is not None:
-            self._generations.clear(self._fingerprint_of(namespace))
+            name = _namespace_name(self._fingerprint_of(namespace))
+            if self._generations.clear(name, unsettled=bool(self._shared)) == EVERY:
+                self._unsettle(EVERY)
 
     def all_cleared(self) -> None:
         """Likewise of every namespace, of those too that are forgotten here."""
         if self._generations is not None:
-            self._generations.clear_all()
-        for place in range(len(self._keepers)):
-            self._to_empty.add(TierId(place))
-            self._clear(act.ClearTier(TierId(place), ""))
+            self._generations.clear_all(unsettled=bool(self._shared))
+        for tier in self._deleting:
+            self._delete(tier, EVERY)
+
+    def _unsettle(self, name: bytes) -> None:
+        """Stores that nodes share are not asked for it until they have deleted it."""
+        for tier in self._shared:
+            self._delete(tier, name)
+
+    @property
+    def _shared(self) -> list[TierId]:
+        return [tier for tier in self._deleting if self._is_shared(tier)]
+
+    def _is_shared(self, tier: TierId) -> bool:
+        return self._rules[tier].medium == "REMOTE"
 
     def told(self) -> list[TierTold]:
         """What is known of each tier's process, in their order."""
@@ -141,12 +166,15 @@ class Tiers:
     def carry_out(self, order: TierOrder) -> None:
         """Pass an order on; what the process doesn't take is answered at once."""
         if isinstance(order, act.ClearTier):
-            self._clear(order)
+            self._delete(order.tier, _namespace_name(order.fingerprint), order.fingerprint)
             return
         process = self._keepers[order.tier].process
         self._next_order += 1
         number = OrderId(self._next_order)
         named = self._generations is not None  # not once it is closed
+        if named and self._is_hidden(order.tier, order.name.namespace):
+            self._tell_none(order)
+            return
         if process is not None and named and self._give(process, number, order):
             self._asked[order.tier][number] = order
             if isinstance(order, act.WriteToTier) and order.tier not in self._written:
@@ -155,29 +183,42 @@ class Tiers:
         else:
             self._tell_none(order)
 
-    def _clear(self, order: act.ClearTier) -> None:
-        """Have it all deleted. Nobody finds it since the generation has changed, but it is there.
+    def _delete(self, tier: TierId, name: bytes, fingerprint: str = "") -> None:
+        """Have all of it deleted, by this process or the next, again and again until that is done.
 
-        A process that has ended needs no order: the core gives it to the next one.
+        Nobody finds it meanwhile: in a store of this node it has another name, and one that nodes
+        share is not asked for it.
         """
-        process = self._keepers[order.tier].process
-        if process is None:
-            return
         self._next_order += 1
         number = OrderId(self._next_order)
-        deadline = time.monotonic() + self._rules[order.tier].deadline_seconds
-        prefix = _namespace_prefix(order.fingerprint) if order.fingerprint else b""
-        if process.delete_scopes(number, (prefix,), deadline):
-            self._asked[order.tier][number] = order
+        deletion = Deletion(number, name, fingerprint)
+        self._deleting[tier][name] = deletion
+        process = self._keepers[tier].process
+        if process is None:
+            return
+        deadline = time.monotonic() + self._rules[tier].deadline_seconds
+        if process.delete_scopes(number, (name,), deadline):
+            self._asked[tier][number] = deletion
         else:
-            self._clear_again(order)
+            self._delete_later(tier, deletion)
 
-    def _clear_again(self, order: act.ClearTier) -> None:
-        asyncio.get_running_loop().call_later(CLEAR_AGAIN_SECONDS, self._clear, order)
+    def _delete_later(self, tier: TierId, deletion: Deletion) -> None:
+        asyncio.get_running_loop().call_later(DELETE_AGAIN_S, self._delete_again, tier, deletion)
+
+    def _delete_again(self, tier: TierId, deletion: Deletion) -> None:
+        if self._deleting[tier].get(deletion.name) is deletion:
+            self._delete(tier, deletion.name, deletion.fingerprint)
+
+    def _is_hidden(self, tier: TierId, namespace: NamespaceId) -> bool:
+        """Whether a store that nodes share may still hold what was cleared."""
+        deleting = self._deleting[tier]
+        if not deleting or not self._is_shared(tier):
+            return False
+        return EVERY in deleting or _namespace_name(self._fingerprint_of(namespace)) in deleting
 
     def _give(self, process: TierProcess, number: OrderId, order: Asked) -> bool:
         deadline = time.monotonic() + self._rules[order.tier].deadline_seconds
-        scope = self._scope(order.name)
+        scope = self._scope(order.tier, order.name)
         match order:
             case act.AskTier():
                 return process.exists(number, (ScopedKeys(scope, order.keys),), deadline)
@@ -197,17 +238,21 @@ class Tiers:
         offsets = np.stack([offsets for _, offsets in located])
         return PlacedBlocks(scope, order.keys, extents, offsets, part_bytes)
 
-    def _scope(self, name: ScopeName) -> bytes:
-        """The digest by which a tier knows the scope, over all incarnations of the pool."""
-        size = SCOPE_BYTES - NAMESPACE_BYTES
+    def _scope(self, tier: TierId, name: ScopeName) -> bytes:
+        """The digest by which a tier knows the scope, over all incarnations of the pool.
+
+        Nodes that share a store call the scope alike, whatever each of them cleared.
+        """
+        size = SCOPE_BYTES - NAME_BYTES
         digest = hashlib.blake2b(digest_size=size, person=b"kvd-tier-scope")
-        fingerprint = self._fingerprint_of(name.namespace)
+        namespace = _namespace_name(self._fingerprint_of(name.namespace))
         assert self._generations is not None, "orders come between begin and close"
-        numbers = (name.group, *self._generations.of(fingerprint), LAYOUT_VERSION)
+        generation = (0, 0) if self._is_shared(tier) else self._generations.of(namespace)
+        numbers = (name.group, *generation, LAYOUT_VERSION)
         for text in (name.epoch, name.account, *map(str, numbers)):
             encoded = text.encode()
             digest.update(len(encoded).to_bytes(4, "little") + encoded)
-        return _namespace_prefix(fingerprint) + digest.digest()
+        return namespace + digest.digest()
 
     def unmap_row(self, order: act.UnmapRow) -> None:
         """Have a tier's process unmap the row once no copy uses it."""
@@ -230,16 +275,16 @@ class Tiers:
         mover = self._allocate_mover()
         self._movers[mover] = tier
         self._report(ev.TierStarted(tier, mover))
-        if tier in self._to_empty:
-            self._clear(act.ClearTier(tier, ""))
+        for deletion in list(self._deleting[tier].values()):
+            self._delete(tier, deletion.name, deletion.fingerprint)
 
     def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
         """The core hears what became of each block."""
         order = self._asked[tier].pop(answer.order, None)
         if order is None:
             return
-        if isinstance(order, act.ClearTier):
-            self._told_of_clear(order, answer)
+        if isinstance(order, Deletion):
+            self._deletion_ended(tier, order, answer)
         elif answer.end is not OrderEnd.ANSWERED:
             self._tell_none(order)
         elif isinstance(order, act.AskTier):
@@ -247,13 +292,19 @@ class Tiers:
         else:
             self._report(ev.TierCopyEnded(tier, order.copy, _is(answer, Outcome.DONE)))
 
-    def _told_of_clear(self, order: act.ClearTier, answer: TierAnswer) -> None:
+    def _deletion_ended(self, tier: TierId, deletion: Deletion, answer: TierAnswer) -> None:
+        deleting = self._deleting[tier]
+        if deleting.get(deletion.name) is not deletion:
+            return  # it is deleted once more
         if answer.end is not OrderEnd.ANSWERED:
-            self._clear_again(order)
-        elif order.fingerprint:
-            self._report(ev.TierCleared(order.tier, order.fingerprint))
-        else:
-            self._to_empty.discard(order.tier)
+            self._delete_later(tier, deletion)
+            return
+        del deleting[deletion.name]
+        if deletion.fingerprint:
+            self._report(ev.TierCleared(tier, deletion.fingerprint))
+        left = any(deletion.name in self._deleting[other] for other in self._shared)
+        if not left and self._generations is not None:
+            self._generations.settle(deletion.name)
 
     def row_unmapped(self, tier: TierId, row: RowId) -> None:
         """The process no longer maps the row."""
@@ -280,9 +331,9 @@ class Tiers:
         self._pool.set_below(holds_some=held or bool(self._written))
 
 
-def _namespace_prefix(fingerprint: str) -> bytes:
+def _namespace_name(fingerprint: str) -> bytes:
     """What every scope of the namespace begins with."""
-    digest = hashlib.blake2b(digest_size=NAMESPACE_BYTES, person=b"kvd-tier-names")
+    digest = hashlib.blake2b(digest_size=NAME_BYTES, person=b"kvd-tier-names")
     digest.update(fingerprint.encode())
     return digest.digest()
 

@@ -112,8 +112,10 @@ class Scene:
 
         wait_until(is_back, "the rank's registration")
 
-    def clear(self) -> None:
-        self.caller.call(self.caller.operator.Clear, operator_pb2.ClearRequest())
+    def clear(self, namespace_id: int = 0) -> None:
+        """One namespace, or with 0 every one."""
+        request = operator_pb2.ClearRequest(namespace_id=namespace_id)
+        self.caller.call(self.caller.operator.Clear, request)
 
     def forget_caller(self) -> None:
         """Before the daemon goes: its next life needs a new introduction."""

@@ -328,3 +328,62 @@ def test_a_clear_takes_blocks_off_the_disk_for_good(tmp_path: Path) -> None:
         wait_until(lambda: scene.status().tiers[0].blocks > 200, "what the disk holds", 30.0)
         two = scene.engine("two")
         assert two.load("first", 200) == 0
+
+
+def shared(tmp_path: Path) -> str:
+    """A store that nodes share."""
+    options = f'path = "{tmp_path / "blocks"}", stubborn = "{tmp_path / "stubborn"}"'
+    store = TIER.replace("memory_store:MemoryStore", "lasting_store:LastingStore")
+    return f'{store}medium = "REMOTE"\noptions = {{ {options} }}\n'
+
+
+def become_another_node(scene: Scene) -> None:
+    scene.kill_daemon()
+    shutil.rmtree(scene.daemon.pool)
+    scene.daemon.pool.mkdir()
+    scene.daemon.start()
+    wait_for_tier(scene)
+
+
+def test_nodes_share_what_is_stored_after_one_of_them_cleared(tmp_path: Path) -> None:
+    with tiered(tmp_path, shared(tmp_path)) as scene:
+        wait_for_tier(scene)
+        one = scene.engine("one")
+        wait_found_below(one, one, "first")
+        scene.clear()
+        wait_found_below(one, one, "second")
+        wait_until(lambda: scene.status().tiers[0].bytes_down == 0, "the last writes")
+        one.kill()
+        become_another_node(scene)
+        two = scene.engine("two")
+        wait_until(lambda: two.load("second", 200) == 200, "what the other node stored", 30.0)
+        assert two.load("first", 200) == 0
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_clear_that_a_shared_store_did_not_do_yet_lasts_longer_than_the_daemon(
+    tmp_path: Path, everything: bool
+) -> None:
+    stubborn = tmp_path / "stubborn"
+    with tiered(tmp_path, shared(tmp_path)) as scene:
+        wait_for_tier(scene)
+        one = scene.engine("one")
+        wait_found_below(one, one, "first")
+        stubborn.touch()
+        scene.clear(0 if everything else scene.status().namespaces[0].namespace_id)
+        generation = 1
+        for _ in range(2):
+            scene.kill_daemon()
+            scene.daemon.start()
+            generation = one.wait_usable(generation)
+            wait_for_tier(scene)
+            wait_until(lambda: scene.status().tiers[0].blocks >= 200, "what the store still holds")
+            assert one.load("first", 200) == 0
+        stubborn.unlink()
+        wait_found_below(one, one, "second")
+        assert one.load("first", 200) == 0
+        scene.kill_daemon()
+        scene.daemon.start()
+        one.wait_usable(generation)
+        wait_for_tier(scene)
+        wait_until(lambda: one.load("second", 200) == 200, "what was stored since", 30.0)

@@ -7,17 +7,19 @@ import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvd.tiers.store import Outcome, TierBlock, TierOptions
+from kvd.tiers.store import Outcome, TierBlock, TierError, TierOptions
 from tests.tiers.memory_store import MemoryStore
 
 
 class LastingStore(MemoryStore):
-    """Keeps its blocks in the file `path`."""
+    """Keeps its blocks in the file `path`; deletes none as long as there is a file `stubborn`."""
 
     def __init__(self, options: TierOptions) -> None:
-        super().__init__({name: value for name, value in options.items() if name != "path"})
+        of_its_own = ("path", "stubborn")
+        super().__init__({k: value for k, value in options.items() if k not in of_its_own})
         self.concurrency = 1
         self._path = Path(str(options["path"]))
+        self._stubborn = Path(str(options.get("stubborn", "/nowhere")))
         if self._path.exists():
             self._blocks, self._bytes = pickle.loads(self._path.read_bytes())
 
@@ -27,6 +29,8 @@ class LastingStore(MemoryStore):
         return outcomes
 
     def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
+        if self._stubborn.exists():
+            raise TierError("it deletes nothing now")
         super().delete_scopes(scopes, deadline)
         self._save()
 

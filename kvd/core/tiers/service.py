@@ -49,7 +49,6 @@ def _started(turn: Turn, event: TierStarted) -> None:
     tier = turn.state.below.tiers[event.tier]
     tier.move(TierState.SERVING)
     tier.mover = event.mover
-    turn.orders.extend(ClearTier(tier.tier, fingerprint) for fingerprint in tier.clearing)
 
 
 def _gone(turn: Turn, event: TierGone) -> None:
@@ -109,5 +108,4 @@ def namespace_cleared(turn: Turn, namespace: Namespace) -> None:
     fingerprint = namespace.spec.fingerprint
     for tier in turn.state.below.tiers:
         tier.clearing[fingerprint] = None
-        if tier.is_serving:
-            turn.orders.append(ClearTier(tier.tier, fingerprint))
+        turn.orders.append(ClearTier(tier.tier, fingerprint))
