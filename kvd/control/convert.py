@@ -98,7 +98,11 @@ def request_context(message: common_pb2.ReqContext) -> ev.RequestContext:
     if said and log.isEnabledFor(logging.DEBUG):
         log.debug("request %s: %s", message.request_id, message)
     tiers = tuple(message.tiers_allowed)
-    return ev.RequestContext(RequestId(message.request_id), message.account, tiers)
+    awaits = False
+    if message.HasField("kv_transfer_params"):
+        params = message.kv_transfer_params.fields
+        awaits = "do_remote_prefill" in params and params["do_remote_prefill"].bool_value
+    return ev.RequestContext(RequestId(message.request_id), message.account, tiers, awaits)
 
 
 def check_struct(size: int, name: str) -> int:

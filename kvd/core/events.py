@@ -221,12 +221,14 @@ class EpochChanged:
 class RequestContext:
     """What a request-bound verb knows of its request.
 
-    `tiers_allowed` numbers tiers as kvd.v1 does; none means all.
+    `tiers_allowed` numbers tiers as kvd.v1 does; none means all. With `awaits` another node may be
+    about to write its blocks to a tier that nodes share.
     """
 
     request: RequestId
     account: str = ""
     tiers_allowed: tuple[int, ...] = ()
+    awaits: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

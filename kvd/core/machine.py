@@ -36,7 +36,7 @@ from kvd.core.model.turn import Turn
 from kvd.core.policy import POLICY_NAMES
 from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.spec import NamespaceSpec
-from kvd.core.tiers import promotion, search, service
+from kvd.core.tiers import promotion, search, service, writing
 from kvd.core.upkeep import chores, clear, operator, recovery, session
 from kvd.core.upkeep.statistics import Statistics, gather
 
@@ -208,7 +208,7 @@ def _apply(turn: Turn, event: ev.Event) -> None:
         case ev.Touched():
             lookup.touch(turn, event)
         case ev.HandOffRequested():
-            hand_off.hand_off(turn, event)
+            writing.handed_off(turn, *hand_off.hand_off(turn, event))
         case ev.LeasesReleased() | ev.RequestsEnded() | ev.StepEnded():
             _apply_step(turn, event)
         case ev.TransferFinished():

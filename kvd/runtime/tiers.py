@@ -327,8 +327,11 @@ class Tiers:
         self._tell_clients()
 
     def _tell_clients(self) -> None:
-        held = any(usage.blocks for usage in self.usage.values())
-        self._pool.set_below(holds_some=held or bool(self._written))
+        """Other nodes write to what nodes share: it always may hold something."""
+        holds_some = bool(self._written) or any(
+            usage.blocks or self._is_shared(tier) for tier, usage in self.usage.items()
+        )
+        self._pool.set_below(holds_some=holds_some)
 
 
 def _namespace_name(fingerprint: str) -> bytes:

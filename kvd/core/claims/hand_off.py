@@ -30,8 +30,11 @@ MAX_EXPIRED_AT_ONCE = 8192  # blocks, so that a tick doesn't hold others up
 MAX_CLAIMS_PER_TENANT = 1 << 18  # blocks, one counted again for each hand-off that holds it
 
 
-def hand_off(turn: Turn, event: HandOffRequested) -> None:
-    """Hold those of the blocks that are there, from the first on, as far as the caps allow."""
+def hand_off(turn: Turn, event: HandOffRequested) -> tuple[SizeClass, Slots]:
+    """Hold those of the blocks that are there, from the first on, as far as the caps allow.
+
+    The answer is all that are there, or on their way.
+    """
     state = turn.state
     session = state.require_session(event.session)
     (owner,) = check_keys(state, session, [(event.group, event.keys)])
@@ -55,6 +58,7 @@ def hand_off(turn: Turn, event: HandOffRequested) -> None:
         found.until_ns = max(found.until_ns, turn.now_ns + event.lasting_ns)
         if len(taken):
             _hold(state, found, owner, taken)
+    return owner, there
 
 
 def _room(state: State, found: HandOff | None, owner: SizeClass, slots: Slots) -> int:

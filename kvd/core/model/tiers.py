@@ -205,6 +205,12 @@ class Sought:
     searches: list[Search] = field(default_factory=list)
     cut: int | None = None  # place of the first block that is nowhere
     is_found: bool = False  # it stands in Session.found_below
+    # Another node may be about to write what is not there: which tiers are asked again, which
+    # searches wait for that, and when it is time.
+    shared: tuple[TierId, ...] = ()
+    waiting: list[Search] = field(default_factory=list)
+    again_ns: int = 0
+    wait_ns: int = 0
     is_over: bool = False  # forgotten; an answer is of no use any more
 
 

@@ -6,6 +6,10 @@ and so is a block that could not be brought up: nobody waits twice. All of it is
 request, or some seconds after the deadline.
 
 Where only a whole prefix is of use, no block behind the first one that is nowhere is sought.
+
+What a prefill engine on another node computes may come later than the request that goes on with it:
+for such a request the tiers that nodes share are asked again, less and less often, until its
+deadline. It is the request's lookups that ask; one that nobody looks up costs nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from kvd.core.model.tiers import (
     MAX_SOUGHT_BLOCKS,
     MAX_TENANT_SOUGHT_BLOCKS,
     Belief,
+    Reach,
     Search,
     Sought,
     Tier,
@@ -37,6 +42,7 @@ from kvd.core.model.turn import Turn
 BELIEVED_NS = 5_000_000_000  # after the deadline, what tiers said of a request's blocks stands
 EXPIRED_REQUESTS_AT_ONCE = 64  # requests' groups, in one tick
 UNANSWERED_AT_ONCE = 64  # searches of a tier that has gone, in one event
+AWAITED_AGAIN_NS = 20_000_000  # then twice as long each time: for a block of another node's
 
 _ABSENT = int(Belief.ABSENT)  # to compare with an enum's member takes ten times as long
 
@@ -59,6 +65,8 @@ def look(
     if found is not None and is_prefix and found.cut is not None:
         end = int(np.searchsorted(places, found.cut))
     late = is_late(turn, session, query)
+    if found is not None and found.waiting and turn.now_ns >= found.again_ns and not late:
+        _ask_again(turn, found)
     fresh: list[int] = []
     for row, tag in enumerate(tags[missed[:end]].tolist()):
         known = found.blocks.get(tag) if found is not None else None
@@ -164,6 +172,9 @@ def _begin(
         is_prefix,
         turn.now_ns + max(tier.terms.seek_ns for tier in tiers),
     )
+    if query.context.awaits:
+        shared = [tier.tier for tier in tiers if tier.terms.reach is Reach.CLUSTER]
+        sought.shared, sought.wait_ns = tuple(shared), AWAITED_AGAIN_NS
     session.sought.setdefault(sought.request, {})[account, group] = sought
     state.below.expiring[sought] = None
     return sought
@@ -203,8 +214,22 @@ def _ask_next(turn: Turn, search: Search) -> None:
             keys = KeyBatch(search.words[search.asked], spec.hash_bytes)
             turn.orders.append(AskTier(tier.tier, search.search, sought.name, keys))
             return
+    if sought.shared and len(search.asked) and turn.now_ns < sought.until_ns:
+        if not sought.waiting:
+            sought.again_ns = turn.now_ns + sought.wait_ns
+        sought.waiting.append(search)
+        return
     absent(sought, search, search.asked)
     search.asked = search.asked[:0]
+
+
+def _ask_again(turn: Turn, sought: Sought) -> None:
+    """Ask the tiers that nodes share for what no tier held when it was asked last."""
+    searches, sought.waiting = sought.waiting, []
+    sought.wait_ns *= 2
+    for search in searches:
+        search.to_ask = list(sought.shared)
+        _ask_next(turn, search)
 
 
 def absent(sought: Sought, search: Search, rows: Slots) -> None:
@@ -294,6 +319,7 @@ def _forget(state: State, sought: Sought) -> None:
     _count(state, sought, -len(sought.blocks))
     sought.blocks = {}
     sought.searches = []
+    sought.waiting = []
 
 
 def arrived(state: State, sought: Sought, tags: U64) -> None:

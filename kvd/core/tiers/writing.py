@@ -19,7 +19,7 @@ from kvd.core.model.job import Part
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Scope, State
-from kvd.core.model.tiers import CopyKind, Tier, TierCopy, WriteWhen
+from kvd.core.model.tiers import CopyKind, Reach, Tier, TierCopy, WriteWhen
 from kvd.core.model.turn import Turn
 from kvd.core.tiers.promotion import NO_BLOCKS, begin, forget
 
@@ -30,8 +30,23 @@ DEMOTED_AT_ONCE = 256  # and written
 
 def stored(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """These blocks were stored, or are offered by a store and readable already."""
-    for tier in turn.state.below.tiers:
+    state = turn.state
+    for tier in state.below.tiers:
         if tier.terms.write is WriteWhen.THROUGH:
+            write(turn, tier, owner, slots)
+        elif tier.terms.reach is Reach.CLUSTER and state.handed_off:
+            handed = [slot in state.handed_off for slot in slots.tolist()]
+            write(turn, tier, owner, slots[handed])
+
+
+def handed_off(turn: Turn, owner: SizeClass, slots: Slots) -> None:
+    """Another engine shall go on with these blocks, and it may be on another node.
+
+    So they are written where nodes share, whatever the tier's rule is. Those that are still being
+    stored follow when they are (`stored`).
+    """
+    for tier in turn.state.below.tiers:
+        if tier.terms.reach is Reach.CLUSTER:
             write(turn, tier, owner, slots)
 
 
