@@ -313,11 +313,6 @@ def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Confi
     tenants = _tenants(written.get("tenants", {}), values["pool_bytes"])
     config = Config(**values, tenants=tenants, tiers=tiers)
     _check_sizes(config)
-    if config.tiers and config.payload_checksums:
-        raise ConfigError(
-            "payload_checksums can't be had with [[tiers]] yet, which keep checksums of their own:"
-            " turn it off, or remove the tiers"
-        )
     return config
 
 

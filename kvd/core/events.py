@@ -7,7 +7,7 @@ with that token comes at its end.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -427,16 +427,22 @@ class TierAnswered:
     held: npt.NDArray[np.bool_]
 
 
+def _none_of_them() -> npt.NDArray[np.bool_]:
+    return np.zeros(0, dtype=np.bool_)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TierCopyEnded:
     """A copy of the tier has ended: none of its bytes is written or read any more.
 
-    `done`: of which blocks it has done all, in their order.
+    `done`: of which blocks it has done all, in their order. `damaged`, of a write: which of them
+    have other bytes in their slots than were stored; empty where none has.
     """
 
     tier: TierId
     copy: CopyId
     done: npt.NDArray[np.bool_]
+    damaged: npt.NDArray[np.bool_] = field(default_factory=_none_of_them)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

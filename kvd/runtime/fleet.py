@@ -25,6 +25,7 @@ from kvd.core.lifecycle import step
 from kvd.core.shares import Bound, Shares
 from kvd.mover.process import Finished, LocatedPart, MoverConfig, MoverProcess, MoverSink
 from kvd.pool.pool import Pool
+from kvd.runtime.damage import log_damage
 from kvd.runtime.told_rows import ToldRows
 from kvd.runtime.turns import TURNS_BETWEEN_PIECES
 
@@ -32,7 +33,6 @@ log = logging.getLogger(__name__)
 
 # Starts a mover process and returns when it has said hello.
 MoverLauncher = Callable[[MoverConfig, MoverSink], Awaitable[MoverProcess]]
-MOST_PLACES_LOGGED = 16  # of blocks that one transfer found damaged
 # Each takes tens of MiB. Those that start and those that end count too, so that nobody has more by
 # letting them go and come.
 MAX_MOVERS = 128
@@ -316,7 +316,7 @@ class MoverFleet:
                 self._pool.note_checksums(submitted.slots, shard, finished.checksums)
             if len(finished.damaged):
                 damaged = tuple(submitted.slots[finished.damaged.astype(np.int64)].tolist())
-                self._log_damage(damaged, attached)
+                log_damage(self._pool, np.array(damaged), attached.namespace, shard)
         self.report(
             ev.TransferFinished(
                 mover,
@@ -326,19 +326,6 @@ class MoverFleet:
                 finished.duration_ns,
                 damaged,
             )
-        )
-
-    def _log_damage(self, slots: tuple[int, ...], attached: AttachedMover) -> None:
-        """Say where, so that bad memory or a stray writer can be found."""
-        extents, offsets = self._pool.locate(np.array(slots), attached.placement.shard)
-        places = [f"{e}+{o}" for e, o in zip(extents.tolist(), offsets.tolist(), strict=True)]
-        shown = ", ".join(places[:MOST_PLACES_LOGGED])
-        log.error(
-            "%d blocks of namespace %d failed their checksums and are removed; extent+offset: %s%s",
-            len(slots),
-            attached.namespace,
-            shown,
-            ", ..." if len(places) > MOST_PLACES_LOGGED else "",
         )
 
     def row_unmapped(self, mover: MoverId, row: RowId) -> None:

@@ -20,6 +20,7 @@ from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TierId
 from kvd.core.model.tiers import Reach, TierTerms, WriteWhen
 from kvd.pool.generations import EVERY, NAME_BYTES, Generations
 from kvd.pool.pool import Pool
+from kvd.runtime import damage
 from kvd.tiers.keeper import TierKeeper
 from kvd.tiers.process import (
     OrderEnd,
@@ -108,7 +109,8 @@ class Tiers:
             tier = TierId(place)
             self._asked[tier] = {}
             self._deleting[tier] = {}
-            config = TierConfig(tier, rule.store, rule.options, self._pool.extent_files)
+            files, summed = self._pool.extent_files, self._pool.payload_checksums
+            config = TierConfig(tier, rule.store, rule.options, files, summed)
             self._keepers.append(TierKeeper(config, self._pool, self, rule.bounds))
         if self._generations is not None:
             for name in self._generations.unsettled():
@@ -236,7 +238,13 @@ class Tiers:
         located = [self._pool.locate(order.slots, shard) for shard in range(len(part_bytes))]
         extents = np.stack([extents for extents, _ in located])
         offsets = np.stack([offsets for _, offsets in located])
-        return PlacedBlocks(scope, order.keys, extents, offsets, part_bytes)
+        sums = None
+        if isinstance(order, act.WriteToTier):
+            shards = range(len(part_bytes))
+            kept = [self._pool.checksums(order.slots, shard) for shard in shards]
+            of_shards = [each for each in kept if each is not None]
+            sums = np.stack(of_shards) if of_shards else None
+        return PlacedBlocks(scope, order.keys, extents, offsets, part_bytes, sums)
 
     def _scope(self, tier: TierId, name: ScopeName) -> bytes:
         """The digest by which a tier knows the scope, over all incarnations of the pool.
@@ -290,7 +298,17 @@ class Tiers:
         elif isinstance(order, act.AskTier):
             self._report(ev.TierAnswered(tier, order.search, _is(answer, 1)))
         else:
-            self._report(ev.TierCopyEnded(tier, order.copy, _is(answer, Outcome.DONE)))
+            self._note_sums(order, answer)
+            damaged = _is(answer, Outcome.DAMAGED)
+            if damaged.any():
+                damage.log_damage(self._pool, order.slots[damaged], order.name.namespace)
+            self._report(ev.TierCopyEnded(tier, order.copy, _is(answer, Outcome.DONE), damaged))
+
+    def _note_sums(self, order: act.WriteToTier | act.ReadFromTier, answer: TierAnswer) -> None:
+        """What came from a tier is compared with these when it is loaded."""
+        sums = answer.sums.reshape(len(order.slots), -1)
+        for shard in range(sums.shape[1]):
+            self._pool.note_checksums(order.slots, shard, sums[:, shard])
 
     def _deletion_ended(self, tier: TierId, deletion: Deletion, answer: TierAnswer) -> None:
         deleting = self._deleting[tier]

@@ -15,17 +15,18 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from kvd.core.keys import RowId
+from kvd.core.keys import U64, RowId
 from kvd.linux import calls
 from kvd.processes.child import EXIT_BROKEN, ChannelToControl, bind_life_to
 from kvd.processes.complaints import introduce, log_limited
 from kvd.processes.framing import BadFrame, FrameReader
 from kvd.processes.mappings import Bytes
-from kvd.tiers import frames
+from kvd.tiers import frames, sums
 from kvd.tiers.extents import SharedExtents, most_mapped
 from kvd.tiers.frames import (
     COPIES,
@@ -41,6 +42,7 @@ from kvd.tiers.frames import (
     TierConfig,
     TierFrame,
     TierRefusal,
+    no_sums,
 )
 from kvd.tiers.lanes import Lanes, Work
 from kvd.tiers.store import (
@@ -60,8 +62,16 @@ _STOP_S = 1.0  # for calls under way
 _REASONS = frozenset(TierReason)
 _POSSIBLE = {
     TierFrame.READ: (Outcome.DONE, Outcome.MISSING, Outcome.FAILED),
-    TierFrame.WRITE: (Outcome.DONE, Outcome.FULL, Outcome.FAILED),
+    TierFrame.WRITE: (Outcome.DONE, Outcome.FULL, Outcome.FAILED, Outcome.DAMAGED),
 }
+
+
+class Answered(NamedTuple):
+    """What a store's answer comes to."""
+
+    values: U8 = np.empty(0, dtype=np.uint8)
+    bytes_copied: int = 0
+    sums: U64 = no_sums()
 
 
 class StoreLied(Exception):
@@ -73,6 +83,8 @@ class TierLoop:
 
     def __init__(self, config: TierConfig, store: TierStore, control: ChannelToControl) -> None:
         self._store = store
+        self._store_compares = bool(getattr(store, "compares_sums", False))
+        self._checksums = config.checksums
         self._control = control
         self._extents = SharedExtents(config.extents, self._report_unmapped, most_mapped())
         calls_at_once = max(1, min(store.concurrency, MAX_CALLS_AT_ONCE))
@@ -173,10 +185,10 @@ class TierLoop:
             return TierAnswer(order, OrderEnd.NEVER_STARTED, reason=ProcessReason.CALLED_OFF)
         lent = self._extents.lend(work.extents)
         marks = [weakref.ref(each) for each in lent.values()]
-        values, reason, copied = np.empty(0, dtype=np.uint8), "", 0
+        answered, reason = Answered(), ""
         began = time.monotonic_ns()
         try:
-            values, copied = self._call(work.order, lent)
+            answered = self._call(work.order, lent)
         except TierError as error:
             known = error.reason in _REASONS  # they are labels of a metric: no store makes others
             reason = str(error.reason) if known else ProcessReason.STORE_RAISED
@@ -191,7 +203,8 @@ class TierLoop:
         del lent
         self._require_returned(marks)
         end = OrderEnd.FAILED if reason else OrderEnd.ANSWERED
-        return TierAnswer(order, end, values, copied, duration_ns, reason)
+        values, copied, summed = answered
+        return TierAnswer(order, end, values, copied, duration_ns, reason, summed)
 
     def _require_returned(self, marks: Sequence[weakref.ref[Bytes]]) -> None:
         """End the process where its store kept some of what it was lent: it might write there."""
@@ -206,23 +219,43 @@ class TierLoop:
         self._control.send(TierFrame.LEAVING, frames.pack_text(reason))
         os._exit(EXIT_BROKEN)
 
-    def _call(self, order: Order, lent: dict[int, Bytes]) -> tuple[U8, int]:
-        """Values for the answer, and bytes that were copied."""
+    def _call(self, order: Order, lent: dict[int, Bytes]) -> Answered:
         deadline = order.deadline
         match order.kind:
             case TierFrame.EXISTS:
                 found = self._store.exists(_keys(order), deadline)
-                return _checked(found, order.count, (False, True)), 0
+                return Answered(_checked(found, order.count, (False, True)))
             case TierFrame.READ:
-                return _copied(self._store.read, _blocks(order, lent), order)
+                return self._read(order, lent)
             case TierFrame.WRITE:
-                return _copied(self._store.write, _blocks(order, lent), order)
+                return self._write(order, lent)
             case TierFrame.DELETE:
                 self._store.delete(_keys(order), deadline)
             case _:
                 scopes = [part for part in order.content if isinstance(part, bytes)]
                 self._store.delete_scopes(scopes, deadline)
-        return np.empty(0, dtype=np.uint8), 0
+        return Answered()
+
+    def _read(self, order: Order, lent: dict[int, Bytes]) -> Answered:
+        summed = np.zeros(frames.count_parts(order) if self._checksums else 0, dtype=np.uint64)
+        blocks = _blocks(order, lent, summed)
+        answers = self._store.read(blocks, order.deadline)
+        outcomes = _checked(answers, len(blocks), _POSSIBLE[order.kind])
+        if self._checksums:
+            sums.complete(blocks, outcomes.tolist())
+        return Answered(outcomes, _copied(order, outcomes), summed)
+
+    def _write(self, order: Order, lent: dict[int, Bytes]) -> Answered:
+        """The store is given no block whose bytes are not those that were stored."""
+        blocks = _blocks(order, lent)
+        outcomes = np.full(len(blocks), Outcome.DAMAGED, dtype=np.uint8)
+        damaged = [not self._store_compares and sums.is_damaged(block) for block in blocks]
+        right = np.flatnonzero(~np.array(damaged, dtype=np.bool_))
+        given = [blocks[row] for row in right.tolist()]
+        answers = self._store.write(given, order.deadline) if given else ()
+        outcomes[right] = _checked(answers, len(given), _POSSIBLE[order.kind])
+        sums.doubt(blocks, outcomes)
+        return Answered(outcomes, _copied(order, outcomes))
 
     def _tell_usage(self) -> None:
         while self._usage_wanted.acquire():
@@ -260,9 +293,11 @@ def _named(part: ScopedKeys | PlacedBlocks) -> list[TierKey]:
     return list(map(TierKey, itertools.repeat(part.scope), hashes))
 
 
-def _blocks(order: Order, lent: dict[int, Bytes]) -> list[TierBlock]:
+def _blocks(order: Order, lent: dict[int, Bytes], to_sum: U64 | None = None) -> list[TierBlock]:
+    """The order's blocks; `to_sum` is for the checksums of their parts, block after block."""
     views = {extent: memoryview(each) for extent, each in lent.items()}  # type: ignore[arg-type]
     blocks: list[TierBlock] = []
+    first = 0
     for part in order.content:
         assert isinstance(part, PlacedBlocks), "an order of blocks"
         shards = [
@@ -271,24 +306,25 @@ def _blocks(order: Order, lent: dict[int, Bytes]) -> list[TierBlock]:
                 part.extents.tolist(), part.offsets.tolist(), part.part_bytes, strict=True
             )
         ]
-        blocks += map(TierBlock, _named(part), zip(*shards, strict=True))
+        summed: Iterable[U64 | None] = itertools.repeat(None)
+        if part.sums is not None:
+            summed = np.ascontiguousarray(part.sums.T)
+        elif to_sum is not None and len(to_sum):
+            count = len(part.keys) * len(part.part_bytes)
+            summed = to_sum[first : first + count].reshape(len(part.keys), -1)
+            first += count
+        blocks += map(TierBlock, _named(part), zip(*shards, strict=True), summed)
     return blocks
 
 
-def _copied(
-    call: Callable[[Sequence[TierBlock], float], list[Outcome]],
-    blocks: list[TierBlock],
-    order: Order,
-) -> tuple[U8, int]:
-    outcomes = _checked(call(blocks, order.deadline), order.count, _POSSIBLE[order.kind])
-    sizes = np.concatenate(
-        [
-            np.full(len(part.keys), sum(part.part_bytes))
-            for part in order.content
-            if isinstance(part, PlacedBlocks)
-        ]
-    )
-    return outcomes, int(sizes[outcomes == Outcome.DONE].sum())
+def _copied(order: Order, outcomes: U8) -> int:
+    """Bytes of the blocks that are DONE."""
+    sizes = [
+        np.full(len(part.keys), sum(part.part_bytes))
+        for part in order.content
+        if isinstance(part, PlacedBlocks)
+    ]
+    return int(np.concatenate(sizes)[outcomes == Outcome.DONE].sum())
 
 
 def _checked(answers: Sequence[int], count: int, possible: Sequence[int]) -> U8:

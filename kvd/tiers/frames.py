@@ -36,7 +36,7 @@ U8 = npt.NDArray[np.uint8]
 OrderId = NewType("OrderId", int)  # chosen by who orders; never twice with one process
 
 MAX_REASON_BYTES = 64
-MAX_PARTS_PER_ORDER = 1 << 20  # of all its blocks: a frame has room for them
+MAX_PARTS_PER_ORDER = 1 << 19  # of all its blocks: a frame has room for them
 
 
 class TierFrame(enum.IntEnum):
@@ -95,13 +95,15 @@ class ProcessReason(enum.StrEnum):
 class TierConfig:
     """All that a tier's process must know at its start.
 
-    store: "package.module:name" of an OpenStore, imported by the process alone.
+    store: "package.module:name" of an OpenStore, imported by the process alone. checksums: reads
+    are answered with the sums of what was read.
     """
 
     tier: TierId
     store: str
     options: TierOptions
     extents: ExtentFiles
+    checksums: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ class PlacedBlocks:
     """Blocks of one scope, and where their slots' parts are.
 
     extents: extent number of each part, shape [shards, n]. offsets: bytes in the extent, likewise.
-    part_bytes: of every part of a shard.
+    part_bytes: of every part of a shard. sums: what the parts' checksums must be as they are
+    written, shaped like extents; None where nothing is compared.
     """
 
     scope: bytes
@@ -134,6 +137,7 @@ class PlacedBlocks:
     extents: U32
     offsets: U64
     part_bytes: tuple[int, ...]
+    sums: U64 | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,13 +162,19 @@ def _none() -> U8:
     return np.empty(0, dtype=np.uint8)
 
 
+def no_sums() -> U64:
+    """Where there are none."""
+    return np.empty(0, dtype=np.uint64)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TierAnswer:
     """How an order ended.
 
     values: 1 or 0 for each key that was asked about; an Outcome for each block of a copy. Empty
     unless it was ANSWERED, and for deletes. duration_ns: of the store's call. reason: of a
-    TierReason or ProcessReason, where it was not ANSWERED.
+    TierReason or ProcessReason, where it was not ANSWERED. sums: of a read that was, where they
+    are wanted, the checksum of each part, block after block; of those that are DONE they count.
     """
 
     order: OrderId
@@ -173,12 +183,13 @@ class TierAnswer:
     bytes_copied: int = 0
     duration_ns: int = 0
     reason: str = ""
+    sums: U64 = field(default_factory=no_sums)
 
 
 _ORDER = struct.Struct("<QdII")  # ..., how many parts, nothing
 _KEYS = struct.Struct("<II")  # keys, bytes of each hash
-_BLOCKS = struct.Struct("<IIII")  # blocks, bytes of each hash, shards, nothing
-_ANSWER = struct.Struct("<QQQIII4x")  # ..., end, how many values, bytes of the reason
+_BLOCKS = struct.Struct("<IIII")  # blocks, bytes of each hash, shards, 1 with sums
+_ANSWER = struct.Struct("<QQQIIII")  # ..., end, how many values and sums, bytes of the reason
 _WORD = struct.Struct("<Q")
 
 
@@ -195,7 +206,10 @@ def unpack_config(body: bytes) -> TierConfig:
     fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
     place = fields["extents"]
     extents = ExtentFiles(Path(place["directory"]), place["inode"], place["extent_bytes"])
-    return TierConfig(TierId(fields["tier"]), fields["store"], fields["options"], extents)
+    checksums = bool(fields["checksums"])
+    return TierConfig(
+        TierId(fields["tier"]), fields["store"], fields["options"], extents, checksums
+    )
 
 
 def pack_order(order: Order) -> bytes:
@@ -211,12 +225,14 @@ def pack_order(order: Order) -> bytes:
             pieces += [_KEYS.pack(count, hash_bytes), _packed(part.keys.words, "<u8")]
             continue
         pieces += [
-            _BLOCKS.pack(count, hash_bytes, len(part.part_bytes), 0),
+            _BLOCKS.pack(count, hash_bytes, len(part.part_bytes), part.sums is not None),
             _packed(np.array(part.part_bytes), "<u8"),
             _packed(part.keys.words, "<u8"),
             _packed(part.offsets, "<u8"),
             _packed(part.extents, "<u4"),
         ]
+        if part.sums is not None:
+            pieces.append(_packed(part.sums, "<u8"))
     return b"".join(pieces)
 
 
@@ -277,8 +293,7 @@ def require_order(order: Order) -> None:
     most = MAX_SCOPES_PER_CALL if order.kind is TierFrame.DELETE_SCOPES else MAX_BLOCKS_PER_CALL
     if not 1 <= order.count <= most:
         raise BadFrame(f"an order of {order.count} keys, blocks or scopes; {most} are allowed")
-    placed = [part for part in order.content if isinstance(part, PlacedBlocks)]
-    parts = sum(len(part.keys) * len(part.part_bytes) for part in placed)
+    parts = count_parts(order)
     if parts > MAX_PARTS_PER_ORDER:
         raise BadFrame(f"an order of {parts} parts; {MAX_PARTS_PER_ORDER} are allowed")
     for part in order.content:
@@ -293,6 +308,12 @@ def require_order(order: Order) -> None:
                 raise BadFrame(f"parts of {part.part_bytes} bytes")
 
 
+def count_parts(order: Order) -> int:
+    """Of all blocks of a copy."""
+    placed = [part for part in order.content if isinstance(part, PlacedBlocks)]
+    return sum(len(part.keys) * len(part.part_bytes) for part in placed)
+
+
 def _keys(source: _Body) -> ScopedKeys:
     scope = source.raw(SCOPE_BYTES)
     count, hash_bytes = source.fields(_KEYS)
@@ -301,12 +322,13 @@ def _keys(source: _Body) -> ScopedKeys:
 
 def _blocks(source: _Body) -> PlacedBlocks:
     scope = source.raw(SCOPE_BYTES)
-    count, hash_bytes, shards, _ = source.fields(_BLOCKS)
+    count, hash_bytes, shards, summed = source.fields(_BLOCKS)
     part_bytes = source.array("<u8", shards)
     keys = KeyBatch(source.array("<u8", count, -(-hash_bytes // 8)), hash_bytes)
     offsets = source.array("<u8", shards, count)
     extents = source.array("<u4", shards, count)
-    return PlacedBlocks(scope, keys, extents, offsets, tuple(part_bytes.tolist()))
+    sums = source.array("<u8", shards, count) if summed else None
+    return PlacedBlocks(scope, keys, extents, offsets, tuple(part_bytes.tolist()), sums)
 
 
 def pack_number(number: int) -> bytes:
@@ -338,20 +360,22 @@ def pack_answer(answer: TierAnswer) -> bytes:
         answer.duration_ns,
         answer.end,
         len(answer.values),
+        len(answer.sums),
         len(reason),
     )
-    return head + _packed(answer.values, "u1") + reason
+    return head + _packed(answer.values, "u1") + _packed(answer.sums, "<u8") + reason
 
 
 def unpack_answer(body: bytes) -> TierAnswer:
     """ValueError or BadFrame for nonsense."""
     source = _Body(body)
-    order, copied, duration_ns, end, count, reason = source.fields(_ANSWER)
+    order, copied, duration_ns, end, count, summed, reason = source.fields(_ANSWER)
     if reason > MAX_REASON_BYTES:
         raise BadFrame(f"a reason of {reason} bytes")
     values = source.array("u1", count)
+    sums = source.array("<u8", summed)
     said = source.raw(reason).decode("ascii")
-    return TierAnswer(OrderId(order), OrderEnd(end), values, copied, duration_ns, said)
+    return TierAnswer(OrderId(order), OrderEnd(end), values, copied, duration_ns, said, sums)
 
 
 def pack_refusal(refusal: TierRefusal) -> bytes:

@@ -139,6 +139,7 @@ class TierProcess(OwnedProcess):
     def __init__(self, config: TierConfig, sink: TierSink, bounds: QueueBounds) -> None:
         super().__init__()
         self.tier = config.tier
+        self._wants_sums = config.checksums
         self.late_s = LATE_S
         self._sink = sink
         self._bounds = bounds
@@ -283,6 +284,7 @@ class TierProcess(OwnedProcess):
         if given is None:
             raise BadFrame(f"an answer to order {answer.order}, which is not open")
         _require_possible(answer, given.order)
+        _require_sums(answer, given.order, wanted=self._wants_sums)
         self._end_order(given, answer)
         self._look_at_usage()
 
@@ -360,3 +362,12 @@ def _require_possible(answer: TierAnswer, order: Order) -> None:
     least, most = (min(Outcome), max(Outcome)) if order.kind in COPIES else (0, 1)
     if int(values.min()) < least or int(values.max()) > most:
         raise BadFrame(f"values {np.unique(values).tolist()} of {order.kind.name}")
+
+
+def _require_sums(answer: TierAnswer, order: Order, *, wanted: bool) -> None:
+    """BadFrame where not as many sums came as are wanted: a block without would prove nothing."""
+    due = 0
+    if wanted and order.kind is TierFrame.READ and answer.end is OrderEnd.ANSWERED:
+        due = frames.count_parts(order)
+    if len(answer.sums) != due:
+        raise BadFrame(f"{len(answer.sums)} sums of an order of {due} parts")

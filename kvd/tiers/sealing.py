@@ -19,12 +19,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvd.core.keys import U64
-from kvd.mover.checksums import checksums
 from kvd.tiers.store import TierBlock, TierKey
+from kvd.tiers.sums import sums_of
 
 _SEAL_BYTES = 8
 _DIGEST_BYTES = 16
-_WORD = np.dtype("<u8")
 _RECORD = struct.Struct("<4sIQ")  # what it is, bytes of lengths, seal; then the lengths
 _RECORD_NAME = b"kvS1"
 
@@ -44,18 +43,25 @@ def lengths_of(block: TierBlock) -> bytes:
 
 def seal_of(block: TierBlock, lengths: bytes) -> int:
     """Reads every byte of the block, with the interpreter's lock released."""
+    return seal_from(block, lengths, sums_of(block.parts))
+
+
+def seal_from(block: TierBlock, lengths: bytes, sums: U64) -> int:
+    """The same, where the checksums of the parts are known."""
     taken = hashlib.blake2b(block.key.scope, digest_size=_SEAL_BYTES)
     taken.update(len(block.key.block).to_bytes(8, "little") + block.key.block + lengths)
-    for part in block.parts:
-        words = np.frombuffer(part, dtype=_WORD).reshape(1, -1)
-        taken.update(checksums(words).tobytes())
+    taken.update(sums.tobytes())
     return int.from_bytes(taken.digest(), "little")
 
 
 def record_of(block: TierBlock) -> bytes:
     """The sealed record of a block's bytes as they are now; reads all of them."""
+    return _record_from(block, sums_of(block.parts))
+
+
+def _record_from(block: TierBlock, sums: U64) -> bytes:
     lengths = lengths_of(block)
-    return _RECORD.pack(_RECORD_NAME, len(lengths), seal_of(block, lengths)) + lengths
+    return _RECORD.pack(_RECORD_NAME, len(lengths), seal_from(block, lengths, sums)) + lengths
 
 
 def record_bytes(parts: int) -> int:
@@ -73,8 +79,18 @@ def has_lengths_of(record: bytes, block: TierBlock) -> bool:
 
 
 def proves(record: bytes, block: TierBlock) -> bool:
-    """Whether the block's parts hold the very bytes that the record was made of; reads them all."""
-    return has_lengths_of(record, block) and record_of(block) == record
+    """Whether the block's parts hold the very bytes that the record was made of; reads them all.
+
+    Then the block's `sums` are theirs, if they are wanted.
+    """
+    if not has_lengths_of(record, block):
+        return False
+    sums = sums_of(block.parts)
+    if _record_from(block, sums) != record:
+        return False
+    if block.sums is not None:
+        block.sums[:] = sums
+    return True
 
 
 def wipe(block: TierBlock) -> None:

@@ -16,6 +16,10 @@ What every store promises, and tests/tiers/contract.py holds:
   readable under another.
 - *Few ways to fail.* A block's failure is its Outcome; a call's is a TierError. Nothing else
   comes out, whatever the medium does.
+
+Where the pool keeps checksums of its blocks' bytes (`payload_checksums`), a store needs to know
+nothing of it: the tier's process compares what is to be written, and sums up what was read. A
+store that takes the same sums anyway spares it that, see `TierBlock.sums`.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from kvd.core.keys import U64
 from kvd_proto.limits import MAX_HASH_BYTES, MAX_RANKS
 
 SCOPE_BYTES = 32
@@ -54,10 +59,16 @@ class TierBlock(NamedTuple):
     what a write reads, and what a read fills. Its length is a positive multiple of PART_UNIT; it
     may begin anywhere, and is fastest where it begins and ends at a multiple of 4096 bytes. The
     caller keeps it mapped, and leaves it alone, until the call has returned.
+
+    `sums`, where they are wanted: the checksum of each part, as `kvd.mover.checksums` takes it. A
+    store may leave them alone. One that has `compares_sums = True` compares a write's with the
+    bytes that it writes, and answers DAMAGED, nothing of the block being kept, where they differ.
+    A read's are 0; a store that takes them of the bytes it has read into the parts puts them there.
     """
 
     key: TierKey
     parts: tuple[memoryview, ...]
+    sums: U64 | None = None
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +83,7 @@ class Outcome(enum.IntEnum):
     MISSING = 2  # read: no such block, or one of other parts
     FULL = 3  # written: no room, and nothing could or should leave for it
     FAILED = 4  # the store's errors say why; a later call may do better
+    DAMAGED = 5  # written: the bytes are not those of the block's `sums`; never without them
 
 
 class TierReason(enum.StrEnum):
@@ -151,7 +163,7 @@ class TierStore(Protocol):
         """Whether each block is there, as far as can be said without reading it. No use of it."""
 
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
-        """Keep these blocks; DONE, FULL or FAILED for each.
+        """Keep these blocks; DONE, FULL, FAILED or DAMAGED for each.
 
         A block that is there already is DONE and not written again: one key has one content. With
         parts of other lengths it replaces what is there. Of a key that stands in the batch more

@@ -28,8 +28,7 @@ from kvd.control.sessions import session
 from kvd.control.sessions.session import CLOSED, SchedulerSession, SessionContext
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, SessionId
-from kvd.runtime import fleet
-from kvd.runtime.fleet import MoverFleet
+from kvd.runtime import damage
 from kvd_proto.v1 import engine_pb2
 from tests.control.running_daemon import RunningDaemon
 
@@ -49,11 +48,10 @@ def test_of_many_damaged_places_the_log_names_a_few(caplog: pytest.LogCaptureFix
     def locate(slots: Any, _shard: int) -> Any:
         return slots, slots * 0 + 77
 
-    most = fleet.MOST_PLACES_LOGGED
-    mine: Any = SimpleNamespace(_pool=SimpleNamespace(locate=locate))
-    attached: Any = SimpleNamespace(placement=SimpleNamespace(shard=0), namespace=1)
-    MoverFleet._log_damage(mine, tuple(range(most)), attached)
-    MoverFleet._log_damage(mine, tuple(range(most + 1)), attached)
+    most = damage.MOST_PLACES_LOGGED
+    pool: Any = SimpleNamespace(locate=locate)
+    damage.log_damage(pool, np.arange(most), NamespaceId(1))
+    damage.log_damage(pool, np.arange(most + 1), NamespaceId(1))
     whole, cut = (record.getMessage() for record in caplog.records)
     assert whole.endswith(f"{most - 1}+77")
     assert cut.startswith(f"{most + 1} blocks")

@@ -315,3 +315,12 @@ class Forks(_Store):
             signal.pause()
         self.sign(f"forked-{pid}")
         return super().write(blocks, deadline)
+
+
+class SaysDamaged(_Store):
+    """Says of every block that its bytes are not those that were stored."""
+
+    compares_sums = True
+
+    def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        return [Outcome.DAMAGED for _ in blocks]

@@ -26,6 +26,7 @@ from kvd.tiers.store import (
     TierStore,
     TierTimeout,
 )
+from kvd.tiers.sums import is_damaged, sums_of
 
 BLOCK_BYTES = 64 << 10
 ROOM_BLOCKS = 32
@@ -87,6 +88,10 @@ def has(store: TierStore, number: int, scope: bytes = ONE) -> bool:
     assert outcome in (Outcome.DONE, Outcome.MISSING)
     assert outcome is Outcome.MISSING or found == content((number, scope))
     return outcome is Outcome.DONE
+
+
+def summed(block: TierBlock) -> TierBlock:
+    return block._replace(sums=sums_of(block.parts))
 
 
 class TierStoreContract:
@@ -328,3 +333,29 @@ class TierStoreContract:
             ended.set()
             assert asking.result() > 0
         assert store.usage().blocks == 64
+
+    # -- checksums of parts -----------------------------------------------------------------
+
+    def test_a_store_that_compares_sums_keeps_no_block_that_has_changed(
+        self, store: TierStore
+    ) -> None:
+        good, bad, other = (summed(source(key(n), content(n), content((n, 2)))) for n in range(3))
+        bad.parts[1][-1] ^= 1
+        assert is_damaged(bad)
+        compares = bool(getattr(store, "compares_sums", False))
+        expected = [Outcome.DONE, Outcome.DAMAGED if compares else Outcome.DONE, Outcome.DONE]
+        assert write(store, good, bad, other) == expected
+        assert store.exists([key(n) for n in range(3)], soon()) == [True, not compares, True]
+        bad.parts[1][-1] ^= 1
+        assert write(store, bad) == [Outcome.DONE]
+
+    def test_the_sums_of_a_read_are_right_or_left_alone(self, store: TierStore) -> None:
+        written = summed(source(key(1), content(1), content(2)))
+        assert write(store, written) == [Outcome.DONE]
+        none = np.zeros(2, dtype=np.uint64)
+        block = target(key(1), BLOCK_BYTES, BLOCK_BYTES)._replace(sums=none.copy())
+        absent = target(key(2), BLOCK_BYTES, BLOCK_BYTES)._replace(sums=none.copy())
+        assert store.read([block, absent], soon()) == [Outcome.DONE, Outcome.MISSING]
+        assert block.sums is not None
+        assert written.sums is not None
+        assert block.sums.tolist() in (none.tolist(), written.sums.tolist())

@@ -179,6 +179,7 @@ def test_the_printed_configuration_shows_the_tiers(place: Path) -> None:
     assert 'name = "disk"' in shown.stdout
 
 
-def test_tiers_and_checksums_of_payloads_are_refused_together(place: Path) -> None:
-    with pytest.raises(ConfigError, match=r"payload_checksums can't be had with \[\[tiers\]\]"):
-        load(place, "payload_checksums = true\n" + LEAST)
+def test_tiers_and_checksums_of_payloads_can_be_had_together(place: Path) -> None:
+    config = load(place, "payload_checksums = true\n" + LEAST)
+    assert config.payload_checksums
+    assert [tier.name for tier in config.tiers] == ["disk"]

@@ -14,13 +14,12 @@ from kvd.core.actions import (
     TransferPart,
 )
 from kvd.core.blocks import namespaces, slot_lifecycle
-from kvd.core.claims import hand_off
+from kvd.core.claims import damage, hand_off
 from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FULL, RESET
 from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
-from kvd.core.keys import U32, Slots, TransferId
+from kvd.core.keys import U32, TransferId
 from kvd.core.model.backlog import CalledOff, CallOff
 from kvd.core.model.job import Job, JobState, Part, Piece, Transfer, TransferStage
-from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Mover, MoverState, Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.tiers import writing
@@ -90,7 +89,8 @@ def transfer_finished(turn: Turn, event: TransferFinished) -> None:
     if event.damaged:
         reason = CHECKSUM_MISMATCH
         damaged = np.array(event.damaged, dtype=np.int64)
-        _remove_damaged(turn, transfer.piece, damaged)
+        for part in transfer.piece.parts:
+            damage.remove(turn, part, damaged)
     if event.outcome is TransferOutcome.REVOKED and transfer.state is TransferStage.WANTED:
         reason = event.reason or QUEUE_FULL  # the mover never took it
         if job.kind is JobKind.LOAD:
@@ -103,22 +103,6 @@ def transfer_finished(turn: Turn, event: TransferFinished) -> None:
     if not mover.is_serving:
         done, reason = False, MOVER_GONE  # perhaps its failing still waits in the backlog
     end_transfer(turn, transfer, "" if done else reason)
-
-
-def _remove_damaged(turn: Turn, piece: Piece, damaged: Slots) -> None:
-    """Nobody finds these blocks any more; their slots are free once no copy uses them.
-
-    The transfer that found them still pins them, so each holds what it held when it was read.
-    """
-    state = turn.state
-    for part in piece.parts:
-        found = part.pinned[np.isin(part.pinned, damaged)]
-        found = found[state.slots.state[found] == SlotState.READY]
-        if len(found):
-            state.counters.damaged += len(found)
-            part.size_class.policy.remove(found)
-            hand_off.blocks_lost(state, part.size_class, found)
-            slot_lifecycle.quarantine_ready(turn, part.size_class, found)
 
 
 def mover_gone(turn: Turn, mover: Mover) -> None:

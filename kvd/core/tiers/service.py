@@ -78,18 +78,23 @@ def _copy_ended(turn: Turn, event: TierCopyEnded) -> None:
     if copy is None:
         return
     (part,) = copy.parts
-    done = event.done
+    done, damaged = event.done, event.damaged
     if len(done) != len(part.slots):  # a tier of a site's own may say anything
         done = np.zeros(len(part.slots), dtype=np.bool_)
-    _end(turn, copy, done)
+    _end(turn, copy, done, damaged if len(damaged) == len(part.slots) else None)
 
 
-def _end(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
+def _end(
+    turn: Turn,
+    copy: TierCopy,
+    done: npt.NDArray[np.bool_],
+    damaged: npt.NDArray[np.bool_] | None = None,
+) -> None:
     copy.tier.copies.pop(copy.copy, None)
     if copy.kind is CopyKind.READ:
         promotion.ended(turn, copy, done)
     else:
-        writing.ended(turn, copy, done)
+        writing.ended(turn, copy, done, damaged)
 
 
 def _forgot(state: State, event: TierForgot) -> None:

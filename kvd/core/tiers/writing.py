@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvd.core.actions import WriteToTier
 from kvd.core.blocks import slot_lifecycle
+from kvd.core.claims import damage
 from kvd.core.keys import ScopeName, Slots
 from kvd.core.model.job import Part
 from kvd.core.model.size_class import SizeClass
@@ -96,8 +97,13 @@ def _begin(turn: Turn, tier: Tier, owner: SizeClass, scope: Scope, slots: Slots)
     turn.orders.append(WriteToTier(tier.tier, copy.copy, name, keys, slots))
 
 
-def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
-    """What the tier took, it has."""
+def ended(
+    turn: Turn,
+    copy: TierCopy,
+    done: npt.NDArray[np.bool_],
+    damaged: npt.NDArray[np.bool_] | None = None,
+) -> None:
+    """What the tier took, it has. What proved damaged on the way is nobody's any more."""
     state, tier = turn.state, copy.tier
     (part,) = copy.parts
     tier.writing.count(part.size_class.tenant.tenant, -copy.nbytes)
@@ -107,6 +113,8 @@ def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
     tier.counters.failed_writes += len(done) - count
     failed = part.slots[~done]
     state.slots.below[failed] &= ~np.uint8(tier.bit)
+    if damaged is not None and damaged.any():
+        damage.remove(turn, part, part.slots[damaged])
     forget(state, copy)
     if count:
         write_ahead(turn, part.size_class)

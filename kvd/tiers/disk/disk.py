@@ -181,7 +181,7 @@ class Disk:
         written = np.array([piece.reason is None for piece in pieces], dtype=np.bool_)
         for piece in pieces:
             outcomes[piece.number] = _outcome_of_write(piece.reason)
-            if piece.reason is not None:
+            if piece.reason not in (None, TierReason.CHECKSUM_MISMATCH):  # that was before the disk
                 self._count(piece.reason)
         wanted = size_class.states[places] == PlaceState.WRITING  # not deleted meanwhile
         size_class.free(places[wanted & ~written])
@@ -485,6 +485,8 @@ def _stretches(offsets: Slots, stride: int) -> list[tuple[int, int]]:
 def _outcome_of_write(reason: TierReason | None) -> Outcome:
     if reason is None:
         return Outcome.DONE
+    if reason is TierReason.CHECKSUM_MISMATCH:
+        return Outcome.DAMAGED
     return Outcome.FULL if reason is TierReason.NO_SPACE else Outcome.FAILED
 
 

@@ -15,8 +15,9 @@ import numpy as np
 from kvd.tiers.disk.files import MAX_PARTS_AT_ONCE, rounded_up
 from kvd.tiers.disk.options import ALIGN
 from kvd.tiers.disk.slab import BUFFER_BYTES, Slab
-from kvd.tiers.sealing import seal_of, wipe
+from kvd.tiers.sealing import seal_from, wipe
 from kvd.tiers.store import TierBlock, TierReason
+from kvd.tiers.sums import sums_of
 
 MAX_RUN_BYTES = 1 << 20  # neighbours that go in one call; a larger block goes alone
 _NOT_AS_IT_LIES = (errno.EINVAL, errno.EFAULT)
@@ -90,16 +91,29 @@ class Transfers:
 
     def _write_run(self, run: list[BlockMove]) -> None:
         for piece in run:
-            piece.seal = seal_of(piece.block, piece.lengths)
-        self._move(run, self._write, self._write_copied)
+            sums = sums_of(piece.block.parts)
+            piece.seal = seal_from(piece.block, piece.lengths, sums)
+            wanted = piece.block.sums
+            if wanted is not None and not np.array_equal(sums, wanted):
+                piece.reason = TierReason.CHECKSUM_MISMATCH
+        sound = [piece for piece in run if piece.reason is None]
+        for some in [run] if len(sound) == len(run) else [[piece] for piece in sound]:
+            self._move(some, self._write, self._write_copied)
 
     def _read_run(self, run: list[BlockMove]) -> None:
         self._move(run, self._read, self._read_copied)
         for piece in run:
-            if piece.reason is None and seal_of(piece.block, piece.lengths) != piece.seal:
-                piece.reason = TierReason.CHECKSUM_MISMATCH
+            if piece.reason is None:
+                self._prove(piece)
             if piece.reason is not None:
                 wipe(piece.block)
+
+    def _prove(self, piece: BlockMove) -> None:
+        sums = sums_of(piece.block.parts)
+        if seal_from(piece.block, piece.lengths, sums) != piece.seal:
+            piece.reason = TierReason.CHECKSUM_MISMATCH
+        elif piece.block.sums is not None:
+            piece.block.sums[:] = sums
 
     def _move(
         self,

@@ -1,0 +1,43 @@
+"""Checksums of a block's parts in the pool, as the movers take them: what a tier's process adds.
+
+A block that goes to a tier must have the bytes that were stored, or a tier would vouch for damaged
+ones. A block that comes from a tier must have sums, so that its next load has something to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.keys import U64
+from kvd.mover.checksums import checksums
+from kvd.tiers.store import Outcome, TierBlock
+
+_WORD = np.dtype("<u8")
+
+
+def sums_of(parts: Sequence[memoryview]) -> U64:
+    """The checksum of each part. Reads every byte, with the interpreter's lock released."""
+    rows = [np.frombuffer(part, dtype=_WORD).reshape(1, -1) for part in parts]
+    return np.concatenate([checksums(row) for row in rows])
+
+
+def is_damaged(block: TierBlock) -> bool:
+    """Whether the block's bytes are others than its sums say."""
+    return block.sums is not None and not np.array_equal(sums_of(block.parts), block.sums)
+
+
+def doubt(blocks: Sequence[TierBlock], outcomes: npt.NDArray[np.uint8]) -> None:
+    """Believe that a block is damaged where it is: no store may cost host memory a good one."""
+    for row in np.flatnonzero(outcomes == Outcome.DAMAGED).tolist():
+        if not is_damaged(blocks[row]):
+            outcomes[row] = Outcome.FAILED
+
+
+def complete(blocks: Sequence[TierBlock], outcomes: Sequence[int]) -> None:
+    """Sum up what was read, where the store has not."""
+    for block, outcome in zip(blocks, outcomes, strict=True):
+        if outcome == Outcome.DONE and block.sums is not None and not block.sums.all():
+            block.sums[:] = sums_of(block.parts)
