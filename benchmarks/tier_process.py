@@ -63,7 +63,7 @@ class ArenaStore:
         return [key.block in places for key in keys]
 
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:  # noqa: ARG002
-        for key, (part,) in blocks:
+        for key, (part,), _ in blocks:
             at = self._next if self._next + part.nbytes <= ARENA_BYTES else 0
             np.copyto(self._arena[at : at + part.nbytes], np.frombuffer(part, dtype=np.uint8))
             self._places[key.block] = at
@@ -71,7 +71,7 @@ class ArenaStore:
         return [Outcome.DONE] * len(blocks)
 
     def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:  # noqa: ARG002
-        for key, (part,) in blocks:
+        for key, (part,), _ in blocks:
             at = self._places[key.block]
             np.copyto(np.frombuffer(part, dtype=np.uint8), self._arena[at : at + part.nbytes])
         return [Outcome.DONE] * len(blocks)
