@@ -14,6 +14,7 @@ docs/adr/0010 for what else was measured.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -52,12 +53,19 @@ def _line_keys(count: int) -> U64:
     return _LINE_KEYS[0][:count]
 
 
+@functools.lru_cache(maxsize=1024)
+def _of_length(words: int) -> np.uint64:
+    """What the sum of a part of so many words begins with."""
+    start: np.uint64 = mix(np.array([words], dtype=np.uint64))[0]
+    return start
+
+
 def checksums(parts: U64) -> U64:
     """The checksum of each row. Shape [n, words of a part]; rows may lie anywhere in memory."""
     count, width = parts.shape
     lines, rest = divmod(width, LINE_WORDS)
     keys = _line_keys(lines + 1)
-    sums = np.full(count, mix(np.array([width], dtype=np.uint64))[0], dtype=np.uint64)
+    sums = np.full(count, _of_length(width), dtype=np.uint64)
     if lines:
         whole = parts[:, : lines * LINE_WORDS].reshape(count, lines, LINE_WORDS)
         sums += (whole @ _WORD_KEYS) @ keys[:lines]

@@ -10,7 +10,7 @@ import pytest
 
 from kvd.core.policy import POLICY_NAMES
 from kvd.tiers.disk.store import CALLS_AT_ONCE, DiskStore
-from kvd.tiers.store import OptionValue, TierStore
+from kvd.tiers.store import OptionValue, Outcome, TierStore
 from tests.tiers.contract import (
     BLOCK_BYTES,
     ROOM_BLOCKS,
@@ -18,6 +18,9 @@ from tests.tiers.contract import (
     TierStoreContract,
     has,
     keep,
+    key,
+    soon,
+    target,
 )
 from tests.tiers.faulty_files import FaultyFiles
 
@@ -83,4 +86,15 @@ def test_store_takes_as_many_calls_at_once_as_it_says(tmp_path: Path) -> None:
         list(pool.map(lambda n: keep(store, [n]), range(CALLS_AT_ONCE)))
     files.fault = lambda call, offset: None
     assert all(has(store, n) for n in range(CALLS_AT_ONCE))
+    store.close()
+
+
+def test_a_few_neighbours_keep_every_thread_busy(tmp_path: Path) -> None:
+    """A MiB of them could go in one call; the disk would have nothing else to do meanwhile."""
+    files, together = FaultyFiles(), threading.Barrier(4)
+    store = DiskStore(options_of(tmp_path / "a", regions=2, region_bytes=4 << 20), files)
+    keep(store, range(16))
+    files.fault = lambda call, offset: together.wait(20) * 0 or None if call == "read" else None
+    blocks = [target(key(number), BLOCK_BYTES) for number in range(16)]
+    assert store.read(blocks, soon()) == [Outcome.DONE] * 16
     store.close()

@@ -20,6 +20,7 @@ from kvd.tiers.store import TierBlock, TierReason
 from kvd.tiers.sums import sums_of
 
 MAX_RUN_BYTES = 1 << 20  # neighbours that go in one call; a larger block goes alone
+LEAST_RUN_BYTES = 256 << 10  # likewise, where there are too few of them to keep every thread busy
 _NOT_AS_IT_LIES = (errno.EINVAL, errno.EFAULT)
 
 
@@ -47,6 +48,7 @@ class Transfers:
 
     def __init__(self, slab: Slab, threads: int) -> None:
         self._slab = slab
+        self._threads = threads
         self._pool = ThreadPoolExecutor(2 * threads, thread_name_prefix="kvd-disk")
         self._turns = threading.Semaphore(threads)
         self._own = threading.local()
@@ -73,7 +75,9 @@ class Transfers:
             piece.is_plain = piece.nbytes % ALIGN == 0 and (
                 not self._slab.is_direct or all(map(_is_aligned, piece.block.parts))
             )
-        return [self._pool.submit(in_time, run) for run in _runs(pieces)]
+        share = sum(piece.nbytes for piece in pieces) // self._threads
+        most = min(MAX_RUN_BYTES, max(LEAST_RUN_BYTES, share))
+        return [self._pool.submit(in_time, run) for run in _runs(pieces, most)]
 
     def _read(self, buffers: list[memoryview], offset: int) -> None:
         with self._turns:
@@ -178,7 +182,7 @@ class Transfers:
         return view
 
 
-def _runs(pieces: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
+def _runs(pieces: Sequence[BlockMove], most_bytes: int) -> Iterator[list[BlockMove]]:
     """Neighbours that may go together."""
     run: list[BlockMove] = []
     size = parts = end = 0
@@ -188,7 +192,7 @@ def _runs(pieces: Sequence[BlockMove]) -> Iterator[list[BlockMove]]:
             and piece.is_plain
             and run[0].is_plain
             and piece.offset == end
-            and size + piece.nbytes <= MAX_RUN_BYTES
+            and size + piece.nbytes <= most_bytes
             and parts + len(piece.block.parts) <= MAX_PARTS_AT_ONCE
         )
         if not joins:
