@@ -23,7 +23,7 @@ from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Filling, Piece, Wait
 from kvd.core.model.size_class import Tally
 from kvd.core.model.slots import SlotState
-from kvd.core.model.tiers import CopyKind
+from kvd.core.model.tiers import MAX_BEHIND_BLOCKS, CopyKind
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.tags import tags_of
 
@@ -375,6 +375,11 @@ def _check_tiers(state: State) -> None:
         assert tier.writing.taken == running[tier.tier], "bytes on their way down"
         assert tier.writing.whole == sum(running[tier.tier].values())
         assert tier.writing.whole <= tier.terms.max_write_bytes
+        waiting: Counter[str] = Counter()
+        for owner, slots in tier.behind:
+            waiting[owner.tenant.tenant] += len(slots)
+        assert tier.behind_blocks.taken == waiting, "blocks that wait to be written"
+        assert tier.behind_blocks.whole == sum(waiting.values()) <= MAX_BEHIND_BLOCKS
         assert tier.is_serving or not (tier.copies or tier.searches), "a tier without a process"
     assert below.promoting.taken == promoting, "bytes on their way up"
     assert below.promoting.whole == sum(promoting.values())

@@ -15,6 +15,7 @@ import pytest
 
 from kvd.cli.replay import belady
 from kvd.cli.replay import command as replay
+from kvd.cli.replay.engine import ReplayEngine
 from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
 from kvd.core.policy import POLICY_NAMES
 
@@ -127,7 +128,7 @@ def test_tail_of_a_prefix_leaves_before_its_head_across_requests() -> None:
 
 
 def leading(requests: Sequence[TraceRequest], capacity: int) -> list[int]:
-    engine = replay.ReplayEngine("lru", capacity, store_threshold=1)
+    engine = ReplayEngine("lru", capacity, store_threshold=1)
     return [engine.serve(r) for r in requests]
 
 

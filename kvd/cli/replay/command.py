@@ -4,6 +4,9 @@ One engine of one rank talks to the machine as a real one does, and copies take 
 request looks its blocks up and leases the leading ones, loads them and lets go of the lease,
 stores the others as far as there is room, and ends: the calls of kvd's own client. Each block
 is one slot of a pool of exactly the capacity.
+
+With tiers below, a request that is told to wait asks again at each end of a step until it knows.
+A tier's copies take no time either, or as long as its rate says.
 """
 
 from __future__ import annotations
@@ -20,25 +23,18 @@ from typing import Any
 import numpy as np
 
 from kvd.cli.replay import belady
-from kvd.cli.replay.trace import BlockIds, TraceError, TraceRequest, read_trace
-from kvd.core import actions, events
-from kvd.core.keys import JobId, KeyBatch, LeaseId, MoverId, RequestId, SessionId, TenantId
-from kvd.core.machine import Machine, MachineConfig
+from kvd.cli.replay.engine import BLOCK_BYTES, ReplayEngine
+from kvd.cli.replay.tiers import ReplayTiers, TierResult, TierSpec
+from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
+from kvd.config.tiers import REUSE, WRITES
+from kvd.config.values import number, one_of, parse_size, whole_number
 from kvd.core.policy import POLICY_NAMES
-from kvd.core.spec import GroupSpec, NamespaceSpec
-from kvd_proto.groups import GroupKind
+from kvd_proto.limits import MAX_TIERS
 
 BELADY = "belady"
-BLOCK_BYTES = 4096  # the smallest that fills a slot; no byte of it exists
-HASH_BYTES = 8
-TRACKER_BLOCKS = 65536
 PROGRESS_INTERVAL_S = 2.0
-NS_PER_MS = 1_000_000
-
-_STATUS_MASK = 3
-_HIT = 1
-_SESSION = SessionId(1)
-_MOVER = MoverId(1)
+MAX_BLOCK_BYTES = 1 << 30
+_ALIGN = 4096
 
 Progress = Callable[[int], None]
 
@@ -59,7 +55,12 @@ class ReplayResult:
     blocks_stored: int
     blocks_evicted: int
     blocks_without_room: int  # not stored, since everything else was in use
+    block_bytes: int
+    host_ratio: float  # of blocks that were in host memory when they were asked for
+    infinite_ratio: float  # of a cache that never evicts
+    reachable_ratio: float  # the same, where no request can load more than host memory holds
     seconds: float
+    tiers: tuple[TierResult, ...] = ()
 
 
 def replay(
@@ -68,22 +69,31 @@ def replay(
     capacity_blocks: int,
     store_threshold: int = 1,
     progress: Progress = lambda _: None,
+    below: ReplayTiers | None = None,
 ) -> ReplayResult:
-    """Drive the trace through the core, or through Belady's MIN for policy "belady"."""
+    """Drive the trace through the core, or through Belady's MIN for policy "belady".
+
+    Belady's has no tiers below.
+    """
     started = time.monotonic()
+    below = ReplayTiers((), BLOCK_BYTES) if below is None else below
     found = stored = evicted = without_room = 0
+    tiers: tuple[TierResult, ...] = ()
+    offered = sum(request.blocks.size for request in requests)
     if policy == BELADY:
+        assert not len(below), "MIN is a bound for one cache"
         found = sum(belady.leading_hits(requests, capacity_blocks, progress))
     else:
-        engine = ReplayEngine(policy, capacity_blocks, store_threshold)
-        for number, request in enumerate(requests):
+        engine = ReplayEngine(policy, capacity_blocks, store_threshold, below)
+        for place, request in enumerate(requests):
             found += engine.serve(request)
-            progress(number + 1)
+            progress(place + 1)
         stored, evicted = engine.blocks_stored, engine.blocks_evicted
         without_room = engine.blocks_without_room
-    offered = sum(request.blocks.size for request in requests)
+        tiers = below.results(engine.found_in, engine.dropped, offered)
+    infinite, reachable = _seen_before(requests, capacity_blocks)
     return ReplayResult(
-        hit_ratio=found / offered if offered else 0.0,
+        hit_ratio=_ratio(found, offered),
         policy=policy,
         trace="",
         capacity_blocks=capacity_blocks,
@@ -95,142 +105,34 @@ def replay(
         blocks_stored=stored,
         blocks_evicted=evicted,
         blocks_without_room=without_room,
+        block_bytes=below.block_bytes,
+        host_ratio=_ratio(found - sum(tier.blocks_found for tier in tiers), offered),
+        infinite_ratio=_ratio(infinite, offered),
+        reachable_ratio=_ratio(reachable, offered),
         seconds=round(time.monotonic() - started, 3),
+        tiers=tiers,
     )
+
+
+def _ratio(blocks: int, offered: int) -> float:
+    return blocks / offered if offered else 0.0
+
+
+def _seen_before(requests: Sequence[TraceRequest], most: int) -> tuple[int, int]:
+    """Leading blocks found by an infinite cache, and where a request gets `most` at most."""
+    seen: set[int] = set()
+    infinite = reachable = 0
+    for request in requests:
+        blocks = request.blocks.tolist()
+        leading = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
+        infinite += leading
+        reachable += min(leading, most)
+        seen.update(blocks[leading:])
+    return infinite, reachable
 
 
 def distinct_blocks(requests: Sequence[TraceRequest]) -> int:
     return int(np.unique(np.concatenate([request.blocks for request in requests])).size)
-
-
-class ReplayEngine:
-    """An engine of one rank, and a mover whose copies end at once."""
-
-    def __init__(self, policy: str, capacity_blocks: int, store_threshold: int) -> None:
-        group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (BLOCK_BYTES,))
-        spec = NamespaceSpec("replay", TenantId("replay"), HASH_BYTES, (group,))
-        config = MachineConfig(
-            extents=1,
-            extent_bytes=capacity_blocks * BLOCK_BYTES,
-            policy=policy,
-            store_threshold=store_threshold,
-            tracker_blocks=TRACKER_BLOCKS,
-            lease_share=1.0,
-            spare_bytes=0,
-            tag_secret=bytes(16),
-        )
-        self._machine = Machine(config)
-        self._now_ns = 0
-        self._requests = 0
-        self._job = 0
-        self.blocks_stored = 0
-        self.blocks_evicted = 0
-        self.blocks_without_room = 0
-        self._drive(events.PoolRecovered())
-        accepted = self._ask(events.SessionOpened(_SESSION, spec, "", 1))
-        assert isinstance(accepted, actions.SessionAccepted)
-        self._namespace = accepted.namespace
-        self._drive(events.RankAttached(_SESSION, _MOVER, rank=0, shard=0, writer=True))
-
-    def serve(self, request: TraceRequest) -> int:
-        """Run one request through; how many of its leading blocks were found."""
-        self._now_ns = max(self._now_ns, request.timestamp_ms * NS_PER_MS)
-        self._requests += 1
-        name = RequestId(str(self._requests))
-        context = events.RequestContext(name)
-        present, lease = self._look_up(context, request.blocks)
-        found = int(present.size if present.all() else present.argmin())
-        if found:
-            self._load(context, request.blocks[:found])
-        if lease is not None:
-            self._drive(events.LeasesReleased(_SESSION, (lease,)))
-        if found < present.size:
-            room = self._machine.room(self._namespace)[0] - found  # its own head stays
-            self._store(context, request.blocks, present, room)
-        self._drive(events.RequestsEnded(_SESSION, (name,)))
-        self._drive(events.StepEnded(_SESSION))
-        return found
-
-    def _look_up(
-        self, context: events.RequestContext, blocks: BlockIds
-    ) -> tuple[np.ndarray[tuple[int], np.dtype[np.bool_]], LeaseId | None]:
-        query = events.Query(context, 0, _keys(blocks), events.LeaseMode.PREFIX)
-        answers = self._ask(events.LookupRequested(_SESSION, (query,)))
-        statuses = np.frombuffer(answers[0].statuses, np.uint8) & _STATUS_MASK
-        present = statuses == _HIT
-        return present, answers[0].lease
-
-    def _load(self, context: events.RequestContext, blocks: BlockIds) -> None:
-        verdict = self._ask(
-            events.LoadRequested(_SESSION, self._next_job(), context, (_run(blocks),))
-        )
-        assert verdict.accepted, f"a leased block could not be loaded: {verdict.reason}"
-
-    def _store(
-        self,
-        context: events.RequestContext,
-        blocks: BlockIds,
-        present: np.ndarray[tuple[int], np.dtype[np.bool_]],
-        room: int,
-    ) -> None:
-        """Touch what is there behind the hole; store the rest, head first, while it fits."""
-        found = int(present.argmin())
-        self._touch(context, blocks[found:][present[found:]])
-        missing = blocks[~present]
-        self.blocks_without_room += max(0, missing.size - room)
-        missing = missing[:room]
-        if missing.size == 0:
-            return
-        verdict = self._ask(
-            events.StoreRequested(_SESSION, self._next_job(), context, (_run(missing, found),))
-        )
-        assert verdict.accepted, f"a store within the room was refused: {verdict.reason}"
-        self.blocks_stored += verdict.blocks
-
-    def _touch(self, context: events.RequestContext, blocks: BlockIds) -> None:
-        if blocks.size:
-            self._drive(events.Touched(_SESSION, context, 0, _keys(blocks)))
-
-    def _ask(self, event: events.Event) -> Any:
-        """Drive an event; the payload of the reply to it."""
-        replies = [a.payload for a in self._drive(event) if isinstance(a, actions.Reply)]
-        assert len(replies) == 1
-        return replies[0]
-
-    def _drive(self, event: events.Event) -> list[actions.Action]:
-        """Hand an event to the core, and end at once every copy that it orders."""
-        ordered = self._machine.handle(event, self._now_ns)
-        for action in ordered:
-            match action:
-                case actions.StartTransfer():
-                    blocks = sum(part.slots.size for part in action.parts)
-                    self._drive(
-                        events.TransferFinished(
-                            action.mover,
-                            action.transfer,
-                            events.TransferOutcome.DONE,
-                            blocks * BLOCK_BYTES,
-                            duration_ns=0,
-                        )
-                    )
-                case actions.WriteFree():
-                    self.blocks_evicted += int(action.slots.size)
-                case _:
-                    pass
-        return ordered
-
-    def _next_job(self) -> JobId:
-        self._job += 1
-        return JobId(self._job)
-
-
-def _keys(blocks: BlockIds) -> KeyBatch:
-    return KeyBatch(blocks.astype(np.uint64).reshape(-1, 1), HASH_BYTES)
-
-
-def _run(blocks: BlockIds, first_block: int = 0) -> events.Run:
-    engine_blocks = np.arange(blocks.size, dtype=np.uint32).reshape(-1, 1)
-    return events.Run(0, _keys(blocks), engine_blocks, first_block)
 
 
 # -- the command ------------------------------------------------------------------------------
@@ -240,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `kvd replay`."""
     parser.description = (
         "Replay a trace of requests through the daemon's core, and tell how many blocks an eviction"
-        " policy would find in a pool of the given size."
+        " policy would find in a pool of the given size, and in tiers below it."
     )
     parser.add_argument(
         "--trace",
@@ -272,25 +174,105 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="store a block only when it comes for the N-th time (default: 1; belady ignores it)",
     )
+    parser.add_argument(
+        "--tier",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE,...",
+        help="a tier below, again for each further one: blocks=N or fraction=F of the distinct"
+        " blocks; policy=P; write=through, demotion or reuse; reuse=N; rate=SIZE that it reads in a"
+        " second, and writes (default: copies take no time); deadline=SECONDS",
+    )
+    parser.add_argument(
+        "--block-bytes",
+        type=_block_bytes,
+        default=BLOCK_BYTES,
+        metavar="SIZE",
+        help="bytes of a block, such as 2MiB: bounds and what tiers move go by it (default: 4096)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay and print; 2 when the trace can't be used."""
+    """Replay and print; 2 when the trace or a tier can't be used."""
     try:
         requests = read_trace(args.trace)
-    except TraceError as error:
+        specs = _tiers_of(args, requests)
+    except (TraceError, _TierError) as error:
         print(f"kvd replay: {error}", file=sys.stderr)
         return 2
     capacity_blocks = args.capacity_blocks or capacity_of(requests, args.capacity_fraction)
     progress = _reporter(args.policy, len(requests))
-    result = replay(requests, args.policy, capacity_blocks, args.store_threshold, progress)
+    below = ReplayTiers(specs, args.block_bytes)
+    result = replay(requests, args.policy, capacity_blocks, args.store_threshold, progress, below)
     fields = asdict(result) | {"trace": str(args.trace)}
     if args.json:
         print(json.dumps(fields))
-    else:
-        print("\n".join(f"{name.replace('_', ' '):<20} {_shown(fields[name])}" for name in fields))
+        return 0
+    del fields["tiers"]
+    print("\n".join(f"{name.replace('_', ' '):<20} {_shown(fields[name])}" for name in fields))
+    if result.tiers:
+        print("\n" + _levels(result))
     return 0
+
+
+_LEVEL_COLUMNS = (
+    "level", "blocks", "policy", "write", "ratio", "found", "written", "read", "evicted", "dropped",
+)  # fmt: skip
+
+
+def _levels(result: ReplayResult) -> str:
+    """Host memory and each tier, and all together beside an infinite cache."""
+    host = {
+        "level": "host memory",
+        "blocks": _shown(result.capacity_blocks),
+        "policy": result.policy,
+        "ratio": _shown(result.host_ratio),
+        "found": _shown(result.blocks_found - sum(tier.blocks_found for tier in result.tiers)),
+        "evicted": _shown(result.blocks_evicted),
+    }
+    together = {
+        "level": "together",
+        "ratio": _shown(result.hit_ratio),
+        "found": _shown(result.blocks_found),
+    }
+    infinite = {"level": "infinite cache", "ratio": _shown(result.infinite_ratio)}
+    reachable = {"level": "reachable of it", "ratio": _shown(result.reachable_ratio)}
+    tiers = [_tier_level(place, tier) for place, tier in enumerate(result.tiers, 1)]
+    header = {name: name for name in _LEVEL_COLUMNS}
+    lines = [
+        [line.get(name, "") for name in _LEVEL_COLUMNS]
+        for line in (header, host, *tiers, together, infinite, reachable)
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _tier_level(place: int, tier: TierResult) -> dict[str, str]:
+    return {
+        "level": f"tier {place}",
+        "blocks": _shown(tier.capacity_blocks),
+        "policy": tier.policy,
+        "write": tier.write,
+        "ratio": _shown(tier.hit_ratio),
+        "found": _shown(tier.blocks_found),
+        "written": _size_shown(tier.bytes_written),
+        "read": _size_shown(tier.bytes_read),
+        "evicted": _shown(tier.blocks_evicted),
+        "dropped": _shown(tier.blocks_dropped),
+    }
+
+
+def _size_shown(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"
 
 
 def capacity_of(requests: Sequence[TraceRequest], fraction: float) -> int:
@@ -329,3 +311,72 @@ def _share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return value
+
+
+def _block_bytes(text: str) -> int:
+    try:
+        size = _plain_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {error}") from None
+    if size % _ALIGN or not 0 < size <= MAX_BLOCK_BYTES:
+        raise argparse.ArgumentTypeError(f"{text} is no multiple of {_ALIGN} up to 1GiB")
+    return size
+
+
+# -- tiers ------------------------------------------------------------------------------------
+
+
+class _TierError(Exception):
+    """A tier can't be used as it was given; names the field and what would do."""
+
+
+def _tiers_of(args: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[TierSpec]:
+    if len(args.tier) > MAX_TIERS:
+        raise _TierError(f"{len(args.tier)} tiers; at most {MAX_TIERS} may be")
+    if args.tier and args.policy == BELADY:
+        raise _TierError("belady is a bound for one cache. Fix: no --tier, or another --policy")
+    return [_read_tier(text, requests) for text in args.tier]
+
+
+def _plain_size(text: str) -> int:
+    """Bytes, that are no share of anything."""
+    if "%" in text:
+        raise ValueError('a size: bytes, or such as "2GiB"')
+    size = parse_size(text, lambda: 0)
+    if size < 1:
+        raise ValueError("1 byte or more")
+    return size
+
+
+_TIER_FIELDS: dict[str, Callable[[str], Any]] = {
+    "blocks": whole_number(1, 1 << 27),
+    "fraction": number(1e-6, 1),
+    "policy": one_of(*POLICY_NAMES),
+    "write": one_of(*WRITES),
+    "reuse": whole_number(2, 255),
+    "rate": _plain_size,
+    "deadline": number(0.05, 600),
+}
+
+
+def _read_tier(text: str, requests: Sequence[TraceRequest]) -> TierSpec:
+    given: dict[str, Any] = {}
+    for field in text.split(","):
+        name, _, value = field.partition("=")
+        if name not in _TIER_FIELDS or name in given:
+            known = ", ".join(_TIER_FIELDS)
+            raise _TierError(f"--tier {text}: {name!r}. Fix: NAME=VALUE, each once, of {known}")
+        try:
+            given[name] = _TIER_FIELDS[name](value)
+        except ValueError as error:
+            raise _TierError(f"--tier {text}: {name} must be {error}") from None
+    if ("blocks" in given) == ("fraction" in given):
+        raise _TierError(f"--tier {text}: needs one of blocks and fraction. Fix: set one")
+    if "reuse" in given and given.get("write") != REUSE:
+        raise _TierError(f"--tier {text}: reuse counts only with write=reuse. Fix: set that")
+    if "fraction" in given:
+        given["blocks"] = capacity_of(requests, given.pop("fraction"))
+    given["capacity_blocks"] = given.pop("blocks")
+    if "deadline" in given:
+        given["deadline_s"] = given.pop("deadline")
+    return TierSpec(**given)

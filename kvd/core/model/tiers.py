@@ -29,6 +29,7 @@ NO_MOVER = MoverId(0)
 # Blocks that are sought below: some 250 bytes each. Beyond, they are misses.
 MAX_SOUGHT_BLOCKS = 32_768  # of one session
 MAX_TENANT_SOUGHT_BLOCKS = 131_072  # of all its sessions
+MAX_BEHIND_BLOCKS = 65_536  # of one tier, that are written when its copies end
 MAX_SEARCHES = 128  # of one request, in one group: a lookup that misses new blocks begins one
 
 
@@ -90,13 +91,13 @@ class TierCounters:
 
 @dataclass(slots=True, eq=False)
 class TenantShare:
-    """Bytes of something that tenants share: each may have as many as are left for others."""
+    """Bytes or blocks that tenants share: each may have as many as are left for others."""
 
     taken: dict[str, int] = field(default_factory=dict)
     whole: int = 0
 
     def left(self, tenant: str, most: int) -> int:
-        """Bytes that the tenant may still take of so many."""
+        """How much the tenant may still take of so much."""
         return max(0, (most - self.whole - self.taken.get(tenant, 0)) // 2)
 
     def count(self, tenant: str, change: int) -> None:
@@ -123,6 +124,8 @@ class Tier:
     clearing: dict[str, None] = field(default_factory=dict)  # fingerprints, yet to be deleted
     reuse: ReuseFilter = field(init=False)
     writing: TenantShare = field(default_factory=TenantShare)
+    behind: deque[tuple[SizeClass, Slots]] = field(default_factory=deque)  # yet to be written
+    behind_blocks: TenantShare = field(default_factory=TenantShare)
     counters: TierCounters = field(default_factory=TierCounters)
 
     def __post_init__(self) -> None:
@@ -161,6 +164,7 @@ class TierCopy(Filling):
     tier: Tier
     kind: CopyKind
     sought: Sought | None = None  # of a read: for whom
+    places: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # and where there
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,8 @@
 It begins at the end of the engine's step: all that one tier was found to hold of one request's
 group by then is one copy. Some of it may fail; what has come is readable. However much is asked
 for, promotions take a part of the pool only, of which each tenant leaves as much to others as it
-has, and an event begins a few of them. What has no room yet waits for the end of others.
+has, and an event begins a few of them. What has no room yet waits for the end of others. No block
+takes the room of one that its own request has found or brought up before.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import numpy.typing as npt
 
 from kvd.core.actions import ReadFromTier
 from kvd.core.blocks import namespaces, slot_lifecycle
-from kvd.core.claims import hand_off
+from kvd.core.claims import hand_off, prefix
 from kvd.core.keys import U32, CopyId, KeyBatch, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Offer, Part
+from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import Session, State
 from kvd.core.model.tiers import Belief, Below, CopyKind, Search, Sought, Tier, TierCopy
 from kvd.core.model.turn import Turn
@@ -29,6 +31,7 @@ from kvd_proto.tags import tags_of
 PROMOTED_AT_ONCE = 256  # blocks, in one event
 WOKEN_AT_ONCE = 4  # requests that wait for room
 
+NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 NO_BLOCKS: U32 = np.empty((0, 0), dtype=np.uint32)
 
 
@@ -105,7 +108,8 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
         return False
     offer = _offer(sought, found, fresh)
     scope = _scope(turn, sought)
-    if scope is None or make_room(turn, [(sought.owner, len(fresh))]):
+    kept = _kept(state, sought, scope)
+    if scope is None or make_room(turn, [(sought.owner, len(fresh))], lambda: [kept]):
         _give_up(tier, found, wanted)  # the end of no promotion would give them room
         return True
     if scope not in state.scopes:  # making room took the last block that it had
@@ -117,7 +121,7 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
     state.slots.sources[slots] = tier.terms.reach
     part = Part(sought.owner, scope, slots, slots, NO_BLOCKS)
     copy = begin(turn, tier, CopyKind.READ, part)
-    copy.sought = sought
+    copy.sought, copy.places = sought, found.places[fresh]
     state.add_filling(copy)
     found.beliefs[fresh] = Belief.ON_ITS_WAY
     state.below.promoting.count(sought.owner.tenant.tenant, copy.nbytes)
@@ -139,6 +143,25 @@ def _not_there(state: State, found: Search, rows: Slots) -> Slots:
     found.beliefs[rows[there]] = Belief.ON_ITS_WAY  # the index says what becomes of them
     rest: Slots = rows[~there]
     return rest
+
+
+def _kept(state: State, sought: Sought, scope: ScopeId | None) -> tuple[SizeClass, Slots]:
+    """What the request has found of this group so far, above or below."""
+    used = state.sessions[sought.session].prefixes.get(sought.request)
+    if used is None or scope is None:
+        return sought.owner, NO_SLOTS
+    return sought.owner, prefix.held(state, used, scope)
+
+
+def _note(state: State, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
+    """The request has found these blocks, if it is still there."""
+    sought = copy.sought
+    if sought is None or sought.is_over or not done.any():
+        return
+    session = state.sessions[sought.session]
+    used = prefix.of(session, sought.request)
+    (part,) = copy.parts
+    prefix.note(state, session, used, part.slots[done], copy.places[done])
 
 
 def _scope(turn: Turn, sought: Sought) -> ScopeId | None:
@@ -222,6 +245,7 @@ def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
     del state.fillings[copy.number]
     if len(good):
         slot_lifecycle.make_ready(turn, owner, good)
+        _note(state, copy, done)
     state.released.extend(copy.end_waits(done=len(good) == len(part.slots)))
     _tell_seeker(state, sought, tags, np.isin(part.slots, good))
 

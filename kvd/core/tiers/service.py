@@ -59,6 +59,7 @@ def _gone(turn: Turn, event: TierGone) -> None:
     search.tier_gone(turn, tier)
     state.below.lost.extend(tier.copies.values())
     tier.copies = {}
+    writing.forget_late(tier)
     for row in list(state.retiring):
         reclaim.row_unmapped(turn, row, tier.mover)
 

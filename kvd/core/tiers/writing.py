@@ -1,8 +1,9 @@
 """Blocks are written down to the tiers: when they are stored, used again, or about to be evicted.
 
 What is on its way is pinned, so it is bounded: a tenant may have as much of a tier's bound as it
-leaves to others. What is beyond is not written, and counted; a block has another chance when it is
-offered or used again, and before it is evicted.
+leaves to others. What is beyond waits, without a pin, for copies to end; so much may wait, shared
+likewise. What is beyond that, too, is not written, and counted; a block has another chance when it
+is offered or used again, and before it is evicted.
 """
 
 from __future__ import annotations
@@ -20,13 +21,22 @@ from kvd.core.model.job import Part
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Scope, State
-from kvd.core.model.tiers import CopyKind, Reach, Tier, TierCopy, WriteWhen
+from kvd.core.model.tiers import (
+    MAX_BEHIND_BLOCKS,
+    CopyKind,
+    Reach,
+    TenantShare,
+    Tier,
+    TierCopy,
+    WriteWhen,
+)
 from kvd.core.model.turn import Turn
 from kvd.core.tiers.promotion import NO_BLOCKS, begin, forget
 
 WATERMARK = 0.1  # of a class: so many blocks next to their eviction shall be below
 LOOKED_AT = 4096  # of those, in one tick
 DEMOTED_AT_ONCE = 256  # and written
+CAUGHT_UP_AT_ONCE = 8  # batches that wait for copies to end, in one event
 
 
 def stored(turn: Turn, owner: SizeClass, slots: Slots) -> None:
@@ -34,10 +44,10 @@ def stored(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     state = turn.state
     for tier in state.below.tiers:
         if tier.terms.write is WriteWhen.THROUGH:
-            write(turn, tier, owner, slots)
+            _write_soon(turn, tier, owner, slots)
         elif tier.terms.reach is Reach.CLUSTER and state.handed_off:
             handed = [slot in state.handed_off for slot in slots.tolist()]
-            write(turn, tier, owner, slots[handed])
+            _write_soon(turn, tier, owner, slots[handed])
 
 
 def handed_off(turn: Turn, owner: SizeClass, slots: Slots) -> None:
@@ -48,7 +58,7 @@ def handed_off(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """
     for tier in turn.state.below.tiers:
         if tier.terms.reach is Reach.CLUSTER:
-            write(turn, tier, owner, slots)
+            _write_soon(turn, tier, owner, slots)
 
 
 def used(turn: Turn, owner: SizeClass, slots: Slots) -> None:
@@ -56,28 +66,74 @@ def used(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     for tier in turn.state.below.tiers:
         if tier.terms.write is WriteWhen.REUSE:
             often = tier.reuse.offer(turn.state.slots.tags[slots])
-            write(turn, tier, owner, slots[often])
+            _write_soon(turn, tier, owner, slots[often])
 
 
-def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> None:
-    """Write down those that are READY and that the tier neither has nor is being given."""
+def _write_soon(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> None:
+    """Write these down; what is too much for now, when copies have ended."""
+    late = write(turn, tier, owner, slots)
+    if not len(late):
+        return
+    tenant = owner.tenant.tenant
+    fits = tier.behind_blocks.left(tenant, MAX_BEHIND_BLOCKS)
+    tier.counters.dropped += max(0, len(late) - fits)
+    if fits:
+        _put_behind(tier, owner, late[:fits])
+
+
+def _put_behind(tier: Tier, owner: SizeClass, slots: Slots) -> None:
+    tier.behind.append((owner, slots))
+    tier.behind_blocks.count(owner.tenant.tenant, len(slots))
+
+
+def catch_up(turn: Turn, tier: Tier) -> None:
+    """Write down some of what was too much when its turn was, as far as it is still there."""
+    for _ in range(min(CAUGHT_UP_AT_ONCE, len(tier.behind))):
+        owner, slots = tier.behind.popleft()
+        tier.behind_blocks.count(owner.tenant.tenant, -len(slots))
+        late = write(turn, tier, owner, _still_of(turn.state, owner, slots))
+        if len(late):
+            _put_behind(tier, owner, late)
+
+
+def forget_late(tier: Tier) -> None:
+    """What waits to be written waits no longer."""
+    tier.behind.clear()
+    tier.behind_blocks = TenantShare()
+
+
+def _still_of(state: State, owner: SizeClass, slots: Slots) -> Slots:
+    """Those that belong to the class; which block each holds by now is of no importance."""
+    if state.classes.get((owner.namespace, owner.group)) is not owner:
+        return slots[:0]
+    rows = slots // state.slots_per_extent
+    kept = [row for row in np.unique(rows).tolist() if row in owner.rows]
+    still: Slots = slots[np.isin(rows, kept)]
+    return still
+
+
+def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> Slots:
+    """Write down those that are READY and that the tier neither has nor is being given.
+
+    The answer is those of them that are too much for now.
+    """
     state = turn.state
     if not len(slots) or not tier.serves(state.namespaces[owner.namespace].spec.fingerprint):
-        return
+        return slots[:0]
     ready = state.slots.state[slots] == SlotState.READY
     slots = slots[ready & ((state.slots.below[slots] & tier.bit) == 0)]
     scopes = state.slots.scopes[slots]
     slots = slots[scopes >= state.namespaces[owner.namespace].cleared_below]
     if not len(slots):
-        return
+        return slots
     slots = slots[state.slots.firsts(slots)]
     tenant = owner.tenant.tenant
     fits = tier.writing.left(tenant, tier.terms.max_write_bytes) // owner.block_bytes
-    tier.counters.dropped += max(0, len(slots) - fits)
-    slots = slots[:fits]
-    for scope, some in slot_lifecycle.by_scope(state, slots):
+    for scope, some in slot_lifecycle.by_scope(state, slots[:fits]):
         if not _goes(state, scope):
             _begin(turn, tier, owner, scope, some)
+    late: Slots = slots[fits:]
+    return late
 
 
 def _goes(state: State, scope: Scope) -> bool:
@@ -116,6 +172,7 @@ def ended(
     if damaged is not None and damaged.any():
         damage.remove(turn, part, part.slots[damaged])
     forget(state, copy)
+    catch_up(turn, tier)
     if count:
         write_ahead(turn, part.size_class)
 
@@ -133,4 +190,5 @@ def write_ahead(turn: Turn, owner: SizeClass) -> None:
     cold = owner.policy.coldest(min(LOOKED_AT, math.ceil(WATERMARK * owner.capacity)))
     for tier in tiers:
         lacking = (state.slots.below[cold] & tier.bit) == 0
-        write(turn, tier, owner, cold[lacking][:DEMOTED_AT_ONCE])
+        late = write(turn, tier, owner, cold[lacking][:DEMOTED_AT_ONCE])
+        tier.counters.dropped += len(late)

@@ -51,6 +51,8 @@ def timer_ticked(turn: Turn) -> None:
     grant_spare(turn, in_use)
     if state.below.tiers:
         search.expire(turn)
+        for tier in state.below.tiers:
+            writing.catch_up(turn, tier)
         for owner in in_use:
             writing.write_ahead(turn, owner)
     recency.write_down(turn)

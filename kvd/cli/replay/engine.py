@@ -1,0 +1,259 @@
+"""An engine of one rank before the daemon's core, for a replay: a mover's copies end at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvd.cli.replay.tiers import ReplayTiers
+from kvd.cli.replay.trace import BlockIds, TraceRequest
+from kvd.core import actions, events
+from kvd.core.keys import (
+    JobId,
+    KeyBatch,
+    LeaseId,
+    MoverId,
+    RequestId,
+    SessionId,
+    TenantId,
+    TierId,
+)
+from kvd.core.machine import Machine, MachineConfig
+from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd_proto.groups import GroupKind
+
+BLOCK_BYTES = 4096  # the smallest that fills a slot; no byte of it exists
+HASH_BYTES = 8
+TRACKER_BLOCKS = 65536
+NS_PER_MS = 1_000_000
+TICK_NS = 250 * NS_PER_MS
+
+_STATUS_MASK = 3
+_HIT, _PENDING = 1, 2
+_HOST = -1  # where a block was found that was in host memory
+_SESSION = SessionId(1)
+_MOVER = MoverId(1)
+
+Statuses = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+
+class ReplayEngine:
+    """Runs requests through a core with a pool of so many blocks, and with these tiers below."""
+
+    def __init__(
+        self,
+        policy: str,
+        capacity_blocks: int,
+        store_threshold: int,
+        below: ReplayTiers | None = None,
+    ) -> None:
+        self._below = below if below is not None else ReplayTiers((), BLOCK_BYTES)
+        block_bytes = self._block_bytes = self._below.block_bytes
+        group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (block_bytes,))
+        spec = NamespaceSpec("replay", TenantId("replay"), HASH_BYTES, (group,))
+        pool_bytes = capacity_blocks * block_bytes
+        config = MachineConfig(
+            extents=1,
+            extent_bytes=pool_bytes,
+            policy=policy,
+            store_threshold=store_threshold,
+            tracker_blocks=TRACKER_BLOCKS,
+            lease_share=1.0,
+            spare_bytes=0,
+            tag_secret=bytes(16),
+            tiers=self._below.terms(pool_bytes),
+        )
+        self._machine = Machine(config)
+        self._now_ns = 0
+        self._ticked_ns = 0
+        self._requests = 0
+        self._job = 0
+        self._came_from: dict[int, int] = {}  # of the request under way: block -> tier
+        self.found_in = [0] * len(self._below)  # leading blocks, by tier
+        self.blocks_stored = 0
+        self.blocks_evicted = 0
+        self.blocks_without_room = 0
+        self._drive(events.PoolRecovered())
+        accepted = self._ask(events.SessionOpened(_SESSION, spec, "", 1))
+        assert isinstance(accepted, actions.SessionAccepted)
+        self._namespace = accepted.namespace
+        self._drive(events.RankAttached(_SESSION, _MOVER, rank=0, shard=0, writer=True))
+        for number in range(len(self._below)):
+            self._drive(events.TierStarted(TierId(number), MoverId(2 + number)))
+
+    @property
+    def dropped(self) -> list[int]:
+        """Blocks that the core left out when they were to be written, by tier."""
+        return [tier.counters.dropped for tier in self._machine.state.below.tiers]
+
+    def serve(self, request: TraceRequest) -> int:
+        """Run one request through; how many of its leading blocks were found."""
+        self._pass_time(request.timestamp_ms * NS_PER_MS)
+        self._requests += 1
+        name = RequestId(str(self._requests))
+        context = events.RequestContext(name)
+        self._came_from.clear()
+        present, lease = self._look_up(context, request.blocks)
+        self._settle()
+        found = int(present.size if present.all() else present.argmin())
+        self._count_tiers(request.blocks[:found])
+        if found:
+            self._load(context, request.blocks[:found])
+        if lease is not None:
+            self._drive(events.LeasesReleased(_SESSION, (lease,)))
+        if found < present.size:
+            room = self._machine.room(self._namespace)[0] - found  # its own head stays
+            self._store(context, request.blocks, present, max(0, room))
+        self._drive(events.RequestsEnded(_SESSION, (name,)))
+        self._drive(events.StepEnded(_SESSION))
+        self._settle()
+        return found
+
+    def _count_tiers(self, blocks: BlockIds) -> None:
+        for block in blocks.tolist() if self._came_from else ():
+            tier = self._came_from.get(block)
+            if tier is not None:
+                self.found_in[tier] += 1
+
+    # -- the calls of an engine -----------------------------------------------------------------
+
+    def _look_up(
+        self, context: events.RequestContext, blocks: BlockIds
+    ) -> tuple[np.ndarray[tuple[int], np.dtype[np.bool_]], LeaseId | None]:
+        """Ask until nothing is pending; the leading ones are leased then."""
+        lease: LeaseId | None = None
+        while True:
+            query = events.Query(context, 0, _keys(blocks), events.LeaseMode.PREFIX, extends=lease)
+            (answer,) = self._ask(events.LookupRequested(_SESSION, (query,)))
+            lease = answer.lease if answer.lease is not None else lease
+            statuses = np.frombuffer(answer.statuses, np.uint8) & _STATUS_MASK
+            if not (statuses == _PENDING).any():
+                return statuses == _HIT, lease
+            self._drive(events.StepEnded(_SESSION))
+            self._settle()
+            self._wait_for_tiers()
+
+    def _load(self, context: events.RequestContext, blocks: BlockIds) -> None:
+        verdict = self._ask(
+            events.LoadRequested(_SESSION, self._next_job(), context, (_run(blocks),))
+        )
+        assert verdict.accepted, f"a leased block could not be loaded: {verdict.reason}"
+
+    def _store(
+        self,
+        context: events.RequestContext,
+        blocks: BlockIds,
+        present: np.ndarray[tuple[int], np.dtype[np.bool_]],
+        room: int,
+    ) -> None:
+        """Touch what is there behind the hole; store the rest, head first, while it fits."""
+        found = int(present.argmin())
+        self._touch(context, blocks[found:][present[found:]])
+        missing = blocks[~present]
+        self.blocks_without_room += max(0, missing.size - room)
+        missing = missing[:room]
+        if missing.size == 0:
+            return
+        verdict = self._ask(
+            events.StoreRequested(_SESSION, self._next_job(), context, (_run(missing, found),))
+        )
+        assert verdict.accepted, f"a store within the room was refused: {verdict.reason}"
+        self.blocks_stored += verdict.blocks
+
+    def _touch(self, context: events.RequestContext, blocks: BlockIds) -> None:
+        if blocks.size:
+            self._drive(events.Touched(_SESSION, context, 0, _keys(blocks)))
+
+    # -- time -----------------------------------------------------------------------------------
+
+    def _pass_time(self, until_ns: int) -> None:
+        """Time goes on: copies of tiers end, and the core looks at its clock."""
+        if len(self._below):
+            self._settle()
+            while (end_ns := self._next_moment(until_ns)) is not None:
+                self._now_ns = max(self._now_ns, end_ns)
+                self._look_at_clock()
+                self._settle()
+        self._now_ns = max(self._now_ns, until_ns)
+
+    def _next_moment(self, until_ns: int) -> int | None:
+        """When something is to be done next, by then."""
+        moments = [self._ticked_ns + TICK_NS]
+        end_ns = self._below.next_end_ns()
+        if end_ns is not None:
+            moments.append(end_ns)
+        return min(moments) if min(moments) <= until_ns else None
+
+    def _look_at_clock(self) -> None:
+        if self._now_ns >= self._ticked_ns + TICK_NS:
+            self._ticked_ns = self._now_ns
+            self._drive(events.TimerTicked())
+
+    def _wait_for_tiers(self) -> None:
+        """Until one of their copies ends, or the core's next look at its clock."""
+        if self._below.next_end_ns() is None:
+            self._pass_time(self._now_ns + TICK_NS)  # nothing is under way: deadlines pass
+        else:
+            moment = self._next_moment(self._now_ns + TICK_NS)
+            assert moment is not None, "a tick comes at the latest"
+            self._pass_time(moment)
+
+    def _settle(self) -> None:
+        """Do all that can be done now: work in pieces, and what tiers have ended."""
+        while True:
+            end_ns = self._below.next_end_ns()
+            if end_ns is not None and end_ns <= self._now_ns:
+                self._drive(self._below.end_next())
+            elif len(self._below) and self._machine.has_work():
+                self._drive(events.WorkContinued())
+            else:
+                return
+
+    # -- the core -------------------------------------------------------------------------------
+
+    def _ask(self, event: events.Event) -> Any:
+        """Drive an event; the payload of the reply to it."""
+        replies = [a.payload for a in self._drive(event) if isinstance(a, actions.Reply)]
+        assert len(replies) == 1
+        return replies[0]
+
+    def _drive(self, event: events.Event) -> list[actions.Action]:
+        """Hand an event to the core, and end at once every copy of the mover that it orders."""
+        ordered = self._machine.handle(event, self._now_ns)
+        for action in ordered:
+            match action:
+                case actions.StartTransfer():
+                    blocks = sum(part.slots.size for part in action.parts)
+                    self._drive(
+                        events.TransferFinished(
+                            action.mover,
+                            action.transfer,
+                            events.TransferOutcome.DONE,
+                            blocks * self._block_bytes,
+                            duration_ns=0,
+                        )
+                    )
+                case actions.WriteFree():
+                    self.blocks_evicted += int(action.slots.size)
+                case actions.AskTier() | actions.WriteToTier() | actions.ReadFromTier():
+                    if isinstance(action, actions.ReadFromTier):
+                        blocks_read = action.keys.words[:, 0].tolist()
+                        self._came_from.update(dict.fromkeys(blocks_read, int(action.tier)))
+                    self._below.give(action, self._now_ns)
+                case _:
+                    pass
+        return ordered
+
+    def _next_job(self) -> JobId:
+        self._job += 1
+        return JobId(self._job)
+
+
+def _keys(blocks: BlockIds) -> KeyBatch:
+    return KeyBatch(blocks.astype(np.uint64).reshape(-1, 1), HASH_BYTES)
+
+
+def _run(blocks: BlockIds, first_block: int = 0) -> events.Run:
+    engine_blocks = np.arange(blocks.size, dtype=np.uint32).reshape(-1, 1)
+    return events.Run(0, _keys(blocks), engine_blocks, first_block)
