@@ -11,9 +11,9 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import MoverId, NamespaceId, RequestId, ScopeName, SessionId, TierId
 from kvd.core.model import tiers as model
-from kvd.core.model.tiers import Reach, TierCounters, TierTerms, WriteWhen
-from kvd.core.tiers import promotion, search, writing
-from tests.core.bench import BLOCK, MS, SECOND, Bench, keys, numbers_of, only, small, spec
+from kvd.core.model.tiers import Reach, TierCounters, TierTerms
+from kvd.core.tiers import promotion, search
+from tests.core.bench import SECOND, Bench, keys, numbers_of, only, small, spec
 
 DISK = TierTerms("disk", seek_ns=SECOND)
 FAR = TierTerms("far", Reach.CLUSTER, seek_ns=SECOND)
@@ -393,124 +393,6 @@ def test_a_session_seeks_no_more_than_its_share(
 
 def test_limits_are_per_session() -> None:
     assert model.MAX_SOUGHT_BLOCKS < model.MAX_TENANT_SOUGHT_BLOCKS
-
-
-def test_what_is_written_down_is_pinned_and_bounded_and_the_rest_follows() -> None:
-    rule = TierTerms("disk", max_write_bytes=8 * BLOCK)
-    on = stage(rule)
-    on.store(*range(1, 7))
-    (write,) = on.writes
-    assert numbers_of(write.keys) == [1, 2, 3, 4]  # half: the rest is left to other tenants
-    assert on.counters().dropped == 0
-    pins = on.bench.machine.state.slots.pins
-    assert pins[write.slots].tolist() == [1, 1, 1, 1]
-    on.write(failing=(2,))
-    assert on.counters().failed_writes == 1
-    (rest,) = on.writes
-    assert numbers_of(rest.keys) == [5, 6]
-    on.write()
-    assert pins.sum() == 0
-    on.store(*range(1, 7))  # all are there: what the tier lacks is offered to it again
-    (again,) = on.writes
-    assert numbers_of(again.keys) == [2]
-
-
-def test_a_store_larger_than_the_bound_is_below_before_it_can_be_evicted() -> None:
-    on = stage(TierTerms("disk", max_write_bytes=8 * BLOCK))
-    on.store(*range(1, 41))
-    while on.writes:
-        on.write()
-    on.store(*range(100, 164))  # evicts all of them at once
-    assert on.look(*range(1, 41)) == "P" * 40
-    on.answer()
-    assert on.counters().hits == 40
-
-
-def test_what_waits_to_be_written_is_bounded_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "MAX_BEHIND_BLOCKS", 12)
-    on = stage(TierTerms("disk", max_write_bytes=8 * BLOCK))
-    on.store(*range(1, 17))
-    assert on.counters().dropped == 6  # 4 on their way, 6 of 12 wait
-    for _ in range(3):
-        on.write()
-    assert {number for _, number in on.held[0]} == set(range(1, 11))
-    assert not on.writes
-    assert on.bench.machine.state.below.tiers[0].behind_blocks.whole == 0
-
-
-def test_what_waits_and_has_left_meanwhile_is_not_written() -> None:
-    on = stage(TierTerms("disk", max_write_bytes=8 * BLOCK))
-    on.store(*range(1, 65))  # the whole pool
-    assert len(on.writes) == 1
-    on.feed(ev.NamespaceCleared(1, NamespaceId(1)))
-    on.take(on.bench.work_off())
-    on.write()
-    assert not on.writes
-    on.tick(250 * MS)
-    assert not on.bench.machine.state.below.tiers[0].behind
-
-
-def test_what_waits_is_forgotten_with_the_tiers_process() -> None:
-    on = stage(TierTerms("disk", max_write_bytes=8 * BLOCK))
-    on.store(*range(1, 17))
-    on.feed(ev.TierGone(TierId(0)))
-    on.take(on.bench.work_off())
-    on.writes.clear()
-    on.start()
-    on.tick(250 * MS)
-    assert not on.writes
-
-
-def test_a_block_brought_up_is_not_written_back() -> None:
-    on = stage()
-    on.bring_down(1)
-    on.look(1)
-    on.answer()
-    on.step()
-    on.read()
-    on.store(1)
-    assert not on.writes
-
-
-def test_what_a_tier_forgot_is_written_again() -> None:
-    on = stage()
-    on.store(1)
-    (order,) = on.writes
-    on.write()
-    on.feed(ev.TierForgot(TierId(0), order.name, order.keys))
-    on.store(1)
-    assert len(on.writes) == 1
-
-
-def test_on_reuse_a_block_is_written_once_it_was_used_so_often() -> None:
-    on = stage(TierTerms("disk", write=WriteWhen.REUSE, reuses=2, tracker_blocks=64))
-    on.store(1)
-    assert on.look(1, request="a") == "H"
-    assert not on.writes
-    assert on.look(1, request="b") == "H"
-    assert len(on.writes) == 1
-    on.write()
-    assert on.look(1, request="c") == "H"
-    assert not on.writes
-
-
-def test_on_demotion_the_coldest_are_written_when_room_is_nearly_gone() -> None:
-    on = stage(TierTerms("disk", write=WriteWhen.DEMOTION), extents=2)
-    on.store(*range(1, 17))
-    on.tick(250 * MS)
-    assert not on.writes
-    on.store(*range(17, 33))
-    on.tick(250 * MS)
-    (write,) = on.writes
-    assert sorted(numbers_of(write.keys)) == [13, 14, 15, 16]  # a tenth; tails go first
-    on.tick(250 * MS)
-    on.write()
-    on.tick(250 * MS)
-    assert not on.writes
-    on.store(33)  # evicts one that is below
-    on.tick(250 * MS)
-    (write,) = on.writes
-    assert numbers_of(write.keys) == [12]
 
 
 def test_a_clear_reaches_every_tier_and_holds_until_each_has_deleted() -> None:

@@ -27,7 +27,7 @@ BLOCK_BYTES = 4096  # the smallest that fills a slot; no byte of it exists
 HASH_BYTES = 8
 TRACKER_BLOCKS = 65536
 NS_PER_MS = 1_000_000
-TICK_NS = 250 * NS_PER_MS
+_TICK = 250 * NS_PER_MS  # as in the daemon
 
 _STATUS_MASK = 3
 _HIT, _PENDING = 1, 2
@@ -179,23 +179,23 @@ class ReplayEngine:
 
     def _next_moment(self, until_ns: int) -> int | None:
         """When something is to be done next, by then."""
-        moments = [self._ticked_ns + TICK_NS]
+        moments = [self._ticked_ns + _TICK]
         end_ns = self._below.next_end_ns()
         if end_ns is not None:
             moments.append(end_ns)
         return min(moments) if min(moments) <= until_ns else None
 
     def _look_at_clock(self) -> None:
-        if self._now_ns >= self._ticked_ns + TICK_NS:
+        if self._now_ns >= self._ticked_ns + _TICK:
             self._ticked_ns = self._now_ns
             self._drive(events.TimerTicked())
 
     def _wait_for_tiers(self) -> None:
         """Until one of their copies ends, or the core's next look at its clock."""
         if self._below.next_end_ns() is None:
-            self._pass_time(self._now_ns + TICK_NS)  # nothing is under way: deadlines pass
+            self._pass_time(self._now_ns + _TICK)  # nothing is under way: deadlines pass
         else:
-            moment = self._next_moment(self._now_ns + TICK_NS)
+            moment = self._next_moment(self._now_ns + _TICK)
             assert moment is not None, "a tick comes at the latest"
             self._pass_time(moment)
 

@@ -23,7 +23,7 @@ from kvd.runtime.tiers import terms_of
 from kvd.tiers.disk.size_class import DiskSizeClass
 from kvd.tiers.disk.space import DiskSpace
 
-NS_PER_S = 1_000_000_000
+_SECOND = 1_000_000_000  # ns
 _STRIDE = 4096  # of a place in the books; no byte of it exists
 _MIXED = np.uint64(0x9E3779B97F4A7C15)  # spreads the trace's small numbers, as a hash is spread
 _SCOPE = 1
@@ -129,12 +129,12 @@ class _Tier:
         if self.spec.rate is None or isinstance(order, actions.AskTier):
             return now_ns
         begins = max(now_ns, self.free_ns.get(type(order), 0))
-        lasts = len(order.keys) * self.block_bytes * NS_PER_S // self.spec.rate
+        lasts = len(order.keys) * self.block_bytes * _SECOND // self.spec.rate
         self.free_ns[type(order)] = begins + lasts
         return begins + lasts
 
     def carry_out(self, order: Order, now_ns: int) -> End:
-        now_s = now_ns // NS_PER_S
+        now_s = now_ns // _SECOND
         words = order.keys.words
         match order:
             case actions.AskTier():
