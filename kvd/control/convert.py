@@ -19,6 +19,7 @@ from kvd.core import events as ev
 from kvd.core.claims.hand_off import MAX_HAND_OFF_NS
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
+from kvd.core.model.tiers import Reach, TierTerms
 from kvd.core.spec import NamespaceSpec
 from kvd.runtime.event_log import Change, ChangeKind, Delivery
 from kvd.runtime.turns import Pace
@@ -51,9 +52,12 @@ _LEASES: dict[int, ev.LeaseMode] = {
 _CHANGE_KINDS = {
     ChangeKind.STORED: events_pb2.CacheEvent.KIND_STORED,
     ChangeKind.REMOVED: events_pb2.CacheEvent.KIND_REMOVED,
+    ChangeKind.CLEARED: events_pb2.CacheEvent.KIND_CLEARED,
+    ChangeKind.TIER_LOST: events_pb2.CacheEvent.KIND_TIER_LOST,
 }
-# vLLM's name of host memory in KV events.
-MEDIUM_HOST = "CPU"
+# vLLM's names in KV events of host memory, of what lies below it, and of where that is found.
+MEDIUM_HOST, MEDIUM_TIER = "CPU", "STORAGE"
+_LOCALITIES = {Reach.DISK: "LOCAL", Reach.CLUSTER: "REMOTE"}
 
 
 class KeyBudget:
@@ -374,13 +378,16 @@ def delivery_messages(
 def _cache_events(changes: Iterable[Change]) -> Iterator[events_pb2.CacheEvent]:
     for change in changes:
         if change.keys is None:
-            yield events_pb2.CacheEvent(
-                kind=events_pb2.CacheEvent.KIND_CLEARED, namespace_id=change.namespace
+            event = events_pb2.CacheEvent(
+                kind=_CHANGE_KINDS[change.kind], namespace_id=change.namespace
             )
+            if change.tier is not None:
+                _name_tier(event, change.tier)
+            yield event
             continue
         for start in range(0, len(change.keys), EVENT_KEYS):
             keys = change.keys[start : start + EVENT_KEYS]
-            yield events_pb2.CacheEvent(
+            event = events_pb2.CacheEvent(
                 kind=_CHANGE_KINDS[change.kind],
                 namespace_id=change.namespace,
                 epoch=change.epoch,
@@ -390,3 +397,12 @@ def _cache_events(changes: Iterable[Change]) -> Iterator[events_pb2.CacheEvent]:
                 medium=MEDIUM_HOST,
                 account=change.account,
             )
+            if change.tier is not None:
+                _name_tier(event, change.tier)
+            yield event
+
+
+def _name_tier(event: events_pb2.CacheEvent, tier: TierTerms) -> None:
+    event.medium = MEDIUM_TIER
+    event.locality = _LOCALITIES[tier.reach]
+    event.tier = tier.name

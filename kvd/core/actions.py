@@ -284,24 +284,26 @@ class EndJob:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnnounceStored:
-    """Tell watchers that these blocks are readable."""
+    """Tell watchers that these blocks are readable, or that this tier holds them."""
 
     namespace: NamespaceId
     epoch: str
     account: str
     group: int
     keys: KeyBatch
+    tier: TierId | None = None  # None: host memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AnnounceRemoved:
-    """Tell watchers that these blocks are gone."""
+    """Tell watchers that these blocks are gone; `tier` as in AnnounceStored."""
 
     namespace: NamespaceId
     epoch: str
     account: str
     group: int
     keys: KeyBatch
+    tier: TierId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +311,13 @@ class AnnounceCleared:
     """Tell watchers that all blocks of an epoch are gone."""
 
     namespace: NamespaceId
+
+
+@dataclass(frozen=True, slots=True)
+class AnnounceTierLost:
+    """Tell watchers that no block of the tier can be found, until they are told of it anew."""
+
+    tier: TierId
 
 
 # -- orders for tiers -------------------------------------------------------------------------
@@ -379,6 +388,7 @@ Action = (
     | AnnounceStored
     | AnnounceRemoved
     | AnnounceCleared
+    | AnnounceTierLost
     | AskTier
     | WriteToTier
     | ReadFromTier

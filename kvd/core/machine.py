@@ -27,16 +27,18 @@ from kvd.core.keys import (
     SessionId,
     Slots,
     TenantId,
+    TierId,
 )
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import MachineConfig, State
 from kvd.core.model.story import BrokenSlots, JobName
+from kvd.core.model.tiers import TierTerms
 from kvd.core.model.turn import Turn
 from kvd.core.policy import POLICY_NAMES
 from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.spec import NamespaceSpec
-from kvd.core.tiers import promotion, search, service, writing
+from kvd.core.tiers import promotion, residence, search, service, writing
 from kvd.core.upkeep import chores, clear, operator, recovery, session
 from kvd.core.upkeep.statistics import Statistics, gather
 
@@ -44,7 +46,8 @@ from kvd.core.upkeep.statistics import Statistics, gather
 RESIDENT_SLOTS = 256
 TAGGED_SLOTS = 1024  # looked at in one go for their tags
 SLOTS_TOLD = 16  # of a broken invariant
-ResidentBlocks = tuple[str, str, int, KeyBatch]  # epoch, account, group, keys
+# Epoch, account, group, keys, and the tier that holds them, or None: host memory.
+ResidentBlocks = tuple[str, str, int, KeyBatch, TierId | None]
 
 __all__ = ["Machine", "MachineConfig", "Statistics"]
 
@@ -144,15 +147,29 @@ class Machine:
         """One that is granted now."""
         return self.state.rows[row].grant()
 
-    def resident(self, namespace: NamespaceId) -> Iterator[list[ResidentBlocks]]:
+    def resident(
+        self, namespace: NamespaceId, *, with_tiers: bool = False
+    ) -> Iterator[list[ResidentBlocks]]:
         """Every readable block, in pieces of RESIDENT_SLOTS slots.
+
+        `with_tiers`: also which of them tiers hold, as far as watchers were told.
 
         Each piece is as things are when it is taken, and the state may change between them: what
         came to a place that was read before, or left one that was not yet, is not named.
         """
         for owner, slots in self._readable(namespace, RESIDENT_SLOTS):
             if len(slots):
-                yield self._named(owner, slots)
+                yield self._named(owner, slots, None) + [
+                    named
+                    for tier in (self.state.below.tiers if with_tiers else ())
+                    for named in self._named(
+                        owner, residence.told(self.state, tier, slots), tier.tier
+                    )
+                ]
+
+    def terms_of(self, tier: TierId) -> TierTerms:
+        """What is settled of a tier."""
+        return self.state.below.tiers[tier].terms
 
     def readable_tags(self, namespace: NamespaceId) -> Iterator[U64]:
         """Tag of every readable block, in pieces of TAGGED_SLOTS slots; as for `resident`."""
@@ -176,9 +193,9 @@ class Machine:
         cleared_below = state.namespaces[row.size_class.namespace].cleared_below
         return slots[state.slots.scopes[slots] >= cleared_below]
 
-    def _named(self, owner: SizeClass, slots: Slots) -> list[ResidentBlocks]:
+    def _named(self, owner: SizeClass, slots: Slots, tier: TierId | None) -> list[ResidentBlocks]:
         return [
-            (scope.epoch, scope.account, scope.group, keys_of(self.state, owner, inside))
+            (scope.epoch, scope.account, scope.group, keys_of(self.state, owner, inside), tier)
             for scope, inside in by_scope(self.state, slots)
         ]
 

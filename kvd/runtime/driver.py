@@ -194,9 +194,14 @@ class Driver:
                     self._observer.tags_spilled(spilled)
             case act.RetractTags():
                 self.pool.retract(order)
-            case act.AnnounceStored() | act.AnnounceRemoved() | act.AnnounceCleared():
-                tenant = self.pool.tenant_of(order.namespace)
-                self.event_log.append(change_of(order, tenant))
+            case (
+                act.AnnounceStored()
+                | act.AnnounceRemoved()
+                | act.AnnounceCleared()
+                | act.AnnounceTierLost()
+            ):
+                terms_of = self.machine.terms_of
+                self.event_log.append(change_of(order, self.pool.tenant_of, terms_of))
             case act.UnmapRow() if self.tiers.maps_as(order.mover):
                 self.tiers.unmap_row(order)
             case act.RevokeTransfer() | act.KillMover() | act.PostBoard() | act.UnmapRow():

@@ -14,8 +14,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 
 from kvd.core import actions as act
-from kvd.core.keys import KeyBatch, NamespaceId, TenantId
+from kvd.core.keys import KeyBatch, NamespaceId, TenantId, TierId
 from kvd.core.machine import Machine
+from kvd.core.model.tiers import TierTerms
 from kvd.runtime.turns import FairQueue
 
 KEPT_CHANGES = 16384  # batches, not blocks
@@ -29,13 +30,15 @@ class ChangeKind(enum.Enum):
     STORED = 1
     REMOVED = 2
     CLEARED = 3
+    TIER_LOST = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Change:
     """What happened to blocks of one (namespace, epoch, account, group); CLEARED has no keys.
 
-    It names the tenant, because the namespace may be forgotten when the change is delivered.
+    It names the tenant, because the namespace may be forgotten when the change is delivered. `tier`
+    holds the blocks, or held them; None: host memory. TIER_LOST concerns all that it holds.
     """
 
     kind: ChangeKind
@@ -45,6 +48,22 @@ class Change:
     account: str
     group: int
     keys: KeyBatch | None
+    tier: TierTerms | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a watcher gets: changes of these namespaces, and whether those of tiers, too."""
+
+    namespaces: Callable[[TenantId, NamespaceId], bool]
+    with_tiers: bool = False
+
+    def __call__(self, change: Change) -> bool:
+        if change.tier is not None and not self.with_tiers:
+            return False
+        if change.kind is ChangeKind.TIER_LOST:
+            return True
+        return self.namespaces(change.tenant, change.namespace)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +76,6 @@ class Delivery:
     changes: tuple[Change, ...]
 
 
-Wanted = Callable[[TenantId, NamespaceId], bool]
 # The blocks resident in the wanted namespaces, piece by piece, each as it is when it is taken.
 Snapshot = Callable[[Wanted], Iterator[tuple[Change, ...]]]
 
@@ -66,29 +84,49 @@ class FellBehind(Exception):
     """A watcher took so long over its snapshot that the changes since then are not kept."""
 
 
+Announcement = act.AnnounceStored | act.AnnounceRemoved | act.AnnounceCleared | act.AnnounceTierLost
+
+
 def change_of(
-    order: act.AnnounceStored | act.AnnounceRemoved | act.AnnounceCleared, tenant: TenantId
+    order: Announcement,
+    tenant_of: Callable[[NamespaceId], TenantId],
+    terms_of: Callable[[TierId], TierTerms],
 ) -> Change:
-    """What the core announced of a namespace of this tenant."""
+    """What the core announced."""
     match order:
+        case act.AnnounceTierLost(tier):
+            lost, nobody = ChangeKind.TIER_LOST, TenantId("")
+            return Change(lost, nobody, NamespaceId(0), "", "", 0, None, terms_of(tier))
         case act.AnnounceCleared(namespace):
-            return Change(ChangeKind.CLEARED, tenant, namespace, "", "", 0, None)
-        case act.AnnounceStored(namespace, epoch, account, group, keys):
-            return Change(ChangeKind.STORED, tenant, namespace, epoch, account, group, keys)
-        case act.AnnounceRemoved(namespace, epoch, account, group, keys):
-            return Change(ChangeKind.REMOVED, tenant, namespace, epoch, account, group, keys)
+            cleared = ChangeKind.CLEARED
+            return Change(cleared, tenant_of(namespace), namespace, "", "", 0, None)
+        case act.AnnounceStored(namespace, epoch, account, group, keys, below):
+            kind = ChangeKind.STORED
+        case act.AnnounceRemoved(namespace, epoch, account, group, keys, below):
+            kind = ChangeKind.REMOVED
+    terms = None if below is None else terms_of(below)
+    return Change(kind, tenant_of(namespace), namespace, epoch, account, group, keys, terms)
 
 
 def resident_changes(machine: Machine, wanted: Wanted) -> Iterator[tuple[Change, ...]]:
     """Every readable block that is wanted, as if it had just been stored; in pieces."""
     for number in machine.namespaces():
         tenant = machine.tenant_of(number)
-        if tenant is None or not wanted(tenant, number):
+        if tenant is None or not wanted.namespaces(tenant, number):
             continue
-        for piece in machine.resident(number):
+        for piece in machine.resident(number, with_tiers=wanted.with_tiers):
             yield tuple(
-                Change(ChangeKind.STORED, tenant, number, epoch, account, group, keys)
-                for epoch, account, group, keys in piece
+                Change(
+                    ChangeKind.STORED,
+                    tenant,
+                    number,
+                    epoch,
+                    account,
+                    group,
+                    keys,
+                    None if tier is None else machine.terms_of(tier),
+                )
+                for epoch, account, group, keys, tier in piece
             )
 
 
@@ -157,7 +195,7 @@ class EventLog:
             sequence=cursor + stop - start,
             snapshot=False,
             snapshot_end=False,
-            changes=tuple(c for c in changes if wanted(c.tenant, c.namespace)),
+            changes=tuple(c for c in changes if wanted(c)),
         )
 
     async def _snapshot_deliveries(

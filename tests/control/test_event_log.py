@@ -10,11 +10,12 @@ import pytest
 
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
 from kvd.runtime import event_log
-from kvd.runtime.event_log import Change, ChangeKind, Delivery, EventLog, FellBehind
+from kvd.runtime.event_log import Change, ChangeKind, Delivery, EventLog, FellBehind, Wanted
 from kvd.runtime.turns import FairQueue
 
 INCARNATION = b"a" * 16
 TENANT = TenantId("default")
+ALL = Wanted(lambda _tenant, _namespace: True)
 
 
 def change(number: int, namespace: int = 1) -> Change:
@@ -34,7 +35,7 @@ async def take(watch: AsyncIterator[Delivery], count: int) -> list[Delivery]:
 async def test_new_watcher_gets_a_snapshot_and_then_the_tail() -> None:
     log = EventLog(INCARNATION, lambda _: iter([(change(7),)]), FairQueue())
     log.append(change(7))
-    watch = log.watch(None, lambda _tenant, _namespace: True)
+    watch = log.watch(None, ALL)
     (snapshot,) = await take(watch, 1)
     assert (snapshot.snapshot, snapshot.snapshot_end, snapshot.sequence) == (True, True, 1)
     log.append(change(8))
@@ -47,7 +48,7 @@ async def test_returning_watcher_goes_on_without_a_gap() -> None:
     log = EventLog(INCARNATION, lambda _: iter([]), FairQueue())
     for number in range(5):
         log.append(change(number))
-    (delivery,) = await take(log.watch((INCARNATION, 2), lambda _tenant, _namespace: True), 1)
+    (delivery,) = await take(log.watch((INCARNATION, 2), ALL), 1)
     assert not delivery.snapshot
     assert first_words([delivery]) == [2, 3, 4]
 
@@ -55,7 +56,7 @@ async def test_returning_watcher_goes_on_without_a_gap() -> None:
 async def test_watcher_of_another_incarnation_starts_over() -> None:
     log = EventLog(INCARNATION, lambda _: iter([(change(1),)]), FairQueue())
     log.append(change(1))
-    (delivery,) = await take(log.watch((b"b" * 16, 1), lambda _tenant, _namespace: True), 1)
+    (delivery,) = await take(log.watch((b"b" * 16, 1), ALL), 1)
     assert delivery.snapshot
 
 
@@ -66,7 +67,7 @@ async def test_watcher_that_fell_behind_the_kept_tail_gets_a_snapshot(
     monkeypatch.setattr(event_log, "KEPT_CHANGES", 4)
     for number in range(10):
         log.append(change(number))
-    (delivery,) = await take(log.watch((INCARNATION, 2), lambda _tenant, _namespace: True), 1)
+    (delivery,) = await take(log.watch((INCARNATION, 2), ALL), 1)
     assert delivery.snapshot
     assert delivery.sequence == 10
 
@@ -76,7 +77,7 @@ async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
     log.append(change(1, namespace=1))
     log.append(change(2, namespace=2))
     (delivery,) = await take(
-        log.watch((INCARNATION, 0), lambda _tenant, namespace: namespace == 2), 1
+        log.watch((INCARNATION, 0), Wanted(lambda _tenant, namespace: namespace == 2)), 1
     )
     assert first_words([delivery]) == [2]
     assert delivery.sequence == 2
@@ -89,9 +90,9 @@ async def test_kept_tail_is_bounded_by_its_blocks_too(monkeypatch: pytest.Monkey
         words = np.full((3, 4), number, dtype=np.uint64)
         keys = KeyBatch(words, 32)
         log.append(Change(ChangeKind.STORED, TENANT, NamespaceId(1), "", "", 0, keys))
-    (tail,) = await take(log.watch((INCARNATION, 3), lambda _tenant, _namespace: True), 1)
+    (tail,) = await take(log.watch((INCARNATION, 3), ALL), 1)
     assert first_words([tail]) == [3, 4]
-    (behind,) = await take(log.watch((INCARNATION, 2), lambda _tenant, _namespace: True), 1)
+    (behind,) = await take(log.watch((INCARNATION, 2), ALL), 1)
     assert behind.snapshot
 
 
@@ -99,7 +100,7 @@ async def test_changes_while_a_snapshot_is_taken_stand_in_it_behind_its_pieces()
     pieces = iter([(change(1),), (change(2),), (change(3),)])
     log = EventLog(INCARNATION, lambda _: pieces, FairQueue())
     log.append(change(0))
-    watch = log.watch(None, lambda _tenant, _namespace: True)
+    watch = log.watch(None, ALL)
     (first,) = await take(watch, 1)
     log.append(change(8))
     deliveries = [first, *await take(watch, 3)]
@@ -115,7 +116,7 @@ async def test_watcher_that_is_overtaken_within_its_snapshot_is_ended(
     pieces = iter([(change(1),), (change(2),)])
     log = EventLog(INCARNATION, lambda _: pieces, FairQueue())
     monkeypatch.setattr(event_log, "KEPT_CHANGES", 4)
-    watch = log.watch(None, lambda _tenant, _namespace: True)
+    watch = log.watch(None, ALL)
     await take(watch, 1)
     for number in range(10):
         log.append(change(number))
@@ -126,8 +127,8 @@ async def test_watcher_that_is_overtaken_within_its_snapshot_is_ended(
 async def test_nobody_waits_for_watchers_that_take_their_time() -> None:
     log = EventLog(INCARNATION, lambda _: iter([(change(1),), (change(2),)]), FairQueue())
     log.append(change(1))
-    idle = [log.watch(None, lambda _tenant, _namespace: True, user=7) for _ in range(200)]
+    idle = [log.watch(None, ALL, user=7) for _ in range(200)]
     for watch in idle:
         await take(watch, 1)  # and nothing more
-    (_, end) = await take(log.watch(None, lambda _tenant, _namespace: True, user=8), 2)
+    (_, end) = await take(log.watch(None, ALL, user=8), 2)
     assert end.snapshot_end

@@ -81,6 +81,7 @@ class ToyPool:
         self.stamps: dict[int, int] = {}
         self.tags: Counter[tuple[int, int]] = Counter()
         self.announced: dict[int, set[tuple[str, str, int, int]]] = {}
+        self.told: set[tuple[int, int, str, str, int, int]] = set()  # of tiers
         self.scopes: dict[int, act.OpenScope] = {}
         self.cleared: set[int] = set()  # of those
         self.rows: dict[int, act.GrantRow] = {}
@@ -139,8 +140,28 @@ class ToyPool:
                 slots = {s for part in action.parts for s in part.slots.tolist()}
                 assert not slots & self.ready.keys(), "a store overwrites a READY block"
                 self.copying[action.transfer] = slots
-            case act.AnnounceStored() | act.AnnounceRemoved() | act.AnnounceCleared():
+            case act.AnnounceStored(tier=None) | act.AnnounceRemoved(tier=None):
                 self.announce(action)
+            case act.AnnounceCleared():
+                self.announce(action)
+                self.told = {told for told in self.told if told[1] != action.namespace}
+            case act.AnnounceStored() | act.AnnounceRemoved() | act.AnnounceTierLost():
+                self.tell_of_tier(action)
+
+    def tell_of_tier(
+        self, action: act.AnnounceStored | act.AnnounceRemoved | act.AnnounceTierLost
+    ) -> None:
+        """A watcher may hear twice of what a tier holds, and of the end of what it never heard."""
+        if isinstance(action, act.AnnounceTierLost):
+            self.told = {told for told in self.told if told[0] != action.tier}
+            return
+        assert action.tier is not None
+        scope = (action.namespace, action.epoch, action.account, action.group)
+        blocks = {(action.tier, *scope, key) for key in numbers_of(action.keys)}
+        if isinstance(action, act.AnnounceStored):
+            self.told |= blocks
+        else:
+            self.told -= blocks
 
     def announce(
         self, action: act.AnnounceStored | act.AnnounceRemoved | act.AnnounceCleared
@@ -174,7 +195,7 @@ class ToyPool:
             resident = {
                 (epoch, account, group, key)
                 for piece in machine.resident(namespace)
-                for epoch, account, group, batch in piece
+                for epoch, account, group, batch, _ in piece
                 for key in numbers_of(batch)
             }
             assert resident == self.announced.get(namespace, set()), "events = index"

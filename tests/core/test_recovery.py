@@ -79,7 +79,7 @@ def restarted(left: Bench, *, quarantined: bool = False) -> Bench:
         bench.pool.announced[namespace] = {
             (epoch, account, group, number)
             for piece in bench.machine.resident(namespace)
-            for epoch, account, group, batch in piece
+            for epoch, account, group, batch, _ in piece
             for number in numbers_of(batch)
         }
     bench.feed(ev.PoolRecovered())

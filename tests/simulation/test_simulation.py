@@ -29,7 +29,7 @@ from kvd.pool.config import PoolConfig
 from kvd.pool.pool import Pool
 from kvd.runtime import row_teller
 from kvd.runtime.driver import Driver
-from kvd.runtime.event_log import ChangeKind, resident_changes
+from kvd.runtime.event_log import ChangeKind, Wanted, resident_changes
 from kvd.runtime.fleet import MoverOwner
 from tests.core import invariants
 from tests.simulation.sim_engine import SimEngine, namespace, placements
@@ -247,9 +247,12 @@ class World:
         await asyncio.sleep(200)
 
 
+ALL = Wanted(lambda _tenant, _namespace: True)
+
+
 async def watch(driver: Driver, found: set[bytes]) -> None:
     """Apply the event stream to a set of blocks."""
-    async for delivery in driver.event_log.watch(None, lambda _tenant, _namespace: True):
+    async for delivery in driver.event_log.watch(None, ALL):
         for change in delivery.changes:
             if change.keys is None:
                 continue
@@ -305,7 +308,7 @@ def check_rest(world: World, found: set[bytes]) -> None:
     assert {n.spec for n in state.namespaces.values()} <= shared, "a private namespace stayed"
     assert {s.epoch for s in state.scopes.values()} <= {""}, "an engine's own epoch stayed"
     resident = set()
-    pieces = resident_changes(world.driver.machine, lambda _tenant, _namespace: True)
+    pieces = resident_changes(world.driver.machine, ALL)
     for change in itertools.chain.from_iterable(pieces):
         assert change.keys is not None
         scope = f"{change.namespace}/{change.epoch}/{change.account}/{change.group}/".encode()

@@ -24,12 +24,14 @@ from kvd.core.lifecycle import step
 from kvd.core.model.admission import ReuseFilter
 from kvd.core.model.job import Filling
 from kvd.core.model.size_class import SizeClass
+from kvd.core.sparse import sparse_zeros
 
 NO_MOVER = MoverId(0)
 # Blocks that are sought below: some 250 bytes each. Beyond, they are misses.
 MAX_SOUGHT_BLOCKS = 32_768  # of one session
 MAX_TENANT_SOUGHT_BLOCKS = 131_072  # of all its sessions
 MAX_BEHIND_BLOCKS = 65_536  # of one tier, that are written when its copies end
+TOLD_MARKS = 1 << 22  # of each tier: what watchers were told that it holds; a byte each
 MAX_SEARCHES = 128  # of one request, in one group: a lookup that misses new blocks begins one
 
 
@@ -127,9 +129,17 @@ class Tier:
     behind: deque[tuple[SizeClass, Slots]] = field(default_factory=deque)  # yet to be written
     behind_blocks: TenantShare = field(default_factory=TenantShare)
     counters: TierCounters = field(default_factory=TierCounters)
+    told: npt.NDArray[np.bool_] = field(init=False)  # marks, by tag
+    has_told: bool = False  # any mark is set, or was
 
     def __post_init__(self) -> None:
         self.reuse = ReuseFilter(self.terms.reuses, self.terms.tracker_blocks)
+        self.forget_told()
+
+    def forget_told(self) -> None:
+        """Watchers know of nothing that it holds."""
+        self.told = sparse_zeros(TOLD_MARKS, np.bool_)
+        self.has_told = False
 
     @property
     def is_serving(self) -> bool:

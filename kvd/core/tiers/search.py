@@ -38,6 +38,8 @@ from kvd.core.model.tiers import (
     TierCopy,
 )
 from kvd.core.model.turn import Turn
+from kvd.core.tiers import residence
+from kvd_proto.tags import tags_of
 
 BELIEVED_NS = 5_000_000_000  # after the deadline, what tiers said of a request's blocks stands
 EXPIRED_REQUESTS_AT_ONCE = 64  # requests' groups, in one tick
@@ -254,6 +256,7 @@ def answered(turn: Turn, event: TierAnswered) -> None:
     else:
         held = event.held
     there = asked[held]
+    _tell_watchers(turn, tier, search, there, asked[~held])
     tier.counters.hits += len(there)
     tier.counters.misses += len(asked) - len(there)
     search.beliefs[there] = Belief.HELD
@@ -262,6 +265,14 @@ def answered(turn: Turn, event: TierAnswered) -> None:
         found(turn.state, search.sought)
     search.asked = asked[~held]
     _ask_next(turn, search)
+
+
+def _tell_watchers(turn: Turn, tier: Tier, search: Search, held: Slots, lacked: Slots) -> None:
+    name, seed = search.sought.name, search.sought.seed
+    for tell, rows in ((residence.found, held), (residence.lacking, lacked)):
+        if len(rows):
+            words = search.words[rows]
+            tell(turn, tier, name, words, tags_of(words, seed))
 
 
 def found(state: State, sought: Sought) -> None:

@@ -16,11 +16,11 @@ from kvd.core.events import (
     TierStarted,
 )
 from kvd.core.model.index import NOWHERE
-from kvd.core.model.state import Namespace, State
+from kvd.core.model.state import Namespace
 from kvd.core.model.tiers import CopyKind, TierCopy, TierState
 from kvd.core.model.turn import Turn
 from kvd.core.room import reclaim
-from kvd.core.tiers import promotion, search, writing
+from kvd.core.tiers import promotion, residence, search, writing
 from kvd_proto.tags import tags_of
 
 LOST_AT_ONCE = 4  # copies of a tier whose process has ended
@@ -40,7 +40,7 @@ def handle(turn: Turn, event: TierEvent) -> None:
         case TierCopyEnded():
             _copy_ended(turn, event)
         case TierForgot():
-            _forgot(turn.state, event)
+            _forgot(turn, event)
         case TierCleared():
             turn.state.below.tiers[event.tier].clearing.pop(event.fingerprint, None)
 
@@ -56,6 +56,7 @@ def _gone(turn: Turn, event: TierGone) -> None:
     state = turn.state
     tier = state.below.tiers[event.tier]
     tier.move(TierState.AWAY)
+    residence.lost(turn, tier)
     search.tier_gone(turn, tier)
     state.below.lost.extend(tier.copies.values())
     tier.copies = {}
@@ -98,15 +99,20 @@ def _end(
         writing.ended(turn, copy, done, damaged)
 
 
-def _forgot(state: State, event: TierForgot) -> None:
-    scope = namespaces.find_named(state, event.name.scope)
-    if scope is None:
-        return
-    words = event.keys.words
-    slots = state.index.find(tags_of(words, scope.seed), words, scope.scope)
-    slots = slots[slots != NOWHERE]
+def _forgot(turn: Turn, event: TierForgot) -> None:
+    state, name = turn.state, event.name
+    scope = namespaces.find_named(state, name.scope)
     tier = state.below.tiers[event.tier]
-    state.slots.below[slots] &= ~np.uint8(tier.bit)
+    words = event.keys.words
+    namespace = state.namespaces.get(name.namespace)
+    if namespace is None:
+        return
+    seed = namespaces.scope_seed(state, namespace, name.epoch, name.account, name.group)
+    tags = tags_of(words, seed)
+    residence.lacking(turn, tier, name, words, tags)
+    if scope is not None:
+        slots = state.index.find(tags, words, scope.scope)
+        state.slots.below[slots[slots != NOWHERE]] &= ~np.uint8(tier.bit)
 
 
 def namespace_cleared(turn: Turn, namespace: Namespace) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.actions import WriteToTier
-from kvd.core.blocks import slot_lifecycle
+from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.claims import damage
 from kvd.core.keys import ScopeName, Slots
 from kvd.core.model.job import Part
@@ -31,6 +31,7 @@ from kvd.core.model.tiers import (
     WriteWhen,
 )
 from kvd.core.model.turn import Turn
+from kvd.core.tiers import residence
 from kvd.core.tiers.promotion import NO_BLOCKS, begin, forget
 
 WATERMARK = 0.1  # of a class: so many blocks next to their eviction shall be below
@@ -167,6 +168,9 @@ def ended(
     tier.counters.written += count
     tier.counters.written_bytes += count * part.size_class.block_bytes
     tier.counters.failed_writes += len(done) - count
+    scope = state.scopes.get(part.scope)  # none: cleared, and forgotten since
+    if count and scope and not namespaces.is_cleared(state, scope.namespace, scope.scope):
+        residence.written(turn, tier, scope, part.slots[done])
     failed = part.slots[~done]
     state.slots.below[failed] &= ~np.uint8(tier.bit)
     if damaged is not None and damaged.any():

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13kvd/v1/events.proto\x12\x06kvd.v1\"W\n\x12WatchEventsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x04\"\x88\x01\n\x13WatchEventsResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x12\x14\n\x0csnapshot_end\x18\x04 \x01(\x08\x12\"\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x12.kvd.v1.CacheEvent\"\xff\x01\n\nCacheEvent\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.kvd.v1.CacheEvent.Kind\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\r\n\x05group\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x06 \x01(\r\x12\x0e\n\x06medium\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x63\x63ount\x18\x08 \x01(\t\"Q\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_STORED\x10\x01\x12\x10\n\x0cKIND_REMOVED\x10\x02\x12\x10\n\x0cKIND_CLEARED\x10\x03\x32X\n\x0c\x45ventService\x12H\n\x0bWatchEvents\x12\x1a.kvd.v1.WatchEventsRequest\x1a\x1b.kvd.v1.WatchEventsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13kvd/v1/events.proto\x12\x06kvd.v1\"k\n\x12WatchEventsRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x16\n\x0e\x61\x66ter_sequence\x18\x02 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\x04\x12\x12\n\nwith_tiers\x18\x04 \x01(\x08\"\x88\x01\n\x13WatchEventsResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x10\n\x08snapshot\x18\x03 \x01(\x08\x12\x14\n\x0csnapshot_end\x18\x04 \x01(\x08\x12\"\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x12.kvd.v1.CacheEvent\"\xb3\x02\n\nCacheEvent\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.kvd.v1.CacheEvent.Kind\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\x04\x12\r\n\x05\x65poch\x18\x03 \x01(\t\x12\r\n\x05group\x18\x04 \x01(\r\x12\x0e\n\x06hashes\x18\x05 \x01(\x0c\x12\x12\n\nhash_bytes\x18\x06 \x01(\r\x12\x0e\n\x06medium\x18\x07 \x01(\t\x12\x0f\n\x07\x61\x63\x63ount\x18\x08 \x01(\t\x12\x10\n\x08locality\x18\t \x01(\t\x12\x0c\n\x04tier\x18\n \x01(\t\"e\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x0f\n\x0bKIND_STORED\x10\x01\x12\x10\n\x0cKIND_REMOVED\x10\x02\x12\x10\n\x0cKIND_CLEARED\x10\x03\x12\x12\n\x0eKIND_TIER_LOST\x10\x04\x32X\n\x0c\x45ventService\x12H\n\x0bWatchEvents\x12\x1a.kvd.v1.WatchEventsRequest\x1a\x1b.kvd.v1.WatchEventsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,13 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvd.v1.events_pb2', _global
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WATCHEVENTSREQUEST']._serialized_start=31
-  _globals['_WATCHEVENTSREQUEST']._serialized_end=118
-  _globals['_WATCHEVENTSRESPONSE']._serialized_start=121
-  _globals['_WATCHEVENTSRESPONSE']._serialized_end=257
-  _globals['_CACHEEVENT']._serialized_start=260
-  _globals['_CACHEEVENT']._serialized_end=515
-  _globals['_CACHEEVENT_KIND']._serialized_start=434
-  _globals['_CACHEEVENT_KIND']._serialized_end=515
-  _globals['_EVENTSERVICE']._serialized_start=517
-  _globals['_EVENTSERVICE']._serialized_end=605
+  _globals['_WATCHEVENTSREQUEST']._serialized_end=138
+  _globals['_WATCHEVENTSRESPONSE']._serialized_start=141
+  _globals['_WATCHEVENTSRESPONSE']._serialized_end=277
+  _globals['_CACHEEVENT']._serialized_start=280
+  _globals['_CACHEEVENT']._serialized_end=587
+  _globals['_CACHEEVENT_KIND']._serialized_start=486
+  _globals['_CACHEEVENT_KIND']._serialized_end=587
+  _globals['_EVENTSERVICE']._serialized_start=589
+  _globals['_EVENTSERVICE']._serialized_end=677
 # @@protoc_insertion_point(module_scope)
