@@ -10,7 +10,7 @@ from benchmarks.slowest_event_rig import Rig, numbered_keys
 from kvd.core import events, keys
 from kvd.pool import PoolError
 from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
-from kvd.runtime.event_log import Wanted, resident_changes
+from kvd.runtime.event_log import ChangeFilter, resident_changes
 from kvd.runtime.row_teller import ROWS_TOLD_AT_ONCE
 from kvd_proto.limits import MAX_GROUPS, MAX_JOBS_IN_FLIGHT, MAX_KEYS_PER_MESSAGE
 
@@ -294,7 +294,7 @@ def drive_reads(rig: Rig, main: keys.SessionId) -> None:
     rows = rig.machine.granted_rows(namespace, ROWS_TOLD_AT_ONCE)
     while rig.timed("a piece of the rows that a new mover maps", lambda: next(rows, None)):
         pass
-    wanted = Wanted(lambda _tenant, number: number == namespace, with_tiers=True)
+    wanted = ChangeFilter(lambda _tenant, number: number == namespace, with_tiers=True)
     pieces = resident_changes(rig.machine, wanted)
     for _ in range(16):
         rig.timed("a piece of an event snapshot", lambda: next(pieces, None))

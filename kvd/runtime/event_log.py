@@ -52,7 +52,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ChangeFilter:
     """What a watcher gets: changes of these namespaces, and whether those of tiers, too."""
 
     namespaces: Callable[[TenantId, NamespaceId], bool]
@@ -77,7 +77,7 @@ class Delivery:
 
 
 # The blocks resident in the wanted namespaces, piece by piece, each as it is when it is taken.
-Snapshot = Callable[[Wanted], Iterator[tuple[Change, ...]]]
+Snapshot = Callable[[ChangeFilter], Iterator[tuple[Change, ...]]]
 
 
 class FellBehind(Exception):
@@ -108,7 +108,7 @@ def change_of(
     return Change(kind, tenant_of(namespace), namespace, epoch, account, group, keys, terms)
 
 
-def resident_changes(machine: Machine, wanted: Wanted) -> Iterator[tuple[Change, ...]]:
+def resident_changes(machine: Machine, wanted: ChangeFilter) -> Iterator[tuple[Change, ...]]:
     """Every readable block that is wanted, as if it had just been stored; in pieces."""
     for number in machine.namespaces():
         tenant = machine.tenant_of(number)
@@ -152,7 +152,7 @@ class EventLog:
         self._news.set()
 
     async def watch(
-        self, after: tuple[bytes, int] | None, wanted: Wanted, user: int = 0
+        self, after: tuple[bytes, int] | None, wanted: ChangeFilter, user: int = 0
     ) -> AsyncGenerator[Delivery, None]:
         """Changes after a place in the log, else a snapshot and then its tail. Never ends.
 
@@ -187,7 +187,7 @@ class EventLog:
         self._news.clear()
         await self._news.wait()
 
-    def _tail_delivery(self, cursor: int, wanted: Wanted) -> Delivery:
+    def _tail_delivery(self, cursor: int, wanted: ChangeFilter) -> Delivery:
         start = cursor - self._first_kept
         stop = min(start + DELIVERY_CHANGES, len(self._kept))
         changes = [self._kept[i] for i in range(start, stop)]
@@ -199,7 +199,7 @@ class EventLog:
         )
 
     async def _snapshot_deliveries(
-        self, wanted: Wanted, user: int
+        self, wanted: ChangeFilter, user: int
     ) -> AsyncGenerator[Delivery, None]:
         """The resident blocks piece by piece, then what changed meanwhile.
 

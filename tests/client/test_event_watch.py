@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvd_client import event_watch
-from kvd_client.event_watch import Key, RemovalWatch, key_of
+from kvd_client.event_watch import EventWatch, key_of
 from kvd_client.session import DaemonSession
+from kvd_client.tier_record import HOST, Key
 from kvd_proto.v1 import events_pb2, operator_pb2
 from tests.client.content import block_hashes
 from tests.client.small_engine import SmallEngine
@@ -35,6 +36,13 @@ def watched(daemon: DaemonProcess) -> Iterator[Watched]:
     made.close()
 
 
+def removed_from_host(watch: EventWatch) -> list[Key]:
+    """What has left host memory since the last call; nothing else has happened."""
+    news = watch.take()
+    assert all(each.place == HOST and each.removed for each in news)
+    return [key for each in news for key in each.keys]
+
+
 class Watched:
     """An engine that announces what it stores, and gathers what it hears of removals."""
 
@@ -42,7 +50,7 @@ class Watched:
         self.daemon = daemon
         self.engine = SmallEngine(daemon.socket)
         self.engine.wait_usable()
-        self.watch = RemovalWatch(daemon.socket, "test")
+        self.watch = EventWatch(daemon.socket, "test")
         self.removed: list[Key] = []
         self.follow()
 
@@ -80,7 +88,7 @@ class Watched:
         deadline = time.monotonic() + PATIENCE_S
         while not until():
             assert time.monotonic() < deadline, f"heard of {len(self.removed)} removals only"
-            self.removed += self.watch.take()
+            self.removed += removed_from_host(self.watch)
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -162,7 +170,7 @@ def test_what_the_engine_has_forgotten_is_not_told(watched: Watched) -> None:
 def test_another_epoch_leaves_nothing_of_the_one_before(watched: Watched) -> None:
     watched.store(PROMPTS[0])
     watched.watch.follow(watched.session.namespace_id, "another")
-    assert sorted(watched.watch.take()) == sorted(keys_of(PROMPTS[0]))
+    assert sorted(removed_from_host(watched.watch)) == sorted(keys_of(PROMPTS[0]))
 
 
 # -- the stream may be ahead of the engine's own reports, or behind them --------------------------
@@ -173,10 +181,10 @@ class Stream:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        self.watch = RemovalWatch("/nowhere", "test", clock=lambda: self.now)
+        self.watch = EventWatch("/nowhere", "test", clock=lambda: self.now)
         monkeypatch.setattr(self.watch, "_run", lambda: None)
         self.watch.follow(1, "e")
-        self.reading = event_watch.Reading(self.watch._turn, "e", set())
+        self.reading = event_watch.Reading(self.watch._turn, "e", set(), set())
 
     def tell(self, kind: str, *keys: Key, epoch: str = "e") -> None:
         hashes = b"".join(key[: -event_watch.GROUP_BYTES] for key in keys)
@@ -201,10 +209,10 @@ def test_block_that_went_before_it_was_announced_is_told(stream: Stream) -> None
     stream.tell("STORED", KEY)
     stream.tell("REMOVED", KEY)
     stream.watch.announce([KEY])
-    assert stream.watch.take() == []  # it may be of before
+    assert removed_from_host(stream.watch) == []  # it may be of before
     stream.now = event_watch.DOUBT_S
-    assert stream.watch.take() == [KEY]
-    assert stream.watch.take() == []
+    assert removed_from_host(stream.watch) == [KEY]
+    assert removed_from_host(stream.watch) == []
 
 
 def test_block_that_is_announced_before_the_stream_says_so_is_not_told(stream: Stream) -> None:
@@ -212,22 +220,22 @@ def test_block_that_is_announced_before_the_stream_says_so_is_not_told(stream: S
     stream.watch.announce([KEY])
     stream.tell("STORED", KEY)
     stream.now = event_watch.DOUBT_S
-    assert stream.watch.take() == []
+    assert removed_from_host(stream.watch) == []
     stream.tell("REMOVED", KEY)
-    assert stream.watch.take() == [KEY]
+    assert removed_from_host(stream.watch) == [KEY]
 
 
 def test_removals_in_other_epochs_are_not_told(stream: Stream) -> None:
     stream.watch.announce([KEY])
     stream.tell("REMOVED", KEY, epoch="other")
-    assert stream.watch.take() == []
+    assert removed_from_host(stream.watch) == []
 
 
 def test_a_call_of_an_earlier_session_is_not_listened_to(stream: Stream) -> None:
     stream.watch.announce([KEY])
     stream.watch.follow(2, "e")
     stream.tell("REMOVED", KEY)
-    assert stream.watch.take() == []
+    assert removed_from_host(stream.watch) == []
 
 
 def test_too_many_blocks_are_forgotten_as_removed(
@@ -235,7 +243,7 @@ def test_too_many_blocks_are_forgotten_as_removed(
 ) -> None:
     monkeypatch.setattr(event_watch, "MAX_TRACKED", 1)
     stream.watch.announce([KEY, OTHER])
-    assert stream.watch.take() == [KEY]
+    assert removed_from_host(stream.watch) == [KEY]
     monkeypatch.setattr(event_watch, "MAX_GONE", 1)
     stream.tell("REMOVED", *keys_of("unknown", 5))
     assert len(stream.watch._gone) == 1

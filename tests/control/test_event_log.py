@@ -10,12 +10,12 @@ import pytest
 
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
 from kvd.runtime import event_log
-from kvd.runtime.event_log import Change, ChangeKind, Delivery, EventLog, FellBehind, Wanted
+from kvd.runtime.event_log import Change, ChangeFilter, ChangeKind, Delivery, EventLog, FellBehind
 from kvd.runtime.turns import FairQueue
 
 INCARNATION = b"a" * 16
 TENANT = TenantId("default")
-ALL = Wanted(lambda _tenant, _namespace: True)
+ALL = ChangeFilter(lambda _tenant, _namespace: True)
 
 
 def change(number: int, namespace: int = 1) -> Change:
@@ -77,7 +77,7 @@ async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
     log.append(change(1, namespace=1))
     log.append(change(2, namespace=2))
     (delivery,) = await take(
-        log.watch((INCARNATION, 0), Wanted(lambda _tenant, namespace: namespace == 2)), 1
+        log.watch((INCARNATION, 0), ChangeFilter(lambda _tenant, namespace: namespace == 2)), 1
     )
     assert first_words([delivery]) == [2]
     assert delivery.sequence == 2

@@ -29,7 +29,7 @@ from kvd.pool.config import PoolConfig
 from kvd.pool.pool import Pool
 from kvd.runtime import row_teller
 from kvd.runtime.driver import Driver
-from kvd.runtime.event_log import ChangeKind, Wanted, resident_changes
+from kvd.runtime.event_log import ChangeFilter, ChangeKind, resident_changes
 from kvd.runtime.fleet import MoverOwner
 from tests.core import invariants
 from tests.simulation.sim_engine import SimEngine, namespace, placements
@@ -247,7 +247,7 @@ class World:
         await asyncio.sleep(200)
 
 
-ALL = Wanted(lambda _tenant, _namespace: True)
+ALL = ChangeFilter(lambda _tenant, _namespace: True)
 
 
 async def watch(driver: Driver, found: set[bytes]) -> None:

@@ -1,8 +1,9 @@
-"""Which of the blocks that an engine announced to others are gone from the daemon.
+"""What became of the blocks that an engine announced to others: gone, or in the daemon's tiers.
 
 An engine that publishes what is cached says "stored" by itself, once its own copies have ended.
-"Removed" only the daemon knows. A thread follows the daemon's event stream for the session's
-namespace, and the engine takes from here what it has to say, without ever waiting for it.
+"Removed" only the daemon knows, and what its tiers hold. A thread follows the daemon's event stream
+for the session's namespace, and the engine takes from here what it has to say, without ever waiting
+for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import grpc
 
 from kvd_client.backoff import EXPECTED, Backoff, error_of, problem_of
 from kvd_client.daemon import greeted
+from kvd_client.tier_record import HOST, Key, News, NewsList, Residence, TierRecord
 from kvd_proto.v1 import companion_pb2, events_pb2, events_pb2_grpc
 
 log = logging.getLogger(__name__)
@@ -29,33 +31,38 @@ KEYS_AT_ONCE = 256  # looked through under the lock
 GROUP_BYTES = 4
 NOWHERE = (b"", 0)
 
-Key = bytes  # the block's hash and its group's number, four bytes, big-endian
-
 
 def key_of(group: int, block_hash: bytes) -> Key:
-    """A block's name within one namespace and epoch."""
+    """A block's name within one namespace and epoch: its hash, and its group's number."""
     return block_hash + group.to_bytes(GROUP_BYTES, "big")
 
 
 class Reading(NamedTuple):
-    """One call of the event stream: which namespace and epoch, and what was announced by then."""
+    """One call of the event stream: which namespace and epoch, and what was said by then."""
 
     turn: int
     epoch: str
     announced: set[Key]
+    in_tiers: set[tuple[Residence, Key]]
 
 
-class RemovalWatch:
-    """Watches the blocks that an engine has announced, and says which of them were removed.
+class EventWatch:
+    """Watches the blocks that an engine has announced, and says what became of them.
 
     `follow`, `announce`, `forget` and `take` come from one thread, the engine's; none of them
     waits for the daemon. A block may be said to be removed though it is there, when the stream
     was behind for longer than DOUBT_S or too many are announced; it is never the other way round
-    for longer than the stream is away.
+    for longer than the stream is away. `with_tiers`: also which of them tiers hold, and that one
+    which a tier brought up is in host memory again.
     """
 
     def __init__(
-        self, socket_path: str, program: str, clock: Callable[[], float] = time.monotonic
+        self,
+        socket_path: str,
+        program: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        with_tiers: bool = True,
     ) -> None:
         self._socket_path = socket_path
         self._program = program
@@ -64,7 +71,9 @@ class RemovalWatch:
         self._tracked: dict[Key, None] = {}
         self._gone: dict[Key, None] = {}
         self._doubtful: dict[Key, float] = {}  # announced after a removal: of then or of now?
-        self._removed: list[Key] = []
+        self._news = NewsList()
+        self._tiers = TierRecord(self._news)
+        self._with_tiers = with_tiers
         self._namespace_id = 0
         self._epoch = ""
         self._turn = 0  # another one = another namespace or epoch: a call of before is void
@@ -82,8 +91,7 @@ class RemovalWatch:
             return
         with self._lock:
             if epoch != self._epoch:
-                self._removed += self._tracked
-                self._clear()
+                self._lose_all()
             self._namespace_id, self._epoch = namespace_id, epoch
             self._place = NOWHERE
             self._turn += 1
@@ -92,36 +100,39 @@ class RemovalWatch:
             self._thread = threading.Thread(target=self._run, name="kvd-events", daemon=True)
             self._thread.start()
 
-    def announce(self, keys: Iterable[Key]) -> None:
-        """The engine says that these are stored."""
+    def announce(self, keys: Iterable[Key]) -> list[Key]:
+        """The engine is about to say that these are stored; those of which it has not been said."""
+        fresh = []
         with self._lock:
             for key in keys:
+                if key in self._tracked:
+                    continue
+                fresh.append(key)
                 if key in self._gone:
                     self._doubtful[key] = self._clock() + DOUBT_S
                 else:
                     self._tracked[key] = None
-            while len(self._tracked) > MAX_TRACKED:
-                oldest = next(iter(self._tracked))
-                del self._tracked[oldest]
-                self._removed.append(oldest)
+                self._tiers.announced(key)
+            self._bound_tracked()
+        return fresh
 
     def forget(self) -> None:
         """The engine has said of all that it is gone (it reset its cache)."""
         with self._lock:
-            self._removed.clear()
+            self._news.clear()
             self._clear()
 
-    def take(self) -> list[Key]:
-        """What was removed since the last call."""
-        if not self._removed and not self._doubtful:
+    def take(self) -> list[News]:
+        """What came and went since the last call, in its order."""
+        if not self._news and not self._doubtful:
             return []
         with self._lock:
             now = self._clock()
             overdue = [key for key, deadline in self._doubtful.items() if now >= deadline]
             for key in overdue:
                 del self._doubtful[key]
-            removed, self._removed = self._removed, []
-        return removed + overdue
+                self._news.add(HOST, key, removed=True)
+            return self._news.take()
 
     def close(self) -> None:
         """End the thread."""
@@ -130,7 +141,20 @@ class RemovalWatch:
         if self._thread is not None:
             self._thread.join(timeout=2.0)
 
+    def _bound_tracked(self) -> None:
+        while len(self._tracked) > MAX_TRACKED:
+            oldest = next(iter(self._tracked))
+            del self._tracked[oldest]
+            self._news.add(HOST, oldest, removed=True)
+
+    def _lose_all(self) -> None:
+        for key in self._tracked:
+            self._news.add(HOST, key, removed=True)
+        self._tiers.lose_all()
+        self._clear()
+
     def _clear(self) -> None:
+        self._tiers.clear()
         self._tracked.clear()
         self._gone.clear()
         self._doubtful.clear()
@@ -155,12 +179,13 @@ class RemovalWatch:
             self._backoff.meet()
             with self._lock:
                 # Announced before the call, so stored before a snapshot that the call begins with.
-                reading = Reading(self._turn, self._epoch, set(self._tracked))
+                reading = Reading(self._turn, self._epoch, set(self._tracked), self._tiers.known())
                 incarnation, sequence = self._place
                 request = events_pb2.WatchEventsRequest(
                     incarnation=incarnation,
                     after_sequence=sequence,
                     namespace_id=self._namespace_id,
+                    with_tiers=self._with_tiers,
                 )
             stub = events_pb2_grpc.EventServiceStub(daemon.channel)
             call = stub.WatchEvents(request, metadata=daemon.metadata)
@@ -186,6 +211,8 @@ class RemovalWatch:
                 self._take_in(event, reading)
             if response.snapshot_end:
                 self._note_removed(list(reading.announced), reading)
+                for place, key in reading.in_tiers:
+                    self._note_left(place, [key], reading)
             if not may_begin:
                 self._go_on_at((response.incarnation, response.sequence), reading)
 
@@ -199,10 +226,19 @@ class RemovalWatch:
         if kind == events_pb2.CacheEvent.KIND_CLEARED:
             with self._lock:
                 if reading.turn == self._turn:
-                    self._removed += self._tracked
-                    self._clear()
+                    self._lose_all()
+        elif kind == events_pb2.CacheEvent.KIND_TIER_LOST:
+            with self._lock:
+                if reading.turn == self._turn:
+                    self._tiers.lost(event.tier)
         elif event.epoch != reading.epoch:
             return
+        elif event.tier:
+            place = Residence(event.medium, event.locality, event.tier)
+            if kind == events_pb2.CacheEvent.KIND_REMOVED:
+                self._note_left(place, _keys_of(event), reading)
+            elif kind == events_pb2.CacheEvent.KIND_STORED:
+                self._note_kept(place, _keys_of(event), reading)
         elif kind == events_pb2.CacheEvent.KIND_REMOVED:
             self._note_removed(_keys_of(event), reading)
         elif kind == events_pb2.CacheEvent.KIND_STORED:
@@ -216,9 +252,9 @@ class RemovalWatch:
                 for key in keys[start : start + KEYS_AT_ONCE]:
                     if key in self._tracked:
                         del self._tracked[key]
-                        self._removed.append(key)
+                        self._news.add(HOST, key, removed=True)
                     elif self._doubtful.pop(key, None) is not None:
-                        self._removed.append(key)
+                        self._news.add(HOST, key, removed=True)
                     else:
                         self._gone[key] = None
                 while len(self._gone) > MAX_GONE:
@@ -234,6 +270,28 @@ class RemovalWatch:
                     self._gone.pop(key, None)
                     if self._doubtful.pop(key, None) is not None:
                         self._tracked[key] = None
+                    elif key not in self._tracked and self._tiers.holds(key):
+                        self._tracked[key] = None  # brought up
+                        self._news.add(HOST, key, removed=False)
+                self._bound_tracked()
+
+    def _note_kept(self, place: Residence, keys: list[Key], reading: Reading) -> None:
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            with self._lock:
+                if reading.turn != self._turn:
+                    return
+                for key in keys[start : start + KEYS_AT_ONCE]:
+                    reading.in_tiers.discard((place, key))
+                    is_announced = key in self._tracked or key in self._doubtful
+                    self._tiers.stored(place, key, is_announced=is_announced)
+
+    def _note_left(self, place: Residence, keys: list[Key], reading: Reading) -> None:
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            with self._lock:
+                if reading.turn != self._turn:
+                    return
+                for key in keys[start : start + KEYS_AT_ONCE]:
+                    self._tiers.removed(place, key)
 
     def _cancel(self) -> None:
         call = self._call

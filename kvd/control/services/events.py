@@ -13,7 +13,7 @@ from kvd.core.errors import InvalidArgument
 from kvd.core.keys import NamespaceId, TenantId
 from kvd.core.shares import Bound, Shares
 from kvd.runtime.driver import Driver
-from kvd.runtime.event_log import Delivery, FellBehind, Wanted
+from kvd.runtime.event_log import ChangeFilter, Delivery, FellBehind
 from kvd_proto.v1 import events_pb2, events_pb2_grpc
 
 MAX_WATCHERS = 256
@@ -52,7 +52,7 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
                 return namespace == request.namespace_id
             return self._namespaces.may_see_of(peer, tenant)
 
-        wanted = Wanted(may_see, with_tiers=request.with_tiers)
+        wanted = ChangeFilter(may_see, with_tiers=request.with_tiers)
         after = (request.incarnation, request.after_sequence) if request.incarnation else None
         log = self._driver.event_log
         previous = request.after_sequence

@@ -26,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.connection import SchedulerConnection
-from kvd_client.integrations.vllm.events import KvEventRemovals
+from kvd_client.integrations.vllm.events import KvEvents
 from kvd_client.integrations.vllm.identity.namespace import (
     build_namespace,
     check_config,
@@ -118,8 +118,11 @@ class KvdConnector(OffloadingConnector):
         manager.stats.watch(connection)
         if config.enable_kv_cache_events and options.watch_removals:
             groups = [group.group_id for group in config.groups]
-            manager.removals = KvEventRemovals(
-                options.socket_path, lambda: connection.session, groups
+            manager.watched = KvEvents(
+                options.socket_path,
+                lambda: connection.session,
+                groups,
+                with_tiers=options.watch_tiers,
             )
         manager.open(connection)
 

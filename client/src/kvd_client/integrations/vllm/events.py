@@ -1,32 +1,39 @@
-"""Removals for vLLM's KV events: what the daemon evicted of the blocks this engine announced.
+"""For vLLM's KV events: what the daemon did with the blocks that this engine announced.
 
 vLLM's manager says itself what it evicts. Here the daemon evicts, whenever any engine needs the
-room, and its event stream tells.
+room, and writes to its tiers; its event stream tells.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
-from vllm.v1.kv_offload.base import Medium, OffloadingEvent, OffloadKey
+from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent, OffloadKey
 
-from kvd_client.event_watch import GROUP_BYTES, Key, RemovalWatch
+from kvd_client.event_watch import GROUP_BYTES, EventWatch
 from kvd_client.session import DaemonSession
+from kvd_client.tier_record import Key, News
+
+MEDIA = {medium.value: medium for medium in Medium}
+LOCALITIES = {locality.value: locality for locality in Locality}
 
 
-class KvEventRemovals:
-    """Adds removals to vLLM's KV events; called once a step, never waits."""
+class KvEvents:
+    """Adds what the daemon did to vLLM's KV events; called once a step, never waits."""
 
     def __init__(
         self,
         socket_path: str,
         session: Callable[[], DaemonSession | None],
         vllm_groups: Sequence[int],
+        *,
+        with_tiers: bool = True,
     ) -> None:
         """`session` is the open one, if any; `vllm_groups[i]` is vLLM's number of group i."""
         self._session = session
-        self._watch = RemovalWatch(socket_path, "kvd-client vllm events")
+        self._watch = EventWatch(socket_path, "kvd-client vllm events", with_tiers=with_tiers)
         ours, theirs = (
             [number.to_bytes(GROUP_BYTES, "big") for number in numbers]
             for numbers in (range(len(vllm_groups)), vllm_groups)
@@ -36,18 +43,36 @@ class KvEventRemovals:
         self._theirs = None if ours == theirs else dict(zip(ours, theirs, strict=True))
 
     def pass_on(self, announced: Sequence[OffloadingEvent]) -> list[OffloadingEvent]:
-        """Take note of the events that vLLM gets now; the removals that follow them."""
+        """What vLLM gets now: its own events, without what was said before, and what follows them.
+
+        Whoever counts how often a block was stored would never see it removed else.
+        """
         session = self._session()
         if session is not None:
             self._watch.follow(session.namespace_id, session.epoch)
+        events: list[OffloadingEvent] = []
         for event in announced:
             if not event.removed:
-                self._watch.announce(_renumbered(event.keys, self._ours))
-        removed = self._watch.take()
-        if not removed:
-            return []
-        keys = [cast(OffloadKey, key) for key in _renumbered(removed, self._theirs)]
-        return [OffloadingEvent(keys, Medium.CPU, removed=True)]
+                fresh = self._watch.announce(_renumbered(event.keys, self._ours))
+                if len(fresh) != len(event.keys):
+                    event = replace(event, keys=self._in_vllms_numbers(fresh))  # noqa: PLW2901
+            if event.keys:
+                events.append(event)
+        return events + [self._event_of(news) for news in self._watch.take()]
+
+    def _event_of(self, news: News) -> OffloadingEvent:
+        place = news.place
+        return OffloadingEvent(
+            self._in_vllms_numbers(news.keys),
+            MEDIA.get(place.medium, Medium.STORAGE),
+            news.removed,
+            LOCALITIES.get(place.locality),
+            place.tier or None,
+            removal_expected=not news.removed,
+        )
+
+    def _in_vllms_numbers(self, keys: Iterable[Key]) -> list[OffloadKey]:
+        return [cast(OffloadKey, key) for key in _renumbered(keys, self._theirs)]
 
     def forget(self) -> None:
         """The cache was reset: what was announced before is not there any more for anybody."""

@@ -86,6 +86,9 @@ class KvdOptions:
     watch_removals: bool = _switch(
         True, "with vLLM's KV events on: pass on what the daemon evicted of this engine's blocks"
     )
+    watch_tiers: bool = _switch(
+        True, "with that: pass on, too, which of this engine's blocks the daemon's tiers hold"
+    )
     lookup_deadline_s: float = _seconds(0.005, 1.0, "the one wait of a step for lookups")
     patience_s: float = _seconds(
         10.0,

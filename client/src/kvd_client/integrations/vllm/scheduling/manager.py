@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.draft import BlockRun
-from kvd_client.integrations.vllm.events import KvEventRemovals
+from kvd_client.integrations.vllm.events import KvEvents
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt, RequestLookups
 from kvd_client.integrations.vllm.scheduling.requests import (
@@ -84,7 +84,7 @@ class KvdManager(OffloadingManager):
         }
         self.stats = KvdStats()
         self.steps: StepSender | None = None
-        self.removals: KvEventRemovals | None = None
+        self.watched: KvEvents | None = None
         self.offloading_config = config
         self.connect_options = options
         self._account = options.account
@@ -343,10 +343,10 @@ class KvdManager(OffloadingManager):
         if self._events is None:
             return ()
         events, self._events = self._events, []
-        if self.removals is not None:
-            removed = self.removals.pass_on(events)
-            self.stats.counts[REMOVALS] += sum(len(event.keys) for event in removed)
-            events += removed
+        if self.watched is not None:
+            events = self.watched.pass_on(events)
+            evicted = (event for event in events if event.removed and event.medium is Medium.CPU)
+            self.stats.counts[REMOVALS] += sum(len(event.keys) for event in evicted)
         return events
 
     def has_pending_work(self) -> bool:
@@ -369,8 +369,8 @@ class KvdManager(OffloadingManager):
         if self._connection is not None and self.steps is not None:
             self._connection.reset_epoch()
             self.steps.clear()
-        if self.removals is not None:
-            self.removals.forget()
+        if self.watched is not None:
+            self.watched.forget()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         return self.stats.take()
@@ -379,8 +379,8 @@ class KvdManager(OffloadingManager):
         return [{}]
 
     def shutdown(self) -> None:
-        if self.removals is not None:
-            self.removals.close()
+        if self.watched is not None:
+            self.watched.close()
         close = getattr(self._connection, "close", None)
         if close is not None:
             close()

@@ -1,0 +1,143 @@
+"""Which of the blocks that an engine announced lie in the daemon's tiers, as it tells others."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import itemgetter
+from typing import NamedTuple
+
+from kvd_proto.limits import MAX_TIERS
+
+MAX_EARLY = 1 << 16  # blocks in tiers that the engine has not announced, or not yet
+MAX_TOLD = 1 << 18  # blocks in tiers; beyond it the oldest are said to be removed
+
+Key = bytes
+
+
+class Residence(NamedTuple):
+    """Where a block lies, in the words of the daemon's event stream."""
+
+    medium: str
+    locality: str = ""
+    tier: str = ""
+
+
+HOST = Residence("CPU")
+
+
+class News(NamedTuple):
+    """What came to a place, or (`removed`) left it."""
+
+    place: Residence
+    removed: bool
+    keys: list[Key]
+
+
+class NewsList:
+    """News one after the other, in the order in which they happened, until they are taken."""
+
+    def __init__(self) -> None:
+        self._news: list[tuple[Residence, bool, Key]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._news)
+
+    def add(self, place: Residence, key: Key, *, removed: bool) -> None:
+        self._news.append((place, removed, key))
+
+    def take(self) -> list[News]:
+        """All of it; what follows each other of one kind is one piece of news."""
+        news, self._news = self._news, []
+        return [
+            News(place, removed, [key for _, _, key in run])
+            for (place, removed), run in groupby(news, key=itemgetter(0, 1))
+        ]
+
+    def clear(self) -> None:
+        self._news.clear()
+
+
+class TierRecord:
+    """Says of announced blocks, and of no others, which tiers hold them.
+
+    A tier is often told of before the engine has announced the block: it is said then.
+    """
+
+    def __init__(self, news: NewsList) -> None:
+        self._news = news
+        self._told: dict[Residence, dict[Key, None]] = {}
+        self._early: dict[tuple[Residence, Key], None] = {}
+        self._count = 0
+
+    def holds(self, key: Key) -> bool:
+        """Whether any tier is said to hold it."""
+        return any(key in keys for keys in self._told.values())
+
+    def known(self) -> set[tuple[Residence, Key]]:
+        """All that is said."""
+        return {(place, key) for place, keys in self._told.items() for key in keys}
+
+    def announced(self, key: Key) -> None:
+        """The engine says that the block is stored."""
+        if self._early:
+            for place in self._told:
+                if (place, key) in self._early:
+                    del self._early[place, key]
+                    self._tell(place, key)
+
+    def stored(self, place: Residence, key: Key, *, is_announced: bool) -> None:
+        """The tier holds the block now."""
+        if place not in self._told:
+            if len(self._told) == MAX_TIERS:
+                return
+            self._told[place] = {}
+        if is_announced or self.holds(key):
+            self._tell(place, key)
+            return
+        self._early[place, key] = None
+        if len(self._early) > MAX_EARLY:
+            del self._early[next(iter(self._early))]
+
+    def removed(self, place: Residence, key: Key) -> None:
+        """The tier does not hold it any more."""
+        self._early.pop((place, key), None)
+        keys = self._told.get(place, {})
+        if key in keys:
+            del keys[key]
+            self._count -= 1
+            self._news.add(place, key, removed=True)
+
+    def lost(self, tier: str) -> None:
+        """Nothing that the tier holds can be found."""
+        for place in list(self._told):
+            if place.tier == tier:
+                self._leave(place)
+
+    def lose_all(self) -> None:
+        """No tier holds any of it."""
+        for place in list(self._told):
+            self._leave(place)
+
+    def clear(self) -> None:
+        """All of it was taken back otherwise."""
+        self._told.clear()
+        self._early.clear()
+        self._count = 0
+
+    def _leave(self, place: Residence) -> None:
+        keys = self._told.pop(place)
+        self._count -= len(keys)
+        for key in keys:
+            self._news.add(place, key, removed=True)
+        self._early = {early: None for early in self._early if early[0] != place}
+
+    def _tell(self, place: Residence, key: Key) -> None:
+        keys = self._told[place]
+        if key in keys:
+            return
+        keys[key] = None
+        self._count += 1
+        self._news.add(place, key, removed=False)
+        if self._count > MAX_TOLD:
+            longest = max(self._told, key=lambda each: len(self._told[each]))
+            self.removed(longest, next(iter(self._told[longest])))

@@ -1,0 +1,146 @@
+"""An engine hears from a real daemon which of its blocks the tiers hold."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.cli.status import ask
+from kvd_client.event_watch import EventWatch
+from kvd_client.session import DaemonSession
+from kvd_client.tier_record import HOST, Key, Residence
+from kvd_proto.v1 import operator_pb2
+from tests.client.small_engine import SmallEngine
+from tests.client.test_event_watch import PATIENCE_S
+from tests.client.test_event_watch import keys_of as keys_of_blocks
+from tests.control.daemon_rig import Caller
+from tests.daemon_process import DaemonProcess
+from tests.waiting import wait_until
+
+BLOCKS = 64  # of a prompt: no more than tiers are given at once. The pool holds 1024
+PROMPTS = [f"prompt {number}" for number in range(20)]
+DISK = Residence("STORAGE", "LOCAL", "disk")
+FAR = Residence("STORAGE", "REMOTE", "far")
+TIERS = """
+[[tiers]]
+name = "disk"
+store = "tests.tiers.memory_store:MemoryStore"
+
+[[tiers]]
+name = "far"
+store = "tests.tiers.memory_store:MemoryStore"
+medium = "REMOTE"
+"""
+
+
+def keys_of(prompt: str) -> list[Key]:
+    return keys_of_blocks(prompt, BLOCKS)
+
+
+class Router:
+    """Knows by an engine's events alone where its blocks lie."""
+
+    def __init__(self, daemon: DaemonProcess, *, with_tiers: bool = True) -> None:
+        self.daemon = daemon
+        self.engine = SmallEngine(daemon.socket)
+        self.engine.wait_usable()
+        self.watch = EventWatch(daemon.socket, "test", with_tiers=with_tiers)
+        self.knows: dict[Residence, set[Key]] = {HOST: set(), DISK: set(), FAR: set()}
+        session = self.engine.connection.session
+        assert isinstance(session, DaemonSession)
+        self.session = session
+        self.watch.follow(session.namespace_id, session.epoch)
+
+    def store(self, prompt: str) -> None:
+        self.engine.store(prompt, prompt, BLOCKS)
+        self.knows[HOST].update(self.watch.announce(keys_of(prompt)))
+
+    def hears(self, until: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not until():
+            counts = {place.tier or "host": len(keys) for place, keys in self.knows.items()}
+            assert time.monotonic() < deadline, f"it knows of {counts}"
+            for news in self.watch.take():
+                known = self.knows[news.place]
+                assert known >= set(news.keys) if news.removed else not known & set(news.keys)
+                known ^= set(news.keys)
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.watch.close()
+        self.engine.close()
+
+
+@pytest.fixture
+def tiered(daemon: DaemonProcess, tmp_path: Path) -> DaemonProcess:
+    """A daemon of 1024 blocks with a disk and a tier that nodes share."""
+    daemon.end()
+    file = tmp_path / "kvd.toml"
+    file.write_text(TIERS)
+    daemon.flags["config"] = file
+    daemon.pool_bytes = 4 << 20
+    daemon.start()
+    wait_until(lambda: all(tier.serving for tier in ask(daemon.socket, 10.0).tiers), "tiers")
+    return daemon
+
+
+@pytest.fixture
+def router(tiered: DaemonProcess) -> Iterator[Router]:
+    made = Router(tiered)
+    yield made
+    made.close()
+
+
+def test_a_router_knows_host_memory_disk_and_cluster_apart(router: Router) -> None:
+    first = set(keys_of(PROMPTS[0]))
+    router.store(PROMPTS[0])
+    router.hears(lambda: first <= router.knows[DISK] & router.knows[FAR])
+    for prompt in PROMPTS[1:]:
+        router.store(prompt)
+    router.hears(lambda: not first & router.knows[HOST])
+    assert first <= router.knows[DISK] & router.knows[FAR], "evicted from host memory alone"
+    router.engine.load("again", PROMPTS[0], BLOCKS)
+    router.hears(lambda: first <= router.knows[HOST])
+
+
+def test_a_tier_whose_process_died_holds_nothing_until_it_is_found_there(router: Router) -> None:
+    first = set(keys_of(PROMPTS[0]))
+    router.store(PROMPTS[0])
+    router.hears(lambda: first <= router.knows[DISK] & router.knows[FAR])
+    (pid,) = tier_processes(router.daemon, "disk")
+    os.kill(pid, signal.SIGKILL)
+    router.hears(lambda: not router.knows[DISK])
+    assert first <= router.knows[FAR] & router.knows[HOST]
+
+
+def tier_processes(daemon: DaemonProcess, name: str) -> list[int]:
+    """Tiers are started in their order; the first of their processes is the first tier's."""
+    children = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+    tiers = [int(pid) for pid in children if "kvd-tier" in Path(f"/proc/{pid}/comm").read_text()]
+    return tiers[:1] if name == "disk" else tiers[1:]
+
+
+def test_a_cleared_namespace_is_nowhere(router: Router) -> None:
+    first = set(keys_of(PROMPTS[0]))
+    router.store(PROMPTS[0])
+    router.hears(lambda: first <= router.knows[DISK] & router.knows[FAR])
+    caller = Caller(router.daemon.socket)
+    request = operator_pb2.ClearRequest(namespace_id=router.session.namespace_id)
+    caller.call(caller.operator.Clear, request)
+    caller.close()
+    router.hears(lambda: not any(router.knows.values()))
+
+
+def test_who_does_not_ask_for_tiers_hears_of_host_memory_alone(tiered: DaemonProcess) -> None:
+    router = Router(tiered, with_tiers=False)
+    for prompt in PROMPTS:
+        router.store(prompt)
+    first = set(keys_of(PROMPTS[0]))
+    router.hears(lambda: not first & router.knows[HOST])
+    assert not router.knows[DISK] | router.knows[FAR]
+    router.close()

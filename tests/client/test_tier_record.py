@@ -1,0 +1,216 @@
+"""What an engine says of tiers: of its own blocks, in order, once, and bounded."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd_client import event_watch, tier_record
+from kvd_client.event_watch import EventWatch, Reading
+from kvd_client.tier_record import HOST, Key, News, NewsList, Residence, TierRecord
+from kvd_proto.limits import MAX_TIERS
+from kvd_proto.v1 import events_pb2
+from tests.client.test_event_watch import keys_of
+
+DISK = Residence("STORAGE", "LOCAL", "disk")
+FAR = Residence("STORAGE", "REMOTE", "far")
+ONE, TWO, THREE = keys_of("hand-fed", 3)
+
+
+class Hand:
+    """A watch that is fed by hand, and what a router would know by it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.watch = EventWatch("/nowhere", "test", clock=lambda: 0.0)
+        monkeypatch.setattr(self.watch, "_run", lambda: None)
+        self.watch.follow(1, "e")
+        self.reading = Reading(self.watch._turn, "e", set(), set())
+
+    def tell(self, kind: str, place: Residence, *keys: Key, epoch: str = "e") -> None:
+        hashes = b"".join(key[: -event_watch.GROUP_BYTES] for key in keys)
+        self.watch._take_in(
+            events_pb2.CacheEvent(
+                kind=f"KIND_{kind}",
+                epoch=epoch,
+                hashes=hashes,
+                hash_bytes=32,
+                medium=place.medium,
+                locality=place.locality,
+                tier=place.tier,
+            ),
+            self.reading,
+        )
+
+    def snapshot(self, *known: tuple[Residence, Key]) -> None:
+        """What the stream says when it begins anew."""
+        reading = Reading(
+            self.watch._turn, "e", set(self.watch._tracked), self.watch._tiers.known()
+        )
+        self.reading = reading
+        events = [
+            events_pb2.CacheEvent(
+                kind="KIND_STORED",
+                epoch="e",
+                hashes=key[: -event_watch.GROUP_BYTES],
+                hash_bytes=32,
+                medium=place.medium,
+                locality=place.locality,
+                tier=place.tier,
+            )
+            for place, key in known
+        ]
+        whole = events_pb2.WatchEventsResponse(snapshot=True, snapshot_end=True, events=events)
+        self.watch._read([whole], reading)
+
+
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    return Hand(monkeypatch)
+
+
+def test_a_tier_that_was_told_of_before_the_engine_spoke_is_said_with_the_block(hand: Hand) -> None:
+    hand.tell("STORED", HOST, ONE)
+    hand.tell("STORED", DISK, ONE)
+    assert hand.watch.take() == []
+    assert hand.watch.announce([ONE]) == [ONE]
+    assert hand.watch.take() == [News(DISK, removed=False, keys=[ONE])]
+
+
+def test_of_blocks_that_the_engine_never_announced_nothing_is_said(hand: Hand) -> None:
+    for kind in ("STORED", "REMOVED"):
+        for place in (HOST, DISK):
+            hand.tell(kind, place, TWO)
+    assert hand.watch.take() == []
+
+
+def test_a_block_that_a_tier_brings_up_is_in_host_memory_again(hand: Hand) -> None:
+    hand.watch.announce([ONE])
+    hand.tell("STORED", DISK, ONE)
+    hand.tell("REMOVED", HOST, ONE)
+    hand.tell("STORED", HOST, ONE)
+    hand.tell("REMOVED", HOST, ONE)
+    hand.tell("STORED", HOST, ONE)
+    places = [(news.place, news.removed) for news in hand.watch.take()]
+    assert places == [(DISK, False), (HOST, True), (HOST, False), (HOST, True), (HOST, False)]
+    assert hand.watch.announce([ONE, TWO]) == [TWO], "said already: not to be counted twice"
+
+
+def test_without_a_tier_a_removed_block_stays_removed(hand: Hand) -> None:
+    hand.watch.announce([ONE])
+    hand.tell("REMOVED", HOST, ONE)
+    hand.tell("STORED", HOST, ONE)
+    assert hand.watch.take() == [News(HOST, removed=True, keys=[ONE])]
+
+
+def test_a_lost_tier_takes_its_own_blocks_along_and_no_others(hand: Hand) -> None:
+    hand.watch.announce([ONE, TWO])
+    hand.tell("STORED", DISK, ONE, TWO)
+    hand.tell("STORED", FAR, ONE)
+    hand.watch.take()
+    hand.tell("TIER_LOST", DISK)
+    assert hand.watch.take() == [News(DISK, removed=True, keys=[ONE, TWO])]
+    hand.tell("TIER_LOST", DISK)
+    hand.tell("REMOVED", DISK, ONE)
+    assert hand.watch.take() == []
+    hand.tell("REMOVED", FAR, ONE)
+    assert hand.watch.take() == [News(FAR, removed=True, keys=[ONE])]
+
+
+def test_a_cleared_namespace_is_gone_from_tiers_too(hand: Hand) -> None:
+    hand.watch.announce([ONE])
+    hand.tell("STORED", DISK, ONE)
+    hand.watch.take()
+    hand.tell("CLEARED", Residence(""))
+    assert hand.watch.take() == [
+        News(HOST, removed=True, keys=[ONE]),
+        News(DISK, removed=True, keys=[ONE]),
+    ]
+
+
+def test_a_reset_says_nothing_of_tiers_and_what_follows_is_of_another_epoch(hand: Hand) -> None:
+    hand.watch.announce([ONE])
+    hand.tell("STORED", DISK, ONE)
+    hand.watch.forget()
+    hand.tell("REMOVED", DISK, ONE)
+    hand.tell("STORED", DISK, TWO, epoch="other")
+    hand.watch.announce([TWO])
+    assert hand.watch.take() == []
+
+
+def test_a_new_snapshot_takes_back_what_it_does_not_name(hand: Hand) -> None:
+    hand.watch.announce([ONE, TWO, THREE])
+    hand.tell("STORED", DISK, ONE, TWO)
+    hand.watch.take()
+    hand.snapshot((HOST, ONE), (HOST, TWO), (HOST, THREE), (DISK, ONE), (DISK, THREE))
+    assert hand.watch.take() == [
+        News(DISK, removed=False, keys=[THREE]),
+        News(DISK, removed=True, keys=[TWO]),
+    ]
+
+
+def test_too_many_blocks_in_tiers_are_forgotten_as_removed(
+    hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_record, "MAX_TOLD", 2)
+    monkeypatch.setattr(tier_record, "MAX_EARLY", 2)
+    hand.watch.announce([ONE, TWO, THREE])
+    hand.tell("STORED", DISK, ONE, TWO)
+    assert hand.watch.take() == [News(DISK, removed=False, keys=[ONE, TWO])]
+    hand.tell("STORED", DISK, THREE)
+    assert hand.watch.take() == [
+        News(DISK, removed=False, keys=[THREE]),
+        News(DISK, removed=True, keys=[ONE]),
+    ]
+    unknown = keys_of("unknown", 5)
+    hand.tell("STORED", DISK, *unknown)
+    hand.watch.announce(unknown)
+    assert hand.watch.take()[0] == News(DISK, removed=False, keys=[unknown[3]]), "and then the last"
+
+
+def test_more_tiers_than_a_daemon_may_have_are_not_followed() -> None:
+    news = NewsList()
+    record = TierRecord(news)
+    for number in range(MAX_TIERS + 1):
+        record.stored(Residence("STORAGE", "LOCAL", str(number)), ONE, is_announced=True)
+    assert len(news.take()) == MAX_TIERS
+
+
+PLACES = st.sampled_from([DISK, FAR])
+STEPS = st.one_of(
+    st.tuples(st.just("stored"), PLACES, st.integers(0, 4)),
+    st.tuples(st.just("removed"), PLACES, st.integers(0, 4)),
+    st.tuples(st.just("announced"), st.none(), st.integers(0, 4)),
+    st.tuples(st.just("lost"), PLACES, st.just(0)),
+)
+
+
+@given(st.lists(STEPS, max_size=40))
+def test_what_a_router_gathers_is_what_tiers_hold_of_announced_blocks(
+    steps: list[tuple[str, Residence | None, int]],
+) -> None:
+    news = NewsList()
+    record = TierRecord(news)
+    holds: set[tuple[Residence, Key]] = set()
+    announced: set[Key] = set()
+    gathered: set[tuple[Residence, Key]] = set()
+    for what, place, number in steps:
+        key = bytes([number])
+        if place is None:
+            announced.add(key)
+            record.announced(key)
+        elif what == "lost":
+            holds = {held for held in holds if held[0] != place}
+            record.lost(place.tier)
+        elif what == "stored":
+            holds.add((place, key))
+            record.stored(place, key, is_announced=key in announced)
+        else:
+            holds.discard((place, key))
+            record.removed(place, key)
+        for each in news.take():
+            told = {(each.place, key) for key in each.keys}
+            assert not told & gathered if not each.removed else told <= gathered
+            gathered = gathered - told if each.removed else gathered | told
+        assert gathered == {held for held in holds if held[1] in announced}
+        assert record.known() == gathered
