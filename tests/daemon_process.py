@@ -118,8 +118,15 @@ class DaemonProcess:
 
     def movers(self) -> list[int]:
         """Pids of the daemon's living mover processes: not of those that it has yet to bury."""
+        return self._children("kvd.mover")
+
+    def tiers(self) -> list[int]:
+        """Likewise of its tiers' processes."""
+        return self._children("kvd.tiers")
+
+    def _children(self, room: str) -> list[int]:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return [int(pid) for pid in children if is_alive(int(pid))]
+        return [int(pid) for pid in children if is_alive(int(pid)) and runs(int(pid), room)]
 
     def _signal(self, number: int) -> None:
         if self._process is not None:
@@ -133,3 +140,11 @@ def is_alive(pid: int) -> bool:
     except OSError:  # it ended meanwhile
         return False
     return state not in "ZX"
+
+
+def runs(pid: int, module: str) -> bool:
+    """Whether it was started as this Python module."""
+    try:
+        return module.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:  # it ended meanwhile
+        return False

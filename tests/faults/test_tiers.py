@@ -15,6 +15,7 @@ from urllib.request import urlopen
 import pytest
 
 from kvd.cli.status import as_text
+from tests.daemon_process import is_alive
 from tests.faults.probe import Probe
 from tests.faults.scene import Scene
 from tests.ports import free_port
@@ -48,7 +49,7 @@ def tiered(
 
 def tier_of(scene: Scene) -> int | None:
     """Pid of the tier's process, if there is one."""
-    pids = [pid for pid in children(scene.daemon.pid) if "kvd-tier" in name_of(pid)]
+    pids = scene.daemon.tiers()
     return pids[0] if pids else None
 
 
@@ -63,18 +64,6 @@ def send(scene: Scene, number: int) -> int:
 
 def wait_for_tier(scene: Scene) -> None:
     wait_until(lambda: scene.status().tiers[0].serving, "the tier's process", 30.0)
-
-
-def children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(each) for task in tasks for each in task.read_text().split()]
-
-
-def name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text()
-    except OSError:
-        return ""
 
 
 def test_what_was_evicted_is_loaded_from_the_tier(tmp_path: Path) -> None:
@@ -174,7 +163,7 @@ def test_a_killed_daemon_takes_the_tier_along_and_starts_again_with_it(tmp_path:
         tier = tier_of(scene)
         assert tier is not None
         scene.kill_daemon()
-        wait_until(lambda: not name_of(tier), "the tier's end")
+        wait_until(lambda: not is_alive(tier), "the tier's end")
         scene.daemon.start()
         one.wait_usable(1)
         assert one.load("first", 200) == 200
@@ -387,3 +376,13 @@ def test_a_clear_that_a_shared_store_did_not_do_yet_lasts_longer_than_the_daemon
         one.wait_usable(generation)
         wait_for_tier(scene)
         wait_until(lambda: one.load("second", 200) == 200, "what was stored since", 30.0)
+
+
+def test_the_end_of_engines_is_not_held_up_by_a_tier(tmp_path: Path) -> None:
+    with tiered(tmp_path) as scene:
+        wait_for_tier(scene)
+        scene.engine("one")
+        (mover,) = scene.daemon.movers()
+        assert mover != tier_of(scene)
+        scene.end_engines()
+        assert scene.daemon.movers() == []
