@@ -55,6 +55,7 @@ class EngineSettings:
     layers: int = 2
     memory: str = HOST  # or a kind of GPU memory, of tests.gpu.device_memory.KINDS
     model: str = "small"
+    salt: str = ""  # another one has other bytes under the same keys
     tenant: str = ""
     unshared: bool = False
     silent_after_s: float = PATIENCE_S
@@ -273,7 +274,9 @@ class SmallEngine:
 
     def words(self, rank: Rank, content: bytes) -> Words:
         """What an engine block with this content holds on a rank."""
-        return block_words(content, rank.rank, self.settings.block_bytes)
+        salted = hashlib.sha256(self.settings.salt.encode() + content).digest()
+        seed = salted if self.settings.salt else content
+        return block_words(seed, rank.rank, self.settings.block_bytes)
 
     def compute(self, table: Sequence[int], contents: Sequence[bytes]) -> None:
         for rank in self.ranks:

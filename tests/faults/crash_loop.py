@@ -3,7 +3,12 @@
 Every byte that is loaded is checked, and what was said to be stored is expected to be found: the
 pool has room for all of it, so nothing may be missing but what an operator cleared.
 
+With a tier the pool has room for a small part, and the rest is on two disks, which fail, lie and
+are damaged, and whose process is killed and frozen, too. Then nothing is expected to be found, but
+that most of what is comes from the disks; and what was cleared stays gone.
+
     python -m tests.faults.crash_loop --seconds 600 --seed 1
+    python -m tests.faults.crash_loop --tier --seconds 3000 --turns 200 --seed 1
 """
 
 from __future__ import annotations
@@ -23,12 +28,16 @@ from functools import partial
 from tests.client.content import block_hashes
 from tests.faults.probe import Probe, ProbeFailed
 from tests.faults.scene import Scene
+from tests.faults.tier_strikes import TierStrikes
 from tests.waiting import wait_until
 
 MOST = 40  # blocks of a prompt
 PROMPTS = 5  # a turn, for each model
 ROUNDS = 12  # stores and loads that an engine does in a turn
 TURNS_BETWEEN_CLEARS = 30
+TURNS_BETWEEN_TIERED_CLEARS = 12
+OLD_PROMPTS = 3  # looked for after a turn; with a tier more, to have it read
+OLD_TIERED_PROMPTS = 10
 SETTLED_SECONDS = 30.0
 LINES_SHOWN = 60  # of the daemon's log, where something is wrong
 DEADLINES = {"submit-deadline-seconds": 2, "copy-deadline-seconds": 2}
@@ -55,8 +64,10 @@ class CrashLoop:
     scene: Scene
     dice: random.Random
     engines: list[Engine]
+    below: TierStrikes | None = None
     stored: dict[str, set[str]] = field(default_factory=dict)  # keys by model, in hex
     prompts: list[str] = field(default_factory=list)
+    cleared: list[str] = field(default_factory=list)  # prompts that must not be found
     done: Counter[str] = field(default_factory=Counter)
     killed: set[int] = field(default_factory=set)  # movers, in this turn
     turn: int = 0
@@ -84,6 +95,7 @@ class CrashLoop:
             self.kill_engine,
             self.freeze_daemon,
             self.freeze_mover,
+            *(self.below.every_one() if self.below is not None else ()),
         ]
         self.killed.clear()
         for strike in self.dice.choices(strikes, k=self.dice.randint(1, 4)):
@@ -91,12 +103,27 @@ class CrashLoop:
             strike()
             self.done[strike.__name__] += 1
         self._make_whole()
-        self._check([*prompts, *self.dice.sample(self.prompts, min(3, len(self.prompts)))])
-        if self.turn % TURNS_BETWEEN_CLEARS == 0:
-            self.scene.clear()
-            self.prompts.clear()
-            for keys in self.stored.values():
-                keys.clear()
+        if self.below is None:
+            self._check(self._with_some_old(prompts, OLD_PROMPTS))
+            between = TURNS_BETWEEN_CLEARS
+        else:
+            self._check_below(self.below, self._with_some_old(prompts, OLD_TIERED_PROMPTS))
+            between = TURNS_BETWEEN_TIERED_CLEARS
+        if self.turn % between == 0:
+            self._clear()
+
+    def _with_some_old(self, prompts: list[str], count: int) -> list[str]:
+        return [*self.dice.sample(self.prompts, min(count, len(self.prompts))), *prompts]
+
+    def _clear(self) -> None:
+        self.scene.clear()
+        self.cleared = self.dice.sample(self.prompts, min(OLD_TIERED_PROMPTS, len(self.prompts)))
+        self.prompts.clear()
+        for keys in self.stored.values():
+            keys.clear()
+        if self.below is not None:
+            self.below.lost_pool = False
+            self._check_cleared()
 
     # -- strikes ----------------------------------------------------------------------------
 
@@ -153,6 +180,8 @@ class CrashLoop:
                 assert said["wrong"] == [], (engine.name, said)
                 self.done["loaded"] += said["loaded"]
                 self.done["stored"] += said["stored"]
+        if self.below is not None:
+            self.below.heal()
         for engine in self.engines:
             probe = self._probe(engine)
             probe.wait_usable()
@@ -172,7 +201,8 @@ class CrashLoop:
         return session.usable and said["usable"] and not any(said["rank_problems"])
 
     def _is_quiet(self) -> bool:
-        return self.scene.busy_slots() == 0
+        is_quiet = self.below is None or self.below.is_quiet()
+        return is_quiet and self.scene.busy_slots() == 0
 
     def _check(self, prompts: list[str]) -> None:
         for model, stored in self.stored.items():
@@ -188,6 +218,29 @@ class CrashLoop:
                 self.done["verified"] += answer["loaded"]
                 self.done["expected"] += due
 
+    def _check_below(self, below: TierStrikes, prompts: list[str]) -> None:
+        if below.lost_pool:  # with it went the word that there was a clear
+            self.cleared.clear()
+        self._check_cleared()
+        before = below.promoted()
+        for engine in self.engines:
+            found = self._probe(engine).ask("verify", prefixes=prompts, most=MOST)
+            for prompt, answer in found.items():
+                assert answer["wrong"] == [], (engine.name, prompt, answer)
+                assert answer["loaded"] == answer["found"], (engine.name, prompt, answer)
+                self.done["verified"] += answer["loaded"]
+        self.done["from the tier"] += below.promoted() - before
+        wait_until(self._is_quiet, "the tier's copies", SETTLED_SECONDS)
+        for name, count in below.descriptors().items():
+            most = f"descriptors of {name}, at most"
+            self.done[most] = max(self.done[most], count)
+
+    def _check_cleared(self) -> None:
+        for engine in self.engines if self.cleared else ():
+            found = self._probe(engine).ask("verify", prefixes=self.cleared, most=MOST)
+            answers = {prompt: answer["found"] for prompt, answer in found.items()}
+            assert not any(answers.values()), f"what was cleared is found: {answers}"
+
     def _ask_again(self, probe: Probe, prompt: str, due: int) -> None:
         """A lookup may have been given up on a busy machine; a block that is lost stays lost."""
         self.done["lookups given up"] += 1
@@ -201,14 +254,20 @@ def last_words(scene: Scene) -> str:
     return "\n".join(lines[-LINES_SHOWN:])
 
 
-def crash_loop(seconds: float, seed: int, turns: int | None = None) -> Counter[str]:
+def crash_loop(
+    seconds: float, seed: int, turns: int | None = None, *, tier: bool = False
+) -> Counter[str]:
     """What was done; AssertionError or ProbeFailed where anything was wrong."""
-    scene = Scene(**DEADLINES)
-    scene.daemon.pool_bytes, scene.daemon.extent_bytes = 512 << 20, 1 << 20
+    scene, dice = Scene(**DEADLINES), random.Random(seed)
+    below = TierStrikes(scene, dice) if tier else None
+    pool_bytes = 8 << 20 if tier else 512 << 20
+    scene.daemon.pool_bytes, scene.daemon.extent_bytes = pool_bytes, 1 << 20
     alike: dict[str, object] = {"model": "alike", "block_bytes": 16 << 10, "num_blocks": 256}
     ranks: dict[str, object] = {"model": "ranks", "world_size": 2}
     engines = [Engine("one", alike), Engine("two", alike), Engine("ranks", ranks)]
-    loop = CrashLoop(scene, random.Random(seed), engines)
+    if tier:
+        engines.append(Engine("salted", {**alike, "model": "salted", "salt": "another"}))
+    loop = CrashLoop(scene, dice, engines, below)
     until = time.monotonic() + seconds
     try:
         scene.daemon.start()
@@ -221,6 +280,9 @@ def crash_loop(seconds: float, seed: int, turns: int | None = None) -> Counter[s
     finally:
         scene.close()
     loop.done["turns"] = loop.turn
+    if below is not None:
+        loop.done.update(below.done)
+        assert loop.done["from the tier"], f"nothing came from the tier: {loop.done}"
     return loop.done
 
 
@@ -228,11 +290,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--turns", type=int)
+    parser.add_argument("--tier", action="store_true", help="with two disks below a small pool")
     given = parser.parse_args()
     try:
-        done = crash_loop(given.seconds, given.seed)
+        done = crash_loop(given.seconds, given.seed, given.turns, tier=given.tier)
     except (AssertionError, ProbeFailed) as error:
-        sys.stdout.write(f"seed {given.seed}: {error}\n" + "\n".join(error.__notes__) + "\n")
+        notes = getattr(error, "__notes__", ())
+        sys.stdout.write(f"seed {given.seed}: {error}\n" + "\n".join(notes) + "\n")
         return 1
     sys.stdout.write(f"seed {given.seed}: {dict(done)}\n")
     return 0
