@@ -259,7 +259,6 @@ def test_a_promotion_that_comes_late_is_found_all_the_same() -> None:
     on.step()
     on.tick(2 * SECOND)
     assert on.look(1) == "M"  # it has waited long enough
-    assert on.look(1, request="another") == "P"
     on.read()
     assert on.look(1) == "H"
 

@@ -275,7 +275,9 @@ def crash_loop(
         while time.monotonic() < until and (turns is None or loop.turn < turns):
             loop.one_turn()
     except (AssertionError, ProbeFailed) as error:
-        error.add_note(f"turn {loop.turn}; the daemon said last:\n{last_words(scene)}")
+        error.add_note(
+            f"turn {loop.turn}, {dict(loop.done)}; the daemon said last:\n{last_words(scene)}"
+        )
         raise
     finally:
         scene.close()

@@ -52,8 +52,8 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
             missed = np.flatnonzero(~known)
             sought = search.look(turn, session, query, tags, missed)
             statuses[missed] = np.where(sought == PENDING, sought, statuses[missed])
-    if state.below.tiers and search.is_late(turn, session, query):
-        statuses[search.on_their_way(state, slots)] = MISS
+    if state.below.tiers:
+        statuses[search.waited_for_enough(turn, session, query, slots)] = MISS
     held = None
     if query.lease is not LeaseMode.NONE:
         run = _claimed(statuses, query.lease)

@@ -177,6 +177,12 @@ class TierCopy(Filling):
     places: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # and where there
 
     @property
+    def until_ns(self) -> int:
+        """When nobody waits for a read any longer."""
+        assert self.sought is not None, "a read is for somebody"
+        return self.sought.until_ns
+
+    @property
     def nbytes(self) -> int:
         return sum(len(part.slots) * part.size_class.block_bytes for part in self.parts)
 
@@ -234,6 +240,7 @@ class Below:
 
     tiers: tuple[Tier, ...] = ()
     copies: dict[CopyId, TierCopy] = field(default_factory=dict)
+    reading: OrderedDict[TierCopy, None] = field(default_factory=OrderedDict)  # the eldest first
     promoting: TenantShare = field(default_factory=TenantShare)
     due: deque[Sought] = field(default_factory=deque)  # to be promoted, some an event
     stalled: deque[Sought] = field(default_factory=deque)  # until promotions end

@@ -30,6 +30,8 @@ from kvd_proto.tags import tags_of
 
 PROMOTED_AT_ONCE = 256  # blocks, in one event
 WOKEN_AT_ONCE = 4  # requests that wait for room
+LATE_AT_ONCE = 8  # reads that are given up, in one tick
+GIVEN_UP_NS = 5_000_000_000  # after the deadline
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 NO_BLOCKS: U32 = np.empty((0, 0), dtype=np.uint32)
@@ -123,6 +125,7 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
     copy = begin(turn, tier, CopyKind.READ, part)
     copy.sought, copy.places = sought, found.places[fresh]
     state.add_filling(copy)
+    state.below.reading[copy] = None
     found.beliefs[fresh] = Belief.ON_ITS_WAY
     state.below.promoting.count(sought.owner.tenant.tenant, copy.nbytes)
     keys = KeyBatch(offer.words, spec.hash_bytes)
@@ -217,6 +220,7 @@ def forget(state: State, copy: TierCopy) -> None:
     """The copy has ended: its pins go."""
     (part,) = copy.parts
     del state.below.copies[copy.copy]
+    state.below.reading.pop(copy, None)
     slot_lifecycle.unpin(state, part.size_class, part.pinned)
     state.namespaces[part.size_class.namespace].copies_below -= 1
     state.count_in_flight(part.scope, -1)
@@ -272,7 +276,22 @@ def fail(state: State, copy: TierCopy) -> None:
     if copy.failed or copy.kind is not CopyKind.READ:
         return
     copy.failed = True
+    state.below.reading.pop(copy, None)
     (part,) = copy.parts
     hand_off.blocks_lost(state, part.size_class, part.slots)
     slot_lifecycle.quarantine_reserved(state, part.size_class, part.slots)
     state.released.extend(copy.end_waits(done=False))
+
+
+def give_up_late(turn: Turn) -> None:
+    """Have nobody wait for reads that should have ended long ago.
+
+    A process that waits for a disk can't be ended, and its slots can't be used; but their blocks
+    may be stored into others.
+    """
+    state, reading = turn.state, turn.state.below.reading
+    for _ in range(LATE_AT_ONCE):
+        copy = next(iter(reading), None)
+        if copy is None or copy.until_ns + GIVEN_UP_NS > turn.now_ns:
+            break
+        fail(state, copy)

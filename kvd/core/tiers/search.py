@@ -66,7 +66,7 @@ def look(
     end = len(missed)
     if found is not None and is_prefix and found.cut is not None:
         end = int(np.searchsorted(places, found.cut))
-    late = is_late(turn, session, query)
+    late = _is_late(turn, session, query)
     if found is not None and found.waiting and turn.now_ns >= found.again_ns and not late:
         _ask_again(turn, found)
     fresh: list[int] = []
@@ -94,7 +94,7 @@ def look(
     return statuses
 
 
-def is_late(turn: Turn, session: Session, query: Query) -> bool:
+def _is_late(turn: Turn, session: Session, query: Query) -> bool:
     """Whether the request has waited for tiers as long as it may."""
     sought = _sought_of(session, query)
     return sought is not None and turn.now_ns >= sought.until_ns
@@ -106,13 +106,26 @@ def _sought_of(session: Session, query: Query) -> Sought | None:
     return of_request.get((query.context.account, query.group))
 
 
-def on_their_way(state: State, slots: Slots) -> Slots:
-    """Places among these slots of the blocks that a tier brings up now."""
+def waited_for_enough(turn: Turn, session: Session, query: Query, slots: Slots) -> Slots:
+    """Places among these slots of blocks that a tier brings up, and for which nobody waits longer.
+
+    The request has waited as long as it may, or whoever began the copy has: a tier that is late
+    once is late for all.
+    """
+    state = turn.state
     rows = np.flatnonzero(slots != NOWHERE)
+    if not state.below.promoting.whole:
+        return rows[:0]
     rows = rows[state.slots.state[slots[rows]] == SlotState.RESERVED]
     numbers = state.slots.fillings[slots[rows]]
-    promotions = [n for n in set(numbers.tolist()) if isinstance(state.fillings[n], TierCopy)]
-    found: Slots = rows[np.isin(numbers, promotions)]
+    is_late = _is_late(turn, session, query)
+    over = [
+        number
+        for number in np.unique(numbers).tolist()
+        if isinstance(copy := state.fillings[number], TierCopy)
+        and (is_late or turn.now_ns >= copy.until_ns)
+    ]
+    found: Slots = rows[np.isin(numbers, over)]
     return found
 
 

@@ -12,7 +12,7 @@ from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import State
 from kvd.core.model.turn import Turn
 from kvd.core.room import eviction, expiry
-from kvd.core.tiers import search, writing
+from kvd.core.tiers import promotion, search, writing
 from kvd.core.upkeep import recency, session
 
 CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need
@@ -51,6 +51,7 @@ def timer_ticked(turn: Turn) -> None:
     grant_spare(turn, in_use)
     if state.below.tiers:
         search.expire(turn)
+        promotion.give_up_late(turn)
         for tier in state.below.tiers:
             writing.catch_up(turn, tier)
         for owner in in_use:

@@ -1,0 +1,49 @@
+"""A tier that is late: who waits for it, and how long."""
+
+from __future__ import annotations
+
+from kvd.core import actions as act
+from kvd.core import events as ev
+from kvd.core.model.slots import SlotState
+from kvd.core.tiers import promotion
+from tests.core.bench import SECOND, only
+from tests.core.test_tiers import stage
+
+
+def test_nobody_waits_for_a_copy_that_is_late() -> None:
+    on = stage()
+    on.bring_down(1, 2)
+    on.look(1)
+    on.answer()
+    on.step()
+    on.tick(SECOND // 2)
+    assert on.look(1, 2, request="second") == "PP"
+    on.answer()
+    on.step()
+    on.tick(SECOND // 2)
+    assert on.look(1, 2, request="second") == "MP"  # the tier was late for another's request
+    assert on.look(1, 2, request="third") == "MP"
+    on.tick(SECOND // 2)
+    assert on.look(1, 2, request="third") == "MM"
+    on.read()
+    assert on.look(1, 2, request="third") == "HH"
+
+
+def test_a_store_waits_for_a_hung_read_some_seconds_and_no_more() -> None:
+    on = stage()
+    on.bring_down(1)
+    on.look(1)
+    on.answer()
+    on.step()
+    assert not only(on.take(on.bench.store([1], job=9, whole=True)), act.StartTransfer)
+    on.tick(SECOND + promotion.GIVEN_UP_NS - 1)
+    assert on.look(1, request="another") == "M"
+    on.bench.now_ns += 1
+    made = on.take(on.bench.feed(ev.TimerTicked()) + on.bench.work_off())
+    (copied,) = only(made, act.StartTransfer)
+    assert on.bench.machine.state.slots.state.tolist().count(SlotState.QUARANTINED) == 1
+    (end,) = only(on.take(on.bench.finish([copied])), act.EndJob)
+    assert end.status is ev.JobStatus.DONE
+    on.read()  # at last: another has the block since long
+    assert on.look(1) == "H"
+    assert on.bench.machine.state.slots.state.tolist().count(SlotState.QUARANTINED) == 0
