@@ -136,6 +136,15 @@ class ProbeEngine:
         self._engine.arrive(request, prefix, count)
         return self.match_again(request)
 
+    def ask_once(self, request: str, prefix: str, count: int) -> dict[str, Any]:
+        """Look a prompt up for a few steps only; None where the answer is 'ask again' still."""
+        self._engine.arrive(request, prefix, count)
+        for _ in range(5):
+            found = self._engine.scheduler.get_num_new_matched_tokens(request, 0)
+            self.step()
+            time.sleep(0.01)
+        return {"found": found}
+
     def match_again(self, request: str) -> dict[str, Any]:
         """Ask once more for a request that has been looked up before."""
         return {"found": self._engine.match(request) // TOKENS}

@@ -1,0 +1,11 @@
+"""A short run of the loop of crashes with a disk tier; a long one is started by hand."""
+
+from __future__ import annotations
+
+from tests.faults.crash_loop import crash_loop
+
+
+def test_what_comes_from_crashed_disks_is_right() -> None:
+    done = crash_loop(10.0, seed=1, tier=True)
+    assert done["turns"] > 0
+    assert done["from the tier"] > 0
