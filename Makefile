@@ -3,7 +3,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .PHONY: help venv demo demo-gpu test test-vllm conformance-vllm lint type sim bench bench-lmcache bench-vllm proto \
-  gpu-check clean
+  gpu-check cluster-up cluster-down clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -29,7 +29,7 @@ demo-gpu: ## Time to first token on a GPU, computed and loaded (ARGS='--device c
 	  exec python3 -m examples.gpu $(ARGS)
 
 test: ## Lint, types, and every test that needs no GPU and no vLLM
-	@.ci/venv dev demo
+	@.ci/venv dev demo tiers
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint type
 	@$(PYTEST) $(BESIDE) $(TESTS_BESIDE) $(ARGS)
 
@@ -80,6 +80,14 @@ proto: ## Make the stubs from proto/
 
 gpu-check: ## On a GPU: probe, tests, copies beside their bars, short demo (8 minutes; no .venv)
 	@python3 -m benchmarks.gpu.check $(ARGS)
+
+cluster-up: ## Start a Mooncake Store on the loopback (ARGS='--megabytes 4096 --port 50051')
+	@.ci/venv tiers
+	@$(BIN)/python -m examples.cluster up $(ARGS)
+
+cluster-down: ## End it
+	@.ci/venv tiers
+	@$(BIN)/python -m examples.cluster down
 
 clean: ## Remove what builds and tests made (the environments stay)
 	rm -rf build dist client/dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis \

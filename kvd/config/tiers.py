@@ -21,8 +21,12 @@ from kvd.tiers.store import OptionValue, TierOptions
 from kvd_proto.limits import MAX_TIERS
 
 THROUGH, DEMOTION, REUSE = WRITES = ("through", "demotion", "reuse")
-KINDS = {"disk": "kvd.tiers.disk.store:DiskStore"}  # ours, by name
-MEDIA = ("STORAGE", "REMOTE")
+MEDIA = ("STORAGE", "REMOTE")  # of this node alone; of every node that shares the tier
+KINDS = {  # ours, by name
+    "disk": "kvd.tiers.disk.store:DiskStore",
+    "mooncake": "kvd.tiers.mooncake.store:MooncakeStore",
+}
+SHARED_KINDS = frozenset({"mooncake"})  # whose medium is REMOTE
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _STORE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
@@ -127,7 +131,10 @@ def _read_tier(where: str, table: dict[str, Any]) -> TierRule:
         except ValueError as error:
             raise TierFieldError(f"{where}.{name} is {given!r}; it must be {error}") from None
     if "kind" in values:
-        values["store"] = KINDS[values.pop("kind")]
+        kind = values.pop("kind")
+        values["store"] = KINDS[kind]
+        if kind in SHARED_KINDS:
+            values.setdefault("medium", "REMOTE")
     if "reuse" in values and values.get("write") != REUSE:
         raise TierFieldError(
             f'{where}.reuse counts only with write = "reuse"; set that, or remove it'

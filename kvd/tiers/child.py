@@ -46,6 +46,7 @@ from kvd.tiers.frames import (
 )
 from kvd.tiers.lanes import Lanes, Work
 from kvd.tiers.store import (
+    MapsMemory,
     OpenStore,
     Outcome,
     TierBlock,
@@ -86,7 +87,8 @@ class TierLoop:
         self._store_compares = bool(getattr(store, "compares_sums", False))
         self._checksums = config.checksums
         self._control = control
-        self._extents = SharedExtents(config.extents, self._report_unmapped, most_mapped())
+        told = store if isinstance(store, MapsMemory) else None
+        self._extents = SharedExtents(config.extents, self._report_unmapped, most_mapped(), told)
         calls_at_once = max(1, min(store.concurrency, MAX_CALLS_AT_ONCE))
         self._lanes = Lanes(calls_at_once)
         self._stopping = False

@@ -12,6 +12,7 @@ import numpy as np
 from kvd.core.keys import RowId
 from kvd.linux import calls
 from kvd.processes.mappings import Bytes, ExtentFiles, Mapping, map_extent
+from kvd.tiers.store import MapsMemory, TierError
 
 # A tier has to do with every extent of the pool, and each that is mapped takes a descriptor and one
 # of the 65,530 mappings that Linux gives a process. It takes no more than this part of them.
@@ -32,9 +33,15 @@ class SharedExtents:
     """
 
     def __init__(
-        self, files: ExtentFiles, unmapped: Callable[[RowId], None], most: int = MAX_MAPPED_EXTENTS
+        self,
+        files: ExtentFiles,
+        unmapped: Callable[[RowId], None],
+        most: int = MAX_MAPPED_EXTENTS,
+        store: MapsMemory | None = None,
     ) -> None:
+        """`store`: one that must be told of what is mapped."""
         self.extent_bytes = files.extent_bytes
+        self._store = store
         self._files = files
         self._most = most
         self._unmapped = unmapped
@@ -54,7 +61,7 @@ class SharedExtents:
             new = extents - self._mapped.keys()
             self._make_room(len(new), extents)
             for extent in new:
-                self._mapped[extent] = map_extent(self._files, extent)
+                self._mapped[extent] = self._map(extent)
             self._uses.update(extents)
             return True
 
@@ -105,10 +112,22 @@ class SharedExtents:
             for extent in list(itertools.islice(idle, excess)):
                 self._unmap(extent)
 
+    def _map(self, extent: int) -> Mapping:
+        mapping = map_extent(self._files, extent)
+        if self._store is not None:
+            try:
+                self._store.map_memory(mapping.address, self.extent_bytes)
+            except TierError as error:
+                mapping.close()
+                raise OSError(f"the store can't use it: {error}") from None
+        return mapping
+
     def _unmap(self, extent: int) -> None:
         del self._uses[extent]
         mapping = self._mapped.pop(extent, None)
         if mapping is not None:
+            if self._store is not None:
+                self._store.unmap_memory(mapping.address)
             mapping.close()
 
     def _end(self, row: RowId) -> None:

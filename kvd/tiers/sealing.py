@@ -56,10 +56,11 @@ def seal_from(block: TierBlock, lengths: bytes, sums: U64) -> int:
 
 def record_of(block: TierBlock) -> bytes:
     """The sealed record of a block's bytes as they are now; reads all of them."""
-    return _record_from(block, sums_of(block.parts))
+    return record_from(block, sums_of(block.parts))
 
 
-def _record_from(block: TierBlock, sums: U64) -> bytes:
+def record_from(block: TierBlock, sums: U64) -> bytes:
+    """The same, where the checksums of the parts are known."""
     lengths = lengths_of(block)
     return _RECORD.pack(_RECORD_NAME, len(lengths), seal_from(block, lengths, sums)) + lengths
 
@@ -86,7 +87,7 @@ def proves(record: bytes, block: TierBlock) -> bool:
     if not has_lengths_of(record, block):
         return False
     sums = sums_of(block.parts)
-    if _record_from(block, sums) != record:
+    if record_from(block, sums) != record:
         return False
     if block.sums is not None:
         block.sums[:] = sums

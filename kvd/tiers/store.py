@@ -27,7 +27,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from kvd.core.keys import U64
 from kvd_proto.limits import MAX_HASH_BYTES, MAX_RANKS
@@ -196,6 +196,21 @@ class TierStore(Protocol):
 
         A second call does nothing; every other call then raises TierError with CLOSED.
         """
+
+
+@runtime_checkable
+class MapsMemory(Protocol):
+    """What a store has besides where its medium must know the pool's memory before it is used.
+
+    A network card reads and writes only memory that it was told of. Any thread may call.
+    """
+
+    def map_memory(self, address: int, nbytes: int) -> None:
+        """An extent is mapped here from now on. TierError: it can't be used, and is unmapped."""
+
+    def unmap_memory(self, address: int) -> None:
+        """The extent that begins here is about to be unmapped; no block in it is used. Never
+        raises."""
 
 
 OptionValue = str | int | float | bool | list[str]

@@ -12,8 +12,9 @@ import pytest
 from tests.tidy.source import ROOT
 
 TARGETS = {
-    "bench", "bench-lmcache", "bench-vllm", "clean", "conformance-vllm", "demo", "demo-gpu",
-    "gpu-check", "help", "lint", "proto", "sim", "test", "test-vllm", "type", "venv",
+    "bench", "bench-lmcache", "bench-vllm", "clean", "cluster-down", "cluster-up",
+    "conformance-vllm", "demo", "demo-gpu", "gpu-check", "help", "lint",
+    "proto", "sim", "test", "test-vllm", "type", "venv",
 }  # fmt: skip
 
 

@@ -97,6 +97,11 @@ def summed(block: TierBlock) -> TierBlock:
 class TierStoreContract:
     """The promises of kvd/tiers/store.py."""
 
+    counts_blocks = True  # False: only the engine behind the store knows how many there are
+
+    def holds(self, store: TierStore, blocks: int) -> bool:
+        return store.usage().blocks == (blocks if self.counts_blocks else 0)
+
     @pytest.fixture
     def store(self, opened: Opened) -> Iterator[TierStore]:
         store = opened()
@@ -147,7 +152,7 @@ class TierStoreContract:
         first, second = content("first"), content("second")
         blocks = [source(key(1), first), source(key(2), second), source(key(1), second)]
         assert store.write(blocks, soon()) == [Outcome.DONE] * 3
-        assert store.usage().blocks == 2
+        assert self.holds(store, 2)
         twice = [target(key(1), BLOCK_BYTES), target(key(1), BLOCK_BYTES)]
         assert store.read(twice, soon()) == [Outcome.DONE] * 2
         assert [bytes(block.parts[0]) for block in twice] == [first, first]
@@ -167,7 +172,7 @@ class TierStoreContract:
             assert write(store, source(key(1), *parts)) == [Outcome.DONE]
             assert read(store, key(1), *sizes) == (Outcome.DONE, b"".join(parts))
             assert read(store, key(1))[0] is Outcome.MISSING
-            assert store.usage().blocks == 1
+            assert self.holds(store, 1)
 
     def test_scopes_share_no_block(self, store: TierStore) -> None:
         keep(store, [1, 2])
@@ -313,7 +318,7 @@ class TierStoreContract:
             assert min(pool.map(work, range(store.concurrency))) > 3
         assert wrong == []
         store.delete_scopes([ONE], soon())
-        assert store.usage().blocks == 0
+        assert self.holds(store, 0)
         keep(store, range(ROOM_BLOCKS))  # no place was lost
         store.close()
 
@@ -332,7 +337,7 @@ class TierStoreContract:
             keep(store, range(64))
             ended.set()
             assert asking.result() > 0
-        assert store.usage().blocks == 64
+        assert self.holds(store, 64)
 
     # -- checksums of parts -----------------------------------------------------------------
 

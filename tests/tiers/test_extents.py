@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 from pathlib import Path
@@ -12,6 +13,7 @@ from kvd.core.keys import RowId
 from kvd.linux.proc import mapped_inodes
 from kvd.processes.mappings import ExtentFiles
 from kvd.tiers.extents import MAX_MAPPED_EXTENTS, SharedExtents, most_mapped
+from kvd.tiers.store import TierError
 
 EXTENT_BYTES = 1 << 16
 
@@ -110,3 +112,37 @@ def test_extents_take_half_of_the_descriptors_at_most(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _which: (descriptors, descriptors))
     assert most_mapped() == most
+
+
+class _Told:
+    """A store that must know what is mapped, and refuses some."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, int] = {}
+        self.refuses = False
+
+    def map_memory(self, address: int, nbytes: int) -> None:
+        if self.refuses:
+            raise TierError("no more")
+        self.known[address] = nbytes
+
+    def unmap_memory(self, address: int) -> None:
+        assert ctypes.string_at(address, 1)  # it is mapped yet
+        del self.known[address]
+
+
+def test_a_store_that_must_know_the_memory_is_told_of_all_that_is_mapped(
+    shared_directory: Path,
+) -> None:
+    rig, told = Rig(shared_directory, 6, 3), _Told()
+    rig.extents = SharedExtents(rig.files, rig.unmapped.append, 3, told)
+    for some in ((0, 1), (2, 3), (4, 5)):
+        rig.use(*some)
+        assert list(told.known.values()) == [EXTENT_BYTES] * len(rig.mapped())
+        rig.extents.release(some)
+    told.refuses = True
+    with pytest.raises(OSError, match="no more"):
+        rig.extents.use(frozenset({0}))
+    assert 0 not in rig.mapped()
+    rig.close()
+    assert told.known == {}

@@ -1,0 +1,224 @@
+"""Mooncake's own client, asked key by key and held to answer for each.
+
+It never raises and gives a code for every key. Two habits of its (release 0.3.13) are kept from
+who calls:
+
+- Without a master every call takes some five seconds, whatever was set. So once one has found
+  none, all others are refused at once, while one thread asks again and again.
+- It waits 60 s for a node, and then returns though bytes may still come, into memory that is no
+  longer lent. So a call of that length never returns: whoever waits for it ends the process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from kvd.processes.complaints import log_limited
+from kvd.tiers.mooncake import codes
+from kvd.tiers.mooncake.codes import require_codes
+from kvd.tiers.mooncake.options import MooncakeOptions
+from kvd.tiers.store import TierError, TierReason, TierUnusable
+
+GIVES_UP_S = 55.0  # a little less than Mooncake itself
+ASK_AGAIN_S = 0.5  # for the master, once it did not answer
+_JOIN_S = 1.0
+_SOME_NAME = "kvd1-"  # no block's
+
+Answer = TypeVar("Answer")
+Addresses = Sequence[Sequence[int]]
+Sizes = Sequence[Sequence[int]]
+
+
+class MooncakeClient:
+    """One connection to a cluster, for any thread. No call after `close`: the library crashes."""
+
+    def __init__(self, library: Any, replication: Any) -> None:
+        """`library`: a MooncakeDistributedStore that is set up; `replication`: its config."""
+        self._library = library
+        self._replication = replication
+        self._closing = threading.Event()
+        self._asking: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def connect(cls, options: MooncakeOptions) -> MooncakeClient:
+        """Find the master. TierUnusable where there is no library; TierError where no master is."""
+        _set_environment(options)
+        try:
+            module = importlib.import_module("mooncake.store")
+        except ImportError as error:
+            raise TierUnusable(
+                f"Mooncake's client can't be loaded ({error}): pip install 'kvd[mooncake]', and"
+                " Debian's libibverbs1, libnuma1 and libcurl4"
+            ) from None
+        replication = module.ReplicateConfig()
+        replication.replica_num = options.replicas
+        library = module.MooncakeDistributedStore()
+        code = library.setup(
+            {
+                "local_hostname": options.own_host(),
+                "metadata_server": options.metadata,
+                "global_segment_size": "0",  # the cluster's memory is its nodes' alone
+                "local_buffer_size": "0",
+                "protocol": options.protocol,
+                "rdma_devices": options.devices,
+                "master_server_addr": options.master,
+                "tenant_id": options.tenant,
+            }
+        )
+        if code != codes.OK:
+            raise TierError(
+                f"no Mooncake master answers at {options.master} (code {code})",
+                TierReason.UNREACHABLE,
+            )
+        return cls(library, replication)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the master answered when it was last asked."""
+        return self._asking is None
+
+    def require_master(self) -> None:
+        """TierError while the master does not answer."""
+        if not self.has_master:
+            raise TierError("the Mooncake master does not answer", TierReason.UNREACHABLE)
+
+    # -- blocks -----------------------------------------------------------------------------
+
+    def exists(self, names: Sequence[str]) -> list[int]:
+        """1, 0 or a code below 0 for each."""
+        return self._watched(self._library.batch_is_exist(list(names)), len(names))
+
+    def put(self, names: Sequence[str], addresses: Addresses, sizes: Sizes) -> list[int]:
+        """Have a value made of the memory at several places, for each name; a code for each.
+
+        A name that is there already is OK, and left as it is.
+        """
+        found = _in_time(
+            lambda: self._library.batch_put_from_multi_buffers(
+                list(names), addresses, sizes, self._replication
+            )
+        )
+        return self._watched(found, len(names))
+
+    def get(self, names: Sequence[str], addresses: Addresses, sizes: Sizes) -> list[int]:
+        """Fill memory at several places with each value; its length, or a code.
+
+        No name may stand there twice: only one would be filled.
+        """
+        assert len(set(names)) == len(names), "a value is asked for twice in one call"
+        found = _in_time(
+            lambda: self._library.batch_get_into_multi_buffers(list(names), addresses, sizes)
+        )
+        return self._watched(found, len(names))
+
+    def get_heads(self, names: Sequence[str], address: int, sizes: Sequence[int]) -> list[int]:
+        """Fill memory with the first bytes of each value, end to end; so many, or a code."""
+        offsets = [sum(sizes[:at]) for at in range(len(sizes))]
+        found = _in_time(
+            lambda: self._library.get_into_ranges(
+                [address],
+                [list(names)],
+                [[[offset] for offset in offsets]],
+                [[[0]] * len(names)],
+                [[[size] for size in sizes]],
+            )
+        )
+        flat = [each[0] for each in found[0]] if found else []
+        return self._watched(flat, len(names))
+
+    def lengths(self, names: Sequence[str]) -> list[int | None]:
+        """How long each value is, None where there is none."""
+        known = self._library.batch_get_replica_desc(list(names))
+        return [_length(known.get(name, ())) for name in names]
+
+    def remove(self, names: Sequence[str]) -> list[int]:
+        """Forget these, though somebody may read them; a code for each."""
+        return self._watched(self._library.batch_remove(list(names), True), len(names))
+
+    def remove_beginning(self, beginning: str) -> int:
+        """Forget all names that begin so, but for those that are being written; their number.
+
+        `beginning` is made of letters, digits and "-" alone. The master looks at every name.
+        """
+        (found,) = self._watched([self._library.remove_by_regex(f"^{beginning}", True)], 1)
+        return found
+
+    # -- memory -----------------------------------------------------------------------------
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Let the network read and write this memory. False: it can't."""
+        return bool(self._library.register_buffer(address, nbytes) == codes.OK)
+
+    def unregister(self, address: int) -> None:
+        """End that."""
+        self._library.unregister_buffer(address)
+
+    def close(self) -> None:
+        """Leave the cluster. No call may be under way."""
+        self._closing.set()
+        with self._lock:
+            asking = self._asking
+        if asking is not None:
+            asking.join(_JOIN_S)
+            if asking.is_alive():  # within a call, and so the library can't be closed
+                return
+        self._library.close()
+
+    # -- the master -------------------------------------------------------------------------
+
+    def _watched(self, found: Sequence[int], count: int) -> list[int]:
+        """The codes; where the master did not answer it is asked by a thread from now on."""
+        answers = require_codes(found, count)
+        if not codes.WITHOUT_MASTER.isdisjoint(answers):
+            with self._lock:
+                if self._asking is None and not self._closing.is_set():
+                    self._asking = threading.Thread(
+                        target=self._ask_master, name="mooncake-master", daemon=True
+                    )
+                    self._asking.start()
+        return answers
+
+    def _ask_master(self) -> None:
+        while not self._closing.wait(ASK_AGAIN_S):
+            (answer,) = self._library.batch_is_exist([_SOME_NAME])
+            if answer >= 0:
+                with self._lock:
+                    self._asking = None
+                return
+
+
+def _in_time(call: Callable[[], Answer]) -> Answer:
+    """What the call gave. It does not return where memory may be touched later on."""
+    began = time.monotonic()
+    found = call()
+    if time.monotonic() - began >= GIVES_UP_S:
+        log_limited("a node of Mooncake's took so long that bytes of it may still come")
+        while True:
+            time.sleep(3600)
+    return found
+
+
+def _length(replicas: Iterable[Any]) -> int | None:
+    for replica in replicas:
+        if replica.is_memory_replica():
+            return int(replica.get_memory_descriptor().buffer_descriptor.size)
+    return None
+
+
+def _set_environment(options: MooncakeOptions) -> None:
+    """What the library reads when it is loaded. What the site has set stays as it is."""
+    timeout_ms = str(int(options.rpc_timeout_seconds * 1000))
+    for name, value in (
+        ("MC_RPC_TIMEOUT_MS", timeout_ms),
+        ("MC_RPC_CONNECT_TIMEOUT_MS", timeout_ms),
+        ("MC_STORE_CLIENT_SETUP_RETRIES", "1"),  # the process is started again in any case
+        ("MC_RPC_CLIENT_IO_THREADS", "2"),
+        ("MC_LOG_LEVEL", "ERROR"),
+    ):
+        os.environ.setdefault(name, value)

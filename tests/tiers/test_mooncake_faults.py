@@ -1,0 +1,198 @@
+"""The Mooncake tier's process while nodes and master are killed, frozen and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.cluster.mooncake import MooncakeCluster, end, free_port
+from kvd.tiers.process import OrderEnd, TierProcess, TierRefused
+from kvd.tiers.store import Outcome, TierError, TierReason
+from tests.tiers.contract import BLOCK_BYTES, ONE, content, key, source, target
+from tests.tiers.mooncake_cluster import mooncake_cluster, opened, options_of
+from tests.tiers.tier_rig import TierRig, keys, on_loop, placed, soon, tier_rig, until
+
+pytest.importorskip("mooncake.store", reason="needs the mooncake extra", exc_type=ImportError)
+pytestmark = pytest.mark.slow
+MOONCAKE = "tests.tiers.mooncake_cluster:open_from_rig"
+DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
+BLOCKS = range(8)
+NEVER_S = 12.0  # for what an answer must not take: Mooncake's own limit is 60 s
+
+
+@contextlib.asynccontextmanager
+async def served(tmp_path: Path) -> AsyncIterator[tuple[MooncakeCluster, TierRig, TierProcess]]:
+    """A cluster of one node, and a tier's process that wrote BLOCKS there."""
+    with mooncake_cluster(tmp_path / "mooncake") as cluster:
+        async with tier_rig() as r:
+            tier = await r.start(MOONCAKE, **options_of(cluster))  # type: ignore[arg-type]
+            assert await written(r, tier) == [DONE] * len(BLOCKS)
+            yield cluster, r, tier
+
+
+async def written(r: TierRig, tier: TierProcess) -> list[Outcome]:
+    order = r.next_order()
+    assert tier.write(order, placed(BLOCKS, BLOCKS), soon())
+    answer = await r.sink.answer(order)
+    if answer.end is not OrderEnd.ANSWERED:
+        return [FAILED] * len(BLOCKS)
+    return [Outcome(value) for value in answer.values.tolist()]
+
+
+async def read_back(r: TierRig, tier: TierProcess) -> list[Outcome]:
+    """Read into other slots. What is DONE has the very bytes."""
+    order = r.next_order()
+    slots = range(20, 20 + len(BLOCKS))
+    assert tier.read(order, placed(BLOCKS, slots), soon())
+    answer = await r.sink.answer(order)
+    if answer.end is not OrderEnd.ANSWERED:
+        return [FAILED] * len(BLOCKS)
+    outcomes = [Outcome(value) for value in answer.values.tolist()]
+    for block, slot, outcome in zip(BLOCKS, slots, outcomes, strict=True):
+        same = outcome is not DONE or r.content(slot) == r.content(block)
+        assert same, "a wrong byte"
+    return outcomes
+
+
+async def becomes(r: TierRig, tier: TierProcess, what: str, wanted: Outcome) -> None:
+    """Writing or reading comes to it within some seconds."""
+    call = written if what == "written" else read_back
+    async with asyncio.timeout(20):
+        while await call(r, tier) != [wanted] * len(BLOCKS):  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.1)
+
+
+@on_loop
+async def test_blocks_outlive_the_tiers_process(tmp_path: Path) -> None:
+    async with served(tmp_path) as (cluster, r, tier):
+        tier.kill()
+        await until(lambda: r.sink.gone)
+        r.sink.gone.clear()
+        again = await r.start(MOONCAKE, **options_of(cluster))  # type: ignore[arg-type]
+        assert await read_back(r, again) == [DONE] * len(BLOCKS)
+        r.sink.gone.append("counted")
+
+
+@on_loop
+async def test_a_killed_node_costs_its_blocks_and_no_more(tmp_path: Path) -> None:
+    async with served(tmp_path) as (cluster, r, tier):
+        end(cluster.nodes[0])
+        began = time.monotonic()
+        assert DONE not in await read_back(r, tier)
+        assert time.monotonic() - began < NEVER_S
+        await becomes(r, tier, "read", MISSING)  # once the master has given the node up
+        cluster.start_node()
+        await becomes(r, tier, "written", DONE)
+        assert await read_back(r, tier) == [DONE] * len(BLOCKS)
+        assert not r.sink.gone
+
+
+@on_loop
+async def test_a_frozen_node_costs_the_process_in_time_and_no_slot(tmp_path: Path) -> None:
+    async with served(tmp_path) as (cluster, r, tier):
+        tier.late_s = 0.5
+        cluster.nodes[0].send_signal(signal.SIGSTOP)
+        order = r.next_order()
+        began = time.monotonic()
+        assert tier.read(order, placed(BLOCKS, range(20, 28)), soon(1.0))
+        answer = await r.sink.answer(order)
+        assert answer.end is not OrderEnd.ANSWERED
+        assert 1.0 < time.monotonic() - began < 4.0
+        await until(lambda: r.sink.gone)
+        before = [r.content(slot) for slot in range(20, 28)]
+        cluster.nodes[0].send_signal(signal.SIGCONT)
+        await asyncio.sleep(0.5)
+        unchanged = before == [r.content(slot) for slot in range(20, 28)]
+        assert unchanged
+        r.sink.gone.clear()
+        again = await r.start(MOONCAKE, **options_of(cluster))  # type: ignore[arg-type]
+        await becomes(r, again, "read", DONE)
+        r.sink.gone.append("counted")
+
+
+@on_loop
+async def test_a_killed_master_is_a_refusal_at_once_and_found_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path) as (cluster, r, tier):
+        assert cluster.master is not None
+        end(cluster.master)
+        first = r.next_order()
+        assert tier.exists(first, keys(*BLOCKS), soon(NEVER_S))
+        answer = await r.sink.answer(first)
+        assert answer.end is OrderEnd.FAILED
+        assert answer.reason == TierReason.UNREACHABLE
+        began = time.monotonic()
+        assert await read_back(r, tier) == [FAILED] * len(BLOCKS)
+        assert time.monotonic() - began < 0.5
+        cluster.start_master()  # it knows nothing of what it had
+        await becomes(r, tier, "written", DONE)
+        assert await read_back(r, tier) == [DONE] * len(BLOCKS)
+        assert not r.sink.gone
+
+
+@on_loop
+async def test_a_frozen_master_is_no_answer_in_time(tmp_path: Path) -> None:
+    async with served(tmp_path) as (cluster, r, tier):
+        assert cluster.master is not None
+        cluster.master.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert await read_back(r, tier) == [FAILED] * len(BLOCKS)
+        assert time.monotonic() - began < 3.0  # rpc_timeout_seconds is 1
+        cluster.master.send_signal(signal.SIGCONT)
+        await becomes(r, tier, "written", DONE)
+        assert await read_back(r, tier) == [DONE] * len(BLOCKS)
+        assert not r.sink.gone
+
+
+@on_loop
+async def test_without_a_master_the_process_does_not_start_and_says_why() -> None:
+    async with tier_rig() as r:
+        nobody = f"127.0.0.1:{free_port()}"
+        with pytest.raises(TierRefused, match=f"no Mooncake master answers at {nobody}") as refused:
+            await r.start(MOONCAKE, master=nobody)
+        assert refused.value.reason == TierReason.UNREACHABLE
+
+
+def test_no_wrong_byte_while_nodes_come_and_go_and_blocks_are_evicted(tmp_path: Path) -> None:
+    """Many blocks, little room, two nodes of which one is always about to be killed."""
+    with mooncake_cluster(tmp_path, megabytes=16, nodes=2) as cluster:
+        store = opened(cluster, calls=3)
+        ended = threading.Event()
+        done: list[int] = []
+        wrong: list[int] = []
+
+        def work(seed: int) -> None:
+            draw = np.random.default_rng(seed)
+            while not ended.is_set():
+                some = [int(n) for n in draw.choice(1000, 24, replace=False)]
+                with contextlib.suppress(TierError):
+                    store.write([source(key(n), content((n, ONE))) for n in some], soon())
+                    blocks = [target(key(n), BLOCK_BYTES) for n in some]
+                    outcomes = store.read(blocks, soon())
+                    for n, block, outcome in zip(some, blocks, outcomes, strict=True):
+                        if outcome is DONE:
+                            same = bytes(block.parts[0]) == content((n, ONE))
+                            (done if same else wrong).append(n)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for _ in range(2):
+            time.sleep(1.0)
+            end(cluster.nodes.pop(0))
+            cluster.start_node()
+        ended.set()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert len(done) > 100
+        store.close()
