@@ -196,11 +196,47 @@ def served_hits(results: dict[str, Any]) -> Iterator[Line]:
             yield Line(what, spread(value, 0), "", None)
 
 
+def tier_neighbour(results: dict[str, Any]) -> Iterator[Line]:
+    bar, late_s = results["bar"], results["late_s"]
+    for plight, row in results["plights"].items():
+        beside = f"beside a tier that is {plight}"
+        yield at_most(f"p99 of lookups {beside}, × without", row["lookup_p99"], bar)
+        yield at_most(f"stores {beside}, time × without", row["store"], bar)
+        yield at_most(f"loads {beside}, time × without", row["load"], bar)
+        yield at_most(f"control's processor time {beside}, × without", row["control_cpu"], None)
+        longest, most = row["longest_search_s"], row["deadline_s"] + late_s
+        what = f"longest search {beside}, s"
+        yield Line(what, f"{longest:.3f}", f"≤ {most:g}", longest <= most)
+        held = ", ".join(row["leaked"]) or "nothing"
+        yield Line(f"held when it is back from {plight}", held, "nothing", not row["leaked"])
+
+
+def tier_cold(results: dict[str, Any]) -> Iterator[Line]:
+    for row in results["rows"]:
+        bar = results["bar"] if row["disk"] == "empty" else None
+        what = f"cold request, {row['blocks']:,} blocks, {row['disk']} disk"
+        yield at_most(f"{what}, scheduler's thread × without", row["blocked"], bar)
+        yield at_most(f"{what}, ms", row["blocked_ms"], None)
+        yield at_most(f"{what}, ms until it is known", row["known_ms"], None)
+
+
+def tier_hit_ratio(results: dict[str, Any]) -> Iterator[Line]:
+    for row in results["rows"]:
+        bar = row["write"] == "through"
+        ratio, most = row["hit_ratio"], row["infinite_ratio"]
+        what = f"{row['trace']}, {row['write']}: blocks found"
+        met = ratio >= most if bar else None
+        yield Line(what, f"{ratio:.4f}", f"≥ {most:.4f}" if bar else "", met)
+
+
 READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "throughput": throughput,
     "capacity": capacity,
     "calls": calls,
     "neighbour": neighbour,
+    "tier_neighbour": tier_neighbour,
+    "tier_cold": tier_cold,
+    "tier_hit_ratio": tier_hit_ratio,
     "fairness": fairness,
     "release": release,
     "footprint": footprint,

@@ -149,7 +149,7 @@ class Plight:
     table: str
     before: Callable[[TierHands], None] = nothing
     after: Callable[[TierHands], None] = nothing
-    serves: bool = True  # between the spells
+    serves: bool = True  # before and after all of it
     seeks: bool = True  # somebody waits for it during the spell
 
 
@@ -294,8 +294,6 @@ def measure(plight: Plight, pairs: int, rounds: int) -> dict[str, Any]:
         descriptors = hands.descriptors()
 
         def beside_it() -> Spell:
-            if plight.serves:
-                hands.wait_serving()
             plight.before(hands)
             try:
                 spell = beside.work(rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvd.core import events as ev
@@ -53,6 +54,32 @@ def test_what_waits_to_be_written_is_bounded_and_shared(monkeypatch: pytest.Monk
     assert {number for _, number in on.held[0]} == set(range(1, 11))
     assert not on.writes
     assert on.bench.machine.state.below.tiers[0].behind_blocks.whole == 0
+
+
+def test_what_waits_is_written_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "CAUGHT_UP_AT_ONCE", 2)
+    monkeypatch.setattr(writing, "LATE_AT_ONCE", 3)
+    on = stage(TierTerms("disk", max_write_bytes=32 * BLOCK))
+    for first in range(1, 33, 4):
+        on.store(*range(first, first + 4))
+    # As much is on its way as may be, so the rest waits, each store's by itself.
+    assert sum(len(write.slots) for write in on.writes) == 16
+    del on.writes[1:]
+    for write in list(on.writes):
+        on.writes.remove(write)
+        on.feed(ev.TierCopyEnded(write.tier, write.copy, np.ones(len(write.slots), dtype=np.bool_)))
+    assert sum(len(write.slots) for write in on.writes) <= 3
+
+
+def test_a_batch_that_waits_goes_on_where_it_was_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "LATE_AT_ONCE", 3)
+    on = stage(TierTerms("disk", max_write_bytes=8 * BLOCK))
+    on.store(*range(1, 21))
+    for _ in range(20):
+        on.write()
+        on.tick(250 * MS)
+    assert {number for _, number in on.held[0]} == set(range(1, 21))
+    assert on.counters().dropped == 0
 
 
 def test_what_waits_and_has_left_meanwhile_is_not_written() -> None:

@@ -38,6 +38,7 @@ WATERMARK = 0.1  # of a class: so many blocks next to their eviction shall be be
 LOOKED_AT = 4096  # of those, in one tick
 DEMOTED_AT_ONCE = 256  # and written
 CAUGHT_UP_AT_ONCE = 8  # batches that wait for copies to end, in one event
+LATE_AT_ONCE = 2048  # of their blocks
 
 
 def stored(turn: Turn, owner: SizeClass, slots: Slots) -> None:
@@ -89,12 +90,18 @@ def _put_behind(tier: Tier, owner: SizeClass, slots: Slots) -> None:
 
 def catch_up(turn: Turn, tier: Tier) -> None:
     """Write down some of what was too much when its turn was, as far as it is still there."""
+    blocks = LATE_AT_ONCE
     for _ in range(min(CAUGHT_UP_AT_ONCE, len(tier.behind))):
         owner, slots = tier.behind.popleft()
-        tier.behind_blocks.count(owner.tenant.tenant, -len(slots))
-        late = write(turn, tier, owner, _still_of(turn.state, owner, slots))
-        if len(late):
-            _put_behind(tier, owner, late)
+        tenant = owner.tenant.tenant
+        tier.behind_blocks.count(tenant, -len(slots))
+        if tier.writing.left(tenant, tier.terms.max_write_bytes) >= owner.block_bytes:
+            some, rest = slots[:blocks], slots[blocks:]
+            blocks -= len(some)
+            late = write(turn, tier, owner, _still_of(turn.state, owner, some))
+            slots = np.concatenate([late, rest])
+        if len(slots):
+            _put_behind(tier, owner, slots)
 
 
 def forget_late(tier: Tier) -> None:
