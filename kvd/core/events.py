@@ -420,11 +420,15 @@ class TierGone:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierAnswered:
-    """Which of the blocks that the tier was asked for it holds, in their order."""
+    """Which of the blocks that the tier was asked for it holds, in their order.
+
+    `refused`: none, since its process took no further question.
+    """
 
     tier: TierId
     search: SearchId
     held: npt.NDArray[np.bool_]
+    refused: bool = False
 
 
 def _none_of_them() -> npt.NDArray[np.bool_]:
@@ -436,13 +440,15 @@ class TierCopyEnded:
     """A copy of the tier has ended: none of its bytes is written or read any more.
 
     `done`: of which blocks it has done all, in their order. `damaged`, of a write: which of them
-    have other bytes in their slots than were stored; empty where none has.
+    have other bytes in their slots than were stored; empty where none has. `refused`: none is done,
+    since the tier's process took no further copy.
     """
 
     tier: TierId
     copy: CopyId
     done: npt.NDArray[np.bool_]
     damaged: npt.NDArray[np.bool_] = field(default_factory=_none_of_them)
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -175,7 +175,7 @@ class Tiers:
         number = OrderId(self._next_order)
         named = self._generations is not None  # not once it is closed
         if named and self._is_hidden(order.tier, order.name.namespace):
-            self._tell_none(order)
+            self._tell_none(order, refused=True)
             return
         if process is not None and named and self._give(process, number, order):
             self._asked[order.tier][number] = order
@@ -183,7 +183,7 @@ class Tiers:
                 self._written.add(order.tier)
                 self._tell_clients()
         else:
-            self._tell_none(order)
+            self._tell_none(order, refused=True)
 
     def _delete(self, tier: TierId, name: bytes, fingerprint: str = "") -> None:
         """Have all of it deleted, by this process or the next, again and again until that is done.
@@ -269,12 +269,12 @@ class Tiers:
         if process is None or not process.unmap_row(order.row, extents):
             self._report(ev.RowUnmapped(order.mover, order.row))
 
-    def _tell_none(self, order: Asked) -> None:
+    def _tell_none(self, order: Asked, *, refused: bool = False) -> None:
         nothing = np.zeros(len(order.keys), dtype=np.bool_)
         if isinstance(order, act.AskTier):
-            self._report(ev.TierAnswered(order.tier, order.search, nothing))
+            self._report(ev.TierAnswered(order.tier, order.search, nothing, refused))
         else:
-            self._report(ev.TierCopyEnded(order.tier, order.copy, nothing))
+            self._report(ev.TierCopyEnded(order.tier, order.copy, nothing, refused=refused))
 
     # -- what processes say (TierListener) ----------------------------------------------------
 

@@ -89,6 +89,8 @@ class TierCounters:
     written_bytes: int = 0
     failed_writes: int = 0
     dropped: int = 0  # not written, since too much was on its way
+    too_slow: int = 0  # not asked for, or held and not read: it would have come too late
+    refused: int = 0  # not asked for, or held and not read, since its process had too much to do
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +116,16 @@ class TenantShare:
 
 
 @dataclass(slots=True, eq=False)
+class Pace:
+    """How long a tier takes now: exponentially weighted means, and what is under way."""
+
+    answer_ns: float = 0.0
+    read_ns: float = 0.0
+    reads: dict[CopyId, int] = field(default_factory=dict)  # when each began, the eldest first
+    probe_ns: int = 0  # before that, nobody tries it though it is slow
+
+
+@dataclass(slots=True, eq=False)
 class Tier:
     """What the machine knows of one tier."""
 
@@ -128,6 +140,7 @@ class Tier:
     writing: TenantShare = field(default_factory=TenantShare)
     behind: deque[tuple[SizeClass, Slots]] = field(default_factory=deque)  # yet to be written
     behind_blocks: TenantShare = field(default_factory=TenantShare)
+    pace: Pace = field(default_factory=Pace)
     counters: TierCounters = field(default_factory=TierCounters)
     told: npt.NDArray[np.bool_] = field(init=False)  # marks, by tag
     has_told: bool = False  # any mark is set, or was
@@ -208,6 +221,8 @@ class Search:
     holders: npt.NDArray[np.uint8]  # of what is HELD: the tier
     asked: Slots  # which of them the tier was asked, that it is with now
     to_ask: list[TierId]  # later
+    asked_ns: int = 0  # when that tier was
+    tries: TierId | None = None  # a tier that is slow, and is asked nevertheless
 
 
 @dataclass(slots=True, eq=False)

@@ -25,7 +25,7 @@ from kvd.core.model.state import Session, State
 from kvd.core.model.tiers import Belief, Below, CopyKind, Search, Sought, Tier, TierCopy
 from kvd.core.model.turn import Turn
 from kvd.core.room.eviction import make_room
-from kvd.core.tiers import search
+from kvd.core.tiers import pace, search
 from kvd_proto.tags import tags_of
 
 PROMOTED_AT_ONCE = 256  # blocks, in one event
@@ -101,6 +101,10 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
     if not tier.serves(spec.fingerprint) or state.draining:
         _give_up(tier, found, fresh)
         return True
+    if not pace.may_read(tier, found, turn.now_ns):
+        tier.counters.too_slow += len(fresh)
+        search.absent(sought, found, fresh)
+        return True
     fits = _room(state, sought) // sought.owner.block_bytes
     if not fits and not state.below.promoting.whole:  # nor would there ever be
         _give_up(tier, found, fresh)
@@ -124,6 +128,7 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
     part = Part(sought.owner, scope, slots, slots, NO_BLOCKS)
     copy = begin(turn, tier, CopyKind.READ, part)
     copy.sought, copy.places = sought, found.places[fresh]
+    pace.read_began(tier, copy.copy, turn.now_ns)
     state.add_filling(copy)
     state.below.reading[copy] = None
     found.beliefs[fresh] = Belief.ON_ITS_WAY

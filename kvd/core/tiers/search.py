@@ -38,7 +38,7 @@ from kvd.core.model.tiers import (
     TierCopy,
 )
 from kvd.core.model.turn import Turn
-from kvd.core.tiers import residence
+from kvd.core.tiers import pace, residence
 from kvd_proto.tags import tags_of
 
 BELIEVED_NS = 5_000_000_000  # after the deadline, what tiers said of a request's blocks stands
@@ -89,8 +89,8 @@ def look(
             rows = unknown[firsts]
             sought = found or _begin(turn, session, query, tiers, is_prefix=is_prefix)
             words = query.keys.words[missed[rows]]
-            _seek(turn, sought, words, of_them[firsts], places[rows], tiers)
-            statuses[unknown[np.isin(of_them, of_them[firsts])]] = PENDING
+            if _seek(turn, sought, words, of_them[firsts], places[rows], tiers):
+                statuses[unknown[np.isin(of_them, of_them[firsts])]] = PENDING
     return statuses
 
 
@@ -197,7 +197,8 @@ def _begin(
 
 def _seek(
     turn: Turn, sought: Sought, words: U64, tags: U64, places: Slots, tiers: list[Tier]
-) -> None:
+) -> bool:
+    """Ask for these blocks. False: no tier could bring them in time."""
     state = turn.state
     count = len(tags)
     search = Search(
@@ -216,6 +217,7 @@ def _seek(
         sought.blocks[tag] = search, row
     _count(state, sought, count)
     _ask_next(turn, search)
+    return bool(len(search.asked))
 
 
 def _ask_next(turn: Turn, search: Search) -> None:
@@ -224,7 +226,12 @@ def _ask_next(turn: Turn, search: Search) -> None:
     while search.to_ask and len(search.asked):
         tier = state.below.tiers[search.to_ask.pop(0)]
         spec = state.namespaces[sought.name.namespace].spec
-        if tier.serves(spec.fingerprint):
+        if not tier.serves(spec.fingerprint):
+            continue
+        if not pace.may_ask(tier, search, turn.now_ns):
+            tier.counters.too_slow += len(search.asked)
+        else:
+            pace.asked(search, turn.now_ns)
             tier.searches[search.search] = search
             keys = KeyBatch(search.words[search.asked], spec.hash_bytes)
             turn.orders.append(AskTier(tier.tier, search.search, sought.name, keys))
@@ -264,6 +271,10 @@ def answered(turn: Turn, event: TierAnswered) -> None:
     if search is None or search.sought.is_over:
         return
     asked = search.asked
+    if event.refused:
+        tier.counters.refused += len(asked)
+    else:
+        pace.answered(tier, search, turn.now_ns)
     if len(event.held) != len(asked):  # a tier of a site's own may say anything
         held = np.zeros(len(asked), dtype=np.bool_)
     else:

@@ -17,10 +17,10 @@ from kvd.core.events import (
 )
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.state import Namespace
-from kvd.core.model.tiers import CopyKind, TierCopy, TierState
+from kvd.core.model.tiers import CopyKind, Pace, Tier, TierCopy, TierState
 from kvd.core.model.turn import Turn
 from kvd.core.room import reclaim
-from kvd.core.tiers import promotion, residence, search, writing
+from kvd.core.tiers import pace, promotion, residence, search, writing
 from kvd_proto.tags import tags_of
 
 LOST_AT_ONCE = 4  # copies of a tier whose process has ended
@@ -61,6 +61,7 @@ def _gone(turn: Turn, event: TierGone) -> None:
     state.below.lost.extend(tier.copies.values())
     tier.copies = {}
     writing.forget_late(tier)
+    tier.pace = Pace()  # the next process has its own
     for row in list(state.retiring):
         reclaim.row_unmapped(turn, row, tier.mover)
 
@@ -76,14 +77,25 @@ def end_some_lost(turn: Turn) -> None:
 
 def _copy_ended(turn: Turn, event: TierCopyEnded) -> None:
     """Unknown ones were given up with the tier's former process."""
-    copy = turn.state.below.tiers[event.tier].copies.get(event.copy)
+    tier = turn.state.below.tiers[event.tier]
+    copy = tier.copies.get(event.copy)
     if copy is None:
         return
     (part,) = copy.parts
+    if copy.kind is CopyKind.READ:
+        _note_pace(turn, tier, copy, event)
     done, damaged = event.done, event.damaged
     if len(done) != len(part.slots):  # a tier of a site's own may say anything
         done = np.zeros(len(part.slots), dtype=np.bool_)
     _end(turn, copy, done, damaged if len(damaged) == len(part.slots) else None)
+
+
+def _note_pace(turn: Turn, tier: Tier, copy: TierCopy, event: TierCopyEnded) -> None:
+    if event.refused:
+        pace.read_refused(tier, copy.copy)
+        tier.counters.refused += len(copy.parts[0].slots)
+    else:
+        pace.read_ended(tier, copy.copy, turn.now_ns, some_came=bool(event.done.any()))
 
 
 def _end(

@@ -1,0 +1,90 @@
+"""A tier that is slow now is not asked for what could not arrive in time.
+
+How long a question takes, and a copy that reads, is known from the last ones: means in which each
+counts a quarter, and the one before a quarter of the rest. A question that had no answer at its
+deadline counts for twice that time, since nobody knows how long it would have taken. Copies are
+waited for longer; while one runs the next will take at least as long as that has run.
+
+A request asks a tier only if an answer and a copy, as long as they take now, end before the
+request's deadline, and reads only if a copy does. Otherwise its blocks are misses at once. Now and
+then a request tries all the same: it finds out when the tier is well again, and then the time that
+it took stands alone.
+"""
+
+from __future__ import annotations
+
+from kvd.core.keys import CopyId
+from kvd.core.model.tiers import Search, Tier
+
+WEIGHT = 0.25  # of the last one
+PROBE_NS = 1_000_000_000  # between two requests that try a slow tier
+
+
+def may_ask(tier: Tier, search: Search, now_ns: int) -> bool:
+    """Whether what the tier holds of the search's blocks can be here in time, or is to be tried."""
+    pace, until_ns = tier.pace, _until_ns(tier, search, now_ns)
+    if now_ns + pace.answer_ns + _read_ns(tier, now_ns) <= until_ns:
+        return True
+    if now_ns >= until_ns or not _may_probe(tier, now_ns):
+        return False
+    search.tries = tier.tier
+    return True
+
+
+def may_read(tier: Tier, search: Search, now_ns: int) -> bool:
+    """Whether a copy that begins now ends in time, or is to be tried."""
+    until_ns = _until_ns(tier, search, now_ns)
+    in_time = now_ns + _read_ns(tier, now_ns) <= until_ns
+    return in_time or search.tries == tier.tier or _may_probe(tier, now_ns)
+
+
+def asked(search: Search, now_ns: int) -> None:
+    """The search is with a tier from now on."""
+    search.asked_ns = now_ns
+
+
+def answered(tier: Tier, search: Search, now_ns: int) -> None:
+    """It has an answer."""
+    pace, took_ns, most_ns = tier.pace, now_ns - search.asked_ns, tier.terms.seek_ns
+    counted_ns = 2 * took_ns if took_ns >= most_ns else took_ns
+    pace.answer_ns = _mean(pace.answer_ns, counted_ns, most_ns)
+
+
+def read_began(tier: Tier, copy: CopyId, now_ns: int) -> None:
+    """A copy reads from the tier."""
+    tier.pace.reads[copy] = now_ns
+
+
+def read_ended(tier: Tier, copy: CopyId, now_ns: int, *, some_came: bool) -> None:
+    """It has ended. One that failed at once says nothing about how long a good one takes."""
+    began_ns = tier.pace.reads.pop(copy)
+    took_ns = now_ns - began_ns
+    if some_came or took_ns >= tier.pace.read_ns:
+        tier.pace.read_ns = _mean(tier.pace.read_ns, took_ns, tier.terms.seek_ns)
+
+
+def read_refused(tier: Tier, copy: CopyId) -> None:
+    """It never began."""
+    del tier.pace.reads[copy]
+
+
+def _until_ns(tier: Tier, search: Search, now_ns: int) -> int:
+    return min(search.sought.until_ns, now_ns + tier.terms.seek_ns)
+
+
+def _read_ns(tier: Tier, now_ns: int) -> float:
+    eldest_ns = next(iter(tier.pace.reads.values()), now_ns)
+    return max(tier.pace.read_ns, now_ns - eldest_ns)
+
+
+def _may_probe(tier: Tier, now_ns: int) -> bool:
+    if now_ns < tier.pace.probe_ns:
+        return False
+    tier.pace.probe_ns = now_ns + PROBE_NS
+    return True
+
+
+def _mean(mean_ns: float, last_ns: float, most_ns: int) -> float:
+    if mean_ns > most_ns >= last_ns:
+        return last_ns
+    return mean_ns + (last_ns - mean_ns) * WEIGHT
