@@ -238,6 +238,11 @@ def _tiers(status: operator_pb2.StatusResponse) -> Iterator[str]:
         if tier.problem and not tier.serving:
             yield f"  WARNING: tier {tier.name}: {tier.problem}"
         yield from (f"  tier {tier.name}: {note}" for note in tier.notes)
+        if tier.blocks_too_slow:
+            yield (
+                f"  tier {tier.name}: it was too slow for {tier.blocks_too_slow} blocks; an answer"
+                f" takes {tier.answer_seconds:.3f} s now, a copy {tier.read_seconds:.3f} s"
+            )
 
 
 def _copier(name: str, bytes_per_second: float) -> str:

@@ -153,6 +153,8 @@ _TIER_COUNTERS = (
     ("kvd_tier_bytes_promoted", "Bytes of those.", "promoted_bytes"),
     ("kvd_tier_blocks_failed", "Blocks held, but not read.", "failed_reads"),
     ("kvd_tier_blocks_given_up", "Blocks held, without room for them in time.", "unpromoted"),
+    ("kvd_tier_blocks_too_slow", "Blocks not asked for: too late by its pace.", "too_slow"),
+    ("kvd_tier_blocks_refused", "Blocks not asked for: its process took no more.", "refused"),
     ("kvd_tier_blocks_written", "Blocks written to a tier.", "written"),
     ("kvd_tier_bytes_written", "Bytes of those.", "written_bytes"),
     ("kvd_tier_blocks_unwritten", "Blocks that a tier could not write.", "failed_writes"),
@@ -170,6 +172,8 @@ def _tier_families(now: Statistics) -> Iterator[Metric]:
         ("kvd_tier_serving", "1 while a process serves the tier.", "is_serving"),
         ("kvd_tier_bytes_down", "Bytes on their way to a tier.", "bytes_down"),
         ("kvd_tier_bytes_up", "Bytes on their way from a tier.", "bytes_up"),
+        ("kvd_tier_answer_seconds", "How long a question takes, a mean.", "answer_seconds"),
+        ("kvd_tier_read_seconds", "How long a copy from a tier takes, a mean.", "read_seconds"),
     )
     for name, meaning, field in gauges if now.tiers else ():
         gauge = GaugeMetricFamily(name, meaning, labels=["tier"])

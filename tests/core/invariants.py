@@ -381,6 +381,8 @@ def _check_tiers(state: State) -> None:
         assert tier.behind_blocks.taken == waiting, "blocks that wait to be written"
         assert tier.behind_blocks.whole == sum(waiting.values()) <= MAX_BEHIND_BLOCKS
         assert tier.is_serving or not (tier.copies or tier.searches), "a tier without a process"
+        reads = [number for number, c in tier.copies.items() if c.kind is CopyKind.READ]
+        assert list(tier.pace.reads) == reads, "copies whose time is taken"
     assert below.promoting.taken == promoting, "bytes on their way up"
     assert below.promoting.whole == sum(promoting.values())
     assert below.promoting.whole <= state.pool_bytes * state.config.promotion_share

@@ -102,16 +102,17 @@ class TierRules(MachineRules):
         self.feed(ev.TierGone(TierId(pick)))
 
     @precondition(lambda self: self.asked)
-    @rule(pick=st.integers(0, 20), lies=st.sampled_from(["", "", "", "all", "short"]))
+    @rule(pick=st.integers(0, 20), lies=st.sampled_from(["", "", "", "all", "short", "refused"]))
     def tier_answers(self, pick: int, lies: str) -> None:
         order = self.asked.pop(pick % len(self.asked))
         there = self.held_below[order.tier]
         held = np.array([self.named(order.name, n) in there for n in numbers_of(order.keys)])
         if lies == "all":
             held[:] = True
-        self.feed(
-            ev.TierAnswered(order.tier, order.search, held[: -1 if lies == "short" else None])
-        )
+        refused = lies == "refused"
+        held &= not refused
+        held = held[: -1 if lies == "short" else None]
+        self.feed(ev.TierAnswered(order.tier, order.search, held, refused))
 
     @precondition(lambda self: self.copies)
     @rule(pick=st.integers(0, 20), failing=st.integers(0, 7), short=st.booleans())
@@ -128,11 +129,16 @@ class TierRules(MachineRules):
         names = [self.named(order.name, number) for number in numbers]
         if isinstance(order, act.ReadFromTier):
             done &= np.array([name in there for name in names])
+        refused = failing == 3
+        done &= not refused
         if short:
             done = done[:-1]
         elif isinstance(order, act.WriteToTier):
             there |= {name for name, well in zip(names, done, strict=True) if well}
-        self.feed(ev.TierCopyEnded(order.tier, order.copy, done))
+        damaged = np.zeros(len(done), dtype=np.bool_)
+        if isinstance(order, act.WriteToTier) and failing == 2 and not short:
+            damaged = ~done
+        self.feed(ev.TierCopyEnded(order.tier, order.copy, done, damaged, refused))
 
     @precondition(lambda self: self.clears)
     @rule()

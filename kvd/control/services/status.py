@@ -86,6 +86,10 @@ class StatusReport:
                 bytes_down=tier.bytes_down,
                 bytes_up=tier.bytes_up,
                 notes=said.usage.notes[:NOTES_TOLD],
+                blocks_too_slow=tier.counters.too_slow,
+                blocks_refused=tier.counters.refused,
+                answer_seconds=tier.answer_seconds,
+                read_seconds=tier.read_seconds,
             )
             for tier, said in zip(now.tiers, self._driver.tiers.told(), strict=True)
         ]

@@ -268,21 +268,24 @@ def answered(turn: Turn, event: TierAnswered) -> None:
     """What a tier holds can be brought up; for the rest the next tier is asked."""
     tier = turn.state.below.tiers[event.tier]
     search = tier.searches.pop(event.search, None)
-    if search is None or search.sought.is_over:
+    if search is None:
+        return
+    if not event.refused:
+        pace.answered(tier, search, turn.now_ns)
+    if search.sought.is_over:
         return
     asked = search.asked
-    if event.refused:
-        tier.counters.refused += len(asked)
-    else:
-        pace.answered(tier, search, turn.now_ns)
     if len(event.held) != len(asked):  # a tier of a site's own may say anything
         held = np.zeros(len(asked), dtype=np.bool_)
     else:
         held = event.held
     there = asked[held]
-    _tell_watchers(turn, tier, search, there, asked[~held])
-    tier.counters.hits += len(there)
-    tier.counters.misses += len(asked) - len(there)
+    if event.refused:
+        tier.counters.refused += len(asked)
+    else:
+        _tell_watchers(turn, tier, search, there, asked[~held])
+        tier.counters.hits += len(there)
+        tier.counters.misses += len(asked) - len(there)
     search.beliefs[there] = Belief.HELD
     search.holders[there] = tier.tier
     if len(there):

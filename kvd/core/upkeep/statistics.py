@@ -61,6 +61,8 @@ class TierFigures:
     is_serving: bool
     bytes_down: int  # on their way to it
     bytes_up: int  # on their way from it
+    answer_seconds: float  # that a question takes now
+    read_seconds: float  # that a copy from it takes
     counters: TierCounters
 
 
@@ -137,6 +139,8 @@ def _tiers(state: State) -> tuple[TierFigures, ...]:
             tier.is_serving,
             tier.writing.whole,
             sum(c.nbytes for c in tier.copies.values() if c.kind is CopyKind.READ),
+            tier.pace.answer_ns / 1e9,
+            tier.pace.read_ns / 1e9,
             replace(tier.counters),
         )
         for tier in state.below.tiers

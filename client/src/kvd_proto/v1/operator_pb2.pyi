@@ -49,7 +49,7 @@ class StatusResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ..., event_sequence: _Optional[int] = ..., more_sessions: bool = ..., more_namespaces: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ...) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("name", "serving", "problem", "blocks", "bytes", "capacity_bytes", "hits", "misses", "blocks_promoted", "blocks_failed", "blocks_given_up", "blocks_written", "blocks_unwritten", "blocks_dropped", "bytes_down", "bytes_up", "notes")
+    __slots__ = ("name", "serving", "problem", "blocks", "bytes", "capacity_bytes", "hits", "misses", "blocks_promoted", "blocks_failed", "blocks_given_up", "blocks_written", "blocks_unwritten", "blocks_dropped", "bytes_down", "bytes_up", "notes", "blocks_too_slow", "blocks_refused", "answer_seconds", "read_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     SERVING_FIELD_NUMBER: _ClassVar[int]
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,10 @@ class TierStatus(_message.Message):
     BYTES_DOWN_FIELD_NUMBER: _ClassVar[int]
     BYTES_UP_FIELD_NUMBER: _ClassVar[int]
     NOTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_TOO_SLOW_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    READ_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     serving: bool
     problem: str
@@ -84,7 +88,11 @@ class TierStatus(_message.Message):
     bytes_down: int
     bytes_up: int
     notes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., serving: bool = ..., problem: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., blocks_promoted: _Optional[int] = ..., blocks_failed: _Optional[int] = ..., blocks_given_up: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_unwritten: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., bytes_down: _Optional[int] = ..., bytes_up: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
+    blocks_too_slow: int
+    blocks_refused: int
+    answer_seconds: float
+    read_seconds: float
+    def __init__(self, name: _Optional[str] = ..., serving: bool = ..., problem: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., blocks_promoted: _Optional[int] = ..., blocks_failed: _Optional[int] = ..., blocks_given_up: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_unwritten: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., bytes_down: _Optional[int] = ..., bytes_up: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., blocks_too_slow: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., answer_seconds: _Optional[float] = ..., read_seconds: _Optional[float] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
     __slots__ = ("directory", "bytes", "extent_bytes", "extents", "extents_free", "slots_free", "slots_reserved", "slots_ready", "slots_quarantined", "bytes_ready")
