@@ -116,7 +116,7 @@ class TenantShare:
 
 
 @dataclass(slots=True, eq=False)
-class Pace:
+class TierPace:
     """How long a tier takes now: exponentially weighted means, and what is under way."""
 
     answer_ns: float = 0.0
@@ -140,7 +140,7 @@ class Tier:
     writing: TenantShare = field(default_factory=TenantShare)
     behind: deque[tuple[SizeClass, Slots]] = field(default_factory=deque)  # yet to be written
     behind_blocks: TenantShare = field(default_factory=TenantShare)
-    pace: Pace = field(default_factory=Pace)
+    pace: TierPace = field(default_factory=TierPace)
     counters: TierCounters = field(default_factory=TierCounters)
     told: npt.NDArray[np.bool_] = field(init=False)  # marks, by tag
     has_told: bool = False  # any mark is set, or was

@@ -17,7 +17,7 @@ from kvd.core.events import (
 )
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.state import Namespace
-from kvd.core.model.tiers import CopyKind, Pace, Tier, TierCopy, TierState
+from kvd.core.model.tiers import CopyKind, Tier, TierCopy, TierPace, TierState
 from kvd.core.model.turn import Turn
 from kvd.core.room import reclaim
 from kvd.core.tiers import pace, promotion, residence, search, writing
@@ -61,7 +61,7 @@ def _gone(turn: Turn, event: TierGone) -> None:
     state.below.lost.extend(tier.copies.values())
     tier.copies = {}
     writing.forget_late(tier)
-    tier.pace = Pace()  # the next process has its own
+    tier.pace = TierPace()  # the next process has its own
     for row in list(state.retiring):
         reclaim.row_unmapped(turn, row, tier.mover)
 
