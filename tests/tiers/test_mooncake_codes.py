@@ -168,10 +168,19 @@ def test_calls_are_cut_into_pieces_that_a_lease_outlasts(
 
 def test_blocks_of_most_parts_go_in_pieces_too(library: FakeLibrary, kept: MooncakeStore) -> None:
     parts = tuple(memory(content(n, 8)) for n in range(256))
-    blocks = [TierBlock(key(n), parts) for n in range(600)]
+    blocks = [TierBlock(key(n), parts) for n in range(60)]
     assert set(kept.write(blocks, soon())) == {Outcome.DONE}
-    assert len(library.names_of("put")) == 2
+    assert max(map(len, library.names_of("put"))) == 4096 // 257
     assert set(kept.read(blocks, soon())) == {Outcome.DONE}
+
+
+def test_many_small_blocks_are_no_more_transfers_than_mooncake_takes(
+    library: FakeLibrary, kept: MooncakeStore
+) -> None:
+    part = memory(bytes(8))
+    blocks = [TierBlock(key(n), (part,)) for n in range(5000)]
+    assert set(kept.write(blocks, soon())) == {Outcome.DONE}
+    assert list(map(len, library.names_of("put"))) == [2048, 2048, 904]
 
 
 def test_what_no_time_is_left_for_has_failed_and_is_not_begun(
@@ -445,3 +454,17 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(__import__("sys").modules, "mooncake.store", None)
     with pytest.raises(TierUnusable, match=r"kvd\[mooncake\]"):
         MooncakeStore({"master": "127.0.0.1:1"})
+
+
+def test_the_librarys_bounds_are_set_and_what_the_site_has_set_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By default it fails what waits for a node behind 1024 others for a second."""
+    environment = {"MC_RPC_TIMEOUT_MS": "9000"}
+    monkeypatch.setattr("kvd.tiers.mooncake.client.os.environ", environment)
+    client._set_environment(MooncakeOptions("a:1", rpc_timeout_seconds=2.5))
+    assert environment["MC_RPC_TIMEOUT_MS"] == "9000"
+    assert environment["MC_RPC_CONNECT_TIMEOUT_MS"] == "2500"
+    assert environment["MC_STORE_CLIENT_SETUP_RETRIES"] == "1"
+    waiting = int(environment["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"])
+    assert waiting >= MooncakeOptions("a:1").calls * store.MAX_PIECE_TRANSFERS

@@ -219,6 +219,10 @@ def _set_environment(options: MooncakeOptions) -> None:
         ("MC_RPC_CONNECT_TIMEOUT_MS", timeout_ms),
         ("MC_STORE_CLIENT_SETUP_RETRIES", "1"),  # the process is started again in any case
         ("MC_RPC_CLIENT_IO_THREADS", "2"),
+        # What waits for one node: of more than 1024 pieces some would fail after a second.
+        ("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535"),
+        ("MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER", "65535"),
+        ("MC_TCP_ADMISSION_TIMEOUT_MS", timeout_ms),
         ("MC_LOG_LEVEL", "ERROR"),
     ):
         os.environ.setdefault(name, value)

@@ -40,6 +40,7 @@ from kvd.tiers.sums import sums_of
 
 NAME_VERSION = "kvd1-"  # other bytes in a value come with another
 MAX_PIECE_BYTES = 64 << 20  # in one call of Mooncake's: what the lease of a read must outlast
+MAX_PIECE_TRANSFERS = 4096  # records and parts in one, each of which Mooncake moves by itself
 MAX_RECORDS_BYTES = 1 << 20  # of a piece's records; enough for one of any block
 ROOM_WAIT_S = 0.5  # for Mooncake's eviction, which begins when a block finds no room
 MAX_READ_TRIES = 3  # of a value that proves wrong: it may have been replaced meanwhile
@@ -450,12 +451,17 @@ def _pieces(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
     """Blocks that go in one call: bounded, and no name twice."""
     piece: list[_Move] = []
     names: set[str] = set()
-    size = records = 0
+    size = records = transfers = 0
     for move in moves:
         size, records = size + move.nbytes, records + move.record_bytes
-        if piece and (size > MAX_PIECE_BYTES or records > MAX_RECORDS_BYTES or move.name in names):
+        transfers += 1 + len(move.block.parts)
+        is_full = (
+            size > MAX_PIECE_BYTES or records > MAX_RECORDS_BYTES or transfers > MAX_PIECE_TRANSFERS
+        )
+        if piece and (is_full or move.name in names):
             yield piece
-            piece, names, size, records = [], set(), move.nbytes, move.record_bytes
+            piece, names = [], set()
+            size, records, transfers = move.nbytes, move.record_bytes, 1 + len(move.block.parts)
         piece.append(move)
         names.add(move.name)
     if piece:
