@@ -30,6 +30,8 @@ if importlib.util.find_spec("helm_python") is None and not os.environ.get("CI"):
 import helm_python as helm  # noqa: E402 - only once it is known to be there
 import yaml  # noqa: E402
 
+__all__ = ["chart", "helm", "objects", "pod", "settings"]  # tests of other values use them
+
 
 @pytest.fixture(scope="module")
 def chart() -> Iterator[helm.Chart]:

@@ -69,7 +69,7 @@ def test_systemd_finds_nothing_wrong(
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 
-def test_systemd_finds_nothing_wrong_with_what_is_added_for_gpus_and_huge_pages(
+def test_systemd_finds_nothing_wrong_with_what_is_added(
     systemd_analyze: str, extended_units: Path
 ) -> None:
     command = [systemd_analyze, "verify", "--man=no", str(extended_units / "kvd.service")]
@@ -79,6 +79,14 @@ def test_systemd_finds_nothing_wrong_with_what_is_added_for_gpus_and_huge_pages(
     broken.write_text(broken.read_text().replace("PrivateDevices=no", "PrivateDevices=perhaps"))
     found = subprocess.run(command, check=False, capture_output=True, text=True)
     assert "perhaps" in found.stderr, "the drop-in was not read"
+
+
+def test_systemd_reads_what_is_added_for_a_disk(systemd_analyze: str, extended_units: Path) -> None:
+    broken = extended_units / "kvd.service.d" / "kvd-disk.conf"
+    broken.write_text(broken.read_text().replace("=best-effort", "=worst-effort"))
+    command = [systemd_analyze, "verify", "--man=no", str(extended_units / "kvd.service")]
+    found = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert "worst-effort" in found.stderr, "the drop-in was not read"
 
 
 def test_a_broken_unit_is_found(systemd_analyze: str, installed_units: Path) -> None:
@@ -152,6 +160,24 @@ def test_the_huge_pages_mount_is_where_the_daemon_looks_for_its_extents() -> Non
     assert f"/var/lib/{added['Service']['StateDirectory']}" == where
     read = config.load(argparse.Namespace(config=str(UNITS / "kvd.toml")), {name: directory})
     assert read.extents_directory == Path(where)
+
+
+def test_a_disk_tier_may_write_to_its_directories_alone_and_may_be_missing(tmp_path: Path) -> None:
+    added = sections("kvd-disk.conf")
+    directories = added["Service"]["ReadWritePaths"].split()
+    assert all(each.startswith("-/") for each in directories), "a missing disk would stop kvd"
+    mounts = added["Unit"]["After"].split()
+    assert mounts == added["Unit"]["Wants"].split()
+    assert "RequiresMountsFor" not in added["Unit"]
+    for directory, mount in zip(directories, mounts, strict=True):
+        assert directory.removeprefix("-/").partition("/")[0] == mount.removesuffix(".mount")
+    comment = (UNITS / "kvd-disk.conf").read_text()
+    written = [line.removeprefix("#   ") for line in comment.splitlines() if line[:4] == "#   "]
+    file = tmp_path / "kvd.toml"
+    file.write_text((UNITS / "kvd.toml").read_text() + "\n".join(written))
+    read = config.load(argparse.Namespace(config=str(file)), {})
+    assert read.tiers[0].options["directories"] == [each.removeprefix("-") for each in directories]
+    assert added["Service"]["LimitNOFILE"] == service()["LimitNOFILE"]
 
 
 def test_the_daemon_accepts_the_example_settings() -> None:

@@ -56,3 +56,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf ", hugepages-%s: %dGi" . (int $.Values.pool.sizeGiB) -}}
 {{- end -}}
 {{- end -}}
+
+{{- define "kvd.tierMounts" -}}
+{{- range $number, $tier := .Values.tiers }}
+{{- range $place, $source := $tier.volumes }}
+- {name: tier-{{ $number }}-{{ $place }}, mountPath: /var/lib/kvd/tiers/{{ $tier.name }}/{{ $place }}}
+{{- end }}
+{{- end }}
+{{- end -}}

@@ -8,6 +8,34 @@
 {{- end -}}
 
 {{- /* kvd.toml: what the chart decides, then .Values.config, then the tenants. */ -}}
+{{- /* What of a tier is the daemon's; volumes are its directories, secrets its files. */ -}}
+{{- define "kvd.tierToml" -}}
+{{- $tier := . }}
+[[tiers]]
+{{- range $name, $value := omit $tier "options" "volumes" "secretFiles" }}
+{{ $name }} = {{ include "kvd.tomlValue" $value }}
+{{- end }}
+
+[tiers.options]
+{{- if $tier.volumes }}
+directories = {{ include "kvd.tierDirectories" $tier }}
+{{- end }}
+{{- range $name, $value := $tier.options }}
+{{ $name }} = {{ include "kvd.tomlValue" $value }}
+{{- end }}
+{{- range $name, $key := $tier.secretFiles }}
+{{ $name }} = {{ printf "/etc/kvd-secrets/%s/%s" $tier.name $name | toJson }}
+{{- end }}
+{{- end -}}
+
+{{- define "kvd.tierDirectories" -}}
+{{- $paths := list -}}
+{{- range $place, $source := .volumes -}}
+{{- $paths = append $paths (printf "/var/lib/kvd/tiers/%s/%d" $.name $place) -}}
+{{- end -}}
+{{- toJson $paths -}}
+{{- end -}}
+
 {{- define "kvd.toml" -}}
 socket = "/run/kvd/kvd.sock"
 pool_directory = "/var/lib/kvd/pool"
@@ -28,5 +56,8 @@ http_port = {{ .Values.metrics.port }}
 {{- range $name, $value := $rule }}
 {{ $name }} = {{ include "kvd.tomlValue" $value }}
 {{- end }}
+{{- end }}
+{{- range .Values.tiers }}
+{{ include "kvd.tierToml" . }}
 {{- end }}
 {{- end -}}
