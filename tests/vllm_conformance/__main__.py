@@ -25,6 +25,7 @@ CONNECTOR = "tests/v1/kv_connector/unit/offloading_connector"
 FILES = {
     "synchronous": (
         "tests/v1/kv_offload/cpu/test_manager.py",
+        "tests/v1/kv_offload/tiering/test_tiering_offloading.py",  # above the daemon
         *(
             f"{CONNECTOR}/test_{name}.py"
             for name in ("scheduler", "events", "worker", "metrics", "config")
