@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 MAX_SCOPES_KNOWN = 1 << 20  # of one disk; scopes without blocks are forgotten then
 MAX_LENGTHS_KNOWN = 4096  # kinds of blocks that one disk has seen
 LOG_SECONDS = 10.0  # between lines about one kind of failure
+USE_NOTED_S = 300  # a block's use is noted for the next start once in so many seconds
 UNKNOWN_SCOPE = 0
 _Begin = Callable[[Sequence[BlockMove], float], list[Future[None]]]
 _OWNER_BYTES = 32
@@ -155,7 +156,7 @@ class Disk:
         """Rows of the batch that are to be written; the others are there and done."""
         found = size_class.find(batch.digests[rows], scopes[rows])
         there = (found != NOWHERE) & (size_class.lengths[found] == lengths)
-        size_class.used(found[there], _now())
+        self._use(size_class, found[there])
         for row in rows[there].tolist():
             outcomes[batch.numbers[row]] = Outcome.DONE
         new: Slots = rows[~there]
@@ -236,7 +237,7 @@ class Disk:
                 places = np.array([piece.place for piece in pieces], dtype=np.int64)
                 np.subtract.at(size_class.pins, places, 1)
                 right = np.array([piece.reason is None for piece in pieces], dtype=np.bool_)
-                size_class.used(places[right], _now())
+                self._use(size_class, places[right])
                 for piece in pieces:
                     if piece.reason is not None:
                         outcomes[piece.number] = Outcome.FAILED
@@ -373,6 +374,15 @@ class Disk:
         read = size_class.pins[places] > 0
         size_class.states[places[read]] = PlaceState.UNREAD
         size_class.free(places[~read])
+
+    def _use(self, size_class: DiskSizeClass, places: Slots) -> None:
+        """These blocks were used. A start finds that noted, but for the last USE_NOTED_S."""
+        now = _now()
+        kept = np.unique(places[size_class.states[places] == PlaceState.READY])
+        due = kept[size_class.stamps[kept] // USE_NOTED_S != now // USE_NOTED_S]
+        size_class.used(places, now)
+        if due.size and self._rows.has_room:
+            self._rows.put(self._rows_of(size_class, due))
 
     def _forget_rows(self, size_class: DiskSizeClass, places: Slots) -> None:
         self._rows.remove((self._offsets(size_class, places) // ALIGN).tolist())

@@ -40,6 +40,11 @@ class RowWriter:
         self._thread = threading.Thread(target=self._run, name="kvd-rows", daemon=True)
         self._thread.start()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether rows that could be done without may be put."""
+        return len(self._waiting.rows) <= MAX_ROWS_BEHIND // 2
+
     def wait_for_room(self, deadline: float) -> bool:
         """Wait while too many rows are not written yet. False: the deadline passed."""
         while len(self._waiting.rows) > MAX_ROWS_BEHIND and not self.is_lost:
