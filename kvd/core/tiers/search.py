@@ -15,6 +15,7 @@ deadline. It is the request's lookups that ask; one that nobody looks up costs n
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -69,18 +70,11 @@ def look(
     late = _is_late(turn, session, query)
     if found is not None and found.waiting and turn.now_ns >= found.again_ns and not late:
         _ask_again(turn, found)
-    fresh: list[int] = []
-    for row, tag in enumerate(tags[missed[:end]].tolist()):
-        known = found.blocks.get(tag) if found is not None else None
-        if known is None:
-            fresh.append(row)
-        elif late or known[0].beliefs.item(known[1]) == _ABSENT:
-            if is_prefix:
-                break
-        else:
-            statuses[row] = PENDING
-    if fresh and not late:
-        unknown = np.array(fresh, dtype=np.int64)
+    if found is None:  # a request's first question: most of those that are nowhere ask no more
+        unknown = np.arange(end)
+    else:
+        unknown = _not_sought(found, tags[missed[:end]], statuses, late=late, is_prefix=is_prefix)
+    if len(unknown) and not late:
         of_them = tags[missed[unknown]]
         # A query may name a block twice: it is sought once.
         _, firsts = np.unique(of_them, return_index=True)
@@ -90,8 +84,27 @@ def look(
             sought = found or _begin(turn, session, query, tiers, is_prefix=is_prefix)
             words = query.keys.words[missed[rows]]
             if _seek(turn, sought, words, of_them[firsts], places[rows], tiers):
-                statuses[unknown[np.isin(of_them, of_them[firsts])]] = PENDING
+                all_are = len(firsts) == len(unknown)
+                asked = unknown if all_are else unknown[np.isin(of_them, of_them[firsts])]
+                statuses[asked] = PENDING
     return statuses
+
+
+def _not_sought(
+    found: Sought, tags: U64, statuses: npt.NDArray[np.uint8], *, late: bool, is_prefix: bool
+) -> npt.NDArray[np.int64]:
+    """Rows of these tags that the request does not seek yet; PENDING is noted of those it does."""
+    fresh: list[int] = []
+    for row, tag in enumerate(tags.tolist()):
+        known = found.blocks.get(tag)
+        if known is None:
+            fresh.append(row)
+        elif late or known[0].beliefs.item(known[1]) == _ABSENT:
+            if is_prefix:
+                break
+        else:
+            statuses[row] = PENDING
+    return np.array(fresh, dtype=np.int64)
 
 
 def _is_late(turn: Turn, session: Session, query: Query) -> bool:
@@ -213,8 +226,7 @@ def _seek(
     )
     state.below.next_search += 1
     sought.searches.append(search)
-    for row, tag in enumerate(tags.tolist()):
-        sought.blocks[tag] = search, row
+    sought.blocks.update(zip(tags.tolist(), zip(repeat(search), range(count)), strict=True))
     _count(state, sought, count)
     _ask_next(turn, search)
     return bool(len(search.asked))
