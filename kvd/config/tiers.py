@@ -25,8 +25,10 @@ MEDIA = ("STORAGE", "REMOTE")  # of this node alone; of every node that shares t
 KINDS = {  # ours, by name
     "disk": "kvd.tiers.disk.store:DiskStore",
     "mooncake": "kvd.tiers.mooncake.store:MooncakeStore",
+    "valkey": "kvd.tiers.kinds:open_valkey",
+    "s3": "kvd.tiers.kinds:open_s3",
 }
-SHARED_KINDS = frozenset({"mooncake"})  # whose medium is REMOTE
+SHARED_KINDS = frozenset({"mooncake", "valkey", "s3"})  # whose medium is REMOTE
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _STORE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 

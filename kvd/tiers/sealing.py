@@ -59,6 +59,14 @@ def record_of(block: TierBlock) -> bytes:
     return record_from(block, sums_of(block.parts))
 
 
+def sound_record_of(block: TierBlock) -> bytes | None:
+    """The same. None: the block has `sums`, and its bytes are others."""
+    sums = sums_of(block.parts)
+    if block.sums is not None and not np.array_equal(sums, block.sums):
+        return None
+    return record_from(block, sums)
+
+
 def record_from(block: TierBlock, sums: U64) -> bytes:
     """The same, where the checksums of the parts are known."""
     lengths = lengths_of(block)
@@ -70,13 +78,20 @@ def record_bytes(parts: int) -> int:
     return _RECORD.size + 8 * parts
 
 
-def has_lengths_of(record: bytes, block: TierBlock) -> bool:
-    """Whether a record is of a block with these parts' lengths. False also where it is none."""
+def lengths_in(record: bytes) -> tuple[int, ...] | None:
+    """The lengths of the parts that a record is of. None: it is no record."""
     if len(record) < _RECORD.size:
-        return False
+        return None
     name, size, _ = _RECORD.unpack_from(record)
     lengths = record[_RECORD.size :]
-    return bool(name == _RECORD_NAME and size == len(lengths) and lengths == lengths_of(block))
+    if name != _RECORD_NAME or size != len(lengths) or size % 8:
+        return None
+    return tuple(np.frombuffer(lengths, dtype="<u8").tolist())
+
+
+def has_lengths_of(record: bytes, block: TierBlock) -> bool:
+    """Whether a record is of a block with these parts' lengths. False also where it is none."""
+    return lengths_in(record) == tuple([part.nbytes for part in block.parts])
 
 
 def proves(record: bytes, block: TierBlock) -> bool:

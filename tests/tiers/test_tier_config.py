@@ -12,7 +12,7 @@ import pytest
 
 from kvd.config import settings
 from kvd.config.settings import Config, ConfigError
-from kvd.config.tiers import KINDS, TierRule
+from kvd.config.tiers import KINDS, SHARED_KINDS, TierRule
 from kvd.tiers.process import QueueBounds
 from kvd_proto.limits import MAX_TIERS
 
@@ -86,9 +86,10 @@ def test_each_kind_names_a_store_that_is_there(place: Path, kind: str) -> None:
 def test_a_tier_that_nodes_share_is_remote_unless_the_site_says_other(place: Path) -> None:
     least = '[[tiers]]\nname = "a"\nkind = "{}"\n'
     assert load(place, least.format("disk")).tiers[0].medium == "STORAGE"
-    assert load(place, least.format("mooncake")).tiers[0].medium == "REMOTE"
-    [tier] = load(place, least.format("mooncake") + 'medium = "STORAGE"\n').tiers
-    assert tier.medium == "STORAGE"
+    for kind in SHARED_KINDS:
+        assert load(place, least.format(kind)).tiers[0].medium == "REMOTE"
+        [tier] = load(place, least.format(kind) + 'medium = "STORAGE"\n').tiers
+        assert tier.medium == "STORAGE"
 
 
 def test_the_printed_tiers_say_the_same_when_read_again(place: Path) -> None:

@@ -1,0 +1,78 @@
+"""Threads that do the pieces of a store's call at once."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[], None]
+
+
+class _Count:
+    """Pieces of one call that have not ended."""
+
+    def __init__(self, left: int) -> None:
+        self._lock = threading.Lock()
+        self._left = left
+        self._ended = threading.Event()
+        self.broken = ""
+
+    def down(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                self._ended.set()
+
+    def wait(self) -> None:
+        self._ended.wait()
+
+
+class Gang:
+    """Some threads that take pieces of work in turn. Any thread may call.
+
+    When `do` returns, no thread holds on to anything of the pieces any more: they have views of
+    memory that is only lent.
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        self._queue: queue.SimpleQueue[tuple[Work, _Count] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def do(self, works: Sequence[Work]) -> None:
+        """Have all done; returns when all have ended. A piece that raises breaks an assertion."""
+        if not works:
+            return
+        count = _Count(len(works))
+        for work in works:
+            self._queue.put((work, count))
+        count.wait()
+        assert not count.broken, count.broken
+
+    def close(self) -> None:
+        """End the threads, once what is under way has ended."""
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (given := self._queue.get()) is not None:
+            work, count = given
+            given = None
+            try:
+                work()
+            except Exception as error:
+                log.exception("a piece of a tier's call broke")
+                count.broken = f"a piece of a call broke: {error!r}"
+            del work
+            count.down()
+            del count

@@ -1,0 +1,27 @@
+"""Opens the stores whose libraries are extras: without one, what to install is said."""
+
+from __future__ import annotations
+
+import importlib
+
+from kvd.tiers.store import OpenStore, TierOptions, TierStore, TierUnusable
+
+
+def open_valkey(options: TierOptions) -> TierStore:
+    """A store in a Valkey cluster or server."""
+    return _opened("valkey", "kvd.tiers.valkey.store", "ValkeyStore", options)
+
+
+def open_s3(options: TierOptions) -> TierStore:
+    """A store in a bucket of an object store."""
+    return _opened("s3", "kvd.tiers.s3.store", "S3Store", options)
+
+
+def _opened(extra: str, module: str, name: str, options: TierOptions) -> TierStore:
+    try:
+        opener: OpenStore = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise TierUnusable(
+            f"kind: {extra!r} needs a library that is not here ({error}); install kvd[{extra}]"
+        ) from None
+    return opener(options)

@@ -1,0 +1,276 @@
+"""The bucket of an S3 tier: one object a block, its sealed record first, then its parts.
+
+    PREFIX/NAMESPACE/REST OF THE SCOPE/BLOCK
+
+so that all of a scope, of a namespace, and of the tier lie below one name.
+
+A bucket that does not answer is not asked for a while: a dead one costs one wait a while, not one
+a call.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import obstore
+from obstore.exceptions import (
+    AlreadyExistsError,
+    BaseError,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    UnauthenticatedError,
+)
+from obstore.store import S3Store as Objects
+
+from kvd.tiers.options import content_of, secret_of
+from kvd.tiers.s3.options import S3Options
+from kvd.tiers.sealing import has_lengths_of, lengths_in, proves, record_bytes, sound_record_of
+from kvd.tiers.store import (
+    NAMESPACE_BYTES,
+    SCOPE_BYTES,
+    Outcome,
+    TierBlock,
+    TierError,
+    TierKey,
+    TierReason,
+    TierTimeout,
+    TierUnusable,
+)
+
+log = logging.getLogger(__name__)
+
+QUIET_SECONDS = 1.0  # after a request without an answer
+LISTED_AT_ONCE = 1000  # that are listed in one request
+REMOVED_AT_ONCE = 100  # S3 takes ten times as many, and may take too long over them
+READ_BYTES = 1 << 20  # copied at once
+
+
+class Bucket:
+    """Any thread may call. TierError says what the bucket or the way to it refused."""
+
+    def __init__(self, options: S3Options) -> None:
+        self._options = options
+        self._lock = threading.Lock()
+        self._quiet_until = 0.0
+        self.problem = ""  # why it did not answer last
+        self._objects = self._open()
+
+    def meet(self) -> None:
+        """Look whether it may be used. TierUnusable where not; who is away is met later."""
+        try:
+            for _ in self.names(self._options.prefix, at_once=1):
+                break
+        except TierError as error:
+            if error.reason is TierReason.REFUSED:
+                raise TierUnusable(f"bucket: {self._options.bucket} refuses us: {error}") from None
+            log.warning("the bucket %s: %s", self._options.bucket, error)
+
+    def name_of(self, key: TierKey) -> str:
+        block = base64.urlsafe_b64encode(key.block).rstrip(b"=").decode()
+        return f"{self._below(key.scope)}/{block}"
+
+    def below_scopes(self, scope: bytes) -> str:
+        """What lies above all scopes that begin with these bytes, and maybe others."""
+        if NAMESPACE_BYTES <= len(scope) < SCOPE_BYTES:
+            return self._below(scope[:NAMESPACE_BYTES])
+        return self._below(scope) if len(scope) == SCOPE_BYTES else self._options.prefix
+
+    def is_of(self, name: str, scope: bytes) -> bool:
+        """Whether an object is of a scope that begins with these bytes."""
+        below = name.removeprefix(self._options.prefix + "/").split("/")
+        return "".join(below[:-1]).startswith(scope.hex())
+
+    def _below(self, scope: bytes) -> str:
+        parts = [scope[:NAMESPACE_BYTES].hex(), scope[NAMESPACE_BYTES:].hex()]
+        return "/".join([self._options.prefix, *filter(None, parts)])
+
+    # -- blocks -------------------------------------------------------------------------------
+
+    def has(self, name: str) -> bool:
+        try:
+            self._ask(obstore.head, name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def write(self, name: str, block: TierBlock) -> Outcome:
+        """DONE or DAMAGED; an object of parts of these lengths that is there already stays."""
+        record = sound_record_of(block)
+        if record is None:
+            return Outcome.DAMAGED
+        content = [record, *block.parts]
+        if self._options.conditional_put:
+            try:
+                self._put(name, content, "create")
+            except FileExistsError:
+                pass
+            else:
+                return Outcome.DONE
+        if not self._has_lengths_of(name, block):
+            self._put(name, content, "overwrite")
+        return Outcome.DONE
+
+    def read(self, name: str, block: TierBlock) -> Outcome:
+        """DONE, MISSING, or FAILED where it proves wrong; then it is removed."""
+        size = record_bytes(len(block.parts))
+        try:
+            found = self._ask(obstore.get, name)
+            if found.meta["size"] != size + block.nbytes:
+                return Outcome.MISSING
+            record = bytearray(size)
+            with _answered(self):
+                _scatter(found.stream(READ_BYTES), [memoryview(record), *block.parts])
+        except FileNotFoundError:
+            return Outcome.MISSING
+        if not has_lengths_of(bytes(record), block):
+            return Outcome.MISSING if lengths_in(bytes(record)) else Outcome.FAILED
+        return Outcome.DONE if proves(bytes(record), block) else Outcome.FAILED
+
+    def _put(self, name: str, content: list[Any], mode: Any) -> None:
+        self._ask(obstore.put, name, content, mode=mode, use_multipart=False)
+
+    def _has_lengths_of(self, name: str, block: TierBlock) -> bool:
+        size = record_bytes(len(block.parts))
+        try:
+            meta = self._ask(obstore.head, name)
+            if meta["size"] != size + block.nbytes:
+                return False
+            record = bytes(self._ask(obstore.get_range, name, start=0, end=size))
+        except FileNotFoundError:
+            return False
+        return has_lengths_of(record, block)
+
+    # -- names --------------------------------------------------------------------------------
+
+    def names(self, below: str, at_once: int = LISTED_AT_ONCE) -> Iterator[list[str]]:
+        """All names below one, some at once."""
+        with _answered(self):
+            for some in obstore.list(self._objects, below, chunk_size=at_once):
+                yield [each["path"] for each in some]
+
+    def remove(self, names: list[str]) -> None:
+        """Remove them, where they are there."""
+        for begin in range(0, len(names), REMOVED_AT_ONCE):
+            try:
+                self._ask(obstore.delete, names[begin : begin + REMOVED_AT_ONCE])
+            except FileNotFoundError:
+                pass
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def _ask(self, call: Any, *given: Any, **more: Any) -> Any:
+        with _answered(self):
+            return call(self._objects, *given, **more)
+
+    def require_answering(self) -> None:
+        """TierError where it did not answer a moment ago."""
+        if time.monotonic() < self._quiet_until:
+            raise TierError(self.problem, TierReason.UNREACHABLE)
+
+    def note(self, error: TierError | None) -> None:
+        """How the last request went."""
+        with self._lock:
+            if error is None:
+                self.problem = ""
+            elif error.reason in (TierReason.TIMEOUT, TierReason.UNREACHABLE):
+                if not self.problem:
+                    log.warning("the bucket %s: %s", self._options.bucket, error)
+                self.problem = str(error)
+                self._quiet_until = time.monotonic() + QUIET_SECONDS
+
+    def _open(self) -> Objects:
+        options = self._options
+        config: Any = {
+            "region": options.region,
+            "virtual_hosted_style_request": options.virtual_hosted,
+            "conditional_put": "etag",
+        }
+        if options.endpoint:
+            config["endpoint"] = options.endpoint.rstrip("/")
+        for option, name in (("access_key", "access_key_id"), ("secret_key", "secret_access_key")):
+            file = getattr(options, f"{option}_file")
+            if file is not None:
+                config[name] = secret_of(f"{option}_file", file)
+        client: Any = {
+            "timeout": timedelta(seconds=options.request_timeout_seconds),
+            "connect_timeout": timedelta(seconds=options.connect_timeout_seconds),
+            "allow_http": options.allow_http,
+        }
+        if options.ca_file is not None:
+            client["root_certificate"] = content_of("ca_file", options.ca_file)
+        retry: Any = {
+            "max_retries": options.retries,
+            "retry_timeout": timedelta(seconds=options.request_timeout_seconds),
+        }
+        try:
+            return Objects(options.bucket, config=config, client_options=client, retry_config=retry)
+        except BaseError as error:
+            raise TierUnusable(f"the client refuses the options: {_first_line(error)}") from None
+
+
+class _answered:  # noqa: N801 - it reads as a statement
+    """Around a request: what goes wrong is a TierError, FileNotFoundError or FileExistsError."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
+        bucket.require_answering()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self._bucket.note(None)
+            return
+        if not isinstance(error, BaseError | OSError):
+            return
+        if "NoSuchBucket" not in str(error):
+            if isinstance(error, NotFoundError | FileNotFoundError):
+                raise FileNotFoundError from None
+            if isinstance(error, AlreadyExistsError | PreconditionError):
+                raise FileExistsError from None
+        self._bucket.note(_translated(error))
+        raise _translated(error) from None
+
+
+def _translated(error: Exception) -> TierError:
+    said = _first_line(error)
+    whole = str(error)
+    refused = isinstance(error, PermissionDeniedError | UnauthenticatedError)
+    if refused or "NoSuchBucket" in whole or "AccessDenied" in whole or "403" in whole:
+        return TierError(said, TierReason.REFUSED)
+    if "timed out" in whole or "TimedOut" in whole:
+        return TierTimeout(said)
+    if "error sending request" in whole or "onnect" in whole:
+        return TierError(said, TierReason.UNREACHABLE)
+    if "InsufficientStorage" in whole or "507" in whole:
+        return TierError(said, TierReason.NO_SPACE)
+    return TierError(said, TierReason.IO_ERROR)
+
+
+def _first_line(error: Exception) -> str:
+    """A message without the debugging text behind it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+def _scatter(source: Any, buffers: list[memoryview]) -> None:
+    """Fill the buffers one after the other. Less than enough leaves the rest as it was."""
+    left = iter(buffers)
+    buffer = next(left)
+    for piece in source:
+        view = memoryview(piece)
+        while view.nbytes:
+            if not buffer.nbytes:
+                buffer = next(left, memoryview(b""))
+                if not buffer.nbytes:
+                    return
+            step = min(view.nbytes, buffer.nbytes)
+            buffer[:step] = view[:step]
+            view, buffer = view[step:], buffer[step:]

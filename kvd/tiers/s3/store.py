@@ -1,0 +1,188 @@
+"""The store of an S3 tier: sealed blocks, one object each, many requests at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from kvd.tiers.gang import Gang
+from kvd.tiers.s3.bucket import REMOVED_AT_ONCE, Bucket
+from kvd.tiers.s3.options import S3Options
+from kvd.tiers.sealing import wipe
+from kvd.tiers.store import (
+    Outcome,
+    TierBlock,
+    TierError,
+    TierKey,
+    TierOptions,
+    TierReason,
+    TierTimeout,
+    TierUsage,
+    require_blocks,
+    require_keys,
+    require_scopes,
+)
+
+CALLS_AT_ONCE = 4
+_T = TypeVar("_T")
+
+
+class S3Store:
+    """A `TierStore` in a bucket. Opening it may raise TierUnusable.
+
+    A bucket that is away when it is opened is met when it comes.
+    """
+
+    compares_sums = True
+
+    def __init__(self, options: TierOptions) -> None:
+        self._options = S3Options.of(options)
+        self._bucket = Bucket(self._options)
+        self._bucket.meet()
+        self._gang = Gang("kvd-s3", self._options.threads)
+        self._errors: Counter[TierReason] = Counter()
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def concurrency(self) -> int:
+        return CALLS_AT_ONCE
+
+    def exists(self, keys: Sequence[TierKey], deadline: float) -> list[bool]:
+        require_keys(keys)
+        self._begin_call(deadline)
+        found = self._each(keys, lambda key: self._bucket.has(self._bucket.name_of(key)), deadline)
+        if found and all(isinstance(each, TierError) for each in found):
+            first = found[0]
+            assert isinstance(first, TierError), "all are"
+            raise TierError(str(first), first.reason)
+        return [each is True for each in found]
+
+    def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        require_blocks(blocks, to_fill=False)
+        self._begin_call(deadline)
+        first: dict[TierKey, int] = {}
+        firsts = [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
+        numbers = list(first.values())
+        found = self._each(
+            [blocks[number] for number in numbers],
+            lambda block: self._bucket.write(self._bucket.name_of(block.key), block),
+            deadline,
+        )
+        outcomes = dict(zip(numbers, map(_outcome, found), strict=True))
+        return [outcomes[number] for number in firsts]
+
+    def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        require_blocks(blocks, to_fill=True)
+        self._begin_call(deadline)
+        found = self._each(blocks, self._read, deadline)
+        return list(map(_outcome, found))
+
+    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
+        require_keys(keys)
+        self._begin_call(deadline)
+        self._remove(list({self._bucket.name_of(key) for key in keys}), deadline)
+
+    def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
+        require_scopes(scopes)
+        self._begin_call(deadline)
+        above: dict[str, list[bytes]] = {}
+        for scope in scopes:
+            above.setdefault(self._bucket.below_scopes(scope), []).append(scope)
+        sweeps = [partial(self._sweep, below, some, deadline) for below, some in above.items()]
+        self._raise_first(self._each(sweeps, lambda sweep: sweep(), deadline))
+
+    def usage(self) -> TierUsage:
+        notes = [f"the bucket does not answer: {self._bucket.problem}"]
+        return TierUsage(
+            blocks=0,
+            bytes=0,
+            capacity_bytes=0,
+            errors=dict(self._errors),
+            notes=tuple(notes if self._bucket.problem else ()),
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._gang.close()
+
+    def _read(self, block: TierBlock) -> Outcome:
+        name = self._bucket.name_of(block.key)
+        try:
+            outcome = self._bucket.read(name, block)
+        except TierError:
+            wipe(block)
+            raise
+        if outcome is Outcome.FAILED:
+            wipe(block)
+            with self._lock:
+                self._errors[TierReason.CHECKSUM_MISMATCH] += 1
+            self._bucket.remove([name])
+        return outcome
+
+    def _sweep(self, below: str, scopes: list[bytes], deadline: float) -> None:
+        """Remove what lies below a name and is of these scopes, until nothing of it is listed."""
+        left = True
+        while left:
+            left = False
+            for names in self._bucket.names(below):
+                _require_time(deadline)
+                mine = [n for n in names if any(self._bucket.is_of(n, s) for s in scopes)]
+                if mine:
+                    left = True
+                    self._bucket.remove(mine)
+
+    def _remove(self, names: list[str], deadline: float) -> None:
+        groups = [names[at : at + REMOVED_AT_ONCE] for at in range(0, len(names), REMOVED_AT_ONCE)]
+        self._raise_first(self._each(groups, self._bucket.remove, deadline))
+
+    def _each(
+        self, given: Sequence[_T], call: Callable[[_T], object], deadline: float
+    ) -> list[object]:
+        """What the call gives for each, or the TierError that it ended in."""
+        found: list[object] = [None] * len(given)
+
+        def one(number: int) -> None:
+            try:
+                _require_time(deadline)
+                found[number] = call(given[number])
+            except TierError as error:
+                # Without its frames: views of lent memory hang on them.
+                found[number] = TierError(str(error), error.reason)
+                with self._lock:
+                    self._errors[error.reason] += 1
+
+        self._gang.do([partial(one, number) for number in range(len(given))])
+        return found
+
+    def _raise_first(self, found: list[object]) -> None:
+        for each in found:
+            if isinstance(each, TierError):
+                raise each
+
+    def _begin_call(self, deadline: float) -> None:
+        if self._is_closed:
+            raise TierError("the store is closed", TierReason.CLOSED)
+        if time.monotonic() >= deadline:
+            with self._lock:
+                self._errors[TierReason.TIMEOUT] += 1
+            raise TierTimeout("the deadline had passed before the call began")
+
+
+def _require_time(deadline: float) -> None:
+    if time.monotonic() >= deadline:
+        raise TierError("the deadline passed", TierReason.TIMEOUT)
+
+
+def _outcome(found: object) -> Outcome:
+    if isinstance(found, TierError):
+        return Outcome.FULL if found.reason is TierReason.NO_SPACE else Outcome.FAILED
+    assert isinstance(found, Outcome), "a call gives an outcome"
+    return found

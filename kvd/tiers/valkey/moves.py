@@ -1,0 +1,289 @@
+"""Moves blocks to and from Valkey: their pieces in units, several units at once.
+
+A unit is what goes to one server in one go. A block's record is written after all of its pieces;
+only with it is the block there. So what was written in part is a miss, and in time leaves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvd.tiers.gang import Gang
+from kvd.tiers.sealing import (
+    has_lengths_of,
+    lengths_in,
+    proves,
+    record_bytes,
+    sound_record_of,
+    wipe,
+)
+from kvd.tiers.store import Outcome, TierBlock, TierError, TierReason
+from kvd.tiers.valkey.names import BlockShape, NameBook
+from kvd.tiers.valkey.servers import Command, Servers, require_time
+
+UNIT_BYTES = 1 << 20  # one piece may have more
+UNIT_NAMES = 512  # of small ones
+
+
+@dataclass(slots=True)
+class Move:
+    """One block on its way. `reason` says why it failed."""
+
+    number: int  # in the caller's batch
+    block: TierBlock
+    name: bytes  # of its record
+    shape: BlockShape
+    home: str
+    record: bytearray
+    left: int = 0  # pieces that have not come yet
+    outcome: Outcome | None = None
+    reason: TierReason | None = None
+    is_partly_missing: bool = False
+    is_known: bool = False  # its record was there, whatever else was
+    is_cut: bool = False  # its pieces go in several units
+    leftover: Sequence[bytes] = ()  # names of what it replaces
+
+    @property
+    def names(self) -> list[bytes]:
+        """Of all its values."""
+        return [self.name, *(self.name + suffix for suffix in self.shape.suffixes)]
+
+    def piece(self, number: int) -> memoryview:
+        span = self.shape.spans[number]
+        return self.block.parts[span.part][span.begin : span.end]
+
+    def fail(self, reason: TierReason) -> None:
+        self.reason = self.reason or reason
+
+
+Unit = list[tuple[Move, int]]  # pieces by their numbers, of blocks at one server
+
+
+class Moves:
+    """What moves blocks of one store."""
+
+    def __init__(self, servers: Servers, gang: Gang, book: NameBook, ttl_seconds: float) -> None:
+        self._servers = servers
+        self._book = book
+        self._gang = gang
+        self._expiry = ["PX", str(round(ttl_seconds * 1000))] if ttl_seconds else []
+        self._lock = threading.Lock()
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def write(self, moves: Sequence[Move], deadline: float) -> None:
+        """Write what is not there yet. Each has an outcome or a reason when this returns."""
+        self._look_which_are_there(moves, deadline)
+        new = [move for move in moves if move.outcome is None and move.reason is None]
+        self._gang.do([partial(self._write_unit, unit, deadline) for unit in _units(new)])
+        cut = [m for m in new if m.is_cut and m.reason is None and m.outcome is None]
+        groups = _by_home(cut, UNIT_NAMES)
+        self._gang.do([partial(self._write_records, group, deadline) for group in groups])
+        for move in new:
+            if move.reason is None:
+                move.outcome = move.outcome or Outcome.DONE
+            elif move.reason is TierReason.NO_SPACE:
+                move.outcome = Outcome.FULL
+        self.forget([name for move in new for name in _left_behind(move)], new, deadline)
+
+    def _look_which_are_there(self, moves: Sequence[Move], deadline: float) -> None:
+        groups = list(_by_home(moves, 2 * UNIT_NAMES))
+        self._gang.do([partial(self._look, group, deadline) for group in groups])
+
+    def _look(self, group: Sequence[Move], deadline: float) -> None:
+        home = group[0].home
+        try:
+            require_time(deadline)
+            records = self._servers.values(home, [move.name for move in group])
+            alike: list[Move] = []
+            for move, record in zip(group, records, strict=True):
+                if record is not None and has_lengths_of(record, move.block):
+                    alike.append(move)
+                elif record is not None:
+                    move.leftover = self._names_of(move, record)
+            if not alike:
+                return
+            commands: list[Command] = [["EXISTS", *move.names[1:]] for move in alike]
+            answers = self._servers.run(home, commands, changes=False)
+        except TierError as error:
+            for move in group:
+                move.fail(error.reason)
+            return
+        for move, count in zip(alike, answers, strict=True):
+            if count == len(move.shape.spans):
+                move.outcome = Outcome.DONE
+
+    def _names_of(self, move: Move, record: bytes) -> list[bytes]:
+        """Names of the pieces that a record is of."""
+        lengths = lengths_in(record)
+        shape = self._book.shape(lengths) if lengths else None
+        return [move.name + suffix for suffix in shape.suffixes] if shape else []
+
+    def _write_unit(self, unit: Unit, deadline: float) -> None:
+        """The pieces, and then the records of those that have no piece elsewhere."""
+        for move, number in unit:
+            if number == 0:
+                self._seal(move)
+        unit = [(move, number) for move, number in unit if move.outcome is None]
+        begun = {move.number for move, number in unit if number == 0}
+        ends = [move for move, number in unit if number + 1 == len(move.shape.spans)]
+        whole = [move for move in ends if move.number in begun]
+        for move, _ in unit:
+            move.is_cut = True
+        for move in whole:
+            move.is_cut = False
+        pieces = [(move, move.name + move.shape.suffixes[n], move.piece(n)) for move, n in unit]
+        self._write_values(pieces, whole, deadline)
+
+    def _seal(self, move: Move) -> None:
+        record = sound_record_of(move.block)
+        if record is None:
+            move.outcome = Outcome.DAMAGED
+        else:
+            move.record[:] = record
+
+    def _write_records(self, moves: Sequence[Move], deadline: float) -> None:
+        self._write_values([], moves, deadline)
+
+    def _write_values(
+        self, pieces: list[tuple[Move, bytes, memoryview]], whole: Sequence[Move], deadline: float
+    ) -> None:
+        concerned = [move for move, _, _ in pieces] + list(whole)
+        if not concerned:
+            return
+        try:
+            require_time(deadline)
+            commands = [self._set(name, value) for _, name, value in pieces]
+            commands += [self._set(move.name, move.record) for move in whole]
+            answers = self._servers.run(concerned[0].home, commands, changes=True)
+        except TierError as error:
+            for move in concerned:
+                move.fail(error.reason)
+            return
+        for move, answer in zip(concerned, answers, strict=True):
+            if isinstance(answer, TierError):
+                move.fail(answer.reason)
+
+    def _set(self, name: bytes, value: memoryview | bytearray) -> Command:
+        return ["SET", name, value, *self._expiry]
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def read(self, moves: Sequence[Move], deadline: float) -> None:
+        """Fill the blocks' parts. Each has an outcome or a reason when this returns."""
+        for move in moves:
+            move.left = len(move.shape.spans)
+            move.record[:] = bytes(record_bytes(len(move.block.parts)))
+        self._gang.do([partial(self._read_unit, unit, deadline) for unit in _units(moves)])
+        useless = [
+            move
+            for move in moves
+            if move.is_known
+            and move.is_partly_missing
+            and move.reason in (None, TierReason.CHECKSUM_MISMATCH)
+        ]
+        self.forget([name for move in useless for name in move.names], useless, deadline)
+
+    def _read_unit(self, unit: Unit, deadline: float) -> None:
+        names: list[bytes] = []
+        buffers: list[memoryview] = []
+        for move, number in unit:
+            if number == 0:
+                names.append(move.name)
+                buffers.append(memoryview(move.record))
+            names.append(move.name + move.shape.suffixes[number])
+            buffers.append(move.piece(number))
+        try:
+            require_time(deadline)
+            lengths = iter(self._servers.fill(unit[0][0].home, names, buffers, deadline))
+        except TierError as error:
+            for move, _ in unit:
+                move.fail(error.reason)
+        else:
+            for move, number in unit:
+                if number == 0:
+                    # A record of another length is of other parts, and not useless.
+                    move.is_known = next(lengths) == len(move.record)
+                    move.is_partly_missing |= not move.is_known
+                move.is_partly_missing |= next(lengths) != move.shape.spans[number].nbytes
+        for move, _ in unit:
+            with self._lock:
+                move.left -= 1
+                is_last = not move.left
+            if is_last:
+                self._end_read(move)
+
+    def _end_read(self, move: Move) -> None:
+        if move.reason is not None:
+            wipe(move.block)
+        elif move.is_partly_missing or not has_lengths_of(bytes(move.record), move.block):
+            move.outcome = Outcome.MISSING
+        elif proves(bytes(move.record), move.block):
+            move.outcome = Outcome.DONE
+        else:
+            wipe(move.block)
+            move.is_partly_missing = True
+            move.fail(TierReason.CHECKSUM_MISMATCH)
+
+    # -- forgetting ---------------------------------------------------------------------------
+
+    def forget(self, names: list[bytes], moves: Sequence[Move], deadline: float) -> None:
+        """Remove what is of no use, as far as can be done now."""
+        homes = {move.name: move.home for move in moves}
+        groups: dict[str, list[Command]] = {}
+        for name in names:
+            home = homes.get(name[: name.index(b"}") + 1])
+            if home is not None:
+                groups.setdefault(home, []).append(["UNLINK", name])
+        self._gang.do(
+            [partial(self._unlink, home, some, deadline) for home, some in groups.items()]
+        )
+
+    def _unlink(self, home: str, commands: list[Command], deadline: float) -> None:
+        try:
+            require_time(deadline)
+            self._servers.run(home, commands, changes=False)
+        except TierError:
+            pass  # it stays until the server makes room; nobody is served it
+
+
+def _left_behind(move: Move) -> list[bytes]:
+    """Names of values that are of no use after a write: replaced, or written in part."""
+    if move.outcome is Outcome.DONE:
+        return list(move.leftover)
+    refused = move.reason in (TierReason.NO_SPACE, TierReason.REFUSED)
+    return move.names if refused or (move.is_cut and move.outcome is Outcome.DAMAGED) else []
+
+
+def _by_home(moves: Sequence[Move], most: int) -> Iterator[list[Move]]:
+    groups: dict[str, list[Move]] = {}
+    for move in moves:
+        groups.setdefault(move.home, []).append(move)
+    for group in groups.values():
+        for begin in range(0, len(group), most):
+            yield group[begin : begin + most]
+
+
+def _units(moves: Sequence[Move]) -> Iterator[Unit]:
+    """All pieces of all blocks; each server's turn comes as often as any other's."""
+    groups = [list(_units_of(group)) for group in _by_home(moves, len(moves) or 1)]
+    for some in itertools.zip_longest(*groups):
+        yield from filter(None, some)
+
+
+def _units_of(group: Sequence[Move]) -> Iterator[Unit]:
+    unit: Unit = []
+    size = 0
+    for move in group:
+        for number, span in enumerate(move.shape.spans):
+            if unit and (size + span.nbytes > UNIT_BYTES or len(unit) >= UNIT_NAMES):
+                yield unit
+                unit, size = [], 0
+            unit.append((move, number))
+            size += span.nbytes
+    if unit:
+        yield unit

@@ -1,0 +1,86 @@
+"""What the values of a block are called, and which of a cluster's slots they are in.
+
+    PREFIX:SCOPE{BLOCK}            its sealed record
+    PREFIX:SCOPE{BLOCK}KIND.NUMBER its pieces, over all parts
+
+Scope and block in letters and digits, so that a pattern finds all of a scope. The braces make
+Valkey keep all of a block's values in one slot, on one server. KIND stands for the parts' lengths:
+blocks of one key and other lengths have no value in common but the record.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from dataclasses import dataclass
+
+from kvd.tiers.store import TierBlock, TierKey
+
+SLOTS = 16384
+
+
+@dataclass(frozen=True, slots=True)
+class PieceSpan:
+    """Where one piece lies: in which part, from where to where."""
+
+    part: int
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Blocks with parts of the same lengths."""
+
+    suffixes: tuple[bytes, ...]  # of the pieces' names
+    spans: tuple[PieceSpan, ...]
+
+
+class NameBook:
+    """Names of one tier. Any thread may call."""
+
+    def __init__(self, prefix: str, value_bytes: int) -> None:
+        self._prefix = prefix.encode() + b":"
+        self._value_bytes = value_bytes
+        self._shapes: dict[tuple[int, ...], BlockShape] = {}
+
+    def record_name(self, key: TierKey) -> bytes:
+        """What a block's record is called, and what all its names begin with."""
+        block = base64.urlsafe_b64encode(key.block).rstrip(b"=")
+        return self._prefix + key.scope.hex().encode() + b"{" + block + b"}"
+
+    def shape_of(self, block: TierBlock) -> BlockShape:
+        return self.shape(tuple([part.nbytes for part in block.parts]))
+
+    def shape(self, lengths: tuple[int, ...]) -> BlockShape:
+        """How blocks of these parts are cut into pieces."""
+        known = self._shapes.get(lengths)
+        if known is not None:
+            return known
+        step = self._value_bytes
+        spans = tuple(
+            PieceSpan(part, begin, min(begin + step, length))
+            for part, length in enumerate(lengths)
+            for begin in range(0, length, step)
+        )
+        kind = hashlib.blake2b(repr((lengths, step)).encode(), digest_size=6).hexdigest()
+        suffixes = tuple(f"{kind}.{number}".encode() for number in range(len(spans)))
+        if len(self._shapes) >= 1024:  # as many as kinds of blocks; more are of no honest daemon
+            self._shapes.clear()
+        self._shapes[lengths] = shape = BlockShape(suffixes, spans)
+        return shape
+
+    def begin_of_scope(self, scope: bytes) -> bytes:
+        """What all names of scopes that begin with these bytes begin with."""
+        return self._prefix + scope.hex().encode()
+
+
+def slot_of(name: bytes) -> int:
+    """The cluster's slot of a name of ours: of what stands in braces."""
+    tag = name[name.index(b"{") + 1 : name.index(b"}")]
+    return binascii.crc_hqx(tag, 0) % SLOTS

