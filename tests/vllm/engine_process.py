@@ -103,6 +103,8 @@ class EngineProcess:
             value = getattr(metric, "value", None)
             if value is not None:
                 values[metric.name] = values.get(metric.name, 0) + value
+                if "source" in metric.labels:
+                    values[f"{metric.name}/{metric.labels['source']}"] = value
         self._connection.send({"event": "counted", "values": values})
 
     def _end(self) -> None:

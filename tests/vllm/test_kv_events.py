@@ -1,4 +1,7 @@
-"""What kvd stores and evicts, as a router behind vLLM's own publisher of KV events hears it."""
+"""What kvd stores and evicts, as a router behind vLLM's own publisher of KV events hears it.
+
+Below host memory is a disk: what was evicted is loaded from there.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,28 @@ import zmq
 from msgspec.msgpack import Decoder
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
-from tests.vllm.conftest import StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, Engine, prompt
+from tests.vllm.conftest import Plain, StartEngine
+from tests.vllm.engine import BLOCK_TOKENS, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon, with_kvd
 from tests.waiting import wait_until
 
 PATIENCE_SECONDS = 60.0
-MEDIUM = "CPU"
+CPU, DISK = ("CPU", None, None), ("STORAGE", "LOCAL", "disk")  # medium, locality, owner
+BY_SOURCE = "vllm:prompt_tokens_cached_by_source"
 PROMPT_TOKENS = 640  # twenty blocks
 SMALL_POOL = 16 << 20
 SMALL_EXTENT = 4 << 20
+TIERS = """
+[[tiers]]
+name = "disk"
+kind = "disk"
+deadline_seconds = 60
+
+[tiers.options]
+directories = ["{directory}"]
+directory_bytes = "256MiB"
+region_bytes = "4MiB"
+"""
 
 
 class Router:
@@ -32,6 +47,7 @@ class Router:
         self._socket.setsockopt_string(zmq.SUBSCRIBE, "")
         self._decoder = Decoder(type=KVEventBatch)
         self.blocks: set[object] = set()
+        self.on_disk: set[object] = set()
         self.stored = 0
         self.removed = 0
         self.unfounded = 0
@@ -47,9 +63,19 @@ class Router:
         return heard
 
     def _take(self, event: object) -> None:
-        if not isinstance(event, BlockStored | BlockRemoved) or event.medium != MEDIUM:
+        if not isinstance(event, BlockStored | BlockRemoved) or event.medium == "GPU":
             return
         hashes = set(event.block_hashes)
+        if isinstance(event, BlockStored):
+            assert event.block_size == BLOCK_TOKENS, "nobody can place it"
+            assert len(event.token_ids) == BLOCK_TOKENS
+        place = (event.medium, event.locality, event.ownership)
+        if place == DISK:
+            self.on_disk = (
+                self.on_disk | hashes if isinstance(event, BlockStored) else self.on_disk - hashes
+            )
+            return
+        assert place == CPU
         if isinstance(event, BlockStored):
             self.stored += len(hashes)
             self.blocks |= hashes
@@ -63,12 +89,18 @@ class Router:
 
 
 @pytest.fixture(scope="module")
-def small_kvd(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
-    """A daemon whose pool holds a few prompts only."""
+def small_kvd(
+    make_daemon: Callable[[], NodeDaemon], tmp_path_factory: pytest.TempPathFactory
+) -> NodeDaemon:
+    """A daemon whose pool holds a few prompts only, with a disk below it."""
     daemon = make_daemon()
     daemon.pool_bytes = SMALL_POOL
     daemon.extent_bytes = SMALL_EXTENT
+    file = tmp_path_factory.mktemp("tiers") / "kvd.toml"
+    file.write_text(TIERS.format(directory=file.parent / "disk"))
+    daemon.flags["config"] = file
     daemon.start()
+    wait_until(lambda: daemon.status().tiers[0].serving)
     return daemon
 
 
@@ -125,6 +157,45 @@ def test_a_router_knows_what_was_stored_and_what_the_daemon_evicted(
         router.listen()
     assert router.unfounded == 0
     assert engine.count("vllm:kvd_removals") == router.removed
+
+
+def test_a_prompt_that_left_host_memory_is_loaded_from_the_disk(
+    engine: Engine, router: Router, small_kvd: NodeDaemon, plain: Plain
+) -> None:
+    evicted = prompt("to the disk", PROMPT_TOKENS)
+    whole = PROMPT_TOKENS - BLOCK_TOKENS  # the last block's last token is computed anew
+    host_before = set(router.blocks)
+    engine.generate(evicted, max_tokens=8)
+    engine.settle()
+    router.listen()
+    blocks = router.blocks - host_before
+    assert len(blocks) == PROMPT_TOKENS // BLOCK_TOKENS
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    number = 0
+    while blocks & router.blocks:
+        assert time.monotonic() < deadline, "the prompt stays in host memory"
+        serve(engine, f"to evict it {number}")
+        number += 1
+        router.listen()
+    assert blocks <= router.on_disk, "a router still knows where they are"
+    assert engine.reset(), "the device's own cache has nothing of it either"
+    before = engine.counts()
+    answers = engine.generate(evicted, evicted, max_tokens=8)
+    assert tokens(answers) == plain.tokens(evicted, evicted, max_tokens=8)
+    assert all(answer.cached >= whole for answer in answers)
+    counts = engine.counts()
+    grown = {
+        source: counts[f"{BY_SOURCE}/{source}"] - before[f"{BY_SOURCE}/{source}"]
+        for source in ("device", "host", "disk", "external_unspecified")
+    }
+    assert grown["disk"] >= whole, grown
+    assert grown["external_unspecified"] == 0
+    assert sum(grown.values()) == sum(answer.cached for answer in answers)
+    (tier,) = small_kvd.status().tiers
+    assert tier.blocks_promoted >= whole // BLOCK_TOKENS
+    assert tier.blocks_failed == 0
+    serve(engine, "and on")
+    router.listen()
 
 
 def test_a_reset_is_not_told_block_by_block(engine: Engine, router: Router) -> None:

@@ -186,6 +186,10 @@ class KvdManager(OffloadingManager):
             return LookupResult.MISS
         return self._lookups.one(tracked, key, session, self._queue)
 
+    def was_brought_up(self, req_context: ReqContext) -> bool:
+        """Whether a tier brought up any of what the request's lookup found."""
+        return bool(self.tracked(req_context).request.lookup.sources)
+
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return self._lookups.source(self.tracked(req_context), key)
 

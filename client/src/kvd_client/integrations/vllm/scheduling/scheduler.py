@@ -178,8 +178,15 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     def get_external_cache_hit_sources(
         self, request: Request, num_external_tokens: int
     ) -> dict[CacheHitSource, int]:
-        """Host memory. Where every group loads all of its range there is nothing to split."""
-        if self._sliding_window_groups or not num_external_tokens:
+        """Where tiers had it, else host memory.
+
+        Where every group loads all of its range, and from host memory, there is nothing to split.
+        """
+        if (
+            not num_external_tokens
+            or self._sliding_window_groups
+            or self.manager.was_brought_up(self._req_status[request.request_id].req_context)
+        ):
             sources: dict[CacheHitSource, int] = super().get_external_cache_hit_sources(
                 request, num_external_tokens
             )
