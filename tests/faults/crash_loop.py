@@ -260,6 +260,8 @@ def crash_loop(
     """What was done; AssertionError or ProbeFailed where anything was wrong."""
     scene, dice = Scene(**DEADLINES), random.Random(seed)
     below = TierStrikes(scene, dice) if tier else None
+    if tier and dice.random() < 0.5:
+        scene.daemon.flags["payload-checksums"] = "true"
     pool_bytes = 8 << 20 if tier else 512 << 20
     scene.daemon.pool_bytes, scene.daemon.extent_bytes = pool_bytes, 1 << 20
     alike: dict[str, object] = {"model": "alike", "block_bytes": 16 << 10, "num_blocks": 256}
