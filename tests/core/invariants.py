@@ -368,7 +368,9 @@ def _check_tiers(state: State) -> None:
         if copy.kind is CopyKind.WRITE:
             running[copy.tier.tier][tenant] += copy.nbytes
         else:
-            promoting[tenant] += copy.nbytes
+            assert copy.failed or copy in below.reading, "a read is neither awaited nor given up"
+            if copy in below.reading:
+                promoting[tenant] += copy.nbytes
             expected = SlotState.QUARANTINED if copy.failed else SlotState.RESERVED
             assert bool((state.slots.state[part.slots] == expected).all()), "what is brought up"
     for tier in below.tiers:

@@ -6,8 +6,8 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.model.slots import SlotState
 from kvd.core.tiers import promotion
-from tests.core.bench import SECOND, only
-from tests.core.test_tiers import stage
+from tests.core.bench import SECOND, numbers_of, only
+from tests.core.test_tiers import DISK, FAR, stage
 
 
 def test_nobody_waits_for_a_copy_that_is_late() -> None:
@@ -47,3 +47,27 @@ def test_a_store_waits_for_a_hung_read_some_seconds_and_no_more() -> None:
     on.read()  # at last: another has the block since long
     assert on.look(1) == "H"
     assert on.bench.machine.state.slots.state.tolist().count(SlotState.QUARANTINED) == 0
+
+
+def test_hung_reads_of_one_tier_do_not_keep_others_from_bringing_up_for_ever() -> None:
+    on = stage(DISK, FAR, extents=8, promotion_share=0.25)  # a tenant has 16 blocks of it
+    on.bring_down(*range(1, 41))
+    on.held[1] = {held for held in on.held[0] if held[1] > 32}
+    on.held[0] -= on.held[1]
+    on.look(*range(1, 33), request="hung")
+    on.answer()
+    on.step()
+    (hung,) = on.reads
+    on.reads.clear()
+    on.tick(SECOND + promotion.GIVEN_UP_NS)
+    on.look(*range(33, 41), request="other")
+    on.answer()
+    on.step()
+    (read,) = on.reads
+    assert numbers_of(read.keys) == list(range(33, 41))
+    assert read.tier == 1
+    on.read()
+    assert on.look(*range(33, 41), request="other") == "H" * 8
+    on.reads.append(hung)
+    on.read()
+    assert not on.bench.machine.state.below.promoting.whole

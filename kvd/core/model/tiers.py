@@ -255,7 +255,8 @@ class Below:
 
     tiers: tuple[Tier, ...] = ()
     copies: dict[CopyId, TierCopy] = field(default_factory=dict)
-    reading: OrderedDict[TierCopy, None] = field(default_factory=OrderedDict)  # the eldest first
+    # Those of them that bring up and are not given up, the eldest first: `promoting` is of them.
+    reading: OrderedDict[TierCopy, None] = field(default_factory=OrderedDict)
     promoting: TenantShare = field(default_factory=TenantShare)
     due: deque[Sought] = field(default_factory=deque)  # to be promoted, some an event
     stalled: deque[Sought] = field(default_factory=deque)  # until promotions end

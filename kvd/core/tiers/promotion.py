@@ -225,7 +225,6 @@ def forget(state: State, copy: TierCopy) -> None:
     """The copy has ended: its pins go."""
     (part,) = copy.parts
     del state.below.copies[copy.copy]
-    state.below.reading.pop(copy, None)
     slot_lifecycle.unpin(state, part.size_class, part.pinned)
     state.namespaces[part.size_class.namespace].copies_below -= 1
     state.count_in_flight(part.scope, -1)
@@ -237,8 +236,7 @@ def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
     assert sought is not None, "a read is for somebody"
     (part,) = copy.parts
     owner = part.size_class
-    state.below.promoting.count(owner.tenant.tenant, -copy.nbytes)
-    _wake_some(state.below)
+    _give_back_share(state, copy)
     cleared = namespaces.is_cleared(state, owner.namespace, part.scope)
     good = part.slots[done] if not (copy.failed or cleared) else part.slots[:0]
     bad = part.slots[~done] if not cleared else part.slots
@@ -257,6 +255,14 @@ def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
         _note(state, copy, done)
     state.released.extend(copy.end_waits(done=len(good) == len(part.slots)))
     _tell_seeker(state, sought, tags, np.isin(part.slots, good))
+
+
+def _give_back_share(state: State, copy: TierCopy) -> None:
+    """Others may bring up as much instead; once for each read."""
+    if state.below.reading.pop(copy, copy) is None:
+        (part,) = copy.parts
+        state.below.promoting.count(part.size_class.tenant.tenant, -copy.nbytes)
+        _wake_some(state.below)
 
 
 def _wake_some(below: Below) -> None:
@@ -281,7 +287,6 @@ def fail(state: State, copy: TierCopy) -> None:
     if copy.failed or copy.kind is not CopyKind.READ:
         return
     copy.failed = True
-    state.below.reading.pop(copy, None)
     (part,) = copy.parts
     hand_off.blocks_lost(state, part.size_class, part.slots)
     slot_lifecycle.quarantine_reserved(state, part.size_class, part.slots)
@@ -291,8 +296,9 @@ def fail(state: State, copy: TierCopy) -> None:
 def give_up_late(turn: Turn) -> None:
     """Have nobody wait for reads that should have ended long ago.
 
-    A process that waits for a disk can't be ended, and its slots can't be used; but their blocks
-    may be stored into others.
+    A process that waits for a disk can't be ended, and its slots can't be used. But their blocks
+    may be stored into others, and other tiers may bring up theirs: this one is given no more, for
+    its process was told to end.
     """
     state, reading = turn.state, turn.state.below.reading
     for _ in range(LATE_AT_ONCE):
@@ -300,3 +306,4 @@ def give_up_late(turn: Turn) -> None:
         if copy is None or copy.until_ns + GIVEN_UP_NS > turn.now_ns:
             break
         fail(state, copy)
+        _give_back_share(state, copy)
