@@ -29,6 +29,7 @@ class DaemonProcess:
         self.environment: dict[str, str] = {}
         self.python = sys.executable
         self.module = "kvd"
+        self.behind: tuple[str, ...] = ()  # a command that runs it, as on another host
         self.own_session = False  # as a service has one: Linux may share processors out by it
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -50,7 +51,7 @@ class DaemonProcess:
         flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [self.python, "-m", self.module, "serve", *flags, *self.more_flags],
+                [*self.behind, self.python, "-m", self.module, "serve", *flags, *self.more_flags],
                 env=os.environ | self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -35,29 +35,31 @@ class MooncakeCluster:
     node_bytes: int = 1 << 30
     dead_s: int = 10
     lease_ms: int = 10_000
+    host: str = HOST  # where all of them listen
     master: subprocess.Popen[bytes] | None = None
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def address(self) -> str:
         """What the option `master` of a tier is to say."""
-        return f"{HOST}:{self.rpc_port}"
+        return f"{self.host}:{self.rpc_port}"
 
     def start_master(self) -> subprocess.Popen[bytes]:
         """Returns when it answers. ClusterError where it does not."""
         for port in (self.rpc_port, self.metrics_port):
-            if _answers(port):  # two masters would share it, and each know half of the blocks
+            # Two masters would share it, and each know half of the blocks.
+            if _answers(self.host, port):
                 raise ClusterError(f"port {port} is taken; another can be named")
         self.master = self._start(
             "mooncake_master",
-            f"--rpc_address={HOST}",
+            f"--rpc_address={self.host}",
             f"--rpc_port={self.rpc_port}",
-            f"--metrics_host={HOST}",
+            f"--metrics_host={self.host}",
             f"--metrics_port={self.metrics_port}",
             f"--client_ttl={self.dead_s}",
             f"--default_kv_lease_ttl={self.lease_ms}",
         )
-        self._wait_for(self.master, lambda: _answers(self.rpc_port), "the master")
+        self._wait_for(self.master, lambda: _answers(self.host, self.rpc_port), "the master")
         return self.master
 
     def start_node(self) -> subprocess.Popen[bytes]:
@@ -65,7 +67,7 @@ class MooncakeCluster:
         before = self.capacity_bytes()
         node = self._start(
             "mooncake_client",
-            f"--host={HOST}",
+            f"--host={self.host}",
             f"--port={free_port()}",
             f"--global_segment_size={self.node_bytes // (1 << 20)} MB",
             f"--master_server_address={self.address}",
@@ -82,7 +84,7 @@ class MooncakeCluster:
 
     def figure(self, name: str) -> int:
         """One of the master's figures; 0 where it does not answer."""
-        url = f"http://{HOST}:{self.metrics_port}/metrics"
+        url = f"http://{self.host}:{self.metrics_port}/metrics"
         try:
             with urllib.request.urlopen(url, timeout=2) as answer:
                 lines = answer.read().decode().splitlines()
@@ -143,7 +145,7 @@ def free_port() -> int:
     return port
 
 
-def _answers(port: int) -> bool:
+def _answers(host: str, port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1)
-        return probe.connect_ex((HOST, port)) == 0
+        return probe.connect_ex((host, port)) == 0

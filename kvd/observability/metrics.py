@@ -66,7 +66,7 @@ _COUNTERS = (
     ("kvd_handed_off_blocks", "Blocks left for another engine and held for it.", "handed_off"),
     (
         "kvd_hand_off_taken_blocks",
-        "Handed-off blocks that another engine loaded.",
+        "Handed-off blocks that another engine loaded, or a tier that nodes share has taken.",
         "hand_off_taken",
     ),
     ("kvd_hand_off_expired_blocks", "Handed-off blocks nobody took in time.", "hand_off_expired"),

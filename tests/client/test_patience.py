@@ -72,6 +72,12 @@ def test_a_lookup_is_waited_for_as_long_as_computing_would_take(
     assert waited(slow_daemon(token_s)) == pytest.approx(seconds, abs=0.03)
 
 
+def test_what_a_page_hides_is_waited_for_by_half() -> None:
+    rig = slow_daemon(0.01)
+    rig.daemon.page_hides_some = True
+    assert waited(rig) == pytest.approx((SHOWN + TOKENS / 2) * 0.01, abs=0.03)
+
+
 def test_the_most_and_the_least_can_be_chosen() -> None:
     assert waited(slow_daemon(5.0, patience_s=2.0)) == pytest.approx(2.0, abs=0.03)
     assert waited(slow_daemon(1e-6, lookup_give_up_s=0.4)) == pytest.approx(0.4, abs=0.03)

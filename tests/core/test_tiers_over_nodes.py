@@ -50,6 +50,37 @@ def test_what_is_handed_off_is_written_where_nodes_share_whatever_the_rule() -> 
     assert not on.writes  # it has them
 
 
+def held(on: Stage) -> int:
+    """Blocks that hand-offs hold here."""
+    return len(on.bench.machine.state.handed_off)
+
+
+def test_what_nodes_share_is_held_here_no_longer() -> None:
+    on = stage(LATER)
+    on.store(1, 2, 3)
+    hand_off(on, 1, 2, 3)
+    assert held(on) == 3
+    on.write(failing=(2,))
+    assert held(on) == 1  # until it is loaded here, or the deadline
+    hand_off(on, 1, 2, 3)
+    assert held(on) == 1
+    assert numbers_of(on.writes[0].keys) == [2]
+    hand_off(on, 2)  # it is on its way there
+    assert held(on) == 1
+    on.write()
+    assert held(on) == 0
+    counters = on.bench.machine.state.counters
+    assert (counters.handed_off, counters.hand_off_taken) == (5, 5)
+
+
+def test_what_only_this_node_has_below_is_held() -> None:
+    on = stage(DISK)
+    on.store(1, 2)
+    on.write()
+    hand_off(on, 1, 2)
+    assert held(on) == 2
+
+
 def test_what_is_still_being_stored_follows_and_what_fails_does_not() -> None:
     on = stage(LATER)
     stored, failing = on.bench.store((1, 2)), on.bench.store((3, 4))

@@ -157,10 +157,17 @@ class ProbeEngine:
         self._engine.start_load(request, found * TOKENS, table, hold)
         return {}
 
-    def load(self, prefix: str, count: int, first_block: int = 0) -> dict[str, Any]:
-        """Load what there is of a prompt and check every byte of it."""
+    def load(
+        self, prefix: str, count: int, first_block: int = 0, awaits: bool = False
+    ) -> dict[str, Any]:
+        """Load what there is of a prompt and check every byte of it.
+
+        With `awaits` another engine prefills it, which may not be done.
+        """
         request = f"load {prefix} {self._dice.random()}"
-        found = self.match(request, prefix, count)["found"]
+        remote = {"do_remote_prefill": True} if awaits else {}
+        self._engine.arrive(request, prefix, count, kv_transfer_params=remote)
+        found = self.match_again(request)["found"]
         loaded = 0
         if found:
             self.start_load(request, found, first_block)
@@ -273,6 +280,7 @@ class ProbeEngine:
         engine.step_until_idle()
         # The answer to a lookup comes behind the step that it followed.
         self.match(f"after {request}", prefix, count)
+        self.finish(f"after {request}")
         return {"loaded": loaded}
 
     def close(self) -> dict[str, Any]:

@@ -29,8 +29,10 @@ def server_binary() -> str | None:
 class ValkeyServer:
     """One server. What it keeps is in memory alone, but for its part in the cluster."""
 
-    def __init__(self, place: Path, *options: str, in_cluster: bool) -> None:
-        self.place = place
+    def __init__(
+        self, place: Path, *options: str, in_cluster: bool, host: str = "127.0.0.1"
+    ) -> None:
+        self.place, self.host = place, host
         self.port, self.bus = free_ports(2)
         self._options = list(options)
         if in_cluster:
@@ -41,16 +43,16 @@ class ValkeyServer:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def start(self, *options: str) -> None:
         """Begin, or begin again, with nothing but a file that it was told to write."""
         binary = server_binary()
         assert binary is not None, "no server is here"
         self.place.mkdir(parents=True, exist_ok=True)
-        command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        command = [binary, "--port", str(self.port), "--bind", self.host, "--save", ""]
         command += ["--dir", str(self.place), "--logfile", str(self.place / "log")]
-        command += ["--enable-debug-command", "local"]
+        command += ["--enable-debug-command", "local", "--protected-mode", "no"]
         self.process = subprocess.Popen([*command, *self._options, *options])
 
     def wait(self, *login: str) -> None:
@@ -59,7 +61,7 @@ class ValkeyServer:
 
     def call(self, *words: object, login: Sequence[str] = ()) -> str:
         """One short command, and the answer as it came."""
-        with socket.create_connection(("127.0.0.1", self.port), WAIT_S) as line:
+        with socket.create_connection((self.host, self.port), WAIT_S) as line:
             if login:
                 line.sendall(_command(("AUTH", *login)))
                 line.recv(1 << 16)
@@ -85,9 +87,10 @@ class ValkeyServer:
 class ValkeyCluster:
     """Some servers that have the cluster's slots among them."""
 
-    def __init__(self, place: Path, count: int, *options: str) -> None:
+    def __init__(self, place: Path, count: int, *options: str, host: str = "127.0.0.1") -> None:
         self.servers = [
-            ValkeyServer(place / str(number), *options, in_cluster=True) for number in range(count)
+            ValkeyServer(place / str(number), *options, in_cluster=True, host=host)
+            for number in range(count)
         ]
         try:
             self._form()
@@ -105,7 +108,7 @@ class ValkeyCluster:
             server.call("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         first = self.servers[0]
         for server in self.servers[1:]:
-            server.call("CLUSTER", "MEET", "127.0.0.1", first.port, first.bus)
+            server.call("CLUSTER", "MEET", first.host, first.port, first.bus)
         self.wait()
 
     @property

@@ -4,6 +4,7 @@ A hand-off claims blocks as a lease does and counts towards the same cap, but it
 session: the engine that left the blocks may be gone. A load of a block in any other session
 takes it over and ends one hand-off's claim on it, that of the nearest deadline; so a prefix that
 two requests handed off stays until it was loaded twice. What nobody takes goes at the deadline.
+What a store that nodes share has taken is held no longer: whoever goes on with it finds it there.
 
 A block whose store still runs is claimed as well, and left out if that store fails. Hand-offs
 are not in the pool's files: a daemon that starts again has the blocks, but holds none of them.
@@ -110,15 +111,25 @@ def _nearest(holders: list[HandOff], session: SessionId) -> HandOff | None:
 
 def blocks_lost(state: State, owner: SizeClass, slots: Slots) -> None:
     """These blocks will not be readable, or no longer: no hand-off waits for them."""
+    state.counters.hand_off_unheld += _let_all_go(state, owner, slots)
+
+
+def shared(state: State, owner: SizeClass, slots: Slots) -> None:
+    """These blocks are in a store that nodes share: no hand-off has to hold them here."""
+    state.counters.hand_off_taken += _let_all_go(state, owner, slots)
+
+
+def _let_all_go(state: State, owner: SizeClass, slots: Slots) -> int:
+    """Every hand-off gives up its claim on these; how many claims those were."""
     if not state.handed_off:
-        return
-    lost: dict[int, tuple[HandOff, list[int]]] = {}
+        return 0
+    held: dict[int, tuple[HandOff, list[int]]] = {}
     for slot in slots.tolist():
         for holder in state.handed_off.get(slot, ()):
-            lost.setdefault(id(holder), (holder, []))[1].append(slot)
-    for found, places in lost.values():
-        state.counters.hand_off_unheld += len(places)
+            held.setdefault(id(holder), (holder, []))[1].append(slot)
+    for found, places in held.values():
         _let_go(state, found, owner, np.array(places, dtype=np.int64))
+    return sum(len(places) for _, places in held.values())
 
 
 def expire(turn: Turn) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvd.core.actions import WriteToTier
 from kvd.core.blocks import namespaces, slot_lifecycle
-from kvd.core.claims import damage
+from kvd.core.claims import damage, hand_off
 from kvd.core.keys import ScopeName, Slots
 from kvd.core.model.job import Part
 from kvd.core.model.size_class import SizeClass
@@ -55,11 +55,15 @@ def stored(turn: Turn, owner: SizeClass, slots: Slots) -> None:
 def handed_off(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """Another engine shall go on with these blocks, and it may be on another node.
 
-    So they are written where nodes share, whatever the tier's rule is. Those that are still being
-    stored follow when they are (`stored`).
+    So they are written where nodes share, whatever the tier's rule is, and held until they are
+    there. Those that are still being stored follow when they are (`stored`).
     """
+    table = turn.state.slots
     for tier in turn.state.below.tiers:
         if tier.terms.reach is Reach.CLUSTER:
+            known = (table.state[slots] == SlotState.READY) & (table.below[slots] & tier.bit != 0)
+            is_idle = table.pins[slots] == table.leases[slots]  # it is not on its way there
+            hand_off.shared(turn.state, owner, slots[known & is_idle])
             _write_soon(turn, tier, owner, slots)
 
 
@@ -178,6 +182,8 @@ def ended(
     scope = state.scopes.get(part.scope)  # none: cleared, and forgotten since
     if count and scope and not namespaces.is_cleared(state, scope.namespace, scope.scope):
         residence.written(turn, tier, scope, part.slots[done])
+        if tier.terms.reach is Reach.CLUSTER:
+            hand_off.shared(state, part.size_class, part.slots[done])
     failed = part.slots[~done]
     state.slots.below[failed] &= ~np.uint8(tier.bit)
     if damaged is not None and damaged.any():

@@ -316,7 +316,7 @@ class LookupQueue:
         return waited_s >= min(seconds, self._options.patience_s)
 
     def _at_stake_s(self) -> float:
-        """What computing would take that the page shows of all who wait, within `patience_s`.
+        """What computing would take of what all who wait may be told, within `patience_s`.
 
         Of all together: the daemon answers them together, and the engine would compute them one
         after the other.
@@ -328,7 +328,7 @@ class LookupQueue:
                 lookup = asker.lookup
                 if lookup.state is LookupState.ASKED or lookup.alone:
                     if lookup.worth_tokens is None:
-                        lookup.worth_tokens = self._shown_tokens(asker)
+                        lookup.worth_tokens = self._worth_tokens(asker)
                     tokens += lookup.worth_tokens
             seconds = self.pace.seconds_for(tokens)
             if seconds is None:
@@ -336,12 +336,18 @@ class LookupQueue:
             self._stake_s = min(seconds, self._options.patience_s)
         return self._stake_s
 
-    def _shown_tokens(self, request: Request) -> int:
+    def _worth_tokens(self, request: Request) -> int:
+        """Those that the page shows; where it hides what tiers hold, half of the others too."""
         session = self._connection.session
         if session is None:
             return 0
         present, cap = self._present(request, session), self._cap_tokens(request, 0)
-        return self._longest_hit(present, request.computed_tokens, cap) - request.computed_tokens
+        computed = request.computed_tokens
+        shown = self._longest_hit(present, computed, cap) - computed
+        if not session.page_hides_some:
+            return shown
+        hoped = self._longest_hit([np.ones_like(row) for row in present], computed, cap) - computed
+        return shown + (hoped - shown) // 2
 
     def _take(self, request: Request) -> bool:
         lookup = request.lookup
