@@ -158,7 +158,7 @@ def valkey(place: Path, blocks: int, pool: ThreadPoolExecutor) -> Index:
     server = ValkeyServer(place, in_cluster=False)
     try:
         server.wait()
-        store = ValkeyStore({"addresses": [server.address], "cluster": False})
+        store = ValkeyStore({"addresses": [server.address]})
 
         def memory() -> int:
             info = server.call("INFO", "memory")
