@@ -5,11 +5,20 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
+
+from kvd.tiers.store import TierError, TierReason
 
 log = logging.getLogger(__name__)
 
 Work = Callable[[], None]
+
+
+def require_time(deadline: float) -> None:
+    """TierError where the deadline has passed."""
+    if time.monotonic() >= deadline:
+        raise TierError("the deadline passed", TierReason.TIMEOUT)
 
 
 class _Count:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvd.tiers.gang import Gang
+from kvd.tiers.gang import Gang, require_time
 from kvd.tiers.s3.bucket import REMOVED_AT_ONCE, Bucket
 from kvd.tiers.s3.options import S3Options
 from kvd.tiers.sealing import wipe
@@ -133,7 +133,7 @@ class S3Store:
         while left:
             left = False
             for names in self._bucket.names(below):
-                _require_time(deadline)
+                require_time(deadline)
                 mine = [n for n in names if any(self._bucket.is_of(n, s) for s in scopes)]
                 if mine:
                     left = True
@@ -151,7 +151,7 @@ class S3Store:
 
         def one(number: int) -> None:
             try:
-                _require_time(deadline)
+                require_time(deadline)
                 found[number] = call(given[number])
             except TierError as error:
                 # Without its frames: views of lent memory hang on them.
@@ -174,11 +174,6 @@ class S3Store:
             with self._lock:
                 self._errors[TierReason.TIMEOUT] += 1
             raise TierTimeout("the deadline had passed before the call began")
-
-
-def _require_time(deadline: float) -> None:
-    if time.monotonic() >= deadline:
-        raise TierError("the deadline passed", TierReason.TIMEOUT)
 
 
 def _outcome(found: object) -> Outcome:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvd.tiers.gang import Gang
+from kvd.tiers.gang import Gang, require_time
 from kvd.tiers.sealing import (
     has_lengths_of,
     lengths_in,
@@ -23,7 +23,7 @@ from kvd.tiers.sealing import (
 )
 from kvd.tiers.store import Outcome, TierBlock, TierError, TierReason
 from kvd.tiers.valkey.names import BlockShape, NameBook
-from kvd.tiers.valkey.servers import Command, Servers, require_time
+from kvd.tiers.valkey.servers import Command, Servers
 
 UNIT_BYTES = 1 << 20  # one piece may have more
 UNIT_NAMES = 512  # of small ones

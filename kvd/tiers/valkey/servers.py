@@ -31,6 +31,7 @@ from glide_sync import (
     TlsAdvancedConfiguration,
 )
 
+from kvd.tiers.gang import require_time
 from kvd.tiers.options import content_of, secret_of
 from kvd.tiers.store import TierError, TierReason, TierTimeout, TierUnusable
 from kvd.tiers.valkey.names import SLOTS
@@ -382,12 +383,6 @@ def _add(batch: Any, command: Command) -> None:
             batch.get(name)
         case _:
             batch.custom_command(command)
-
-
-def require_time(deadline: float) -> None:
-    """TierError where the deadline has passed."""
-    if time.monotonic() >= deadline:
-        raise TierError("the deadline passed", TierReason.TIMEOUT)
 
 
 def _copy(value: bytes | None, buffer: memoryview) -> int | None:

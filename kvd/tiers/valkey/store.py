@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from kvd.tiers.gang import Gang
+from kvd.tiers.gang import Gang, require_time
 from kvd.tiers.sealing import lengths_in, record_bytes
 from kvd.tiers.store import (
     Outcome,
@@ -26,7 +26,7 @@ from kvd.tiers.store import (
 from kvd.tiers.valkey.moves import Move, Moves
 from kvd.tiers.valkey.names import NameBook, slot_of
 from kvd.tiers.valkey.options import ValkeyOptions
-from kvd.tiers.valkey.servers import Command, Servers, require_time
+from kvd.tiers.valkey.servers import Command, Servers
 
 CALLS_AT_ONCE = 4
 NAMES_AT_ONCE = 1024  # that one command asks for or removes
