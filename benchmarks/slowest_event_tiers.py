@@ -25,6 +25,9 @@ def drive_tiers(rig: Rig, session: keys.SessionId) -> None:
         seek(rig, session, mode)
     name = keys.ScopeName(rig.driver.sessions[session].namespace, "", "", 0, 0)
     rig.call(events.TierForgot(TIER, name, rig.fresh_keys(FORGOTTEN)), f"{FORGOTTEN} keys")
+    rig.call(events.TierDoubted(TIER), "all that it holds")
+    while rig.machine.has_work():
+        rig.call(events.WorkContinued())
     context = events.RequestContext(keys.RequestId("lost"))
     for number in range(SEARCHES):
         first = number * PIECE_KEYS

@@ -422,13 +422,15 @@ class TierGone:
 class TierAnswered:
     """Which of the blocks that the tier was asked for it holds, in their order.
 
-    `refused`: none, since its process took no further question.
+    `refused`: none, since its process took no further question. `failed`: it did not say, or too
+    late, so that nothing is known of them.
     """
 
     tier: TierId
     search: SearchId
     held: npt.NDArray[np.bool_]
     refused: bool = False
+    failed: bool = False
 
 
 def _none_of_them() -> npt.NDArray[np.bool_]:
@@ -440,8 +442,9 @@ class TierCopyEnded:
     """A copy of the tier has ended: none of its bytes is written or read any more.
 
     `done`: of which blocks it has done all, in their order. `damaged`, of a write: which of them
-    have other bytes in their slots than were stored; empty where none has. `refused`: none is done,
-    since the tier's process took no further copy.
+    have other bytes in their slots than were stored; empty where none has. `missing`, of a read:
+    which of them the tier lacks; empty where that is not known. `refused`: none is done, since the
+    tier's process took no further copy.
     """
 
     tier: TierId
@@ -449,15 +452,23 @@ class TierCopyEnded:
     done: npt.NDArray[np.bool_]
     damaged: npt.NDArray[np.bool_] = field(default_factory=_none_of_them)
     refused: bool = False
+    missing: npt.NDArray[np.bool_] = field(default_factory=_none_of_them)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TierForgot:
-    """The tier holds these blocks no longer."""
+    """The tier holds these blocks no longer: they left by themselves."""
 
     tier: TierId
     name: ScopeName
     keys: KeyBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TierDoubted:
+    """Of all that the tier was known to hold some is gone, and nobody can say which."""
+
+    tier: TierId
 
 
 @dataclass(frozen=True, slots=True)
@@ -500,5 +511,6 @@ Event = (
     | TierAnswered
     | TierCopyEnded
     | TierForgot
+    | TierDoubted
     | TierCleared
 )

@@ -248,6 +248,7 @@ def _apply(turn: Turn, event: ev.Event) -> None:
             | ev.TierAnswered()
             | ev.TierCopyEnded()
             | ev.TierForgot()
+            | ev.TierDoubted()
             | ev.TierCleared()
         ):
             service.handle(turn, event)

@@ -155,6 +155,7 @@ _TIER_COUNTERS = (
     ("kvd_tier_blocks_given_up", "Blocks held, without room for them in time.", "unpromoted"),
     ("kvd_tier_blocks_too_slow", "Blocks not asked for: too late by its pace.", "too_slow"),
     ("kvd_tier_blocks_refused", "Blocks not asked for: its process took no more.", "refused"),
+    ("kvd_tier_blocks_unanswered", "Blocks asked for: it did not say in time.", "unanswered"),
     ("kvd_tier_blocks_written", "Blocks written to a tier.", "written"),
     ("kvd_tier_bytes_written", "Bytes of those.", "written_bytes"),
     ("kvd_tier_blocks_unwritten", "Blocks that a tier could not write.", "failed_writes"),

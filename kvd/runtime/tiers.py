@@ -269,10 +269,12 @@ class Tiers:
         if process is None or not process.unmap_row(order.row, extents):
             self._report(ev.RowUnmapped(order.mover, order.row))
 
-    def _tell_none(self, order: Asked, *, refused: bool = False) -> None:
+    def _tell_none(self, order: Asked, *, refused: bool) -> None:
+        """Nothing came of it, and nothing was learned of its blocks."""
         nothing = np.zeros(len(order.keys), dtype=np.bool_)
         if isinstance(order, act.AskTier):
-            self._report(ev.TierAnswered(order.tier, order.search, nothing, refused))
+            failed = not refused
+            self._report(ev.TierAnswered(order.tier, order.search, nothing, refused, failed))
         else:
             self._report(ev.TierCopyEnded(order.tier, order.copy, nothing, refused=refused))
 
@@ -294,7 +296,7 @@ class Tiers:
         if isinstance(order, Deletion):
             self._deletion_ended(tier, order, answer)
         elif answer.end is not OrderEnd.ANSWERED:
-            self._tell_none(order)
+            self._tell_none(order, refused=False)
         elif isinstance(order, act.AskTier):
             self._report(ev.TierAnswered(tier, order.search, _is(answer, 1)))
         else:
@@ -302,7 +304,8 @@ class Tiers:
             damaged = _is(answer, Outcome.DAMAGED)
             if damaged.any():
                 damage.log_damage(self._pool, order.slots[damaged], order.name.namespace)
-            self._report(ev.TierCopyEnded(tier, order.copy, _is(answer, Outcome.DONE), damaged))
+            done, missing = _is(answer, Outcome.DONE), _is(answer, Outcome.MISSING)
+            self._report(ev.TierCopyEnded(tier, order.copy, done, damaged, missing=missing))
 
     def _note_sums(self, order: act.WriteToTier | act.ReadFromTier, answer: TierAnswer) -> None:
         """What came from a tier is compared with these when it is loaded."""

@@ -7,9 +7,11 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.keys import NamespaceId, TierId
+from kvd.core.keys import KeyBatch, NamespaceId, ScopeName, TierId
+from kvd.core.model.marks import TagMarks
+from kvd.core.tiers import residence
 from tests.core.bench import MS, SECOND, keys, numbers_of, only
-from tests.core.test_tiers import DISK, FAR, Stage, stage
+from tests.core.test_tiers import DISK, FAR, ROW, Stage, stage
 
 NAMESPACE = NamespaceId(1)
 KNOWN = (1, 2, 3, 4)
@@ -159,3 +161,150 @@ def test_a_late_answer_after_the_deadline_is_told_all_the_same() -> None:
     on.tick(SECOND + MS)
     on.answer()
     assert told(on) == set()
+
+
+def test_no_answer_is_not_told_as_absence() -> None:
+    on = stage()
+    on.bring_down(1)
+    on.look(1)
+    (asked,) = on.asked
+    nothing = np.zeros(1, dtype=np.bool_)
+    on.feed(ev.TierAnswered(asked.tier, asked.search, nothing, failed=True))
+    assert told(on) == {1}
+    assert on.look(1) == "M", "nobody waits for it any more"
+    assert (on.counters().unanswered, on.counters().misses) == (1, 0)
+
+
+def test_an_answer_of_another_length_is_not_told_as_absence() -> None:
+    on = stage()
+    on.bring_down(1, 2)
+    on.look(1, 2)
+    (asked,) = on.asked
+    on.feed(ev.TierAnswered(asked.tier, asked.search, np.zeros(1, dtype=np.bool_)))
+    assert told(on) == {1, 2}
+
+
+def begin_to_read(on: Stage, *numbers: int) -> act.ReadFromTier:
+    on.look(*numbers)
+    on.answer()
+    on.step()
+    (read,) = on.reads
+    return read
+
+
+def test_what_is_missing_when_it_is_read_is_told_as_gone() -> None:
+    on = stage(FAR)
+    on.bring_down(1, 2)
+    read = begin_to_read(on, 1, 2)
+    done, missing = np.array([True, False]), np.array([False, True])
+    on.feed(ev.TierCopyEnded(read.tier, read.copy, done, missing=missing))
+    assert told(on) == {1}
+
+
+def test_what_could_not_be_read_is_not_told_as_gone() -> None:
+    on = stage(FAR)
+    on.bring_down(1, 2)
+    read = begin_to_read(on, 1, 2)
+    on.feed(ev.TierCopyEnded(read.tier, read.copy, np.zeros(2, dtype=np.bool_)))
+    assert told(on) == {1, 2}
+
+
+def name_of(on: Stage, number: int) -> ScopeName:
+    return next(held[0] for held in on.held[0] if held[1] == number)
+
+
+def test_what_has_left_is_written_again_before_host_memory_gives_it_up() -> None:
+    on = stage()
+    on.store(1, 2)
+    on.write()
+    on.feed(ev.TierForgot(TierId(0), name_of(on, 1), keys(1)))
+    on.store(1, 2)
+    assert [numbers_of(order.keys) for order in on.writes] == [[1]]
+
+
+def test_what_left_before_it_was_written_once_more_is_known_to_be_there() -> None:
+    on = stage()
+    on.store(1)
+    on.write()
+    on.feed(ev.TierForgot(TierId(0), name_of(on, 1), keys(1)))
+    on.store(1)
+    on.feed(ev.TierForgot(TierId(0), name_of(on, 1), keys(1)))  # said once too often
+    on.write()
+    assert told(on) == {1}
+    on.store(1)
+    assert not on.writes, "written though it is there"
+
+
+def test_nobody_is_told_that_unknown_blocks_have_left() -> None:
+    on = stage()
+    on.store(1)
+    on.write()
+    name = name_of(on, 1)
+    wrong = (
+        name._replace(namespace=NamespaceId(99)),
+        name._replace(generation=name.generation + 1),
+        name._replace(account="nobody"),
+        name._replace(epoch="never", group=0),
+    )
+    for each in wrong:
+        assert not on.feed(ev.TierForgot(TierId(0), each, keys(1)))
+    assert not on.feed(ev.TierForgot(TierId(0), name, keys(*range(2000, 2100))))
+    short = KeyBatch.from_bytes(b"12345" * 3, 5)
+    assert not on.feed(ev.TierForgot(TierId(0), name, short))
+    assert told(on) == {1}
+
+
+def test_a_block_that_is_named_twice_in_one_word_is_told_once() -> None:
+    on = stage()
+    on.store(1)
+    on.write()
+    actions = on.feed(ev.TierForgot(TierId(0), name_of(on, 1), keys(1, 1, 1)))
+    (removed,) = only(actions, act.AnnounceRemoved)
+    assert numbers_of(removed.keys) == [1]
+
+
+@pytest.mark.parametrize("word", [ev.TierGone, ev.TierDoubted])
+def test_what_a_tier_may_have_lost_is_offered_to_it_again(
+    word: type[ev.TierGone | ev.TierDoubted],
+) -> None:
+    on = stage()
+    on.store(1, 2)
+    on.write()
+    actions = on.feed(word(TierId(0)))
+    assert [each.tier for each in only(actions, act.AnnounceTierLost)] == [0]
+    on.take(on.bench.work_off())
+    if word is ev.TierGone:
+        on.start(0)
+    assert told(on) == set()
+    on.store(1, 2)
+    assert [numbers_of(order.keys) for order in on.writes] == [[1, 2]]
+    on.write()
+    assert told(on) == {1, 2}
+
+
+def test_doubt_goes_over_rows_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residence, "DOUBTED_ROWS_AT_ONCE", 1)
+    on = stage()
+    on.store(*range(1, 1 + 3 * ROW))
+    on.write()
+    state = on.bench.machine.state
+    bits = []
+    on.feed(ev.TierDoubted(TierId(0)))
+    for _ in range(len(state.rows)):
+        bits.append(int(state.slots.below[: 4 * ROW].sum()))
+        on.feed(ev.WorkContinued())
+    assert bits == sorted(set(bits), reverse=True), "each piece takes some"
+    assert not state.slots.below[: 4 * ROW].any()
+    assert not on.bench.machine.has_work()
+
+
+def test_many_blocks_are_told_of_one_by_one() -> None:
+    """Few of a million share a mark."""
+    marks = TagMarks()
+    tags = np.random.default_rng(1).integers(0, 1 << 63, 1 << 20).astype(np.uint64)
+    marks.set(tags[::2])
+    assert marks.has(tags[::2]).all()
+    assert marks.has(tags[1::2]).mean() < 0.01
+    marks.clear(tags[::4])
+    assert not marks.has(tags[::4]).any()
+    assert marks.has(tags[2::4]).mean() > 0.99

@@ -102,7 +102,10 @@ class TierRules(MachineRules):
         self.feed(ev.TierGone(TierId(pick)))
 
     @precondition(lambda self: self.asked)
-    @rule(pick=st.integers(0, 20), lies=st.sampled_from(["", "", "", "all", "short", "refused"]))
+    @rule(
+        pick=st.integers(0, 20),
+        lies=st.sampled_from(["", "", "", "all", "short", "refused", "failed"]),
+    )
     def tier_answers(self, pick: int, lies: str) -> None:
         order = self.asked.pop(pick % len(self.asked))
         there = self.held_below[order.tier]
@@ -112,7 +115,8 @@ class TierRules(MachineRules):
         refused = lies == "refused"
         held &= not refused
         held = held[: -1 if lies == "short" else None]
-        self.feed(ev.TierAnswered(order.tier, order.search, held, refused))
+        failed = lies == "failed"
+        self.feed(ev.TierAnswered(order.tier, order.search, held, refused, failed))
 
     @precondition(lambda self: self.copies)
     @rule(pick=st.integers(0, 20), failing=st.integers(0, 7), short=st.booleans())
@@ -138,7 +142,8 @@ class TierRules(MachineRules):
         damaged = np.zeros(len(done), dtype=np.bool_)
         if isinstance(order, act.WriteToTier) and failing == 2 and not short:
             damaged = ~done
-        self.feed(ev.TierCopyEnded(order.tier, order.copy, done, damaged, refused))
+        missing = ~done if failing == 1 else done[:0]
+        self.feed(ev.TierCopyEnded(order.tier, order.copy, done, damaged, refused, missing))
 
     @precondition(lambda self: self.clears)
     @rule()
@@ -158,6 +163,11 @@ class TierRules(MachineRules):
         name = ScopeName(session.namespace, session.epoch, account, 0, below)
         self.held_below[pick] -= {self.named(name, number) for number in numbers}
         self.feed(ev.TierForgot(TierId(pick), name, keys(*numbers)))
+
+    @rule(pick=st.integers(0, 2))
+    def tier_is_in_doubt(self, pick: int) -> None:
+        if pick in self.serving:
+            self.feed(ev.TierDoubted(TierId(pick)))
 
     def end_all_copies(self) -> None:
         while self.copies:

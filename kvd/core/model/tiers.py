@@ -14,6 +14,7 @@ from kvd.core.keys import (
     CopyId,
     MoverId,
     RequestId,
+    RowId,
     ScopeName,
     SearchId,
     SessionId,
@@ -23,15 +24,14 @@ from kvd.core.keys import (
 from kvd.core.lifecycle import step
 from kvd.core.model.admission import ReuseFilter
 from kvd.core.model.job import Filling
+from kvd.core.model.marks import TagMarks
 from kvd.core.model.size_class import SizeClass
-from kvd.core.sparse import sparse_zeros
 
 NO_MOVER = MoverId(0)
 # Blocks that are sought below: some 250 bytes each. Beyond, they are misses.
 MAX_SOUGHT_BLOCKS = 32_768  # of one session
 MAX_TENANT_SOUGHT_BLOCKS = 131_072  # of all its sessions
 MAX_BEHIND_BLOCKS = 65_536  # of one tier, that are written when its copies end
-TOLD_MARKS = 1 << 22  # of each tier: what watchers were told that it holds; a byte each
 MAX_SEARCHES = 128  # of one request, in one group: a lookup that misses new blocks begins one
 
 
@@ -91,6 +91,7 @@ class TierCounters:
     dropped: int = 0  # not written, since too much was on its way
     too_slow: int = 0  # not asked for, or held and not read: it would have come too late
     refused: int = 0  # not asked for, or held and not read, since its process had too much to do
+    unanswered: int = 0  # asked for, and it did not say, or not in time
 
 
 @dataclass(slots=True, eq=False)
@@ -142,17 +143,11 @@ class Tier:
     behind_blocks: TenantShare = field(default_factory=TenantShare)
     pace: TierPace = field(default_factory=TierPace)
     counters: TierCounters = field(default_factory=TierCounters)
-    told: npt.NDArray[np.bool_] = field(init=False)  # marks, by tag
-    has_told: bool = False  # any mark is set, or was
+    told: TagMarks = field(default_factory=TagMarks)  # what watchers know that it holds
+    doubted: deque[RowId] = field(default_factory=deque)  # whose slots may have its bit in vain
 
     def __post_init__(self) -> None:
         self.reuse = ReuseFilter(self.terms.reuses, self.terms.tracker_blocks)
-        self.forget_told()
-
-    def forget_told(self) -> None:
-        """Watchers know of nothing that it holds."""
-        self.told = sparse_zeros(TOLD_MARKS, np.bool_)
-        self.has_told = False
 
     @property
     def is_serving(self) -> bool:
@@ -266,3 +261,8 @@ class Below:
     sought_of: dict[str, int] = field(default_factory=dict)  # blocks, by tenant
     next_search: int = 1
     next_copy: int = 1
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether slots may have a tier's bit in vain."""
+        return any(tier.doubted for tier in self.tiers)

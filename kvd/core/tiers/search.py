@@ -287,13 +287,15 @@ def answered(turn: Turn, event: TierAnswered) -> None:
     if search.sought.is_over:
         return
     asked = search.asked
-    if len(event.held) != len(asked):  # a tier of a site's own may say anything
+    held = event.held
+    failed = event.failed or len(held) != len(asked)  # a tier of a site's own may say anything
+    if failed or event.refused:
         held = np.zeros(len(asked), dtype=np.bool_)
-    else:
-        held = event.held
     there = asked[held]
     if event.refused:
         tier.counters.refused += len(asked)
+    elif failed:
+        tier.counters.unanswered += len(asked)
     else:
         _tell_watchers(turn, tier, search, there, asked[~held])
         tier.counters.hits += len(there)

@@ -6,26 +6,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.actions import ClearTier
-from kvd.core.blocks import namespaces
 from kvd.core.events import (
     TierAnswered,
     TierCleared,
     TierCopyEnded,
+    TierDoubted,
     TierForgot,
     TierGone,
     TierStarted,
 )
-from kvd.core.model.index import NOWHERE
 from kvd.core.model.state import Namespace
 from kvd.core.model.tiers import CopyKind, Tier, TierCopy, TierPace, TierState
 from kvd.core.model.turn import Turn
 from kvd.core.room import reclaim
 from kvd.core.tiers import pace, promotion, residence, search, writing
-from kvd_proto.tags import tags_of
 
 LOST_AT_ONCE = 4  # copies of a tier whose process has ended
 
-TierEvent = TierStarted | TierGone | TierAnswered | TierCopyEnded | TierForgot | TierCleared
+TierEvent = (
+    TierStarted | TierGone | TierAnswered | TierCopyEnded | TierForgot | TierDoubted | TierCleared
+)
 
 
 def handle(turn: Turn, event: TierEvent) -> None:
@@ -40,7 +40,9 @@ def handle(turn: Turn, event: TierEvent) -> None:
         case TierCopyEnded():
             _copy_ended(turn, event)
         case TierForgot():
-            _forgot(turn, event)
+            residence.left(turn, turn.state.below.tiers[event.tier], event.name, event.keys)
+        case TierDoubted():
+            residence.lost(turn, turn.state.below.tiers[event.tier])
         case TierCleared():
             turn.state.below.tiers[event.tier].clearing.pop(event.fingerprint, None)
 
@@ -84,6 +86,8 @@ def _copy_ended(turn: Turn, event: TierCopyEnded) -> None:
     (part,) = copy.parts
     if copy.kind is CopyKind.READ:
         _note_pace(turn, tier, copy, event)
+        if len(event.missing) == len(part.slots):
+            residence.not_read(turn, copy, part.slots[event.missing])
     done, damaged = event.done, event.damaged
     if len(done) != len(part.slots):  # a tier of a site's own may say anything
         done = np.zeros(len(part.slots), dtype=np.bool_)
@@ -109,22 +113,6 @@ def _end(
         promotion.ended(turn, copy, done)
     else:
         writing.ended(turn, copy, done, damaged)
-
-
-def _forgot(turn: Turn, event: TierForgot) -> None:
-    state, name = turn.state, event.name
-    scope = namespaces.find_named(state, name.scope)
-    tier = state.below.tiers[event.tier]
-    words = event.keys.words
-    namespace = state.namespaces.get(name.namespace)
-    if namespace is None:
-        return
-    seed = namespaces.scope_seed(state, namespace, name.epoch, name.account, name.group)
-    tags = tags_of(words, seed)
-    residence.lacking(turn, tier, name, words, tags)
-    if scope is not None:
-        slots = state.index.find(tags, words, scope.scope)
-        state.slots.below[slots[slots != NOWHERE]] &= ~np.uint8(tier.bit)
 
 
 def namespace_cleared(turn: Turn, namespace: Namespace) -> None:

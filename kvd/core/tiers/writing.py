@@ -179,6 +179,7 @@ def ended(
     tier.counters.written += count
     tier.counters.written_bytes += count * part.size_class.block_bytes
     tier.counters.failed_writes += len(done) - count
+    state.slots.below[part.slots[done]] |= tier.bit  # the tier may have lost it meanwhile
     scope = state.scopes.get(part.scope)  # none: cleared, and forgotten since
     if count and scope and not namespaces.is_cleared(state, scope.namespace, scope.scope):
         residence.written(turn, tier, scope, part.slots[done])

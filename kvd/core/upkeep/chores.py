@@ -8,7 +8,7 @@ from kvd.core.model import backlog
 from kvd.core.model.state import State
 from kvd.core.model.turn import Turn
 from kvd.core.room import eviction, expiry, reclaim
-from kvd.core.tiers import promotion, search, service
+from kvd.core.tiers import promotion, residence, search, service
 from kvd.core.upkeep import clear, session
 
 
@@ -17,7 +17,8 @@ def waiting(state: State) -> bool:
     expiring = state.expiring
     if state.backlog or state.released or expiring.sweep is not None or expiring.turn:
         return True
-    if state.below.due or state.below.lost or state.below.unanswered:
+    below = state.below
+    if below.due or below.lost or below.unanswered or below.in_doubt:
         return True
     return reclaim.first_filled(state) is not None
 
@@ -39,6 +40,7 @@ def go_on(turn: Turn) -> None:
         (bool(state.below.due), promotion.go_on),
         (bool(state.below.lost), service.end_some_lost),
         (bool(state.below.unanswered), search.ask_some_others),
+        (state.below.in_doubt, residence.forget_some_doubted),
     )
     for step in range(1, len(todo) + 1):
         place = (state.backlog.turn + step) % len(todo)
