@@ -38,6 +38,7 @@ CHORES = (
     "promotions",
     "copies of lost tiers",
     "searches of lost tiers",
+    "doubted rows of tiers",
 )
 
 HASH_BYTES = 32
