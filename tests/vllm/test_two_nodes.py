@@ -23,9 +23,7 @@ write = "demotion"
 deadline_seconds = 20.0
 options = {{ addresses = ["{address}"] }}
 """
-WHERE = (
-    "from tests.tiers.valkey_rig import server_binary; import glide_sync; print(server_binary())"
-)
+WHERE = "from tests.tiers.valkey_rig import server_binary; print(server_binary())"
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvd.tiers.gang import Gang, require_time
+from kvd.tiers.gang import Gang
 from kvd.tiers.sealing import (
     has_lengths_of,
     lengths_in,
@@ -22,8 +22,9 @@ from kvd.tiers.sealing import (
     wipe,
 )
 from kvd.tiers.store import Outcome, TierBlock, TierError, TierReason
+from kvd.tiers.valkey.line import Command
 from kvd.tiers.valkey.names import BlockShape, NameBook
-from kvd.tiers.valkey.servers import Command, Servers
+from kvd.tiers.valkey.servers import Servers
 
 UNIT_BYTES = 1 << 20  # one piece may have more
 UNIT_NAMES = 512  # of small ones
@@ -97,8 +98,7 @@ class Moves:
     def _look(self, group: Sequence[Move], deadline: float) -> None:
         home = group[0].home
         try:
-            require_time(deadline)
-            records = self._servers.values(home, [move.name for move in group])
+            records = self._servers.values(home, [move.name for move in group], deadline)
             alike: list[Move] = []
             for move, record in zip(group, records, strict=True):
                 if record is not None and has_lengths_of(record, move.block):
@@ -108,7 +108,7 @@ class Moves:
             if not alike:
                 return
             commands: list[Command] = [["EXISTS", *move.names[1:]] for move in alike]
-            answers = self._servers.run(home, commands, changes=False)
+            answers = self._servers.run(home, commands, deadline)
         except TierError as error:
             for move in group:
                 move.fail(error.reason)
@@ -156,10 +156,10 @@ class Moves:
         if not concerned:
             return
         try:
-            require_time(deadline)
             commands = [self._set(name, value) for _, name, value in pieces]
             commands += [self._set(move.name, move.record) for move in whole]
-            answers = self._servers.run(concerned[0].home, commands, changes=True)
+            home = concerned[0].home
+            answers = self._servers.run(home, commands, deadline, changes=True)
         except TierError as error:
             for move in concerned:
                 move.fail(error.reason)
@@ -198,7 +198,6 @@ class Moves:
             names.append(move.name + move.shape.suffixes[number])
             buffers.append(move.piece(number))
         try:
-            require_time(deadline)
             lengths = iter(self._servers.fill(unit[0][0].home, names, buffers, deadline))
         except TierError as error:
             for move, _ in unit:
@@ -245,8 +244,7 @@ class Moves:
 
     def _unlink(self, home: str, commands: list[Command], deadline: float) -> None:
         try:
-            require_time(deadline)
-            self._servers.run(home, commands, changes=False)
+            self._servers.run(home, commands, deadline)
         except TierError:
             pass  # it stays until the server makes room; nobody is served it
 

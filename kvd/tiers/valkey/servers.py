@@ -1,70 +1,55 @@
 """The servers of a Valkey tier: who has which slot, who answers, and the connections to them.
 
-Every thread that calls has a client of its own for each server: Valkey's client for clusters lets
-all wait for one that is frozen, and begins with none. What a server does not answer in time makes
-it *silent*: nothing more is sent to it until the thread that watches has had an answer. So a dead
-one costs one wait, not one a call, and the others go on. Slots that move are not followed; their
-blocks are misses until the move is known.
+Every thread that calls has a line of its own to each server. What a server does not answer in time
+makes it *silent*: nothing more is sent to it until the thread that watches has had an answer. So a
+dead one costs one wait, not one a call, and the others go on. Slots that move are not followed;
+their blocks are misses until the move is known.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
-from glide_shared.exceptions import ClosingError, ConfigurationError, GlideError
-from glide_shared.exceptions import ConnectionError as GlideConnectionError
-from glide_shared.exceptions import TimeoutError as GlideTimeoutError
-from glide_sync import (
-    AdvancedGlideClientConfiguration,
-    Batch,
-    GlideClient,
-    GlideClientConfiguration,
-    Logger,
-    LogLevel,
-    NodeAddress,
-    ServerCredentials,
-    TlsAdvancedConfiguration,
-)
-
-from kvd.tiers.gang import require_time
 from kvd.tiers.options import content_of, secret_of
 from kvd.tiers.store import TierError, TierReason, TierTimeout, TierUnusable
+from kvd.tiers.valkey.line import Answer, Command, Line, ServerRefusal
 from kvd.tiers.valkey.names import SLOTS
 from kvd.tiers.valkey.options import ValkeyOptions
 
 log = logging.getLogger(__name__)
 
 Home = str  # a server, as "host:port"
-Client = Any  # a GlideClient, whose calls are typed for what we never give it
-Command = list[Any]
-Answer = Any  # what came back of one command: a value, or a TierError
 NOBODY = ""
-COPIED_BYTES = 256 << 10  # values up to here are asked for in one go, and copied
 LOOK_SECONDS = 1.0  # between looks at the servers
-_T = TypeVar("_T")
-_REFUSED_LOGIN = ("NOAUTH", "WRONGPASS")
-_AWAY = ("CLUSTERDOWN", "MASTERDOWN", "Connection refused", "timed out", "IoError")
-_MOVED = ("Moved", "MOVED", "Ask:", "ASK ", "TRYAGAIN")
+MAX_DOUBTS = 64  # lines on which writes were given up that may still happen
+_ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN", "READONLY"}  # a slot has moved, or is about to
+_REFUSED_LOGIN = {"NOAUTH", "WRONGPASS"}
+
+
+class LoginRefused(TierError):
+    """A server does not let us in."""
+
+    reason = TierReason.REFUSED
 
 
 class Servers:
     """Any thread may call. TierError says what a server or the way to it refused."""
 
     def __init__(self, options: ValkeyOptions) -> None:
-        Logger.set_logger_config(LogLevel.OFF)
         self._options = options
         self._own = threading.local()
         self._lock = threading.Lock()
-        self._clients: list[Client] = []
+        self._lines: set[Line] = set()
         self._slots = [NOBODY] * SLOTS
         self._homes: list[Home] = []  # that have slots
         self._silent: set[Home] = set()
-        self._doubts: set[tuple[int, Home]] = set()  # clients that gave up a write to a server
+        self._doubts: list[tuple[Home, Line]] = []
         self._said: dict[Home, str] = {}
         self.told: dict[Home, dict[str, str]] = {}  # what each server says of itself
         self._wake = threading.Event()
@@ -88,9 +73,11 @@ class Servers:
         if self._watcher.ident is not None:
             self._watcher.join()
         with self._lock:
-            clients, self._clients = self._clients, []
-        for client in clients:
-            client.close()
+            doubtful = [line for _, line in self._doubts]
+            for line in itertools.chain(self._lines, doubtful):
+                line.close()
+            self._lines.clear()
+            self._doubts.clear()
 
     # -- who has what -------------------------------------------------------------------------
 
@@ -130,179 +117,175 @@ class Servers:
         known = sorted(self._homes, key=self._silent.__contains__)
         for home in dict.fromkeys([*known, *self._options.addresses]):
             try:
-                self._learn_slots(home, self._client(home))
+                self._learn_slots(home)
             except TierUnusable:
                 raise
             except TierError as error:
+                if _is_login([error]):
+                    raise LoginRefused(str(error)) from None
                 failed = failed or TierError(str(error), error.reason)
-                if _is_login(error):
-                    break
             else:
                 return
         raise failed or TierError("there is no server", TierReason.UNREACHABLE)
 
     # -- calls --------------------------------------------------------------------------------
 
-    def ask(self, home: Home, command: Sequence[Any]) -> Answer:
-        """One command for the server."""
-        return self._call(home, lambda client: client.custom_command(list(command)))
+    def run(
+        self,
+        home: Home,
+        commands: Sequence[Command],
+        deadline: float,
+        *,
+        changes: bool = False,
+        into: Sequence[memoryview] = (),
+    ) -> list[Answer]:
+        """Commands of one key each, in their order; what was refused is a TierError in its place.
 
-    def values(self, home: Home, names: list[bytes]) -> list[bytes | None]:
+        changes: what has no answer may still happen. into: as in `Line.run`.
+        """
+        self.require_answering(home)
+        seconds = min(self._options.request_timeout_seconds, deadline - time.monotonic())
+        if seconds <= 0:
+            raise TierTimeout("the deadline passed")
+        if changes and len(self._doubts) >= MAX_DOUBTS:
+            raise TierError("too many writes are given up and may happen yet")
+        return self._run(home, commands, seconds, changes=changes, into=into)
+
+    def values(self, home: Home, names: Sequence[bytes], deadline: float) -> list[bytes | None]:
         """Short values, None where there is none, or where its slot is no longer there."""
-        values: list[bytes | None] = []
-        for answer in self.run(home, [["GET", name] for name in names], changes=False):
-            if isinstance(answer, TierError):
-                if not _is_elsewhere(answer):
-                    raise answer
-                answer = None  # noqa: PLW2901 - a miss
-            values.append(answer)
-        return values
+        return _found(self.run(home, [["GET", name] for name in names], deadline))
 
     def fill(
-        self, home: Home, names: list[bytes], buffers: list[memoryview], deadline: float
+        self, home: Home, names: Sequence[bytes], into: Sequence[memoryview], deadline: float
     ) -> list[int | None]:
         """Have values written into memory; how long each is, None where it is not there.
 
         -1: it is longer than its memory. Nothing is written any more when this returns.
         """
-        if max(buffer.nbytes for buffer in buffers) <= COPIED_BYTES:
-            values = self.values(home, names)
-            return list(map(_copy, values, buffers))
-        lengths: list[int | None] = []
-        for begin, end in _of_one_slot(names):
-            require_time(deadline)
-            try:
-                lengths += self._fill_at_once(home, names[begin:end], buffers[begin:end])
-            except TierError as error:
-                if "exceeds buffer" not in str(error) and not _is_elsewhere(error):
-                    raise
-                lengths += [None if _is_elsewhere(error) else -1] * (end - begin)
-        return lengths
+        return _found(self.run(home, [["GET", name] for name in names], deadline, into=into))
 
-    def _fill_at_once(
-        self, home: Home, names: list[bytes], buffers: list[memoryview]
-    ) -> list[int | None]:
-        found = self._call(home, lambda client: client.mget(names, buffers=buffers))
-        return [None if length is None else int(length) for length in found]
-
-    def run(self, home: Home, commands: list[Command], *, changes: bool) -> list[Answer]:
-        """Commands of one key each, in their order; what was refused is a TierError in its place.
-
-        changes: what has no answer may still happen.
-        """
-
-        def run(client: Client) -> list[Answer]:
-            batch = Batch(is_atomic=False)
-            for command in commands:
-                _add(batch, command)
-            answered: list[Answer] = client.exec(batch, raise_on_error=False)
-            return answered
-
-        answers = self._call(home, run, changes=changes)
-        return [self._answered(a) if isinstance(a, GlideError) else a for a in answers]
-
-    def settle_doubts(self) -> None:
+    def settle_doubts(self, deadline: float) -> None:
         """Wait until writes that were given up have happened, or never will. TierError."""
         for doubt in list(self._doubts):
-            number, home = doubt
-            with self._lock:
-                client = next((c for c in self._clients if id(c) == number), None)
-            if client is not None and home in self._homes:
+            home, line = doubt
+            if home in self._homes:
                 self.require_answering(home)
-                try:
-                    client.custom_command(["PING"])  # comes after them on its connection
-                except GlideError as error:
-                    raise _translated(error) from None
-            self._doubts.discard(doubt)
+                left = deadline - time.monotonic()
+                if not line.has_ended(min(left, self._options.request_timeout_seconds)):
+                    raise TierTimeout(f"{home} has not come to what it was sent before")
+            self._settled(doubt)
 
-    def _call(self, home: Home, call: Callable[[Client], _T], *, changes: bool = False) -> _T:
-        self.require_answering(home)
+    def _settled(self, doubt: tuple[Home, Line]) -> None:
+        with self._lock:
+            if doubt in self._doubts:
+                self._doubts.remove(doubt)
+        doubt[1].close()
+
+    def _run(
+        self,
+        home: Home,
+        commands: Sequence[Command],
+        seconds: float,
+        *,
+        changes: bool = False,
+        into: Sequence[memoryview] = (),
+    ) -> list[Answer]:
+        while True:
+            line, is_new = self._line(home)
+            try:
+                answers = line.run(commands, seconds, into)
+            except OSError as error:
+                self._give_up(home, line, changes=changes)
+                if isinstance(error, ConnectionError) and not is_new:
+                    continue  # the server has ended a line that was idle
+                is_late = isinstance(error, TimeoutError)
+                if not is_late or seconds >= self._options.request_timeout_seconds:
+                    self._fall_silent(home, str(error))
+                    self._wake.set()
+                if is_late:
+                    raise TierTimeout(f"{home}: {error}") from None
+                raise TierError(f"{home}: {error}", TierReason.UNREACHABLE) from None
+            codes = {answer.code for answer in answers if isinstance(answer, ServerRefusal)}
+            if codes & _ELSEWHERE:
+                self._wake.set()
+            if codes & _REFUSED_LOGIN:
+                self._give_up(home, line, changes=False)
+            return answers
+
+    def _fall_silent(self, home: Home, why: str) -> None:
+        if home in self._homes:
+            self._silent.add(home)
+            self._say(home, why)
+
+    # -- lines --------------------------------------------------------------------------------
+
+    def _line(self, home: Home) -> tuple[Line, bool]:
+        """This thread's own to the server, and whether it is new. TierError: it can't be had."""
+        mine: dict[Home, Line] = self._own.__dict__.setdefault("lines", {})
+        line = mine.get(home)
+        if line is not None:
+            return line, False
         try:
-            client = self._client(home)
+            line = mine[home] = self._connect(home)
         except TierError as error:
             self._fall_silent(home, str(error))
             raise
-        try:
-            return call(client)
-        except GlideError as error:
-            self._note(client, home, error, changes=changes)
-            raise self._answered(error) from None  # held by no name: views hang on its frames
-
-    def _answered(self, error: GlideError) -> TierError:
-        found = _translated(error)
-        if _is_elsewhere(found):
-            self._wake.set()
-        return found
-
-    def _note(self, client: Client, home: Home, error: GlideError, *, changes: bool) -> None:
-        found = _translated(error)
-        if found.reason in (TierReason.TIMEOUT, TierReason.UNREACHABLE):
-            if changes:
-                self._doubts.add((id(client), home))
-            self._fall_silent(home, str(found))
-            self._wake.set()
-        if isinstance(error, ClosingError) or _is_login(found):
-            self._drop(home, client)
-
-    def _fall_silent(self, home: Home, why: str) -> None:
-        self._silent.add(home)
-        self._say(home, why)
-
-    # -- clients ------------------------------------------------------------------------------
-
-    def _client(self, home: Home) -> Client:
-        """This thread's own for the server. TierError where it can't be had."""
-        mine: dict[Home, Client] = self._own.__dict__.setdefault("clients", {})
-        client = mine.get(home)
-        if client is None:
-            client = mine[home] = self._connect(home)
-            with self._lock:
-                self._clients.append(client)
-        return client
-
-    def _drop(self, home: Home, client: Client) -> None:
-        self._own.clients.pop(home, None)
         with self._lock:
-            if client in self._clients:
-                self._clients.remove(client)
-        client.close()
+            self._lines.add(line)
+        return line, True
 
-    def _connect(self, home: Home) -> Client:
-        options = self._options
+    def _give_up(self, home: Home, line: Line, *, changes: bool) -> None:
+        self._own.lines.pop(home, None)
+        with self._lock:
+            self._lines.discard(line)
+        if changes:
+            line.say_no_more()
+            with self._lock:
+                self._doubts.append((home, line))
+        else:
+            line.close()
+
+    def _connect(self, home: Home) -> Line:
         host, _, port = home.rpartition(":")
-        extra = AdvancedGlideClientConfiguration(
-            connection_timeout=round(options.connect_timeout_seconds * 1000),
-            tls_config=self._tls() if options.tls else None,
-        )
+        seconds = self._options.connect_timeout_seconds
+        hello: list[Command] = [["CLIENT", "SETNAME", "kvd"]]
+        if self._options.password_file is not None:
+            secret = secret_of("password_file", self._options.password_file)
+            user = [self._options.username] if self._options.username else []
+            hello.insert(0, ["AUTH", *user, secret])
+        tls = self._tls() if self._options.tls else None
         try:
-            return GlideClient.create(
-                GlideClientConfiguration(
-                    [NodeAddress(host.strip("[]"), int(port))],
-                    use_tls=options.tls,
-                    credentials=self._credentials(),
-                    request_timeout=round(options.request_timeout_seconds * 1000),
-                    client_name="kvd",
-                    advanced_config=extra,
-                )
-            )
-        except ConfigurationError as error:
-            raise TierUnusable(f"the client refuses the options: {error}") from None
-        except GlideError as error:
-            raise _translated(error) from None
+            line = Line(host.strip("[]"), int(port), seconds, tls)
+            try:
+                said = line.run(hello, seconds)
+            except OSError:
+                line.close()
+                raise
+        except (OSError, UnicodeError) as error:  # a name that can't be looked up
+            raise TierError(f"{home}: {error}", TierReason.UNREACHABLE) from None
+        refused = [answer for answer in said if isinstance(answer, ServerRefusal)]
+        if (len(hello) > 1 and isinstance(said[0], ServerRefusal)) or _is_login(refused):
+            line.close()
+            raise LoginRefused(f"{home}: {refused[0]}")
+        return line
 
-    def _credentials(self) -> ServerCredentials | None:
-        if self._options.password_file is None:
-            return None
-        secret = secret_of("password_file", self._options.password_file)
-        return ServerCredentials(password=secret, username=self._options.username or None)
-
-    def _tls(self) -> TlsAdvancedConfiguration:
+    def _tls(self) -> ssl.SSLContext:
+        """As the options say. TierUnusable names the file that is none."""
         options = self._options
-        return TlsAdvancedConfiguration(
-            root_pem_cacerts=content_of("ca_file", options.ca_file) if options.ca_file else None,
-            client_cert_path=options.cert_file,
-            client_key_path=options.key_file,
-        )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        name = "ca_file"
+        try:
+            if options.ca_file is None:
+                context.load_default_certs()
+            else:
+                pem = content_of(name, options.ca_file).decode(errors="replace")
+                context.load_verify_locations(cadata=pem)
+            if options.cert_file is not None:
+                name = "cert_file, key_file"
+                context.load_cert_chain(options.cert_file, options.key_file)
+        except (OSError, ValueError) as error:
+            raise TierUnusable(f"{name}: can't be used: {error}") from None
+        return context
 
     # -- watching -----------------------------------------------------------------------------
 
@@ -322,19 +305,18 @@ class Servers:
         try:
             self.refresh()
         except TierError as error:
-            if _is_login(error):
+            if _is_login([error]):
                 why = f"password_file, username: the servers refuse them: {error}"
                 raise TierUnusable(why) from None
             raise
         for home in list(self._homes):
-            client: Client = None
-            try:
-                client = self._client(home)
-                self._hear(home, _parsed(client.custom_command(["INFO"])))
-            except GlideError as error:
-                self._note(client, home, error, changes=False)
-            except TierError as error:
-                self._fall_silent(home, str(error))
+            with contextlib.suppress(TierError):
+                (told,) = self._run(home, [["INFO"]], self._options.request_timeout_seconds)
+                if isinstance(told, bytes):
+                    self._hear(home, _parsed(told))
+        for doubt in list(self._doubts):
+            if doubt[1].has_ended(0.0):
+                self._settled(doubt)
         self._said.pop("", None)
 
     def _hear(self, home: Home, said: dict[str, str]) -> None:
@@ -343,18 +325,15 @@ class Servers:
             self._silent.discard(home)
             self._said.pop(home, None)
 
-    def _learn_slots(self, asked: Home, client: Client) -> None:
+    def _learn_slots(self, asked: Home) -> None:
         slots, homes = [NOBODY] * SLOTS, [asked]
-        try:
-            ranges = client.custom_command(["CLUSTER", "SLOTS"])
-        except GlideError as error:
-            if "cluster support disabled" not in str(error):
-                self._note(client, asked, error, changes=False)
-                raise _translated(error) from None
+        command = ["CLUSTER", "SLOTS"]
+        (ranges,) = self._run(asked, [command], self._options.request_timeout_seconds)
+        if isinstance(ranges, ServerRefusal):
+            if "cluster support disabled" not in str(ranges):
+                raise ranges
             if len(self._options.addresses) > 1:
-                raise TierUnusable(
-                    "addresses: there are several, and they are no cluster"
-                ) from None
+                raise TierUnusable("addresses: there are several, and they are no cluster")
             slots = [asked] * SLOTS
         else:
             homes = []
@@ -374,56 +353,22 @@ class Servers:
             log.warning("%s: %s", home or "the tier's servers", why)
 
 
-def _add(batch: Any, command: Command) -> None:
-    """The batch knows the commonest ones, and copies their values once less."""
-    match command:
-        case ["SET", name, value]:
-            batch.set(name, value)
-        case ["GET", name]:
-            batch.get(name)
-        case _:
-            batch.custom_command(command)
+def _found(answers: list[Answer]) -> list[Answer]:
+    """Values; None where a slot is no longer there. Raises what else was refused."""
+    for number, answer in enumerate(answers):
+        if isinstance(answer, ServerRefusal):
+            if answer.code not in _ELSEWHERE:
+                raise answer
+            answers[number] = None
+    return answers
 
 
-def _copy(value: bytes | None, buffer: memoryview) -> int | None:
-    if value is None:
-        return None
-    if len(value) > buffer.nbytes:
-        return -1
-    buffer[: len(value)] = value
-    return len(value)
-
-
-def _of_one_slot(names: list[bytes]) -> Iterator[tuple[int, int]]:
-    """Runs of names of one block."""
-    begin = 0
-    for _, run in itertools.groupby(names, lambda name: name[: name.index(b"}")]):
-        end = begin + len(list(run))
-        yield begin, end
-        begin = end
-
-
-def _translated(error: GlideError) -> TierError:
-    said = str(error)
-    if isinstance(error, GlideTimeoutError):
-        return TierTimeout(f"no answer in time: {said}")
-    if said.startswith("OOM") or ": OOM" in said:
-        return TierError(said, TierReason.NO_SPACE)
-    away = isinstance(error, ClosingError | GlideConnectionError)
-    if any(word in said for word in _REFUSED_LOGIN):
-        return TierError(said, TierReason.REFUSED)
-    if away or any(word in said for word in _AWAY):
-        return TierError(said, TierReason.UNREACHABLE)
-    return TierError(said, TierReason.REFUSED)
-
-
-def _is_elsewhere(error: TierError) -> bool:
-    """Whether a slot has moved, or is about to."""
-    return any(word in str(error) for word in _MOVED)
-
-
-def _is_login(error: TierError) -> bool:
-    return any(word in str(error) for word in _REFUSED_LOGIN)
+def _is_login(errors: Sequence[TierError]) -> bool:
+    return any(
+        isinstance(error, LoginRefused)
+        or (isinstance(error, ServerRefusal) and error.code in _REFUSED_LOGIN)
+        for error in errors
+    )
 
 
 def _parsed(told: bytes) -> dict[str, str]:

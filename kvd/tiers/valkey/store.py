@@ -23,10 +23,11 @@ from kvd.tiers.store import (
     require_keys,
     require_scopes,
 )
+from kvd.tiers.valkey.line import Command
 from kvd.tiers.valkey.moves import Move, Moves
 from kvd.tiers.valkey.names import NameBook, slot_of
 from kvd.tiers.valkey.options import ValkeyOptions
-from kvd.tiers.valkey.servers import Command, Servers
+from kvd.tiers.valkey.servers import Servers
 
 CALLS_AT_ONCE = 4
 NAMES_AT_ONCE = 1024  # that one command asks for or removes
@@ -66,7 +67,7 @@ class ValkeyStore:
         failed: Counter[TierReason] = Counter()
 
         def look(home: str, some: list[bytes]) -> None:
-            answers = self._servers.run(home, [["EXISTS", name] for name in some], changes=False)
+            answers = self._servers.run(home, [["EXISTS", name] for name in some], deadline)
             for name, answer in zip(some, answers, strict=True):
                 there[name] = answer == 1
 
@@ -133,17 +134,17 @@ class ValkeyStore:
     # -- deleting -----------------------------------------------------------------------------
 
     def _delete(self, keys: Sequence[TierKey], deadline: float) -> None:
-        self._servers.settle_doubts()
+        self._servers.settle_doubts(deadline)
         names = list({self._book.record_name(key) for key in keys})
 
         def forget(home: str, some: list[bytes]) -> None:
-            records = self._servers.values(home, some)
+            records = self._servers.values(home, some, deadline)
             commands: list[Command] = []
             for name, record in zip(some, records, strict=True):
                 lengths = lengths_in(record) if record is not None else ()
                 suffixes = self._book.shape(lengths).suffixes if lengths else ()
                 commands.append(["UNLINK", name, *(name + suffix for suffix in suffixes)])
-            _require_done(self._servers.run(home, commands, changes=True))
+            _require_done(self._servers.run(home, commands, deadline, changes=True))
 
         self._all(self._groups(names), forget, deadline)
 
@@ -152,7 +153,7 @@ class ValkeyStore:
 
         Once would do, but for slots that move from a server to another meanwhile.
         """
-        self._servers.settle_doubts()
+        self._servers.settle_doubts(deadline)
         begins = tuple(self._book.begin_of_scope(scope) for scope in scopes)
         pattern = begins[0] if len(begins) == 1 else self._book.begin_of_scope(b"")
         found = [1]
@@ -175,12 +176,14 @@ class ValkeyStore:
         while True:
             require_time(deadline)
             command = ["SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT]
-            cursor, names = self._servers.ask(home, command)
+            (said,) = self._servers.run(home, [command], deadline)
+            _require_done([said])
+            cursor, names = said
             some = [name for name in names if name.startswith(begins)]
             if some:
                 found = True
                 commands: list[Command] = [["UNLINK", name] for name in some]
-                _require_done(self._servers.run(home, commands, changes=True))
+                _require_done(self._servers.run(home, commands, deadline, changes=True))
             if cursor == b"0":
                 return found
 

@@ -1,0 +1,236 @@
+"""A connection to one Valkey server: commands out of memory, values into memory.
+
+Values go between the socket and the memory that is lent, and nowhere else: a client library's own
+buffers and threads cost as much processor time as the network. Nothing of that memory is held on
+to when a call has returned or raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvd.tiers.store import TierError, TierReason
+
+Command = Sequence[Any]  # words: text, bytes, or memory
+Answer = Any  # bytes, a number, None, a list of them, or a ServerRefusal
+MAX_TOLD_BYTES = 16 << 20  # of a value that no memory was given for
+MAX_TOLD_VALUES = 1 << 20  # of one list
+MAX_TOLD_DEPTH = 8  # of lists in lists
+_BUFFER_BYTES = 4096  # for short answers; what else comes with them is copied once
+_GATHERED = 128  # pieces in one call to the system
+_SHORT_BYTES = 4096  # of a word that is copied behind others
+_TIMEVAL = struct.Struct("ll")
+
+
+class ServerRefusal(TierError):
+    """What a server answers instead of a value; `code` is its first word."""
+
+    def __init__(self, said: str) -> None:
+        self.code = said.partition(" ")[0]
+        super().__init__(said, _REASONS.get(self.code, TierReason.REFUSED))
+
+
+_REASONS = {
+    "OOM": TierReason.NO_SPACE,
+    "CLUSTERDOWN": TierReason.UNREACHABLE,
+    "MASTERDOWN": TierReason.UNREACHABLE,
+}
+
+
+class Line:
+    """One thread's connection. OSError ends it: what was sent by then may still happen."""
+
+    def __init__(
+        self, host: str, port: int, seconds: float, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._socket = _connected(host, port, seconds, tls)
+        self._is_plain = tls is None
+        self._seconds = 0.0
+        self._until = 0.0
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._room = memoryview(self._buffer)
+        self._at = self._end = 0  # what has come and was not looked at
+
+    def run(
+        self, commands: Sequence[Command], seconds: float, into: Sequence[memoryview] = ()
+    ) -> list[Answer]:
+        """Commands in their order, and what the server says to each; a ServerRefusal is an answer.
+
+        `into`: memory for the value of each; the answer is then how long it is, -1 where that is
+        more than its memory has. OSError: the answers did not come, TimeoutError: in time.
+        """
+        self._until = time.monotonic() + seconds
+        self._be_patient_for(seconds)
+        try:
+            self._send(_framed(commands))
+            if into:
+                return [self._answer(view) for view in into]
+            return [self._answer(None) for _ in commands]
+        except BlockingIOError:
+            raise TimeoutError(f"no answer within {seconds:.3g} s") from None
+
+    def say_no_more(self) -> None:
+        """What was sent may happen yet; `has_ended` says when it has, or never will."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+        self._is_plain = True  # what comes is not looked at
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether the server has ended the connection by then, as it does after all was read."""
+        self._until = time.monotonic() + max(seconds, 1e-4)
+        self._be_patient_for(max(seconds, 1e-4))
+        try:
+            while True:
+                self._receive(self._room, whole=False)
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _be_patient_for(self, seconds: float) -> None:
+        if seconds == self._seconds:
+            return
+        self._seconds = seconds
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._socket.settimeout(seconds)
+            return
+        # The system waits, not the interpreter: one call to it less, and whole values in one.
+        whole = int(seconds)
+        limit = _TIMEVAL.pack(whole, max(1, int((seconds - whole) * 1e6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def _require_time(self) -> None:
+        if time.monotonic() >= self._until:
+            raise TimeoutError(f"no answer within {self._seconds:.3g} s")
+
+    # -- out ----------------------------------------------------------------------------------
+
+    def _send(self, pieces: list[bytes | memoryview]) -> None:
+        if not self._is_plain:
+            for piece in pieces:
+                self._require_time()
+                self._socket.sendall(piece)
+            return
+        at = 0
+        while at < len(pieces):
+            self._require_time()
+            sent = self._socket.sendmsg(pieces[at : at + _GATHERED])
+            while at < len(pieces) and sent >= len(pieces[at]):
+                sent -= len(pieces[at])
+                at += 1
+            if sent:
+                pieces[at] = memoryview(pieces[at])[sent:]
+
+    # -- in -----------------------------------------------------------------------------------
+
+    def _receive(self, into: memoryview, *, whole: bool) -> int:
+        """Fill some of it, all of it where that needs no further call; how much, never 0."""
+        self._require_time()
+        count = self._socket.recv_into(into, 0, socket.MSG_WAITALL if whole else 0)
+        if not count:
+            raise ConnectionResetError("the server has closed the connection")
+        return count
+
+    def _answer(self, into: memoryview | None, depth: int = 0) -> Answer:
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return ServerRefusal(rest[:300].decode(errors="replace"))
+        try:
+            number = int(rest)
+        except ValueError:
+            raise _no_valkey(line) from None
+        if kind == b":":
+            return number
+        if kind == b"$":
+            return None if number < 0 else self._value(number, into)
+        if kind != b"*" or number > MAX_TOLD_VALUES or depth == MAX_TOLD_DEPTH:
+            raise _no_valkey(line)
+        return None if number < 0 else [self._answer(None, depth + 1) for _ in range(number)]
+
+    def _value(self, length: int, into: memoryview | None) -> bytes | int:
+        """One that is too long for its memory is -1, one that is too long for any is empty."""
+        said: bytes | int = length
+        if into is None and length <= MAX_TOLD_BYTES:
+            value = bytearray(length)
+            self._fill(memoryview(value))
+            said = bytes(value)
+        elif into is not None and length <= into.nbytes:
+            self._fill(into[:length])
+        else:
+            said = b"" if into is None else -1
+            room = memoryview(bytearray(min(length, 1 << 20)))
+            for begin in range(0, length, len(room)):
+                self._fill(room[: min(len(room), length - begin)])
+        if self._line():
+            raise _no_valkey(b"a value that is longer than it says")
+        return said
+
+    def _fill(self, into: memoryview) -> None:
+        have = min(len(into), self._end - self._at)
+        into[:have] = self._room[self._at : self._at + have]
+        self._at += have
+        while have < len(into):
+            have += self._receive(into[have:], whole=self._is_plain)
+
+    def _line(self) -> bytes:
+        """The next line of an answer, without its end."""
+        while True:
+            end = self._buffer.find(b"\r\n", self._at, self._end)
+            if end >= 0:
+                line = bytes(self._room[self._at : end])
+                self._at = end + 2
+                return line
+            left = self._end - self._at
+            if left == _BUFFER_BYTES:
+                raise _no_valkey(bytes(self._room[:40]))
+            self._buffer[:left] = self._buffer[self._at : self._end]
+            self._at, self._end = 0, left
+            self._end += self._receive(self._room[left:], whole=False)
+
+
+def _connected(host: str, port: int, seconds: float, tls: ssl.SSLContext | None) -> socket.socket:
+    plain = socket.create_connection((host, port), seconds)
+    try:
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if tls is not None:
+            return tls.wrap_socket(plain, server_hostname=host)
+        plain.setblocking(True)
+    except BaseException:
+        plain.close()
+        raise
+    return plain
+
+
+def _framed(commands: Sequence[Command]) -> list[bytes | memoryview]:
+    """As they go over the wire; what is long stays where it is."""
+    pieces: list[bytes | memoryview] = []
+    short: list[bytes] = []
+    for command in commands:
+        short.append(b"*%d\r\n" % len(command))
+        for word in command:
+            plain = word.encode() if isinstance(word, str) else word
+            if len(plain) <= _SHORT_BYTES:
+                short.append(b"$%d\r\n%s\r\n" % (len(plain), plain))
+            else:
+                short.append(b"$%d\r\n" % len(plain))
+                pieces += [b"".join(short), memoryview(plain)]
+                short = [b"\r\n"]
+    pieces.append(b"".join(short))
+    return pieces
+
+
+def _no_valkey(said: bytes) -> ConnectionError:
+    return ConnectionError(f"what came is no answer of a Valkey server: {said[:40]!r}")

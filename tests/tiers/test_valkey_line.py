@@ -1,0 +1,355 @@
+"""A line to a Valkey server, with servers that stutter, lie, fall silent and hang up."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvd.tiers.store import Outcome, TierReason, TierUnusable
+from kvd.tiers.valkey.line import (
+    MAX_TOLD_BYTES,
+    MAX_TOLD_DEPTH,
+    MAX_TOLD_VALUES,
+    Answer,
+    Line,
+    ServerRefusal,
+)
+from kvd.tiers.valkey.servers import MAX_DOUBTS
+from kvd.tiers.valkey.store import ValkeyStore
+from tests.tiers.contract import BLOCK_BYTES, content, has, keep, key, soon, source
+from tests.tiers.valkey_rig import ValkeyServer, server_binary, until
+
+SECONDS = 0.5
+VALUE = bytes(range(256)) * 40
+needs_server = pytest.mark.skipif(server_binary() is None, reason="no Valkey server is here")
+
+
+@contextmanager
+def one_that_says(*pieces: bytes, hangs_up: bool = False) -> Iterator[Line]:
+    """A line to a server that says these pieces, whatever it is asked."""
+
+    def say() -> None:
+        line, _ = listener.accept()
+        with line, suppress(OSError):
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line.recv(1)
+            for piece in pieces:
+                line.sendall(piece)
+                time.sleep(0.002 if len(pieces) < 100 else 0)
+            while not hangs_up and line.recv(1 << 20):
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        speaker = threading.Thread(target=say)
+        speaker.start()
+        line = Line("127.0.0.1", listener.getsockname()[1], SECONDS)
+        try:
+            yield line
+        finally:
+            line.close()
+            speaker.join()
+
+
+def bulk(value: bytes) -> bytes:
+    return b"$%d\r\n%s\r\n" % (len(value), value)
+
+
+def asked(line: Line, count: int, *into: memoryview) -> list[Answer]:
+    return line.run([["GET", b"name"]] * count, SECONDS, into)
+
+
+def cut(stream: bytes, size: int) -> list[bytes]:
+    return [stream[at : at + size] for at in range(0, len(stream), size)]
+
+
+@pytest.mark.parametrize("size", [1, 7, 4096, 1 << 20])
+def test_answers_are_the_same_however_they_are_cut(size: int) -> None:
+    small = b"x" * 24
+    nested = b"*3\r\n:-7\r\n*2\r\n$-1\r\n$2\r\nhi\r\n*-1\r\n"
+    said = bulk(small) + b"+OK\r\n" + nested + b"-ERR no\r\n" + bulk(b"") + b"$-1\r\n"
+    count = 1 if size == 1 else 40
+    with one_that_says(*cut(said * count, size)) as line:
+        answers = asked(line, 6 * count)
+    for begin in range(0, len(answers), 6):
+        first, ok, several, refused, empty, nothing = answers[begin : begin + 6]
+        assert (first, ok, several) == (small, b"OK", [-7, [None, b"hi"], None])
+        assert (refused.code, refused.reason, empty, nothing) == (
+            "ERR",
+            TierReason.REFUSED,
+            b"",
+            None,
+        )
+
+
+@pytest.mark.parametrize("size", [23, 4095, 4097, 1 << 20])
+def test_values_come_into_their_memory_however_they_are_cut(size: int) -> None:
+    rooms = [bytearray(n) for n in (len(VALUE), len(VALUE) - 1, len(VALUE) + 1, 24, 8, 8)]
+    said = bulk(VALUE) * 3 + bulk(b"r" * 24) + b"$-1\r\n" + b"-MOVED 5 elsewhere:1\r\n"
+    with one_that_says(*cut(said, size)) as line:
+        answers = asked(line, 6, *[memoryview(room) for room in rooms])
+    assert answers[:5] == [len(VALUE), -1, len(VALUE), 24, None]
+    assert isinstance(answers[5], ServerRefusal)
+    assert answers[5].code == "MOVED"
+    assert rooms[0] == VALUE
+    assert not any(rooms[1])  # none of it, where it is too long
+    assert rooms[2] == VALUE + b"\0"
+    assert rooms[3] == b"r" * 24
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"$x\r\n",
+        b"?3\r\n",
+        b"+" + b"a" * 5000 + b"\r\n",
+        b"$3\r\nabcdef\r\n",
+        b"*%d\r\n" % (MAX_TOLD_VALUES + 1),
+        b"*1\r\n" * (MAX_TOLD_DEPTH + 1) + b":1\r\n",
+    ],
+)
+def test_what_is_no_answer_ends_the_line(said: bytes) -> None:
+    with one_that_says(said) as line, pytest.raises(ConnectionError, match="no answer of a Valkey"):
+        asked(line, 1)
+
+
+def test_what_is_just_in_the_bounds_is_told() -> None:
+    deep = b"*1\r\n" * MAX_TOLD_DEPTH + b":1\r\n"
+    with one_that_says(deep) as line:
+        told: Answer = asked(line, 1)
+        for _ in range(MAX_TOLD_DEPTH):
+            (told,) = told
+        assert told == [1]
+    for length, kept in ((MAX_TOLD_BYTES, MAX_TOLD_BYTES), (MAX_TOLD_BYTES + 1, 0)):
+        with one_that_says(bulk(bytes(length)), b"+OK\r\n") as line:
+            value, ok = line.run([["GET", b"name"]] * 2, 5)
+            assert (len(value), ok) == (kept, b"OK")
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+@pytest.mark.parametrize("said", [b"", b"$100", b"$10000\r\nabc", bulk(VALUE), bulk(VALUE)[:-2]])
+def test_a_server_that_stops_speaking_is_waited_for_once(said: bytes, *, hangs_up: bool) -> None:
+    began = time.monotonic()
+    failure = ConnectionError if hangs_up else TimeoutError
+    room = memoryview(bytearray(len(VALUE)))
+    with one_that_says(said, hangs_up=hangs_up) as line, pytest.raises(failure):
+        asked(line, 2, room, room)
+    assert time.monotonic() - began < 2 * SECONDS + 0.5
+
+
+def test_a_server_that_trickles_is_not_waited_for_longer() -> None:
+    with one_that_says(*[b"+"] * 99, hangs_up=True) as line:  # 2 ms each
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            line.run([["GET", b"name"]], 0.05)
+        assert time.monotonic() - began < 0.15
+
+
+def test_a_server_that_does_not_read_is_not_waited_for_longer() -> None:
+    lent = np.zeros(64 << 20, dtype=np.uint8)
+    mark, view = weakref.ref(lent), memoryview(lent)  # type: ignore[arg-type]
+    del lent
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        line = Line("127.0.0.1", listener.getsockname()[1], SECONDS)
+        began = time.monotonic()
+        gc.disable()
+        try:
+            with pytest.raises(TimeoutError):
+                line.run([["SET", b"name", view]], 0.1)
+            del view
+            assert time.monotonic() - began < 0.4
+            until(lambda: mark() is None)
+        finally:
+            gc.enable()
+            line.close()
+
+
+# -- with real servers ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ValkeyServer]:
+    server = ValkeyServer(tmp_path / "server", in_cluster=False)
+    server.wait()
+    yield server
+    server.kill()
+
+
+@contextmanager
+def opened(server: ValkeyServer, **options: object) -> Iterator[ValkeyStore]:
+    patience = {"request_timeout_seconds": SECONDS, "connect_timeout_seconds": SECONDS}
+    store = ValkeyStore({"addresses": [server.address], **patience, **options})  # type: ignore[dict-item]
+    yield store
+    store.close()
+
+
+@needs_server
+def test_a_line_that_the_server_ended_while_it_was_idle_costs_no_block(
+    server: ValkeyServer,
+) -> None:
+    with opened(server) as store:
+        for first in range(0, 40, 4):
+            keep(store, range(first, first + 4))
+            server.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            assert all(has(store, n) for n in range(first, first + 4))
+        assert not store.usage().errors
+
+
+@needs_server
+def test_nothing_of_a_write_that_was_cut_off_comes_after_a_delete(server: ValkeyServer) -> None:
+    """The server is frozen until the line is full: one value is sent in part."""
+    with opened(server, threads=2) as store:
+        keep(store, [1])
+        server.signal(signal.SIGSTOP)
+        blocks = [source(key(n), content(n, 1 << 20)) for n in range(2, 24)]
+        assert set(store.write(blocks, soon())) == {Outcome.FAILED}
+        server.signal(signal.SIGCONT)
+
+        def deletes() -> bool:
+            with suppress(Exception):
+                store.delete_scopes([key(1).scope], soon())
+                return True
+            return False
+
+        until(deletes)
+        time.sleep(0.3)
+        assert "keys=" not in server.call("INFO", "keyspace")
+        keep(store, range(8))
+        until(lambda: not store._servers._doubts)
+
+
+@needs_server
+def test_writes_that_may_happen_yet_are_so_many_at_most(server: ValkeyServer) -> None:
+    with opened(server) as store:
+        keep(store, [1])
+        lines = [Line("127.0.0.1", server.port, SECONDS) for _ in range(MAX_DOUBTS)]
+        store._servers._doubts += [("elsewhere:1", line) for line in lines]
+        assert store.write([source(key(2), content(2))], soon()) == [Outcome.FAILED]
+        assert has(store, 1)
+        store._servers._settled(store._servers._doubts[0])
+        assert store.write([source(key(2), content(2))], soon()) == [Outcome.DONE]
+
+
+@needs_server
+def test_a_deadline_that_is_nearer_than_the_patience_leaves_no_server_alone(
+    server: ValkeyServer,
+) -> None:
+    with opened(server, request_timeout_seconds=30) as store:
+        keep(store, [1, 2])
+        server.signal(signal.SIGSTOP)
+        block = source(key(3), content(3))
+        began = time.monotonic()
+        assert store.write([block], began + 0.1) == [Outcome.FAILED]
+        assert time.monotonic() - began < 0.15
+        server.signal(signal.SIGCONT)
+        assert has(store, 1)  # at once
+        assert "does not answer" not in str(store.usage().notes)
+
+
+# -- encrypted --------------------------------------------------------------------------------
+
+
+def certificate(place: Path, name: str, issuer: str = "") -> tuple[Path, Path]:
+    """One for 127.0.0.1, signed by itself or by the issuer; and its key."""
+    file, secret = place / f"{name}.pem", place / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+    command += ["-keyout", str(secret), "-out", str(file)]
+    if issuer:
+        command += ["-CA", str(place / f"{issuer}.pem"), "-CAkey", str(place / f"{issuer}.key")]
+        command += ["-addext", "basicConstraints=critical,CA:FALSE"]
+    subprocess.run(command, check=True, capture_output=True)
+    return file, secret
+
+
+@contextmanager
+def encrypted(server: ValkeyServer, context: ssl.SSLContext) -> Iterator[str]:
+    """Where the server is reached by TLS alone: an address."""
+
+    def pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        for each in (source, sink):
+            with suppress(OSError):
+                socket.socket.shutdown(each, socket.SHUT_RDWR)
+
+    def serve(come: socket.socket) -> None:
+        place = (server.host, server.port)
+        with (
+            suppress(OSError),
+            context.wrap_socket(come, server_side=True) as outer,
+            socket.create_connection(place) as inner,
+        ):
+            back = threading.Thread(target=pass_on, args=(inner, outer))
+            back.start()
+            pass_on(outer, inner)
+            back.join()
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                thread = threading.Thread(target=serve, args=(listener.accept()[0],))
+                thread.start()
+                threads.append(thread)
+
+    threads: list[threading.Thread] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads.append(threading.Thread(target=accept))
+        threads[0].start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    for thread in threads:
+        thread.join()
+
+
+@needs_server
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not here")
+def test_blocks_go_encrypted_where_both_sides_trust(server: ValkeyServer, tmp_path: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate(tmp_path, "server"))
+    mine = certificate(tmp_path, "mine")
+    context.load_verify_locations(mine[0])
+    context.verify_mode = ssl.CERT_REQUIRED
+    trust = {"tls": True, "ca_file": str(tmp_path / "server.pem")}
+    known = {"cert_file": str(mine[0]), "key_file": str(mine[1])}
+    stranger = dict(zip(known, map(str, certificate(tmp_path, "stranger")), strict=True))
+    with encrypted(server, context) as address:
+        with opened(server, addresses=[address], **trust, **known) as store:
+            keep(store, range(8))
+            large = source(key(99), content(99, 3 << 20), content(98, 8))
+            assert store.write([large], soon()) == [Outcome.DONE]
+            assert all(has(store, n) for n in range(8))
+            store.delete([key(1)], soon())
+            assert not has(store, 1)
+        others: list[dict[str, object]] = [
+            {},
+            trust,
+            trust | stranger,
+            trust | known | {"ca_file": str(mine[0])},
+        ]
+        for options in others:
+            with opened(server, addresses=[address], **options) as store:
+                block = source(key(9), content(9, BLOCK_BYTES))
+                assert store.write([block], soon()) == [Outcome.FAILED]
+        (tmp_path / "none.pem").write_text("no certificate")
+        for wrong in ("ca_file", "cert_file"):
+            files = trust | known | {wrong: str(tmp_path / "none.pem")}
+            with (
+                pytest.raises(TierUnusable, match=wrong),
+                opened(server, addresses=[address], **files),
+            ):
+                pass
