@@ -1,5 +1,6 @@
 # syntax=docker/dockerfile:1
-# The daemon on a small image: kvd, kvd-client and what they need, no compiler, not root.
+# The daemon on a small image: kvd, kvd-client and what they need, no compiler, not root. The stage
+# that builds has zig's, for the small library that copies (kvd/native).
 # For a build that is the same for ever, give the image by digest:
 #   docker build --build-arg PYTHON_IMAGE=python:3.11.13-slim-bookworm@sha256:... .
 # For engines whose KV lies on GPUs, by the CUDA version of the nodes' driver (docs/gpu.md):
@@ -15,7 +16,10 @@ WORKDIR /src
 COPY requirements/constraints.txt requirements/constraints.txt
 RUN python3 -m venv /build/tools \
  && /build/tools/bin/pip install --no-cache-dir --disable-pip-version-check \
-      -c requirements/constraints.txt hatchling==1.33.0
+      -c requirements/constraints.txt hatchling==1.33.0 \
+ && { command -v cc >/dev/null \
+   || /build/tools/bin/pip install --no-cache-dir --disable-pip-version-check \
+        -c requirements/constraints.txt ziglang; }
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
 COPY kvd kvd

@@ -8,19 +8,21 @@ hashing, as in Lemire and Kaser, "Strongly universal string hashing is fast" (Th
 change one in 2**64 is missed, on average over the keys. The keys are fixed, so this is no proof
 against somebody who may write to the pool and wants to deceive.
 
-numpy multiplies and adds words at the memory's speed with the interpreter's lock released; see
-docs/adr/0010 for what else was measured.
+The native library computes it as fast as memory can be read, and while it copies. Without that
+library numpy computes the same, at about the speed of its copies. Both let go of the interpreter's
+lock. See docs/adr/0010 and 0024.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from kvd import native
 from kvd.core.keys import U64
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.layout import WORD, LocatedPart
@@ -33,6 +35,7 @@ LINE_WORDS = 1024
 PIECE_BYTES = 1 << 20
 # A GPU's bytes come past the cache, and each piece costs a wait for them. Not measured yet.
 GPU_PIECE_BYTES = 16 << 20
+LEAST_WORDS = 128  # of a part that the library is called for
 _FIRST_LINES = 8192
 _U64 = np.dtype("<u8")
 
@@ -53,6 +56,12 @@ def _line_keys(count: int) -> U64:
     return _LINE_KEYS[0][:count]
 
 
+@functools.lru_cache(maxsize=8)
+def _keys_of(lines: int) -> native.Keys:
+    """The keys, for the library, of parts of at most so many lines."""
+    return native.Keys(_WORD_KEYS, _line_keys(lines))
+
+
 @functools.lru_cache(maxsize=1024)
 def _of_length(words: int) -> np.uint64:
     """What the sum of a part of so many words begins with."""
@@ -62,6 +71,45 @@ def _of_length(words: int) -> np.uint64:
 
 def checksums(parts: U64) -> U64:
     """The checksum of each row. Shape [n, words of a part]; rows may lie anywhere in memory."""
+    library = native.library()
+    count, width = parts.shape
+    if library is None or width < LEAST_WORDS or parts.strides[1] != WORD:
+        return by_numpy(parts)
+    start, step = parts.__array_interface__["data"][0], parts.strides[0]
+    starts = start + step * np.arange(count, dtype=np.int64)
+    return _by_library(library, starts.astype(np.uint64), width)
+
+
+def checksums_of(parts: Sequence[memoryview]) -> U64:
+    """The checksum of each part, which may lie anywhere and be of any whole number of words."""
+    library = native.library()
+    sizes = {part.nbytes for part in parts}
+    if library is not None and len(sizes) == 1 and not any(part.readonly for part in parts):
+        width, rest = divmod(sizes.pop(), WORD)
+        if width >= LEAST_WORDS and not rest:
+            starts = [native.address_of(part) for part in parts]
+            return _by_library(library, np.array(starts, dtype=np.uint64), width)
+    sums = np.empty(len(parts), dtype=np.uint64)
+    for number, part in enumerate(parts):
+        sums[number] = checksums(np.frombuffer(part, dtype=_U64).reshape(1, -1))[0]
+    return sums
+
+
+def empty_sums(count: int, width: int) -> native.Sums:
+    """Sums of parts of so many words, before any word is added to them by the library."""
+    sums = np.empty(count, dtype=np.uint64)
+    sums.fill(_of_length(width))
+    return native.Sums(sums, _keys_of(max(_FIRST_LINES, width // LINE_WORDS + 1)))
+
+
+def _by_library(library: native.Library, starts: U64, width: int) -> U64:
+    found = empty_sums(len(starts), width)
+    library.sum_up(starts, width * WORD, found)
+    return found.sums
+
+
+def by_numpy(parts: U64) -> U64:
+    """What `checksums` gives, without the library."""
     count, width = parts.shape
     lines, rest = divmod(width, LINE_WORDS)
     keys = _line_keys(lines + 1)

@@ -12,18 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U64
-from kvd.mover.checksums import checksums
+from kvd.mover.checksums import checksums_of
 from kvd.tiers.store import Outcome, TierBlock
-
-_WORD = np.dtype("<u8")
 
 
 def sums_of(parts: Sequence[memoryview]) -> U64:
     """The checksum of each part. Reads every byte, with the interpreter's lock released."""
-    sums = np.empty(len(parts), dtype=np.uint64)
-    for number, part in enumerate(parts):
-        sums[number] = checksums(np.frombuffer(part, dtype=_WORD).reshape(1, -1))[0]
-    return sums
+    return checksums_of(parts)
 
 
 def is_damaged(block: TierBlock) -> bool:

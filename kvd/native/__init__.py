@@ -1,0 +1,218 @@
+"""Copies and checksums in C, where the library that `copies.c` makes was built; see `library`.
+
+Nothing needs it: without it, and where KVD_NATIVE says "off", numpy does the same, more slowly.
+`hatch_build.py` builds it when the package is installed or put into a wheel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+
+VARIABLE = "KVD_NATIVE"  # auto, off, or a level's name: no faster one
+SOURCE = Path(__file__).with_name("copies.c")
+LIBRARY = Path(__file__).with_name("copies.so")
+LEVELS = ("plain", "avx2", "avx512")  # by their numbers in copies.c
+_FLAWS = (
+    "",
+    "this processor lacks the instructions",
+    "a stretch of no bytes, of too many, or not of whole words",
+    "a block outside its extent",
+    "a sum that is not there, or a part longer than the keys",
+    "a stretch outside the engine's memory",
+)
+
+# Rows of these are what copies.c calls struct row and struct block.
+ROW_FIELDS = ("memory", "room", "stride", "bytes", "at")
+BLOCK_FIELDS = ("extent", "room", "offset", "engine", "place", "sum")
+
+
+class Kind(enum.IntEnum):
+    """What is done, by its number in copies.c."""
+
+    LOAD = 0  # slots to engine
+    STORE = 1  # engine to slots
+    SUM = 2  # slots, which are only read
+
+
+class BadStretch(ValueError):
+    """The library refused: a bound is wrong. No byte was touched."""
+
+
+class Keys:
+    """What words and lines are multiplied by: keys of the words of a line, of a part's lines."""
+
+    def __init__(self, word_keys: U64, line_keys: U64) -> None:
+        self._kept = word_keys, line_keys
+        self.words_at, self.lines_at = address_of(word_keys), address_of(line_keys)
+        self.lines = len(line_keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Sums that the library adds to, and the keys that it multiplies by."""
+
+    sums: U64
+    keys: Keys
+
+    def tell(self, work: _Work) -> None:
+        """Have the library add to them. They must outlive the call."""
+        work.sums, work.sum_count = address_of(self.sums), len(self.sums)
+        work.word_keys, work.line_keys = self.keys.words_at, self.keys.lines_at
+        work.line_count = self.keys.lines
+
+
+class _Work(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        ("blocks", ctypes.c_void_p),
+        ("row_count", ctypes.c_uint64),
+        ("block_count", ctypes.c_uint64),
+        ("kind", ctypes.c_uint64),
+        ("sums", ctypes.c_void_p),
+        ("word_keys", ctypes.c_void_p),
+        ("line_keys", ctypes.c_void_p),
+        ("sum_count", ctypes.c_uint64),
+        ("line_count", ctypes.c_uint64),
+    )
+
+
+class Stretches:
+    """Stretches to copy or to sum up: every row of every block. See copies.c for what they are.
+
+    Memory that rows and blocks name must stay mapped as long as `run` is called.
+    """
+
+    def __init__(
+        self, library: Library, kind: Kind, rows: U64, blocks: U64, sums: Sums | None = None
+    ) -> None:
+        self._rows, self._blocks = _table(rows, ROW_FIELDS), _table(blocks, BLOCK_FIELDS)
+        self._library = library
+        self._sums = sums
+        self._at, self._row_at = address_of(self._blocks), address_of(self._rows)
+        self._work = _Work(rows=self._row_at, row_count=len(rows), kind=kind)
+        if sums is not None:
+            sums.tell(self._work)
+        self._reference = ctypes.byref(self._work)
+
+    def run(self, start: int, stop: int, rows: slice = slice(None)) -> None:
+        """Carry out blocks [start, stop), of some rows, with the interpreter's lock released.
+
+        Raises BadStretch, and then no byte was touched.
+        """
+        assert 0 <= start <= stop <= len(self._blocks)
+        first, end, _ = rows.indices(len(self._rows))
+        self._work.blocks = self._at + start * 8 * len(BLOCK_FIELDS)
+        self._work.block_count = stop - start
+        self._work.rows = self._row_at + first * 8 * len(ROW_FIELDS)
+        self._work.row_count = max(0, end - first)
+        flaw = self._library.call(self._reference)
+        if flaw:
+            raise BadStretch(_FLAWS[flaw])
+
+
+class Library:
+    """The library, loaded, at one level of its instructions."""
+
+    def __init__(self, loaded: ctypes.CDLL, level: str) -> None:
+        self.level = level
+        self._loaded = loaded
+        self._run, self._sum = loaded.kvd_run, loaded.kvd_sum
+        self._number = LEVELS.index(level)
+
+    def call(self, work: object) -> int:
+        """Do it; what is wrong with it, 0 for nothing."""
+        return int(self._run(work, self._number))
+
+    def sum_up(self, starts: U64, size: int, sums: Sums) -> None:
+        """Add to each sum the words of a part that begins at this address and has so many bytes.
+
+        Raises BadStretch; what is added up by then is not said.
+        """
+        work = _Work()
+        sums.tell(work)
+        flaw = self._sum(ctypes.byref(work), address_of(starts), len(starts), size, self._number)
+        if flaw:
+            raise BadStretch(_FLAWS[flaw])
+
+    def at(self, level: str) -> Library:
+        """The same at another level. It refuses all where the processor lacks it."""
+        return Library(self._loaded, level)
+
+    def levels(self) -> tuple[str, ...]:
+        """Those that this processor has."""
+        return LEVELS[: int(self._loaded.kvd_level()) + 1]
+
+
+def library() -> Library | None:
+    """The library at the level to use; None where numpy is to do it, and `why_not` says why."""
+    return _found()[0]
+
+
+def why_not() -> str:
+    """Why there is no library, or ""."""
+    return _found()[1]
+
+
+def source_hash() -> str:
+    """What a library must have been built from to be loaded."""
+    return hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
+
+
+@functools.cache
+def _found() -> tuple[Library | None, str]:
+    return find()
+
+
+def find() -> tuple[Library | None, str]:
+    """Look for the library anew: it at the level to use, or why not."""
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted == "off":
+        return None, f"{VARIABLE} is off"
+    if wanted not in ("auto", *LEVELS):
+        return None, f"{VARIABLE} is {wanted!r:.40}, and not auto, off, {', '.join(LEVELS)}"
+    try:
+        loaded = load(LIBRARY)
+    except OSError as error:
+        return None, str(error)
+    most = int(loaded.kvd_level())
+    level = most if wanted == "auto" else min(most, LEVELS.index(wanted))
+    return Library(loaded, LEVELS[level]), ""
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library, if it was built from the source that lies here; OSError says why not."""
+    if not path.exists():
+        raise OSError("it was not built: no C compiler when kvd was installed")
+    loaded = ctypes.CDLL(str(path))
+    loaded.kvd_source.restype = ctypes.c_char_p
+    pointer, number = ctypes.c_void_p, ctypes.c_uint64
+    loaded.kvd_run.argtypes = (pointer, ctypes.c_int)
+    loaded.kvd_sum.argtypes = (pointer, pointer, number, number, ctypes.c_int)
+    if loaded.kvd_source() != source_hash().encode():
+        raise OSError("it was built from another copies.c: install kvd again")
+    return loaded
+
+
+def _table(rows: U64, fields: tuple[str, ...]) -> U64:
+    assert rows.dtype == np.uint64
+    assert rows.flags.c_contiguous
+    assert rows.shape[1:] == (len(fields),)
+    return rows
+
+
+def address_of(buffer: Any) -> int:
+    """Where an array or memoryview begins, which is contiguous and may be written to."""
+    # The quickest of several ways: small parts are summed up one by one.
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0

@@ -1,0 +1,351 @@
+/* Copies between engine memory and slots of the pool, and checksums of what is copied, in one pass.
+ *
+ * Without any library and without Python: kvd/native loads it by ctypes, which lets go of the
+ * interpreter's lock. Stretches of memory are copied LANES at a time, a few cache lines of each in
+ * turn: more pages are then open at once, and one processor gets more of the memory's speed than
+ * by one large memcpy. What is written goes past the cache, for nobody here reads it again.
+ *
+ * The checksum is the one of kvd/mover/checksums.py: every word times a key of its place in its
+ * line, each line's sum times a key of the line, all added up modulo 2^64. So what each stretch
+ * adds to the sum of its part can be added in any order.
+ */
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
+
+#ifndef KVD_SOURCE
+#define KVD_SOURCE "unknown"
+#endif
+/* Measured, beside busy neighbours too: 2 or 4 lanes and larger parts were slower. */
+#define LANES 8
+#define TURN 128
+#define AHEAD 256 /* bytes that are fetched before their turn */
+#define MOST_CUT (32 << 10) /* bytes of a stretch that one lane takes */
+#define LEAST_CUT (4 << 10)
+#define LINE_WORDS 1024
+#define LINE_BYTES (8 * LINE_WORDS)
+#define MOST ((uint64_t)1 << 46) /* bytes; sums of a few of them can't overflow */
+
+enum { LOAD, STORE, SUM };
+enum { DONE, NO_SUCH_LEVEL, BAD_ROW, BAD_BLOCK, BAD_SUM, OUTSIDE_MEMORY };
+
+/* A stretch of every engine block: block b's begins b * stride bytes after `memory`, in a slot it
+ * is `at` bytes from where the engine block begins. `room`: bytes of memory from there on. */
+struct row { uint8_t *memory; uint64_t room, stride, bytes, at; };
+
+/* An engine block in a slot: `offset` bytes into an extent with `room` bytes. `place`: bytes from
+ * where the slot's part begins; `sum`: which of the sums is the slot's. */
+struct block { uint8_t *extent; uint64_t room, offset, engine, place, sum; };
+
+struct work {
+  const struct row *rows;
+  const struct block *blocks;
+  uint64_t row_count, block_count, kind;
+  uint64_t *sums; /* none: nothing is summed up */
+  const uint64_t *word_keys, *line_keys;
+  uint64_t sum_count, line_count;
+};
+
+struct lane {
+  uint8_t *to;
+  const uint8_t *from;
+  const uint64_t *keys;
+  uint64_t line_key, *sum;
+  uint64_t turns; /* bytes before the next look: whole turns within one line */
+  uint64_t left, place; /* bytes after those; bytes of the part before them */
+};
+
+struct walk { const struct work *work; uint64_t block, row, done, cut; };
+
+typedef void turns(struct lane *lanes, int count, uint64_t bytes, int copying, int summing);
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* -- what is not a whole turn, and what knows no processor ------------------------------------- */
+
+static void crumbs(const struct work *work, struct lane *lane, uint64_t bytes) {
+  if (work->sums) {
+    const uint64_t *keys = work->word_keys + lane->place / 8 % LINE_WORDS;
+    uint64_t total = 0, word;
+    for (uint64_t at = 0; at < bytes; at += 8) {
+      memcpy(&word, lane->from + at, 8);
+      if (work->kind != SUM) memcpy(lane->to + at, &word, 8);
+      total += word * *keys++;
+    }
+    *lane->sum += total * work->line_keys[lane->place / LINE_BYTES];
+  } else {
+    memcpy(lane->to, lane->from, bytes);
+  }
+  if (lane->to) lane->to += bytes;
+  lane->from += bytes;
+  lane->place += bytes;
+  lane->left -= bytes;
+}
+
+INLINE void turns_plain(struct lane *lanes, int count, uint64_t bytes, int copying, int summing) {
+  for (int n = 0; n < count; n++) {
+    struct lane *lane = lanes + n;
+    uint64_t total = 0, word;
+    if (copying) memcpy(lane->to, lane->from, bytes);
+    for (uint64_t at = 0; summing && at < bytes; at += 8) {
+      memcpy(&word, lane->from + at, 8);
+      total += word * lane->keys[at / 8];
+    }
+    if (summing) *lane->sum += total * lane->line_key;
+  }
+}
+
+#if defined(__x86_64__)
+
+#define TAKE_LANES                                       \
+  const uint8_t *from[LANES];                            \
+  uint8_t *to[LANES];                                    \
+  const uint8_t *keys[LANES];                            \
+  for (int n = 0; n < count; n++) {                      \
+    from[n] = lanes[n].from;                             \
+    to[n] = lanes[n].to;                                 \
+    keys[n] = (const uint8_t *)lanes[n].keys;            \
+  }
+
+__attribute__((target("avx512f,avx512dq"))) INLINE void turns_avx512(
+    struct lane *lanes, int count, uint64_t bytes, int copying, int summing) {
+  TAKE_LANES
+  __m512i total[LANES];
+  for (int n = 0; n < count; n++) total[n] = _mm512_setzero_si512();
+  for (uint64_t at = 0; at < bytes; at += TURN) {
+#pragma GCC unroll 8
+    for (int n = 0; n < count; n++) {
+      _mm_prefetch((const char *)from[n] + at + AHEAD, _MM_HINT_T0);
+      _mm_prefetch((const char *)from[n] + at + AHEAD + 64, _MM_HINT_T0);
+#pragma GCC unroll 8
+      for (int part = 0; part < TURN; part += 64) {
+        __m512i words = _mm512_loadu_si512(from[n] + at + part);
+        if (copying) _mm512_stream_si512((void *)(to[n] + at + part), words);
+        if (summing) {
+          __m512i key = _mm512_loadu_si512(keys[n] + at + part);
+          total[n] = _mm512_add_epi64(total[n], _mm512_mullo_epi64(words, key));
+        }
+      }
+    }
+  }
+  for (int n = 0; summing && n < count; n++) {
+    uint64_t totals[8], sum = 0;
+    _mm512_storeu_si512(totals, total[n]);
+    for (int part = 0; part < 8; part++) sum += totals[part];
+    *lanes[n].sum += sum * lanes[n].line_key;
+  }
+}
+
+__attribute__((target("avx2"))) INLINE void turns_avx2(
+    struct lane *lanes, int count, uint64_t bytes, int copying, int summing) {
+  TAKE_LANES
+  __m256i low[LANES], high[LANES]; /* of the products; high counts from bit 32 on */
+  for (int n = 0; n < count; n++) low[n] = high[n] = _mm256_setzero_si256();
+  for (uint64_t at = 0; at < bytes; at += TURN) {
+#pragma GCC unroll 8
+    for (int n = 0; n < count; n++) {
+      _mm_prefetch((const char *)from[n] + at + AHEAD, _MM_HINT_T0);
+      _mm_prefetch((const char *)from[n] + at + AHEAD + 64, _MM_HINT_T0);
+#pragma GCC unroll 8
+      for (int part = 0; part < TURN; part += 32) {
+        __m256i words = _mm256_loadu_si256((const __m256i *)(from[n] + at + part));
+        if (copying) _mm256_stream_si256((__m256i *)(to[n] + at + part), words);
+        if (summing) {
+          __m256i key = _mm256_loadu_si256((const __m256i *)(keys[n] + at + part));
+          __m256i crossed = _mm256_mullo_epi32(words, _mm256_shuffle_epi32(key, 0xB1));
+          low[n] = _mm256_add_epi64(low[n], _mm256_mul_epu32(words, key));
+          high[n] = _mm256_add_epi32(high[n], crossed);
+        }
+      }
+    }
+  }
+  for (int n = 0; summing && n < count; n++) {
+    uint64_t lows[4], total = 0;
+    uint32_t highs[8];
+    _mm256_storeu_si256((__m256i *)lows, low[n]);
+    _mm256_storeu_si256((__m256i *)highs, high[n]);
+    for (int part = 0; part < 4; part++)
+      total += lows[part] + ((uint64_t)(highs[2 * part] + highs[2 * part + 1]) << 32);
+    *lanes[n].sum += total * lanes[n].line_key;
+  }
+}
+#endif
+
+/* -- which bytes ------------------------------------------------------------------------------- */
+
+/* Do what is before and after the whole turns of the lane's next line, or of all it has where
+ * nothing is summed up. False: it has no more. */
+static int prepare(const struct work *work, struct lane *lane) {
+  while (lane->left) {
+    uint64_t bytes = lane->left, head = 0;
+    if (work->sums && bytes > LINE_BYTES - lane->place % LINE_BYTES)
+      bytes = LINE_BYTES - lane->place % LINE_BYTES;
+    if (work->kind != SUM) head = -(uintptr_t)lane->to & 63;
+    if (bytes < head + TURN || (work->sums && head % 8)) {
+      crumbs(work, lane, bytes);
+      continue;
+    }
+    if (head) crumbs(work, lane, head);
+    lane->turns = (bytes - head) / TURN * TURN;
+    if (work->sums) {
+      lane->keys = work->word_keys + lane->place / 8 % LINE_WORDS;
+      lane->line_key = work->line_keys[lane->place / LINE_BYTES];
+    }
+    return 1;
+  }
+  return 0;
+}
+
+/* Give the lane its next turns, of what it has or of what nobody has taken yet. */
+static int refill(struct walk *walk, struct lane *lane) {
+  const struct work *work = walk->work;
+  while (!prepare(work, lane)) {
+    if (walk->block == work->block_count) return 0;
+    const struct block *block = work->blocks + walk->block;
+    const struct row *row = work->rows + walk->row;
+    uint64_t bytes = row->bytes - walk->done;
+    uint8_t *slot = block->extent + block->offset + row->at + walk->done;
+    uint8_t *engine = 0;
+    if (bytes > walk->cut) bytes = walk->cut;
+    if (work->kind != SUM) engine = row->memory + block->engine * row->stride + walk->done;
+    lane->to = work->kind == STORE ? slot : engine;
+    lane->from = work->kind == STORE ? engine : slot;
+    lane->sum = work->sums ? work->sums + block->sum : 0;
+    lane->place = block->place + row->at + walk->done;
+    lane->left = bytes;
+    walk->done += bytes;
+    if (walk->done < row->bytes) continue;
+    walk->done = 0;
+    if (++walk->row < work->row_count) continue;
+    walk->row = 0;
+    walk->block++;
+  }
+  return 1;
+}
+
+/* So many bytes for a lane that there are some for each, of little work too. */
+static uint64_t cut_of(const struct work *work) {
+  uint64_t bytes = 0;
+  for (uint64_t n = 0; n < work->row_count; n++) bytes += work->rows[n].bytes;
+  bytes = bytes * work->block_count / LANES / LEAST_CUT * LEAST_CUT;
+  return bytes < LEAST_CUT ? LEAST_CUT : bytes < MOST_CUT ? bytes : MOST_CUT;
+}
+
+INLINE void run_lanes(const struct work *work, turns *take, int copying, int summing) {
+  struct walk walk = {work, 0, 0, 0, cut_of(work)};
+  struct lane lanes[LANES];
+  int count = 0;
+  memset(lanes, 0, sizeof lanes);
+  while (count < LANES && refill(&walk, lanes + count)) count++;
+  while (count) {
+    int together = count == LANES ? LANES : 1;
+    uint64_t bytes = lanes[0].turns;
+    for (int n = 1; n < together; n++)
+      if (lanes[n].turns < bytes) bytes = lanes[n].turns;
+    if (together == LANES) take(lanes, LANES, bytes, copying, summing);
+    else take(lanes, 1, bytes, copying, summing);
+    for (int n = together - 1; n >= 0; n--) {
+      struct lane *lane = lanes + n;
+      if (copying) lane->to += bytes;
+      if (summing) lane->keys += bytes / 8;
+      lane->from += bytes;
+      lane->place += bytes;
+      lane->left -= bytes;
+      lane->turns -= bytes;
+      if (!lane->turns && !refill(&walk, lane)) *lane = lanes[--count];
+    }
+  }
+}
+
+#define RUN(level, target)                                                     \
+  target static void run_##level(const struct work *work) {                      \
+    if (work->kind == SUM) run_lanes(work, turns_##level, 0, 1);                 \
+    else if (work->sums) run_lanes(work, turns_##level, 1, 1);                   \
+    else run_lanes(work, turns_##level, 1, 0);                                  \
+  }
+RUN(plain, )
+#if defined(__x86_64__)
+RUN(avx512, __attribute__((target("avx512f,avx512dq"))))
+RUN(avx2, __attribute__((target("avx2"))))
+#endif
+
+/* -- bounds ------------------------------------------------------------------------------------ */
+
+static int flaw_of(const struct work *work) {
+  uint64_t reach = 0, engine = 0, start;
+  for (uint64_t n = 0; n < work->row_count; n++) {
+    const struct row *row = work->rows + n;
+    if (!row->bytes || row->bytes > MOST || row->at > MOST) return BAD_ROW;
+    if (work->sums && (row->bytes % 8 || row->at % 8)) return BAD_ROW;
+    if (reach < row->at + row->bytes) reach = row->at + row->bytes;
+  }
+  for (uint64_t n = 0; n < work->block_count; n++) {
+    const struct block *block = work->blocks + n;
+    if (!block->extent || block->offset > MOST || block->place > MOST) return BAD_BLOCK;
+    if (block->offset + reach > block->room) return BAD_BLOCK;
+    if (block->engine > engine) engine = block->engine;
+    if (!work->sums) continue;
+    if (block->sum >= work->sum_count || block->place % 8) return BAD_SUM;
+    if ((block->place + reach + LINE_BYTES - 1) / LINE_BYTES > work->line_count) return BAD_SUM;
+  }
+  for (uint64_t n = 0; n < work->row_count && work->kind != SUM; n++) {
+    const struct row *row = work->rows + n;
+    if (!row->memory || __builtin_mul_overflow(engine, row->stride, &start)) return OUTSIDE_MEMORY;
+    if (start > MOST || start + row->bytes > row->room) return OUTSIDE_MEMORY;
+  }
+  return work->kind == SUM && !work->sums ? BAD_SUM : DONE;
+}
+
+/* -- what kvd/native calls --------------------------------------------------------------------- */
+
+enum { PLAIN, AVX2, AVX512 };
+
+const char *kvd_source(void) { return KVD_SOURCE; }
+
+/* The fastest level that processor and kernel have. Asked by cpuid: zig's __builtin_cpu_supports
+ * knows nothing. */
+int kvd_level(void) {
+#if defined(__x86_64__)
+  const unsigned avx2 = 1u << 5, avx512 = 3u << 16; /* of leaf 7: F and DQ */
+  const unsigned ymm = 6, zmm = 0xE6;               /* registers that the kernel keeps */
+  unsigned a, b, c, d, kept;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & 1u << 27)) return PLAIN;
+  __asm__("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return PLAIN;
+  if ((b & avx512) == avx512 && (kept & zmm) == zmm) return AVX512;
+  if ((b & avx2) && (kept & ymm) == ymm) return AVX2;
+#endif
+  return PLAIN;
+}
+
+/* Do it, or say what is wrong with it: then no byte was touched. */
+int kvd_run(const struct work *work, int level) {
+  int flaw = level > kvd_level() || level < PLAIN ? NO_SUCH_LEVEL : flaw_of(work);
+  if (flaw || !work->row_count) return flaw;
+#if defined(__x86_64__)
+  if (level == AVX512) run_avx512(work);
+  if (level == AVX2) run_avx2(work);
+  if (level > PLAIN) _mm_sfence();
+#endif
+  if (level == PLAIN) run_plain(work);
+  return DONE;
+}
+
+/* Add the checksum of each part to its sum: `starts` are addresses, all parts have so many bytes. */
+int kvd_sum(const struct work *keys, uint8_t *const *starts, uint64_t count, uint64_t bytes,
+            int level) {
+  struct row row = {0, 0, 0, bytes, 0};
+  int flaw = DONE;
+  for (uint64_t n = 0; n < count && !flaw; n++) {
+    struct block block = {starts[n], bytes, 0, 0, 0, n};
+    struct work work = *keys;
+    work.kind = SUM;
+    work.rows = &row, work.row_count = 1;
+    work.blocks = &block, work.block_count = 1;
+    flaw = kvd_run(&work, level);
+  }
+  return flaw;
+}

@@ -1,0 +1,73 @@
+/* Random work for copies.c on memory of malloc, each allocation ending where its bytes do: whatever
+ * touches a byte after a stretch is found by the sanitizers that this is built with. Bytes and sums
+ * are compared with what a plain loop makes of them. */
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "../../kvd/native/copies.c"
+
+enum { ROWS = 3, BLOCKS = 12, LINES = 8 };
+
+static uint64_t state = 1, word_keys[LINE_WORDS], line_keys[LINES];
+
+static uint64_t draw(uint64_t below) {
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return (state >> 33) % below;
+}
+
+static uint8_t *noise(uint64_t bytes, uint64_t skew, uint8_t **allocation) {
+  *allocation = malloc(skew + bytes);
+  for (uint64_t at = 0; at < skew + bytes; at++) (*allocation)[at] = (uint8_t)draw(256);
+  return *allocation + skew;
+}
+
+static void check(int right, const char *what) {
+  if (!right) printf("wrong: %s\n", what), exit(1);
+}
+
+static void one(int level) {
+  uint64_t kind = draw(3), unit = kind == SUM || draw(2) ? 8 : 1, total = 0;
+  uint64_t row_count = 1 + draw(ROWS), block_count = 1 + draw(BLOCKS);
+  uint64_t sums[BLOCKS] = {0}, wanted[BLOCKS] = {0};
+  uint8_t *kept[ROWS + BLOCKS];
+  struct row rows[ROWS];
+  struct block blocks[BLOCKS];
+  for (uint64_t r = 0; r < row_count; r++) {
+    uint64_t bytes = unit * (1 + draw(draw(2) ? 20000 / unit : 40)), skew = draw(64);
+    uint8_t *memory = noise(bytes * block_count, skew, &kept[r]);
+    rows[r] = (struct row){memory, bytes * block_count, bytes, bytes, total};
+    total += bytes;
+  }
+  for (uint64_t b = 0; b < block_count; b++) {
+    uint64_t offset = unit * draw(20), place = unit == 8 ? 8 * draw(100) : 0;
+    uint8_t *extent = noise(offset + total, 0, &kept[ROWS + b]);
+    blocks[b] = (struct block){extent, offset + total, offset, block_count - 1 - b, place, b};
+  }
+  struct work work = {rows, blocks, row_count, block_count, kind,
+                    unit == 8 ? sums : 0, word_keys, line_keys, block_count, LINES};
+  check(kvd_run(&work, level) == DONE, "sound work is refused");
+  for (uint64_t b = 0; b < block_count; b++)
+    for (uint64_t r = 0; r < row_count; r++) {
+      const uint8_t *slot = blocks[b].extent + blocks[b].offset + rows[r].at;
+      const uint8_t *engine = rows[r].memory + blocks[b].engine * rows[r].stride;
+      if (kind != SUM) check(!memcmp(slot, engine, rows[r].bytes), "bytes");
+      for (uint64_t at = 0; unit == 8 && at < rows[r].bytes; at += 8) {
+        uint64_t word, place = (blocks[b].place + rows[r].at + at) / 8;
+        memcpy(&word, slot + at, 8);
+        wanted[b] += word * word_keys[place % LINE_WORDS] * line_keys[place / LINE_WORDS];
+      }
+    }
+  check(!memcmp(sums, wanted, sizeof sums), "sums");
+  for (uint64_t r = 0; r < row_count; r++) free(kept[r]);
+  for (uint64_t b = 0; b < block_count; b++) free(kept[ROWS + b]);
+}
+
+int main(int count, char **given) {
+  int rounds = count > 1 ? atoi(given[1]) : 100;
+  for (int n = 0; n < LINE_WORDS; n++) word_keys[n] = draw(1u << 31) << 20 | 1;
+  for (int n = 0; n < LINES; n++) line_keys[n] = draw(1u << 31) << 20 | 1;
+  for (int level = 0; level <= kvd_level(); level++)
+    for (int n = 0; n < rounds; n++) one(level);
+  printf("%d levels are clean\n", kvd_level() + 1);
+  return 0;
+}
