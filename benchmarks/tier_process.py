@@ -33,6 +33,7 @@ from kvd.tiers.process import (
     TierAnswer,
     TierConfig,
     TierId,
+    TierLeft,
     TierProcess,
 )
 from kvd.tiers.store import Outcome, TierBlock, TierKey, TierOptions, TierUsage
@@ -118,6 +119,9 @@ class Waiting:
 
     def usage_told(self, tier: TierId, usage: TierUsage) -> None:
         """Nothing here depends on it."""
+
+    def left_told(self, tier: TierId, left: TierLeft) -> None:
+        """Nothing here evicts."""
 
     def tier_gone(self, tier: TierId, reason: str) -> None:
         """Who waits is told by each order."""

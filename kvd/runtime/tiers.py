@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, assert_never
 
@@ -29,6 +30,7 @@ from kvd.tiers.process import (
     ScopedKeys,
     TierAnswer,
     TierConfig,
+    TierLeft,
     TierProcess,
 )
 from kvd.tiers.store import SCOPE_BYTES, Outcome, TierUsage
@@ -38,6 +40,7 @@ log = logging.getLogger(__name__)
 # Of the pool's blocks, on their way to one tier: they can't be evicted meanwhile.
 MAX_WRITE_BYTES = 1 << 30
 WRITE_SHARE = 4  # 1/4 of the pool at most
+MAX_SCOPE_NAMES = 65_536  # of which a tier may name what has left it
 LAYOUT_VERSION = 1  # of a block's bytes in a slot, as tiers keep them
 NO_USAGE = TierUsage(0, 0, 0)
 TierOrder = act.AskTier | act.WriteToTier | act.ReadFromTier | act.ClearTier
@@ -96,6 +99,7 @@ class Tiers:
         self._movers: dict[MoverId, TierId] = {}  # as which their processes map rows
         self._asked: dict[TierId, dict[OrderId, Asked | Deletion]] = {}
         self._written: set[TierId] = set()  # those that were given a block since they began
+        self._scope_names: OrderedDict[bytes, ScopeName] = OrderedDict()  # the last used last
         self._deleting: dict[TierId, dict[bytes, Deletion]] = {}  # by what it deletes
         self._next_order = 0
         self._generations: Generations | None = None  # where there are tiers, or were
@@ -260,7 +264,12 @@ class Tiers:
         for text in (name.epoch, name.account, *map(str, numbers)):
             encoded = text.encode()
             digest.update(len(encoded).to_bytes(4, "little") + encoded)
-        return namespace + digest.digest()
+        scope = namespace + digest.digest()
+        self._scope_names[scope] = name
+        self._scope_names.move_to_end(scope)
+        if len(self._scope_names) > MAX_SCOPE_NAMES:
+            self._scope_names.popitem(last=False)
+        return scope
 
     def unmap_row(self, order: act.UnmapRow) -> None:
         """Have a tier's process unmap the row once no copy uses it."""
@@ -337,6 +346,15 @@ class Tiers:
         """Where a tier holds anything, a block that index pages don't show may be there."""
         self.usage[tier] = usage
         self._tell_clients()
+
+    def left_told(self, tier: TierId, left: TierLeft) -> None:
+        """The core hears of what has left, as far as anybody here knows the scope."""
+        if left.in_doubt:
+            self._report(ev.TierDoubted(tier))
+        for part in left.parts:
+            name = self._scope_names.get(part.scope)
+            if name is not None:
+                self._report(ev.TierForgot(tier, name, part.keys))
 
     def tier_gone(self, tier: TierId, reason: str) -> None:  # noqa: ARG002 - its keeper logs it
         """None of its copies runs any more."""

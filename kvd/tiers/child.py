@@ -27,6 +27,7 @@ from kvd.processes.complaints import introduce, log_limited
 from kvd.processes.framing import BadFrame, FrameReader
 from kvd.processes.mappings import Bytes
 from kvd.tiers import frames, sums
+from kvd.tiers.departures import Departures
 from kvd.tiers.extents import SharedExtents, most_mapped
 from kvd.tiers.frames import (
     COPIES,
@@ -91,6 +92,7 @@ class TierLoop:
         self._extents = SharedExtents(config.extents, self._report_unmapped, most_mapped(), told)
         calls_at_once = max(1, min(store.concurrency, MAX_CALLS_AT_ONCE))
         self._lanes = Lanes(calls_at_once)
+        self.left = Departures(store)
         self._stopping = False
         self._usage_wanted = threading.Semaphore(0)
         self._usage_told: TierUsage | None = None
@@ -134,6 +136,9 @@ class TierLoop:
                     self._refuse(work, ProcessReason.LATE if late else ProcessReason.CALLED_OFF)
             case TierFrame.ASK_USAGE:
                 self._usage_wanted.release()
+            case TierFrame.TELL_LEFT:
+                with self.left.lock:
+                    self._control.send(TierFrame.LEFT, frames.pack_left(self.left.some()))
             case TierFrame.UNMAP_ROW:
                 self._extents.retire(*frames.unpack_row(body))
             case TierFrame.STOP:
@@ -173,8 +178,11 @@ class TierLoop:
 
     def _call_all(self) -> None:
         while (work := self._lanes.take()) is not None:
+            self.left.begin(work.order.order)
+            answer = self._ask(work)
             # Answered before it ends: what waits for it, as a delete for writes, is answered later.
-            self._answer(self._ask(work))
+            with self.left.lock:
+                self._answer(self.left.checked(work.order, answer, _keys))
             self._lanes.end(work)
             self._extents.release(work.extents)
 
@@ -282,10 +290,11 @@ def _require_within(parts: Sequence[PlacedBlocks], extent_bytes: int) -> None:
 
 
 def _keys(order: Order) -> list[TierKey]:
+    """Of all keys or blocks of an order; a whole scope has none."""
     keys: list[TierKey] = []
     for part in order.content:
-        assert isinstance(part, ScopedKeys), "an order of keys"
-        keys += _named(part)
+        if not isinstance(part, bytes):
+            keys += _named(part)
     return keys
 
 
@@ -374,5 +383,5 @@ def serve(control_fd: int, parent: int) -> None:
     loop.start()
     gc.freeze()
     sys.setswitchinterval(0.0005)
-    control.send(TierFrame.HELLO)
+    control.send(TierFrame.HELLO, frames.pack_number(loop.left.are_named))
     loop.run()

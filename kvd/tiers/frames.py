@@ -37,6 +37,9 @@ OrderId = NewType("OrderId", int)  # chosen by who orders; never twice with one 
 
 MAX_REASON_BYTES = 64
 MAX_PARTS_PER_ORDER = 1 << 19  # of all its blocks: a frame has room for them
+# Of blocks that have left a store, in one frame: an event of the core's for each scope.
+MAX_LEFT_KEYS = 1024
+MAX_LEFT_SCOPES = 32
 
 
 class TierFrame(enum.IntEnum):
@@ -52,12 +55,14 @@ class TierFrame(enum.IntEnum):
     ASK_USAGE = 8
     UNMAP_ROW = 9
     STOP = 10
+    TELL_LEFT = 11
     HELLO = 32
     REFUSED = 33
     ANSWER = 34
     USAGE = 35
     ROW_UNMAPPED = 36
     LEAVING = 37
+    LEFT = 38
 
 
 ORDERS = frozenset(
@@ -186,10 +191,23 @@ class TierAnswer:
     sums: U64 = field(default_factory=no_sums)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TierLeft:
+    """Blocks that have left a store by themselves.
+
+    in_doubt: others have, too, and nobody knows which. more: there are more to be told of.
+    """
+
+    parts: tuple[ScopedKeys, ...]
+    in_doubt: bool = False
+    more: bool = False
+
+
 _ORDER = struct.Struct("<QdII")  # ..., how many parts, nothing
 _KEYS = struct.Struct("<II")  # keys, bytes of each hash
 _BLOCKS = struct.Struct("<IIII")  # blocks, bytes of each hash, shards, 1 with sums
 _ANSWER = struct.Struct("<QQQIIII")  # ..., end, how many values and sums, bytes of the reason
+_LEFT = struct.Struct("<III4x")  # parts, 1 in doubt, 1 where there are more
 _WORD = struct.Struct("<Q")
 
 
@@ -220,11 +238,11 @@ def pack_order(order: Order) -> bytes:
             pieces += [_WORD.pack(len(part)), part.ljust(SCOPE_BYTES, b"\0")]
             continue
         count, hash_bytes = len(part.keys), part.keys.hash_bytes
-        pieces.append(part.scope)
         if isinstance(part, ScopedKeys):
-            pieces += [_KEYS.pack(count, hash_bytes), _packed(part.keys.words, "<u8")]
+            pieces += _packed_keys(part)
             continue
         pieces += [
+            part.scope,
             _BLOCKS.pack(count, hash_bytes, len(part.part_bytes), part.sums is not None),
             _packed(np.array(part.part_bytes), "<u8"),
             _packed(part.keys.words, "<u8"),
@@ -234,6 +252,11 @@ def pack_order(order: Order) -> bytes:
         if part.sums is not None:
             pieces.append(_packed(part.sums, "<u8"))
     return b"".join(pieces)
+
+
+def _packed_keys(part: ScopedKeys) -> list[bytes]:
+    count = _KEYS.pack(len(part.keys), part.keys.hash_bytes)
+    return [part.scope, count, _packed(part.keys.words, "<u8")]
 
 
 def _packed(array: npt.NDArray[Any], dtype: str) -> bytes:
@@ -376,6 +399,30 @@ def unpack_answer(body: bytes) -> TierAnswer:
     sums = source.array("<u8", summed)
     said = source.raw(reason).decode("ascii")
     return TierAnswer(OrderId(order), OrderEnd(end), values, copied, duration_ns, said, sums)
+
+
+def pack_left(left: TierLeft) -> bytes:
+    pieces = [_LEFT.pack(len(left.parts), left.in_doubt, left.more)]
+    for part in left.parts:
+        pieces += _packed_keys(part)
+    return b"".join(pieces)
+
+
+def unpack_left(body: bytes) -> TierLeft:
+    """BadFrame for nonsense."""
+    source = _Body(body)
+    count, in_doubt, more = source.fields(_LEFT)
+    if count > MAX_LEFT_SCOPES:
+        raise BadFrame(f"blocks of {count} scopes have left")
+    parts: list[ScopedKeys] = []
+    left = MAX_LEFT_KEYS
+    for _ in range(count):
+        parts.append(_keys(source))
+        keys = parts[-1].keys
+        left -= len(keys)
+        if left < 0 or not 1 <= keys.hash_bytes <= MAX_HASH_BYTES:
+            raise BadFrame(f"{len(keys)} keys of {keys.hash_bytes} bytes have left")
+    return TierLeft(tuple(parts), bool(in_doubt), bool(more))
 
 
 def pack_refusal(refusal: TierRefusal) -> bytes:

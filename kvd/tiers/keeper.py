@@ -11,7 +11,14 @@ from typing import Protocol
 from kvd.core.keys import RowId, TierId
 from kvd.core.lifecycle import step
 from kvd.processes.parent import ProcessStartError
-from kvd.tiers.process import QueueBounds, TierAnswer, TierConfig, TierProcess, TierSink
+from kvd.tiers.process import (
+    QueueBounds,
+    TierAnswer,
+    TierConfig,
+    TierLeft,
+    TierProcess,
+    TierSink,
+)
 from kvd.tiers.store import TierUsage
 
 log = logging.getLogger(__name__)
@@ -66,6 +73,9 @@ class TierListener(Protocol):
         """As TierSink says."""
 
     def usage_told(self, tier: TierId, usage: TierUsage) -> None:
+        """As TierSink says."""
+
+    def left_told(self, tier: TierId, left: TierLeft) -> None:
         """As TierSink says."""
 
     def tier_gone(self, tier: TierId, reason: str) -> None:
@@ -173,6 +183,9 @@ class TierKeeper:
 
     def usage_told(self, tier: TierId, usage: TierUsage) -> None:
         self._listener.usage_told(tier, usage)
+
+    def left_told(self, tier: TierId, left: TierLeft) -> None:
+        self._listener.left_told(tier, left)
 
     def tier_gone(self, tier: TierId, reason: str) -> None:
         self.process = None

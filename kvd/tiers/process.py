@@ -28,6 +28,7 @@ from kvd.tiers.frames import (
     TierAnswer,
     TierConfig,
     TierFrame,
+    TierLeft,
     TierRefusal,
 )
 from kvd.tiers.store import Outcome, TierUsage
@@ -42,6 +43,7 @@ __all__ = [
     "TierAnswer",
     "TierConfig",
     "TierId",
+    "TierLeft",
     "TierProcess",
     "TierRefused",
     "TierSink",
@@ -57,6 +59,7 @@ MAX_WRITES_QUEUED = 8_192  # blocks
 LATE_S = 5.0
 LOOK_AGAIN_S = 0.25  # before that, lest control itself was late and its answer is here already
 USAGE_S = 1.0  # between two looks at how a tier fares
+LEFT_S = 0.02  # between two questions what has left its store
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,9 @@ class TierSink(Protocol):
     def usage_told(self, tier: TierId, usage: TierUsage) -> None:
         """How the store fares has changed."""
 
+    def left_told(self, tier: TierId, left: TierLeft) -> None:
+        """Blocks have left the store by themselves. Before any answer that comes later."""
+
     def tier_gone(self, tier: TierId, reason: str) -> None:
         """One that served has ended, after all else that it or `order_ended` says. Once."""
 
@@ -148,6 +154,10 @@ class TierProcess(OwnedProcess):
         self._unmapping: set[RowId] = set()
         self._next_look = 0.0  # at the usage
         self._look: asyncio.TimerHandle | None = None
+        self._names_left = False  # the store names what leaves it
+        self._left_asked = False
+        self._next_left = 0.0
+        self._look_left: asyncio.TimerHandle | None = None
 
     @classmethod
     async def start(
@@ -261,6 +271,7 @@ class TierProcess(OwnedProcess):
         """One frame of the process."""
         match kind:
             case TierFrame.HELLO if not self._hello.done():
+                self._names_left = bool(frames.unpack_number(body))
                 self._hello.set_result(None)
             case TierFrame.REFUSED if not self._hello.done():
                 self._hello.set_exception(TierRefused(frames.unpack_refusal(body)))
@@ -274,6 +285,8 @@ class TierProcess(OwnedProcess):
                     raise BadFrame(f"row {row} was not to be unmapped")
                 self._unmapping.remove(row)
                 self._sink.row_unmapped(self.tier, row)
+            case TierFrame.LEFT if self._left_asked:
+                self._hear_left(frames.unpack_left(body))
             case TierFrame.LEAVING:
                 self._reason = self._reason or frames.unpack_text(body)
             case _:
@@ -287,6 +300,7 @@ class TierProcess(OwnedProcess):
         _require_sums(answer, given.order, wanted=self._wants_sums)
         self._end_order(given, answer)
         self._look_at_usage()
+        self._look_at_left()
 
     def _end_order(self, given: _Given, answer: TierAnswer) -> None:
         order = given.order
@@ -313,6 +327,27 @@ class TierProcess(OwnedProcess):
         self._next_look = self._loop.time() + USAGE_S
         self._write(TierFrame.ASK_USAGE)
 
+    # -- what has left ----------------------------------------------------------------------
+
+    def _look_at_left(self) -> None:
+        """Ask what has left, not more often than what is told of may cost."""
+        if self._names_left and self._look_left is None and not self._left_asked:
+            due = max(self._next_left, self._loop.time())
+            self._look_left = self._loop.call_at(due, self._ask_left)
+
+    def _ask_left(self) -> None:
+        self._look_left = None
+        self._left_asked = True
+        self._write(TierFrame.TELL_LEFT)
+
+    def _hear_left(self, left: TierLeft) -> None:
+        self._left_asked = False
+        self._next_left = self._loop.time() + LEFT_S
+        if left.parts or left.in_doubt:
+            self._sink.left_told(self.tier, left)
+        if left.more:
+            self._look_at_left()
+
     # -- life -------------------------------------------------------------------------------
 
     def _note_start(self) -> None:
@@ -334,9 +369,10 @@ class TierProcess(OwnedProcess):
         self._write(TierFrame.STOP)
 
     def _let_go(self) -> None:
-        if self._look is not None:
-            self._look.cancel()
-            self._look = None
+        for timer in (self._look, self._look_left):
+            if timer is not None:
+                timer.cancel()
+        self._look = self._look_left = None
 
 
 _LANES = (TierFrame.EXISTS, TierFrame.READ, TierFrame.WRITE)

@@ -213,6 +213,23 @@ class MapsMemory(Protocol):
         raises."""
 
 
+@runtime_checkable
+class NamesWhatLeaves(Protocol):
+    """What a store has besides where it knows which blocks leave it by themselves.
+
+    Then those who watch events hear of it, and what host memory still has is written again. The
+    others' blocks are known to be gone when they are asked for.
+    """
+
+    def take_left(self) -> Sequence[TierKey] | None:
+        """Blocks that have left since the last call: to make room, or since they proved wrong.
+
+        Not those that were deleted, or replaced by a write. A block is named by the next call, as
+        soon as nobody finds it any more and before a later write of it has returned. None: nobody
+        knows which have left. Any thread may call; never waits for the medium, and never raises.
+        """
+
+
 OptionValue = str | int | float | bool | list[str]
 TierOptions = Mapping[str, OptionValue]
 # Opens a store: what a module path of the configuration names, given its table of options. Raises

@@ -144,3 +144,38 @@ def test_who_does_not_ask_for_tiers_hears_of_host_memory_alone(tiered: DaemonPro
     router.hears(lambda: not first & router.knows[HOST])
     assert not router.knows[DISK] | router.knows[FAR]
     router.close()
+
+
+SMALL = """
+[[tiers]]
+name = "disk"
+kind = "disk"
+
+[tiers.options]
+directories = ["{directory}"]
+directory_bytes = "2MiB"
+region_bytes = "1MiB"
+"""
+
+
+def test_a_router_hears_what_a_disk_gave_up(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """20 prompts of 64 blocks, of which the disk holds 512."""
+    daemon.end()
+    file = tmp_path / "kvd.toml"
+    file.write_text(SMALL.format(directory=tmp_path / "disk"))
+    daemon.flags["config"] = file
+    daemon.pool_bytes = 4 << 20
+    daemon.start()
+    wait_until(lambda: ask(daemon.socket, 10.0).tiers[0].serving, "the disk")
+    router = Router(daemon)
+    for prompt in PROMPTS:
+        router.store(prompt)
+        router.hears(lambda prompt=prompt: set(keys_of(prompt)) <= router.knows[DISK])  # type: ignore[misc]
+    first = set(keys_of(PROMPTS[0]))
+    router.hears(lambda: not first & router.knows[DISK])
+    assert len(router.knows[DISK]) == ask(daemon.socket, 10.0).tiers[0].blocks <= 512
+    # Host memory lacks it, too: it is computed again, and the disk is given it again.
+    router.hears(lambda: not first & router.knows[HOST])
+    router.store(PROMPTS[0])
+    router.hears(lambda: first <= router.knows[DISK])
+    router.close()

@@ -324,3 +324,15 @@ class SaysDamaged(_Store):
 
     def write(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         return [Outcome.DAMAGED for _ in blocks]
+
+
+class Names(_Store):
+    """Says with the first call that `count` blocks have left that it never had."""
+
+    def __init__(self, options: TierOptions) -> None:
+        super().__init__(options)
+        self._leaving = int(str(options["count"]))
+
+    def take_left(self) -> list[TierKey]:
+        count, self._leaving = self._leaving, 0
+        return [TierKey(bytes(range(32)), n.to_bytes(20, "big")) for n in range(count)]

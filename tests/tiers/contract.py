@@ -18,6 +18,7 @@ from kvd.tiers.store import (
     MAX_BLOCKS_PER_CALL,
     MAX_SCOPES_PER_CALL,
     NAMESPACE_BYTES,
+    NamesWhatLeaves,
     Outcome,
     TierBlock,
     TierError,
@@ -246,6 +247,31 @@ class TierStoreContract:
         assert usage.bytes <= usage.capacity_bytes
         assert all(has(store, n) for n in range(4 * ROOM_BLOCKS - 8, 4 * ROOM_BLOCKS))
         assert not any(has(store, n) for n in range(8))
+        store.close()
+
+    def test_what_leaves_is_named_once_where_the_store_names_it(self, small: Opened) -> None:
+        store = small()
+        if not isinstance(store, NamesWhatLeaves):
+            pytest.skip("it can't say")
+        assert store.take_left() == []
+        kept: set[int] = set()
+        for first in range(0, 4 * ROOM_BLOCKS, 8):
+            fresh = range(first, first + 8)
+            keep(store, fresh)
+            kept |= set(fresh)
+            left = store.take_left()
+            assert left is not None
+            gone = {key(n) for n in kept if not store.exists([key(n)], soon())[0]}
+            assert sorted(left) == sorted(gone)
+            kept -= {n for n in kept if key(n) in gone}
+        assert len(kept) <= ROOM_BLOCKS
+        store.delete([key(n) for n in list(kept)[:4]], soon())
+        store.delete_scopes([ONE], soon())
+        assert store.take_left() == [], "what was deleted is named"
+        keep(store, range(4))
+        half = BLOCK_BYTES // 2
+        assert write(store, source(key(1), content(1, half), content(2, half))) == [Outcome.DONE]
+        assert store.take_left() == [], "what was replaced is named"
         store.close()
 
     def test_more_than_fits_at_once_is_full_in_part(self, small: Opened) -> None:

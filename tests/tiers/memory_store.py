@@ -37,6 +37,7 @@ class MemoryStore:
         self._blocks: Medium = OrderedDict() if medium is None else medium
         self._bytes = sum(len(part) for parts in self._blocks.values() for part in parts)
         self._evicted = 0
+        self._left: list[TierKey] = []
         self._errors: dict[TierReason, int] = {}
         self._closed = False
         self._lock = threading.Lock()
@@ -82,6 +83,11 @@ class MemoryStore:
                 len(self._blocks), self._bytes, self._capacity, self._evicted, dict(self._errors)
             )
 
+    def take_left(self) -> list[TierKey]:
+        with self._lock:
+            left, self._left = self._left, []
+            return left
+
     def close(self) -> None:
         self._closed = True
 
@@ -118,6 +124,7 @@ class MemoryStore:
                 return Outcome.FULL
             for key in leaving:
                 self._forget(key)
+                self._left.append(key)
                 self._evicted += 1
             self._blocks[block.key] = tuple(map(bytes, block.parts))
             self._bytes += block.nbytes

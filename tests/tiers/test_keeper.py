@@ -26,6 +26,7 @@ from kvd.tiers.process import (
     TierAnswer,
     TierConfig,
     TierId,
+    TierLeft,
     TierProcess,
     TierSink,
     TierStartError,
@@ -78,6 +79,9 @@ class Heard:
 
     def usage_told(self, tier: TierId, usage: TierUsage) -> None:
         """No test here asks."""
+
+    def left_told(self, tier: TierId, left: TierLeft) -> None:
+        """No test here evicts."""
 
     def tier_gone(self, tier: TierId, reason: str) -> None:
         if self.deaf:

@@ -25,6 +25,7 @@ from kvd.tiers.process import (
     TierAnswer,
     TierConfig,
     TierId,
+    TierLeft,
     TierProcess,
 )
 from kvd.tiers.store import Outcome, TierOptions, TierUsage
@@ -54,6 +55,7 @@ class HeardByTierSink:
         self.when: dict[int, float] = {}
         self.unmapped: list[int] = []
         self.usages: list[TierUsage] = []
+        self.left: list[TierLeft] = []
         self.gone: list[str] = []
         self.living: set[int] = set()
         self._changed = asyncio.Event()
@@ -80,6 +82,11 @@ class HeardByTierSink:
     def usage_told(self, tier: TierId, usage: TierUsage) -> None:
         assert not self.gone, "a word after the tier was gone"
         self.usages.append(usage)
+        self._changed.set()
+
+    def left_told(self, tier: TierId, left: TierLeft) -> None:
+        assert not self.gone, "a word after the tier was gone"
+        self.left.append(left)
         self._changed.set()
 
     def tier_gone(self, tier: TierId, reason: str) -> None:

@@ -32,6 +32,7 @@ from kvd.tiers.store import (
     Outcome,
     TierBlock,
     TierError,
+    TierKey,
     TierReason,
     TierTimeout,
     TierUnusable,
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 MAX_SCOPES_KNOWN = 1 << 20  # of one disk; scopes without blocks are forgotten then
 MAX_LENGTHS_KNOWN = 4096  # kinds of blocks that one disk has seen
 LOG_SECONDS = 10.0  # between lines about one kind of failure
+MAX_LEFT = 131_072  # blocks of one disk that have left, and that nobody was told of yet
 USE_NOTED_S = 300  # a block's use is noted for the next start once in so many seconds
 UNKNOWN_SCOPE = 0
 _Begin = Callable[[Sequence[BlockMove], float], list[Future[None]]]
@@ -56,6 +58,10 @@ class Batch:
     blocks: list[TierBlock]
     digests: U64
     deadline: float
+
+    def hashes(self, rows: Slots) -> list[bytes]:
+        """By which engines know these blocks."""
+        return [self.blocks[row].key.block for row in rows.tolist()]
 
 
 @dataclass(slots=True)
@@ -87,7 +93,8 @@ class Disk:
             raise
         self.seed = int.from_bytes(self.slab.identity[8:], "little")
         regions, size = self.slab.regions, options.region_bytes
-        self._space = DiskSpace(regions, size, options.policy, self._forget_rows)
+        self._space = DiskSpace(regions, size, options.policy, self._leave)
+        self._left: list[TierKey] | None = []  # None: more than anybody knows
         self._index = IndexFile(directory / "index.sqlite", self.slab.identity)
         self._threads = options.threads
 
@@ -97,6 +104,7 @@ class Disk:
         if known.damaged_rows or known.was_lost:
             self._count(TierReason.INDEX_DAMAGED, max(1, known.damaged_rows))
         self._scopes = {scope: number for number, scope in known.scopes.items()}
+        self._scope_names = dict(known.scopes)
         self._lengths = {lengths: number for number, lengths in known.lengths.items()}
         self._next_scope = known.next_scope
         strides = {number: _stride(lengths) for number, lengths in known.lengths.items()}
@@ -107,13 +115,16 @@ class Disk:
 
     # -- lookups ----------------------------------------------------------------------------
 
-    def exists(self, scopes: Sequence[bytes], digests: U64) -> np.ndarray:
+    def exists(self, keys: Sequence[TierKey], digests: U64) -> np.ndarray:
         """Which of these blocks there are."""
         with self._lock:
-            known = self._scope_numbers(scopes)
+            known = self._scope_numbers([key.scope for key in keys])
             there = np.zeros(len(digests), dtype=np.bool_)
             for size_class in self._space.classes.values():
-                there |= size_class.find(digests, known) != NOWHERE
+                found = size_class.find(digests, known)
+                here = np.flatnonzero(found != NOWHERE)
+                size_class.name(found[here], [keys[row].block for row in here.tolist()])
+                there[here] = True
             return there
 
     # -- writing ----------------------------------------------------------------------------
@@ -139,6 +150,7 @@ class Disk:
                     size_class.scopes[places] = scopes[new]
                     size_class.lengths[places] = kind
                     size_class.digests[places] = batch.digests[new]
+                    size_class.name(places, batch.hashes(new))
                     pieces = self._pieces(size_class, batch, new, places)
                     under_way.pieces.append((size_class, pieces, batch.digests[new]))
         self._start(under_way, batch.deadline, self._transfers.write)
@@ -157,6 +169,7 @@ class Disk:
         found = size_class.find(batch.digests[rows], scopes[rows])
         there = (found != NOWHERE) & (size_class.lengths[found] == lengths)
         self._use(size_class, found[there])
+        size_class.name(found[there], batch.hashes(rows[there]))
         for row in rows[there].tolist():
             outcomes[batch.numbers[row]] = Outcome.DONE
         new: Slots = rows[~there]
@@ -220,6 +233,7 @@ class Disk:
                 there &= size_class.lengths[found] == self._lengths.get(lengths, -1)
                 size_class.policy.missed(batch.digests[rows[~there], 0])
                 places = found[there]
+                size_class.name(places, batch.hashes(rows[there]))
                 np.add.at(size_class.pins, places, 1)  # a place may stand in it twice
                 pieces = self._pieces(size_class, batch, rows[there], places)
                 for piece, seal in zip(pieces, size_class.seals[places].tolist(), strict=True):
@@ -255,6 +269,7 @@ class Disk:
             and int(size_class.seals[place]) == piece.seal
         )
         if is_it and piece.reason is not TierReason.TIMEOUT:
+            self._note_left(size_class, np.array([place]))
             self._drop(size_class, np.array([place]))
 
     # -- deleting ---------------------------------------------------------------------------
@@ -278,6 +293,7 @@ class Disk:
             named = [scope for scope in self._scopes if scope.startswith(prefixes)]
             numbers = [self._scopes.pop(scope) for scope in named]
             for number in numbers:
+                del self._scope_names[number]
                 self._rows.remove_scope(number)
             for size_class in self._space.classes.values():
                 span = size_class.in_use()
@@ -384,6 +400,29 @@ class Disk:
         if due.size and self._rows.has_room:
             self._rows.put(self._rows_of(size_class, due))
 
+    def _leave(self, size_class: DiskSizeClass, places: Slots) -> None:
+        """These blocks have to make room."""
+        self._note_left(size_class, places)
+        self._forget_rows(size_class, places)
+
+    def _note_left(self, size_class: DiskSizeClass, places: Slots) -> None:
+        if self._left is None:
+            return
+        for scope, block in size_class.names_of(places):
+            known = self._scope_names.get(scope)
+            if known is not None:
+                self._left.append(TierKey(known, block))
+        if len(self._left) > MAX_LEFT:
+            self._left = None
+
+    def take_left(self) -> list[TierKey] | None:
+        """Blocks that have left by themselves since the last call; None: nobody knows which."""
+        if self._left == []:
+            return []
+        with self._lock:
+            left, self._left = self._left, []
+            return left
+
     def _forget_rows(self, size_class: DiskSizeClass, places: Slots) -> None:
         self._rows.remove((self._offsets(size_class, places) // ALIGN).tolist())
 
@@ -405,6 +444,7 @@ class Disk:
             for scope in dict.fromkeys(scopes):
                 if scope not in known and self._has_room_for_scope():
                     known[scope] = self._next_scope
+                    self._scope_names[self._next_scope] = scope
                     self._rows.add_scope(self._next_scope, scope)
                     self._next_scope += 1
         return np.array([known.get(s, UNKNOWN_SCOPE) for s in scopes], dtype=np.uint32)
@@ -418,7 +458,7 @@ class Disk:
                 used |= set(np.unique(size_class.scopes[span][live]).tolist())
             for scope, number in list(self._scopes.items()):
                 if number not in used:
-                    del self._scopes[scope]
+                    del self._scopes[scope], self._scope_names[number]
                     self._rows.remove_scope(number)
         return len(self._scopes) < MAX_SCOPES_KNOWN and self._next_scope < 1 << 32
 

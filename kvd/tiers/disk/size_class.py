@@ -3,13 +3,15 @@
 A class holds whole regions of the slab, cut into places of its size. Places are numbered densely,
 so that the arrays take memory only for regions that the class has had.
 
-Memory, a block: 39 bytes here, 25 in the index, 16 to 24 with the policy "lru" (see `lru`), and
-for the rows that wait to be written about 200 bytes each, of a bounded number.
+Memory, a block: 39 bytes here, 25 in the index, 16 to 24 with the policy "lru" (see `lru`), what
+its hash is long and one where it was asked for since the start, and for the rows that wait to be
+written about 200 bytes each, of a bounded number.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +53,8 @@ class DiskSizeClass:
         self.seals: U64 = sparse_zeros(self.size, np.uint64)
         self.stamps: U32 = sparse_zeros(self.size, np.uint32)  # seconds, of its last use
         self.digests: U64 = sparse_zeros((self.size, 2), np.uint64)
+        self.hash_bytes = sparse_zeros(self.size, np.uint8)  # 0: the engine's hash is not known
+        self._hashes: list[U64] = []  # its words, each of all places, as many as were needed
         self.index = Index(self)
         self.policy: EvictionPolicy = make_policy(policy, self._capacity, PolicyMemory(self.size))
         self._free: list[int] = []
@@ -97,6 +101,33 @@ class DiskSizeClass:
         self.stamps[places] = now
         self.policy.touch(places)
 
+    # -- what engines call them --------------------------------------------------------------
+
+    def name(self, places: Slots, hashes: Sequence[bytes]) -> None:
+        """By these hashes engines know the blocks in these places, as far as it isn't known yet."""
+        new = np.flatnonzero(self.hash_bytes[places] == 0)
+        if not new.size:
+            return
+        chosen = [hashes[row] for row in new.tolist()]
+        words = -(-max(map(len, chosen)) // 8)
+        while len(self._hashes) < words:
+            self._hashes.append(sparse_zeros(self.size, np.uint64))
+        padded = b"".join([each.ljust(words * 8, b"\0") for each in chosen])
+        columns = np.frombuffer(padded, dtype=np.uint64).reshape(-1, words)
+        for number in range(words):
+            self._hashes[number][places[new]] = columns[:, number]
+        self.hash_bytes[places[new]] = [len(each) for each in chosen]
+
+    def names_of(self, places: Slots) -> list[tuple[int, bytes]]:
+        """Scope and hash of those of these blocks whose hash is known."""
+        places = places[self.hash_bytes[places] > 0]
+        if not places.size:
+            return []
+        padded = np.stack([column[places] for column in self._hashes], axis=1)
+        lengths = self.hash_bytes[places].tolist()
+        hashes = [row.tobytes()[:size] for row, size in zip(padded, lengths, strict=True)]
+        return list(zip(self.scopes[places].tolist(), hashes, strict=True))
+
     def in_use(self) -> slice:
         """Places that hold or have held something."""
         held = np.flatnonzero(self.regions != NO_REGION)
@@ -110,6 +141,7 @@ class DiskSizeClass:
         taken = np.array(self._free[len(self._free) - count :], dtype=np.int64)
         del self._free[len(self._free) - count :]
         self.states[taken] = PlaceState.WRITING
+        self.hash_bytes[taken] = 0
         self.pins[taken] = 1  # the writer's
         return np.sort(taken)
 

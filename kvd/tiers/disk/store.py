@@ -66,8 +66,7 @@ class DiskStore:
         for number, disk in enumerate(self._disks):
             rows = np.flatnonzero(homes == number)
             if rows.size:
-                scopes = [keys[row].scope for row in rows.tolist()]
-                there[rows] = disk.exists(scopes, digests[rows])
+                there[rows] = disk.exists([keys[row] for row in rows.tolist()], digests[rows])
         answers: list[bool] = there.tolist()
         return answers
 
@@ -116,6 +115,13 @@ class DiskStore:
             notes += disk.notes
         capacity = sum(disk.slab.regions for disk in self._disks) * self._options.region_bytes
         return TierUsage(blocks, held, capacity, evicted, dict(errors), tuple(notes))
+
+    def take_left(self) -> list[TierKey] | None:
+        """Blocks that have left since the last call (`NamesWhatLeaves`)."""
+        left = [disk.take_left() for disk in self._disks]
+        if any(each is None for each in left):
+            return None
+        return [key for each in left for key in each or ()]
 
     def close(self) -> None:
         with self._closing:
