@@ -182,6 +182,7 @@ def _check_hand_offs(state: State) -> None:
     """
     by_slot: dict[int, list[int]] = defaultdict(list)
     claims: Counter[str] = Counter()
+    held_bytes: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for (session, request), hand_off in state.hand_offs.items():
         assert (hand_off.session, hand_off.request) == (session, request), "a hand-off's name"
@@ -200,11 +201,13 @@ def _check_hand_offs(state: State) -> None:
             assert of == {(owner.namespace, owner.group)}, "a hand-off of another group's block"
             claims[owner.tenant.tenant] += len(held)
             for slot in held.tolist():
+                held_bytes[owner.tenant.tenant] += 0 if by_slot[slot] else owner.block_bytes
                 by_slot[slot].append(id(hand_off))
     known = {slot: sorted(map(id, holders)) for slot, holders in state.handed_off.items()}
     assert known == {slot: sorted(ids) for slot, ids in by_slot.items()}, "hand-offs by slot"
     for tenant in state.tenants.values():
         assert tenant.hand_offs == count[tenant.tenant] <= MAX_HAND_OFFS_PER_TENANT
+        assert tenant.handed_off_bytes == held_bytes[tenant.tenant], "bytes that are handed off"
         assert tenant.hand_off_claims == claims[tenant.tenant] <= MAX_CLAIMS_PER_TENANT
 
 

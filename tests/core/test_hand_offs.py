@@ -19,8 +19,8 @@ PREFILL, DECODE, OTHER = 1, 2, 3
 
 @pytest.fixture
 def bench() -> Bench:
-    """One row of 16 slots, half of which may be claimed; three engines."""
-    bench = small(extents=1, lease_share=0.5)
+    """One row of 16 slots, half of which may be handed off; three engines."""
+    bench = small(extents=1, lease_share=1.0)
     for session in (PREFILL, DECODE, OTHER):
         bench.open(session)
     return bench
@@ -164,7 +164,7 @@ def test_one_request_s_hand_offs_are_one_with_the_later_deadline(bench: Bench) -
     assert figures(bench).hand_offs == 0
 
 
-def test_beyond_the_lease_cap_the_rest_is_not_held_and_counted(bench: Bench) -> None:
+def test_beyond_their_part_of_the_cap_the_rest_is_not_held_and_counted(bench: Bench) -> None:
     bench.stored(range(16))
     hand_off(bench, range(10))
     assert figures(bench).handed_off_blocks == 8
@@ -174,15 +174,43 @@ def test_beyond_the_lease_cap_the_rest_is_not_held_and_counted(bench: Bench) -> 
     assert tenant.leased_bytes == 8 * BLOCK
 
 
-def test_handed_off_blocks_can_be_leased_though_the_cap_is_reached(bench: Bench) -> None:
+def test_handed_off_blocks_can_be_leased_though_the_cap_is_reached() -> None:
+    bench = small(extents=1, lease_share=0.5)
+    for session in (PREFILL, DECODE, OTHER):
+        bench.open(session)
     bench.stored(range(16))
-    hand_off(bench, range(8))
+    hand_off(bench, range(4))
+    bench.lookup(range(8, 12), OTHER, lease=ev.LeaseMode.PREFIX)
     assert list(bench.lookup([12], DECODE, lease=ev.LeaseMode.PREFIX).statuses) == [3]
-    answer = bench.lookup(range(8), DECODE, lease=ev.LeaseMode.PREFIX)
+    answer = bench.lookup(range(4), DECODE, lease=ev.LeaseMode.PREFIX)
+    assert bench.leased(answer, DECODE) == 4
+    load(bench, range(4))
+    assert figures(bench).leases == 2
+    assert flood(bench)[:4] == "H" * 4
+
+
+def test_what_nobody_takes_keeps_no_request_from_its_hits(bench: Bench) -> None:
+    """A node of prefills whose blocks go another way: each hand-off lasts until its deadline."""
+    bench.stored(range(16))
+    for number in range(12):
+        hand_off(bench, [number], request=f"r{number}", seconds=60)
+    assert figures(bench).handed_off_blocks == 8
+    answer = bench.lookup(range(8, 16), DECODE, lease=ev.LeaseMode.PREFIX)
     assert bench.leased(answer, DECODE) == 8
+
+
+def test_a_block_that_is_handed_off_twice_counts_once(bench: Bench) -> None:
+    bench.stored(range(16))
+    hand_off(bench, range(8), request="a", seconds=1)
+    hand_off(bench, range(10), request="b")
+    assert figures(bench).hand_offs == 2
+    assert figures(bench).counters.hand_off_unheld == 2
+    tenant = bench.machine.state.tenant(spec().tenant)
+    assert tenant.handed_off_bytes == 8 * BLOCK
+    bench.tick(1 * SECOND)
+    assert tenant.handed_off_bytes == 8 * BLOCK
     load(bench, range(8))
-    assert figures(bench).leases == 1
-    assert flood(bench)[:8] == "H" * 8
+    assert tenant.handed_off_bytes == 0
 
 
 def test_what_is_not_there_is_counted_as_not_held(bench: Bench) -> None:
@@ -256,7 +284,8 @@ def test_a_pool_full_of_hand_offs_refuses_stores_until_they_end() -> None:
     bench = small(extents=1, lease_share=1.0)
     bench.open(PREFILL)
     bench.stored(range(16))
-    hand_off(bench, range(16), seconds=1)
+    hand_off(bench, range(8), seconds=1)
+    bench.lookup(range(8, 16), lease=ev.LeaseMode.PREFIX)
     assert verdict(bench.store([100])).reason == "NO_ROOM"
     bench.tick(1 * SECOND)
     assert verdict(bench.store([100])).accepted

@@ -28,6 +28,9 @@ from kvd.core.model.turn import Turn
 MAX_HAND_OFF_NS = 600_000_000_000
 MAX_HAND_OFFS_PER_TENANT = 4096
 MAX_EXPIRED_AT_ONCE = 8192  # blocks, so that a tick doesn't hold others up
+# Of what leases and hand-offs may have together: where nobody takes what is handed off, requests
+# still find what they need.
+HAND_OFF_PART = 0.5
 MAX_CLAIMS_PER_TENANT = 1 << 18  # blocks, one counted again for each hand-off that holds it
 
 
@@ -67,7 +70,11 @@ def _room(state: State, found: HandOff | None, owner: SizeClass, slots: Slots) -
     if found is None and tenant.hand_offs >= MAX_HAND_OFFS_PER_TENANT:
         return 0
     claims = MAX_CLAIMS_PER_TENANT - tenant.hand_off_claims
-    return min(claims, lease.within_cap(state, owner, slots))
+    part = state.config.lease_share * HAND_OFF_PART
+    room = tenant.hand_off_room(state.pool_bytes, part) // owner.block_bytes
+    fresh = np.cumsum([slot not in state.handed_off for slot in slots.tolist()])
+    fits = int(np.count_nonzero(fresh <= max(room, 0)))
+    return min(claims, fits, lease.within_cap(state, owner, slots))
 
 
 def _open(state: State, session: Session, event: HandOffRequested) -> HandOff:
@@ -82,8 +89,10 @@ def _hold(state: State, found: HandOff, owner: SizeClass, slots: Slots) -> None:
     owner.tenant.hand_off_claims += len(slots)
     before = found.held.get(owner.group)
     found.held[owner.group] = np.sort(slots) if before is None else np.union1d(before, slots)
+    before_all = len(state.handed_off)
     for slot in slots.tolist():
         state.handed_off.setdefault(slot, []).append(found)
+    owner.tenant.handed_off_bytes += (len(state.handed_off) - before_all) * owner.block_bytes
 
 
 def loaded(state: State, session: SessionId, owner: SizeClass, slots: Slots) -> None:
@@ -148,12 +157,14 @@ def expire(turn: Turn) -> None:
 
 def _let_go(state: State, found: HandOff, owner: SizeClass, slots: Slots) -> None:
     """Give up the claim on these of its blocks; with the last one the hand-off is over."""
+    before = len(state.handed_off)
     for slot in slots.tolist():
         holders = state.handed_off[slot]
         if len(holders) == 1:
             del state.handed_off[slot]
         else:
             holders.remove(found)
+    owner.tenant.handed_off_bytes -= (before - len(state.handed_off)) * owner.block_bytes
     held = found.held[owner.group]
     left = held[~np.isin(held, slots)] if len(slots) < len(held) else held[:0]
     if len(left):

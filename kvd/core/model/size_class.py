@@ -164,6 +164,7 @@ class Tenant:
     remembered: Remembered = field(default_factory=Remembered)  # of its sessions' requests
     waiting_bytes: int = 0  # of keys that its sessions' jobs wait for
     hand_offs: int = 0
+    handed_off_bytes: int = 0  # of distinct blocks
     hand_off_claims: int = 0  # blocks of those, one counted again for each that holds it
     shrinking: bool = False  # more than the quota is there still; nothing is admitted
     tally: Tally = field(default_factory=Tally)
@@ -177,9 +178,16 @@ class Tenant:
         return self.used_bytes + more_bytes - self.quota_bytes
 
     def lease_room(self, pool_bytes: int, share: float) -> int:
-        """Bytes that may still come under leases."""
+        """Bytes that leases and hand-offs may still hold, of this share of what it may have."""
+        return self._share(pool_bytes, share) - self.leased_bytes
+
+    def hand_off_room(self, pool_bytes: int, share: float) -> int:
+        """Bytes that may still be handed off, of this share."""
+        return self._share(pool_bytes, share) - self.handed_off_bytes
+
+    def _share(self, pool_bytes: int, share: float) -> int:
         limit = min(self.quota_bytes, pool_bytes) if self.quota_bytes else pool_bytes
-        return int(limit * share) - self.leased_bytes
+        return int(limit * share)
 
 
 @dataclass(slots=True, eq=False)
