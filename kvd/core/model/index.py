@@ -1,6 +1,6 @@
 """Where a key's block is: a hash from 64-bit tags to slots, in arrays, for whole batches.
 
-Buckets of eight entries, two candidate buckets a tag, the emptier one taken, entries moved
+Buckets of four entries, two candidate buckets a tag, the emptier one taken, entries moved
 only when their bucket splits. The table grows by linear hashing (W. Litwin, "Linear hashing: a
 new tool for file and table addressing", VLDB 1980): bucket after bucket is split in two as
 entries come, so there is no pause in which everything is hashed anew. Tags are only hints:
@@ -15,22 +15,38 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, Slots
+from kvd.core.sparse import sparse_zeros
 
-WAYS = 8
+WAYS = 4
 _FIRST_BUCKETS = 64
-_LOAD_NUMERATOR, _LOAD_DENOMINATOR = 1, 2  # entries per way at which a bucket is split
+_LOAD_NUMERATOR, _LOAD_DENOMINATOR = 3, 8  # entries per way at which a bucket is split
 # Arrays without an axis: a call of numpy takes them twice as fast as its scalars.
 _SECOND_FACTOR = np.array(0x9E3779B97F4A7C15, dtype=np.uint64)
 _HALF = np.array(32, dtype=np.uint64)
 _FOLD = np.array(33, dtype=np.uint64)
+_SLOT_BITS = np.array(0xFFFFFFFF, dtype=np.uint64)
+_ONE = np.array(1, dtype=np.uint64)
 _SPLIT_AT_ONCE = 4096
+_SPILL_MARKS = 1 << 15
 NOWHERE = -1  # in arrays of slots: no such block
 
+# Which ways of a bucket are empty, as the bits of a number: how many, and the first of them.
+_GATHER = np.array(0x01020408, dtype=np.uint32)  # brings the four marks of a bucket together
+_TOP = np.array(24, dtype=np.uint32)
+_EMPTY_WAYS = np.array([n.bit_count() for n in range(1 << WAYS)], dtype=np.uint8)
+_FIRST_EMPTY = np.array([(n & -n).bit_length() - 1 for n in range(1 << WAYS)], dtype=np.int64)
 
-def _counts(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
-    """Marks in each row of eight: a multiplication sums its bytes into the highest."""
-    sums = marks.view(np.uint64).ravel() * np.uint64(0x0101010101010101)
-    return sums >> np.uint64(56)
+
+def _empty(buckets: U64) -> U32:
+    """Which ways of each bucket are empty, as bits. Shape [n] of [n, WAYS]."""
+    marks = (buckets == 0).view(np.uint32).ravel()
+    np.multiply(marks, _GATHER, marks)
+    return np.right_shift(marks, _TOP, marks)
+
+
+def _spill_mark(tags: U64) -> npt.NDArray[np.int64]:
+    """Where a spilled tag leaves its mark."""
+    return (tags & np.uint64(_SPILL_MARKS - 1)).view(np.int64)
 
 
 def _all_of_each(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -69,17 +85,17 @@ class Index:
         buckets = _FIRST_BUCKETS
         while buckets * WAYS * _LOAD_NUMERATOR < (table.size + 1) * _LOAD_DENOMINATOR:
             buckets *= 2
-        # Touched from the front on as buckets are split: huge pages waste nothing here, and
-        # they make the random probes of a large index a tenth faster.
-        self._tags = np.zeros((buckets, WAYS), np.uint64)
-        # Slot number + 1, 0 where the entry is empty; its tag then means nothing.
-        self._entries = np.zeros((buckets, WAYS), np.uint32)
+        # A tag's low half above the slot's number + 1; 0 where the entry is empty. Touched from
+        # the front on as buckets are split: huge pages waste nothing here, and they make the
+        # random probes of a large index a tenth faster.
+        self._entries = np.zeros((buckets, WAYS), np.uint64)
+        self._places = sparse_zeros(table.size, np.int64)  # of each slot's entry, or NOWHERE
         self._claims = np.zeros(buckets, np.int32)  # who of a batch inserts into a bucket
         self._round = _FIRST_BUCKETS  # buckets at the start of this round of splits
         self._split = 0  # next bucket to split
         self._count = 0
         self._spill: dict[int, list[int]] = {}  # tag -> slots that found both buckets full
-        self._spilled = np.empty(0, dtype=np.uint64)  # its tags
+        self._spill_marks = np.zeros(_SPILL_MARKS, np.bool_)  # at the low bits of its tags
 
     def __len__(self) -> int:
         return self._count
@@ -93,19 +109,22 @@ class Index:
         found = np.full(count, NOWHERE, dtype=np.int64)
         # Both buckets of every key at once: a call of numpy costs more than the rows it fetches,
         # and `take` fetches them at a quarter of what an array as index costs.
-        buckets = self._buckets(tags).ravel()
-        wanted = tags.repeat(WAYS).reshape(-1, WAYS)
-        match = self._tags.take(buckets, axis=0).reshape(2, count, WAYS) == wanted
-        at = np.flatnonzero(match)
-        rows = at // WAYS
-        slots = self._entries.ravel().take(buckets.take(rows) * WAYS + at % WAYS).astype(np.int64)
+        rows = self._entries.take(self._buckets(tags).ravel(), axis=0).reshape(2, -1)
+        rows ^= (tags << _HALF).repeat(WAYS)
+        rows = rows.ravel()
+        at = np.flatnonzero(rows <= _SLOT_BITS)  # the halves of the tags are the same
+        slots = rows.take(at).astype(np.int64)
         slots -= 1
-        rows %= count
-        asked = words.take(rows, axis=0)
+        at //= WAYS
+        at %= count
+        asked = words.take(at, axis=0)
         right = _all_of_each(self._table.keys(words.shape[1]).take(slots, axis=0) == asked)
-        wanted_scopes = scope if isinstance(scope, int) else scope.take(rows)
+        wanted_scopes = scope if isinstance(scope, int) else scope.take(at)
         right &= (slots >= 0) & (self._table.scopes.take(slots) == wanted_scopes)
-        found[rows[right]] = slots[right]
+        if right.all():
+            found[at] = slots
+        else:
+            found[at[right]] = slots[right]
         if self._spill:
             self._find_spilled(found, tags, words, scope)
         return found
@@ -124,33 +143,35 @@ class Index:
             return
         for tag, slot in zip(tags.tolist(), slots.tolist(), strict=True):
             self._spill.setdefault(tag, []).append(slot)
+        self._places[slots] = NOWHERE
         self._note_spill()
 
     def remove(self, slots: Slots) -> None:
         """Take slots out that are in; their tags still stand in the slot table."""
-        tags = self._table.tags[slots]
-        left = np.arange(len(slots))
-        for bucket in self._buckets(tags):
-            at = bucket[left]
-            match = self._entries[at] == (slots[left, None] + 1).astype(np.uint32)
-            rows, ways = np.nonzero(match)
-            self._entries[at[rows], ways] = 0
-            gone = match.any(axis=1)
-            left = left[~gone]
-            if not len(left):
-                break
-        for row in left.tolist() if self._spill else ():
-            spilled = self._spill[int(tags[row])]
-            spilled.remove(int(slots[row]))
-            if not spilled:
-                del self._spill[int(tags[row])]
-            self._note_spill()
         self._count -= len(slots)
+        places = self._places.take(slots)
+        if self._spill:
+            inside = places != NOWHERE
+            self._remove_spilled(slots[~inside])
+            slots, places = slots[inside], places[inside]
+        entries = self._entries.ravel()
+        found = entries.take(places) & _SLOT_BITS
+        assert (found.view(np.int64) == slots + 1).all(), "a slot was removed that is not in"
+        entries[places] = 0
+
+    def _remove_spilled(self, slots: Slots) -> None:
+        for tag, slot in zip(self._table.tags[slots].tolist(), slots.tolist(), strict=True):
+            spilled = self._spill[tag]
+            spilled.remove(slot)
+            if not spilled:
+                del self._spill[tag]
+        if len(slots):
+            self._note_spill()
 
     def slots(self) -> Slots:
         """Every slot in the index, in no order. For invariants: reads the whole table."""
         entries = self._entries[: self._round + self._split]
-        inside = entries[entries != 0].astype(np.int64) - 1
+        inside = (entries[entries != 0] & _SLOT_BITS).astype(np.int64) - 1
         spilled = [slot for slots in self._spill.values() for slot in slots]
         return np.concatenate([inside, np.array(spilled, dtype=np.int64)])
 
@@ -163,26 +184,33 @@ class Index:
         # The product's high bits are the mixed ones; the tag's own are all mixed.
         np.bitwise_xor(hashes, hashes >> _FOLD, hashes)
         wide = np.bitwise_and(hashes, np.uint64(2 * self._round - 1), hashes).view(np.int64)
+        # Those of the former twins that are not split yet lie where they lay.
         narrow = wide & (self._round - 1)
-        return np.where(narrow < self._split, wide, narrow)
+        np.copyto(wide, narrow, where=narrow >= self._split)
+        return wide
 
     def _place(self, slots: Slots, tags: U64) -> Slots:
         """Put slots in the emptier of their buckets, one in each; the places of those left."""
         first, second = self._buckets(tags)
-        empty_first = self._entries.take(first, axis=0) == 0
-        empty_second = self._entries.take(second, axis=0) == 0
-        better = _counts(empty_second) > _counts(empty_first)
-        bucket = np.where(better, second, first)
-        empty = np.where(better[:, None], empty_second, empty_first)
+        empty, empty_second = (_empty(self._entries.take(b, axis=0)) for b in (first, second))
+        better = _EMPTY_WAYS.take(empty_second) > _EMPTY_WAYS.take(empty)
+        np.copyto(first, second, where=better)
+        np.copyto(empty, empty_second, where=better)
         # Several of one batch may want one bucket: the last to write its number there has it.
         numbers = np.arange(len(slots), dtype=np.int32)
-        self._claims[bucket] = numbers
-        way = empty.argmax(axis=1)
-        won = (self._claims.take(bucket) == numbers) & empty[numbers, way]
-        at, way = bucket[won], way[won]
-        self._tags[at, way] = tags[won]
-        self._entries[at, way] = (slots[won] + 1).astype(np.uint32)
-        return np.flatnonzero(~won)
+        self._claims[first] = numbers
+        won = self._claims.take(first) == numbers
+        won &= empty != 0
+        places = first * WAYS
+        places += _FIRST_EMPTY.take(empty)
+        entries = tags << _HALF
+        entries |= (slots + 1).astype(np.uint64)
+        left = np.flatnonzero(~won)
+        if len(left):
+            places, entries, slots = places[won], entries[won], slots[won]
+        self._entries.ravel()[places] = entries
+        self._places[slots] = places
+        return left
 
     def _grow(self) -> None:
         wanted = -(-self._count * _LOAD_DENOMINATOR // (WAYS * _LOAD_NUMERATOR))
@@ -195,7 +223,8 @@ class Index:
             self._place_spilled()
 
     def _note_spill(self) -> None:
-        self._spilled = np.array(list(self._spill), dtype=np.uint64)
+        self._spill_marks[:] = False
+        self._spill_marks[_spill_mark(np.array(list(self._spill), dtype=np.uint64))] = True
 
     def _place_spilled(self) -> None:
         """Buckets were split: most of what found them full has a place now."""
@@ -210,14 +239,16 @@ class Index:
         """Split the next `count` buckets: an entry stays, or goes to the same way of the twin."""
         old = np.arange(self._split, self._split + count)
         new = old + self._round
-        tags, entries = self._tags[old], self._entries[old]
+        entries = self._entries[old]
+        tags = self._table.tags.take((entries & _SLOT_BITS).astype(np.int64) - 1)  # of any, if 0
         first = self._wide(tags)
-        second = self._wide((tags >> np.uint64(32)) * _SECOND_FACTOR)
+        second = self._wide((tags >> _HALF) * _SECOND_FACTOR)
         by_first = (first & (self._round - 1)) == old[:, None]
-        moves = np.where(by_first, first, second) != old[:, None]
-        self._tags[new] = tags
+        moves = (np.where(by_first, first, second) != old[:, None]) & (entries != 0)
         self._entries[new] = np.where(moves, entries, 0)
         self._entries[old] = np.where(moves, 0, entries)
+        row, way = np.nonzero(moves)
+        self._places[(entries[row, way] & _SLOT_BITS).astype(np.int64) - 1] = new[row] * WAYS + way
         self._split += count
         if self._split == self._round:
             self._round *= 2
@@ -230,10 +261,10 @@ class Index:
     def _find_spilled(self, found: Slots, tags: U64, words: U64, scope: int | U32) -> None:
         keys = self._table.keys(words.shape[1])
         missing = np.flatnonzero(found == NOWHERE)
-        # A handful of tags: numpy compares with each rather than a dict probe for each key.
-        for row in missing[np.isin(tags[missing], self._spilled)].tolist():
+        marked = self._spill_marks.take(_spill_mark(tags.take(missing)))
+        for row in missing[marked].tolist():
             wanted = scope if isinstance(scope, int) else int(scope[row])
-            for slot in self._spill[int(tags[row])]:
+            for slot in self._spill.get(int(tags[row]), ()):
                 same = bool((keys[slot] == words[row]).all())
                 if same and int(self._table.scopes[slot]) == wanted:
                     found[row] = slot
