@@ -45,7 +45,7 @@ def reserve(turn: Turn, fresh: Offer, scope: ScopeId) -> Slots:
     table.tags[slots] = fresh.tags
     table.scopes[slots] = scope
     table.stamps[slots] = coarse_stamp(turn.now_ns)
-    table.keys(owner.width)[slots] = fresh.words
+    table.write_keys(slots, fresh.words)
     if state.below.tiers:
         table.below[slots] = 0
         table.sources[slots] = 0
@@ -65,7 +65,7 @@ def make_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     evictable = int(np.count_nonzero(table.pins[slots] == 0))
     owner.count(reserved=-len(slots), ready=len(slots), evictable=evictable)
     tags = table.tags[slots]
-    words = table.keys(owner.width)[slots]
+    words = table.keys(owner.width).take(slots, axis=0)
     hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
     table.noted[slots] = table.stamps[slots]
     stamps = np.full(len(slots), turn.now_ns, dtype=np.uint64)
@@ -192,7 +192,7 @@ def _announce_removed(turn: Turn, owner: SizeClass, slots: Slots) -> None:
 
 def keys_of(state: State, owner: SizeClass, slots: Slots) -> KeyBatch:
     hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
-    return KeyBatch(state.slots.keys(owner.width)[slots], hash_bytes)
+    return KeyBatch(state.slots.keys(owner.width).take(slots, axis=0), hash_bytes)
 
 
 def by_scope(state: State, slots: Slots) -> Iterator[tuple[Scope, Slots]]:

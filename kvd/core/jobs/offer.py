@@ -94,7 +94,8 @@ def _only(offer: Offer, whole: npt.NDArray[np.bool_]) -> Offer:
 
 
 def _once_each(offer: Offer) -> Offer:
-    if len(set(offer.tags.tolist())) == len(offer.tags):  # sorting costs four times as much
+    ordered = np.sort(offer.tags)
+    if (ordered[1:] != ordered[:-1]).all():
         return offer
     unique, first = np.unique(offer.tags, return_index=True)
     if len(unique) < len(np.unique(offer.words, axis=0)):  # two keys share a tag

@@ -224,7 +224,9 @@ def _in_flight(session: Session, offer: Offer, rows: Slots) -> npt.NDArray[np.bo
     counts = session.busy.get(offer.size_class.group)
     if counts is None or not len(rows):
         return np.zeros(len(rows), dtype=np.bool_)
-    blocks = offer.engine_blocks[rows]
+    blocks = offer.engine_blocks.take(rows, axis=0)
     known = blocks < len(counts)  # so that a null engine block is never looked up
+    if known.all():
+        return np.asarray((counts.take(blocks) > 0).any(axis=1))
     busy = counts[np.where(known, blocks, 0)] > 0
     return np.asarray((busy & known).any(axis=1))

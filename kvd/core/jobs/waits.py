@@ -17,6 +17,8 @@ MAX_TENANT_WAITING_BYTES = 16 * 2**20  # of all sessions of a tenant
 
 def stored_by(state: State, slots: Slots, job: Job) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Which of these RESERVED slots the job itself is storing."""
+    if not len(slots):
+        return np.zeros(0, dtype=np.bool_)
     numbers = state.slots.fillings[slots]
     own = [n for n in set(numbers.tolist()) if _is_of(state.fillings[n], job)]
     return np.isin(numbers, own)

@@ -22,10 +22,10 @@ _FIRST_BUCKETS = 64
 _LOAD_NUMERATOR, _LOAD_DENOMINATOR = 3, 8  # entries per way at which a bucket is split
 # Arrays without an axis: a call of numpy takes them twice as fast as its scalars.
 _SECOND_FACTOR = np.array(0x9E3779B97F4A7C15, dtype=np.uint64)
-_HALF = np.array(32, dtype=np.uint64)
-_FOLD = np.array(33, dtype=np.uint64)
+_SECOND_SHIFT = np.array(36, dtype=np.uint64)
 _SLOT_BITS = np.array(0xFFFFFFFF, dtype=np.uint64)
-_ONE = np.array(1, dtype=np.uint64)
+_TAG_BITS = np.array(0xFFFFFFFF00000000, dtype=np.uint64)
+_FEW = 64  # are put in one by one
 _SPLIT_AT_ONCE = 4096
 _SPILL_MARKS = 1 << 15
 NOWHERE = -1  # in arrays of slots: no such block
@@ -33,7 +33,7 @@ NOWHERE = -1  # in arrays of slots: no such block
 # Which ways of a bucket are empty, as the bits of a number: how many, and the first of them.
 _GATHER = np.array(0x01020408, dtype=np.uint32)  # brings the four marks of a bucket together
 _TOP = np.array(24, dtype=np.uint32)
-_EMPTY_WAYS = np.array([n.bit_count() for n in range(1 << WAYS)], dtype=np.uint8)
+_EMPTY_WAYS = np.array([n.bit_count() for n in range(1 << WAYS)], dtype=np.int8)
 _FIRST_EMPTY = np.array([(n & -n).bit_length() - 1 for n in range(1 << WAYS)], dtype=np.int64)
 
 
@@ -42,6 +42,12 @@ def _empty(buckets: U64) -> U32:
     marks = (buckets == 0).view(np.uint32).ravel()
     np.multiply(marks, _GATHER, marks)
     return np.right_shift(marks, _TOP, marks)
+
+
+def _second(tags: U64) -> U64:
+    """What tells a tag's second bucket; its first is told by the low bits, all of them mixed."""
+    product = tags * _SECOND_FACTOR
+    return np.right_shift(product, _SECOND_SHIFT, product)
 
 
 def _spill_mark(tags: U64) -> npt.NDArray[np.int64]:
@@ -85,12 +91,11 @@ class Index:
         buckets = _FIRST_BUCKETS
         while buckets * WAYS * _LOAD_NUMERATOR < (table.size + 1) * _LOAD_DENOMINATOR:
             buckets *= 2
-        # A tag's low half above the slot's number + 1; 0 where the entry is empty. Touched from
+        # A tag's high half above the slot's number + 1; 0 where the entry is empty. Touched from
         # the front on as buckets are split: huge pages waste nothing here, and they make the
         # random probes of a large index a tenth faster.
         self._entries = np.zeros((buckets, WAYS), np.uint64)
         self._places = sparse_zeros(table.size, np.int64)  # of each slot's entry, or NOWHERE
-        self._claims = np.zeros(buckets, np.int32)  # who of a batch inserts into a bucket
         self._round = _FIRST_BUCKETS  # buckets at the start of this round of splits
         self._split = 0  # next bucket to split
         self._count = 0
@@ -110,7 +115,7 @@ class Index:
         # Both buckets of every key at once: a call of numpy costs more than the rows it fetches,
         # and `take` fetches them at a quarter of what an array as index costs.
         rows = self._entries.take(self._buckets(tags).ravel(), axis=0).reshape(2, -1)
-        rows ^= (tags << _HALF).repeat(WAYS)
+        rows ^= (tags & _TAG_BITS).repeat(WAYS)
         rows = rows.ravel()
         at = np.flatnonzero(rows <= _SLOT_BITS)  # the halves of the tags are the same
         slots = rows.take(at).astype(np.int64)
@@ -135,16 +140,12 @@ class Index:
         self._grow()
         tags = self._table.tags[slots]
         while len(slots):
+            count = len(slots)
             left = self._place(slots, tags)
-            if len(left) == len(slots):
-                break
             slots, tags = slots[left], tags[left]
-        else:
-            return
-        for tag, slot in zip(tags.tolist(), slots.tolist(), strict=True):
-            self._spill.setdefault(tag, []).append(slot)
-        self._places[slots] = NOWHERE
-        self._note_spill()
+            if len(slots) <= _FEW or len(slots) == count:
+                break
+        self._place_each(slots, tags)
 
     def remove(self, slots: Slots) -> None:
         """Take slots out that are in; their tags still stand in the slot table."""
@@ -177,40 +178,68 @@ class Index:
 
     def _buckets(self, tags: U64) -> Slots:
         """The two candidates of each tag, shape [2, n]."""
-        hashes = np.empty((2, len(tags)), dtype=np.uint64)
-        hashes[0] = tags
-        np.right_shift(tags, _HALF, hashes[1])
-        np.multiply(hashes[1], _SECOND_FACTOR, hashes[1])
-        # The product's high bits are the mixed ones; the tag's own are all mixed.
-        np.bitwise_xor(hashes, hashes >> _FOLD, hashes)
-        wide = np.bitwise_and(hashes, np.uint64(2 * self._round - 1), hashes).view(np.int64)
-        # Those of the former twins that are not split yet lie where they lay.
-        narrow = wide & (self._round - 1)
-        np.copyto(wide, narrow, where=narrow >= self._split)
-        return wide
+        both = np.empty((2, len(tags)), dtype=np.uint64)
+        wider = np.uint64(2 * self._round - 1)
+        np.bitwise_and(tags, wider, both[0])
+        np.bitwise_and(_second(tags), wider, both[1])
+        buckets = both.view(np.int64)
+        if self._split:
+            # Buckets whose twins are not made yet hold what will go there.
+            buckets -= (buckets >= self._round + self._split) * np.int64(self._round)
+        else:
+            buckets &= self._round - 1
+        return buckets
 
     def _place(self, slots: Slots, tags: U64) -> Slots:
         """Put slots in the emptier of their buckets, one in each; the places of those left."""
-        first, second = self._buckets(tags)
-        empty, empty_second = (_empty(self._entries.take(b, axis=0)) for b in (first, second))
-        better = _EMPTY_WAYS.take(empty_second) > _EMPTY_WAYS.take(empty)
-        np.copyto(first, second, where=better)
-        np.copyto(empty, empty_second, where=better)
-        # Several of one batch may want one bucket: the last to write its number there has it.
-        numbers = np.arange(len(slots), dtype=np.int32)
-        self._claims[first] = numbers
-        won = self._claims.take(first) == numbers
-        won &= empty != 0
-        places = first * WAYS
+        count = len(slots)
+        buckets = self._buckets(tags).ravel()
+        empty = _empty(self._entries.take(buckets, axis=0))
+        room = _EMPTY_WAYS.take(empty)
+        chosen = (room[count:] > room[:count]) * np.int64(count)
+        chosen += np.arange(count)
+        empty = empty.take(chosen)
+        places = buckets.take(chosen)
+        places *= WAYS
         places += _FIRST_EMPTY.take(empty)
-        entries = tags << _HALF
-        entries |= (slots + 1).astype(np.uint64)
-        left = np.flatnonzero(~won)
-        if len(left):
-            places, entries, slots = places[won], entries[won], slots[won]
-        self._entries.ravel()[places] = entries
-        self._places[slots] = places
-        return left
+        entries = tags & _TAG_BITS
+        entries |= (slots + 1).view(np.uint64)
+        placed = empty != 0
+        if placed.all():
+            placed = self._write(places, entries)
+        else:
+            placed[placed] = self._write(places[placed], entries[placed])
+        if placed.all():
+            self._places[slots] = places
+            return np.empty(0, dtype=np.int64)
+        self._places[slots[placed]] = places[placed]
+        return np.flatnonzero(~placed)
+
+    def _write(self, places: Slots, entries: U64) -> npt.NDArray[np.bool_]:
+        """Write entries to empty places; which are there. Of several for one place the last is."""
+        table = self._entries.ravel()
+        table[places] = entries
+        return np.asarray(table.take(places) == entries)
+
+    def _place_each(self, slots: Slots, tags: U64) -> None:
+        """Put slots in one by one; those that find both buckets full are spilled."""
+        spilled = False
+        rows = (slots.tolist(), tags.tolist(), *self._buckets(tags).tolist())
+        for slot, tag, first, second in zip(*rows, strict=True):
+            ways, others = self._entries[first].tolist(), self._entries[second].tolist()
+            bucket = first if ways.count(0) >= others.count(0) else second
+            if bucket == second:
+                ways = others
+            if 0 in ways:
+                way = ways.index(0)
+                self._entries[bucket, way] = tag >> 32 << 32 | slot + 1
+                self._places[slot] = bucket * WAYS + way
+            else:
+                spilled = True
+                self._spill.setdefault(tag, []).append(slot)
+                self._places[slot] = NOWHERE
+        if spilled:
+            self._note_spill()
 
     def _grow(self) -> None:
         wanted = -(-self._count * _LOAD_DENOMINATOR // (WAYS * _LOAD_NUMERATOR))
@@ -241,8 +270,8 @@ class Index:
         new = old + self._round
         entries = self._entries[old]
         tags = self._table.tags.take((entries & _SLOT_BITS).astype(np.int64) - 1)  # of any, if 0
-        first = self._wide(tags)
-        second = self._wide((tags >> _HALF) * _SECOND_FACTOR)
+        wider = np.uint64(2 * self._round - 1)
+        first, second = ((h & wider).view(np.int64) for h in (tags, _second(tags)))
         by_first = (first & (self._round - 1)) == old[:, None]
         moves = (np.where(by_first, first, second) != old[:, None]) & (entries != 0)
         self._entries[new] = np.where(moves, entries, 0)
@@ -253,10 +282,6 @@ class Index:
         if self._split == self._round:
             self._round *= 2
             self._split = 0
-
-    def _wide(self, hashes: U64) -> npt.NDArray[np.int64]:
-        hashes = hashes ^ (hashes >> np.uint64(33))
-        return (hashes & np.uint64(2 * self._round - 1)).astype(np.int64)
 
     def _find_spilled(self, found: Slots, tags: U64, words: U64, scope: int | U32) -> None:
         keys = self._table.keys(words.shape[1])

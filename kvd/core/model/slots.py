@@ -80,6 +80,13 @@ class SlotTable:
             keys = self._keys[width] = sparse_zeros((self.size, width), np.uint64)
         return keys
 
+    def write_keys(self, slots: Slots, words: U64) -> None:
+        """Note the keys of these slots. Shape [n, width]."""
+        width = words.shape[1]
+        # As one element each: rows take three times as long.
+        whole = self.keys(width).view(f"V{8 * width}").ravel()
+        whole.put(slots, np.ascontiguousarray(words).view(whole.dtype).ravel())
+
     def firsts(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Marks each slot's first place among these; the rest are repeats."""
         numbers = np.arange(len(slots), dtype=np.int32)

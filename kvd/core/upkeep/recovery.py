@@ -53,7 +53,7 @@ def rows_recovered(turn: Turn, event: RowsRecovered) -> None:
     table = state.slots
     slots = np.repeat(firsts, [found.ready for found in event.rows]) + event.ordinals
     table.scopes[slots] = event.scopes
-    table.keys(owner.width)[slots] = event.keys.words
+    table.write_keys(slots, event.keys.words)
     # One from the future, of a machine whose clock was ahead, would stay the youngest for as long:
     # it counts as of now, and is written down as that.
     stamps = np.minimum(event.stamps, np.uint64(turn.now_ns))
