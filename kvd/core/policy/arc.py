@@ -55,8 +55,8 @@ class ArcPolicy:
 
     def insert(self, slots: Slots, tags: U64) -> None:
         slots, tags = slots[::-1], tags[::-1]
-        self.missed(tags)
         was_ghost, ghosts = self._ghosts.find(tags)
+        self._learn(ghosts)
         self._ghosts.forget(ghosts)
         self._tags[slots] = tags
         self._recent.append(slots[~was_ghost])
@@ -96,8 +96,11 @@ class ArcPolicy:
 
     def missed(self, tags: U64) -> None:
         """Move the target by the ghosts among these tags that have not moved it yet."""
-        _, ghosts = self._ghosts.find(tags)
-        ghosts = np.unique(ghosts[~self._ghosts.counted[ghosts]])
+        self._learn(self._ghosts.find(tags)[1])
+
+    def _learn(self, ghosts: Slots) -> None:
+        if ghosts.size:
+            ghosts = np.unique(ghosts[~self._ghosts.counted[ghosts]])
         if ghosts.size == 0:
             return
         self._ghosts.counted[ghosts] = True

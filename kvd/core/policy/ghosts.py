@@ -70,9 +70,17 @@ class Ghosts:
         if tags.size == 0 or not self._made_for:
             return np.zeros(tags.size, np.bool_), NO_SLOTS
         buckets = self._buckets(tags)
-        same = (self._tags[buckets] == tags[:, None]) & (self._ways(buckets) != 0)
-        found = same.any(axis=1)
-        numbers = buckets[found] * WAYS + same[found].argmax(axis=1)
+        rows = self._tags.take(buckets, axis=0).ravel()
+        at = np.flatnonzero(rows == tags.repeat(WAYS))
+        row = at // WAYS
+        numbers = buckets.take(row) * WAYS + at % WAYS
+        held = self._places.take(numbers) != 0
+        row, numbers = row[held], numbers[held]
+        found = np.zeros(tags.size, np.bool_)
+        found[row] = True
+        if row.size > 1 and (row[1:] == row[:-1]).any():  # one that stands twice
+            first = np.concatenate(([True], row[1:] != row[:-1]))
+            numbers = numbers[first]
         return found, numbers
 
     def list_of(self, numbers: Slots) -> npt.NDArray[np.int64]:
@@ -91,25 +99,35 @@ class Ghosts:
         if tags.size == 0:
             return NO_SLOTS
         self._fit()
-        buckets = self._buckets(tags)
-        order = np.argsort(buckets, kind="stable")
-        grouped = buckets[order]
-        nth = np.arange(grouped.size) - np.searchsorted(grouped, grouped)  # in its bucket
-        fits = nth < WAYS
-        places = self._ways(grouped[fits])
-        way = places.argmin(axis=1)  # free ways first (place 0), then the oldest ghosts
-        later = np.flatnonzero(nth[fits])
-        if later.size:
-            ranked = np.argsort(places[later], axis=1, kind="stable")  # argmin is its first
-            way[later] = ranked[np.arange(later.size), nth[fits][later]]
-        numbers = np.zeros(tags.size, np.int64)
-        taken = np.zeros(tags.size, np.bool_)
-        numbers[order[fits]] = grouped[fits] * WAYS + way
-        taken[order[fits]] = True
-        numbers = numbers[taken]
-        self.forget(numbers[self._places[numbers] != 0])
-        self._tags.reshape(-1)[numbers] = tags[taken]
+        numbers = self._places_for(self._buckets(tags))
+        taken = numbers >= 0
+        if not taken.all():
+            numbers, tags = numbers[taken], tags[taken]
+        self.forget(numbers[self._places.take(numbers) != 0])
+        self._tags.reshape(-1)[numbers] = tags
         self._lists[which].append(numbers)
+        return numbers
+
+    def _places_for(self, buckets: Slots) -> Slots:
+        """A place in each bucket, none of them twice; -1 for what the bucket can't hold.
+
+        Free ways come first (their place is 0), then the oldest ghosts.
+        """
+        places = self._ways(buckets)
+        numbers = buckets * WAYS
+        numbers += places.argmin(axis=1)
+        # Several want one bucket: by its number and their order, which fit into one word.
+        bits = buckets.size.bit_length()
+        grouped = np.sort(buckets << bits | np.arange(buckets.size))
+        row = grouped & (1 << bits) - 1
+        grouped >>= bits
+        again = np.flatnonzero(grouped[1:] == grouped[:-1]) + 1
+        if again.size:
+            nth = again - np.searchsorted(grouped, grouped[again])  # in its bucket
+            row = row[again]
+            ranked = np.argsort(places[row], axis=1, kind="stable")  # argmin is its first
+            way = ranked[np.arange(row.size), np.minimum(nth, WAYS - 1)]
+            numbers[row] = np.where(nth < WAYS, buckets[row] * WAYS + way, -1)
         return numbers
 
     def forget(self, numbers: Slots) -> None:
@@ -131,4 +149,4 @@ class Ghosts:
         return ((tags * _SPREAD) >> self._shift).astype(np.int64)
 
     def _ways(self, buckets: Slots) -> npt.NDArray[np.int64]:
-        return self._places.reshape(-1, WAYS)[buckets]
+        return self._places.reshape(-1, WAYS).take(buckets, axis=0)
