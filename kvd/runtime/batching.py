@@ -11,8 +11,8 @@ from kvd.core.keys import LeaseId
 
 # Keys handled without yielding to other calls: about 1 ms of the event loop for a store.
 PIECE_KEYS = 256
-# Of a lookup, that takes 0.2 to 0.4 ms. A third of that is what a piece costs whatever its size.
-LOOKUP_PIECE_KEYS = 256
+# Of a lookup, that takes 0.2 to 0.3 ms. Half of that is what a piece costs whatever its size.
+LOOKUP_PIECE_KEYS = 1024
 # A query and a run cost something whatever their size: a run of a store up to half a millisecond.
 PIECE_QUERIES = 16
 PIECE_RUNS = 4
