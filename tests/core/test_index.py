@@ -60,6 +60,45 @@ def test_keys_that_share_a_tag_are_told_apart_even_when_their_buckets_overflow()
     assert set(index.find(tags[:30], table.keys(1)[slots[10:40]], 1)) == {NOWHERE}
 
 
+def test_a_batch_that_wants_few_buckets_is_found_whole() -> None:
+    generator = np.random.default_rng(4)
+    few = generator.integers(1, 2**63, 30, dtype=np.uint64)
+    tags = np.concatenate([few.repeat(20), generator.integers(1, 2**63, 9_400, dtype=np.uint64)])
+    table, index, slots = filled(10_000, tags)
+    index.insert(slots[:600])  # most find both of their buckets full
+    for start in range(600, 10_000, 940):  # their buckets are split meanwhile
+        index.insert(slots[start : start + 940])
+        held = slots[: start + 940]
+        assert np.array_equal(index.find(tags[held], table.keys(1)[held], 1), held)
+    index.remove(slots[::2])
+    assert np.array_equal(np.sort(index.slots()), slots[1::2])
+    assert np.array_equal(index.find(tags[1::2], table.keys(1)[slots[1::2]], 1), slots[1::2])
+    assert set(index.find(tags[::2], table.keys(1)[slots[::2]], 1)) == {NOWHERE}
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 8, 9])
+def test_keys_of_any_width_are_compared_whole(width: int) -> None:
+    table = SlotTable(100)
+    slots = np.arange(50, dtype=np.int64)
+    words = np.random.default_rng(5).integers(0, 2**63, (50, width), dtype=np.uint64)
+    table.write_keys(slots[::-1], words[::-1])  # also from rows that don't lie one by one
+    assert np.array_equal(table.keys(width)[slots], words)
+    table.tags[slots], table.scopes[slots] = 9, 1
+    index = Index(table)
+    index.insert(slots)
+    assert np.array_equal(index.find(table.tags[slots], words, 1), slots)
+    words[:, -1] ^= np.uint64(1)
+    assert set(index.find(table.tags[slots], words, 1)) == {NOWHERE}
+
+
+def test_a_slot_that_is_not_in_can_not_be_taken_out() -> None:
+    tags = np.random.default_rng(6).integers(1, 2**63, 20, dtype=np.uint64)
+    _, index, slots = filled(20, tags)
+    index.insert(slots[:10])
+    with pytest.raises(AssertionError, match="not in"):
+        index.remove(slots[9:11])
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(1, 40)), max_size=30))
 def test_agrees_with_a_dict(steps: list[tuple[bool, int, int]]) -> None:

@@ -150,12 +150,14 @@ def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
 
 def touch(turn: Turn, owner: SizeClass, slots: Slots, *, as_use: bool = True) -> None:
     """These blocks were used, or (not `as_use`) shall only be young; repeats count once."""
-    state = turn.state
-    if not len(slots):
-        return
-    slots = slots[state.slots.firsts(slots)]
-    owner.policy.touch(slots, as_use=as_use)
-    state.slots.stamps[slots] = coarse_stamp(turn.now_ns)
+    touch_each(turn, owner, turn.state.slots.distinct(slots), as_use=as_use)
+
+
+def touch_each(turn: Turn, owner: SizeClass, slots: Slots, *, as_use: bool = True) -> None:
+    """`touch` of distinct slots."""
+    if len(slots):
+        owner.policy.touch(slots, as_use=as_use)
+        turn.state.slots.stamps[slots] = coarse_stamp(turn.now_ns)
 
 
 def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:

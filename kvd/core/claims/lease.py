@@ -43,9 +43,8 @@ def within_cap(state: State, owner: SizeClass, slots: Slots) -> int:
 def take_lease(
     turn: Turn, session: Session, request: RequestId, owner: SizeClass, slots: Slots
 ) -> LeaseId:
-    """Hold these READY slots for the request from now on."""
+    """Hold these distinct READY slots for the request from now on."""
     state = turn.state
-    slots = slots[state.slots.firsts(slots)]
     lease = Lease(LeaseId(state.next_lease), session.session, request, owner, slots, turn.now_ns)
     state.next_lease += 1
     session.leases[lease.lease] = lease
@@ -55,12 +54,12 @@ def take_lease(
 
 
 def hold(turn: Turn, session: Session, query: Query, owner: SizeClass, slots: Slots) -> LeaseId:
-    """Hold these READY slots by the lease that the query extends, or by a new one."""
+    """Hold these distinct READY slots by the lease that the query extends, or by a new one."""
     state = turn.state
     lease = session.leases.get(query.extends) if query.extends is not None else None
     if lease is None or lease.size_class is not owner:
         return take_lease(turn, session, query.context.request, owner, slots)
-    fresh = state.slots.without(slots[state.slots.firsts(slots)], lease.slots)
+    fresh = state.slots.without(slots, lease.slots)
     claim(state, owner, fresh)
     lease.slots = np.concatenate([lease.slots, fresh])
     return lease.lease

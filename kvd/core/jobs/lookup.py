@@ -63,8 +63,9 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
             statuses[run[leased:]] = RETRY
             claimed = claimed[:leased]
         if leased:
-            held = lease.hold(turn, session, query, owner, claimed)
-            slot_lifecycle.touch(turn, owner, claimed)
+            distinct = state.slots.distinct(claimed)
+            held = lease.hold(turn, session, query, owner, distinct)
+            slot_lifecycle.touch_each(turn, owner, distinct)
             if state.below.tiers:
                 writing.used(turn, owner, claimed)
             places = query.first_block + run[:leased]

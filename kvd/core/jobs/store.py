@@ -191,12 +191,18 @@ def _divide(state: State, job: Job, offer: Offer, whole: bool) -> Plan:
     What an earlier piece of the job itself is storing is none of these.
     """
     session = state.sessions[job.session]
-    states = state.slots.state[offer.slots]
-    states[offer.slots == NOWHERE] = SlotState.ABSENT
-    pending = np.flatnonzero(states == SlotState.RESERVED)
-    fresh = np.flatnonzero(states == SlotState.ABSENT)
+    unknown = offer.slots == NOWHERE
+    if unknown.all():
+        states = np.zeros(len(offer.slots), dtype=np.uint8)
+        pending, fresh = offer.slots[:0], np.arange(len(offer.slots))
+    else:
+        states = state.slots.state[offer.slots]
+        states[unknown] = SlotState.ABSENT
+        pending = np.flatnonzero(states == SlotState.RESERVED)
+        fresh = np.flatnonzero(states == SlotState.ABSENT)
     blocked = _in_flight(session, offer, fresh)
-    fresh = fresh[~blocked]
+    if blocked.any():
+        fresh = fresh[~blocked]
     if len(fresh):
         admitted = state.admission.offer(offer.tags[fresh])
         if not whole and not admitted.all():

@@ -39,15 +39,17 @@ _FIRST_EMPTY = np.array([(n & -n).bit_length() - 1 for n in range(1 << WAYS)], d
 
 def _empty(buckets: U64) -> U32:
     """Which ways of each bucket are empty, as bits. Shape [n] of [n, WAYS]."""
-    marks = (buckets == 0).view(np.uint32).ravel()
-    np.multiply(marks, _GATHER, marks)
-    return np.right_shift(marks, _TOP, marks)
+    marks: U32 = (buckets == 0).view(np.uint32).ravel()
+    marks *= _GATHER
+    marks >>= _TOP
+    return marks
 
 
 def _second(tags: U64) -> U64:
     """What tells a tag's second bucket; its first is told by the low bits, all of them mixed."""
-    product = tags * _SECOND_FACTOR
-    return np.right_shift(product, _SECOND_SHIFT, product)
+    product: U64 = tags * _SECOND_FACTOR
+    product >>= _SECOND_SHIFT
+    return product
 
 
 def _spill_mark(tags: U64) -> npt.NDArray[np.int64]:
@@ -116,9 +118,9 @@ class Index:
         # and `take` fetches them at a quarter of what an array as index costs.
         rows = self._entries.take(self._buckets(tags).ravel(), axis=0).reshape(2, -1)
         rows ^= (tags & _TAG_BITS).repeat(WAYS)
-        rows = rows.ravel()
-        at = np.flatnonzero(rows <= _SLOT_BITS)  # the halves of the tags are the same
-        slots = rows.take(at).astype(np.int64)
+        entries = rows.ravel()
+        at = np.flatnonzero(entries <= _SLOT_BITS)  # the halves of the tags are the same
+        slots = entries.take(at).astype(np.int64)
         slots -= 1
         at //= WAYS
         at %= count

@@ -94,6 +94,11 @@ class SlotTable:
         self._marks[slots[::-1]] = numbers[::-1]
         return np.asarray(self._marks.take(slots) == numbers)
 
+    def distinct(self, slots: Slots) -> Slots:
+        """These slots without repeats, each where it comes first."""
+        firsts = self.firsts(slots)
+        return slots if firsts.all() else slots[firsts]
+
     def among(self, slots: Slots, others: Slots) -> npt.NDArray[np.bool_]:
         """Marks those of the slots that are among the others."""
         self._marks[others] = -1

@@ -256,10 +256,15 @@ class SlotQueue:
         for positions, slots in self.pieces(count):
             if missing == 0:
                 break
-            may_go = evictable(slots)
-            upto = nth_true(may_go, missing) + 1
-            taken.append(slots[:upto][may_go[:upto]])
-            passed.append(slots[:upto][~may_go[:upto]])
+            may_go = evictable(slots[:missing])
+            if may_go.all():
+                upto = int(may_go.size)
+                taken.append(slots[:upto])
+            else:
+                may_go = evictable(slots)
+                upto = nth_true(may_go, missing) + 1
+                taken.append(slots[:upto][may_go[:upto]])
+                passed.append(slots[:upto][~may_go[:upto]])
             missing -= int(taken[-1].size)
             end = int(positions[upto - 1]) + 1
         return Scan(joined(taken), joined(passed), end)
@@ -324,7 +329,7 @@ class SlotQueue:
         """Pay for `count` new mentions: drop stale ones, in work bounded by a few times count."""
         self._trim(min(PIECE, 2 * count + 64))
         used = self._next - self._first
-        if self._squeeze is not None or used > self._live + self._live // 2 + SLACK:
+        if self._squeeze is not None or used > 2 * self._live + SLACK:
             self._squeeze_piece(min(PIECE, 4 * count + 64))
         self._mentions.let_go(self._first)
 
@@ -355,6 +360,8 @@ class SlotQueue:
 
 def joined(batches: list[Slots]) -> Slots:
     """The batches as one, in order."""
+    if len(batches) == 1:
+        return batches[0]
     return np.concatenate(batches) if batches else NO_SLOTS
 
 
