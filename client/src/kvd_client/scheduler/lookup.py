@@ -1,6 +1,7 @@
 """Lookups: probe the page at arrival, ask what it shows, wait at most once in a step.
 
-Where a tier below may hold blocks that the page does not show, every request asks.
+Where a tier below may hold blocks that the page does not show, every request asks: first for what
+follows what the page shows, since behind a miss there most often nothing is of use.
 
 A request's lookup leaves when the request arrives and nobody waits for it. The first request
 of a step that needs an answer which has not come waits for all unanswered lookups together,
@@ -28,6 +29,7 @@ from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 
 KEYS_PER_CALL = MAX_KEYS_PER_MESSAGE // 2
 LEASE_MARGIN = 0.7  # of the daemon's time: both clocks start at different moments
+FIRST_BLOCKS = 128  # that are asked for behind what the page shows, where it hides what tiers hold
 UNMEASURED_S = 1.0  # what a hit is worth waiting for before anything was computed
 ASK_AGAIN_SHARE = 1 / 8  # of the time that a request has been deferred
 ASK_AGAIN_MAX_S = 0.05
@@ -128,7 +130,9 @@ class LookupQueue:
                 self._know_miss(request)
         elif lookup.state is LookupState.KNOWN and lookup.calls:
             self._take(request)
-        if lookup.state is LookupState.ASKED and not self._collect(request):
+        if not self._is_known(request) or (
+            self._wants_rest(request, computed_tokens) and not self._is_known(request)
+        ):
             closed = request.lookup.state is LookupState.CLOSED
             return Knowledge.NOTHING if closed else Knowledge.UNANSWERED
         lookup = request.lookup
@@ -162,9 +166,9 @@ class LookupQueue:
 
     def _outdate(self, request: Request) -> None:
         """Give up answers that are too old. For how long they deferred it still counts."""
-        doubts = request.lookup.doubts
+        doubts, looks = request.lookup.doubts, request.lookup.looks
         self.forget(request)
-        request.lookup.doubts = doubts
+        request.lookup.doubts, request.lookup.looks = doubts, looks
 
     def release(self, request: Request) -> None:
         """Its leases are needed no more; what was learned about admission stays known."""
@@ -188,6 +192,7 @@ class LookupQueue:
         lookup.generation = session.generation
         lookup.asked_s = lookup.first_asked_s = self._clock()
         if session.page_hides_some:
+            lookup.first_tokens = self._first_tokens(request, session)
             self._ask(request)
             return
         cap = self._cap_tokens(request, computed_tokens)
@@ -225,11 +230,64 @@ class LookupQueue:
                     return False
         return True
 
+    def _first_tokens(self, request: Request, session: SessionView) -> int | None:
+        """Up to where to ask first. None: for all, since most is shown, or no miss ends a hit.
+
+        A reuse filter is to say of every block whether it may be stored.
+        """
+        if not self._unbroken or session.store_threshold > 1:
+            return None
+        counts = self._known_counts(request)
+        end = max(counts[group] * width for group, width, _ in self._unbroken)
+        first = end
+        for group, width, _ in self._unbroken:
+            lead = self._lead(request, session, group, counts[group])
+            first = min(first, (lead + FIRST_BLOCKS) * width)
+        return first if first < end else None
+
+    def _lead(self, request: Request, session: SessionView, group: int, count: int) -> int:
+        """Blocks from the first on that the page shows. All, if it shows the last one."""
+        hashes, account = request.hashes[group], request.account
+        if not count or session.shows(group, account, hashes[count - 1]):
+            return count
+        lead, size = 0, FIRST_BLOCKS
+        while lead < count:
+            shown = session.present(group, account, hashes[lead : min(lead + size, count)])
+            if not shown.all():
+                return lead + int(shown.argmin())
+            lead, size = lead + len(shown), 2 * size
+        return count
+
+    def _wants_rest(self, request: Request, computed_tokens: int) -> bool:
+        """Ask for all blocks where the first ones end no hit. What is only sought yet may."""
+        lookup = request.lookup
+        if lookup.first_tokens is None or lookup.state is not LookupState.KNOWN:
+            return False
+        for group, width, _ in self._unbroken:
+            first = lookup.statuses[group][: -(-lookup.first_tokens // width)]
+            first = first[computed_tokens // width :] & np.uint8(hits.STATUS_BITS)
+            if (first == hits.MISS).any() or (lookup.looks < 2 and (first != hits.HIT).any()):
+                return False
+        lookup.first_tokens = None
+        self._ask_anew(request, self._clock())
+        return True
+
+    def _ask_anew(self, request: Request, now: float) -> None:
+        lookup = request.lookup
+        self.released_leases += lookup.leases
+        lookup.leases = []
+        lookup.statuses = []
+        lookup.sources = {}
+        lookup.answered = False
+        lookup.first_asked_s = now
+        self._ask(request)
+
     def _ask(self, request: Request) -> None:
         lookup = request.lookup
+        lookup.looks += 1
         calls: list[list[QueryDraft]] = [[]]
         room = KEYS_PER_CALL
-        for group, count in enumerate(self._known_counts(request)):
+        for group, count in enumerate(self._asked_counts(request)):
             first = 0
             while first < count:
                 taken = min(room, count - first)
@@ -247,6 +305,8 @@ class LookupQueue:
             lookup.calls[call_id] = [(query.run.group, query.run.first_block) for query in queries]
             self._unanswered[call_id] = request
         lookup.state = LookupState.ASKED if lookup.calls else LookupState.KNOWN
+        if not lookup.calls:
+            lookup.statuses = self._nothing_known(request)
 
     def _query(self, request: Request, group: int, first: int, count: int) -> QueryDraft:
         keys = request.hashes[group][first : first + count]
@@ -259,6 +319,9 @@ class LookupQueue:
         request.lookup.missed_page = True
 
     # -- answers ----------------------------------------------------------------------------
+
+    def _is_known(self, request: Request) -> bool:
+        return request.lookup.state is not LookupState.ASKED or self._collect(request)
 
     def _collect(self, request: Request) -> bool:
         """Take this request's answers, waiting if this step has not waited yet."""
@@ -351,7 +414,7 @@ class LookupQueue:
 
     def _take(self, request: Request) -> bool:
         lookup = request.lookup
-        statuses = lookup.statuses or request.empty_statuses(self._widths)
+        statuses = lookup.statuses or self._nothing_known(request)
         leases: list[int] = []
         for call_id, queries in list(lookup.calls.items()):
             answers = self._connection.take_answers(call_id)
@@ -482,13 +545,7 @@ class LookupQueue:
         pause_s = min((now - since) * ASK_AGAIN_SHARE, ASK_AGAIN_MAX_S)
         if lookup.calls or now - lookup.asked_s < max(self._options.ask_again_s, pause_s):
             return
-        self.released_leases += lookup.leases
-        lookup.leases = []
-        lookup.statuses = []
-        lookup.sources = {}
-        lookup.answered = False
-        lookup.first_asked_s = now
-        self._ask(request)
+        self._ask_anew(request, now)
 
     def _is_fresh(self, lookup: Lookup, session: SessionView) -> bool:
         if lookup.generation != session.generation:
@@ -514,6 +571,19 @@ class LookupQueue:
             session.present(group, request.account, request.hashes[group][:count])
             for group, count in enumerate(self._known_counts(request))
         ]
+
+    def _nothing_known(self, request: Request) -> list[hits.Statuses]:
+        """What is not asked for is no hit, and may be stored."""
+        statuses = request.empty_statuses(self._widths)
+        for row, count in zip(statuses, self._asked_counts(request), strict=True):
+            row[count:] = hits.ADMITTED_BIT
+        return statuses
+
+    def _asked_counts(self, request: Request) -> list[int]:
+        first, counts = request.lookup.first_tokens, self._known_counts(request)
+        if first is None:
+            return counts
+        return [min(c, -(-first // width)) for c, width in zip(counts, self._widths, strict=True)]
 
     def _known_counts(self, request: Request) -> list[int]:
         return [request.known_blocks(group, width) for group, width in enumerate(self._widths)]

@@ -34,6 +34,8 @@ class Lookup:
     first_asked_s: float = 0.0
     calls: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # (group, first block)
     statuses: list[Statuses] = field(default_factory=list)
+    first_tokens: int | None = None  # only blocks that begin before were asked for; None: all
+    looks: int = 0  # how often it was asked
     # By group, where any was brought up from a tier: its number by block, 0 for the others.
     sources: dict[int, Statuses] = field(default_factory=dict)
     missed_page: bool = False  # nothing was asked for but admission verdicts
