@@ -307,7 +307,7 @@ const char *kvd_source(void) { return KVD_SOURCE; }
 
 /* The fastest level that processor and kernel have. Asked by cpuid: zig's __builtin_cpu_supports
  * knows nothing. */
-int kvd_level(void) {
+static int level_here(void) {
 #if defined(__x86_64__)
   const unsigned avx2 = 1u << 5, avx512 = 3u << 16; /* of leaf 7: F and DQ */
   const unsigned ymm = 6, zmm = 0xE6;               /* registers that the kernel keeps */
@@ -319,6 +319,13 @@ int kvd_level(void) {
   if ((b & avx2) && (kept & ymm) == ymm) return AVX2;
 #endif
   return PLAIN;
+}
+
+/* Likewise, asked once: in a virtual machine cpuid takes as long as to sum up a megabyte. */
+int kvd_level(void) {
+  static int level = -1;
+  if (level < 0) level = level_here();
+  return level;
 }
 
 /* Do it, or say what is wrong with it: then no byte was touched. */
