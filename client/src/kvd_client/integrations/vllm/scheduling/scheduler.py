@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -269,11 +269,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
 
         For the others it would do nothing, and it would take its time for that in every step.
         """
-        due = {
-            req_id: tokens
-            for req_id, tokens in scheduler_output.num_scheduled_tokens.items()
-            if self._may_store(req_id, tokens)
-        }
+        due = self._due(scheduler_output.num_scheduled_tokens)
         made: dict[int, TransferJob] = {}
         if len(due) >= MANY_REQUESTS:
             self.manager.expect_stores(self._next_keys(due))
@@ -331,18 +327,29 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             if state.next_stored_chunk_idx < len(state.offload_keys)
         ]
 
-    def _may_store(self, req_id: str, scheduled_tokens: int) -> bool:
-        status = self._req_status.get(req_id)
-        if status is None:
-            return False
-        request = status.req
-        tokens = request.num_computed_tokens + scheduled_tokens
-        if self.config.offload_prompt_only:
-            tokens = min(tokens, request.num_prompt_tokens)
-        return any(
-            tokens // group.tokens_per_block > state.next_stored_chunk_idx
-            for group, state in zip(self._kvd_groups.values(), status.group_states, strict=True)
-        )
+    def _due(self, scheduled: Mapping[str, int]) -> dict[str, int]:
+        """Of the tokens scheduled for each request, those of requests that may have a new block."""
+        prompt_only = self.config.offload_prompt_only
+        sizes = [group.tokens_per_block for group in self._kvd_groups.values()]
+        first, others = sizes[0], sizes[1:]
+        due: dict[str, int] = {}
+        for req_id, count in scheduled.items():  # every running request, in every step
+            status = self._req_status.get(req_id)
+            if status is None:
+                continue
+            tokens = status.req.num_computed_tokens + count
+            if prompt_only:
+                tokens = min(tokens, status.req.num_prompt_tokens)
+            states = status.group_states
+            if tokens // first > states[0].next_stored_chunk_idx or (
+                others
+                and any(
+                    tokens // size > state.next_stored_chunk_idx
+                    for size, state in zip(others, states[1:], strict=True)
+                )
+            ):
+                due[req_id] = count
+        return due
 
     def _join(self, made: OffloadingConnectorMetadata) -> StepJobs:
         """The step's jobs with their engine blocks."""
