@@ -138,7 +138,7 @@ def by_group(keys: Sequence[OffloadKey]) -> Iterator[tuple[int, list[bytes]]]:
         return
     if keys and keys[0][-GROUP_BYTES:] == keys[-1][-GROUP_BYTES:]:
         suffix = keys[0][-GROUP_BYTES:]
-        if all(key.endswith(suffix) for key in keys):
+        if {key[-GROUP_BYTES:] for key in keys} == {suffix}:
             yield get_offload_group_idx(keys[0]), [key[:-GROUP_BYTES] for key in keys]
             return
     for suffix, run in groupby(keys, key=itemgetter(slice(-GROUP_BYTES, None))):

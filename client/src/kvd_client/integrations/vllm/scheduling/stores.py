@@ -95,9 +95,9 @@ class StorePlanner:
             keys = [k for k in keys if self.is_whole(req_context, *self._place(k, req_context))]
         if len(keys) == 1 and session.store_threshold <= 1 and not tracked.request.request_level:
             return self._plan_one(tracked, keys, session)
-        wanted = keys
+        wanted, parts = keys, list(by_group(keys))
         if tracked.policy is not OffloadPolicy.REQUEST_LEVEL:
-            wanted = self._absent(tracked, keys, session)
+            wanted = self._absent(tracked, keys, parts, session)
             if session.store_threshold > 1:
                 offered = len(wanted)
                 wanted = [
@@ -106,7 +106,8 @@ class StorePlanner:
                 self._stats.counts[STORES_SKIPPED] += offered - len(wanted)
         if not wanted:
             return nothing()
-        parts = list(by_group(wanted))
+        if wanted is not keys:
+            parts = list(by_group(wanted))
         room = self._take_room(parts, len(wanted), session)
         if room is None:
             self._stats.counts[NO_ROOM] += 1
@@ -168,12 +169,16 @@ class StorePlanner:
         return group.index, (end - 1) // group.tokens_per_block
 
     def _absent(
-        self, tracked: TrackedRequest, keys: list[OffloadKey], session: SessionView
+        self,
+        tracked: TrackedRequest,
+        keys: list[OffloadKey],
+        parts: list[tuple[int, list[bytes]]],
+        session: SessionView,
     ) -> list[OffloadKey]:
         """Keys that are neither in the daemon nor on their way there, in the order given."""
         account = tracked.request.account
         present: list[bool] = []
-        for group, hashes in by_group(keys):
+        for group, hashes in parts:
             present += session.present(self._groups[group].index, account, hashes).tolist()
         wanted = keys
         if any(present):
