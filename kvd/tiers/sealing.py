@@ -20,11 +20,12 @@ import numpy as np
 
 from kvd.core.keys import U64
 from kvd.tiers.store import TierBlock, TierKey
-from kvd.tiers.sums import sums_of
+from kvd.tiers.sums import sums_of, sums_of_each
 
 _SEAL_BYTES = 8
 _DIGEST_BYTES = 16
 _RECORD = struct.Struct("<4sIQ")  # what it is, bytes of lengths, seal; then the lengths
+_RECORD_BEGIN = struct.Struct("<4sI")
 _RECORD_NAME = b"kvS1"
 
 
@@ -61,10 +62,15 @@ def record_of(block: TierBlock) -> bytes:
 
 def sound_record_of(block: TierBlock) -> bytes | None:
     """The same. None: the block has `sums`, and its bytes are others."""
-    sums = sums_of(block.parts)
-    if block.sums is not None and not np.array_equal(sums, block.sums):
-        return None
-    return record_from(block, sums)
+    return sound_records_of([block])[0]
+
+
+def sound_records_of(blocks: Sequence[TierBlock]) -> list[bytes | None]:
+    """The same of each."""
+    return [
+        record_from(block, sums) if block.sums is None or (sums == block.sums).all() else None
+        for block, sums in zip(blocks, sums_of_each(blocks), strict=True)
+    ]
 
 
 def record_from(block: TierBlock, sums: U64) -> bytes:
@@ -91,7 +97,9 @@ def lengths_in(record: bytes) -> tuple[int, ...] | None:
 
 def has_lengths_of(record: bytes, block: TierBlock) -> bool:
     """Whether a record is of a block with these parts' lengths. False also where it is none."""
-    return lengths_in(record) == tuple([part.nbytes for part in block.parts])
+    lengths = lengths_of(block)
+    begin = _RECORD_BEGIN.pack(_RECORD_NAME, len(lengths))
+    return record.startswith(begin) and record[_RECORD.size :] == lengths
 
 
 def proves(record: bytes, block: TierBlock) -> bool:
@@ -99,14 +107,20 @@ def proves(record: bytes, block: TierBlock) -> bool:
 
     Then the block's `sums` are theirs, if they are wanted.
     """
-    if not has_lengths_of(record, block):
-        return False
-    sums = sums_of(block.parts)
-    if record_from(block, sums) != record:
-        return False
-    if block.sums is not None:
-        block.sums[:] = sums
-    return True
+    return has_lengths_of(record, block) and prove_all([record], [block])[0]
+
+
+def prove_all(records: Sequence[bytes], blocks: Sequence[TierBlock]) -> list[bool]:
+    """The same of each."""
+    found = sums_of_each(blocks)
+    proven = [
+        record_from(block, sums) == record
+        for record, block, sums in zip(records, blocks, found, strict=True)
+    ]
+    for block, sums, is_proven in zip(blocks, found, proven, strict=True):
+        if is_proven and block.sums is not None:
+            block.sums[:] = sums
+    return proven
 
 
 def wipe(block: TierBlock) -> None:

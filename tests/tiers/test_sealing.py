@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from kvd.tiers.sealing import has_lengths_of, proves, record_bytes, record_of, wipe
+from kvd.tiers.sealing import (
+    has_lengths_of,
+    prove_all,
+    proves,
+    record_bytes,
+    record_of,
+    sound_records_of,
+    wipe,
+)
 from kvd.tiers.store import TierBlock, TierKey
+from kvd.tiers.sums import sums_of
 from kvd_proto.limits import MAX_RANKS
 from tests.tiers.contract import ONE, OTHER, content, key, source
 
@@ -55,6 +65,30 @@ def test_a_record_is_as_long_as_is_said() -> None:
     block = source(key(1), *[bytes(8)] * MAX_RANKS)
     assert len(record_of(block)) == record_bytes(MAX_RANKS)
     assert proves(record_of(block), block)
+
+
+@pytest.mark.parametrize("lengths", [(4096,), (8, 4096, 8), (65536, 65536)])
+def test_many_at_once_are_told_as_one_by_one(lengths: tuple[int, ...]) -> None:
+    """Blocks of several shapes: every third one is another than its record, or than its sums."""
+    shapes = [lengths, (4096,), lengths[::-1], (4104,)]
+    blocks = [
+        source(key(n), *[content((n, at), size) for at, size in enumerate(shapes[n % 4])])
+        for n in range(12)
+    ]
+    records = [record_of(block) for block in blocks]
+    wanted = [block._replace(sums=np.zeros(len(block.parts), np.uint64)) for block in blocks]
+    records[::3] = [record_of(block) for block in blocks[1:] + blocks[:1]][::3]
+    proven = prove_all(records, wanted)
+    assert proven == [n % 3 != 0 for n in range(12)]
+    for block, is_proven in zip(wanted, proven, strict=True):
+        assert block.sums is not None
+        assert (block.sums == (sums_of(block.parts) if is_proven else 0)).all()
+    for n in range(0, 12, 3):
+        wanted[n] = blocks[n]._replace(sums=sums_of(blocks[n].parts) + np.uint64(1))
+    right = [None if n % 3 == 0 else record_of(block) for n, block in enumerate(blocks)]
+    assert sound_records_of(wanted) == right
+    assert sound_records_of([]) == []
+    assert prove_all([], []) == []
 
 
 def test_a_wiped_block_holds_zeros() -> None:

@@ -16,9 +16,9 @@ from kvd.tiers.gang import Gang
 from kvd.tiers.sealing import (
     has_lengths_of,
     lengths_in,
-    proves,
+    prove_all,
     record_bytes,
-    sound_record_of,
+    sound_records_of,
     wipe,
 )
 from kvd.tiers.store import Outcome, TierBlock, TierError, TierReason
@@ -125,9 +125,7 @@ class Moves:
 
     def _write_unit(self, unit: Unit, deadline: float) -> None:
         """The pieces, and then the records of those that have no piece elsewhere."""
-        for move, number in unit:
-            if number == 0:
-                self._seal(move)
+        _seal([move for move, number in unit if number == 0])
         unit = [(move, number) for move, number in unit if move.outcome is None]
         begun = {move.number for move, number in unit if number == 0}
         ends = [move for move, number in unit if number + 1 == len(move.shape.spans)]
@@ -138,13 +136,6 @@ class Moves:
             move.is_cut = False
         pieces = [(move, move.name + move.shape.suffixes[n], move.piece(n)) for move, n in unit]
         self._write_values(pieces, whole, deadline)
-
-    def _seal(self, move: Move) -> None:
-        record = sound_record_of(move.block)
-        if record is None:
-            move.outcome = Outcome.DAMAGED
-        else:
-            move.record[:] = record
 
     def _write_records(self, moves: Sequence[Move], deadline: float) -> None:
         self._write_values([], moves, deadline)
@@ -209,24 +200,13 @@ class Moves:
                     move.is_known = next(lengths) == len(move.record)
                     move.is_partly_missing |= not move.is_known
                 move.is_partly_missing |= next(lengths) != move.shape.spans[number].nbytes
-        for move, _ in unit:
-            with self._lock:
+        whole: list[Move] = []
+        with self._lock:
+            for move, _ in unit:
                 move.left -= 1
-                is_last = not move.left
-            if is_last:
-                self._end_read(move)
-
-    def _end_read(self, move: Move) -> None:
-        if move.reason is not None:
-            wipe(move.block)
-        elif move.is_partly_missing or not has_lengths_of(bytes(move.record), move.block):
-            move.outcome = Outcome.MISSING
-        elif proves(bytes(move.record), move.block):
-            move.outcome = Outcome.DONE
-        else:
-            wipe(move.block)
-            move.is_partly_missing = True
-            move.fail(TierReason.CHECKSUM_MISMATCH)
+                if not move.left:
+                    whole.append(move)
+        _end_reads(whole)
 
     # -- forgetting ---------------------------------------------------------------------------
 
@@ -247,6 +227,35 @@ class Moves:
             self._servers.run(home, commands, deadline)
         except TierError:
             pass  # it stays until the server makes room; nobody is served it
+
+
+def _seal(moves: Sequence[Move]) -> None:
+    records = sound_records_of([move.block for move in moves])
+    for move, record in zip(moves, records, strict=True):
+        if record is None:
+            move.outcome = Outcome.DAMAGED
+        else:
+            move.record[:] = record
+
+
+def _end_reads(moves: Sequence[Move]) -> None:
+    """All pieces of these have come, or never will."""
+    come: list[Move] = []
+    for move in moves:
+        if move.reason is not None:
+            wipe(move.block)
+        elif move.is_partly_missing or not has_lengths_of(bytes(move.record), move.block):
+            move.outcome = Outcome.MISSING
+        else:
+            come.append(move)
+    proven = prove_all([bytes(move.record) for move in come], [move.block for move in come])
+    for move, is_proven in zip(come, proven, strict=True):
+        if is_proven:
+            move.outcome = Outcome.DONE
+        else:
+            wipe(move.block)
+            move.is_partly_missing = True
+            move.fail(TierReason.CHECKSUM_MISMATCH)
 
 
 def _left_behind(move: Move) -> list[bytes]:
