@@ -69,6 +69,7 @@ class Deletion(NamedTuple):
     order: OrderId
     name: bytes  # that the scopes begin with, EVERY for all
     fingerprint: str  # of the namespace, where the core waits for the end
+    again: bool = False  # it was not done the first time
 
 
 class TierTold(NamedTuple):
@@ -189,7 +190,9 @@ class Tiers:
         else:
             self._tell_none(order, refused=True)
 
-    def _delete(self, tier: TierId, name: bytes, fingerprint: str = "") -> None:
+    def _delete(
+        self, tier: TierId, name: bytes, fingerprint: str = "", *, again: bool = False
+    ) -> None:
         """Have all of it deleted, by this process or the next, again and again until that is done.
 
         Nobody finds it meanwhile: in a store of this node it has another name, and one that nodes
@@ -197,7 +200,7 @@ class Tiers:
         """
         self._next_order += 1
         number = OrderId(self._next_order)
-        deletion = Deletion(number, name, fingerprint)
+        deletion = Deletion(number, name, fingerprint, again)
         self._deleting[tier][name] = deletion
         process = self._keepers[tier].process
         if process is None:
@@ -213,7 +216,7 @@ class Tiers:
 
     def _delete_again(self, tier: TierId, deletion: Deletion) -> None:
         if self._deleting[tier].get(deletion.name) is deletion:
-            self._delete(tier, deletion.name, deletion.fingerprint)
+            self._delete(tier, deletion.name, deletion.fingerprint, again=True)
 
     def _is_hidden(self, tier: TierId, namespace: NamespaceId) -> bool:
         """Whether a store that nodes share may still hold what was cleared."""
@@ -330,6 +333,8 @@ class Tiers:
             self._delete_later(tier, deletion)
             return
         del deleting[deletion.name]
+        if deletion.again and deletion.name == EVERY:
+            self._report(ev.TierDoubted(tier))  # it took along what was written meanwhile
         if deletion.fingerprint:
             self._report(ev.TierCleared(tier, deletion.fingerprint))
         left = any(deletion.name in self._deleting[other] for other in self._shared)

@@ -57,6 +57,7 @@ MAX_READS_QUEUED = 8_192  # blocks
 MAX_WRITES_QUEUED = 8_192  # blocks
 # How long after its deadline a call may still return. Then its process is ended.
 LATE_S = 5.0
+UNMAP_S = 3.0  # to unmap a row that no copy uses: somebody waits for its memory
 LOOK_AGAIN_S = 0.25  # before that, lest control itself was late and its answer is here already
 USAGE_S = 1.0  # between two looks at how a tier fares
 LEFT_S = 0.02  # between two questions what has left its store
@@ -151,7 +152,7 @@ class TierProcess(OwnedProcess):
         self._bounds = bounds
         self._given: dict[OrderId, _Given] = {}
         self._queued: Counter[TierFrame] = Counter()  # keys or blocks, by lane
-        self._unmapping: set[RowId] = set()
+        self._unmapping: dict[RowId, asyncio.TimerHandle] = {}
         self._next_look = 0.0  # at the usage
         self._look: asyncio.TimerHandle | None = None
         self._names_left = False  # the store names what leaves it
@@ -217,7 +218,8 @@ class TierProcess(OwnedProcess):
         if self._gone.done():
             return False
         assert row not in self._unmapping, "a row is unmapped twice"
-        self._unmapping.add(row)
+        copies = [order for order, given in self._given.items() if given.order.kind in COPIES]
+        self._await_unmapped(row, copies)
         self._write(TierFrame.UNMAP_ROW, frames.pack_row(row, extents))
         return True
 
@@ -265,6 +267,16 @@ class TierProcess(OwnedProcess):
             f"{kind} of {given.order.count} did not end within {self.late_s:g} s of its deadline"
         )
 
+    def _await_unmapped(self, row: RowId, copies: Sequence[OrderId]) -> None:
+        """End the process where it does not answer though these, which may use the row, ended."""
+        left = [order for order in copies if order in self._given]
+        later, *told = (self._await_unmapped, row, left) if copies else (self._look_for_row, row)
+        self._unmapping[row] = self._loop.call_later(UNMAP_S, later, *told)
+
+    def _look_for_row(self, row: RowId) -> None:
+        reason = f"a row that nothing used was not unmapped within {UNMAP_S:g} s"
+        self._unmapping[row] = self._loop.call_later(LOOK_AGAIN_S, self.end_because, reason)
+
     # -- what the process says --------------------------------------------------------------
 
     def hear(self, kind: enum.IntEnum, body: bytes) -> None:
@@ -283,7 +295,7 @@ class TierProcess(OwnedProcess):
                 row = RowId(frames.unpack_number(body))
                 if row not in self._unmapping:
                     raise BadFrame(f"row {row} was not to be unmapped")
-                self._unmapping.remove(row)
+                self._unmapping.pop(row).cancel()
                 self._sink.row_unmapped(self.tier, row)
             case TierFrame.LEFT if self._left_asked:
                 self._hear_left(frames.unpack_left(body))
@@ -360,7 +372,8 @@ class TierProcess(OwnedProcess):
         for given in list(self._given.values()):
             failed = TierAnswer(given.order.order, OrderEnd.FAILED, reason=ProcessReason.TIER_GONE)
             self._end_order(given, failed)
-        for row in self._unmapping:
+        for row, timer in self._unmapping.items():
+            timer.cancel()
             self._sink.row_unmapped(self.tier, row)
         self._unmapping.clear()
         self._sink.tier_gone(self.tier, reason)

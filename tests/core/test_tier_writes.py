@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvd.core import events as ev
-from kvd.core.keys import NamespaceId, TierId
+from kvd.core.keys import NamespaceId, ScopeName, TierId
 from kvd.core.model.tiers import TierTerms, WriteWhen
 from kvd.core.tiers import writing
-from tests.core.bench import BLOCK, MS, numbers_of
-from tests.core.test_tiers import stage
+from tests.core.bench import BLOCK, MS, keys, numbers_of
+from tests.core.test_tiers import Stage, stage
 
 
 def test_what_is_written_down_is_pinned_and_bounded_and_the_rest_follows() -> None:
@@ -124,6 +124,43 @@ def test_what_a_tier_forgot_is_written_again() -> None:
     on.feed(ev.TierForgot(TierId(0), order.name, order.keys))
     on.store(1)
     assert len(on.writes) == 1
+
+
+def fill_and_write(on: Stage) -> ScopeName:
+    """A pool full of the blocks 1 to 16, the coldest first, which are below, too."""
+    for number in range(1, 17):
+        on.store(number)
+    on.tick(250 * MS)
+    on.write()
+    assert not on.writes
+    return next(iter(on.held[0]))[0]
+
+
+def test_what_left_a_tier_is_written_again_when_it_is_about_to_leave_host_memory() -> None:
+    on = stage(extents=1)
+    name = fill_and_write(on)
+    on.feed(ev.TierForgot(TierId(0), name, keys(9)))
+    on.tick(250 * MS)
+    assert not on.writes
+    for number in range(17, 30):
+        on.store(number)
+        on.tick(250 * MS)
+        written = [n for order in on.writes for n in numbers_of(order.keys)]
+        if 9 in written:
+            break
+        on.write()
+    else:
+        pytest.fail("it left without a word to the tier")
+    assert written.count(9) == 1
+
+
+def test_a_tier_with_little_room_is_not_given_the_coldest_blocks_for_ever() -> None:
+    on = stage(extents=1)
+    name = fill_and_write(on)
+    for number in (1, 2):  # the tenth of the class that leaves next
+        on.feed(ev.TierForgot(TierId(0), name, keys(number)))
+        on.tick(250 * MS)
+        assert not on.writes
 
 
 def test_on_reuse_a_block_is_written_once_it_was_used_so_often() -> None:

@@ -187,6 +187,44 @@ async def test_rows_are_unmapped_once_no_copy_uses_them_and_can_be_mapped_again(
 
 
 @on_loop
+async def test_a_frozen_process_keeps_a_row_from_others_for_seconds_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody asks it anything: no deadline would end it."""
+    monkeypatch.setattr(module, "UNMAP_S", 0.5)
+    async with tier_rig() as r:
+        tier = await r.start()
+        tier.write(r.next_order(), placed([1], [0]), soon())
+        assert await r.sink.outcomes(1) == [DONE]
+        os.kill(tier.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        assert tier.unmap_row(RowId(0), [0, 1])
+        await r.sink.until(lambda: r.sink.gone)
+        assert 0.5 < time.monotonic() - began < 5.0
+        assert r.sink.unmapped == [0]
+        assert "was not unmapped" in r.sink.gone[0]
+
+
+@on_loop
+async def test_a_row_is_waited_for_as_long_as_a_copy_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "UNMAP_S", 0.1)
+    monkeypatch.setattr(module, "LOOK_AGAIN_S", 0.5)
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "Slow")
+        tier.write(r.next_order(), placed([1], [0]), soon())
+        await r.signed("writing")
+        assert tier.unmap_row(RowId(0), [0, 1])
+        await asyncio.sleep(1.5)
+        assert not r.sink.gone
+        r.sign("go")
+        await r.sink.until(lambda: r.sink.unmapped)
+        await asyncio.sleep(1.0)
+        assert not r.sink.gone, "it has done what it was told"
+
+
+@on_loop
 async def test_a_copy_of_an_extent_that_is_not_there_never_starts() -> None:
     async with tier_rig() as r:
         tier = await r.start()

@@ -22,9 +22,11 @@ from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.keys import U64, KeyBatch, NamespaceId, ScopeName, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.marks import TagMarks
+from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import Scope, State
 from kvd.core.model.tiers import Tier, TierCopy
 from kvd.core.model.turn import Turn
+from kvd.core.tiers import coldest
 from kvd_proto.tags import tags_of
 
 DOUBTED_ROWS_AT_ONCE = 128
@@ -86,7 +88,21 @@ def left(turn: Turn, tier: Tier, name: ScopeName, keys: KeyBatch) -> None:
     scope = namespaces.find_named(state, name.scope)
     if scope is not None:
         slots = state.index.find(tags, words, scope.scope)
-        state.slots.below[slots[slots != NOWHERE]] &= ~np.uint8(tier.bit)
+        slots = slots[slots != NOWHERE]
+        slots = slots[(state.slots.below[slots] & tier.bit) != 0]
+        slots = _worth_writing(state, namespace.classes[name.group], slots)
+        state.slots.below[slots] &= ~np.uint8(tier.bit)
+
+
+def _worth_writing(state: State, owner: SizeClass, slots: Slots) -> Slots:
+    """Those that host memory will still hold for a while, so that they are written when it doesn't.
+
+    What is about to leave it was written just for that. A tier with less room than such blocks
+    take would be given one of them for another, for ever.
+    """
+    if not len(slots) or not coldest.is_nearly_full(state, owner):
+        return slots
+    return state.slots.without(slots, coldest.next_to_go(owner))
 
 
 def lost(turn: Turn, tier: Tier) -> None:

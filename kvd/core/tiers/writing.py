@@ -8,8 +8,6 @@ is offered or used again, and before it is evicted.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import numpy.typing as npt
 
@@ -31,11 +29,9 @@ from kvd.core.model.tiers import (
     WriteWhen,
 )
 from kvd.core.model.turn import Turn
-from kvd.core.tiers import residence
+from kvd.core.tiers import coldest, residence
 from kvd.core.tiers.promotion import NO_BLOCKS, begin, forget
 
-WATERMARK = 0.1  # of a class: so many blocks next to their eviction shall be below
-LOOKED_AT = 4096  # of those, in one tick
 DEMOTED_AT_ONCE = 256  # and written
 CAUGHT_UP_AT_ONCE = 8  # batches that wait for copies to end, in one event
 LATE_AT_ONCE = 2048  # of their blocks
@@ -202,10 +198,9 @@ def write_ahead(turn: Turn, owner: SizeClass) -> None:
     """
     state = turn.state
     tiers = [t for t in state.below.tiers if t.terms.write is not WriteWhen.REUSE and t.is_serving]
-    free = len(owner.free) + len(state.free_extents) // owner.shards * owner.slots_per_row
-    if not tiers or free >= WATERMARK * owner.capacity:
+    if not tiers or not coldest.is_nearly_full(state, owner):
         return
-    cold = owner.policy.coldest(min(LOOKED_AT, math.ceil(WATERMARK * owner.capacity)))
+    cold = coldest.next_to_go(owner)
     for tier in tiers:
         lacking = (state.slots.below[cold] & tier.bit) == 0
         late = write(turn, tier, owner, cold[lacking][:DEMOTED_AT_ONCE])
