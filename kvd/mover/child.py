@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvd import native
 from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import U64, RowId
@@ -309,7 +310,7 @@ def serve(control_fd: int, parent: int) -> None:
 def open_engine(config: MoverConfig) -> CopyEngine:
     """The copy engine for where the rank's memory lies. Raises what refuses the registration."""
     if config.gpu is None:
-        return HostSharedMemory(config)
+        return HostSharedMemory(config, native.library())
     try:
         from kvd.mover.cuda.engine import CudaCopyEngine  # noqa: PLC0415 - only where it is used
     except ImportError as error:

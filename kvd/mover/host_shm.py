@@ -1,8 +1,8 @@
 """Copies between two shared memories: the engine's, mapped by descriptor, and the pool's files.
 
-Everything is a numpy view of 64-bit words over a mapping: an assignment between two views is
-checked against the mapping's bounds, runs at memcpy's speed and releases the interpreter's
-lock.
+The native library copies where it is there (`streams.py`). Without it, and where the engine's
+memory has holes, everything is a numpy view of 64-bit words over a mapping: an assignment between
+two views is checked against the mapping's bounds and releases the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvd import native
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind
 from kvd.linux.calls import lies_in_memory
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.facts import MoverFacts
-from kvd.mover.layout import LocatedPart, MoverConfig, Region, check_config
+from kvd.mover.layout import GroupMap, LocatedPart, MoverConfig, Region, check_config
 from kvd.mover.presence import I64, Presence
 from kvd.mover.ranges import FoldedFragment, Range, fold, ranges_of
+from kvd.mover.streams import MAX_CALL_BYTES, Streams, Stretch
 from kvd.processes.mappings import WARM_BYTES, Bytes, Mapping, map_extent, populate, warm
+from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 _U64 = np.dtype("<u8")
 
@@ -61,6 +64,7 @@ class _PieceView:
 
     file: _Memory  # of the piece's region
     start: int  # of engine block 0's piece in it
+    room: int  # from there to the region's end
     stride: int
     at: int
     tail: tuple[int, ...]  # shape after the number of blocks
@@ -84,6 +88,7 @@ class _PieceView:
         return cls(
             file,
             region.offset + piece.base,
+            region.bytes - piece.base,
             piece.stride,
             piece.at,
             tail,
@@ -93,10 +98,26 @@ class _PieceView:
             piece.bytes,
         )
 
+    def stretches(self) -> list[Stretch]:
+        """What of every engine block this is, stretch by stretch."""
+        return [
+            Stretch(
+                self.file.mapping.address + self.start + row,
+                self.room - row,
+                self.stride,
+                self.row_bytes,
+                self.at + number * self.row_bytes,
+            )
+            for number, row in enumerate(self.rows.tolist())
+        ]
+
     def starts(self, first: int, blocks: int) -> I64:
         """Where the stretches of these blocks begin in the file, in the slots' order."""
-        begin = self.start + first * self.stride
-        starts: I64 = begin + (np.arange(blocks) * self.stride)[:, None] + self.rows
+        return self.starts_of(np.arange(first, first + blocks))
+
+    def starts_of(self, blocks: I64) -> I64:
+        """The same of any blocks."""
+        starts: I64 = (self.start + blocks * self.stride)[:, None] + self.rows
         return starts.ravel()
 
 
@@ -104,10 +125,11 @@ class HostSharedMemory:
     """The `CopyEngine` for host shared memory.
 
     Refuses, with the field named, memory that is not a memory file, is smaller than said or
-    can't be written, and every layout that `check_config` refuses.
+    can't be written, and every layout that `check_config` refuses. Copies by `library`; None: by
+    numpy.
     """
 
-    def __init__(self, config: MoverConfig) -> None:
+    def __init__(self, config: MoverConfig, library: native.Library | None = None) -> None:
         check_config(config)
         self.facts = MoverFacts()
         self._config = config
@@ -124,6 +146,15 @@ class HostSharedMemory:
             ]
             for group in config.groups
         ]
+        self._streams = [
+            None if library is None else self._streams_of(library, group, pieces)
+            for group, pieces in zip(config.groups, self._pieces, strict=True)
+        ]
+
+    def _streams_of(
+        self, library: native.Library, group: GroupMap, pieces: list[_PieceView]
+    ) -> Streams:
+        return Streams(library, group, [s for p in pieces for s in p.stretches()], self._extents)
 
     # -- extents ----------------------------------------------------------------------------
 
@@ -174,6 +205,33 @@ class HostSharedMemory:
     # -- copies -----------------------------------------------------------------------------
 
     def copy(self, kind: JobKind, part: LocatedPart, keep_going: KeepGoing) -> int:
+        streams = self._streams[part.group]
+        if streams is None:
+            return self._copy_by_numpy(kind, part, keep_going)
+        if kind is JobKind.LOAD or self._all_present:
+            return streams.copy(kind, part, keep_going, None)
+        copied = 0
+        for _, some in part.pieces(MAX_CALL_BYTES // self._config.groups[part.group].part_bytes):
+            if self._is_present(some):
+                copied += streams.copy(kind, some, keep_going, None)
+            else:
+                copied += self._copy_by_numpy(kind, some, keep_going)
+        return copied
+
+    @property
+    def _all_present(self) -> bool:
+        return all(file.presence.full for file, _ in self._regions)
+
+    def _is_present(self, part: LocatedPart) -> bool:
+        """Whether the engine's memory has every page of these blocks."""
+        blocks = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK].astype(np.int64)
+        return not len(blocks) or all(
+            piece.file.presence.full
+            or piece.file.presence.covers(piece.starts_of(blocks), piece.row_bytes)
+            for piece in self._pieces[part.group]
+        )
+
+    def _copy_by_numpy(self, kind: JobKind, part: LocatedPart, keep_going: KeepGoing) -> int:
         group = self._config.groups[part.group]
         pieces = self._pieces[part.group]
         block_bytes = group.engine_block_bytes

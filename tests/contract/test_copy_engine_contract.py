@@ -17,10 +17,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvd import native
 from kvd.core.errors import InvalidArgument, LayoutMismatch
 from kvd.core.events import JobKind
 from kvd.core.keys import MoverId
-from kvd.mover import ranges
+from kvd.mover import ranges, streams
 from kvd.mover.copy_engine import CopyEngine, CopyStopped
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
@@ -55,9 +56,11 @@ class FakeBench:
 
 
 class HostBench:
+    library: native.Library | None = None
+
     def __init__(self, config: MoverConfig) -> None:
         self.config = config
-        self.engine: CopyEngine = HostSharedMemory(config)
+        self.engine: CopyEngine = HostSharedMemory(config, self.library)
 
     def memory(self, region: int) -> Bytes:
         where = self.config.regions[region]
@@ -66,6 +69,10 @@ class HostBench:
     def extent(self, number: int) -> Bytes:
         files = self.config.extents
         return _WholeFile(str(files.path(number)), 0, files.extent_bytes).view
+
+
+class NativeBench(HostBench):
+    library = native.library()
 
 
 class _WholeFile:
@@ -100,8 +107,10 @@ class Workshop:
             os.close(self.fds.pop())
 
 
-@pytest.fixture(params=[FakeBench, HostBench], ids=["fake", "host"])
+@pytest.fixture(params=[FakeBench, HostBench, NativeBench], ids=["fake", "host", "native"])
 def workshop(request: pytest.FixtureRequest) -> Iterator[Workshop]:
+    if request.param is NativeBench and NativeBench.library is None:
+        pytest.skip(f"no native library: {native.why_not()}")
     directory = Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir="/dev/shm"))
     (directory / "extents").mkdir()
     shop = Workshop(directory, request.param, [])
@@ -213,11 +222,13 @@ def test_consecutive_ids_in_different_extents_stay_apart(workshop: Workshop, kin
 def test_a_long_run_is_cut_and_still_whole(
     workshop: Workshop, kind: JobKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "MAX_RANGE_BYTES", 100)  # three blocks of 32 bytes
     group = spread_group(fragments=2, words=2, blocks=12)
     config = workshop.config([2 * 12 * 16], (group,))
     places = [(1, 32 * n) for n in range(11)]
-    check_copy(workshop, config, kind, part(0, places, [[n + 1] for n in range(11)]))
+    for most in (100, 32, 31, 16, 9, 8):  # three blocks of 32 bytes, and down to a word
+        monkeypatch.setattr(ranges, "MAX_RANGE_BYTES", most)
+        monkeypatch.setattr(streams, "MAX_CALL_BYTES", most)
+        check_copy(workshop, config, kind, part(0, places, [[n + 1] for n in range(11)]))
 
 
 @BOTH
@@ -299,7 +310,10 @@ def test_any_layout_and_any_blocks_move_exactly_their_bytes(
         workshop.close_fds()
 
 
-def test_a_copy_stops_between_ranges_when_told_to(workshop: Workshop) -> None:
+def test_a_copy_stops_between_ranges_when_told_to(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MAX_CALL_BYTES", 16)
     group = spread_group(fragments=1, words=2, blocks=8)
     config = workshop.config([8 * 16], (group,))
     bench: Bench = workshop.bench(config)
