@@ -26,7 +26,7 @@ from kvd.core.keys import U64, RowId
 from kvd.linux import calls
 from kvd.mover import frames
 from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, part_checksums
-from kvd.mover.copy_engine import CopyEngine, CopyStopped, DeviceLost, KeepGoing
+from kvd.mover.copy_engine import CopyEngine, CopyStopped, DeviceLost, KeepGoing, Wanted
 from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.host_shm import HostSharedMemory
@@ -91,6 +91,8 @@ class MoverLoop:
         self._rows = MappedRows(engine, self._report_unmapped)
         self._cold: queue.SimpleQueue[tuple[RowId, int]] = queue.SimpleQueue()
         self._stopping = False
+        self._stop_word = np.zeros(1, dtype=np.uint64)  # the same, for the native library
+        self._until_stop = (native.address_of(self._stop_word), 1)
         self._memory_warm = threading.Event()
         self._copiers: list[threading.Thread] = []
         self._facts_told: MoverFacts | None = None
@@ -152,6 +154,7 @@ class MoverLoop:
                 self._rows.retire(RowId(frames.unpack_number(body)))
             case FrameKind.STOP:
                 self._stopping = True
+                self._stop_word[0] = 1
             case _:
                 raise BadFrame(f"{kind.name} is not for a mover")
 
@@ -233,9 +236,10 @@ class MoverLoop:
     def _wanted(self, order: TransferOrder) -> KeepGoing:
         """Whether the rest of a copy is worth making: nobody waits for a store given up."""
         if order.kind is JobKind.LOAD:
-            return self._keep_going
+            return Wanted(self._keep_going, native.Watches([self._until_stop]))
         abandoned, job = self._ring.abandoned, order.job
-        return lambda: not self._stopping and not abandoned(job)
+        watches = native.Watches([self._until_stop, (self._ring.abandon_word(job), job)])
+        return Wanted(lambda: not self._stopping and not abandoned(job), watches)
 
     def _report(
         self, order: TransferOrder, outcome: TransferOutcome, copy: Copy | None = None

@@ -8,11 +8,23 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvd import native
 from kvd.core.events import JobKind
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import LocatedPart
 
 KeepGoing = Callable[[], bool]
+
+
+class Wanted:
+    """A KeepGoing that the native library can ask as well, by words in memory."""
+
+    def __init__(self, asked: KeepGoing, watches: native.Watches) -> None:
+        self._asked = asked
+        self.watches = watches
+
+    def __call__(self) -> bool:
+        return self._asked()
 
 
 class CopyStopped(Exception):

@@ -11,6 +11,7 @@ import enum
 import functools
 import hashlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _FLAWS = (
     "a sum that is not there, or a part longer than the keys",
     "a stretch outside the engine's memory",
 )
+_STOPPED = len(_FLAWS)
 
 # Rows of these are what copies.c calls struct row and struct block.
 ROW_FIELDS = ("memory", "room", "stride", "bytes", "at")
@@ -85,7 +87,20 @@ class _Work(ctypes.Structure):
         ("line_keys", ctypes.c_void_p),
         ("sum_count", ctypes.c_uint64),
         ("line_count", ctypes.c_uint64),
+        ("watches", ctypes.c_void_p),
+        ("watch_count", ctypes.c_uint64),
     )
+
+
+class Watches:
+    """Words in memory that others write and that may say stop; see struct watch in copies.c.
+
+    words: address of each, and what it says stop from, shape [n, 2].
+    """
+
+    def __init__(self, words: Sequence[tuple[int, int]]) -> None:
+        self._kept = np.array(words, dtype=np.uint64).reshape(-1, 2)
+        self.count, self.at = len(self._kept), address_of(self._kept)
 
 
 class Stretches:
@@ -106,10 +121,16 @@ class Stretches:
             sums.tell(self._work)
         self._reference = ctypes.byref(self._work)
 
-    def run(self, start: int, stop: int, rows: slice = slice(None)) -> None:
+    def watch(self, watches: Watches) -> None:
+        """Have every run look at these words every few microseconds. They must outlive it."""
+        self._watches = watches
+        self._work.watches, self._work.watch_count = watches.at, watches.count
+
+    def run(self, start: int, stop: int, rows: slice = slice(None)) -> bool:
         """Carry out blocks [start, stop), of some rows, with the interpreter's lock released.
 
-        Raises BadStretch, and then no byte was touched.
+        False: a watched word said stop, and some bytes were copied. Raises BadStretch, and then
+        none were.
         """
         assert 0 <= start <= stop <= len(self._blocks)
         first, end, _ = rows.indices(len(self._rows))
@@ -118,8 +139,9 @@ class Stretches:
         self._work.rows = self._row_at + first * 8 * len(ROW_FIELDS)
         self._work.row_count = max(0, end - first)
         flaw = self._library.call(self._reference)
-        if flaw:
+        if flaw and flaw != _STOPPED:
             raise BadStretch(_FLAWS[flaw])
+        return not flaw
 
 
 class Library:

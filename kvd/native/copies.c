@@ -19,18 +19,18 @@
 #ifndef KVD_SOURCE
 #define KVD_SOURCE "unknown"
 #endif
-/* Measured, beside busy neighbours too: 2 or 4 lanes and larger parts were slower. */
+/* Measured, beside busy neighbours too: fewer lanes, shorter turns and smaller cuts were slower. */
 #define LANES 8
-#define TURN 128
-#define AHEAD 256 /* bytes that are fetched before their turn */
-#define MOST_CUT (32 << 10) /* bytes of a stretch that one lane takes */
+#define TURN 256
+#define AHEAD 512 /* bytes that are fetched before their turn */
+#define MOST_CUT (256 << 10) /* bytes of a stretch that one lane takes */
 #define LEAST_CUT (4 << 10)
 #define LINE_WORDS 1024
 #define LINE_BYTES (8 * LINE_WORDS)
 #define MOST ((uint64_t)1 << 46) /* bytes; sums of a few of them can't overflow */
 
 enum { LOAD, STORE, SUM };
-enum { DONE, NO_SUCH_LEVEL, BAD_ROW, BAD_BLOCK, BAD_SUM, OUTSIDE_MEMORY };
+enum { DONE, NO_SUCH_LEVEL, BAD_ROW, BAD_BLOCK, BAD_SUM, OUTSIDE_MEMORY, STOPPED };
 
 /* A stretch of every engine block: block b's begins b * stride bytes after `memory`, in a slot it
  * is `at` bytes from where the engine block begins. `room`: bytes of memory from there on. */
@@ -40,6 +40,10 @@ struct row { uint8_t *memory; uint64_t room, stride, bytes, at; };
  * where the slot's part begins; `sum`: which of the sums is the slot's. */
 struct block { uint8_t *extent; uint64_t room, offset, engine, place, sum; };
 
+/* A word that may say stop, in memory that others write: once it is at least `least`, unless it is
+ * all ones. */
+struct watch { const volatile uint64_t *word; uint64_t least; };
+
 struct work {
   const struct row *rows;
   const struct block *blocks;
@@ -47,6 +51,8 @@ struct work {
   uint64_t *sums; /* none: nothing is summed up */
   const uint64_t *word_keys, *line_keys;
   uint64_t sum_count, line_count;
+  const struct watch *watches;
+  uint64_t watch_count;
 };
 
 struct lane {
@@ -58,7 +64,7 @@ struct lane {
   uint64_t left, place; /* bytes after those; bytes of the part before them */
 };
 
-struct walk { const struct work *work; uint64_t block, row, done, cut; };
+struct walk { const struct work *work; uint64_t block, row, done, cut; int flaw; };
 
 typedef void turns(struct lane *lanes, int count, uint64_t bytes, int copying, int summing);
 
@@ -118,10 +124,9 @@ __attribute__((target("avx512f,avx512dq"))) INLINE void turns_avx512(
   for (uint64_t at = 0; at < bytes; at += TURN) {
 #pragma GCC unroll 8
     for (int n = 0; n < count; n++) {
-      _mm_prefetch((const char *)from[n] + at + AHEAD, _MM_HINT_T0);
-      _mm_prefetch((const char *)from[n] + at + AHEAD + 64, _MM_HINT_T0);
 #pragma GCC unroll 8
       for (int part = 0; part < TURN; part += 64) {
+        _mm_prefetch((const char *)from[n] + at + part + AHEAD, _MM_HINT_T0);
         __m512i words = _mm512_loadu_si512(from[n] + at + part);
         if (copying) _mm512_stream_si512((void *)(to[n] + at + part), words);
         if (summing) {
@@ -147,10 +152,9 @@ __attribute__((target("avx2"))) INLINE void turns_avx2(
   for (uint64_t at = 0; at < bytes; at += TURN) {
 #pragma GCC unroll 8
     for (int n = 0; n < count; n++) {
-      _mm_prefetch((const char *)from[n] + at + AHEAD, _MM_HINT_T0);
-      _mm_prefetch((const char *)from[n] + at + AHEAD + 64, _MM_HINT_T0);
 #pragma GCC unroll 8
       for (int part = 0; part < TURN; part += 32) {
+        if (part % 64 == 0) _mm_prefetch((const char *)from[n] + at + part + AHEAD, _MM_HINT_T0);
         __m256i words = _mm256_loadu_si256((const __m256i *)(from[n] + at + part));
         if (copying) _mm256_stream_si256((__m256i *)(to[n] + at + part), words);
         if (summing) {
@@ -199,11 +203,20 @@ static int prepare(const struct work *work, struct lane *lane) {
   return 0;
 }
 
+static int is_stopped(const struct work *work) {
+  for (uint64_t n = 0; n < work->watch_count; n++) {
+    uint64_t word = *work->watches[n].word;
+    if (word != UINT64_MAX && word >= work->watches[n].least) return 1;
+  }
+  return 0;
+}
+
 /* Give the lane its next turns, of what it has or of what nobody has taken yet. */
 static int refill(struct walk *walk, struct lane *lane) {
   const struct work *work = walk->work;
   while (!prepare(work, lane)) {
-    if (walk->block == work->block_count) return 0;
+    if (walk->block == work->block_count || walk->flaw) return 0;
+    if (is_stopped(work)) return walk->flaw = STOPPED, 0;
     const struct block *block = work->blocks + walk->block;
     const struct row *row = work->rows + walk->row;
     uint64_t bytes = row->bytes - walk->done;
@@ -234,8 +247,8 @@ static uint64_t cut_of(const struct work *work) {
   return bytes < LEAST_CUT ? LEAST_CUT : bytes < MOST_CUT ? bytes : MOST_CUT;
 }
 
-INLINE void run_lanes(const struct work *work, turns *take, int copying, int summing) {
-  struct walk walk = {work, 0, 0, 0, cut_of(work)};
+INLINE int run_lanes(const struct work *work, turns *take, int copying, int summing) {
+  struct walk walk = {work, 0, 0, 0, cut_of(work), DONE};
   struct lane lanes[LANES];
   int count = 0;
   memset(lanes, 0, sizeof lanes);
@@ -258,13 +271,14 @@ INLINE void run_lanes(const struct work *work, turns *take, int copying, int sum
       if (!lane->turns && !refill(&walk, lane)) *lane = lanes[--count];
     }
   }
+  return walk.flaw;
 }
 
 #define RUN(level, target)                                                     \
-  target static void run_##level(const struct work *work) {                      \
-    if (work->kind == SUM) run_lanes(work, turns_##level, 0, 1);                 \
-    else if (work->sums) run_lanes(work, turns_##level, 1, 1);                   \
-    else run_lanes(work, turns_##level, 1, 0);                                  \
+  target static int run_##level(const struct work *work) {                    \
+    if (work->kind == SUM) return run_lanes(work, turns_##level, 0, 1);        \
+    if (work->sums) return run_lanes(work, turns_##level, 1, 1);               \
+    return run_lanes(work, turns_##level, 1, 0);                               \
   }
 RUN(plain, )
 #if defined(__x86_64__)
@@ -328,17 +342,18 @@ int kvd_level(void) {
   return level;
 }
 
-/* Do it, or say what is wrong with it: then no byte was touched. */
+/* Do it, or say what is wrong with it: then no byte was touched. STOPPED: some were. */
 int kvd_run(const struct work *work, int level) {
   int flaw = level > kvd_level() || level < PLAIN ? NO_SUCH_LEVEL : flaw_of(work);
   if (flaw || !work->row_count) return flaw;
 #if defined(__x86_64__)
-  if (level == AVX512) run_avx512(work);
-  if (level == AVX2) run_avx2(work);
-  if (level > PLAIN) _mm_sfence();
+  if (level > PLAIN) {
+    flaw = level == AVX512 ? run_avx512(work) : run_avx2(work);
+    _mm_sfence(); /* takes tens of microseconds where much is on its way: so calls are large */
+    return flaw;
+  }
 #endif
-  if (level == PLAIN) run_plain(work);
-  return DONE;
+  return run_plain(work);
 }
 
 /* Add the checksum of each part to its sum: `starts` are addresses, all parts have so many bytes. */

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvd import native
 from kvd.core.events import JobKind
 from kvd.core.keys import MoverId
 from kvd.mover import presence
@@ -30,6 +31,15 @@ def memory() -> Iterator[int]:
     fd = os.memfd_create("engine")
     yield fd
     os.close(fd)
+
+
+@pytest.fixture(params=["numpy", "native"])
+def library(request: pytest.FixtureRequest) -> native.Library | None:
+    if request.param == "numpy":
+        return None
+    if native.library() is None:
+        pytest.skip(f"no native library: {native.why_not()}")
+    return native.library()
 
 
 @pytest.fixture
@@ -98,11 +108,15 @@ def as_file_says(fd: int, config: MoverConfig, blocks: list[int]) -> bytes:
 
 @pytest.mark.parametrize("fragments", LAYOUTS.values(), ids=LAYOUTS)
 def test_memory_written_here_and_there_is_stored_as_it_is_and_does_not_grow(
-    shared_directory: Path, memory: int, store: Store, fragments: tuple[FragmentSpec, ...]
+    shared_directory: Path,
+    memory: int,
+    store: Store,
+    fragments: tuple[FragmentSpec, ...],
+    library: native.Library | None,
 ) -> None:
     dice = random.Random(str(fragments))
     config = config_of(shared_directory, memory, fragments)
-    engine = HostSharedMemory(config)
+    engine = HostSharedMemory(config, library)
     size = os.fstat(memory).st_size
     for _ in range(30):
         os.pwrite(memory, dice.randbytes(dice.choice([8, 3000, 9000])), dice.randrange(size - 9000))
@@ -115,7 +129,11 @@ def test_memory_written_here_and_there_is_stored_as_it_is_and_does_not_grow(
 
 
 def test_memory_that_is_there_is_asked_about_once(
-    shared_directory: Path, memory: int, store: Store, monkeypatch: pytest.MonkeyPatch
+    shared_directory: Path,
+    memory: int,
+    store: Store,
+    library: native.Library | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So what a store costs beside its copy does not grow with the memory, nor come twice."""
     asked: list[int] = []
@@ -127,7 +145,7 @@ def test_memory_that_is_there_is_asked_about_once(
 
     monkeypatch.setattr(presence.Presence, "learn", counted)
     config = config_of(shared_directory, memory, tensors(4, 65536))
-    engine = HostSharedMemory(config)
+    engine = HostSharedMemory(config, library)
     for f in config.groups[0].fragments:
         os.pwrite(memory, b"x" * f.bytes * 8, OFFSET + f.base)
     blocks = [0, 1, 2]
@@ -146,10 +164,10 @@ def test_memory_that_is_there_is_asked_about_once(
 
 
 def test_memory_that_was_taken_back_since_is_still_stored_right(
-    shared_directory: Path, memory: int, store: Store
+    shared_directory: Path, memory: int, store: Store, library: native.Library | None
 ) -> None:
     config = config_of(shared_directory, memory, tensors(1, 16384))
-    engine = HostSharedMemory(config)
+    engine = HostSharedMemory(config, library)
     os.pwrite(memory, b"x" * 16384 * 4, OFFSET)
     assert store(engine, config, [0, 1]) == b"x" * 32768
     os.ftruncate(memory, 0)
@@ -159,10 +177,10 @@ def test_memory_that_was_taken_back_since_is_still_stored_right(
 
 
 def test_hole_behind_the_files_end_fails_the_store(
-    shared_directory: Path, memory: int, store: Store
+    shared_directory: Path, memory: int, store: Store, library: native.Library | None
 ) -> None:
     config = config_of(shared_directory, memory, tensors(1, 16384))
-    engine = HostSharedMemory(config)
+    engine = HostSharedMemory(config, library)
     os.ftruncate(memory, 16384)
     with pytest.raises(OSError, match="memory ends at byte"):
         store(engine, config, [3])

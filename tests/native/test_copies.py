@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import timeit
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,6 +233,35 @@ def test_a_call_without_blocks_or_rows_does_nothing() -> None:
     work.run(2, 2)
     work.run(0, 3, slice(1, 1))
     bench.unchanged_but(before)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("word", "goes_on"), [(0, True), (6, True), (7, False), (MOST, True)])
+def test_a_watched_word_stops_it(level: str, word: int, goes_on: bool) -> None:
+    bench = Bench(BENCH)
+    before = ([memory.copy() for memory in bench.memories], bench.extent.copy())
+    expected = bench.expect(Kind.STORE)
+    words = np.array([0, word], dtype=np.uint64)
+    at = native.address_of(words)
+    work = Stretches(library(level), Kind.STORE, bench.rows, bench.blocks)
+    work.watch(native.Watches([(at, 1), (at + 8, 7)]))
+    assert work.run(0, 3) == goes_on
+    bench.unchanged_but(expected if goes_on else before)
+
+
+def test_a_word_that_is_set_meanwhile_stops_it_soon() -> None:
+    memory, size = np.zeros(1 << 20, dtype=np.uint8), 1 << 20
+    rows = np.array([[memory.ctypes.data, size, 0, size, 0]], dtype=np.uint64)
+    blocks = np.zeros((1 << 18, 6), dtype=np.uint64)  # a quarter of a TiB, for half a minute
+    target = np.zeros(size, dtype=np.uint8)
+    blocks[:, 0], blocks[:, 1] = target.ctypes.data, size
+    word = np.zeros(1, dtype=np.uint64)
+    work = Stretches(library(LEVELS[-1]), Kind.STORE, rows, blocks)
+    work.watch(native.Watches([(native.address_of(word), 1)]))
+    threading.Timer(0.1, word.fill, (1,)).start()
+    began = time.monotonic()
+    assert not work.run(0, len(blocks))
+    assert time.monotonic() - began < 5
 
 
 def test_a_level_that_the_processor_lacks_is_refused() -> None:

@@ -133,6 +133,10 @@ class RingReader:
         word = self._abandoned[job_id % _ENTRIES]
         return word != _NEVER_A_JOB_HERE and word >= job_id
 
+    def abandon_word(self, job_id: int) -> int:
+        """Address of the word that says so: at least the job's id, but not all ones."""
+        return self._words.ctypes.data + 8 * (_ABANDONED + job_id % _ENTRIES)
+
     @property
     def leave_asked(self) -> bool:
         """Whether the worker wants this mover gone: it trusts no copy of it any more."""
