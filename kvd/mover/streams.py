@@ -22,8 +22,8 @@ from kvd.processes.mappings import Mapping
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 # A copy that only Python can stop can't be interrupted within a call: at 5 to 10 GB/s this is 0.2
-# to 0.4 ms. At a call's end the processor waits for all that is on its way to memory, which may
-# cost a tenth of that time. So a `Wanted` is looked at by the library, and everything is one call.
+# to 0.4 ms. Each further call costs some percent, and waits for the interpreter's lock. So what a
+# `Wanted` looks at is looked at by the library, and everything is one call.
 MAX_CALL_BYTES = 2 << 20
 _KINDS = {JobKind.LOAD: native.Kind.LOAD, JobKind.STORE: native.Kind.STORE}
 

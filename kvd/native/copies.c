@@ -349,7 +349,7 @@ int kvd_run(const struct work *work, int level) {
 #if defined(__x86_64__)
   if (level > PLAIN) {
     flaw = level == AVX512 ? run_avx512(work) : run_avx2(work);
-    _mm_sfence(); /* takes tens of microseconds where much is on its way: so calls are large */
+    _mm_sfence();
     return flaw;
   }
 #endif
