@@ -26,7 +26,7 @@ from kvd.core.keys import U64, RowId
 from kvd.linux import calls
 from kvd.mover import frames
 from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, part_checksums
-from kvd.mover.copy_engine import CopyEngine, CopyStopped, DeviceLost, KeepGoing, Wanted
+from kvd.mover.copy_engine import CopyEngine, CopyStopped, DeviceLost, KeepGoing, StillWanted
 from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
 from kvd.mover.host_shm import HostSharedMemory
@@ -236,10 +236,10 @@ class MoverLoop:
     def _wanted(self, order: TransferOrder) -> KeepGoing:
         """Whether the rest of a copy is worth making: nobody waits for a store given up."""
         if order.kind is JobKind.LOAD:
-            return Wanted(self._keep_going, native.Watches([self._until_stop]))
+            return StillWanted(self._keep_going, native.Watches([self._until_stop]))
         abandoned, job = self._ring.abandoned, order.job
         watches = native.Watches([self._until_stop, (self._ring.abandon_word(job), job)])
-        return Wanted(lambda: not self._stopping and not abandoned(job), watches)
+        return StillWanted(lambda: not self._stopping and not abandoned(job), watches)
 
     def _report(
         self, order: TransferOrder, outcome: TransferOutcome, copy: Copy | None = None

@@ -16,7 +16,7 @@ from kvd.mover.layout import LocatedPart
 KeepGoing = Callable[[], bool]
 
 
-class Wanted:
+class StillWanted:
     """A KeepGoing that the native library can ask as well, by words in memory."""
 
     def __init__(self, asked: KeepGoing, watches: native.Watches) -> None:

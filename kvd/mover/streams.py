@@ -16,20 +16,20 @@ import numpy.typing as npt
 from kvd import native
 from kvd.core.events import JobKind
 from kvd.core.keys import U64
-from kvd.mover.copy_engine import CopyStopped, KeepGoing, Wanted
+from kvd.mover.copy_engine import CopyStopped, KeepGoing, StillWanted
 from kvd.mover.layout import GroupMap, LocatedPart
 from kvd.processes.mappings import Mapping
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 # A copy that only Python can stop can't be interrupted within a call: at 5 to 10 GB/s this is 0.2
 # to 0.4 ms. Each further call costs some percent, and waits for the interpreter's lock. So what a
-# `Wanted` looks at is looked at by the library, and everything is one call.
+# `StillWanted` looks at is looked at by the library, and everything is one call.
 MAX_CALL_BYTES = 2 << 20
 _KINDS = {JobKind.LOAD: native.Kind.LOAD, JobKind.STORE: native.Kind.STORE}
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class BlockStretch:
     """Bytes of every engine block that lie together on both sides.
 
     address: of engine block 0's; room: bytes that memory has from there on. at: in a slot, from
@@ -50,7 +50,7 @@ class Streams:
         self,
         library: native.Library,
         group: GroupMap,
-        stretches: Sequence[Stretch],
+        stretches: Sequence[BlockStretch],
         extents: dict[int, Mapping],
     ) -> None:
         self._library, self._group, self._extents = library, group, extents
@@ -89,7 +89,7 @@ class Streams:
         self, kind: native.Kind, blocks: U64, keep_going: KeepGoing, sums: native.Sums | None
     ) -> None:
         work = native.Stretches(self._library, kind, self._rows, blocks, sums)
-        if isinstance(keep_going, Wanted):
+        if isinstance(keep_going, StillWanted):
             work.watch(keep_going.watches)
             if not keep_going() or not work.run(0, len(blocks)):
                 raise CopyStopped
@@ -128,14 +128,14 @@ class Streams:
         return table.reshape(-1, len(native.BLOCK_FIELDS))
 
 
-def _row(stretch: Stretch) -> tuple[int, ...]:
+def _row(stretch: BlockStretch) -> tuple[int, ...]:
     return (stretch.address, stretch.room, stretch.stride, stretch.bytes, stretch.at)
 
 
-def _cut(stretch: Stretch) -> list[Stretch]:
+def _cut(stretch: BlockStretch) -> list[BlockStretch]:
     """It in stretches of at most a call's bytes."""
     return [
-        Stretch(
+        BlockStretch(
             stretch.address + at,
             stretch.room - at,
             stretch.stride,
