@@ -24,7 +24,7 @@ from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import GroupMap, LocatedPart, MoverConfig, Region, check_config
 from kvd.mover.presence import I64, Presence
 from kvd.mover.ranges import FoldedFragment, Range, fold, ranges_of
-from kvd.mover.streams import MAX_CALL_BYTES, Streams, BlockStretch
+from kvd.mover.streams import MAX_CALL_BYTES, BlockStretch, Streams
 from kvd.processes.mappings import WARM_BYTES, Bytes, Mapping, map_extent, populate, warm
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 
