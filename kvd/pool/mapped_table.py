@@ -15,16 +15,19 @@ from kvd.linux.calls import MADV_POPULATE_READ
 from kvd.pool.config import PoolError
 from kvd.pool.extents import populate
 from kvd.pool.reserve import have_all
-from kvd_proto.tags import mix
+from kvd_proto.tags import mix_in_place
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+_STEP = np.array(0x9E3779B97F4A7C15, dtype=np.uint64)
 
 
 def checksums(seed: np.uint64, columns: Sequence[U64]) -> U64:
     """One for each row of these columns. The seed tells what is summed up, and how."""
     sums = np.full(len(columns[0]), seed, dtype=np.uint64)
+    spare = np.empty_like(sums)
     for column in columns:
-        sums = mix((sums + _STEP) ^ column)
+        sums += _STEP
+        sums ^= column
+        mix_in_place(sums, spare)
     return sums
 
 

@@ -35,11 +35,11 @@ _WORD = struct.Struct("<Q")
 def mix(words: U64) -> U64:
     """Splitmix64's finaliser over an array of any shape; a new array."""
     out = words.copy()
-    _mix_in_place(out, np.empty_like(out))
+    mix_in_place(out, np.empty_like(out))
     return out
 
 
-def _mix_in_place(
+def mix_in_place(
     words: U64,
     spare: U64,
     # Looked up once: this runs for every word of every hash, mostly of a few hashes.
@@ -47,6 +47,7 @@ def _mix_in_place(
     xor: np.ufunc = np.bitwise_xor,
     multiply: np.ufunc = np.multiply,
 ) -> None:
+    """`mix`, of the words themselves; `spare` is written to."""
     shift(words, _SHIFT_30, spare)
     xor(words, spare, words)
     multiply(words, _MULTIPLY_1, words)
@@ -84,7 +85,7 @@ def tags_of(words: U64, seed: int | U64) -> U64:
     for column in range(words.shape[1]):
         np.add(tags, _STEP, tags)
         np.bitwise_xor(tags, words[:, column], tags)
-        _mix_in_place(tags, spare)
+        mix_in_place(tags, spare)
     return np.maximum(tags, _ONE, out=tags)
 
 
