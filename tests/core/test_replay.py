@@ -15,6 +15,7 @@ import pytest
 
 from kvd.cli.replay import belady
 from kvd.cli.replay import command as replay
+from kvd.cli.replay.device import StoreRule
 from kvd.cli.replay.engine import ReplayEngine
 from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
 from kvd.core.policy import POLICY_NAMES
@@ -117,8 +118,8 @@ def test_request_without_blocks_is_served() -> None:
 
 def test_store_threshold_keeps_what_is_seen_once_out() -> None:
     requests = [request(1, 2, at_ms=at) for at in range(4)]
-    assert replay.replay(requests, "lru", 10, store_threshold=2).blocks_found == 4
-    assert replay.replay(requests, "lru", 10, store_threshold=3).blocks_found == 2
+    assert replay.replay(requests, "lru", 10, StoreRule(threshold=2)).blocks_found == 4
+    assert replay.replay(requests, "lru", 10, StoreRule(threshold=3)).blocks_found == 2
 
 
 def test_tail_of_a_prefix_leaves_before_its_head_across_requests() -> None:
@@ -128,7 +129,7 @@ def test_tail_of_a_prefix_leaves_before_its_head_across_requests() -> None:
 
 
 def leading(requests: Sequence[TraceRequest], capacity: int) -> list[int]:
-    engine = ReplayEngine("lru", capacity, store_threshold=1)
+    engine = ReplayEngine("lru", capacity, StoreRule())
     return [engine.serve(r) for r in requests]
 
 

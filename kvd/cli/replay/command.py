@@ -5,6 +5,8 @@ request looks its blocks up and leases the leading ones, loads them and lets go 
 stores the others as far as there is room, and ends: the calls of kvd's own client. Each block
 is one slot of a pool of exactly the capacity.
 
+With device memory before it (`device.py`), the pool is asked for what that lacks only.
+
 With tiers below, a request that is told to wait asks again at each end of a step until it knows.
 A tier's copies take no time either, or as long as its rate says.
 """
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from kvd.cli.replay import belady
+from kvd.cli.replay.device import ALL_AT_ONCE, EAGER, STORES, StoreRule
 from kvd.cli.replay.engine import BLOCK_BYTES, ReplayEngine
 from kvd.cli.replay.tiers import ReplayTiers, TierResult, TierSpec
 from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
@@ -60,6 +63,11 @@ class ReplayResult:
     infinite_ratio: float  # of a cache that never evicts
     reachable_ratio: float  # the same, where no request can load more than host memory holds
     seconds: float
+    bytes_stored: int = 0
+    device_blocks: int = 0  # of the engine's own memory; 0: it keeps nothing
+    store: str = EAGER
+    device_ratio: float = 0.0  # of leading blocks that the device still held
+    external_ratio: float = 0.0  # found of those that the device lacked
     tiers: tuple[TierResult, ...] = ()
 
 
@@ -67,37 +75,39 @@ def replay(
     requests: Sequence[TraceRequest],
     policy: str,
     capacity_blocks: int,
-    store_threshold: int = 1,
+    rule: StoreRule = ALL_AT_ONCE,
     progress: Progress = lambda _: None,
     below: ReplayTiers | None = None,
 ) -> ReplayResult:
     """Drive the trace through the core, or through Belady's MIN for policy "belady".
 
-    Belady's has no tiers below.
+    Belady's has no tiers below, and no device before it.
     """
     started = time.monotonic()
     below = ReplayTiers((), BLOCK_BYTES) if below is None else below
-    found = stored = evicted = without_room = 0
+    found = stored = evicted = without_room = on_device = 0
     tiers: tuple[TierResult, ...] = ()
     offered = sum(request.blocks.size for request in requests)
     if policy == BELADY:
         assert not len(below), "MIN is a bound for one cache"
+        assert not rule.device_blocks, "MIN is a bound for one cache"
         found = sum(belady.leading_hits(requests, capacity_blocks, progress))
     else:
-        engine = ReplayEngine(policy, capacity_blocks, store_threshold, below)
+        engine = ReplayEngine(policy, capacity_blocks, rule, below)
         for place, request in enumerate(requests):
             found += engine.serve(request)
             progress(place + 1)
         stored, evicted = engine.blocks_stored, engine.blocks_evicted
-        without_room = engine.blocks_without_room
+        without_room, on_device = engine.blocks_without_room, engine.found_on_device
         tiers = below.results(engine.found_in, engine.dropped, offered)
-    infinite, reachable = _seen_before(requests, capacity_blocks)
+    infinite, reachable = _seen_before(requests, capacity_blocks + rule.device_blocks)
+    from_tiers = sum(tier.blocks_found for tier in tiers)
     return ReplayResult(
         hit_ratio=_ratio(found, offered),
         policy=policy,
         trace="",
         capacity_blocks=capacity_blocks,
-        store_threshold=store_threshold,
+        store_threshold=rule.threshold,
         requests=len(requests),
         blocks_offered=offered,
         blocks_distinct=distinct_blocks(requests),
@@ -106,10 +116,15 @@ def replay(
         blocks_evicted=evicted,
         blocks_without_room=without_room,
         block_bytes=below.block_bytes,
-        host_ratio=_ratio(found - sum(tier.blocks_found for tier in tiers), offered),
+        host_ratio=_ratio(found - from_tiers - on_device, offered),
         infinite_ratio=_ratio(infinite, offered),
         reachable_ratio=_ratio(reachable, offered),
         seconds=round(time.monotonic() - started, 3),
+        bytes_stored=stored * below.block_bytes,
+        device_blocks=rule.device_blocks,
+        store=rule.store,
+        device_ratio=_ratio(on_device, offered),
+        external_ratio=_ratio(found - on_device, offered - on_device),
         tiers=tiers,
     )
 
@@ -167,13 +182,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="size of the pool as a part of the trace's distinct blocks, such as 0.1",
     )
-    parser.add_argument(
-        "--store-threshold",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="store a block only when it comes for the N-th time (default: 1; belady ignores it)",
-    )
+    _add_store_arguments(parser)
     parser.add_argument(
         "--tier",
         action="append",
@@ -193,18 +202,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
 
 
+def _add_store_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--store-threshold",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="store a block only when it comes for the N-th time (default: 1; belady ignores it)",
+    )
+    parser.add_argument(
+        "--device-blocks",
+        type=_positive,
+        metavar="N",
+        help="blocks that the engine keeps in its own memory, before the pool (default: none)",
+    )
+    parser.add_argument(
+        "--store",
+        choices=STORES,
+        default=EAGER,
+        help="with --device-blocks, what is stored: eager: what was computed (default); lazy: what"
+        " leaves the device; second: what comes for the second time, as with --store-threshold 2",
+    )
+
+
 def run(args: argparse.Namespace) -> int:
-    """Replay and print; 2 when the trace or a tier can't be used."""
+    """Replay and print; 2 when the trace, the device or a tier can't be used."""
     try:
         requests = read_trace(args.trace)
         specs = _tiers_of(args, requests)
-    except (TraceError, _TierError) as error:
+        rule = _store_rule_of(args, requests)
+    except (TraceError, _OptionError) as error:
         print(f"kvd replay: {error}", file=sys.stderr)
         return 2
     capacity_blocks = args.capacity_blocks or capacity_of(requests, args.capacity_fraction)
     progress = _reporter(args.policy, len(requests))
     below = ReplayTiers(specs, args.block_bytes)
-    result = replay(requests, args.policy, capacity_blocks, args.store_threshold, progress, below)
+    result = replay(requests, args.policy, capacity_blocks, rule, progress, below)
     fields = asdict(result) | {"trace": str(args.trace)}
     if args.json:
         print(json.dumps(fields))
@@ -323,18 +356,34 @@ def _block_bytes(text: str) -> int:
     return size
 
 
-# -- tiers ------------------------------------------------------------------------------------
+# -- device and tiers -------------------------------------------------------------------------
 
 
-class _TierError(Exception):
-    """A tier can't be used as it was given; names the field and what would do."""
+class _OptionError(Exception):
+    """A tier, or the device, can't be used as it was given; names the field and what would do."""
+
+
+def _store_rule_of(args: argparse.Namespace, requests: Sequence[TraceRequest]) -> StoreRule:
+    if args.device_blocks is None:
+        if args.store != EAGER:
+            raise _OptionError(f"--store {args.store} needs --device-blocks. Fix: give it")
+        return StoreRule(args.store_threshold)
+    if args.policy == BELADY:
+        raise _OptionError("belady is a bound for one cache. Fix: no --device-blocks")
+    longest = max(request.blocks.size for request in requests)
+    if longest > args.device_blocks:
+        raise _OptionError(
+            f"--device-blocks {args.device_blocks}: a request has {longest:,} blocks, and an engine"
+            f" computes it in its own memory. Fix: {longest} or more"
+        )
+    return StoreRule.of(args.device_blocks, args.store, args.store_threshold)
 
 
 def _tiers_of(args: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[TierSpec]:
     if len(args.tier) > MAX_TIERS:
-        raise _TierError(f"{len(args.tier)} tiers; at most {MAX_TIERS} may be")
+        raise _OptionError(f"{len(args.tier)} tiers; at most {MAX_TIERS} may be")
     if args.tier and args.policy == BELADY:
-        raise _TierError("belady is a bound for one cache. Fix: no --tier, or another --policy")
+        raise _OptionError("belady is a bound for one cache. Fix: no --tier, or another --policy")
     return [_read_tier(text, requests) for text in args.tier]
 
 
@@ -365,15 +414,15 @@ def _read_tier(text: str, requests: Sequence[TraceRequest]) -> TierSpec:
         name, _, value = field.partition("=")
         if name not in _TIER_FIELDS or name in given:
             known = ", ".join(_TIER_FIELDS)
-            raise _TierError(f"--tier {text}: {name!r}. Fix: NAME=VALUE, each once, of {known}")
+            raise _OptionError(f"--tier {text}: {name!r}. Fix: NAME=VALUE, each once, of {known}")
         try:
             given[name] = _TIER_FIELDS[name](value)
         except ValueError as error:
-            raise _TierError(f"--tier {text}: {name} must be {error}") from None
+            raise _OptionError(f"--tier {text}: {name} must be {error}") from None
     if ("blocks" in given) == ("fraction" in given):
-        raise _TierError(f"--tier {text}: needs one of blocks and fraction. Fix: set one")
+        raise _OptionError(f"--tier {text}: needs one of blocks and fraction. Fix: set one")
     if "reuse" in given and given.get("write") != REUSE:
-        raise _TierError(f"--tier {text}: reuse counts only with write=reuse. Fix: set that")
+        raise _OptionError(f"--tier {text}: reuse counts only with write=reuse. Fix: set that")
     if "fraction" in given:
         given["blocks"] = capacity_of(requests, given.pop("fraction"))
     given["capacity_blocks"] = given.pop("blocks")

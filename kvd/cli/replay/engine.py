@@ -1,4 +1,9 @@
-"""An engine of one rank before the daemon's core, for a replay: a mover's copies end at once."""
+"""An engine of one rank before the daemon's core, for a replay: a mover's copies end at once.
+
+With device memory it looks up what that lacks. It then stores eagerly, which is all that a
+request computed and the daemon lacks; or lazily, which is what leaves the device, and of this what
+the daemon has becomes young there: its last use was the device's.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from kvd.cli.replay.device import LAZY, DeviceMemory, StoreRule
 from kvd.cli.replay.tiers import ReplayTiers
 from kvd.cli.replay.trace import BlockIds, TraceRequest
 from kvd.core import actions, events
+from kvd.core.blocks.reading import locate
 from kvd.core.keys import (
     JobId,
     KeyBatch,
@@ -20,6 +27,7 @@ from kvd.core.keys import (
     TierId,
 )
 from kvd.core.machine import Machine, MachineConfig
+from kvd.core.model.index import NOWHERE
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd_proto.groups import GroupKind
 
@@ -36,6 +44,7 @@ _SESSION = SessionId(1)
 _MOVER = MoverId(1)
 
 Statuses = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 
 class ReplayEngine:
@@ -45,9 +54,11 @@ class ReplayEngine:
         self,
         policy: str,
         capacity_blocks: int,
-        store_threshold: int,
+        rule: StoreRule,
         below: ReplayTiers | None = None,
     ) -> None:
+        self._device = DeviceMemory(rule.device_blocks) if rule.device_blocks else None
+        self._is_lazy = rule.store == LAZY
         self._below = below if below is not None else ReplayTiers((), BLOCK_BYTES)
         block_bytes = self._block_bytes = self._below.block_bytes
         group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (block_bytes,))
@@ -57,7 +68,7 @@ class ReplayEngine:
             extents=1,
             extent_bytes=pool_bytes,
             policy=policy,
-            store_threshold=store_threshold,
+            store_threshold=rule.threshold,
             tracker_blocks=TRACKER_BLOCKS,
             lease_share=1.0,
             spare_bytes=0,
@@ -71,6 +82,7 @@ class ReplayEngine:
         self._job = 0
         self._came_from: dict[int, int] = {}  # of the request under way: block -> tier
         self.found_in = [0] * len(self._below)  # leading blocks, by tier
+        self.found_on_device = 0
         self.blocks_stored = 0
         self.blocks_evicted = 0
         self.blocks_without_room = 0
@@ -94,21 +106,36 @@ class ReplayEngine:
         name = RequestId(str(self._requests))
         context = events.RequestContext(name)
         self._came_from.clear()
-        present, lease = self._look_up(context, request.blocks)
+        had = self._device.leading(request.blocks.tolist()) if self._device is not None else 0
+        self.found_on_device += had
+        first = had if self._is_lazy else 0
+        present, lease = self._look_up(context, request.blocks, first)
         self._settle()
-        found = int(present.size if present.all() else present.argmin())
-        self._count_tiers(request.blocks[:found])
-        if found:
-            self._load(context, request.blocks[:found])
+        found = had + _leading(present[had:])
+        self._begin_on_device(request.blocks)
+        self._count_tiers(request.blocks[had:found])
+        if found > had:
+            self._load(context, request.blocks[had:found])
         if lease is not None:
             self._drive(events.LeasesReleased(_SESSION, (lease,)))
-        if found < present.size:
-            room = self._machine.room(self._namespace)[0] - found  # its own head stays
-            self._store(context, request.blocks, present, max(0, room))
+        if not self._is_lazy:
+            # As vLLM: what comes before a load is not offered again, what the device had is.
+            loaded = found if found > had else 0
+            self._store_computed(context, request.blocks, present, loaded)
         self._drive(events.RequestsEnded(_SESSION, (name,)))
         self._drive(events.StepEnded(_SESSION))
         self._settle()
+        if self._device is not None:
+            self._device.end()
         return found
+
+    def _begin_on_device(self, blocks: BlockIds) -> None:
+        """Make place for the request; what leaves for it is stored in lazy mode."""
+        if self._device is None:
+            return
+        left = self._device.begin(blocks.tolist())
+        if self._is_lazy and left:
+            self._store_leaving(np.array(left[::-1], np.int64))
 
     def _count_tiers(self, blocks: BlockIds) -> None:
         for block in blocks.tolist() if self._came_from else ():
@@ -119,20 +146,24 @@ class ReplayEngine:
     # -- the calls of an engine -----------------------------------------------------------------
 
     def _look_up(
-        self, context: events.RequestContext, blocks: BlockIds
-    ) -> tuple[np.ndarray[tuple[int], np.dtype[np.bool_]], LeaseId | None]:
-        """Ask until nothing is pending; the leading ones are leased then."""
+        self, context: events.RequestContext, blocks: BlockIds, first: int
+    ) -> tuple[Flags, LeaseId | None]:
+        """Ask for those from `first` on until nothing is pending; the leading ones of them are
+        leased then. Those before `first` count as missing.
+        """
         lease: LeaseId | None = None
-        while True:
-            query = events.Query(context, 0, _keys(blocks), events.LeaseMode.PREFIX, extends=lease)
+        keys = _keys(blocks[first:])
+        while len(keys):
+            query = events.Query(context, 0, keys, events.LeaseMode.PREFIX, lease, first)
             (answer,) = self._ask(events.LookupRequested(_SESSION, (query,)))
             lease = answer.lease if answer.lease is not None else lease
             statuses = np.frombuffer(answer.statuses, np.uint8) & _STATUS_MASK
             if not (statuses == _PENDING).any():
-                return statuses == _HIT, lease
+                return np.concatenate([np.zeros(first, np.bool_), statuses == _HIT]), lease
             self._drive(events.StepEnded(_SESSION))
             self._settle()
             self._wait_for_tiers()
+        return np.zeros(blocks.size, np.bool_), None
 
     def _load(self, context: events.RequestContext, blocks: BlockIds) -> None:
         verdict = self._ask(
@@ -140,26 +171,50 @@ class ReplayEngine:
         )
         assert verdict.accepted, f"a leased block could not be loaded: {verdict.reason}"
 
-    def _store(
-        self,
-        context: events.RequestContext,
-        blocks: BlockIds,
-        present: np.ndarray[tuple[int], np.dtype[np.bool_]],
-        room: int,
+    def _store_computed(
+        self, context: events.RequestContext, blocks: BlockIds, present: Flags, first: int
     ) -> None:
-        """Touch what is there behind the hole; store the rest, head first, while it fits."""
-        found = int(present.argmin())
-        self._touch(context, blocks[found:][present[found:]])
-        missing = blocks[~present]
+        """Store what the pool lacks of those from `first` on, head first, while it fits. Touch
+        what is there behind the hole, but not with a device before the pool: vLLM touches nothing.
+        """
+        present = present.copy()
+        present[:first] = True
+        if present.all():
+            return
+        head = _leading(present)
+        room = max(0, self._machine.room(self._namespace)[0] - head)  # its own head stays
+        if self._device is None:
+            self._touch(context, blocks[head:][present[head:]])
+        self._store(context, blocks[~present], head, room)
+
+    def _store_leaving(self, blocks: BlockIds) -> None:
+        """These leave the device, the last of them first: what is there is touched."""
+        self._requests += 1
+        context = events.RequestContext(RequestId(str(self._requests)))
+        there = self._holds(blocks)
+        self._touch(context, blocks[there])
+        self._store(context, blocks[~there], 0, self._machine.room(self._namespace)[0])
+        self._drive(events.RequestsEnded(_SESSION, (context.request,)))
+
+    def _store(
+        self, context: events.RequestContext, missing: BlockIds, first: int, room: int
+    ) -> None:
         self.blocks_without_room += max(0, missing.size - room)
         missing = missing[:room]
         if missing.size == 0:
             return
         verdict = self._ask(
-            events.StoreRequested(_SESSION, self._next_job(), context, (_run(missing, found),))
+            events.StoreRequested(_SESSION, self._next_job(), context, (_run(missing, first),))
         )
         assert verdict.accepted, f"a store within the room was refused: {verdict.reason}"
         self.blocks_stored += verdict.blocks
+
+    def _holds(self, blocks: BlockIds) -> Flags:
+        """What the index page would show of these."""
+        session = self._machine.state.require_session(_SESSION)
+        located = locate(self._machine.state, session, "", 0, _keys(blocks).words)
+        there: Flags = located.slots != NOWHERE
+        return there
 
     def _touch(self, context: events.RequestContext, blocks: BlockIds) -> None:
         if blocks.size:
@@ -248,6 +303,10 @@ class ReplayEngine:
     def _next_job(self) -> JobId:
         self._job += 1
         return JobId(self._job)
+
+
+def _leading(flags: Flags) -> int:
+    return int(flags.size if flags.all() else flags.argmin())
 
 
 def _keys(blocks: BlockIds) -> KeyBatch:
