@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvd_client import Group
-from kvd_client.scheduler import lookup
-from kvd_client.scheduler.lookup import FIRST_BLOCKS
+from kvd_client.scheduler import shown
+from kvd_client.scheduler.shown import FIRST_BLOCKS
 from tests.client.engine_rig import FULL, RECURRENT, SLIDING, TOKENS, WIDE, Rig, blocks
 from tests.client.fake_daemon import HIT, MISS, PENDING
 
@@ -123,7 +123,7 @@ def test_what_the_device_has_is_no_miss() -> None:
         rig.daemon.lookups.clear()
         rig.arrive(f"r{computed}", MANY * TOKENS + 1)
         assert rig.ask(f"r{computed}", computed * TOKENS) == (MANY - computed) * TOKENS
-        assert asked(rig) == [FIRST_BLOCKS, MANY]
+        assert asked(rig) == [FIRST_BLOCKS, MANY - computed]
 
 
 def test_a_slow_daemon_is_waited_for_once_in_a_step() -> None:
@@ -181,7 +181,7 @@ def test_what_is_found_is_what_asking_for_all_finds(
         share = chance.choice((0.5, 0.9, 0.99))
         found = []
         for first in (1_000_000, chance.randint(1, 9)):
-            monkeypatch.setattr(lookup, "FIRST_BLOCKS", first)
+            monkeypatch.setattr(shown, "FIRST_BLOCKS", first)
             rig = hiding(*groups)
             draw = random.Random(seed + 1)
             rig.daemon.on_page = set()

@@ -157,6 +157,57 @@ def test_a_hole_under_the_devices_own_prefix_does_not_matter() -> None:
     assert rig.ask("r", computed=2 * TOKENS) == 3 * TOKENS
 
 
+def asked(rig: Rig) -> list[list[tuple[int, int]]]:
+    """The first block and the number of blocks of each question of each call."""
+    return [
+        [(q.run.first_block, len(q.run.block_hashes)) for q in call] for call in rig.daemon.lookups
+    ]
+
+
+def test_what_the_device_has_is_not_asked_for() -> None:
+    """A lease holds the leading blocks of what is asked: from the prompt's start it'd be none."""
+    rig = Rig()
+    rig.daemon.holds(rig.keys("p", 6 * TOKENS)[0][2:5])
+    rig.arrive("r", 6 * TOKENS)
+    assert asked(rig) == []
+    assert rig.ask("r", computed=2 * TOKENS) == 3 * TOKENS
+    assert asked(rig) == [[(2, 4)]]
+
+
+def test_what_lies_behind_a_gap_that_the_device_fills_is_asked_for_again() -> None:
+    rig = Rig()
+    keys = rig.keys("p", 8 * TOKENS)[0]
+    rig.daemon.holds([*keys[:2], *keys[4:7]])
+    rig.arrive("r", 8 * TOKENS)
+    assert asked(rig) == [[(0, 8)]]
+    assert rig.ask("r", computed=4 * TOKENS) == 3 * TOKENS
+    assert asked(rig)[1:] == [[(4, 4)]]
+    assert rig.ask("r", computed=4 * TOKENS) == 3 * TOKENS
+    assert len(asked(rig)) == 2
+    rig.step()
+    assert rig.daemon.last_step.released_leases == [101]  # of what the first question found
+
+
+def test_what_the_device_has_lost_meanwhile_is_asked_for_again() -> None:
+    rig = Rig()
+    keys = rig.keys("p", 8 * TOKENS)[0]
+    rig.daemon.holds(keys[2:7])
+    rig.arrive("r", 8 * TOKENS)
+    assert rig.ask("r", computed=4 * TOKENS) == 3 * TOKENS
+    assert rig.ask("r", computed=2 * TOKENS) == 5 * TOKENS
+    assert asked(rig) == [[(4, 4)], [(2, 6)]]
+
+
+def test_with_a_reuse_filter_all_blocks_are_asked_for_once() -> None:
+    """Their admission verdicts are needed, too."""
+    rig = Rig(store_threshold=2)
+    keys = rig.keys("p", 8 * TOKENS)[0]
+    rig.daemon.holds([*keys[:2], *keys[4:7]])
+    rig.arrive("r", 8 * TOKENS)
+    assert rig.ask("r", computed=4 * TOKENS) == 3 * TOKENS
+    assert asked(rig) == [[(0, 8)]]
+
+
 def test_a_sliding_window_finds_the_last_whole_window() -> None:
     rig = Rig(SLIDING)
     keys = rig.keys("p", 10 * TOKENS)[0]

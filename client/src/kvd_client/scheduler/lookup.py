@@ -19,7 +19,7 @@ import numpy as np
 
 from kvd_client.draft import BlockRun, QueryDraft
 from kvd_client.identity import NamespaceFields
-from kvd_client.scheduler import hits
+from kvd_client.scheduler import hits, shown
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import Lookup, LookupState, Request
@@ -29,7 +29,6 @@ from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 
 KEYS_PER_CALL = MAX_KEYS_PER_MESSAGE // 2
 LEASE_MARGIN = 0.7  # of the daemon's time: both clocks start at different moments
-FIRST_BLOCKS = 128  # that are asked for behind what the page shows, where it hides what tiers hold
 UNMEASURED_S = 1.0  # what a hit is worth waiting for before anything was computed
 ASK_AGAIN_SHARE = 1 / 8  # of the time that a request has been deferred
 ASK_AGAIN_MAX_S = 0.05
@@ -123,6 +122,15 @@ class LookupQueue:
             return Knowledge.NOTHING
         if lookup.state is not LookupState.NEW and not self._is_fresh(lookup, session):
             self._outdate(request)
+        known = self._ask_or_take(request, session, computed_tokens)
+        if known is Knowledge.STATUSES and self._asked_elsewhere(request, session, computed_tokens):
+            self._outdate(request)
+            known = self._ask_or_take(request, session, computed_tokens)
+        return known
+
+    def _ask_or_take(
+        self, request: Request, session: SessionView, computed_tokens: int
+    ) -> Knowledge:
         lookup = request.lookup
         if lookup.state is LookupState.NEW:
             self._begin(request, session, computed_tokens)
@@ -191,18 +199,22 @@ class LookupQueue:
         lookup = request.lookup
         lookup.generation = session.generation
         lookup.asked_s = lookup.first_asked_s = self._clock()
+        # With a reuse filter all are asked for: stores need the others' admission verdicts, too.
+        lookup.asked_tokens = 0 if session.store_threshold > 1 else computed_tokens
         if session.page_hides_some:
-            lookup.first_tokens = self._first_tokens(request, session)
+            lookup.first_tokens = self._first_tokens(request, session, computed_tokens)
             self._ask(request)
             return
         cap = self._cap_tokens(request, computed_tokens)
         next_boundary = (computed_tokens // self._boundary_tokens + 1) * self._boundary_tokens
         nothing_there = False
-        if self._reaches(request, session, computed_tokens, min(cap, next_boundary)):
+        if shown.reaches(
+            request, session, self._unbroken, range(computed_tokens, min(cap, next_boundary))
+        ):
             if next_boundary <= cap and len(self._unbroken) == len(self._groups):
                 self._ask(request)
                 return
-            present = self._present(request, session)
+            present = shown.present(request, session, self._widths)
             if self._longest_hit(present, computed_tokens, cap) > computed_tokens:
                 self._ask(request)
                 return
@@ -214,23 +226,9 @@ class LookupQueue:
             self._know_miss(request)
         # Else the device's own prefix may make a hit of what lies beyond it: ask when known.
 
-    def _reaches(
-        self, request: Request, session: SessionView, computed_tokens: int, tokens: int
-    ) -> bool:
-        """Whether the groups of which a hit takes every block have them, up to `tokens`.
-
-        Most requests learn that they miss from the first of these probes.
-        """
-        for group, width, beyond in self._unbroken:
-            last = (tokens - 1 + beyond) // width
-            if last >= request.known_blocks(group, width):
-                return False
-            for block in range(computed_tokens // width, last + 1):
-                if not session.shows(group, request.account, request.hashes[group][block]):
-                    return False
-        return True
-
-    def _first_tokens(self, request: Request, session: SessionView) -> int | None:
+    def _first_tokens(
+        self, request: Request, session: SessionView, computed_tokens: int
+    ) -> int | None:
         """Up to where to ask first. None: for all, since most is shown, or no miss ends a hit.
 
         A reuse filter is to say of every block whether it may be stored.
@@ -241,22 +239,10 @@ class LookupQueue:
         end = max(counts[group] * width for group, width, _ in self._unbroken)
         first = end
         for group, width, _ in self._unbroken:
-            lead = self._lead(request, session, group, counts[group])
-            first = min(first, (lead + FIRST_BLOCKS) * width)
+            start = min(computed_tokens // width, counts[group])
+            lead = shown.lead(request, session, group, range(start, counts[group]))
+            first = min(first, (lead + shown.FIRST_BLOCKS) * width)
         return first if first < end else None
-
-    def _lead(self, request: Request, session: SessionView, group: int, count: int) -> int:
-        """Blocks from the first on that the page shows. All, if it shows the last one."""
-        hashes, account = request.hashes[group], request.account
-        if not count or session.shows(group, account, hashes[count - 1]):
-            return count
-        lead, size = 0, FIRST_BLOCKS
-        while lead < count:
-            shown = session.present(group, account, hashes[lead : min(lead + size, count)])
-            if not shown.all():
-                return lead + int(shown.argmin())
-            lead, size = lead + len(shown), 2 * size
-        return count
 
     def _wants_rest(self, request: Request, computed_tokens: int) -> bool:
         """Ask for all blocks where the first ones end no hit. What is only sought yet may."""
@@ -268,7 +254,7 @@ class LookupQueue:
             first = first[computed_tokens // width :] & np.uint8(hits.STATUS_BITS)
             if (first == hits.MISS).any() or (lookup.looks < 2 and (first != hits.HIT).any()):
                 return False
-        lookup.first_tokens = None
+        lookup.first_tokens, lookup.asked_tokens = None, computed_tokens
         self._ask_anew(request, self._clock())
         return True
 
@@ -282,13 +268,35 @@ class LookupQueue:
         lookup.first_asked_s = now
         self._ask(request)
 
+    def _asked_elsewhere(
+        self, request: Request, session: SessionView, computed_tokens: int
+    ) -> bool:
+        """Whether what lies beyond the device's own prefix was asked for in a way that leases
+        none of it: from behind its start, or from before a gap that the device fills.
+
+        A lease holds the leading ones of what was asked for.
+        """
+        lookup = request.lookup
+        if not lookup.answered or session.store_threshold > 1:
+            return False  # or it was asked for all blocks, for their admission verdicts
+        for group, width, _ in self._unbroken:
+            row = lookup.statuses[group] & np.uint8(hits.STATUS_BITS)
+            first, start = lookup.asked_tokens // width, computed_tokens // width
+            if start < first:
+                return True
+            is_hit = start < len(row) and row[start] == hits.HIT
+            if is_hit and (row[first:start] != hits.HIT).any():
+                return True
+        return False
+
     def _ask(self, request: Request) -> None:
+        """Ask for all blocks beyond what the device has, up to where it was decided to ask."""
         lookup = request.lookup
         lookup.looks += 1
         calls: list[list[QueryDraft]] = [[]]
         room = KEYS_PER_CALL
         for group, count in enumerate(self._asked_counts(request)):
-            first = 0
+            first = self._first_asked(request, group)
             while first < count:
                 taken = min(room, count - first)
                 calls[-1].append(self._query(request, group, first, taken))
@@ -404,13 +412,13 @@ class LookupQueue:
         session = self._connection.session
         if session is None:
             return 0
-        present, cap = self._present(request, session), self._cap_tokens(request, 0)
+        present, cap = shown.present(request, session, self._widths), self._cap_tokens(request, 0)
         computed = request.computed_tokens
-        shown = self._longest_hit(present, computed, cap) - computed
+        visible = self._longest_hit(present, computed, cap) - computed
         if not session.page_hides_some:
-            return shown
+            return visible
         hoped = self._longest_hit([np.ones_like(row) for row in present], computed, cap) - computed
-        return shown + (hoped - shown) // 2
+        return visible + (hoped - visible) // 2
 
     def _take(self, request: Request) -> bool:
         lookup = request.lookup
@@ -565,19 +573,18 @@ class LookupQueue:
             cap = min(cap, computed_tokens + max(0, request.params.max_load_tokens))
         return cap
 
-    def _present(self, request: Request, session: SessionView) -> list[hits.Flags]:
-        """What the page shows of the request's known blocks."""
-        return [
-            session.present(group, request.account, request.hashes[group][:count])
-            for group, count in enumerate(self._known_counts(request))
-        ]
-
     def _nothing_known(self, request: Request) -> list[hits.Statuses]:
         """What is not asked for is no hit, and may be stored."""
         statuses = request.empty_statuses(self._widths)
-        for row, count in zip(statuses, self._asked_counts(request), strict=True):
-            row[count:] = hits.ADMITTED_BIT
+        for group, count in enumerate(self._asked_counts(request)):
+            statuses[group][: self._first_asked(request, group)] = hits.ADMITTED_BIT
+            statuses[group][count:] = hits.ADMITTED_BIT
         return statuses
+
+    def _first_asked(self, request: Request, group: int) -> int:
+        """A window or a state may need blocks that lie before what the device has."""
+        is_full = self._groups[group].kind is GroupKind.FULL_ATTENTION
+        return request.lookup.asked_tokens // self._widths[group] if is_full else 0
 
     def _asked_counts(self, request: Request) -> list[int]:
         first, counts = request.lookup.first_tokens, self._known_counts(request)

@@ -33,6 +33,7 @@ class Lookup:
     asked_s: float = 0.0
     first_asked_s: float = 0.0
     calls: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # (group, first block)
+    asked_tokens: int = 0  # what the device had: asked for is what lies beyond
     statuses: list[Statuses] = field(default_factory=list)
     first_tokens: int | None = None  # only blocks that begin before were asked for; None: all
     looks: int = 0  # how often it was asked
