@@ -43,6 +43,7 @@ from kvd_client.integrations.vllm.stats import keep_deprecated_totals
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -130,6 +131,12 @@ class KvdConnector(OffloadingConnector):
         if self._kvd_scheduler is not None and not self._kvd_scheduler.manager.is_open:
             self._open([])  # an executor without a handshake
         super().on_new_request(request)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """VLLM's account of the device's blocks: lazy mode stores what it gives away next."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        if self._kvd_scheduler is not None:
+            self._kvd_scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     # -- worker side ------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvd_client.scheduler import SchedulerOptions
+from kvd_client.scheduler.params import StoreMode
 
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"  # the daemon's own default
 SOCKET_VARIABLE = "KVD_SOCKET"  # as `kvd status` reads it
@@ -45,13 +46,17 @@ FOREIGN_KEYS = {
     "tier_poll_interval_s": _TIERS,
     "backpressure": _TIERS,
     "canonical_layout": "kvd keeps each rank's bytes as they are; leave this out",
-    "lazy_offload": "this is an option of vLLM's SimpleCPUOffloadConnector; leave this out",
+    "lazy_offload": "kvd's own option is store_mode; leave this out",
     "kv_offload_backend": "this is an option of vLLM's SimpleCPUOffloadConnector; leave this out",
 }
 
 
 def _text(default: str = "", meaning: str = "") -> Any:
     return field(default=default, metadata={"meaning": meaning})
+
+
+def _choice(default: str, allowed: tuple[str, ...], meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning, "choices": allowed})
 
 
 def _switch(default: bool, meaning: str) -> Any:
@@ -83,6 +88,11 @@ class KvdOptions:
         meaning="the engine's name over its restarts; empty: vLLM's engine id, new at each start"
     )
     unshared: bool = _switch(False, "share no block with any other engine, nor with a later start")
+    store_mode: str = _choice(
+        StoreMode.EAGER.value,
+        tuple(mode.value for mode in StoreMode),
+        "eager: store a block when it is computed; lazy: when vLLM is about to give it away",
+    )
     watch_removals: bool = _switch(
         True, "with vLLM's KV events on: pass on what the daemon evicted of this engine's blocks"
     )
@@ -123,6 +133,10 @@ class KvdOptions:
         60.0, 600.0, "how long a prefill's blocks are held for the decode engine", at_least=0.001
     )
 
+    @property
+    def stores_lazily(self) -> bool:
+        return self.store_mode == StoreMode.LAZY.value
+
     @classmethod
     def from_extra_config(cls, extra_config: Mapping[str, Any]) -> KvdOptions:
         """The options in vLLM's `kv_connector_extra_config`.
@@ -162,6 +176,9 @@ def _checked(name: str, value: Any, default: Any, metadata: Mapping[str, Any]) -
             allowed = f"a number of seconds from {at_least:g} to {at_most:g}"
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             fits = is_number and at_least <= value <= at_most  # NaN does not fit
+        case _ if "choices" in metadata:
+            allowed = " or ".join(metadata["choices"])
+            fits = isinstance(value, str) and value in metadata["choices"]
         case _:
             allowed = f"a string of at most {MAX_TEXT_BYTES} bytes"
             fits = isinstance(value, str) and len(value.encode()) <= MAX_TEXT_BYTES

@@ -35,6 +35,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvd_client.draft import BlockRun
 from kvd_client.integrations.vllm.events import KvEvents
 from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.vllm.scheduling.lazy import LeavingJob, Near
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt, RequestLookups
 from kvd_client.integrations.vllm.scheduling.requests import (
     OffloadGroup,
@@ -87,6 +88,7 @@ class KvdManager(OffloadingManager):
         self.watched: KvEvents | None = None
         self.offloading_config = config
         self.connect_options = options
+        self.stores_lazily = options.stores_lazily
         self._account = options.account
         self._clock = clock
         self._options = options.scheduler_options()
@@ -148,6 +150,7 @@ class KvdManager(OffloadingManager):
         """Bring what is known of the request's blocks up to date. May wait, once in a step."""
         tracked = self.tracked(req_context)
         tracked.request.stores_end = False  # it begins anew: what it computes will be of now
+        tracked.request.next_store = [0] * len(self.groups)
         if self._queue is None:
             return Knowledge.NOTHING
         if self.enter_session() is None:
@@ -244,10 +247,51 @@ class KvdManager(OffloadingManager):
         session = self._enter_open_session()
         if session is None or self.steps is None or tracked.request.stores_end:
             return nothing()
+        if self.stores_lazily and tracked.policy is OffloadPolicy.CHUNK_LEVEL:
+            return nothing()  # later, when they leave the device
         if self.steps.is_full:
             self.stats.counts[NO_ROOM] += 1
             return None
         return self._stores.plan(tracked, list(keys), req_context, session, self._is_admitted)
+
+    def prepare_leaving(self, near: Near, number: int) -> LeavingJob | None:
+        """A job that stores what of these the daemon lacks; it may be empty. None: not now.
+
+        What the daemon has becomes young there: the device used it until now.
+        """
+        session = self._enter_open_session()
+        if session is None or self.steps is None or self.steps.is_full:
+            return None
+        places = {key: block for block, key in reversed(near)}  # a key may lie in two
+        keys = sorted(places, key=get_offload_group_idx)
+        planned = self._stores.plan_leaving(keys, self._account, session)
+        if planned is None:
+            return None
+        wanted, there = planned
+        tracked = track(ReqContext(f"kvd-leaving-{number}"), len(self.groups), self._account)
+        for group, hashes in by_group(there):
+            run = BlockRun(self.groups[group].index, 0, hashes)
+            self.steps.draft.touches.append((tracked.request.context, run))
+        self.steps.draft.finished.append(tracked.request.request_id)
+        blocks = [places[key] for key in wanted]
+        runs: list[BlockRun] = []
+        first = 0
+        for group, hashes in by_group(wanted):
+            rows = blocks[first : first + len(hashes)]
+            runs.append(BlockRun(self.groups[group].index, 0, hashes, rows))
+            first += len(hashes)
+        return LeavingJob(tracked, wanted, blocks, runs)
+
+    def end_leaving(self, job: LeavingJob, *, failed: bool, left: bool) -> None:
+        """Every rank has spoken of it."""
+        if failed:
+            self.fail_stores(job.tracked, job.keys)
+        elif left:
+            self.leave_stores(job.tracked, job.keys)
+        self._stores.ended(job.keys)
+        stored = [key for key in job.keys if key not in self._failed]
+        if stored and self._events is not None:
+            self._events.append(OffloadingEvent(stored, Medium.CPU, removed=False))
 
     def leave_out_gaps(self, is_whole: IsWhole) -> None:
         """Ask this before any block is stored; without it all of them are whole."""
@@ -321,6 +365,7 @@ class KvdManager(OffloadingManager):
         for request_id in preempted:
             tracked = self._live.get(request_id)
             if tracked is not None:
+                tracked.request.next_store = [0] * len(self.groups)
                 self._queue.forget(tracked.request)
 
     @property

@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     RequestOffloadState,
     TransferJobStatus,
 )
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -38,7 +39,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from kvd_client.integrations.vllm.identity.named_inputs import NamedInputs
 from kvd_client.integrations.vllm.metadata import (
@@ -52,11 +53,16 @@ from kvd_client.integrations.vllm.scheduling.jobs import (
     single_run,
     store_runs,
 )
+from kvd_client.integrations.vllm.scheduling.lazy import (
+    DeviceBlocks,
+    blocks_ahead,
+    check_lazy,
+)
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 from kvd_client.integrations.vllm.scheduling.prompt_times import PromptTimes
 from kvd_client.integrations.vllm.scheduling.steps import StepJobs
-from kvd_client.integrations.vllm.scheduling.stores import BlocksSpec
+from kvd_client.integrations.vllm.scheduling.stores import KEYS_PER_STEP, BlocksSpec
 from kvd_client.scheduler import StepPlan
 from kvd_client.scheduler.doubts import MAX_DOUBTS, WAIT_S
 from kvd_client.scheduler.lookup import Knowledge
@@ -93,6 +99,15 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self._job_ids = itertools.count(1)
         if self._width > 1 or self._sliding_window_groups:
             self.manager.leave_out_gaps(self._is_whole)
+        self._device: DeviceBlocks | None = None
+        if self.manager.stores_lazily:
+            check_lazy(vllm_config, self.config)
+            self._device = DeviceBlocks(blocks_ahead(vllm_config, self.config))
+
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """VLLM's account of the device's blocks, for lazy mode."""
+        if self._device is not None:
+            self._device.bind(pool)
 
     def _has_simple_stores(self) -> bool:
         """Whether all blocks of one group are stored as they come, none of them left out."""
@@ -203,6 +218,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self._offer_left_again()
         made = super().build_connector_meta(self._without_reloaded(scheduler_output))
         jobs = self._join(made)
+        self._store_leaving(jobs)
         has_run = scheduler_output.total_num_scheduled_tokens > 0
         was_sent, lost = self.manager.send_step(jobs, has_run=has_run)
         orders = self._orders(made, jobs, lost, was_sent=was_sent)
@@ -271,11 +287,78 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         """
         due = self._due(scheduler_output.num_scheduled_tokens)
         made: dict[int, TransferJob] = {}
-        if len(due) >= MANY_REQUESTS:
+        if self._device is not None:
+            self._note_computed(scheduler_output)
+        elif len(due) >= MANY_REQUESTS:
             self.manager.expect_stores(self._next_keys(due))
             if self._stores_simply:
                 made = self._store_single_blocks(due)
         return made | super()._build_store_jobs(DueRequests(due, scheduler_output.finished_req_ids))
+
+    def _note_computed(self, scheduler_output: SchedulerOutput) -> None:
+        """What the step computes, or ended requests had, lies on the device then.
+
+        Those that ended first: what they had may be given to others already, who count.
+        """
+        for req_id in scheduler_output.finished_req_ids:
+            status = self._req_status.get(req_id)
+            if status is not None:
+                req = status.req
+                aborted = req.status is RequestStatus.FINISHED_ABORTED
+                last = max(req.num_prompt_tokens, req.num_tokens - 1)  # as vLLM stores it
+                self._note_up_to(status, req.num_computed_tokens if aborted else last)
+        for req_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            status = self._req_status.get(req_id)
+            if status is not None:
+                self._note_up_to(status, status.req.num_computed_tokens + scheduled)
+
+    def _note_up_to(self, status: RequestOffloadState, tokens: int) -> None:
+        assert self._device is not None
+        request = self.manager.tracked(status.req_context).request
+        if request.stores_end:
+            return
+        tokens = self._calc_num_offloadable_tokens(status, tokens)
+        for place, (group, state) in enumerate(
+            zip(self.config.kv_group_configs, status.group_states, strict=True)
+        ):
+            first = request.next_store[place]
+            if tokens // group.tokens_per_chunk <= first:
+                continue
+            end = status.storable_chunks(group, state, tokens)
+            self._device.note(state.block_ids[first:end], state.offload_keys[first:end])
+            request.next_store[place] = max(first, end)
+
+    def _store_leaving(self, jobs: StepJobs) -> None:
+        """Add a store of what stands near the front of vLLM's queue of free blocks."""
+        if self._device is None:
+            return
+        near = self._device.near()[:KEYS_PER_STEP]
+        if not near:
+            return
+        number = self._generate_job_id()
+        job = self.manager.prepare_leaving(near, number)
+        if job is None:
+            return
+        self._device.deal_with(near)
+        if not job.keys:
+            return
+        self._device.jobs[number] = job
+        for block in job.engine_blocks:
+            self._block_id_to_pending_jobs.setdefault(block, set()).add(number)
+        jobs.add(number, job.tracked, job.runs, is_load=False)
+
+    def has_pending_push_work(self) -> bool:
+        """Whether the engine must keep stepping: also until such a store is reported."""
+        if self._device is not None and self._device.jobs:
+            return True
+        pending: bool = super().has_pending_push_work()
+        return pending
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        if self._device is not None:
+            self._current_batch_jobs_to_flush.update(self._device.jobs)
+            self._device.clear()
 
     def _store_single_blocks(self, due: dict[str, int]) -> dict[int, TransferJob]:
         """Jobs of requests that have one new block, as decoding makes them; takes those out of
@@ -385,13 +468,24 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         steps = self.manager.steps
         if steps is None:
             return
-        for job_id, ranks in meta.completed_jobs.items():
+        for job_id, ranks in list(meta.completed_jobs.items()):
             has_failed = job_id in meta.failed_jobs
             sent = steps.report(job_id, ranks, failed=has_failed)
+            if self._device is not None and job_id in self._device.jobs:
+                del meta.completed_jobs[job_id]  # vLLM knows nothing of it
+                if sent is not None:
+                    self._end_leaving(job_id, failed=sent.has_failed, left=job_id in meta.left_jobs)
+                continue
             if sent is not None and sent.has_failed:
                 self._fail(job_id)
             elif sent is not None and job_id in meta.left_jobs:
                 self._leave(job_id)
+
+    def _end_leaving(self, job_id: int, *, failed: bool, left: bool) -> None:
+        assert self._device is not None
+        job = self._device.jobs.pop(job_id)
+        self._remove_pending_job(job_id, job.engine_blocks)
+        self.manager.end_leaving(job, failed=failed, left=left)
 
     def _fail(self, job_id: int) -> None:
         """All ranks have spoken, and one of them had no success."""

@@ -119,6 +119,33 @@ class StorePlanner:
         self._storing.update(dict.fromkeys(wanted))
         return PrepareStoreOutput(wanted, BlocksSpec(wanted, parts), [])
 
+    def plan_leaving(
+        self, keys: list[OffloadKey], account: str, session: SessionView
+    ) -> tuple[list[OffloadKey], list[OffloadKey]] | None:
+        """Of blocks that may leave the device those to store, and those that the daemon has.
+
+        Sorted by group, in the order given. None: no room now.
+        """
+        there: list[OffloadKey] = []
+        wanted: list[OffloadKey] = []
+        for group, hashes in by_group(keys):
+            flags = session.present(self._groups[group].index, account, hashes).tolist()
+            first = len(there) + len(wanted)
+            for key, is_there in zip(keys[first : first + len(hashes)], flags, strict=True):
+                (there if is_there or key in self._storing else wanted).append(key)
+        if not wanted:
+            return [], there
+        parts = list(by_group(wanted))
+        room = self._take_room(parts, len(wanted), session)
+        if room is None:
+            self._stats.counts[NO_ROOM] += 1
+            return None
+        if room < len(wanted):
+            wanted = _heads(wanted, parts, self.budget, self._groups)
+        self._stats.note_allocation(len(wanted))
+        self._storing.update(dict.fromkeys(wanted))
+        return wanted, there
+
     def _plan_one(
         self, tracked: TrackedRequest, keys: list[OffloadKey], session: SessionView
     ) -> PrepareStoreOutput | None:

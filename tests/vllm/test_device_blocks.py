@@ -1,0 +1,182 @@
+"""Which blocks lazy mode takes from vLLM's own block pool, and what a replay takes it for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
+from vllm.v1.kv_offload.base import OffloadKey
+
+from kvd.cli.replay.device import DeviceMemory
+from kvd_client.integrations.vllm.scheduling.lazy import DeviceBlocks, check_lazy
+
+TOKENS = 16
+
+
+class Pool:
+    """vLLM's block pool, and requests of whole blocks that run one after the other."""
+
+    def __init__(self, blocks: int) -> None:
+        self.pool = BlockPool(blocks + 1, enable_caching=True, hash_block_size=TOKENS)
+
+    def begin(self, prompt: Sequence[int]) -> list[Any]:
+        """Its blocks: those found, and new ones, named as vLLM names them when it schedules."""
+        found = []
+        for block in prompt:
+            there = self.pool.get_cached_block(name(block), [0])
+            if there is None:
+                break
+            found += there
+        self.pool.touch(found)
+        request: Any = SimpleNamespace(block_hashes=[name(block) for block in prompt])
+        blocks = found + self.pool.get_new_blocks(len(prompt) - len(found))
+        self.pool.cache_full_blocks(request, blocks, len(found), len(prompt), TOKENS, 0)
+        return blocks
+
+    def end(self, blocks: Sequence[Any]) -> None:
+        self.pool.free_blocks(reversed(blocks))
+
+    def run(self, prompt: Sequence[int], device: DeviceBlocks | None = None) -> list[Any]:
+        blocks = self.begin(prompt)
+        if device is not None:
+            device.note([b.block_id for b in blocks], [key(block) for block in prompt])
+        self.end(blocks)
+        return blocks
+
+    def held(self) -> set[int]:
+        """What the free blocks are named."""
+        names = (block.block_hash for block in self.pool.blocks if block.block_hash is not None)
+        return {int.from_bytes(each[:8], "big") for each in names}
+
+
+def name(block: int) -> Any:
+    return block.to_bytes(8, "big") * 4
+
+
+def key(block: int) -> OffloadKey:
+    return OffloadKey(make_block_hash_with_group_id(name(block), 0))
+
+
+def near(device: DeviceBlocks) -> list[int]:
+    """What came near, the first to leave first; it is dealt with."""
+    found = device.near()
+    device.deal_with(found)
+    return [int.from_bytes(each[:8], "big") for _, each in found]
+
+
+def bound(pool: Pool, depth: int) -> DeviceBlocks:
+    device = DeviceBlocks(depth)
+    device.bind(pool.pool)
+    return device
+
+
+paths = st.lists(
+    st.lists(st.integers(1, 12), min_size=1, max_size=8, unique=True), min_size=1, max_size=30
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(paths, st.integers(8, 14))
+def test_a_replays_device_holds_what_vllms_pool_holds(
+    prompts: list[list[int]], blocks: int
+) -> None:
+    pool, model = Pool(blocks), DeviceMemory(blocks)
+    for prompt in prompts:
+        before = pool.held()
+        left = model.begin(prompt)
+        model.end()
+        pool.run(prompt)
+        assert {b for b in range(1, 13) if model.leading([b])} == pool.held()
+        assert before - pool.held() <= set(left)
+
+
+def test_only_what_stands_near_the_front_is_near_its_end_the_tail_first() -> None:
+    pool = Pool(8)
+    device = bound(pool, depth=3)
+    pool.run([1, 2, 3], device)
+    assert near(device) == []  # five free blocks that hold nothing stand before them
+    pool.run([4, 5, 6, 7], device)
+    assert near(device) == [3, 2]
+    assert near(device) == []
+    pool.run([8], device)
+    assert near(device) == [1]  # the free places before it are given away; 3, 2 were named
+
+
+def test_a_block_that_was_used_again_and_is_near_once_more_is_named_again() -> None:
+    pool = Pool(4)
+    device = bound(pool, depth=2)
+    pool.run([1, 2], device)
+    pool.run([3, 4], device)
+    assert near(device) == [2, 1]
+    pool.run([1, 2], device)
+    assert near(device) == [4, 3]
+    pool.run([3, 4], device)
+    assert near(device) == [2, 1]
+
+
+def test_a_block_that_is_named_and_was_never_computed_is_not_stored() -> None:
+    """VLLM names it when it schedules; its request was preempted before it ran."""
+    pool = Pool(2)
+    device = bound(pool, depth=2)
+    pool.end(pool.begin([1, 2]))
+    assert pool.held() == {1, 2}
+    assert near(device) == []
+
+
+def test_a_block_that_another_request_has_by_now_is_not_stored() -> None:
+    pool = Pool(2)
+    device = bound(pool, depth=2)
+    pool.run([1, 2], device)
+    pool.end(pool.begin([8, 9]))  # in their places, and not computed
+    assert near(device) == []
+
+
+def test_a_block_in_use_is_not_near_its_end() -> None:
+    pool = Pool(3)
+    device = bound(pool, depth=3)
+    pool.run([1, 2, 3], device)
+    blocks = pool.begin([1, 2])
+    assert near(device) == [3]
+    pool.end(blocks)
+    assert near(device) == [2, 1]
+
+
+def test_what_found_no_room_is_named_again_and_after_a_reset_nothing_is() -> None:
+    pool = Pool(2)
+    device = bound(pool, depth=2)
+    pool.run([1, 2], device)
+    assert len(device.near()) == len(device.near()) == 2
+    device.clear()
+    assert device.near() == []
+
+
+def check(**changes: Any) -> None:
+    group = SimpleNamespace(requires_cow_source=changes.get("recurrent", False))
+    vllm_config: Any = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=changes.get("caching", True)),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=changes.get("extra", {})),
+    )
+    config: Any = SimpleNamespace(
+        blocks_per_chunk=changes.get("width", 1),
+        supports_partial_tail=False,
+        kv_group_configs=[group],
+    )
+    check_lazy(vllm_config, config)
+
+
+def test_lazy_is_refused_by_name_where_it_cannot_be() -> None:
+    check()
+    for changes, reason in (
+        ({"caching": False}, "prefix caching"),
+        ({"width": 2}, "join 2 of them"),
+        ({"recurrent": True}, "recurrent states"),
+        ({"extra": {"self_describing_kv_events": True}}, "self_describing_kv_events"),
+    ):
+        with pytest.raises(ValueError, match=rf"store_mode.*{reason}.*Fix: "):
+            check(**changes)
