@@ -35,7 +35,8 @@ class Pool:
             found += there
         self.pool.touch(found)
         request: Any = SimpleNamespace(block_hashes=[name(block) for block in prompt])
-        blocks = found + self.pool.get_new_blocks(len(prompt) - len(found))
+        new = self.pool.get_new_blocks(len(prompt) - len(found))
+        blocks: list[Any] = [*found, *new]
         self.pool.cache_full_blocks(request, blocks, len(found), len(prompt), TOKENS, 0)
         return blocks
 
