@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvd.cli.replay.device import DeviceMemory
-from kvd_client.integrations.vllm.scheduling.lazy import DeviceBlocks, check_lazy
+from kvd_client.integrations.vllm.scheduling.lazy import BlocksOnDevice, check_lazy
 
 TOKENS = 16
 
@@ -43,7 +43,7 @@ class Pool:
     def end(self, blocks: Sequence[Any]) -> None:
         self.pool.free_blocks(reversed(blocks))
 
-    def run(self, prompt: Sequence[int], device: DeviceBlocks | None = None) -> list[Any]:
+    def run(self, prompt: Sequence[int], device: BlocksOnDevice | None = None) -> list[Any]:
         blocks = self.begin(prompt)
         if device is not None:
             device.note([b.block_id for b in blocks], [key(block) for block in prompt])
@@ -64,15 +64,15 @@ def key(block: int) -> OffloadKey:
     return OffloadKey(make_block_hash_with_group_id(name(block), 0))
 
 
-def near(device: DeviceBlocks) -> list[int]:
+def near(device: BlocksOnDevice) -> list[int]:
     """What came near, the first to leave first; it is dealt with."""
     found = device.near()
     device.deal_with(found)
     return [int.from_bytes(each[:8], "big") for _, each in found]
 
 
-def bound(pool: Pool, depth: int) -> DeviceBlocks:
-    device = DeviceBlocks(depth)
+def bound(pool: Pool, depth: int) -> BlocksOnDevice:
+    device = BlocksOnDevice(depth)
     device.bind(pool.pool)
     return device
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from kvd.cli.replay import belady
-from kvd.cli.replay.device import ALL_AT_ONCE, EAGER, STORES, StoreRule
+from kvd.cli.replay.device import EAGER, EVERYTHING, STORES, StoreRule
 from kvd.cli.replay.engine import BLOCK_BYTES, ReplayEngine
 from kvd.cli.replay.tiers import ReplayTiers, TierResult, TierSpec
 from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
@@ -75,7 +75,7 @@ def replay(
     requests: Sequence[TraceRequest],
     policy: str,
     capacity_blocks: int,
-    rule: StoreRule = ALL_AT_ONCE,
+    rule: StoreRule = EVERYTHING,
     progress: Progress = lambda _: None,
     below: ReplayTiers | None = None,
 ) -> ReplayResult:

@@ -35,7 +35,7 @@ class StoreRule:
         return cls(max(2, threshold) if store == SECOND else threshold, device_blocks, store)
 
 
-ALL_AT_ONCE = StoreRule()
+EVERYTHING = StoreRule()
 
 
 class DeviceMemory:

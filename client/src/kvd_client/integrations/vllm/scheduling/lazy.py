@@ -42,7 +42,7 @@ class LeavingJob:
     runs: list[BlockRun]
 
 
-class DeviceBlocks:
+class BlocksOnDevice:
     """Which computed blocks lie on the device, and which of them vLLM gives away next.
 
     Bounded by the device's blocks.

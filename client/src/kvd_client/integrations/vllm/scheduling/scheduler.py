@@ -54,7 +54,7 @@ from kvd_client.integrations.vllm.scheduling.jobs import (
     store_runs,
 )
 from kvd_client.integrations.vllm.scheduling.lazy import (
-    DeviceBlocks,
+    BlocksOnDevice,
     blocks_ahead,
     check_lazy,
 )
@@ -99,10 +99,10 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self._job_ids = itertools.count(1)
         if self._width > 1 or self._sliding_window_groups:
             self.manager.leave_out_gaps(self._is_whole)
-        self._device: DeviceBlocks | None = None
+        self._device: BlocksOnDevice | None = None
         if self.manager.stores_lazily:
             check_lazy(vllm_config, self.config)
-            self._device = DeviceBlocks(blocks_ahead(vllm_config, self.config))
+            self._device = BlocksOnDevice(blocks_ahead(vllm_config, self.config))
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """VLLM's account of the device's blocks, for lazy mode."""
