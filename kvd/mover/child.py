@@ -194,7 +194,7 @@ class MoverLoop:
         try:
             for part in order.parts:
                 if self._config.checksums:
-                    self._copy_checked(order.kind, part, copy)
+                    self._copy_checked(order, part, copy)
                 else:
                     copy.bytes += self._engine.copy(order.kind, part, self._wanted(order))
         except CopyStopped:
@@ -210,11 +210,37 @@ class MoverLoop:
             return TransferOutcome.FAILED
         return TransferOutcome.DONE
 
-    def _copy_checked(self, kind: JobKind, part: LocatedPart, copy: Copy) -> None:
-        """Copy the part piece by piece, with the checksums of what lies in the slots.
+    def _copy_checked(self, order: TransferOrder, part: LocatedPart, copy: Copy) -> None:
+        """Copy the part with the checksums of what lies in the slots.
 
-        A load compares first; from the first damaged slot on it only compares.
+        Once a slot of a load is known to be damaged, the rest is only compared.
         """
+        engine = self._engine
+        if isinstance(engine, HostSharedMemory) and engine.sums_up and not copy.damaged:
+            self._copy_and_sum(engine, order, part, copy)
+        else:
+            self._sum_beside(order.kind, part, copy)
+        copy.slots += len(part.extents)
+
+    def _copy_and_sum(
+        self, engine: HostSharedMemory, order: TransferOrder, part: LocatedPart, copy: Copy
+    ) -> None:
+        """In one pass. A load compares afterwards, and leaves no byte of a damaged slot."""
+        if order.kind is JobKind.LOAD and part.checksums is None:
+            copy.bytes += engine.copy(order.kind, part, self._wanted(order))
+            return
+        copied, found = engine.copy_and_sum(order.kind, part, self._wanted(order))
+        copy.bytes += copied
+        if part.checksums is None:
+            copy.checksums.append(found)
+            return
+        wrong = np.flatnonzero(found != part.checksums)
+        copy.damaged += (copy.slots + wrong).tolist()
+        for row in wrong.tolist():
+            engine.wipe(part.rows(slice(row, row + 1)))
+
+    def _sum_beside(self, kind: JobKind, part: LocatedPart, copy: Copy) -> None:
+        """Piece by piece, so that bytes are still in the cache. A load compares first."""
         part_bytes = self._config.groups[part.group].part_bytes
         for start, piece in part.pieces(self._piece_bytes // part_bytes):
             if kind is JobKind.LOAD and piece.checksums is not None:
@@ -225,7 +251,6 @@ class MoverLoop:
                 copy.bytes += self._engine.copy(kind, piece, self._keep_going)
             if kind is JobKind.STORE:
                 copy.checksums.append(self._checksums(piece, part_bytes))
-        copy.slots += len(part.extents)
 
     def _checksums(self, part: LocatedPart, part_bytes: int) -> U64:
         return part_checksums(part, part_bytes, self._rows.bytes_of, self._keep_going)

@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,10 +19,12 @@ import numpy as np
 from kvd import native
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind
+from kvd.core.keys import U64
 from kvd.linux.calls import lies_in_memory
+from kvd.mover.checksums import empty_sums, part_checksums
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.facts import MoverFacts
-from kvd.mover.layout import GroupMap, LocatedPart, MoverConfig, Region, check_config
+from kvd.mover.layout import WORD, GroupMap, LocatedPart, MoverConfig, Region, check_config
 from kvd.mover.presence import I64, Presence
 from kvd.mover.ranges import FoldedFragment, Range, fold, ranges_of
 from kvd.mover.streams import MAX_CALL_BYTES, BlockStretch, Streams
@@ -208,19 +211,54 @@ class HostSharedMemory:
         streams = self._streams[part.group]
         if streams is None:
             return self._copy_by_numpy(kind, part, keep_going)
-        if kind is JobKind.LOAD or self._all_present:
-            return streams.copy(kind, part, keep_going, None)
-        copied = 0
-        for _, some in part.pieces(MAX_CALL_BYTES // self._config.groups[part.group].part_bytes):
-            if self._is_present(some):
-                copied += streams.copy(kind, some, keep_going, None)
-            else:
-                copied += self._copy_by_numpy(kind, some, keep_going)
-        return copied
+        return sum(
+            streams.copy(kind, some, keep_going, None)
+            if streams_can
+            else self._copy_by_numpy(kind, some, keep_going)
+            for some, streams_can in self._by_presence(kind, part)
+        )
 
     @property
-    def _all_present(self) -> bool:
-        return all(file.presence.full for file, _ in self._regions)
+    def sums_up(self) -> bool:
+        """Whether it can sum up what it copies in the same pass."""
+        return None not in self._streams
+
+    def copy_and_sum(
+        self, kind: JobKind, part: LocatedPart, keep_going: KeepGoing
+    ) -> tuple[int, U64]:
+        """As `copy`; and the checksum of each slot's part, of the very words that were copied."""
+        streams = self._streams[part.group]
+        assert streams is not None
+        part_bytes, copied = self._config.groups[part.group].part_bytes, 0
+        found = [np.empty(0, dtype=np.uint64)]
+        for some, streams_can in self._by_presence(kind, part):
+            if streams_can:
+                sums = empty_sums(len(some.extents), part_bytes // WORD)
+                copied += streams.copy(kind, some, keep_going, sums)
+                found.append(sums.sums)
+            else:
+                copied += self._copy_by_numpy(kind, some, keep_going)
+                found.append(part_checksums(some, part_bytes, self._bytes_of, keep_going))
+        return copied, np.concatenate(found)
+
+    def wipe(self, part: LocatedPart) -> None:
+        """Zero these engine blocks: what a load has put there is not what was stored."""
+        blocks = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK].astype(np.int64)
+        for piece in self._pieces[part.group]:
+            for start in piece.starts_of(blocks).tolist():
+                piece.file.mapping.view[start : start + piece.row_bytes] = 0
+
+    def _bytes_of(self, extent: int) -> Bytes:
+        return self._extents[extent].view
+
+    def _by_presence(self, kind: JobKind, part: LocatedPart) -> Iterator[tuple[LocatedPart, bool]]:
+        """The part in pieces, and whether the library may copy each: a store's may have holes."""
+        if kind is JobKind.LOAD or all(file.presence.full for file, _ in self._regions):
+            yield part, True
+            return
+        part_bytes = self._config.groups[part.group].part_bytes
+        for _, some in part.pieces(MAX_CALL_BYTES // part_bytes):
+            yield some, self._is_present(some)
 
     def _is_present(self, part: LocatedPart) -> bool:
         """Whether the engine's memory has every page of these blocks."""

@@ -14,6 +14,7 @@ from kvd import native
 from kvd.core.events import JobKind
 from kvd.core.keys import MoverId
 from kvd.mover import presence
+from kvd.mover.checksums import checksums
 from kvd.mover.host_shm import HostSharedMemory
 from kvd.mover.layout import FragmentSpec, GroupMap, LocatedPart, MoverConfig, Region
 from kvd.processes.mappings import ExtentFiles
@@ -55,7 +56,12 @@ def store(shared_directory: Path) -> Store:
         places = np.arange(len(blocks), dtype=np.uint64) * np.uint64(size)
         part = LocatedPart(0, np.zeros(len(blocks), dtype=np.uint32), places, numbers)
         engine.open_extent(0)
-        engine.copy(JobKind.STORE, part, lambda: True)
+        if engine.sums_up:
+            _, sums = engine.copy_and_sum(JobKind.STORE, part, lambda: True)
+            written = np.fromfile(path, dtype=np.uint64, count=len(blocks) * size // 8)
+            assert sums.tolist() == checksums(written.reshape(len(blocks), -1)).tolist()
+        else:
+            engine.copy(JobKind.STORE, part, lambda: True)
         engine.close_extent(0)
         return path.read_bytes()[: len(blocks) * size]
 
