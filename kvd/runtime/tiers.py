@@ -45,6 +45,7 @@ LAYOUT_VERSION = 1  # of a block's bytes in a slot, as tiers keep them
 NO_USAGE = TierUsage(0, 0, 0)
 TierOrder = act.AskTier | act.WriteToTier | act.ReadFromTier | act.ClearTier
 Asked = act.AskTier | act.WriteToTier | act.ReadFromTier
+DOUBTED_AGAIN_S = 10.0  # between two doubts about all that a tier holds
 DELETE_AGAIN_S = 1.0  # after a tier could not delete all of it
 
 
@@ -100,6 +101,7 @@ class Tiers:
         self._movers: dict[MoverId, TierId] = {}  # as which their processes map rows
         self._asked: dict[TierId, dict[OrderId, Asked | Deletion]] = {}
         self._written: set[TierId] = set()  # those that were given a block since they began
+        self._doubted: dict[TierId, bool] = {}  # a moment ago, and whether since then again
         self._scope_names: OrderedDict[bytes, ScopeName] = OrderedDict()  # the last used last
         self._deleting: dict[TierId, dict[bytes, Deletion]] = {}  # by what it deletes
         self._next_order = 0
@@ -334,7 +336,7 @@ class Tiers:
             return
         del deleting[deletion.name]
         if deletion.again and deletion.name == EVERY:
-            self._report(ev.TierDoubted(tier))  # it took along what was written meanwhile
+            self._doubt(tier)  # it took along what was written meanwhile
         if deletion.fingerprint:
             self._report(ev.TierCleared(tier, deletion.fingerprint))
         left = any(deletion.name in self._deleting[other] for other in self._shared)
@@ -355,11 +357,24 @@ class Tiers:
     def left_told(self, tier: TierId, left: TierLeft) -> None:
         """The core hears of what has left, as far as anybody here knows the scope."""
         if left.in_doubt:
-            self._report(ev.TierDoubted(tier))
+            self._doubt(tier)
         for part in left.parts:
             name = self._scope_names.get(part.scope)
             if name is not None:
                 self._report(ev.TierForgot(tier, name, part.keys))
+
+    def _doubt(self, tier: TierId) -> None:
+        """The core goes over all that it knows of the tier: not for each word of a store."""
+        if tier in self._doubted:
+            self._doubted[tier] = True
+            return
+        self._doubted[tier] = False
+        asyncio.get_running_loop().call_later(DOUBTED_AGAIN_S, self._doubt_again, tier)
+        self._report(ev.TierDoubted(tier))
+
+    def _doubt_again(self, tier: TierId) -> None:
+        if self._doubted.pop(tier) and self._keepers[tier].process is not None:
+            self._doubt(tier)
 
     def tier_gone(self, tier: TierId, reason: str) -> None:  # noqa: ARG002 - its keeper logs it
         """None of its copies runs any more."""

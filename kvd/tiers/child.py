@@ -269,6 +269,8 @@ class TierLoop:
 
     def _tell_usage(self) -> None:
         while self._usage_wanted.acquire():
+            while self._usage_wanted.acquire(blocking=False):
+                pass  # one word answers all that was asked so far
             try:
                 usage = self._store.usage()
                 body = frames.pack_usage(usage)

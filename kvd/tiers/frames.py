@@ -36,6 +36,9 @@ U8 = npt.NDArray[np.uint8]
 OrderId = NewType("OrderId", int)  # chosen by who orders; never twice with one process
 
 MAX_REASON_BYTES = 64
+MAX_TEXT_CHARS = 1000  # of what a process says in words; the rest is cut off
+MAX_NOTES = 16  # of a store
+_MOST = 1 << 63  # that a store may count
 MAX_PARTS_PER_ORDER = 1 << 19  # of all its blocks: a frame has room for them
 # Of blocks that have left a store, in one frame: an event of the core's for each scope.
 MAX_LEFT_KEYS = 1024
@@ -430,7 +433,8 @@ def pack_refusal(refusal: TierRefusal) -> bytes:
 
 
 def unpack_refusal(body: bytes) -> TierRefusal:
-    return TierRefusal(**json.loads(body.rstrip(b"\0")))
+    fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
+    return TierRefusal(**{name: _text(value) for name, value in fields.items()})
 
 
 def pack_usage(usage: TierUsage) -> bytes:
@@ -441,12 +445,23 @@ def unpack_usage(body: bytes) -> TierUsage:
     """BadFrame for nonsense."""
     try:
         fields: dict[str, Any] = json.loads(body.rstrip(b"\0"))
-        fields["errors"] = {TierReason(name): int(n) for name, n in fields["errors"].items()}
-        fields["notes"] = tuple(map(str, fields["notes"]))
+        fields["errors"] = {TierReason(name): _count(n) for name, n in fields["errors"].items()}
+        fields["notes"] = tuple([_text(note) for note in fields["notes"][:MAX_NOTES]])
         counted = ("blocks", "bytes", "capacity_bytes", "evicted_blocks")
-        return TierUsage(**(fields | {name: int(fields[name]) for name in counted}))
+        return TierUsage(**(fields | {name: _count(fields[name]) for name in counted}))
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise BadFrame(f"no usage: {error!r}") from error
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or not 0 <= value < _MOST:
+        raise ValueError("it counts what can't be")
+    return value
+
+
+def _text(value: object) -> str:
+    """At most so long, and such that every message can carry it."""
+    return str(value)[:MAX_TEXT_CHARS].encode(errors="replace").decode()
 
 
 def pack_text(text: str) -> bytes:
@@ -454,7 +469,7 @@ def pack_text(text: str) -> bytes:
 
 
 def unpack_text(body: bytes) -> str:
-    return body.rstrip(b"\0").decode(errors="replace")
+    return _text(body.rstrip(b"\0").decode(errors="replace"))
 
 
 def every_extent(parts: Iterable[PlacedBlocks]) -> frozenset[int]:

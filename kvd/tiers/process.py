@@ -153,6 +153,7 @@ class TierProcess(OwnedProcess):
         self._given: dict[OrderId, _Given] = {}
         self._queued: Counter[TierFrame] = Counter()  # keys or blocks, by lane
         self._unmapping: dict[RowId, asyncio.TimerHandle] = {}
+        self._usages_due = 0  # at most: one is being told, and one is asked for
         self._next_look = 0.0  # at the usage
         self._look: asyncio.TimerHandle | None = None
         self._names_left = False  # the store names what leaves it
@@ -289,7 +290,8 @@ class TierProcess(OwnedProcess):
                 self._hello.set_exception(TierRefused(frames.unpack_refusal(body)))
             case TierFrame.ANSWER:
                 self._hear_answer(frames.unpack_answer(body))
-            case TierFrame.USAGE:
+            case TierFrame.USAGE if self._usages_due:
+                self._usages_due -= 1
                 self._sink.usage_told(self.tier, frames.unpack_usage(body))
             case TierFrame.ROW_UNMAPPED:
                 row = RowId(frames.unpack_number(body))
@@ -336,6 +338,7 @@ class TierProcess(OwnedProcess):
 
     def _ask_usage(self) -> None:
         self._look = None
+        self._usages_due = min(2, self._usages_due + 1)
         self._next_look = self._loop.time() + USAGE_S
         self._write(TierFrame.ASK_USAGE)
 

@@ -246,6 +246,14 @@ class UsageHangs(_Store):
         raise AssertionError
 
 
+class UsageLate(_Store):
+    """Takes its time to say how it fares, and says something else each time."""
+
+    def usage(self) -> TierUsage:
+        time.sleep(0.1)
+        return TierUsage(time.monotonic_ns(), 0, 0)
+
+
 class UsageLies(_Store):
     """Says of itself what can't be."""
 

@@ -258,6 +258,20 @@ async def test_a_store_that_does_not_say_how_it_fares_serves_all_the_same(store:
         assert not r.sink.usages
 
 
+@on_loop
+async def test_a_store_that_says_late_how_it_fares_serves_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "USAGE_S", 0.01)
+    async with tier_rig() as r:
+        tier = await r.start(BAD + "UsageLate", concurrency=1)
+        for _ in range(100):
+            await still_serves(r, tier)
+            await asyncio.sleep(0.01)
+        await r.sink.until(lambda: len(r.sink.usages) > 5)
+        assert not r.sink.gone
+
+
 # -- deadlines ------------------------------------------------------------------------------------
 
 

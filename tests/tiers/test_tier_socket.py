@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +18,14 @@ import pytest
 from kvd.processes import parent
 from kvd.processes.framing import frame
 from kvd.tiers import frames
-from kvd.tiers.frames import Order, TierFrame
+from kvd.tiers.frames import Order, TierFrame, TierLeft, TierRefusal
 from kvd.tiers.process import (
     OrderEnd,
     OrderId,
     ProcessReason,
     TierAnswer,
 )
+from kvd.tiers.store import TierUsage
 from tests.tiers.tier_rig import (
     BAD,
     MEMORY,
@@ -39,6 +41,12 @@ from tests.tiers.tier_rig import (
 def _answer(**changes: object) -> bytes:
     fields = {"order": OrderId(1), "end": OrderEnd.ANSWERED, **changes}
     return frames.pack_answer(TierAnswer(**fields))  # type: ignore[arg-type]
+
+
+def _usage(**changes: Any) -> bytes:
+    return frames.pack_usage(
+        TierUsage(**({"blocks": 0, "bytes": 0, "capacity_bytes": 0} | changes))
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,6 +66,12 @@ def _answer(**changes: object) -> bytes:
         frame(TierFrame.ROW_UNMAPPED, frames.pack_number(7)),
         frame(TierFrame.USAGE, b"{}"),
         frame(TierFrame.USAGE, b"[1]"),
+        frame(TierFrame.USAGE, _usage(blocks=-1)),
+        frame(TierFrame.USAGE, _usage(bytes=1 << 63)),
+        frame(TierFrame.USAGE, _usage(capacity_bytes=1.5)),
+        frame(TierFrame.USAGE, _usage().replace(b" 0,", b" Infinity,", 1)),
+        frame(TierFrame.USAGE, _usage()) * 3,  # two may be due
+        frame(TierFrame.LEFT, frames.pack_left(TierLeft(()))),
         frame(TierFrame.USAGE, b"[" * 100_000),
         frame(TierFrame.HELLO),
         frame(TierFrame.REFUSED, b"{}"),
@@ -77,6 +91,17 @@ async def test_a_process_that_writes_nonsense_is_ended_with_that_as_the_reason(s
         await r.sink.until(lambda: r.sink.gone)
         assert "wrote nonsense" in r.sink.gone[0]
         assert r.sink.answers[1].reason == ProcessReason.TIER_GONE
+
+
+def test_what_a_store_says_in_words_is_cut() -> None:
+    """Every message and log line can carry it."""
+    long = "\ud800" + "x" * 2_000_000
+    usage = frames.unpack_usage(_usage(notes=(long,) * 20))
+    assert [note[:2] for note in usage.notes] == ["?x"] * frames.MAX_NOTES
+    refusal = frames.unpack_refusal(frames.pack_refusal(TierRefusal("UNUSABLE", "options", long)))
+    left = frames.unpack_text(b"\xff" + b"x" * 2_000_000)
+    for said in (*usage.notes, refusal.message, left):
+        assert len(said.encode()) <= 2 * frames.MAX_TEXT_CHARS + 2
 
 
 _ORDER = frames.pack_order(Order(OrderId(1), TierFrame.READ, 1e9, tuple(placed([1], [1]))))

@@ -25,7 +25,6 @@ from kvd_proto.v1 import operator_pb2 as pb
 
 MAX_PAGE = 256  # sessions, and namespaces, in one answer
 SESSION_UNITS, NAMESPACE_UNITS = 16, 64  # of a pace
-NOTES_TOLD = 16  # of a tier's store
 MAX_PAGE_BYTES = 1 << 20  # of either; the last one may pass it
 Figures = TypeVar("Figures", SessionFigures, NamespaceFigures)
 Told = TypeVar("Told", pb.SessionStatus, pb.NamespaceStatus)
@@ -85,7 +84,7 @@ class StatusReport:
                 blocks_dropped=tier.counters.dropped,
                 bytes_down=tier.bytes_down,
                 bytes_up=tier.bytes_up,
-                notes=said.usage.notes[:NOTES_TOLD],
+                notes=said.usage.notes,
                 blocks_too_slow=tier.counters.too_slow,
                 blocks_refused=tier.counters.refused,
                 answer_seconds=tier.answer_seconds,
