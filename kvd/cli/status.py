@@ -170,6 +170,7 @@ def _ranks(status: operator_pb2.StatusResponse) -> Iterator[str]:
             r.mover_pid,
             r.worker_pid,
             r.transport,
+            r.store_copier,
             f"{_bytes(r.bytes_stored)} at {_bytes(r.store_bytes_per_second)}/s",
             f"{_bytes(r.bytes_loaded)} at {_bytes(r.load_bytes_per_second)}/s",
         )
@@ -179,8 +180,16 @@ def _ranks(status: operator_pb2.StatusResponse) -> Iterator[str]:
     if rows:
         yield ""
         yield from _table(
-            ("SESSION", "RANK", "MOVER", "WORKER", "TRANSPORT", "STORED", "LOADED"), rows, ""
+            ("SESSION", "RANK", "MOVER", "WORKER", "TRANSPORT", "COPIER", "STORED", "LOADED"),
+            rows,
+            "",
         )
+    yield from (
+        f"  session {s.session_id} rank {r.rank} copies by {r.store_copier}: {r.copier_note}"
+        for s in status.sessions
+        for r in s.ranks
+        if r.copier_note
+    )
     yield from _gpus(status)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvd import native
+
 HOST_SHARED_MEMORY = "host-shm"
 CUDA_IPC = "cuda-ipc"
 CUDA_VMM = "cuda-vmm"
@@ -14,7 +16,8 @@ NODE_UNKNOWN = -1
 MOST_BYTES_PER_SECOND = 1e15  # what is faster was not measured right
 
 _TRANSPORTS = (HOST_SHARED_MEMORY, CUDA_IPC, CUDA_VMM)
-_COPIERS = ("memcpy", "batch", "plain", "strided", "kernel")
+_NATIVE = tuple(f"native-{level}" for level in native.LEVELS)
+_COPIERS = ("memcpy", "numpy", *_NATIVE, "batch", "plain", "strided", "kernel")
 _MOST_CHARACTERS = 256
 _MOST_COUNT = (1 << 63) - 1
 _MOST_NODE = 1023
@@ -24,7 +27,7 @@ _MOST_NODE = 1023
 class CopyPath:
     """How one direction's bytes are moved, and its speed in the calibration (0: none was made)."""
 
-    copier: str = "memcpy"  # or "batch", "plain", "strided", "kernel"
+    copier: str = "memcpy"  # until the mover has told
     bytes_per_second: float = 0.0
 
 
@@ -48,12 +51,25 @@ class GpuFacts:
 
 @dataclass(frozen=True, slots=True)
 class MoverFacts:
-    """What a mover says of itself: the transport in use, and for a GPU its figures."""
+    """What a mover says of itself: the transport in use, and for a GPU its figures.
+
+    note: why its copies are not faster, where that can be helped.
+    """
 
     transport: str = HOST_SHARED_MEMORY
     store: CopyPath = field(default_factory=CopyPath)
     load: CopyPath = field(default_factory=CopyPath)
     gpu: GpuFacts | None = None
+    note: str = ""
+
+    @classmethod
+    def of_host_memory(cls, level: str | None, why_not: str) -> MoverFacts:
+        """Copies by the native library at this level; None: by numpy, and why."""
+        if level is not None:
+            path = CopyPath(f"native-{level}")
+            return cls(store=path, load=path)
+        why = "".join(c if c.isprintable() else " " for c in why_not)[:_MOST_CHARACTERS]
+        return cls(store=CopyPath("numpy"), load=CopyPath("numpy"), note=why)
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -72,6 +88,7 @@ class MoverFacts:
                 _path(told["store"]),
                 _path(told["load"]),
                 None if gpu is None else _gpu(gpu),
+                _text(told["note"]),
             )
         except (LookupError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"no facts: {error!r:.200}") from error

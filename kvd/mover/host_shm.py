@@ -134,7 +134,8 @@ class HostSharedMemory:
 
     def __init__(self, config: MoverConfig, library: native.Library | None = None) -> None:
         check_config(config)
-        self.facts = MoverFacts()
+        level = None if library is None else library.level
+        self.facts = MoverFacts.of_host_memory(level, native.why_not())
         self._config = config
         self._extents: dict[int, Mapping] = {}
         self._files: dict[tuple[int, int], _Memory] = {}

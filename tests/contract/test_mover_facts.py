@@ -26,7 +26,10 @@ def told(place: str, value: Any) -> bytes:
     return json.dumps(facts).encode()
 
 
-@pytest.mark.parametrize("facts", [FACTS, MoverFacts()])
+HOST = [MoverFacts.of_host_memory(level, "no\ncompiler" * 99) for level in (None, "avx2")]
+
+
+@pytest.mark.parametrize("facts", [FACTS, MoverFacts(), *HOST])
 def test_facts_come_back_as_they_were_told(facts: MoverFacts) -> None:
     assert MoverFacts.unpack(facts.pack() + b"\0\0\0") == facts
 
@@ -44,6 +47,8 @@ def test_facts_come_back_as_they_were_told(facts: MoverFacts) -> None:
         ("load.bytes_per_second", float("nan")),
         ("load.bytes_per_second", float("inf")),
         ("load.bytes_per_second", "fast"),
+        ("note", 7),
+        ("note", "two\nlines"),
         ("gpu", []),
         ("gpu", {"uuid": GPU.uuid}),
         ("gpu.uuid", 7),

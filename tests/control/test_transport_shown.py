@@ -124,6 +124,23 @@ def test_status_shows_what_a_rank_on_a_gpu_takes_and_how_fast_it_copies() -> Non
     assert not any("WARNING" in line for line in lines)
 
 
+def test_status_says_what_copies_and_why_it_is_not_faster() -> None:
+    why = "there is no compiler"
+    slow = pb.RankStatus(rank=1, transport="host-shm", store_copier="numpy", copier_note=why)
+    fast = pb.RankStatus(rank=0, transport="host-shm", store_copier="native-avx2")
+    lines = list(as_text(status_of(fast, slow)))
+    assert [line for line in lines if "copies by" in line] == [
+        "  session 7 rank 1 copies by numpy: there is no compiler"
+    ]
+    assert sum("native-avx2" in line for line in lines) == 1
+
+
+def test_the_log_says_what_copies_and_why_it_is_not_faster() -> None:
+    slow, fast = (MoverFacts.of_host_memory(level, "it is off") for level in (None, "avx512"))
+    assert in_words(slow) == "host-shm, copied by numpy, since it is off"
+    assert in_words(fast) == "host-shm, copied by native-avx512"
+
+
 def test_status_warns_of_extents_that_are_not_pinned_and_of_staged_copies() -> None:
     slow = rank_status(1, unregistered_extents=2, staged_bytes=12 * MIB)
     warnings = [line for line in as_text(status_of(rank_status(0), slow)) if "WARNING" in line]
@@ -153,6 +170,6 @@ def test_the_line_of_a_registration_names_path_speed_and_context() -> None:
         f"cuda-ipc on {UUID} (NVIDIA H100, driver 580); stores by batch (51.2 GB/s),"
         " loads by strided (49.9 GB/s); context 410 MiB"
     )
-    assert in_words(MoverFacts()) == "host-shm"
+    assert in_words(MoverFacts()) == "host-shm, copied by memcpy"
     unknown = replace(FACTS, load=CopyPath("plain"), gpu=replace(GPU, context_bytes=0))
     assert "loads by plain (not calibrated); context of unknown size" in in_words(unknown)

@@ -93,7 +93,8 @@ def in_words(facts: MoverFacts) -> str:
     """A rank's transport in a line, for logs."""
     gpu = facts.gpu
     if gpu is None:
-        return facts.transport
+        why = f", since {facts.note}" if facts.note else ""
+        return f"{facts.transport}, copied by {facts.store.copier}{why}"
     context = f"{gpu.context_bytes // MIB} MiB" if gpu.context_bytes else "of unknown size"
     return (
         f"{facts.transport} on {gpu.uuid} ({gpu.name}, driver {gpu.driver_version});"

@@ -212,6 +212,7 @@ class StatusReport:
             store_copier=facts.store.copier,
             load_copier=facts.load.copier,
             gpu=_gpu(facts),
+            copier_note=facts.note,
         )
 
 
