@@ -37,11 +37,16 @@ class Generations(MappedTable):
         used = np.flatnonzero(self._words[1:, _GENERATION]) + 1
         self._rows = {self._words[row, :_GENERATION].tobytes(): row for row in used.tolist()}
 
+    @property
+    def of_all(self) -> int:
+        """Changes when what stores hold of every namespace gets another name."""
+        return self._generation(_ALL)
+
     def of(self, name: bytes) -> tuple[int, int]:
         """That of all, and its own."""
         row = self._rows.get(name)
         own = 0 if row is None else self._generation(row)
-        return self._generation(_ALL), own
+        return self.of_all, own
 
     def clear(self, name: bytes, *, unsettled: bool) -> bytes:
         """What stores hold of this namespace has another name than what they get from now on.

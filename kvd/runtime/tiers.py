@@ -134,15 +134,26 @@ class Tiers:
         """What any store holds of the namespace is found no longer, nor by another daemon."""
         if self._generations is not None:
             name = _namespace_name(self._fingerprint_of(namespace))
+            before = self._generations.of_all
             if self._generations.clear(name, unsettled=bool(self._shared)) == EVERY:
                 self._unsettle(EVERY)
+            if self._generations.of_all != before:
+                self._all_are_renamed()
 
     def all_cleared(self) -> None:
         """Likewise of every namespace, of those too that are forgotten here."""
         if self._generations is not None:
             self._generations.clear_all(unsettled=bool(self._shared))
+            self._scope_names.clear()
         for tier in self._deleting:
             self._delete(tier, EVERY)
+
+    def _all_are_renamed(self) -> None:
+        """Nobody finds what stores of this node hold, of namespaces too that were not cleared."""
+        self._scope_names.clear()  # what leaves under a former name is not what has it now
+        for tier in self._deleting:
+            if not self._is_shared(tier):
+                self._doubt(tier)
 
     def _unsettle(self, name: bytes) -> None:
         """Stores that nodes share are not asked for it until they have deleted it."""

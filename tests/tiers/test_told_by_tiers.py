@@ -11,6 +11,7 @@ import pytest
 
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, ScopeName, TierId
+from kvd.pool.generations import MAX_CLEARED_NAMESPACES, Generations
 from kvd.runtime import tiers as module
 from kvd.runtime.tiers import Tiers
 from kvd.tiers.process import TierLeft
@@ -56,3 +57,27 @@ async def test_a_store_that_knows_nothing_any_more_costs_the_core_one_look_in_a_
     made.left_told(TIER, TierLeft((), in_doubt=True))
     await asyncio.sleep(0.5)
     assert len(reported) == 3, "its process has ended, which says as much"
+
+
+@on_loop
+async def test_a_clear_that_renames_all_has_the_core_believe_nothing(tmp_path: Path) -> None:
+    """There is no room for the name of another cleared namespace: all get another one."""
+    reported: list[ev.Event] = []
+    made = tiers(reported)
+    made._rules = cast(Any, (SimpleNamespace(medium="LOCAL"),))
+    made._deleting[TIER] = {}
+    made._generations = Generations(tmp_path / "generations.table")
+    name = ScopeName(NamespaceId(5000), "", "", 0, 0)
+    before = made._scope(TIER, name)
+    for number in range(MAX_CLEARED_NAMESPACES):
+        made.scopes_cleared(NamespaceId(number))
+        assert not reported
+    assert made._scope(TIER, name) == before
+    made.scopes_cleared(NamespaceId(MAX_CLEARED_NAMESPACES))
+    assert reported == [ev.TierDoubted(TIER)]
+    after = made._scope(TIER, name)
+    made.left_told(TIER, TierLeft(tuple(keys(1, scope=before))))
+    assert len(reported) == 1, "a block under its former name is none of today's"
+    made.left_told(TIER, TierLeft(tuple(keys(1, scope=after))))
+    assert len(reported) == 2
+    made._generations.close()
