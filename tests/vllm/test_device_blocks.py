@@ -47,6 +47,7 @@ class Pool:
         blocks = self.begin(prompt)
         if device is not None:
             device.note([b.block_id for b in blocks], [key(block) for block in prompt])
+            device.gave(len(blocks))
         self.end(blocks)
         return blocks
 
@@ -136,6 +137,30 @@ def test_a_block_that_another_request_has_by_now_is_not_stored() -> None:
     pool.run([1, 2], device)
     pool.end(pool.begin([8, 9]))  # in their places, and not computed
     assert near(device) == []
+
+
+def test_the_queue_is_looked_at_again_once_a_quarter_of_the_depth_was_given_away() -> None:
+    pool = Pool(64)
+    device = bound(pool, depth=16)
+    for first in range(1, 65, 8):
+        pool.run(range(first, first + 8), device)
+    assert len(near(device)) == 16
+    for block in range(101, 105):
+        pool.run([block], device)
+        assert device.near() == []
+    pool.run([105], device)
+    assert len(near(device)) == 5
+
+
+def test_where_the_queue_is_short_what_is_freed_is_near_at_once() -> None:
+    pool = Pool(8)
+    device = bound(pool, depth=8)
+    blocks = pool.begin([1, 2])
+    device.note([block.block_id for block in blocks], [key(1), key(2)])
+    assert near(device) == []
+    pool.end(blocks)
+    assert near(device) == [2, 1]
+    assert device.near() == []
 
 
 def test_a_block_in_use_is_not_near_its_end() -> None:

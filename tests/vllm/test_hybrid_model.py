@@ -9,6 +9,7 @@ import pytest
 from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import BLOCK_TOKENS, HITS, LENGTH, WHOLE, Engine, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
+from tests.vllm.test_lazy_stores import LAZY, SMALL
 from tests.vllm.tiny_model import SLIDING_WINDOW
 
 
@@ -58,3 +59,24 @@ def test_a_new_engine_is_warm(
     assert tokens(new.generate(known)) == plain.tokens(known)
     assert new.count(HITS) == WHOLE
     new.end()
+
+
+def test_lazily_both_groups_come_back_once_they_have_left_the_device(
+    start_with_kvd: StartEngine, hybrid_model: Path, plain: Plain
+) -> None:
+    engine = start_with_kvd(LAZY, **SMALL, model=str(hybrid_model))
+    prompts = [prompt(f"lazy hybrid {n}", LENGTH) for n in range(16)]
+    right = plain.tokens(*prompts)
+    assert tokens([engine.generate(each)[0] for each in prompts]) == right
+    assert engine.count(HITS) == 0
+    engine.settle()
+    again = [engine.generate(each)[0] for each in prompts[:4]]
+    assert tokens(again) == right[:4]
+    assert [answer.cached for answer in again] == [WHOLE] * 4
+    assert engine.count(HITS) == 4 * WHOLE
+    for _ in range(2):
+        assert tokens(engine.generate(*prompts, max_tokens=40)) == plain.tokens(
+            *prompts, max_tokens=40
+        )
+    engine.settle()
+    engine.end()

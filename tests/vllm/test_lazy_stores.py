@@ -69,3 +69,19 @@ def test_a_prompt_whose_head_is_on_the_device_loads_its_tail(engine: Engine, pla
     assert answer.tokens == right[0]
     assert answer.cached == WHOLE
     assert engine.count(HITS) - hit == 4 * BLOCK_TOKENS
+
+
+def test_a_prefill_that_is_handed_off_is_stored_at_once(engine: Engine, kvd: NodeDaemon) -> None:
+    stored = kvd.ready_blocks()
+    request = engine.submit(
+        prompt("handed off", LENGTH), max_tokens=1, transfer={"do_remote_decode": True}
+    )
+    engine.finish(request)
+    engine.settle()
+    # Those that it pushes towards the queue's front are stored as well.
+    assert kvd.ready_blocks() >= stored + WHOLE // BLOCK_TOKENS
+    hit = engine.count(HITS)
+    assert engine.reset()
+    (answer,) = engine.generate(prompt("handed off", LENGTH))
+    assert answer.cached == WHOLE
+    assert engine.count(HITS) - hit == WHOLE

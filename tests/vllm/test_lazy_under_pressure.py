@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.vllm.conftest import Plain, StartEngine
-from tests.vllm.engine import BLOCK_TOKENS, HITS, LENGTH, PREEMPTIONS, prompt, tokens
+from tests.vllm.engine import BLOCK_TOKENS, HITS, LENGTH, PREEMPTIONS, SESSIONS, prompt, tokens
 from tests.vllm.node_daemon import NodeDaemon
 from tests.vllm.test_lazy_stores import LAZY, SMALL
 
@@ -14,7 +14,7 @@ def test_many_at_once_that_are_preempted_come_to_the_same_tokens(
     prompts = [prompt(f"crowd {n}", 3 * BLOCK_TOKENS + n) for n in range(10)]
     right = plain.tokens(*prompts, max_tokens=120)
     engine = start_with_kvd(LAZY, **SMALL)
-    for _ in range(3):
+    for _ in range(2):
         assert tokens(engine.generate(*prompts, max_tokens=120)) == right
     assert engine.count(PREEMPTIONS) > 0
     assert engine.count(HITS) > 0
@@ -52,5 +52,26 @@ def test_nothing_of_before_a_reset_is_stored_after_it(
     engine.settle()
     assert tokens(engine.generate(*prompts)) == plain.tokens(*prompts)
     assert engine.count(HITS) == hit
+    engine.settle()
+    engine.end()
+
+
+def test_its_daemon_is_killed_and_comes_back(
+    start_with_kvd: StartEngine, kvd: NodeDaemon, plain: Plain
+) -> None:
+    prompts = [prompt(f"killed {n}", LENGTH) for n in range(12)]
+    right = plain.tokens(*prompts, max_tokens=40)
+    engine = start_with_kvd(LAZY, **SMALL)
+    requests = [engine.submit(each, max_tokens=40) for each in prompts]
+    engine.wait(lambda: sum(engine.has_finished(request) for request in requests) >= 6)
+    sessions = int(engine.count(SESSIONS))
+    kvd.kill()
+    assert tokens(engine.finish(*requests)) == right
+    engine.settle()
+    kvd.start()
+    engine.wait_for_daemon(after=sessions)
+    hit = engine.count(HITS)
+    assert [tokens(engine.generate(each, max_tokens=40))[0] for each in prompts] == right
+    assert engine.count(HITS) > hit
     engine.settle()
     engine.end()

@@ -14,7 +14,7 @@ store before the step computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
@@ -28,6 +28,8 @@ from kvd_client.draft import BlockRun
 from kvd_client.integrations.vllm.scheduling.requests import TrackedRequest
 
 STEPS_AHEAD = 2  # blocks of so many of the largest steps are stored before they are given away
+
+LOOKED_AT_EACH = 0.25  # of these: until so many are given away, the queue isn't looked at again
 
 Near = list[tuple[int, OffloadKey]]  # engine block, and what it holds; the first to leave first
 
@@ -54,7 +56,9 @@ class BlocksOnDevice:
         self._pool: BlockPool | None = None
         self._computed: dict[int, OffloadKey] = {}
         self._dealt_with: dict[int, OffloadKey] = {}  # since they came near
-        self._seen: tuple[int, int] | None = None  # the queue, when all near was dealt with
+        self._taken = 0  # blocks given to requests since the queue was looked at
+        self._left = 1  # of those that were near then and not dealt with
+        self._free = 0  # blocks in the queue then
         self.jobs: dict[int, LeavingJob] = {}  # in flight, by vLLM's number
 
     def bind(self, pool: BlockPool) -> None:
@@ -71,17 +75,18 @@ class BlocksOnDevice:
             (block, key) for block, key in zip(engine_blocks, keys, strict=True) if block
         )
 
+    def gave(self, blocks: int) -> None:
+        """VLLM gave so many blocks to requests, those included that they found."""
+        self._taken += blocks
+
     def near(self) -> Near:
         """What came near its end and was not dealt with yet; mostly nothing."""
-        if self._pool is None:
-            return []
-        queue = self._pool.free_block_queue
-        front = queue.fake_free_list_head.next_free_block
-        if front is None or (front.block_id, queue.num_free_blocks) == self._seen:
+        if self._pool is None or not self._has_moved(self._pool.get_num_free_blocks()):
             return []
         near: Near = []
         known: dict[int, OffloadKey] = {}
-        for _, block in zip(range(self._depth), queue.iter_blocks_after(None), strict=False):
+        queue = self._pool.free_block_queue.iter_blocks_after(None)
+        for _, block in zip(range(self._depth), queue, strict=False):
             key = self._computed.get(block.block_id)
             if key is None or block.block_hash != key:
                 continue
@@ -90,19 +95,28 @@ class BlocksOnDevice:
             else:
                 near.append((block.block_id, key))
         self._dealt_with = known
-        if not near:
-            self._seen = front.block_id, queue.num_free_blocks
+        self._taken, self._left, self._free = 0, len(near), self._pool.get_num_free_blocks()
         return near
 
-    def deal_with(self, near: Iterable[tuple[int, OffloadKey]]) -> None:
+    def _has_moved(self, free: int) -> bool:
+        """Whether more may be near by now than was dealt with, as far as it matters.
+
+        What is freed goes to the queue's end, which is near only where the queue is short.
+        """
+        if self._left or self._taken > self._depth * LOOKED_AT_EACH:
+            return True
+        return free != self._free and min(free, self._free) < self._depth
+
+    def deal_with(self, near: Near) -> None:
         """These are being stored, or the daemon has them; so they stay until they are used."""
         self._dealt_with.update(near)
+        self._left -= len(near)
 
     def clear(self) -> None:
         """The cache was reset: nothing that was computed before is to be stored."""
         self._computed.clear()
         self._dealt_with.clear()
-        self._seen = None
+        self._left = 1
         self.jobs.clear()
 
 

@@ -300,6 +300,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
 
         Those that ended first: what they had may be given to others already, who count.
         """
+        assert self._device is not None
+        self._device.gave(len(self._current_batch_allocated_block_ids))
         for req_id in scheduler_output.finished_req_ids:
             status = self._req_status.get(req_id)
             if status is not None:
