@@ -218,12 +218,16 @@ def load(path: Path) -> ctypes.CDLL:
     if not path.exists():
         raise OSError("it was not built: no C compiler when kvd was installed")
     loaded = ctypes.CDLL(str(path))
-    loaded.kvd_source.restype = ctypes.c_char_p
+    another = OSError("it was built from another copies.c: install kvd again")
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
-    loaded.kvd_run.argtypes = (pointer, ctypes.c_int)
-    loaded.kvd_sum.argtypes = (pointer, pointer, number, number, ctypes.c_int)
-    if loaded.kvd_source() != source_hash().encode():
-        raise OSError("it was built from another copies.c: install kvd again")
+    try:
+        loaded.kvd_source.restype = ctypes.c_char_p
+        if loaded.kvd_source() != source_hash().encode():
+            raise another
+        loaded.kvd_run.argtypes = (pointer, ctypes.c_int)
+        loaded.kvd_sum.argtypes = (pointer, pointer, number, number, ctypes.c_int)
+    except AttributeError:  # it lacks a function
+        raise another from None
     return loaded
 
 

@@ -39,6 +39,26 @@ def test_what_is_built_is_of_this_source_and_loads(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["copies.so"]
 
 
+@needs_a_compiler
+@pytest.mark.parametrize(
+    "source",
+    [
+        "int other;",
+        'const char *kvd_source(void) { return "old"; }',
+        "char *kvd_source() { return 0; }",
+    ],
+)
+def test_a_library_of_another_source_is_not_used_whatever_it_lacks(
+    tmp_path: Path, source: str
+) -> None:
+    made = tmp_path / "copies.so"
+    (tmp_path / "other.c").write_text(source)
+    command = [*hatch_build.compilers()[0], "-shared", "-fPIC", "-o", str(made)]
+    subprocess.run([*command, str(tmp_path / "other.c")], check=True)
+    with pytest.raises(OSError, match="from another copies"):
+        native.load(made)
+
+
 def test_without_a_compiler_one_line_says_so_and_nothing_is_made(
     bare: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
