@@ -59,7 +59,8 @@ def compilers() -> list[list[str]]:
         return [shlex.split(named)]
     found = [[name] for name in ("cc", "gcc", "clang") if shutil.which(name)]
     if importlib.util.find_spec("ziglang"):
-        found.append([sys.executable, "-m", "ziglang", "cc"])
+        # Other than the others it builds for the processor at hand, if it is not told.
+        found.append([sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline"])
     return found
 
 

@@ -59,6 +59,15 @@ def test_a_library_of_another_source_is_not_used_whatever_it_lacks(
         native.load(made)
 
 
+@needs_a_compiler
+def test_it_is_built_for_every_processor_and_not_for_the_builders() -> None:
+    for compiler in hatch_build.compilers():
+        command = [*compiler, *hatch_build.FLAGS, "-dM", "-E", "-x", "c", os.devnull]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert "__GNUC__" in told
+        assert not {"__SSE3__", "__AVX__", "__AVX2__"} & set(told.split()), compiler
+
+
 def test_without_a_compiler_one_line_says_so_and_nothing_is_made(
     bare: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
