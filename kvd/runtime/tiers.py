@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ TierOrder = act.AskTier | act.WriteToTier | act.ReadFromTier | act.ClearTier
 Asked = act.AskTier | act.WriteToTier | act.ReadFromTier
 DOUBTED_AGAIN_S = 10.0  # between two doubts about all that a tier holds
 DELETE_AGAIN_S = 1.0  # after a tier could not delete all of it
+SOON_S = 0.002  # that a lookup waits for a tier's answer, where the last one came as fast
 
 
 def terms_of(rules: Sequence[TierRule], pool_bytes: int) -> tuple[TierTerms, ...]:
@@ -73,6 +75,14 @@ class Deletion(NamedTuple):
     again: bool = False  # it was not done the first time
 
 
+class Question(NamedTuple):
+    """What a tier was asked and has not answered."""
+
+    tier: TierId
+    asked_s: float
+    waiting: list[asyncio.Future[None]]
+
+
 class TierTold(NamedTuple):
     """What is known of one tier's process."""
 
@@ -88,7 +98,7 @@ class Tiers:
         rules: Sequence[TierRule],
         pool: Pool,
         fingerprint_of: Callable[[NamespaceId], str],
-        report: Callable[[Event], None],
+        report: Callable[[Event | asyncio.Future[None]], None],
         allocate_mover: Callable[[], MoverId],
     ) -> None:
         self.usage: dict[TierId, TierUsage] = {}
@@ -105,6 +115,9 @@ class Tiers:
         self._scope_names: OrderedDict[bytes, ScopeName] = OrderedDict()  # the last used last
         self._deleting: dict[TierId, dict[bytes, Deletion]] = {}  # by what it deletes
         self._next_order = 0
+        self.questions = 0  # that processes were given, so far
+        self._questions: dict[OrderId, Question] = {}
+        self._answer_s: dict[TierId, float] = {}  # that the last one took
         self._generations: Generations | None = None  # where there are tiers, or were
 
     def begin(self) -> None:
@@ -197,11 +210,41 @@ class Tiers:
             return
         if process is not None and named and self._give(process, number, order):
             self._asked[order.tier][number] = order
+            if isinstance(order, act.AskTier):
+                self.questions += 1
+                self._questions[number] = Question(order.tier, time.monotonic(), [])
             if isinstance(order, act.WriteToTier) and order.tier not in self._written:
                 self._written.add(order.tier)
                 self._tell_clients()
         else:
             self._tell_none(order, refused=True)
+
+    async def answered_soon(self) -> bool:
+        """Wait a moment for the answer to what was asked last. False: it has not come.
+
+        Nobody waits for a tier whose last answer took longer than such a moment.
+        """
+        question = next(reversed(self._questions.values()), None)
+        if question is None:
+            return True
+        if self._answer_s.get(question.tier, 0.0) > SOON_S:
+            return False
+        answered = asyncio.get_running_loop().create_future()
+        question.waiting.append(answered)
+        await asyncio.wait([answered], timeout=SOON_S)
+        if not answered.done():
+            answered.cancel()
+            self._answer_s[question.tier] = math.inf
+            return False
+        return True
+
+    def _note_answer(self, order: OrderId) -> None:
+        """After its event was reported: who waits for it goes on when that was handled."""
+        question = self._questions.pop(order, None)
+        if question is not None:
+            self._answer_s[question.tier] = time.monotonic() - question.asked_s
+            for waiting in question.waiting:
+                self._report(waiting)
 
     def _delete(
         self, tier: TierId, name: bytes, fingerprint: str = "", *, again: bool = False
@@ -316,8 +359,11 @@ class Tiers:
     def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
         """The core hears what became of each block."""
         order = self._asked[tier].pop(answer.order, None)
-        if order is None:
-            return
+        if order is not None:
+            self._tell_end(tier, order, answer)
+            self._note_answer(answer.order)
+
+    def _tell_end(self, tier: TierId, order: Asked | Deletion, answer: TierAnswer) -> None:
         if isinstance(order, Deletion):
             self._deletion_ended(tier, order, answer)
         elif answer.end is not OrderEnd.ANSWERED:

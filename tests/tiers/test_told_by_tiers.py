@@ -22,7 +22,7 @@ TIER = TierId(0)
 
 def tiers(reported: list[ev.Event]) -> Tiers:
     pool = cast(Any, SimpleNamespace(directory=Path("/nowhere")))
-    made = Tiers((), pool, str, reported.append, lambda: cast(Any, 1))
+    made = Tiers((), pool, str, cast(Any, reported.append), lambda: cast(Any, 1))
     made._keepers.append(cast(Any, SimpleNamespace(process=object())))
     return made
 

@@ -1,0 +1,131 @@
+"""What a lookup is told of blocks that only a tier of a real daemon may have, and how soon."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.cli.status import ask
+from kvd_client.draft import BlockRun, QueryDraft
+from kvd_client.scheduler import hits
+from kvd_client.session import QueryAnswer
+from kvd_proto.v1 import common_pb2, operator_pb2
+from tests.client.content import TOKENS, block_hashes
+from tests.client.small_engine import SmallEngine
+from tests.daemon_process import DaemonProcess
+from tests.waiting import wait_until
+
+BLOCKS = 64  # of a prompt; the pool holds 1024
+FILLING = [f"filling {number}" for number in range(20)]
+DEADLINE_S = 0.3
+TIER = """
+[[tiers]]
+name = "slow"
+store = "tests.tiers.slow_store:SlowStore"
+deadline_seconds = {deadline}
+options = {{ pause = "{pause}" }}
+"""
+
+
+class Stand:
+    """An engine, and a tier that has the blocks of "below" alone: host memory has lost them."""
+
+    def __init__(self, daemon: DaemonProcess, place: Path) -> None:
+        daemon.end()
+        self.daemon = daemon
+        self._pause = place / "pause"
+        self.pause(0)
+        file = place / "kvd.toml"
+        file.write_text(TIER.format(deadline=DEADLINE_S, pause=self._pause))
+        daemon.flags["config"] = file
+        daemon.pool_bytes = 4 << 20
+        daemon.start()
+        wait_until(lambda: self.tier().serving, "the tier")
+        self.engine = SmallEngine(daemon.socket)
+        self.engine.wait_usable()
+        self._next = 0
+        for prompt in ("below", *FILLING):
+            self.engine.store(prompt, prompt, BLOCKS)
+            wait_until(lambda: not self.tier().bytes_down, "what is written down")
+
+    def pause(self, seconds: float) -> None:
+        """The store takes so long for an answer from now on."""
+        self._pause.write_text(str(seconds))
+
+    def tier(self) -> operator_pb2.TierStatus:
+        return ask(self.daemon.socket, 10.0).tiers[0]
+
+    def told(self, prompt: str, request: str) -> tuple[QueryAnswer, float]:
+        """What one call says, and after how long."""
+        context = common_pb2.ReqContext(request_id=request)
+        query = QueryDraft(context, BlockRun(0, 0, block_hashes(prompt, BLOCKS)), lease_all=False)
+        began = time.monotonic()
+        call = self.engine.connection.start_lookup([query])
+        self.engine.connection.gather([call], 5.0)
+        answers = self.engine.connection.take_answers(call)
+        assert answers, "no answer"
+        return answers[0], time.monotonic() - began
+
+    def found(self, prompt: str) -> tuple[int, float]:
+        """Blocks that a new request finds, and after how long it knows."""
+        self._next += 1
+        request, began = f"r{self._next}", time.monotonic()
+        self.engine.arrive(request, prompt, BLOCKS)
+        tokens = self.engine.match(request)
+        seconds = time.monotonic() - began
+        self.engine.scheduler.request_finished(request, [()])
+        self.engine.step()
+        return tokens // TOKENS, seconds
+
+
+@pytest.fixture
+def stand(daemon: DaemonProcess, tmp_path: Path) -> Iterator[Stand]:
+    made = Stand(daemon, tmp_path)
+    yield made
+    made.engine.close()
+
+
+def statuses(answer: QueryAnswer) -> set[int]:
+    return {status & hits.STATUS_BITS for status in answer.statuses}
+
+
+def test_one_call_is_enough_where_the_tier_answers_at_once(stand: Stand) -> None:
+    """On a busy machine not every answer comes at once."""
+    first = [stand.told(f"nowhere {n}", f"n{n}")[0] for n in range(20)]
+    assert any(statuses(answer) == {hits.MISS} for answer in first)
+    assert statuses(stand.told("below", "b")[0]) == {hits.PENDING}, "it is there, and not up yet"
+    stand.engine.step()
+    wait_until(lambda: statuses(stand.told("below", "b")[0]) == {hits.HIT}, "the blocks")
+
+
+def test_no_call_waits_for_a_tier_that_takes_its_time(stand: Stand) -> None:
+    stand.pause(0.2)
+    first = [stand.told(f"nowhere {n}", f"n{n}") for n in range(5)]
+    assert all(statuses(answer) == {hits.PENDING} for answer, _ in first)
+    assert min(seconds for _, seconds in first) < 0.1
+    time.sleep(0.3)
+    assert all(statuses(stand.told(f"nowhere {n}", f"n{n}")[0]) == {hits.MISS} for n in range(5))
+
+
+def test_requests_do_not_wait_for_a_tier_that_is_too_slow_until_it_is_well_again(
+    stand: Stand,
+) -> None:
+    """Back-pressure, from the store's calls to the engine's steps."""
+    assert stand.found("nowhere")[1] < DEADLINE_S
+    stand.pause(1.2 * DEADLINE_S)
+    waited = [stand.found(f"slow {n}")[1] for n in range(12)]
+    assert max(waited[:3]) > 0.8 * DEADLINE_S, "nobody knows yet how slow it is"
+    assert sum(seconds < DEADLINE_S / 3 for seconds in waited[4:]) >= 6, (
+        "at most one a second tries"
+    )
+    assert stand.tier().blocks_too_slow > 0
+    stand.pause(0)
+    end = time.monotonic() + 5
+    while stand.found("below")[0] < BLOCKS:
+        assert time.monotonic() < end, "it is not found again"
+        time.sleep(0.1)
+    after = [stand.found(f"well {n}") for n in range(5)]
+    assert max(seconds for _, seconds in after) < DEADLINE_S
