@@ -1,4 +1,5 @@
-"""Checksums of slots' bytes: the movers' own beside zlib's CRC-32 and beside copying, by size.
+"""Checksums of slots' bytes: the movers' own beside numpy's way to them, beside zlib's CRC-32 and
+beside copying, by size.
 
 Each side reads the same memory, too much for any cache, slot by slot in one thread.
 """
@@ -16,7 +17,7 @@ import numpy as np
 
 from benchmarks import report
 from kvd.core.keys import U64
-from kvd.mover.checksums import PIECE_BYTES, checksums
+from kvd.mover.checksums import PIECE_BYTES, by_numpy, checksums
 
 TOTAL_BYTES = 256 << 20
 SIZES = (4 << 10, 64 << 10, 1 << 20, 8 << 20)
@@ -28,6 +29,12 @@ def sum_up(parts: U64) -> None:
     step = max(1, PIECE_BYTES // parts[0].nbytes)  # as many at once as a mover sums
     for start in range(0, len(parts), step):
         checksums(parts[start : start + step])
+
+
+def numpys(parts: U64) -> None:
+    step = max(1, PIECE_BYTES // parts[0].nbytes)
+    for start in range(0, len(parts), step):
+        by_numpy(parts[start : start + step])
 
 
 def crc32(parts: U64) -> None:
@@ -63,7 +70,7 @@ def main() -> None:
     for size in SIZES:
         parts = words.reshape(-1, size // 8)
         row: dict[str, Any] = {"part_bytes": size}
-        for name, theirs in (("crc32", crc32), ("copy", copy)):
+        for name, theirs in (("numpy", numpys), ("crc32", crc32), ("copy", copy)):
             ours, other = report.interleaved(
                 lambda parts=parts: speed(sum_up, parts),  # type: ignore[misc]
                 lambda run=theirs, parts=parts: speed(run, parts),  # type: ignore[misc]

@@ -90,6 +90,7 @@ class BenchEngine(SmallEngine):
         **changes: Any,
     ) -> None:
         self.blocks, self.block_bytes = blocks, block_bytes
+        self.job_blocks = JOB_BLOCKS
         settings = {
             "model": f"bench-{block_bytes}-{fragments}",
             "num_blocks": blocks,
@@ -115,7 +116,7 @@ class BenchEngine(SmallEngine):
     def run(
         self, kind: str, hashes: Sequence[bytes], engine_blocks: Sequence[int], check: bool = True
     ) -> float:
-        """Store or load these blocks in jobs of JOB_BLOCKS; seconds until the board has said so."""
+        """Store or load these blocks in jobs of `job_blocks`; seconds until the board says so."""
         step, plan = self.step_of(kind, hashes, engine_blocks)
         began = time.perf_counter()
         failed = self.run_jobs(step, plan)
@@ -154,10 +155,9 @@ class BenchEngine(SmallEngine):
         jobs: list[JobDraft],
         hashes: Sequence[bytes],
         engine_blocks: Sequence[int],
-        most: int = JOB_BLOCKS,
     ) -> tuple[int, ...]:
-        """Add jobs of at most so many blocks; their ids."""
-        ids = []
+        """Add jobs of at most `job_blocks` blocks; their ids."""
+        ids, most = [], self.job_blocks
         for at in range(0, len(hashes), most):
             self._job += 1
             ids.append(self._job)

@@ -41,11 +41,15 @@ def at_least(what: str, value: dict[str, float], bar: float) -> Line:
 
 
 def throughput(results: dict[str, Any]) -> Iterator[Line]:
-    for row in results["steady"]:
+    for row in results.get("steady", ()):
         engines = "one engine" if row["engines"] == 1 else "two engines"
         what = f"{row['direction']}, {row['layout']}, {engines}, × memcpy"
         yield at_least(what, row["ratio"], row["bar"])
-    for row in results["fresh_pool"]:
+    for row in results.get("beside", ()):
+        yield at_least(
+            f"{row['ways']}, {row['direction']}, {row['layout']}", row["ratio"], row["bar"]
+        )
+    for row in results.get("fresh_pool", ()):
         what = f"first 256 MiB into a fresh pool, {row['layout']}, × later ones"
         yield at_least(what, row["ratio"], row["bar"])
 

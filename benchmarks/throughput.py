@@ -4,17 +4,20 @@ A Llama-8B-like layout (32 layers, 8 KV heads x 128, bf16, 16-token blocks: 2 Mi
 and as 64 fragments of 32 KiB, 1 GiB in all, shuffled ids, one and two engines at once. A pass is
 timed from the first `Step` to the board's last word, so it holds the protocol, the core and the
 slot table too. The floor: memcpy of mapped, touched memory in as many threads as there are
-movers, in the same pairs; with --same-libc under the movers' own libc settings, which make
-memcpy of large blocks faster.
+movers, in the same pairs, under the movers' own libc settings, which make memcpy of large blocks
+faster. Then two daemons in pairs: with checksums beside without, and the native library beside
+numpy; and jobs of 64 blocks beside jobs of 256.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +27,19 @@ import numpy as np
 from benchmarks import report
 from benchmarks.copies import FRAGMENTS, Floor
 from benchmarks.rig import BLOCK_BYTES, MIB, BenchEngine, daemon, keys
+from kvd import native
 from kvd.mover.process import GLIBC_TUNABLES
 
-BARS = {("whole", 1): 0.8, ("64 x 32 KiB", 1): 0.7, ("whole", 2): 0.75, ("64 x 32 KiB", 2): 0.75}
+Way = tuple[str, str, int]
+BARS = {("whole", 1): 0.9, ("64 x 32 KiB", 1): 0.85, ("whole", 2): 0.85, ("64 x 32 KiB", 2): 0.85}
+# Two ways beside each other: checksums or not, KVD_NATIVE, blocks a job; and what their ratio
+# should be.
+UNCHECKED = ("false", "auto", 256)
+WAYS: dict[str, tuple[Way, Way, float]] = {
+    "with checksums x without": (("true", "auto", 256), UNCHECKED, 0.95),
+    "jobs of 64 x jobs of 256": (("false", "auto", 64), UNCHECKED, 0.9),
+    "native x numpy": (UNCHECKED, ("false", "off", 256), 1.0),
+}
 FRESH_BYTES = 256 * MIB
 
 
@@ -99,6 +112,47 @@ def steady(total: int, pairs: int) -> list[dict[str, Any]]:
     return rows
 
 
+def beside(total: int, pairs: int) -> list[dict[str, Any]]:
+    """One engine by each of two ways, each with a daemon of its own, in pairs."""
+    rows = []
+    for title, (ours, theirs, bar) in WAYS.items():
+        for layout, fragments in FRAGMENTS.items():
+            with by_way(ours, total, fragments) as left, by_way(theirs, total, fragments) as right:
+                for kind in ("store", "load"):
+                    for passes in (left, right):
+                        for _ in range(3 if kind == "store" else 1):
+                            passes.gb_per_s(kind)
+                    one, other = report.interleaved(
+                        partial(left.gb_per_s, kind), partial(right.gb_per_s, kind), pairs
+                    )
+                    rows.append(
+                        {
+                            "ways": title,
+                            "layout": layout,
+                            "direction": kind,
+                            "gb_per_s": report.Spread.of(one),
+                            "other_gb_per_s": report.Spread.of(other),
+                            "ratio": report.ratios(one, other),
+                            "bar": bar,
+                        }
+                    )
+                    print(f"  {title}, {layout}, {kind}: {rows[-1]['ratio']}", flush=True)
+    return rows
+
+
+@contextlib.contextmanager
+def by_way(way: Way, total: int, fragments: int) -> Iterator[Pass]:
+    """Passes of one engine through a daemon that copies in this way."""
+    checksums, level, job_blocks = way
+    os.environ[native.VARIABLE] = level
+    with daemon(2 * total, **{"payload-checksums": checksums}) as running:
+        engine = BenchEngine(running.socket, "e0", total // BLOCK_BYTES, fragments=fragments)
+        engine.job_blocks = job_blocks
+        del os.environ[native.VARIABLE]
+        yield Pass([engine])
+        engine.close()
+
+
 def fresh(rounds: int) -> list[dict[str, Any]]:
     """The first 256 MiB stored into a fresh pool against later passes over the same slots."""
     rows = []
@@ -131,13 +185,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Stores and loads through a daemon.")
     parser.add_argument("--quick", action="store_true", help="256 MiB and 3 pairs: a smoke test")
     parser.add_argument("--output", type=Path, help="JSON file (default: results/throughput.json)")
-    parser.add_argument("--same-libc", action="store_true", help="give memcpy the movers' settings")
+    parser.add_argument("--only", choices=("steady", "beside", "fresh_pool"), help="one part")
     options = parser.parse_args()
-    if options.same_libc and os.environ.get("GLIBC_TUNABLES") != GLIBC_TUNABLES:
+    if os.environ.get("GLIBC_TUNABLES") != GLIBC_TUNABLES:
         os.environ["GLIBC_TUNABLES"] = GLIBC_TUNABLES
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.throughput", *sys.argv[1:]])
     total, pairs = (256 * MIB, 3) if options.quick else (1024 * MIB, 15)
-    results = {"steady": steady(total, pairs), "fresh_pool": fresh(2 if options.quick else 15)}
+    parts = {
+        "steady": partial(steady, total, pairs),
+        "beside": partial(beside, total // 2, pairs),
+        "fresh_pool": partial(fresh, 2 if options.quick else 15),
+    }
+    results = {name: run() for name, run in parts.items() if options.only in (None, name)}
     for title, rows in results.items():
         print(f"\n{title}")
         print(report.table(list(rows[0]), [list(row.values()) for row in rows]))

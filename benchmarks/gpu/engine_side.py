@@ -55,17 +55,18 @@ class GpuEngine(BenchEngine):
 
         What is stored has new keys; what is loaded was stored by the pass before.
         """
+        self.job_blocks = job_blocks
         both = len(kinds) == 2
         half = len(order) // 2 if both else len(order)
         step, plan_of = StepDraft(), {}
         if "load" in kinds:
             loaded = order[half:] if both else order
             hashes = self._keys[: len(loaded)]
-            plan_of["loads"] = self.draft(step.loads, hashes, loaded[: len(hashes)], job_blocks)
+            plan_of["loads"] = self.draft(step.loads, hashes, loaded[: len(hashes)])
         if "store" in kinds:
             self._prefix += 1
             self._keys = keys(self._prefix, half)
-            plan_of["stores"] = self.draft(step.stores, self._keys, order[:half], job_blocks)
+            plan_of["stores"] = self.draft(step.stores, self._keys, order[:half])
         began = time.perf_counter()
         failed = self.run_jobs(step, StepPlan(**plan_of), LOOK_SECONDS)
         seconds = time.perf_counter() - began

@@ -254,7 +254,7 @@ class HostSharedMemory:
 
     def _by_presence(self, kind: JobKind, part: LocatedPart) -> Iterator[tuple[LocatedPart, bool]]:
         """The part in pieces, and whether the library may copy each: a store's may have holes."""
-        if kind is JobKind.LOAD or all(file.presence.full for file, _ in self._regions):
+        if kind is JobKind.LOAD or self._is_present(part):
             yield part, True
             return
         part_bytes = self._config.groups[part.group].part_bytes
@@ -263,6 +263,8 @@ class HostSharedMemory:
 
     def _is_present(self, part: LocatedPart) -> bool:
         """Whether the engine's memory has every page of these blocks."""
+        if all(file.presence.full for file, _ in self._regions):
+            return True
         blocks = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK].astype(np.int64)
         return not len(blocks) or all(
             piece.file.presence.full
