@@ -145,7 +145,8 @@ def by_way(way: Way, total: int, fragments: int) -> Iterator[Pass]:
     """Passes of one engine through a daemon that copies in this way."""
     checksums, level, job_blocks = way
     os.environ[native.VARIABLE] = level
-    with daemon(2 * total, **{"payload-checksums": checksums}) as running:
+    flags: dict[str, Any] = {"payload-checksums": checksums}
+    with daemon(2 * total, **flags) as running:
         engine = BenchEngine(running.socket, "e0", total // BLOCK_BYTES, fragments=fragments)
         engine.job_blocks = job_blocks
         del os.environ[native.VARIABLE]
