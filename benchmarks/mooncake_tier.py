@@ -1,7 +1,8 @@
 """The Mooncake tier's store beside Mooncake's own client: `python -m benchmarks.mooncake_tier`.
 
 Both move the same bytes between the same registered memory and one node on the loopback, in
-batches of 32 MiB, by two callers. The client's are plain batch calls, a block each. The store
+batches of 32 MiB, by two callers. The client's are the library's own batch calls, a block each,
+by threads that wait for them as the library does. The store
 also asks what is there, takes a checksum of every block that it writes, and verifies every one
 that it reads. Interleaved pairs. All of it, the node too, shares this machine's processors: the
 ratio counts, not the speed.
@@ -10,6 +11,7 @@ ratio counts, not the speed.
 from __future__ import annotations
 
 import argparse
+import functools
 import mmap
 import queue
 import sys
@@ -76,11 +78,14 @@ class Sides:
     def client_puts(self) -> float:
         """As `store_writes`."""
         self._client.remove_beginning("plain")
-        return self._pass(lambda batch, memory: self._plain(self._client.put, batch, memory))
+        library = self._client.library
+        put = functools.partial(library.batch_put_from, config=self._client.replication)
+        return self._pass(lambda batch, memory: self._plain(put, batch, memory))
 
     def client_gets(self) -> float:
         """As `store_reads`."""
-        return self._pass(lambda batch, memory: self._plain(self._client.get, batch, memory))
+        get = self._client.library.batch_get_into
+        return self._pass(lambda batch, memory: self._plain(get, batch, memory))
 
     def close(self) -> None:
         self._store.close()
@@ -101,8 +106,8 @@ class Sides:
         numbers = range(self._per_batch)
         found = call(
             [f"plain{batch * self._per_batch + at:0124d}" for at in numbers],
-            [[memory.address + at * self._size] for at in numbers],
-            [[self._size]] * self._per_batch,
+            [memory.address + at * self._size for at in numbers],
+            [self._size] * self._per_batch,
         )
         assert set(found) <= {0, self._size}
 
@@ -148,11 +153,13 @@ def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="The Mooncake tier's store beside its client.")
     parser.add_argument("--quick", action="store_true", help="little and few: a smoke test")
+    parser.add_argument("--pairs", type=int, help="instead of 7, or 2")
     parser.add_argument(
         "--output", type=Path, help="JSON file (default: results/mooncake_tier.json)"
     )
     options = parser.parse_args()
     total, pairs = (128 * MIB, 2) if options.quick else (512 * MIB, 7)
+    pairs = options.pairs or pairs
     sys.setswitchinterval(0.0005)  # as the daemon's processes do
     with tempfile.TemporaryDirectory() as logs:
         cluster = MooncakeCluster(Path(logs), free_port(), free_port(), node_bytes=4 * total)

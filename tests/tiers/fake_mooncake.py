@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -33,6 +34,9 @@ class FakeLibrary:
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.begun: dict[str, bytearray] = {}  # writes that have not ended
+        self.stretches: dict[str, int] = {}  # of memory, of which a write took a value
+        self.found: set[str] = set()  # for reads that have not ended
         self.fault: Fault = lambda call, name: None
         self.calls: list[tuple[str, list[str]]] = []
         self.registered: dict[int, int] = {}
@@ -49,36 +53,124 @@ class FakeLibrary:
         self._begin("exists", names)
         return [self._code("exists", name, int(name in self.values)) for name in names]
 
-    def batch_put_from_multi_buffers(
-        self, names: list[str], addresses: list[list[int]], sizes: list[list[int]], _: object
+    def batch_put_session_start(self, names: list[str], sizes: list[int], _: object) -> list[int]:
+        self._begin("begin", names)
+        return [self._start(*each) for each in zip(names, sizes, strict=True)]
+
+    def _start(self, name: str, size: int) -> int:
+        code = self._code("begin", name, codes.OK)
+        with self._lock:
+            if code == codes.OK and name in self.begun:
+                return codes.SIZE_DIFFERS
+            if code == codes.OK and name in self.values:
+                return codes.EXISTS
+            if code == codes.OK:
+                self.begun[name] = bytearray(size)
+        return code
+
+    def batch_put_from_multi_buffer_ranges(
+        self,
+        names: list[str],
+        addresses: list[list[int]],
+        sizes: list[list[int]],
+        offsets: list[list[int]],
     ) -> list[int]:
         self._begin("put", names)
         found = []
-        for name, at, of in zip(names, addresses, sizes, strict=True):
+        for name, *each in zip(names, addresses, sizes, offsets, strict=True):
             code = self._code("put", name, codes.OK)
+            self.stretches[name] = len(each[0])
+            for address, size, at in zip(*each, strict=True) if code == codes.OK else ():
+                assert at + size <= len(self.begun[name])
+                self.begun[name][at : at + size] = ctypes.string_at(address, size)
+            found.append(code or sum(each[1]))
+        return found
+
+    def batch_put_session_end(self, names: list[str]) -> list[int]:
+        self._begin("end", names)
+        return [self._end(name) for name in names]
+
+    def _end(self, name: str) -> int:
+        code = self._code("end", name, codes.OK)
+        if code == codes.OK:
+            self.values.setdefault(name, bytes(self.begun.pop(name)))
+        return code
+
+    def batch_put_session_revoke(self, names: list[str]) -> list[int]:
+        self._begin("give up", names)
+        found = [self._code("give up", name, codes.OK) for name in names]
+        for name, code in zip(names, found, strict=True):
             if code == codes.OK:
-                laid = b"".join(map(ctypes.string_at, at, of))
-                self.values.setdefault(name, laid)
-            found.append(code)
+                self.begun.pop(name, None)
+        return found
+
+    def batch_get_session_start(self, names: list[str]) -> list[int]:
+        self._begin("find", names)
+        found = []
+        for name in names:
+            code = codes.OK if name in self.values else codes.NOT_FOUND
+            found.append(self._code("find", name, code))
+            if not found[-1]:
+                self.found.add(name)
+        return found
+
+    def batch_get_into_multi_buffer_ranges(
+        self,
+        names: list[str],
+        addresses: list[list[int]],
+        sizes: list[list[int]],
+        offsets: list[list[int]],
+    ) -> list[int]:
+        self._begin("get", names)
+        assert self.found.issuperset(names), "somebody else ended what this call began"
+        return [self._get(*each) for each in zip(names, addresses, sizes, offsets, strict=True)]
+
+    def _get(self, name: str, addresses: list[int], sizes: list[int], offsets: list[int]) -> int:
+        code = self._code("get", name, codes.OK)
+        value = self.values.get(name)
+        if code != codes.OK or value is None:
+            return code or codes.TRANSFER_FAILED
+        if len(value) < sum(sizes):
+            return codes.SIZE_DIFFERS
+        for address, size, at in zip(addresses, sizes, offsets, strict=True):
+            ctypes.memmove(address, value[at : at + size], size)
+        return sum(sizes)
+
+    def batch_get_session_end(self, names: list[str]) -> int:
+        self._begin("let go", names)
+        self.found.difference_update(names)
+        return codes.OK
+
+    def batch_put_from_multi_buffers(
+        self, names: list[str], addresses: list[list[int]], sizes: list[list[int]], _: object
+    ) -> list[int]:
+        self._begin("put at once", names)
+        assert self.begun.keys().isdisjoint(names), "what was begun is to be given up first"
+        found = []
+        for name, at, of in zip(names, addresses, sizes, strict=True):
+            self.stretches[name] = len(at)
+            found.append(self._code("put at once", name, codes.OK))
+            if found[-1] == codes.OK:
+                self.values.setdefault(name, b"".join(map(ctypes.string_at, at, of)))
         return found
 
     def batch_get_into_multi_buffers(
         self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]
     ) -> list[int]:
-        self._begin("get", names)
-        return [self._get(*each) for each in zip(names, addresses, sizes, strict=True)]
-
-    def _get(self, name: str, addresses: list[int], sizes: list[int]) -> int:
-        code = self._code("get", name, codes.OK)
-        value = self.values.get(name)
-        if code != codes.OK or value is None:
-            return code or codes.NOT_FOUND
-        if len(value) != sum(sizes):
-            return codes.SIZE_DIFFERS if sum(sizes) < len(value) else codes.TRANSFER_FAILED
-        for address, size in zip(addresses, sizes, strict=True):
-            ctypes.memmove(address, value[:size], size)
-            value = value[size:]
-        return sum(sizes)
+        self._begin("get at once", names)
+        found = []
+        for name, at, of in zip(names, addresses, sizes, strict=True):
+            code = self._code("get at once", name, codes.OK)
+            value = self.values.get(name)
+            if code == codes.OK and value is None:
+                code = codes.NOT_FOUND
+            elif code == codes.OK and value is not None and len(value) != sum(of):
+                code = codes.SIZE_DIFFERS if sum(of) < len(value) else codes.TRANSFER_FAILED
+            elif code == codes.OK:
+                starts = [0, *itertools.accumulate(of[:-1])]
+                code = self._get(name, at, of, starts)
+            found.append(code)
+        return found
 
     def get_into_ranges(
         self,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +31,12 @@ def mooncake_cluster(
         yield cluster
     finally:
         cluster.end()
+
+
+def freeze(process: subprocess.Popen[bytes]) -> None:
+    """Returns when nothing of it runs any more."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
 
 
 def options_of(cluster: MooncakeCluster, **others: OptionValue) -> dict[str, OptionValue]:

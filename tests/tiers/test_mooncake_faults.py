@@ -17,7 +17,7 @@ from examples.cluster.mooncake import MooncakeCluster, end, free_port
 from kvd.tiers.process import OrderEnd, TierProcess, TierRefused
 from kvd.tiers.store import Outcome, TierError, TierReason
 from tests.tiers.contract import BLOCK_BYTES, ONE, content, key, source, target
-from tests.tiers.mooncake_cluster import mooncake_cluster, opened, options_of
+from tests.tiers.mooncake_cluster import freeze, mooncake_cluster, opened, options_of
 from tests.tiers.tier_rig import TierRig, keys, on_loop, placed, soon, tier_rig, until
 
 pytest.importorskip("mooncake.store", reason="needs the mooncake extra", exc_type=ImportError)
@@ -99,7 +99,7 @@ async def test_a_killed_node_costs_its_blocks_and_no_more(tmp_path: Path) -> Non
 async def test_a_frozen_node_costs_the_process_in_time_and_no_slot(tmp_path: Path) -> None:
     async with served(tmp_path) as (cluster, r, tier):
         tier.late_s = 0.5
-        cluster.nodes[0].send_signal(signal.SIGSTOP)
+        freeze(cluster.nodes[0])
         order = r.next_order()
         began = time.monotonic()
         assert tier.read(order, placed(BLOCKS, range(20, 28)), soon(1.0))
@@ -143,7 +143,7 @@ async def test_a_killed_master_is_a_refusal_at_once_and_found_when_it_is_back(
 async def test_a_frozen_master_is_no_answer_in_time(tmp_path: Path) -> None:
     async with served(tmp_path) as (cluster, r, tier):
         assert cluster.master is not None
-        cluster.master.send_signal(signal.SIGSTOP)
+        freeze(cluster.master)
         began = time.monotonic()
         assert await read_back(r, tier) == [FAILED] * len(BLOCKS)
         assert time.monotonic() - began < 3.0  # rpc_timeout_seconds is 1

@@ -7,11 +7,19 @@ who calls:
   none, all others are refused at once, while one thread asks again and again.
 - It waits 60 s for a node, and then returns though bytes may still come, into memory that is no
   longer lent. So a call of that length never returns: whoever waits for it ends the process.
+
+It has two ways to move bytes. By the one, who waits looks for the end of it without a pause, and
+takes a processor from those who move the bytes. By the other they move one after the other, who
+waits sleeps, and the master tells what is there before anything moves: so that is taken. But where
+a node is gone each stretch takes a second to fail. So a few go in one call, and the first way is
+taken for a while once one failed, and for values of more stretches.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import itertools
 import os
 import threading
 import time
@@ -26,6 +34,8 @@ from kvd.tiers.store import TierError, TierReason, TierUnusable
 
 GIVES_UP_S = 55.0  # a little less than Mooncake itself
 ASK_AGAIN_S = 0.5  # for the master, once it did not answer
+MAX_IN_TURN = 8  # stretches; to a node that is gone the library takes a second for each
+IN_DOUBT_S = 10.0  # after a node failed: as long as the master believes in it by default
 _JOIN_S = 1.0
 _SOME_NAME = "kvd1-"  # no block's
 
@@ -39,8 +49,9 @@ class MooncakeClient:
 
     def __init__(self, library: Any, replication: Any) -> None:
         """`library`: a MooncakeDistributedStore that is set up; `replication`: its config."""
-        self._library = library
-        self._replication = replication
+        self.library = library
+        self.replication = replication
+        self._in_doubt_until = 0.0
         self._closing = threading.Event()
         self._asking: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -92,41 +103,83 @@ class MooncakeClient:
 
     def exists(self, names: Sequence[str]) -> list[int]:
         """1, 0 or a code below 0 for each."""
-        return self._watched(self._library.batch_is_exist(list(names)), len(names))
+        return self._watched(self.library.batch_is_exist(list(names)), len(names))
+
+    # What writes or reads values does so in three steps: the master is asked, bytes move, the
+    # master or the client is told that this is over. No name may be in two such at once.
+
+    def begin_puts(self, names: Sequence[str], sizes: Sequence[int]) -> list[int]:
+        """Have room for values of these sizes; a code for each. What is OK is to be ended by
+        `end_puts` or `give_up_puts`, and can't be seen before."""
+        begin = self.library.batch_put_session_start
+        answers = self._watched(begin(list(names), list(sizes), self.replication), len(names))
+        odd = [at for at, code in enumerate(answers) if code == codes.SIZE_DIFFERS]
+        if odd:  # an earlier one was given up, and the master did not hear of it
+            again = [names[at] for at in odd]
+            self.give_up_puts(again)
+            began = begin(again, [sizes[at] for at in odd], self.replication)
+            for at, code in zip(odd, self._watched(began, len(again)), strict=True):
+                answers[at] = code
+        return answers
 
     def put(self, names: Sequence[str], addresses: Addresses, sizes: Sizes) -> list[int]:
-        """Have a value made of the memory at several places, for each name; a code for each.
+        """Fill values that were begun from memory at several places. A code for each: its length;
+        OK, where it has been ended, too; or why it failed."""
 
-        A name that is there already is OK, and left as it is.
-        """
-        found = _in_time(
-            lambda: self._library.batch_put_from_multi_buffers(
-                list(names), addresses, sizes, self._replication
+        def at_once(left: slice) -> list[int]:
+            names_left = list(names[left])
+            self.give_up_puts(names_left)
+            found: list[int] = self.library.batch_put_from_multi_buffers(
+                names_left, addresses[left], sizes[left], self.replication
             )
+            return found
+
+        return self._moved(
+            self.library.batch_put_from_multi_buffer_ranges, at_once, names, addresses, sizes
         )
-        return self._watched(found, len(names))
+
+    def end_puts(self, names: Sequence[str]) -> list[int]:
+        """Let these values be seen; a code for each."""
+        return self._watched(self.library.batch_put_session_end(list(names)), len(names))
+
+    def give_up_puts(self, names: Sequence[str]) -> None:
+        """Forget these, which were begun."""
+        self._watched(self.library.batch_put_session_revoke(list(names)), len(names))
+
+    def begin_gets(self, names: Sequence[str]) -> list[int]:
+        """Have these values stay for a while; a code for each."""
+        return self._watched(self.library.batch_get_session_start(list(names)), len(names))
 
     def get(self, names: Sequence[str], addresses: Addresses, sizes: Sizes) -> list[int]:
-        """Fill memory at several places with each value; its length, or a code.
-
-        No name may stand there twice: only one would be filled.
-        """
+        """Fill memory at several places with each value's first bytes; their length, or a code."""
         assert len(set(names)) == len(names), "a value is asked for twice in one call"
-        found = _in_time(
-            lambda: self._library.batch_get_into_multi_buffers(list(names), addresses, sizes)
-        )
-        return self._watched(found, len(names))
 
-    def get_heads(self, names: Sequence[str], address: int, sizes: Sequence[int]) -> list[int]:
-        """Fill memory with the first bytes of each value, end to end; so many, or a code."""
-        offsets = [sum(sizes[:at]) for at in range(len(sizes))]
+        def at_once(left: slice) -> list[int]:
+            found: list[int] = self.library.batch_get_into_multi_buffers(
+                list(names[left]), addresses[left], sizes[left]
+            )
+            return found
+
+        return self._moved(
+            self.library.batch_get_into_multi_buffer_ranges, at_once, names, addresses, sizes
+        )
+
+    def end_gets(self, names: Sequence[str]) -> None:
+        """Forget where these were; asks nobody."""
+        self.library.batch_get_session_end(list(names))
+
+    def get_heads(
+        self, names: Sequence[str], address: int, places: Sequence[tuple[int, int]]
+    ) -> list[int]:
+        """Fill memory with the first bytes of each value; so many, or a code. `places` are an
+        offset from `address` and a size for each."""
         found = _in_time(
-            lambda: self._library.get_into_ranges(
+            lambda: self.library.get_into_ranges(
                 [address],
                 [list(names)],
-                [[[offset] for offset in offsets]],
+                [[[offset] for offset, _ in places]],
                 [[[0]] * len(names)],
-                [[[size] for size in sizes]],
+                [[[size] for _, size in places]],
             )
         )
         flat = [each[0] for each in found[0]] if found else []
@@ -134,30 +187,55 @@ class MooncakeClient:
 
     def lengths(self, names: Sequence[str]) -> list[int | None]:
         """How long each value is, None where there is none."""
-        known = self._library.batch_get_replica_desc(list(names))
+        known = self.library.batch_get_replica_desc(list(names))
         return [_length(known.get(name, ())) for name in names]
 
     def remove(self, names: Sequence[str]) -> list[int]:
         """Forget these, though somebody may read them; a code for each."""
-        return self._watched(self._library.batch_remove(list(names), True), len(names))
+        return self._watched(self.library.batch_remove(list(names), True), len(names))
 
     def remove_beginning(self, beginning: str) -> int:
         """Forget all names that begin so, but for those that are being written; their number.
 
         `beginning` is made of letters, digits and "-" alone. The master looks at every name.
         """
-        (found,) = self._watched([self._library.remove_by_regex(f"^{beginning}", True)], 1)
+        (found,) = self._watched([self.library.remove_by_regex(f"^{beginning}", True)], 1)
         return found
+
+    def _moved(
+        self,
+        in_turn: Callable[..., list[int]],
+        at_once: Callable[[slice], list[int]],
+        names: Sequence[str],
+        addresses: Addresses,
+        sizes: Sizes,
+    ) -> list[int]:
+        """Move some values after the other, until a node fails; then, for a while, all at once."""
+        found: list[int] = []
+        while len(found) < len(names):
+            few = 0 if time.monotonic() < self._in_doubt_until else _few(sizes, len(found))
+            if not few:
+                some = slice(len(found), len(names))
+                answers = _in_time(functools.partial(at_once, some))
+            else:
+                some = slice(len(found), len(found) + few)
+                offsets = [_offsets(each) for each in sizes[some]]
+                call = functools.partial(in_turn, list(names[some]), addresses[some], sizes[some])
+                answers = _in_time(functools.partial(call, offsets))
+            if codes.TRANSFER_FAILED in answers:
+                self._in_doubt_until = time.monotonic() + IN_DOUBT_S
+            found += require_codes(answers, len(names[some]))
+        return self._watched(found, len(names))
 
     # -- memory -----------------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> bool:
         """Let the network read and write this memory. False: it can't."""
-        return bool(self._library.register_buffer(address, nbytes) == codes.OK)
+        return bool(self.library.register_buffer(address, nbytes) == codes.OK)
 
     def unregister(self, address: int) -> None:
         """End that."""
-        self._library.unregister_buffer(address)
+        self.library.unregister_buffer(address)
 
     def close(self) -> None:
         """Leave the cluster. No call may be under way."""
@@ -168,7 +246,7 @@ class MooncakeClient:
             asking.join(_JOIN_S)
             if asking.is_alive():  # within a call, and so the library can't be closed
                 return
-        self._library.close()
+        self.library.close()
 
     # -- the master -------------------------------------------------------------------------
 
@@ -186,11 +264,22 @@ class MooncakeClient:
 
     def _ask_master(self) -> None:
         while not self._closing.wait(ASK_AGAIN_S):
-            (answer,) = self._library.batch_is_exist([_SOME_NAME])
+            (answer,) = self.library.batch_is_exist([_SOME_NAME])
             if answer >= 0:
                 with self._lock:
                     self._asking = None
                 return
+
+
+def _few(sizes: Sizes, first: int) -> int:
+    """So many values, from this one on, are MAX_IN_TURN stretches or less. 0: not even one."""
+    stretches = itertools.accumulate(len(each) for each in sizes[first : first + MAX_IN_TURN])
+    return sum(so_far <= MAX_IN_TURN for so_far in stretches)
+
+
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each piece of a value begins, of which these are the sizes."""
+    return [0] if len(sizes) == 1 else [0, *itertools.accumulate(sizes[:-1])]
 
 
 def _in_time(call: Callable[[], Answer]) -> Answer:

@@ -11,6 +11,7 @@ NO_SPACE = -200  # no node has room, nor anything that may leave
 SIZE_DIFFERS = -600  # the value is larger than the memory for it; or a call that can't be
 NOT_READY = -703  # being written
 NOT_FOUND = -704
+EXISTS = -705  # or is being written
 LEASE_EXPIRED = -707
 TRANSFER_FAILED = -800  # the node does not answer; or the value is smaller than the memory for it
 RPC_FAILED = -900  # the master does not answer
@@ -18,6 +19,8 @@ RPC_TIMED_OUT = -901
 NO_QUOTA = -1700
 
 ABSENT = frozenset((NOT_FOUND, NOT_READY))
+# Begun here before is SIZE_DIFFERS, where the master did not let it be given up.
+THERE = frozenset((EXISTS, SIZE_DIFFERS))
 FULL = frozenset((NO_SPACE, NO_QUOTA))
 WITHOUT_MASTER = frozenset((RPC_FAILED, RPC_TIMED_OUT))
 _REASONS = {

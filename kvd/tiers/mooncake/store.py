@@ -1,5 +1,7 @@
 """The Mooncake tier's store: each block is one value, its sealed record before its parts.
 
+A block is begun with the master, moved, and then ended, so that it can be seen; or it is given up.
+
 A name is `kvd1-`, the scope and the block, in hexadecimal: so those of a namespace begin alike.
 Mooncake evicts by itself, and other nodes write and delete the same names. So nothing is kept here
 of what is there, and what is read is believed for its seal alone.
@@ -12,17 +14,26 @@ import mmap
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-
+from kvd.native import address_of
+from kvd.tiers.gang import Gang
 from kvd.tiers.mooncake import codes
 from kvd.tiers.mooncake.client import MooncakeClient
+from kvd.tiers.mooncake.in_use import NamesInUse
+from kvd.tiers.mooncake.moves import (
+    MAX_STAGED_BYTES,
+    NAME_VERSION,
+    MooncakeMove,
+    moves_of,
+    name_of,
+    pieces_of,
+)
 from kvd.tiers.mooncake.options import MooncakeOptions
+from kvd.tiers.mooncake.staging import NetworkMemory
 from kvd.tiers.mooncake.under_way import WritesUnderWay
-from kvd.tiers.sealing import has_lengths_of, proves, record_bytes, record_from, wipe
+from kvd.tiers.sealing import has_lengths_of, wipe
 from kvd.tiers.store import (
     Outcome,
     TierBlock,
@@ -36,58 +47,17 @@ from kvd.tiers.store import (
     require_keys,
     require_scopes,
 )
-from kvd.tiers.sums import sums_of
 
-NAME_VERSION = "kvd1-"  # other bytes in a value come with another
-MAX_PIECE_BYTES = 64 << 20  # in one call of Mooncake's: what the lease of a read must outlast
-MAX_PIECE_TRANSFERS = 4096  # records and parts in one, each of which Mooncake moves by itself
-MAX_RECORDS_BYTES = 1 << 20  # of a piece's records; enough for one of any block
+PIECES_AT_ONCE = 2  # of one batch
 ROOM_WAIT_S = 0.5  # for Mooncake's eviction, which begins when a block finds no room
 MAX_READ_TRIES = 3  # of a value that proves wrong: it may have been replaced meanwhile
 REMOVE_AGAIN_S = 0.02
+# Blocks with parts up to this go as one stretch of memory each, for a copy of them. By RDMA a
+# second stretch costs little.
+STAGED_PART_BYTES = {"tcp": 256 << 10, "rdma": 16 << 10}
 _LEASE_NOTE = "reads took longer than their lease: raise --default_kv_lease_ttl of the master"
 _ROOM_NOTE = "blocks found no room: there is no node, or all it holds is being read"
 _MASTER_NOTE = "the master does not answer"
-
-
-@dataclass(slots=True)
-class _Move:
-    """One block on its way."""
-
-    number: int  # in the caller's batch
-    name: str
-    block: TierBlock
-    record_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of the value."""
-        return self.record_bytes + self.block.nbytes
-
-
-class _Records:
-    """Memory for the records of one piece, known to the network."""
-
-    def __init__(self, memory: memoryview, address: int) -> None:
-        self._memory = memory
-        self.address = address
-
-    def put(self, records: Sequence[bytes]) -> None:
-        """Lay them end to end."""
-        laid = b"".join(records)
-        self._memory[: len(laid)] = laid
-
-    def clear(self, nbytes: int) -> None:
-        """None of an earlier piece's is left."""
-        self._memory[:nbytes] = bytes(nbytes)
-
-    def take(self, moves: Sequence[_Move]) -> list[bytes]:
-        """What lies there now, of each block."""
-        starts = _starts(moves)
-        return [
-            bytes(self._memory[start : start + move.record_bytes])
-            for start, move in zip(starts, moves, strict=True)
-        ]
 
 
 class MooncakeStore:
@@ -110,15 +80,19 @@ class MooncakeStore:
         self._lock = threading.Lock()
         self._is_closed = False
         self._writes = WritesUnderWay()
+        self._in_use = NamesInUse()
         calls = self._options.calls
-        self._memory = mmap.mmap(-1, calls * MAX_RECORDS_BYTES)
-        base = _address(memoryview(self._memory))
-        self._records: queue.SimpleQueue[_Records] = queue.SimpleQueue()
-        for start in range(0, calls * MAX_RECORDS_BYTES, MAX_RECORDS_BYTES):
-            view = memoryview(self._memory)[start : start + MAX_RECORDS_BYTES]
-            self._records.put(_Records(view, base + start))
+        self._gang = Gang("mooncake", calls * PIECES_AT_ONCE)
+        self._staged_part_bytes = STAGED_PART_BYTES[self._options.protocol]
+        staged_bytes = calls * PIECES_AT_ONCE * MAX_STAGED_BYTES
+        self._memory = mmap.mmap(-1, staged_bytes)
+        base = address_of(self._memory)
+        self._stagings: queue.LifoQueue[NetworkMemory] = queue.LifoQueue()  # warm ones first
+        for start in range(0, staged_bytes, MAX_STAGED_BYTES):
+            view = memoryview(self._memory)[start : start + MAX_STAGED_BYTES]
+            self._stagings.put(NetworkMemory(view, base + start))
         try:
-            self.map_memory(base, calls * MAX_RECORDS_BYTES)
+            self.map_memory(base, staged_bytes)
         except TierError:
             self.close()
             raise
@@ -141,7 +115,7 @@ class MooncakeStore:
     def exists(self, keys: Sequence[TierKey], deadline: float) -> list[bool]:
         require_keys(keys)
         self._begin_call(deadline)
-        answers = self._client.exists(list(map(_name, keys))) if keys else []
+        answers = self._client.exists(list(map(name_of, keys))) if keys else []
         self._require_some(answers)
         return [answer == 1 for answer in answers]
 
@@ -152,7 +126,7 @@ class MooncakeStore:
         firsts = [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
         outcomes = [Outcome.FAILED] * len(blocks)
         with self._writes.one():
-            moves = _moves(blocks, sorted(first.values()))
+            moves = moves_of(blocks, sorted(first.values()), self._staged_part_bytes)
             self._in_pieces(self._write_piece, moves, outcomes, deadline)
         return [outcomes[number] for number in firsts]
 
@@ -160,14 +134,14 @@ class MooncakeStore:
         require_blocks(blocks, to_fill=True)
         self._begin_call(deadline)
         outcomes = [Outcome.FAILED] * len(blocks)
-        moves = _moves(blocks, range(len(blocks)))
+        moves = moves_of(blocks, range(len(blocks)), self._staged_part_bytes)
         self._in_pieces(self._read_piece, moves, outcomes, deadline)
         return outcomes
 
     def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
         require_keys(keys)
         self._begin_call(deadline)
-        left = list(dict.fromkeys(map(_name, keys)))
+        left = list(dict.fromkeys(map(name_of, keys)))
         while left:
             self._require_time(deadline)
             answers = self._client.remove(left)
@@ -205,6 +179,7 @@ class MooncakeStore:
             if self._is_closed:
                 return
             self._is_closed = True
+        self._gang.close()
         self._client.close()
 
     # -- what calls have in common ------------------------------------------------------------
@@ -249,63 +224,84 @@ class MooncakeStore:
 
     def _in_pieces(
         self,
-        carry_out: Callable[[list[_Move], _Records, list[Outcome], float], None],
-        moves: list[_Move],
+        carry_out: Callable[[list[MooncakeMove], NetworkMemory, list[Outcome], float], None],
+        moves: list[MooncakeMove],
         outcomes: list[Outcome],
         deadline: float,
     ) -> None:
-        """Carry out a batch in calls of bounded size. What no time is left for has failed."""
-        done = 0
-        for piece in _pieces(moves):
-            if time.monotonic() >= deadline:
-                self._count(TierReason.TIMEOUT, len(moves) - done)
-                return
-            with self._some_records() as records:
+        """Carry out a batch in calls of bounded size, some at once: one's bytes move while
+        another's are copied and summed up. What no time is left for has failed."""
+        pieces = deque(pieces_of(moves))
+        left, refused = [len(moves)], list[tuple[str, TierReason]]()
+
+        def carry_out_some() -> None:
+            while not refused and time.monotonic() < deadline:
                 try:
-                    carry_out(piece, records, outcomes, deadline)
-                except TierError as error:
-                    self._count(error.reason, len(moves) - done)
-                    if not done:
-                        raise
+                    piece = pieces.popleft()
+                except IndexError:
                     return
-            done += len(piece)
+                names = [move.name for move in piece]
+                with self._in_use.held(names, deadline) as may, self._some_staging() as staging:
+                    if not may:
+                        return
+                    try:
+                        carry_out(piece, staging, outcomes, deadline)
+                    except TierError as error:
+                        refused.append((str(error), error.reason))
+                        return
+                with self._lock:
+                    left[0] -= len(piece)
+
+        if len(pieces) == 1:
+            carry_out_some()
+        else:
+            self._gang.do([carry_out_some] * min(PIECES_AT_ONCE, len(pieces)))
+        if refused:
+            message, reason = refused[0]
+            self._count(reason, left[0])
+            if left[0] == len(moves):
+                raise TierError(message, reason)
+        elif left[0]:
+            self._count(TierReason.TIMEOUT, left[0])
 
     @contextlib.contextmanager
-    def _some_records(self) -> Iterator[_Records]:
-        records = self._records.get()
+    def _some_staging(self) -> Iterator[NetworkMemory]:
+        staging = self._stagings.get()
         try:
-            yield records
+            yield staging
         finally:
-            self._records.put(records)
+            self._stagings.put(staging)
 
     # -- writing ------------------------------------------------------------------------------
 
     def _write_piece(
-        self, piece: list[_Move], records: _Records, outcomes: list[Outcome], deadline: float
+        self,
+        piece: list[MooncakeMove],
+        staging: NetworkMemory,
+        outcomes: list[Outcome],
+        deadline: float,
     ) -> None:
-        answers = self._client.exists([move.name for move in piece])
-        if all(code < 0 for code in answers):
-            raise TierError(f"Mooncake gave code {answers[0]}", codes.reason_of(answers[0]))
-        there = [move for move, code in zip(piece, answers, strict=True) if code == 1]
-        new = [move for move, code in zip(piece, answers, strict=True) if code != 1]
-        if there:
-            new += self._not_alike(there, records, outcomes)
-        if new:
-            self._put(new, records, outcomes, deadline)
+        there = self._put(piece, staging, outcomes, deadline)
+        gone = self._not_alike(there, staging, outcomes) if there else []
+        for move in self._put(gone, staging, outcomes, deadline) if gone else ():
+            outcomes[move.number] = Outcome.DONE  # somebody else writes it
 
     def _not_alike(
-        self, there: list[_Move], records: _Records, outcomes: list[Outcome]
-    ) -> list[_Move]:
+        self, there: list[MooncakeMove], staging: NetworkMemory, outcomes: list[Outcome]
+    ) -> list[MooncakeMove]:
         """Of blocks that are there, those to be written: they have other parts, or left by now."""
-        sizes = [move.record_bytes for move in there]
-        records.clear(sum(sizes))
-        heads = self._client.get_heads([move.name for move in there], records.address, sizes)
-        gone: list[_Move] = []
-        other: list[_Move] = []
-        unclear: list[tuple[_Move, int]] = []
-        for move, record, code in zip(there, records.take(there), heads, strict=True):
+        staging.place(there)
+        heads = self._client.get_heads(
+            [move.name for move in there],
+            staging.address,
+            [(move.at, move.record_bytes) for move in there],
+        )
+        gone: list[MooncakeMove] = []
+        other: list[MooncakeMove] = []
+        unclear: list[tuple[MooncakeMove, int]] = []
+        for move, code in zip(there, heads, strict=True):
             if code == move.record_bytes:
-                if has_lengths_of(record, move.block):
+                if has_lengths_of(staging.record(move), move.block):
                     outcomes[move.number] = Outcome.DONE
                 else:
                     other.append(move)
@@ -328,27 +324,35 @@ class MooncakeStore:
         return gone
 
     def _put(
-        self, moves: list[_Move], records: _Records, outcomes: list[Outcome], deadline: float
-    ) -> None:
-        moves = self._sealed(moves, records, outcomes)
-        places = {move.number: _places(move, at, records) for move, at in _each(moves)}
+        self,
+        moves: list[MooncakeMove],
+        staging: NetworkMemory,
+        outcomes: list[Outcome],
+        deadline: float,
+    ) -> list[MooncakeMove]:
+        """Write these, but for those that are there, or are being written: they are given back."""
+        there: list[MooncakeMove] = []
         patience = min(deadline, time.monotonic() + ROOM_WAIT_S)
         wait_s = 0.002
-        while moves:
-            found = self._client.put(
-                [move.name for move in moves],
-                [places[move.number][0] for move in moves],
-                [places[move.number][1] for move in moves],
+        while True:
+            begun: list[MooncakeMove] = []
+            left: list[MooncakeMove] = []
+            found = self._client.begin_puts(
+                [move.name for move in moves], [move.nbytes for move in moves]
             )
-            left: list[_Move] = []
+            _require_master(found)
             for move, code in zip(moves, found, strict=True):
                 if code == codes.OK:
-                    outcomes[move.number] = Outcome.DONE
+                    begun.append(move)
+                elif code in codes.THERE:
+                    there.append(move)
                 elif code in codes.FULL:
                     outcomes[move.number] = Outcome.FULL
                     left.append(move)
                 else:
                     outcomes[move.number] = self._failed(code)
+            if begun:
+                self._fill(begun, staging, outcomes)
             moves = left
             if not moves or time.monotonic() + wait_s >= patience:
                 break
@@ -356,33 +360,50 @@ class MooncakeStore:
             wait_s = min(2 * wait_s, 0.05)
         if moves:
             self._note(_ROOM_NOTE)
+        return there
 
-    def _sealed(
-        self, moves: list[_Move], records: _Records, outcomes: list[Outcome]
-    ) -> list[_Move]:
-        """Lay the records of these, but for those whose bytes are not what they shall be."""
-        sound: list[_Move] = []
-        laid: list[bytes] = []
-        for move in moves:
-            sums = sums_of(move.block.parts)
-            if move.block.sums is not None and not np.array_equal(sums, move.block.sums):
+    def _fill(
+        self, begun: list[MooncakeMove], staging: NetworkMemory, outcomes: list[Outcome]
+    ) -> None:
+        """Write blocks for which there is room. What does not become whole is given up."""
+        written: list[MooncakeMove] = []
+        ended: list[MooncakeMove] = []
+        try:
+            staging.place(begun)
+            for move in staging.seal(begun):
                 outcomes[move.number] = Outcome.DAMAGED
                 self._count(TierReason.CHECKSUM_MISMATCH)
-            else:
-                sound.append(move)
-                laid.append(record_from(move.block, sums))
-        records.put(laid)
-        return sound
+            sound = [move for move in begun if outcomes[move.number] is not Outcome.DAMAGED]
+            found = self._client.put([move.name for move in sound], *_stretches(sound, staging))
+            for move, code in zip(sound, found, strict=True):
+                if code == move.nbytes:
+                    written.append(move)
+                elif code == codes.OK:
+                    outcomes[move.number] = Outcome.DONE
+                    ended.append(move)
+                else:
+                    outcomes[move.number] = self._failed(code)
+        finally:
+            if len(written) + len(ended) < len(begun):
+                whole = {move.number for move in (*written, *ended)}
+                self._client.give_up_puts([move.name for move in begun if move.number not in whole])
+        found = self._client.end_puts([move.name for move in written]) if written else []
+        for move, code in zip(written, found, strict=True):
+            outcomes[move.number] = Outcome.DONE if code == codes.OK else self._failed(code)
 
     # -- reading ------------------------------------------------------------------------------
 
     def _read_piece(
-        self, piece: list[_Move], records: _Records, outcomes: list[Outcome], deadline: float
+        self,
+        piece: list[MooncakeMove],
+        staging: NetworkMemory,
+        outcomes: list[Outcome],
+        deadline: float,
     ) -> None:
         """A value that proves wrong is read again: somebody may have removed or replaced it while
         it came. What proves wrong each time is removed."""
         for _ in range(MAX_READ_TRIES):
-            piece = self._read_once(piece, records, outcomes)
+            piece = self._read_once(piece, staging, outcomes)
             if not piece or time.monotonic() >= deadline:
                 break
         if piece:
@@ -390,38 +411,50 @@ class MooncakeStore:
             self._client.remove([move.name for move in piece])
 
     def _read_once(
-        self, piece: list[_Move], records: _Records, outcomes: list[Outcome]
-    ) -> list[_Move]:
+        self, piece: list[MooncakeMove], staging: NetworkMemory, outcomes: list[Outcome]
+    ) -> list[MooncakeMove]:
         """Those that came and prove wrong; they are FAILED."""
-        records.clear(sum(move.record_bytes for move in piece))
-        places = [_places(move, at, records) for move, at in _each(piece)]
-        found = self._client.get(
-            [move.name for move in piece],
-            [each[0] for each in places],
-            [each[1] for each in places],
-        )
-        if all(code in codes.WITHOUT_MASTER for code in found):
-            raise TierError("the Mooncake master does not answer", codes.reason_of(found[0]))
-        wrong: list[_Move] = []
-        unclear: list[tuple[_Move, int]] = []
-        for move, record, code in zip(piece, records.take(piece), found, strict=True):
-            if code in codes.ABSENT:
+        names = [move.name for move in piece]
+        found = self._client.begin_gets(names)
+        _require_master(found)
+        came: list[MooncakeMove] = []
+        unclear: list[tuple[MooncakeMove, int]] = []
+        begun: list[MooncakeMove] = []
+        for move, code in zip(piece, found, strict=True):
+            if code == codes.OK:
+                begun.append(move)
+            elif code in codes.ABSENT:
                 outcomes[move.number] = Outcome.MISSING
-            elif code == move.nbytes and proves(record, move.block):
-                outcomes[move.number] = Outcome.DONE
-            elif code == move.nbytes:
-                wipe(move.block)
-                outcomes[move.number] = Outcome.MISSING
-                if has_lengths_of(record, move.block):
-                    outcomes[move.number] = Outcome.FAILED
-                    wrong.append(move)
             else:
-                wipe(move.block)
                 unclear.append((move, code))
+        if begun:
+            staging.place(begun)
+            try:
+                found = self._client.get([move.name for move in begun], *_stretches(begun, staging))
+            finally:
+                self._client.end_gets(names)
+            for move, code in zip(begun, found, strict=True):
+                if code == move.nbytes:
+                    came.append(move)
+                else:
+                    if not move.is_staged:
+                        wipe(move.block)
+                    unclear.append((move, code))
+        unproved = staging.deliver(came)
+        for move in came:
+            outcomes[move.number] = Outcome.DONE
+        wrong: list[MooncakeMove] = []
+        for move in unproved:
+            outcomes[move.number] = Outcome.MISSING
+            if has_lengths_of(staging.record(move), move.block):
+                outcomes[move.number] = Outcome.FAILED
+                wrong.append(move)
         self._clear_up(unclear, outcomes)
         return wrong
 
-    def _clear_up(self, unclear: Sequence[tuple[_Move, int]], outcomes: list[Outcome]) -> None:
+    def _clear_up(
+        self, unclear: Sequence[tuple[MooncakeMove, int]], outcomes: list[Outcome]
+    ) -> None:
         """Of blocks that did not come: whether what is there has another length."""
         odd = [
             move.name
@@ -436,59 +469,15 @@ class MooncakeStore:
                 outcomes[move.number] = self._failed(code)
 
 
-def _name(key: TierKey) -> str:
-    return f"{NAME_VERSION}{key.scope.hex()}-{key.block.hex()}"
+def _require_master(answers: Sequence[int]) -> None:
+    """TierError where it answered for none of these."""
+    if all(code in codes.WITHOUT_MASTER for code in answers):
+        raise TierError("the Mooncake master does not answer", codes.reason_of(answers[0]))
 
 
-def _moves(blocks: Sequence[TierBlock], numbers: Sequence[int]) -> list[_Move]:
-    return [
-        _Move(number, _name(block.key), block, record_bytes(len(block.parts)))
-        for number, block in zip(numbers, map(blocks.__getitem__, numbers), strict=True)
-    ]
-
-
-def _pieces(moves: Sequence[_Move]) -> Iterator[list[_Move]]:
-    """Blocks that go in one call: bounded, and no name twice."""
-    piece: list[_Move] = []
-    names: set[str] = set()
-    size = records = transfers = 0
-    for move in moves:
-        size, records = size + move.nbytes, records + move.record_bytes
-        transfers += 1 + len(move.block.parts)
-        is_full = (
-            size > MAX_PIECE_BYTES or records > MAX_RECORDS_BYTES or transfers > MAX_PIECE_TRANSFERS
-        )
-        if piece and (is_full or move.name in names):
-            yield piece
-            piece, names = [], set()
-            size, records, transfers = move.nbytes, move.record_bytes, 1 + len(move.block.parts)
-        piece.append(move)
-        names.add(move.name)
-    if piece:
-        yield piece
-
-
-def _starts(moves: Sequence[_Move]) -> list[int]:
-    starts, at = [], 0
-    for move in moves:
-        starts.append(at)
-        at += move.record_bytes
-    return starts
-
-
-def _each(moves: Sequence[_Move]) -> Iterator[tuple[_Move, int]]:
-    return zip(moves, _starts(moves), strict=True)
-
-
-def _places(move: _Move, start: int, records: _Records) -> tuple[list[int], list[int]]:
-    """Addresses and sizes of a value's pieces: the record, and each part."""
-    parts = move.block.parts
-    return (
-        [records.address + start, *map(_address, parts)],
-        [move.record_bytes, *(part.nbytes for part in parts)],
-    )
-
-
-def _address(part: memoryview) -> int:
-    address: int = np.frombuffer(part, dtype=np.uint8).__array_interface__["data"][0]
-    return address
+def _stretches(
+    moves: Sequence[MooncakeMove], staging: NetworkMemory
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Addresses and sizes of these, as Mooncake takes them."""
+    each = [staging.stretches(move) for move in moves]
+    return [addresses for addresses, _ in each], [sizes for _, sizes in each]
