@@ -10,6 +10,8 @@ import pytest
 
 from kvd.cli.replay import command as replay
 from kvd.cli.replay.tiers import ModelStore, ReplayTiers, TierSpec
+from kvd.core import actions, events
+from kvd.core.keys import CopyId, KeyBatch, NamespaceId, ScopeName, TierId
 from kvd.core.policy import POLICY_NAMES
 from tests.core.test_replay import command, conversations, request, write_trace
 
@@ -181,3 +183,23 @@ def test_a_block_of_an_impossible_size_is_refused(
     with pytest.raises(SystemExit):
         command("--trace", "absent", "--capacity-blocks", "5", "--block-bytes", size)
     assert "--block-bytes" in capsys.readouterr().err
+
+
+def test_what_had_to_leave_a_tier_is_told_to_the_core_before_what_it_has() -> None:
+    tiers = below(TierSpec(4))
+    (rule,) = tiers.terms(1 << 30)
+    assert rule.name == "tier-1"
+    name = ScopeName(NamespaceId(1), "", "", 0, 0)
+    heard = []
+    for copy, numbers in enumerate(((1, 2, 3), (4, 5, 6)), 1):
+        slots = np.arange(3)
+        batch = KeyBatch(keys(*numbers), 8)
+        tiers.give(actions.WriteToTier(TierId(0), CopyId(copy), name, batch, slots), 0)
+        heard.append(tiers.end_next())
+    assert [type(word) for word in heard[0]] == [events.TierCopyEnded]
+    forgot, ended = heard[1]
+    assert isinstance(forgot, events.TierForgot)
+    assert isinstance(ended, events.TierCopyEnded)
+    gone = set(forgot.keys.words.ravel().tolist())
+    assert len(gone) == 2
+    assert gone < {1, 2, 3}

@@ -259,7 +259,8 @@ class ReplayEngine:
         while True:
             end_ns = self._below.next_end_ns()
             if end_ns is not None and end_ns <= self._now_ns:
-                self._drive(self._below.end_next())
+                for word in self._below.end_next():
+                    self._drive(word)
             elif len(self._below) and self._machine.has_work():
                 self._drive(events.WorkContinued())
             else:

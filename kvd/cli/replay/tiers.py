@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvd.config.tiers import THROUGH, TierRule
 from kvd.core import actions, events
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import U64, KeyBatch, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.tiers import TierTerms
 from kvd.runtime.tiers import terms_of
@@ -31,6 +31,7 @@ _SCOPE = 1
 Bools = npt.NDArray[np.bool_]
 Order = actions.AskTier | actions.WriteToTier | actions.ReadFromTier
 End = events.TierAnswered | events.TierCopyEnded
+Word = End | events.TierForgot
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ class ModelStore:
     """Which blocks a disk of this size would hold."""
 
     def __init__(self, capacity_blocks: int, policy: str) -> None:
-        self._space = DiskSpace(1, capacity_blocks * _STRIDE, policy, lambda _class, _places: None)
+        self._space = DiskSpace(1, capacity_blocks * _STRIDE, policy, self._leave)
+        self._left: list[U64] = []
         made = self._space.class_of(_STRIDE)
         assert made is not None, "one class has room"
         self._blocks: DiskSizeClass = made
@@ -105,6 +107,15 @@ class ModelStore:
         self._blocks.used(self._find(words[there]), now_s)
         return there
 
+    def take_left(self) -> U64:
+        """Blocks that had to leave since the last call: their words."""
+        left = np.concatenate(self._left) if self._left else np.empty(0, dtype=np.uint64)
+        self._left = []
+        return left.reshape(-1, 1)
+
+    def _leave(self, size_class: DiskSizeClass, places: Slots) -> None:
+        self._left.append(size_class.digests[places, 1])
+
     def _find(self, words: U64) -> Slots:
         return self._blocks.find(_digests(words), np.full(len(words), _SCOPE, dtype=np.uint32))
 
@@ -133,7 +144,16 @@ class _Tier:
         self.free_ns[type(order)] = begins + lasts
         return begins + lasts
 
-    def carry_out(self, order: Order, now_ns: int) -> End:
+    def carry_out(self, order: Order, now_ns: int) -> list[Word]:
+        """What the tier says: a disk names what had to leave before it says what it has."""
+        end = self._end(order, now_ns)
+        left = self.store.take_left()
+        if not len(left):
+            return [end]
+        keys = KeyBatch(left, order.keys.hash_bytes)
+        return [events.TierForgot(order.tier, order.name, keys), end]
+
+    def _end(self, order: Order, now_ns: int) -> End:
         now_s = now_ns // _SECOND
         words = order.keys.words
         match order:
@@ -186,8 +206,8 @@ class ReplayTiers:
         """When the next order ends; None: none is under way."""
         return self._under_way[0][0] if self._under_way else None
 
-    def end_next(self) -> End:
-        """Carry out the order that ends next."""
+    def end_next(self) -> list[Word]:
+        """Carry out the order that ends next: what the core hears then."""
         end_ns, _, order = heapq.heappop(self._under_way)
         return self._tiers[order.tier].carry_out(order, end_ns)
 
