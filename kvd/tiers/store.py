@@ -25,6 +25,8 @@ store that takes the same sums anyway spares it that, see `TierBlock.sums`.
 from __future__ import annotations
 
 import enum
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -235,6 +237,15 @@ TierOptions = Mapping[str, OptionValue]
 # Opens a store: what a module path of the configuration names, given its table of options. Raises
 # TierUnusable, with what to change; a store that was opened may find its medium ill later.
 OpenStore = Callable[[TierOptions], TierStore]
+
+
+def require_call(deadline: float, errors: Counter[TierReason], *, is_closed: bool) -> None:
+    """Raise what a call ends with that comes after `close`, or too late: that one is counted."""
+    if is_closed:
+        raise TierError("the store is closed", TierReason.CLOSED)
+    if time.monotonic() >= deadline:
+        errors[TierReason.TIMEOUT] += 1
+        raise TierTimeout("the deadline had passed before the call began")
 
 
 def require_keys(keys: Sequence[TierKey]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -17,9 +16,9 @@ from kvd.tiers.store import (
     TierKey,
     TierOptions,
     TierReason,
-    TierTimeout,
     TierUsage,
     require_blocks,
+    require_call,
     require_keys,
     require_scopes,
 )
@@ -190,12 +189,8 @@ class ValkeyStore:
     # -- calls --------------------------------------------------------------------------------
 
     def _begin_call(self, deadline: float) -> None:
-        if self._is_closed:
-            raise TierError("the store is closed", TierReason.CLOSED)
-        if time.monotonic() >= deadline:
-            with self._lock:
-                self._errors[TierReason.TIMEOUT] += 1
-            raise TierTimeout("the deadline had passed before the call began")
+        with self._lock:
+            require_call(deadline, self._errors, is_closed=self._is_closed)
 
     def _told(self, call: Callable[[], None]) -> None:
         try:
