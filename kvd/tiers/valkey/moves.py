@@ -26,7 +26,7 @@ from kvd.tiers.valkey.line import Command
 from kvd.tiers.valkey.names import BlockShape, NameBook
 from kvd.tiers.valkey.servers import Servers
 
-UNIT_BYTES = 1 << 20  # one piece may have more
+UNIT_BYTES = 512 << 10  # what the processor still has in its cache; one piece may have more
 UNIT_NAMES = 512  # of small ones
 
 
