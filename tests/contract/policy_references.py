@@ -10,6 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from tests.contract.turns_reference import ReferenceTurns
+
 MayGo = Callable[[int], bool]
 
 
@@ -246,4 +248,5 @@ REFERENCES: dict[str, Callable[[int], Reference]] = {
     "lru": ReferenceLru,
     "arc": ReferenceArc,
     "s3fifo": ReferenceS3Fifo,
+    "turns": ReferenceTurns,
 }

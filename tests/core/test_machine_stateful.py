@@ -46,7 +46,7 @@ class MachineRules(RuleBasedStateMachine):
 
     @initialize(
         threshold=st.sampled_from([1, 1, 2]),
-        policy=st.sampled_from(["lru", "arc", "s3fifo"]),
+        policy=st.sampled_from(["lru", "arc", "s3fifo", "turns"]),
         extents=st.integers(2, 8),
         nodes=drawn.node_counts,
         at_once=st.sampled_from([1, 2, 64]),

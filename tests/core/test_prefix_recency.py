@@ -13,6 +13,7 @@ from kvd.core.blocks import slot_lifecycle
 from kvd.core.claims import prefix
 from kvd.core.events import LeaseMode
 from kvd.core.keys import RequestId, SessionId, TenantId
+from kvd.core.policy import TurnsPolicy
 from tests.core.bench import Bench, context, engine_blocks, keys, small
 
 
@@ -132,6 +133,31 @@ def test_storing_in_pieces_is_no_second_use(policy: str) -> None:
     end(bench, "d")
     bench.stored(range(100, 107))
     assert bench.statuses(range(8)) == "H" * 8
+
+
+def test_policy_is_told_by_which_request_and_behind_which_block() -> None:
+    """Lookups, pieces and loads of one request are one turn of its session."""
+    bench = small(extents=1, policy="turns", lease_share=1.0)
+    bench.open()
+    for first in (0, 4):
+        store_for(bench, "a", range(first, first + 4))
+    end(bench, "a")
+    assert turns(bench) == [1] * 8
+    for _ in range(3):
+        answer = bench.lookup(range(8), lease=LeaseMode.PREFIX, request="b")
+        assert answer.lease is not None
+        bench.release(answer.lease)
+    for first in (8, 10):
+        store_for(bench, "b", range(first, first + 2))
+    end(bench, "b")
+    assert turns(bench) == [2] * 12
+
+
+def turns(bench: Bench) -> list[int]:
+    (owner,) = bench.machine.state.classes.values()
+    policy = owner.policy
+    assert isinstance(policy, TurnsPolicy)
+    return [policy.turn_of(int(slot)) for slot in policy.coldest(100)]
 
 
 def test_slot_that_went_to_another_scope_is_not_renewed_with_the_old_prefix() -> None:

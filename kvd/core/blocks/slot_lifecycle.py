@@ -25,6 +25,7 @@ from kvd.core.model.slots import SlotState, coarse_stamp
 from kvd.core.model.state import Scope, State
 from kvd.core.model.story import BrokenSlots
 from kvd.core.model.turn import Turn
+from kvd.core.policy.base import Sight
 
 
 def ready_in(state: State, row: Row) -> Slots:
@@ -32,7 +33,7 @@ def ready_in(state: State, row: Row) -> Slots:
     return row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.READY)
 
 
-def reserve(turn: Turn, fresh: Offer, scope: ScopeId) -> Slots:
+def reserve(turn: Turn, fresh: Offer, scope: ScopeId, sight: Sight) -> Slots:
     """FREE -> RESERVED for one new key each; the class has that many free slots.
 
     From here on the policy knows them: they are as young as their store's admission is late.
@@ -51,7 +52,7 @@ def reserve(turn: Turn, fresh: Offer, scope: ScopeId) -> Slots:
         table.sources[slots] = 0
     state.index.insert(slots)
     state.scope_shares.put(scope, len(slots))
-    owner.policy.insert(slots, fresh.tags)
+    owner.policy.insert(slots, fresh.tags, sight)
     owner.count(reserved=len(slots))
     owner.tenant.used_bytes += len(slots) * owner.block_bytes
     return slots
@@ -83,7 +84,7 @@ def evict(turn: Turn, owner: SizeClass, count: int) -> None:
     """Free `count` slots of blocks that the policy gives up; that many are evictable."""
     state = turn.state
     pins = state.slots.pins
-    victims = owner.policy.evict(count, lambda slots: pins[slots] == 0)
+    victims = owner.policy.evict(count, lambda slots: pins[slots] == 0, turn.now_ns)
     assert victims is not None, "the policy found fewer evictable blocks than there are"
     state.counters.evicted += len(victims)
     forget_ready(turn, owner, victims)
@@ -148,15 +149,17 @@ def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
         _free_unpinned(state, owner, slots[states == SlotState.QUARANTINED])
 
 
-def touch(turn: Turn, owner: SizeClass, slots: Slots, *, as_use: bool = True) -> None:
-    """These blocks were used, or (not `as_use`) shall only be young; repeats count once."""
-    touch_each(turn, owner, turn.state.slots.distinct(slots), as_use=as_use)
+def touch(turn: Turn, owner: SizeClass, slots: Slots, request: int, *, as_use: bool = True) -> None:
+    """The request used these blocks, or (not `as_use`) they shall be young; repeats count once."""
+    touch_each(turn, owner, turn.state.slots.distinct(slots), request, as_use=as_use)
 
 
-def touch_each(turn: Turn, owner: SizeClass, slots: Slots, *, as_use: bool = True) -> None:
+def touch_each(
+    turn: Turn, owner: SizeClass, slots: Slots, request: int, *, as_use: bool = True
+) -> None:
     """`touch` of distinct slots."""
     if len(slots):
-        owner.policy.touch(slots, as_use=as_use)
+        owner.policy.touch(slots, Sight(turn.now_ns, request), as_use=as_use)
         turn.state.slots.stamps[slots] = coarse_stamp(turn.now_ns)
 
 

@@ -21,6 +21,7 @@ from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
+from kvd.core.policy.base import NO_PARENT, Sight
 
 MAX_PREFIXES = 4096  # requests of one session; the oldest is forgotten
 MAX_PREFIX_BLOCKS = 65536  # of one request and scope; what is behind them is not remembered
@@ -33,14 +34,21 @@ GROWTH = 8
 SHORT_BLOCKS = 512
 
 
-def of(session: Session, request: RequestId) -> Prefix:
+def of(state: State, session: Session, request: RequestId) -> Prefix:
     """The request's prefix, remembered from now on."""
     found = session.prefixes.get(request)
     if found is None:
         if len(session.prefixes) >= MAX_PREFIXES:
             _forget_oldest(session, None)
-        found = session.prefixes[request] = Prefix(session.remembered)
+        state.requests += 1
+        found = session.prefixes[request] = Prefix(session.remembered, number=state.requests)
     return found
+
+
+def number_of(session: Session, request: RequestId) -> int:
+    """The number of the request if it is remembered; else 0."""
+    found = session.prefixes.get(request)
+    return 0 if found is None else found.number
 
 
 def end(turn: Turn, session: Session, requests: Iterable[RequestId]) -> None:
@@ -141,5 +149,17 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
     return used.slots
 
 
+def sight(turn: Turn, prefix: Prefix, scope: ScopeId, first_block: int) -> Sight:
+    """What a policy is told of blocks that come in there in the request's prompt."""
+    state, used, parent = turn.state, prefix.used.get(scope), NO_PARENT
+    if used is not None:
+        before = int(np.searchsorted(used.blocks, first_block)) - 1
+        slot = int(used.slots[before]) if before >= 0 else NO_PARENT
+        there = (SlotState.RESERVED, SlotState.READY)
+        if before >= 0 and state.slots.scopes[slot] == scope and state.slots.state[slot] in there:
+            parent = slot
+    return Sight(turn.now_ns, prefix.number, parent)
+
+
 def _renew(turn: Turn, prefix: Prefix, scope: ScopeId, owner: SizeClass) -> None:
-    slot_lifecycle.touch(turn, owner, held(turn.state, prefix, scope), as_use=False)
+    slot_lifecycle.touch(turn, owner, held(turn.state, prefix, scope), prefix.number, as_use=False)

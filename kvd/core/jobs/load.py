@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.core.actions import Reply, Verdict
 from kvd.core.blocks import slot_lifecycle
+from kvd.core.claims import prefix
 from kvd.core.errors import KEY_MISSING, RANKS_MISSING
 from kvd.core.events import JobKind, JobStatus, LoadRequested
 from kvd.core.jobs import transfer
@@ -34,8 +35,9 @@ def load(turn: Turn, event: LoadRequested) -> None:
     if reason:
         job.will_end_as(JobStatus.REFUSED, reason)
     elif blocks:
+        request = prefix.number_of(session, event.context.request)
         for offer in offers:
-            slot_lifecycle.touch(turn, offer.size_class, _unclaimed(state, offer))
+            slot_lifecycle.touch(turn, offer.size_class, _unclaimed(state, offer), request)
             if state.below.tiers:
                 state.slots.sources[offer.slots] = 0  # the next one finds it in host memory
         parts = tuple(_part(state, offer) for offer in offers)

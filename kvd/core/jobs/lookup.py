@@ -65,11 +65,11 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
         if leased:
             distinct = state.slots.distinct(claimed)
             held = lease.hold(turn, session, query, owner, distinct)
-            slot_lifecycle.touch_each(turn, owner, distinct)
+            used = prefix.of(state, session, query.context.request)
+            slot_lifecycle.touch_each(turn, owner, distinct, used.number)
             if state.below.tiers:
                 writing.used(turn, owner, claimed)
             places = query.first_block + run[:leased]
-            used = prefix.of(session, query.context.request)
             prefix.note(state, session, used, claimed, places)
     counts = np.bincount(statuses & 3, minlength=4)
     counters.misses += int(counts[MISS])
@@ -127,6 +127,7 @@ def touch(turn: Turn, event: Touched) -> None:
         state.admission.offer(np.unique(tags[unknown]))
     slots = slots[~unknown]
     ready = state.slots.state[slots] == SlotState.READY
-    slot_lifecycle.touch(turn, owner, slots[ready])
+    request = prefix.number_of(session, event.context.request)
+    slot_lifecycle.touch(turn, owner, slots[ready], request)
     if not ready.all():
-        slot_lifecycle.touch(turn, owner, slots, as_use=False)
+        slot_lifecycle.touch(turn, owner, slots, request, as_use=False)

@@ -25,7 +25,7 @@ from kvd.core.jobs import transfer, waits
 from kvd.core.jobs.offer import read_storable
 from kvd.core.keys import ScopeId, Slots
 from kvd.core.model.index import NOWHERE
-from kvd.core.model.job import Job, JobState, Offer, Part
+from kvd.core.model.job import Job, JobState, Offer, Part, Prefix
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Session, State
@@ -72,7 +72,7 @@ def store(turn: Turn, event: StoreRequested) -> None:
     if job is None:
         check_new_job(session, event)
         job = Job(session.session, event.job, JobKind.STORE, event.context.request)
-        job.prefix = prefix.of(session, event.context.request)
+        job.prefix = prefix.of(state, session, event.context.request)
         session.jobs[event.job] = job
     reason = job.reason or reason or _refusal(state, session, event.context.account, offers)
     blocks = 0
@@ -131,7 +131,7 @@ def _admit(
     needs = [(p.offer.size_class, len(p.fresh.tags)) for p in plans if len(p.fresh.tags)]
     reason = make_room(turn, needs, lambda: [_kept(state, job, plan) for plan in plans])
     for plan in plans:
-        slot_lifecycle.touch(turn, plan.offer.size_class, plan.ready)
+        slot_lifecycle.touch(turn, plan.offer.size_class, plan.ready, job.prefix.number)
         prefix.note(state, session, job.prefix, plan.ready, plan.ready_blocks)
         if state.below.tiers:
             writing.stored(turn, plan.offer.size_class, plan.ready)
@@ -159,7 +159,7 @@ def _start(turn: Turn, session: Session, job: Job, plans: list[Plan], account: s
     for plan in plans:
         if len(plan.fresh.tags):
             scope = _open_scope(turn, session, account, plan.offer)
-            parts.append(reserve_part(turn, plan.fresh, scope))
+            parts.append(reserve_part(turn, plan.fresh, scope, job.prefix))
             prefix.grow(turn, session, job.prefix, parts[-1], plan.fresh.blocks)
         if len(plan.followed.tags):
             waits.follow(turn.state, job, plan.followed)
@@ -179,9 +179,10 @@ def _open_scope(turn: Turn, session: Session, account: str, offer: Offer) -> Sco
     return namespaces.open_scope(turn, session, account, offer.size_class.group).scope
 
 
-def reserve_part(turn: Turn, fresh: Offer, scope: ScopeId) -> Part:
-    """Slots for these blocks; there is room for them."""
-    slots = slot_lifecycle.reserve(turn, fresh, scope)
+def reserve_part(turn: Turn, fresh: Offer, scope: ScopeId, used: Prefix) -> Part:
+    """Slots for these blocks of a request; there is room for them."""
+    sight = prefix.sight(turn, used, scope, int(fresh.blocks[0]))
+    slots = slot_lifecycle.reserve(turn, fresh, scope, sight)
     return Part(fresh.size_class, scope, slots, slots, fresh.engine_blocks)
 
 

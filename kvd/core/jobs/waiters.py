@@ -66,7 +66,7 @@ def _take_over(turn: Turn, session: Session, wait: Wait) -> int:
         if reason:
             transfer.fail_job(job, reason)
             return 0
-        part = store.reserve_part(turn, offer.rows(absent), wait.scope)
+        part = store.reserve_part(turn, offer.rows(absent), wait.scope, job.prefix)
         prefix.grow(turn, session, job.prefix, part, offer.blocks[absent])
         transfer.start_piece(turn, job, (part,))
     pending = np.flatnonzero(states == SlotState.RESERVED)

@@ -86,6 +86,7 @@ class Prefix:
     used: dict[ScopeId, Used] = field(default_factory=dict)
     renewed: dict[ScopeId, int] = field(default_factory=dict)  # blocks that last became young
     is_forgotten: bool = False
+    number: int = 0  # rises from request to request
 
     def set(self, scope: ScopeId, used: Used) -> None:
         before = self.used.get(scope)

@@ -358,6 +358,7 @@ class State:
         self.draining = False
         self.next_namespace = 1
         self.next_scope = 1
+        self.requests = 0  # that were given a number
         self.next_transfer = 1
         self.next_filling = 1
         self.next_lease = 1

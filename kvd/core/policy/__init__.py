@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from kvd.core.policy.arc import ArcPolicy
-from kvd.core.policy.base import Evictable, EvictionPolicy
+from kvd.core.policy.base import UNKNOWN, Evictable, EvictionPolicy, Sight
 from kvd.core.policy.lru import LruPolicy
 from kvd.core.policy.s3fifo import S3FifoPolicy
 from kvd.core.policy.slot_queue import Capacity, PolicyMemory
+from kvd.core.policy.turns import TurnsPolicy
 
-POLICY_NAMES = ("lru", "arc", "s3fifo")
+POLICY_NAMES = ("lru", "arc", "s3fifo", "turns")
 
 
 def make_policy(name: str, capacity: Capacity, memory: PolicyMemory) -> EvictionPolicy:
@@ -25,17 +26,22 @@ def make_policy(name: str, capacity: Capacity, memory: PolicyMemory) -> Eviction
             return ArcPolicy(capacity, memory)
         case "s3fifo":
             return S3FifoPolicy(capacity, memory)
+        case "turns":
+            return TurnsPolicy(capacity, memory)
         case _:
             raise AssertionError(f"unknown policy {name!r}; known: {', '.join(POLICY_NAMES)}")
 
 
 __all__ = [
     "POLICY_NAMES",
+    "UNKNOWN",
     "ArcPolicy",
     "Evictable",
     "EvictionPolicy",
     "LruPolicy",
     "PolicyMemory",
     "S3FifoPolicy",
+    "Sight",
+    "TurnsPolicy",
     "make_policy",
 ]

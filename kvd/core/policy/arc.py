@@ -27,7 +27,7 @@ import math
 import numpy as np
 
 from kvd.core.keys import U64, Slots
-from kvd.core.policy.base import Evictable
+from kvd.core.policy.base import UNKNOWN, Evictable, Sight
 from kvd.core.policy.ghosts import Ghosts
 from kvd.core.policy.slot_queue import Capacity, PolicyMemory, SlotQueue
 
@@ -53,7 +53,8 @@ class ArcPolicy:
         """Blocks that recent should hold."""
         return self._target
 
-    def insert(self, slots: Slots, tags: U64) -> None:
+    def insert(self, slots: Slots, tags: U64, sight: Sight = UNKNOWN) -> None:
+        del sight  # neither the time nor the request matters here
         slots, tags = slots[::-1], tags[::-1]
         was_ghost, ghosts = self._ghosts.find(tags)
         self._learn(ghosts)
@@ -63,7 +64,8 @@ class ArcPolicy:
         self._frequent.append(slots[was_ghost])
         self._trim_ghosts()
 
-    def touch(self, slots: Slots, *, as_use: bool = True) -> None:
+    def touch(self, slots: Slots, sight: Sight = UNKNOWN, *, as_use: bool = True) -> None:
+        del sight
         slots = slots[::-1]
         if as_use:
             self._frequent.receive(slots, self._recent)
@@ -79,7 +81,8 @@ class ArcPolicy:
         _, ghosts = self._ghosts.find(self._tags[slots])
         self._ghosts.forget(ghosts)
 
-    def evict(self, count: int, evictable: Evictable) -> Slots | None:
+    def evict(self, count: int, evictable: Evictable, now_ns: int = 0) -> Slots | None:
+        del now_ns
         if count > len(self):
             return None
         from_recent = count - self._share_of_frequent(count)

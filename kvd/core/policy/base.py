@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,20 @@ from kvd.core.keys import U64, Slots
 Evictable = Callable[[Slots], npt.NDArray[np.bool_]]
 
 
+NO_PARENT = -1
+
+
+class Sight(NamedTuple):
+    """When a batch was seen, and in which request; what is not known has no weight."""
+
+    now_ns: int = 0  # 0: not known
+    request: int = 0  # a number that rises from request to request; 0: not known
+    parent: int = NO_PARENT  # slot of the nearest block before the batch in the request's prompt
+
+
+UNKNOWN = Sight()
+
+
 class EvictionPolicy(Protocol):
     """Order of eviction within one size class. Holds slots, never keys; all calls are batches.
 
@@ -22,10 +36,10 @@ class EvictionPolicy(Protocol):
     `tags` (one per slot) name the blocks beyond their slot's life, for policies with ghosts.
     """
 
-    def insert(self, slots: Slots, tags: U64) -> None:
+    def insert(self, slots: Slots, tags: U64, sight: Sight = UNKNOWN) -> None:
         """These blocks are coming in, readable soon; none of the slots is known."""
 
-    def touch(self, slots: Slots, *, as_use: bool = True) -> None:
+    def touch(self, slots: Slots, sight: Sight = UNKNOWN, *, as_use: bool = True) -> None:
         """These resident blocks were used. Unknown slots are a broken invariant.
 
         Where it is no use (a prefix is kept together, say) they become young, and no more.
@@ -34,7 +48,7 @@ class EvictionPolicy(Protocol):
     def remove(self, slots: Slots) -> None:
         """These blocks left without the policy's doing: forget them, ghosts too."""
 
-    def evict(self, count: int, evictable: Evictable) -> Slots | None:
+    def evict(self, count: int, evictable: Evictable, now_ns: int = 0) -> Slots | None:
         """Take exactly `count` victims out, best first, or None and change nothing that matters.
 
         All or nothing: None means that fewer than `count` known slots are evictable. Slots

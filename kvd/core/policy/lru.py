@@ -13,7 +13,7 @@ place, and a ring of 4 to at most 16 bytes a slot in use.
 from __future__ import annotations
 
 from kvd.core.keys import U64, Slots
-from kvd.core.policy.base import Evictable
+from kvd.core.policy.base import UNKNOWN, Evictable, Sight
 from kvd.core.policy.slot_queue import PolicyMemory, SlotQueue
 
 
@@ -26,18 +26,20 @@ class LruPolicy:
     def __len__(self) -> int:
         return len(self._queue)
 
-    def insert(self, slots: Slots, tags: U64) -> None:
+    def insert(self, slots: Slots, tags: U64, sight: Sight = UNKNOWN) -> None:
+        del sight  # neither the time nor the request matters here
         assert tags.size == slots.size
         self._queue.append(slots[::-1])
 
-    def touch(self, slots: Slots, *, as_use: bool = True) -> None:
-        del as_use  # to be young is all that a use does here
+    def touch(self, slots: Slots, sight: Sight = UNKNOWN, *, as_use: bool = True) -> None:
+        del sight, as_use  # to be young is all that a use does here
         self._queue.renew(slots[::-1])
 
     def remove(self, slots: Slots) -> None:
         self._queue.drop(slots)
 
-    def evict(self, count: int, evictable: Evictable) -> Slots | None:
+    def evict(self, count: int, evictable: Evictable, now_ns: int = 0) -> Slots | None:
+        del now_ns
         scan = self._queue.scan(count, evictable)
         return self._queue.commit(scan) if scan.victims.size == count else None
 

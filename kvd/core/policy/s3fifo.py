@@ -23,7 +23,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvd.core.keys import U64, Slots
-from kvd.core.policy.base import Evictable
+from kvd.core.policy.base import UNKNOWN, Evictable, Sight
 from kvd.core.policy.ghosts import Ghosts
 from kvd.core.policy.slot_queue import PIECE, Capacity, PolicyMemory, SlotQueue, joined, nth_true
 
@@ -47,7 +47,8 @@ class S3FifoPolicy:
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
 
-    def insert(self, slots: Slots, tags: U64) -> None:
+    def insert(self, slots: Slots, tags: U64, sight: Sight = UNKNOWN) -> None:
+        del sight  # neither the time nor the request matters here
         slots, tags = slots[::-1], tags[::-1]
         was_ghost, ghosts = self._ghosts.find(tags)
         self._ghosts.forget(ghosts)
@@ -56,7 +57,8 @@ class S3FifoPolicy:
         self._small.append(slots[~was_ghost])
         self._main.append(slots[was_ghost])
 
-    def touch(self, slots: Slots, *, as_use: bool = True) -> None:
+    def touch(self, slots: Slots, sight: Sight = UNKNOWN, *, as_use: bool = True) -> None:
+        del sight
         in_small = self._small.holds(slots)
         assert (in_small | self._main.holds(slots)).all()
         if as_use:
@@ -73,7 +75,8 @@ class S3FifoPolicy:
         _, ghosts = self._ghosts.find(self._tags[slots])
         self._ghosts.forget(ghosts)
 
-    def evict(self, count: int, evictable: Evictable) -> Slots | None:
+    def evict(self, count: int, evictable: Evictable, now_ns: int = 0) -> Slots | None:
+        del now_ns
         if not self._has_evictable(count, evictable):
             return None
         victims = [self._from_small(count, evictable)]

@@ -83,6 +83,11 @@ class PolicyMemory:
         return sparse_zeros(self.max_slots, np.uint64)
 
     @cached_property
+    def infos(self) -> npt.NDArray[np.int64]:
+        """What a policy of turns knows of the block."""
+        return sparse_zeros(self.max_slots, np.int64)
+
+    @cached_property
     def uses(self) -> npt.NDArray[np.uint8]:
         """How often it was used."""
         return sparse_zeros(self.max_slots, np.uint8)
@@ -293,6 +298,33 @@ class SlotQueue:
         self._live += int(moved.size)
         self._write(slots)
         self._tidy(int(slots.size))
+
+    def head(self) -> int:
+        """The slot at the old end; the queue is not empty."""
+        if self._is_live(self._first):
+            return self._mentions[self._first]
+        return int(self.oldest(1)[0])
+
+    def take_in(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Move slots of this queue or of any other to the young end, the first of them oldest.
+
+        Marks the last mention of each. Whose they were is told by `lose`, this one too.
+        """
+        self._write(slots)
+        positions = np.arange(self._next - int(slots.size), self._next)
+        last: npt.NDArray[np.bool_] = self._places.take(slots) == self._as_places(positions)
+        self._live += int(np.count_nonzero(last))
+        return last
+
+    def lose(self, count: int) -> None:
+        """So many of its slots were moved by `take_in`."""
+        self._live -= count
+        assert self._live >= 0
+        if self._live:
+            self._tidy(count)
+        else:
+            self._mentions.clear()
+            self._first, self._squeeze = self._next, None
 
     # -- mentions -----------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import Session, State
 from kvd.core.model.tiers import Belief, Below, CopyKind, Search, Sought, Tier, TierCopy
 from kvd.core.model.turn import Turn
+from kvd.core.policy.base import Sight
 from kvd.core.room.eviction import make_room
 from kvd.core.tiers import pace, search
 from kvd_proto.tags import tags_of
@@ -122,7 +123,11 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
         reopened = _scope(turn, sought)
         assert reopened is not None, "it could be opened a moment ago"
         scope = reopened
-    slots = slot_lifecycle.reserve(turn, offer, scope)
+    used = state.sessions[sought.session].prefixes.get(sought.request)
+    sight = Sight(turn.now_ns)
+    if used is not None:
+        sight = prefix.sight(turn, used, scope, int(offer.blocks[0]))
+    slots = slot_lifecycle.reserve(turn, offer, scope, sight)
     state.slots.below[slots] = tier.bit
     state.slots.sources[slots] = tier.terms.reach
     part = Part(sought.owner, scope, slots, slots, NO_BLOCKS)
@@ -167,7 +172,7 @@ def _note(state: State, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
     if sought is None or sought.is_over or not done.any():
         return
     session = state.sessions[sought.session]
-    used = prefix.of(session, sought.request)
+    used = prefix.of(state, session, sought.request)
     (part,) = copy.parts
     prefix.note(state, session, used, part.slots[done], copy.places[done])
 

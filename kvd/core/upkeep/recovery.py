@@ -14,6 +14,7 @@ from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Scope, State
 from kvd.core.model.turn import Turn
+from kvd.core.policy.base import Sight
 from kvd.core.room import expiry
 from kvd_proto.limits import MAX_GROUPS
 from kvd_proto.tags import account_seed, tags_of
@@ -154,7 +155,8 @@ def pool_recovered(turn: Turn, event: PoolRecovered) -> None:
         stamps: U64 = np.concatenate([batch[1] for batch in batches])
         # A policy takes a batch head first, and its tail goes first: youngest to oldest.
         order = np.argsort(~stamps, kind="stable")
-        state.classes[key].policy.insert(slots[order], state.slots.tags[slots[order]])
+        tags = state.slots.tags[slots[order]]
+        state.classes[key].policy.insert(slots[order], tags, Sight(turn.now_ns))
         state.scope_shares.put_each(state.slots.scopes[slots])
     state.recovered = {}
     state.recovered_scopes = None

@@ -18,11 +18,12 @@ import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, Slots
 from kvd.core.model.index import NOWHERE, Index
-from kvd.core.policy import EvictionPolicy, PolicyMemory, make_policy
+from kvd.core.policy import EvictionPolicy, PolicyMemory, Sight, make_policy
 from kvd.core.sparse import sparse_zeros
 
 MAX_PLACES = 1 << 27  # of one class
 NO_REGION = -1
+_SECOND = 1_000_000_000  # ns
 
 Bools = npt.NDArray[np.bool_]
 
@@ -99,7 +100,7 @@ class DiskSizeClass:
         """Those of them that are still there were used."""
         places = places[self.states[places] == PlaceState.READY]
         self.stamps[places] = now
-        self.policy.touch(places)
+        self.policy.touch(places, Sight(now * _SECOND))
 
     # -- what engines call them --------------------------------------------------------------
 

@@ -1,0 +1,265 @@
+"""The policy `turns`: what a sight says, what is learnt, and that time may do as it likes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvd.core.keys import Slots
+from kvd.core.policy import PolicyMemory, Sight, hazard
+from kvd.core.policy.hazard import BINS, CLASSES, COHORTS, EDGES, Hazards, Seen, bins_of, scores
+from kvd.core.policy.turn_ghosts import MAX_GHOST_PLACES, TurnGhosts
+from kvd.core.policy.turns import LONGEST_SILENCE_NS, STAMP_SHIFT, TurnsPolicy
+from tests.contract.turns_reference import ReferenceTurns
+
+SECOND = 1_000_000_000
+MAX_SLOTS = 4096
+
+
+def batch(*slots: int) -> Slots:
+    return np.array(slots, dtype=np.int64)
+
+
+def tags(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.uint64)
+
+
+def all_may_go(slots: Slots) -> np.ndarray:
+    return np.ones(slots.size, dtype=np.bool_)
+
+
+def made(capacity: int = 100) -> TurnsPolicy:
+    return TurnsPolicy(lambda: capacity, PolicyMemory(MAX_SLOTS))
+
+
+class Conversations(RuleBasedStateMachine):
+    """Requests with sights, beside the plain version: same victims, whatever the clock says."""
+
+    capacity = 40
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.reference = made(self.capacity), ReferenceTurns(self.capacity)
+        self.now_ns = self.request = 0
+        self.slot_of: dict[int, int] = {}
+        self.free = list(range(self.capacity))
+        self.sessions: list[list[int]] = []
+        self.next_tag = 1
+        self.pinned: set[int] = set()
+
+    @rule(step=st.one_of(st.integers(0, 100), st.integers(-(10**5), 10**8)))
+    def pass_time(self, step: int) -> None:
+        self.now_ns = max(1, self.now_ns + step * SECOND // 10)
+
+    @rule(pinned=st.sets(st.integers(0, 39), max_size=6))
+    def pin(self, pinned: set[int]) -> None:
+        self.pinned = pinned
+
+    @rule(which=st.integers(0, 1000), grown=st.integers(1, 12), touches=st.integers(1, 3))
+    def ask(self, which: int, grown: int, touches: int) -> None:
+        """A session's turn: a new one, or one that goes on."""
+        self.request += 1
+        if which % 3 == 0 or not self.sessions:
+            shared = self.sessions[which % len(self.sessions)][:1] if self.sessions else []
+            self.sessions.append(list(shared))
+        session = self.sessions[which % len(self.sessions)]
+        session.extend(range(self.next_tag, self.next_tag + grown))
+        self.next_tag += grown
+        del session[30:]
+        found = [tag for tag in session if tag in self.slot_of]
+        for _ in range(touches):
+            self.touch([self.slot_of[tag] for tag in found], as_use=True)
+        missing = [tag for tag in session if tag not in self.slot_of]
+        own = {self.slot_of[tag] for tag in found}
+        if not self.make_room(len(missing) - len(self.free), own):
+            return
+        before = session[: session.index(missing[0])] if missing else []
+        parent = self.slot_of[before[-1]] if before else -1
+        slots = [self.free.pop() for _ in missing]
+        sight = Sight(self.now_ns, self.request, parent)
+        self.policy.insert(batch(*slots), tags(*missing), sight)
+        self.reference.insert(list(zip(slots, missing, strict=True)), sight)
+        self.slot_of.update(zip(missing, slots, strict=True))
+        self.touch([self.slot_of[tag] for tag in session], as_use=False)
+
+    def touch(self, slots: list[int], *, as_use: bool) -> None:
+        sight = Sight(self.now_ns, self.request)
+        self.policy.touch(batch(*slots), sight, as_use=as_use)
+        self.reference.touch(slots, sight, as_use=as_use)
+
+    def make_room(self, count: int, kept: set[int]) -> bool:
+        held = batch(*kept, *self.pinned)
+        victims = self.policy.evict(max(0, count), lambda slots: ~np.isin(slots, held), self.now_ns)
+        expected = self.reference.evict(max(0, count), lambda slot: slot not in held, self.now_ns)
+        if expected is None:
+            assert victims is None
+            return False
+        assert victims is not None
+        assert victims.tolist() == expected
+        self.forget(expected)
+        return True
+
+    @precondition(lambda self: self.slot_of)
+    @rule(which=st.integers(0, 1000))
+    def remove(self, which: int) -> None:
+        slots = sorted(self.slot_of.values())
+        slot = slots[which % len(slots)]
+        self.policy.remove(batch(slot))
+        self.reference.remove([slot])
+        self.forget([slot])
+
+    def forget(self, slots: list[int]) -> None:
+        self.slot_of = {tag: slot for tag, slot in self.slot_of.items() if slot not in slots}
+        self.free += slots
+
+    @invariant()
+    def order_is_the_same(self) -> None:
+        assert self.policy.coldest(100).tolist() == self.reference.coldest(100)
+
+
+TestConversations = Conversations.TestCase
+TestConversations.settings = settings(max_examples=40, stateful_step_count=60, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_run_of_conversations_decides_as_the_plain_version_does(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long enough for scores that differ from one another; the plain version joins no cohorts."""
+    monkeypatch.setattr(hazard, "COHORTS", 4096)
+    rng = np.random.default_rng(seed)
+    machine = Conversations()
+    for _ in range(400):
+        machine.pass_time(int(rng.exponential(20)))
+        machine.ask(int(rng.integers(0, 1000)), int(rng.integers(1, 8)), 1)
+        machine.order_is_the_same()
+    learnt = np.array(machine.reference.scores)
+    assert learnt.max() > 1.5 * learnt.min() > 0, "nothing was learnt, so nothing was compared"
+
+
+def turns_of(policy: TurnsPolicy, *slots: int) -> list[int]:
+    return [policy.turn_of(slot) for slot in slots]
+
+
+def test_blocks_that_one_request_brings_are_of_one_generation_however_many_batches() -> None:
+    policy = made()
+    policy.insert(batch(0, 1), tags(1, 2), Sight(SECOND, 1))
+    policy.insert(batch(2, 3), tags(3, 4), Sight(2 * SECOND, 1, parent=1))
+    assert turns_of(policy, 0, 1, 2, 3) == [1, 1, 1, 1]
+
+
+def test_session_is_as_many_turns_old_as_it_had_requests() -> None:
+    policy = made()
+    slots: list[int] = []
+    for turn in range(1, 8):
+        if slots:
+            policy.touch(batch(*slots), Sight(turn * SECOND, turn))
+        slots += [2 * turn, 2 * turn + 1]
+        parent = slots[-3] if len(slots) > 2 else -1
+        new = slots[-2:]
+        policy.insert(batch(*new), tags(*new), Sight(turn * SECOND, turn, parent))
+        assert set(turns_of(policy, *slots)) == {min(turn, CLASSES)}
+
+
+def test_request_that_touches_often_uses_once() -> None:
+    policy = made()
+    policy.insert(batch(0, 1), tags(1, 2), Sight(SECOND, 1))
+    for _ in range(5):
+        policy.touch(batch(0, 1), Sight(2 * SECOND, 2))
+    assert turns_of(policy, 0, 1) == [2, 2]
+    policy.touch(batch(0, 1), Sight(3 * SECOND, 3), as_use=False)
+    assert turns_of(policy, 0, 1) == [2, 2]
+    policy.touch(batch(0, 1), Sight(3 * SECOND, 3))
+    assert turns_of(policy, 0, 1) == [3, 3]
+
+
+def test_head_never_has_fewer_turns_than_its_tail() -> None:
+    policy = made()
+    policy.insert(batch(5, 6), tags(5, 6), Sight(SECOND, 1))
+    for request in (2, 3):
+        policy.touch(batch(5, 6), Sight(SECOND, request))
+    policy.insert(batch(4), tags(4), Sight(SECOND, 4))
+    policy.touch(batch(4, 5, 6), Sight(SECOND, 5))
+    assert turns_of(policy, 4, 5, 6) == [4, 4, 4]
+
+
+def test_block_that_comes_back_has_its_turns_again() -> None:
+    policy = made()
+    policy.insert(batch(0, 1), tags(1, 2), Sight(SECOND, 1))
+    policy.touch(batch(0, 1), Sight(SECOND, 2))
+    assert policy.evict(2, all_may_go, 2 * SECOND) is not None
+    policy.insert(batch(7, 8, 9), tags(1, 2, 3), Sight(3 * SECOND, 3))
+    assert turns_of(policy, 7, 8, 9) == [3, 3, 2]
+
+
+def test_cleared_class_forgets_ghosts_and_what_it_learnt() -> None:
+    policy = made()
+    policy.insert(batch(0, 1), tags(1, 2), Sight(SECOND, 1))
+    assert policy.evict(2, all_may_go, 2 * SECOND) is not None
+    policy.forget_gone()
+    policy.insert(batch(7, 8), tags(1, 2), Sight(3 * SECOND, 3))
+    assert turns_of(policy, 7, 8) == [1, 1]
+    policy.touch(batch(7, 8), Sight(4 * SECOND, 4))
+
+
+@pytest.mark.parametrize("now_ns", [1, 10 * SECOND, 10**18])
+def test_clock_that_jumps_or_goes_back_makes_nothing_young_or_old(now_ns: int) -> None:
+    policy = made()
+    for number in range(10):
+        policy.insert(batch(number), tags(number + 1), Sight((20 + number) * SECOND, number + 1))
+    policy.touch(batch(0), Sight(now_ns, 50))
+    victims = policy.evict(10, all_may_go, now_ns)
+    assert victims is not None
+    assert victims.tolist() == [*range(1, 10), 0]
+
+
+def test_bins_hold_the_ages_between_their_edges() -> None:
+    ages = np.array([0, 1, 2, 3, 4, 5, 6, 7, 1000, 2**30, 2**32 - 2])
+    expected = np.searchsorted(EDGES, ages, side="right") - 1
+    assert bins_of(ages).tolist() == np.minimum(expected, BINS - 1).tolist()
+
+
+def test_scores_say_how_soon_blocks_of_that_age_come_back() -> None:
+    returned, watched = np.zeros((2, CLASSES, BINS))
+    watched[:, :20] = 1e6
+    returned[3, 10:14] = 1e5  # comes back at that age
+    returned[0, 2] = 1e3
+    found = scores(returned, watched)
+    assert found[3, 8] > 10 * found[0, 8]
+    assert found[3, 8] > found[3, 2], "the wait is shorter"
+    assert found[3, 16] < found[3, 12] / 10, "it is past"
+
+
+def test_cohorts_are_joined_without_losing_a_block_and_old_ones_first() -> None:
+    hazards = Hazards()
+    for now in range(1, 10 * COHORTS):
+        hazards.begin(now, np.array([now % CLASSES]), 0)
+    assert hazards.under_way == 10 * COHORTS - 1
+    stamps = np.arange(1, 10 * COHORTS)
+    ones = np.zeros(stamps.size, np.int64)
+    hazards.end(10 * COHORTS, Seen(stamps, stamps % CLASSES, ones), returned=False)
+    assert hazards.under_way == 0
+
+
+@pytest.mark.parametrize(("slots", "places"), [(1000, 4096), (10**9, MAX_GHOST_PLACES)])
+def test_ghosts_take_eight_bytes_a_place_and_no_more_places_than_their_bound(
+    slots: int, places: int
+) -> None:
+    capacity = [slots]
+    ghosts = TurnGhosts(lambda: capacity[0])
+    assert ghosts.bytes_used <= 16
+    assert not ghosts.fit(), "there was nothing to forget"
+    assert ghosts.bytes_used == 8 * places
+    capacity[0] *= 3
+    assert ghosts.fit()
+    assert ghosts.bytes_used <= 8 * MAX_GHOST_PLACES
+
+
+def test_silence_longer_than_the_longest_counts_as_that() -> None:
+    policy = made()
+    policy.insert(batch(0), tags(1), Sight(SECOND, 1))
+    policy.evict(0, all_may_go, SECOND + 100 * LONGEST_SILENCE_NS)
+    assert policy.stamp == LONGEST_SILENCE_NS >> STAMP_SHIFT

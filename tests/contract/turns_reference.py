@@ -1,0 +1,197 @@
+"""The policy `turns` again, one block at a time, with every interval kept: an oracle.
+
+Only what is learnt is turned into scores by the policy's own function, which has tests of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvd.core.policy.base import UNKNOWN, Sight
+from kvd.core.policy.hazard import BINS, CLASSES, EDGES, HALVED_EVERY, SCORED_EVERY, scores
+from kvd.core.policy.turns import CLEARLY_LESS, LONGEST_SILENCE_NS, STAMP_SHIFT
+
+MayGo = Callable[[int], bool]
+WORD = (1 << 64) - 1
+
+
+@dataclass
+class Block:
+    tag: int
+    turn: int
+    generation: int
+    weight: int
+    request: int
+    stamp: int
+    watched: bool
+
+    @property
+    def spread(self) -> int:
+        return self.tag * 0x9E3779B97F4A7C15 & WORD
+
+    @property
+    def is_learnt_from(self) -> bool:
+        return not self.spread >> 16 & 3
+
+
+def bin_of(age: int) -> int:
+    return min(int(np.searchsorted(EDGES, age, side="right")) - 1, BINS - 1)
+
+
+class ReferenceTurns:
+    def __init__(self, capacity: int) -> None:
+        self.ghost_bits = (4 * max(capacity, 64) - 1).bit_length()
+        self.blocks: dict[int, Block] = {}
+        self.queues: list[list[int]] = [[] for _ in range(CLASSES + 1)]
+        self.ghosts: dict[int, Block] = {}
+        self.made_ghosts = False
+        self.scores = [[1.0] * BINS for _ in range(CLASSES)]
+        self.returned = np.zeros((CLASSES, BINS))
+        self.times = np.zeros((CLASSES, BINS))
+        self.requests = self.latest = self.last_ns = self.ns = 0
+
+    @property
+    def now(self) -> int:
+        return self.ns >> STAMP_SHIFT
+
+    def look(self, sight: Sight) -> None:
+        self.pass_time(sight.now_ns)
+        if sight.request and sight.request <= self.latest:
+            return
+        self.latest = max(self.latest, sight.request)
+        self.requests += 1
+        if self.requests % HALVED_EVERY == 0:
+            self.returned /= 2
+            self.times /= 2
+        if self.requests % SCORED_EVERY == 0:
+            times = self.times.copy()
+            for block in (*self.blocks.values(), *self.ghosts.values()):
+                if block.watched:
+                    times[block.turn - 1] += self.spent(block)
+            self.scores = scores(self.returned, times).tolist()
+
+    def pass_time(self, now_ns: int) -> None:
+        if now_ns:
+            step = now_ns - self.last_ns if self.last_ns else 0
+            self.ns += min(max(step, 0), LONGEST_SILENCE_NS)
+            self.last_ns = now_ns
+
+    def spent(self, block: Block) -> np.ndarray:
+        time = np.clip(self.now - block.stamp - EDGES[:-1], 0, np.diff(EDGES))
+        return time * 0.5**block.weight
+
+    def end(self, block: Block, *, returned: bool) -> None:
+        if block.watched:
+            self.times[block.turn - 1] += self.spent(block)
+            if returned:
+                at = bin_of(self.now - block.stamp)
+                self.returned[block.turn - 1, at] += 0.5**block.weight
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def insert(self, blocks: list[tuple[int, int]], sight: Sight = UNKNOWN) -> None:
+        self.look(sight)
+        if not blocks:
+            return
+        generation = 1
+        if sight.parent >= 0:
+            parent = self.blocks[sight.parent]
+            brought = sight.request and parent.request == sight.request
+            same = brought and parent.turn == parent.generation
+            generation = parent.generation if same else min(parent.generation + 1, CLASSES)
+        weight = min(round(math.log2(len(blocks))), 15)
+        known = []
+        for slot, tag in blocks:
+            block = Block(tag, generation, generation, weight, sight.request, self.now, True)
+            block.watched = block.is_learnt_from
+            place = block.spread >> 64 - self.ghost_bits
+            ghost = self.ghosts.get(place)
+            if self.made_ghosts and ghost is not None and ghost.tag == tag:
+                del self.ghosts[place]
+                self.end(ghost, returned=True)
+                block.turn = min(ghost.turn + 1, CLASSES)
+                block.generation = ghost.generation
+                generation = min(ghost.generation + 1, CLASSES)
+            known.append((slot, block))
+        least = 0
+        for slot, block in reversed(known):
+            least = block.turn = max(block.turn, least)
+            self.blocks[slot] = block
+            self.queues[block.turn].append(slot)
+
+    def touch(self, slots: list[int], sight: Sight = UNKNOWN, *, as_use: bool = True) -> None:
+        self.look(sight)
+        weight = min(round(math.log2(len(slots))), 15) if slots else 0
+        before = {slot: replace(self.blocks[slot]) for slot in slots}
+        least = 0
+        for slot in reversed(slots):
+            block, old = self.blocks[slot], before[slot]
+            new = as_use and not (sight.request and old.request == sight.request)
+            self.queues[block.turn].remove(slot)
+            block.turn = min(old.turn + new, CLASSES)
+            if as_use and sight.request:
+                least = block.turn = max(block.turn, least)
+                block.request = sight.request
+            self.queues[block.turn].append(slot)
+            if slot in before and before[slot].watched is not None:
+                if new:
+                    self.end(old, returned=True)
+                old.watched = False  # once, if it is named twice
+            block.stamp, block.weight = self.now, weight
+            block.watched = block.is_learnt_from
+
+    def remove(self, slots: list[int]) -> None:
+        for slot in slots:
+            block = self.blocks.pop(slot)
+            self.queues[block.turn].remove(slot)
+            self.end(block, returned=False)
+
+    def evict(self, count: int, may_go: MayGo, now_ns: int = 0) -> list[int] | None:
+        self.pass_time(now_ns)
+        victims, looked_at = self.choose(count, may_go)
+        if len(victims) < count:
+            return None
+        for number, queue in enumerate(self.queues):
+            passed = [slot for slot in looked_at[number] if slot not in victims]
+            queue[:] = [slot for slot in queue if slot not in looked_at[number]] + passed
+        self.made_ghosts = True
+        for slot in victims:
+            block = self.blocks.pop(slot)
+            place = block.spread >> 64 - self.ghost_bits
+            if place in self.ghosts:
+                self.end(self.ghosts[place], returned=False)
+            self.ghosts[place] = block
+        return victims
+
+    def choose(self, count: int, may_go: MayGo) -> tuple[list[int], list[list[int]]]:
+        at = [0] * len(self.queues)
+        victims: list[int] = []
+        looked_at: list[list[int]] = [[] for _ in self.queues]
+        while len(victims) < count:
+            heads = [
+                (number, self.now - self.blocks[queue[at[number]]].stamp)
+                for number, queue in enumerate(self.queues)
+                if at[number] < len(queue)
+            ]
+            if not heads:
+                break
+            worth = {number: self.scores[number - 1][bin_of(age)] for number, age in heads}
+            oldest = max(heads, key=lambda head: head[1])[0]
+            least = min(worth, key=lambda number: worth[number])
+            chosen = least if worth[least] < CLEARLY_LESS * worth[oldest] else oldest
+            slot = self.queues[chosen][at[chosen]]
+            at[chosen] += 1
+            looked_at[chosen].append(slot)
+            if may_go(slot):
+                victims.append(slot)
+        return victims, looked_at
+
+    def missed(self, tags: list[int]) -> None:
+        pass
+
+    def coldest(self, count: int) -> list[int]:
+        return self.choose(count, lambda _: True)[0]
