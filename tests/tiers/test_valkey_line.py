@@ -14,19 +14,22 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from kvd.tiers.store import Outcome, TierReason, TierUnusable
+from kvd.tiers.store import Outcome, TierError, TierReason, TierUnusable
 from kvd.tiers.valkey.line import (
     MAX_TOLD_BYTES,
     MAX_TOLD_DEPTH,
     MAX_TOLD_VALUES,
     Answer,
+    Command,
     Line,
     ServerRefusal,
 )
+from kvd.tiers.valkey.names import SLOTS
 from kvd.tiers.valkey.servers import MAX_DOUBTS
 from kvd.tiers.valkey.store import ValkeyStore
 from tests.tiers.contract import BLOCK_BYTES, content, has, keep, key, soon, source
@@ -126,6 +129,12 @@ def test_what_is_no_answer_ends_the_line(said: bytes) -> None:
         asked(line, 1)
 
 
+@pytest.mark.parametrize("said", [b":24\r\n", b"+OK\r\n", b"*0\r\n"])
+def test_what_is_no_value_is_none_though_its_number_would_be_right(said: bytes) -> None:
+    with one_that_says(said) as line, pytest.raises(ConnectionError, match="no answer of a Valkey"):
+        asked(line, 1, memoryview(bytearray(24)))
+
+
 def test_what_is_just_in_the_bounds_is_told() -> None:
     deep = b"*1\r\n" * MAX_TOLD_DEPTH + b":1\r\n"
     with one_that_says(deep) as line:
@@ -156,6 +165,14 @@ def test_a_server_that_trickles_is_not_waited_for_longer() -> None:
         with pytest.raises(TimeoutError):
             line.run([["GET", b"name"]], 0.05)
         assert time.monotonic() - began < 0.15
+
+
+def test_a_server_that_speaks_late_is_not_waited_for_as_long_again() -> None:
+    with one_that_says(*[b"+"] * 22) as line:  # in a twentieth of a second or more
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"within 0.08 s"):
+            line.run([["GET", b"name"]], 0.08)
+        assert time.monotonic() - began < 0.12
 
 
 def test_a_server_that_does_not_read_is_not_waited_for_longer() -> None:
@@ -257,6 +274,45 @@ def test_a_deadline_that_is_nearer_than_the_patience_leaves_no_server_alone(
         server.signal(signal.SIGCONT)
         assert has(store, 1)  # at once
         assert "does not answer" not in str(store.usage().notes)
+
+
+@needs_server
+def test_a_call_that_broke_leaves_no_answer_to_the_next(server: ValkeyServer) -> None:
+    with opened(server) as store:
+        servers = store._servers
+        (home,) = servers.homes()
+        like_an_answer = bulk(b"of another")
+        for name, value in ((b"one", like_an_answer), (b"two", b"its own")):
+            servers.run(home, [["SET", name, value]], soon(), changes=True)
+        with pytest.raises(TypeError):
+            servers.fill(home, [b"one"], [memoryview(like_an_answer)], soon())  # read-only
+        assert servers.values(home, [b"two"], soon()) == [b"its own"]
+
+
+@needs_server
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(5, None, b"x", [5], [[0, 1]], [[-1, 5, [b"a", 1]]], [[0, SLOTS, [b"a", 1]]]),
+        *([[0, 1, [b"a", 0]]], [[0, 1, [b"a", 1 << 16]]], [[0, 1, [b"a", b"1"]]]),
+        *([[0, 1, [5, 1]]], [[0, 1, [b"\xff", 1]]]),
+    ],
+)
+def test_slots_that_can_not_be_end_no_watch(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch, said: Answer
+) -> None:
+    with opened(server) as store:
+        servers = store._servers
+        run = servers._run
+
+        def lie(home: str, commands: list[Command], *args: float, **named: Any) -> list[Answer]:
+            asks = commands[0][0] == "CLUSTER"
+            return [said] if asks else run(home, commands, *args, **named)
+
+        monkeypatch.setattr(servers, "_run", lie)
+        with pytest.raises(TierError):
+            servers.refresh()
+        assert servers.homes() == [server.address]
 
 
 # -- encrypted --------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ class Line:
     ) -> None:
         self._socket = _connected(host, port, seconds, tls)
         self._is_plain = tls is None
-        self._seconds = 0.0
+        self._seconds = 0.0  # that the system waits
         self._until = 0.0
         self._buffer = bytearray(_BUFFER_BYTES)
         self._room = memoryview(self._buffer)
@@ -72,7 +72,7 @@ class Line:
             if into:
                 return [self._answer(view) for view in into]
             return [self._answer(None) for _ in commands]
-        except BlockingIOError:
+        except (BlockingIOError, TimeoutError):
             raise TimeoutError(f"no answer within {seconds:.3g} s") from None
 
     def say_no_more(self) -> None:
@@ -110,8 +110,11 @@ class Line:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def _require_time(self) -> None:
-        if time.monotonic() >= self._until:
-            raise TimeoutError(f"no answer within {self._seconds:.3g} s")
+        left = self._until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if left < self._seconds / 2:
+            self._be_patient_for(left)
 
     # -- out ----------------------------------------------------------------------------------
 
@@ -144,10 +147,12 @@ class Line:
     def _answer(self, into: memoryview | None, depth: int = 0) -> Answer:
         line = self._line()
         kind, rest = line[:1], line[1:]
-        if kind == b"+":
-            return rest
         if kind == b"-":
             return ServerRefusal(rest[:300].decode(errors="replace"))
+        if into is not None and kind != b"$":  # a number would pass for a length
+            raise _no_valkey(line)
+        if kind == b"+":
+            return rest
         try:
             number = int(rest)
         except ValueError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import ssl
 import threading
 import time
@@ -144,12 +145,10 @@ class Servers:
         changes: what has no answer may still happen. into: as in `Line.run`.
         """
         self.require_answering(home)
-        seconds = min(self._options.request_timeout_seconds, deadline - time.monotonic())
-        if seconds <= 0:
-            raise TierTimeout("the deadline passed")
+        _left(deadline)
         if changes and len(self._doubts) >= MAX_DOUBTS:
             raise TierError("too many writes are given up and may happen yet")
-        return self._run(home, commands, seconds, changes=changes, into=into)
+        return self._run(home, commands, deadline, changes=changes, into=into)
 
     def values(self, home: Home, names: Sequence[bytes], deadline: float) -> list[bytes | None]:
         """Short values, None where there is none, or where its slot is no longer there."""
@@ -185,13 +184,14 @@ class Servers:
         self,
         home: Home,
         commands: Sequence[Command],
-        seconds: float,
+        deadline: float = math.inf,
         *,
         changes: bool = False,
         into: Sequence[memoryview] = (),
     ) -> list[Answer]:
         while True:
-            line, is_new = self._line(home)
+            line, is_new = self._line(home, deadline)
+            seconds = min(self._options.request_timeout_seconds, _left(deadline))
             try:
                 answers = line.run(commands, seconds, into)
             except OSError as error:
@@ -205,6 +205,9 @@ class Servers:
                 if is_late:
                     raise TierTimeout(f"{home}: {error}") from None
                 raise TierError(f"{home}: {error}", TierReason.UNREACHABLE) from None
+            except BaseException:  # its answers may still come
+                self._give_up(home, line, changes=changes)
+                raise
             codes = {answer.code for answer in answers if isinstance(answer, ServerRefusal)}
             if codes & _ELSEWHERE:
                 self._wake.set()
@@ -219,14 +222,17 @@ class Servers:
 
     # -- lines --------------------------------------------------------------------------------
 
-    def _line(self, home: Home) -> tuple[Line, bool]:
+    def _line(self, home: Home, deadline: float) -> tuple[Line, bool]:
         """This thread's own to the server, and whether it is new. TierError: it can't be had."""
         mine: dict[Home, Line] = self._own.__dict__.setdefault("lines", {})
         line = mine.get(home)
         if line is not None:
             return line, False
+        seconds = min(self._options.connect_timeout_seconds, _left(deadline))
         try:
-            line = mine[home] = self._connect(home)
+            line = mine[home] = self._connect(home, seconds)
+        except TierTimeout:
+            raise
         except TierError as error:
             self._fall_silent(home, str(error))
             raise
@@ -245,9 +251,9 @@ class Servers:
         else:
             line.close()
 
-    def _connect(self, home: Home) -> Line:
+    def _connect(self, home: Home, seconds: float) -> Line:
+        """TierError: it can't be had, TierTimeout: not in less time than it may take."""
         host, _, port = home.rpartition(":")
-        seconds = self._options.connect_timeout_seconds
         hello: list[Command] = [["CLIENT", "SETNAME", "kvd"]]
         if self._options.password_file is not None:
             secret = secret_of("password_file", self._options.password_file)
@@ -262,6 +268,9 @@ class Servers:
                 line.close()
                 raise
         except (OSError, UnicodeError) as error:  # a name that can't be looked up
+            is_short = seconds < self._options.connect_timeout_seconds
+            if is_short and isinstance(error, TimeoutError):
+                raise TierTimeout(f"{home}: {error}") from None
             raise TierError(f"{home}: {error}", TierReason.UNREACHABLE) from None
         refused = [answer for answer in said if isinstance(answer, ServerRefusal)]
         if (len(hello) > 1 and isinstance(said[0], ServerRefusal)) or _is_login(refused):
@@ -311,7 +320,7 @@ class Servers:
             raise
         for home in list(self._homes):
             with contextlib.suppress(TierError):
-                (told,) = self._run(home, [["INFO"]], self._options.request_timeout_seconds)
+                (told,) = self._run(home, [["INFO"]])
                 if isinstance(told, bytes):
                     self._hear(home, _parsed(told))
         for doubt in list(self._doubts):
@@ -327,8 +336,7 @@ class Servers:
 
     def _learn_slots(self, asked: Home) -> None:
         slots, homes = [NOBODY] * SLOTS, [asked]
-        command = ["CLUSTER", "SLOTS"]
-        (ranges,) = self._run(asked, [command], self._options.request_timeout_seconds)
+        (ranges,) = self._run(asked, [["CLUSTER", "SLOTS"]])
         if isinstance(ranges, ServerRefusal):
             if "cluster support disabled" not in str(ranges):
                 raise ranges
@@ -336,12 +344,7 @@ class Servers:
                 raise TierUnusable("addresses: there are several, and they are no cluster")
             slots = [asked] * SLOTS
         else:
-            homes = []
-            for begin, end, primary, *_ in ranges:
-                host = primary[0].decode() if primary[0] else asked.rpartition(":")[0]
-                home = f"{host}:{primary[1]}"
-                slots[begin : end + 1] = [home] * (end + 1 - begin)
-                homes.append(home)
+            slots, homes = _slots_of(ranges, asked)
         self._slots, self._homes = slots, list(dict.fromkeys(homes))
         self._silent.intersection_update(homes)
         self.told = {home: said for home, said in self.told.items() if home in homes}
@@ -351,6 +354,14 @@ class Servers:
         if home not in self._said:
             self._said[home] = why
             log.warning("%s: %s", home or "the tier's servers", why)
+
+
+def _left(deadline: float) -> float:
+    """Seconds. TierTimeout where there are none."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TierTimeout("the deadline passed")
+    return left
 
 
 def _found(answers: list[Answer]) -> list[Answer]:
@@ -369,6 +380,21 @@ def _is_login(errors: Sequence[TierError]) -> bool:
         or (isinstance(error, ServerRefusal) and error.code in _REFUSED_LOGIN)
         for error in errors
     )
+
+
+def _slots_of(ranges: Answer, asked: Home) -> tuple[list[Home], list[Home]]:
+    """Who has which slot, and all who have any. TierError where that is not what was said."""
+    slots, homes = [NOBODY] * SLOTS, []
+    try:
+        for begin, end, (named, port, *_), *_ in ranges:
+            if not (0 <= begin <= end < SLOTS and 0 < port < 1 << 16):
+                raise ValueError
+            host = named.decode() if named else asked.rpartition(":")[0]
+            slots[begin : end + 1] = [f"{host}:{port}"] * (end + 1 - begin)
+            homes.append(f"{host}:{port}")
+    except (TypeError, ValueError, AttributeError):
+        raise TierError(f"{asked}: it names slots that can't be", TierReason.REFUSED) from None
+    return slots, homes
 
 
 def _parsed(told: bytes) -> dict[str, str]:
