@@ -113,6 +113,7 @@ class Departures:
             for key in left if left is not None else ():
                 self._note(key)
                 if self._in_doubt:
+                    self._doubt()  # for the calls that run now: the others are not noted
                     break
         except BaseException as error:  # noqa: BLE001 - a store of a site's own may raise anything
             log_limited(f"the store does not say what has left it: {error!r}")

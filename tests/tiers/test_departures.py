@@ -186,6 +186,16 @@ def test_more_than_can_be_kept_is_told_as_doubt(on: Stage, monkeypatch: pytest.M
     assert on.told() == [1]
 
 
+def test_what_leaves_before_a_doubt_is_told_is_doubted_after_it_too(on: Stage) -> None:
+    on.leaving = None
+    on.write(7)
+    slow = on.begin(TierFrame.EXISTS, 2)
+    on.leave(1, 2)
+    on.write(8)
+    assert on.of.some().in_doubt
+    assert on.end(slow, 1) == [0], "it has left, and nobody noted it"
+
+
 def test_what_leaves_while_one_call_runs_for_ever_is_bounded(
     on: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
