@@ -15,6 +15,7 @@ import pytest
 
 from kvd.cli.replay import belady
 from kvd.cli.replay import command as replay
+from kvd.cli.replay.compute import EVEN_AT_TOKENS, compute_ratio
 from kvd.cli.replay.device import StoreRule
 from kvd.cli.replay.engine import ReplayEngine
 from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
@@ -109,6 +110,27 @@ def test_hit_ratio_counts_leading_blocks_over_blocks_offered() -> None:
     result = replay.replay(requests, "lru", 100)
     assert result.hit_ratio == 2 / 11
     assert (result.requests, result.blocks_offered, result.blocks_distinct) == (3, 11, 7)
+
+
+def test_block_far_back_in_a_prompt_counts_for_more_compute() -> None:
+    """Tokens at position p cost 1 + p / E: half of E costs 0.5 + 0.125, all of it 1 + 0.5."""
+    block = 512
+    whole = int(EVEN_AT_TOKENS) // block
+    request = TraceRequest(0, block * whole, 1, np.arange(whole))
+    assert compute_ratio([request], [whole]) == 1
+    assert compute_ratio([request], [whole // 2]) == pytest.approx(0.625 / 1.5)
+    assert compute_ratio([request, request], [0, whole]) == pytest.approx(0.5)
+    assert compute_ratio([], []) == 0
+    nothing = TraceRequest(0, 0, 1, np.arange(0))
+    assert compute_ratio([nothing], [0]) == 0
+
+
+def test_replay_tells_the_compute_that_was_saved() -> None:
+    prompt = TraceRequest(0, 512 * 64, 1, np.arange(64))
+    longer = TraceRequest(1, 512 * 128, 1, np.arange(128))
+    result = replay.replay([prompt, longer], "lru", 200)
+    assert result.hit_ratio == pytest.approx(64 / 192)
+    assert result.compute_ratio == pytest.approx(1.5 / (1.5 + 4))
 
 
 def test_request_without_blocks_is_served() -> None:

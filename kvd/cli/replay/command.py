@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from kvd.cli.replay import belady
+from kvd.cli.replay.compute import compute_ratio
 from kvd.cli.replay.device import EAGER, EVERYTHING, STORES, StoreRule
 from kvd.cli.replay.engine import BLOCK_BYTES, ReplayEngine
 from kvd.cli.replay.tiers import ReplayTiers, TierResult, TierSpec
@@ -67,6 +68,7 @@ class ReplayResult:
     device_blocks: int = 0  # of the engine's own memory; 0: it keeps nothing
     store: str = EAGER
     device_ratio: float = 0.0  # of leading blocks that the device still held
+    compute_ratio: float = 0.0  # found / offered, each block by what it costs to compute
     external_ratio: float = 0.0  # found of those that the device lacked
     tiers: tuple[TierResult, ...] = ()
 
@@ -85,21 +87,23 @@ def replay(
     """
     started = time.monotonic()
     below = ReplayTiers((), BLOCK_BYTES) if below is None else below
-    found = stored = evicted = without_room = on_device = 0
+    stored = evicted = without_room = on_device = 0
+    each: list[int] = []
     tiers: tuple[TierResult, ...] = ()
     offered = sum(request.blocks.size for request in requests)
     if policy == BELADY:
         assert not len(below), "MIN is a bound for one cache"
         assert not rule.device_blocks, "MIN is a bound for one cache"
-        found = sum(belady.leading_hits(requests, capacity_blocks, progress))
+        each = list(belady.leading_hits(requests, capacity_blocks, progress))
     else:
         engine = ReplayEngine(policy, capacity_blocks, rule, below)
         for place, request in enumerate(requests):
-            found += engine.serve(request)
+            each.append(engine.serve(request))
             progress(place + 1)
         stored, evicted = engine.blocks_stored, engine.blocks_evicted
         without_room, on_device = engine.blocks_without_room, engine.found_on_device
         tiers = below.results(engine.found_in, engine.dropped, offered)
+    found = sum(each)
     infinite, reachable = _seen_before(requests, capacity_blocks + rule.device_blocks)
     from_tiers = sum(tier.blocks_found for tier in tiers)
     return ReplayResult(
@@ -124,6 +128,7 @@ def replay(
         device_blocks=rule.device_blocks,
         store=rule.store,
         device_ratio=_ratio(on_device, offered),
+        compute_ratio=compute_ratio(requests, each),
         external_ratio=_ratio(found - on_device, offered - on_device),
         tiers=tiers,
     )
