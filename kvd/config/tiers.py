@@ -23,8 +23,8 @@ from kvd_proto.limits import MAX_TIERS
 THROUGH, DEMOTION, REUSE = WRITES = ("through", "demotion", "reuse")
 MEDIA = ("STORAGE", "REMOTE")  # of this node alone; of every node that shares the tier
 KINDS = {  # ours, by name
-    "disk": "kvd.tiers.disk.store:DiskStore",
-    "mooncake": "kvd.tiers.mooncake.store:MooncakeStore",
+    "disk": "kvd.tiers.kinds:open_disk",
+    "mooncake": "kvd.tiers.kinds:open_mooncake",
     "valkey": "kvd.tiers.kinds:open_valkey",
     "s3": "kvd.tiers.kinds:open_s3",
 }

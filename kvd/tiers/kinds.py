@@ -1,10 +1,20 @@
-"""Opens the stores whose libraries are extras: without one, what to install is said."""
+"""Opens kvd's own stores; where the library of one is not here, what to install is said."""
 
 from __future__ import annotations
 
 import importlib
 
 from kvd.tiers.store import OpenStore, TierOptions, TierStore, TierUnusable
+
+
+def open_disk(options: TierOptions) -> TierStore:
+    """A store on disks of this node."""
+    return _opened("disk", "kvd.tiers.disk.store", "DiskStore", options)
+
+
+def open_mooncake(options: TierOptions) -> TierStore:
+    """A store in a Mooncake Store."""
+    return _opened("mooncake", "kvd.tiers.mooncake.store", "MooncakeStore", options)
 
 
 def open_valkey(options: TierOptions) -> TierStore:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from kvd.tiers.options import Reader, read_options, seconds, text, whole
 from kvd.tiers.store import TierOptions, TierUnusable
 
 MOST_CALLS = 64
@@ -16,7 +15,6 @@ MOST_RPC_SECONDS = 600.0
 PROTOCOLS = ("tcp", "rdma")
 _PLACE = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):(\d{1,5})")
 _SCHEME = re.compile(r"(?:etcd|redis|k8s)://")
-_TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +43,11 @@ class MooncakeOptions:
             )
         if len(places) > 1 and not _SCHEME.match(self.master):
             raise TierUnusable('master: where there are several, "etcd://" stands before them')
-        if self.protocol not in PROTOCOLS:
-            raise TierUnusable(f"protocol: {self.protocol!r} is none of {', '.join(PROTOCOLS)}")
-        if not _TENANT.fullmatch(self.tenant):
-            raise TierUnusable(f"tenant: {self.tenant!r} is not 1 to 64 letters, digits, . _ -")
-        for name, given, most in (
-            ("replicas", self.replicas, MOST_REPLICAS),
-            ("calls", self.calls, MOST_CALLS),
-        ):
-            if not 1 <= given <= most:
-                raise TierUnusable(f"{name}: {given} is not 1..{most}")
-        if not 0.1 <= self.rpc_timeout_seconds <= MOST_RPC_SECONDS:
-            raise TierUnusable(
-                f"rpc_timeout_seconds: {self.rpc_timeout_seconds} is not 0.1..{MOST_RPC_SECONDS:g}"
-            )
 
     @classmethod
     def of(cls, options: TierOptions) -> MooncakeOptions:
         """Read a table. TierUnusable names the option that is wrong."""
-        unknown = sorted(set(options) - set(_READERS))
-        if unknown:
-            known = ", ".join(sorted(_READERS))
-            raise TierUnusable(f"{unknown[0]}: no such option; known: {known}")
-        if "master" not in options:
-            raise TierUnusable('master: is needed, such as "10.0.0.1:50051"')
-        return cls(**{name: _READERS[name](name, given) for name, given in options.items()})
+        return cls(**read_options(options, _READERS, needed=("master",)))
 
     def own_host(self) -> str:
         """This node's address."""
@@ -93,32 +71,15 @@ def _is_place(place: str) -> bool:
     return match is not None and 1 <= int(match[1]) <= 65535
 
 
-def _text(name: str, given: Any) -> str:
-    if not isinstance(given, str):
-        raise TierUnusable(f"{name}: {given!r} is no text")
-    return given
-
-
-def _whole(name: str, given: Any) -> int:
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise TierUnusable(f"{name}: {given!r} is no whole number")
-    return given
-
-
-def _seconds(name: str, given: Any) -> float:
-    if not isinstance(given, int | float) or isinstance(given, bool):
-        raise TierUnusable(f"{name}: {given!r} is no number")
-    return float(given)
-
-
-_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "master": _text,
-    "host": _text,
-    "metadata": _text,
-    "protocol": _text,
-    "devices": _text,
-    "tenant": _text,
-    "replicas": _whole,
-    "calls": _whole,
-    "rpc_timeout_seconds": _seconds,
+_TEXT = text(r".*", "a text")
+_READERS: dict[str, Reader] = {
+    "master": _TEXT,
+    "host": _TEXT,
+    "metadata": _TEXT,
+    "protocol": text("|".join(PROTOCOLS), f"one of {', '.join(PROTOCOLS)}"),
+    "devices": _TEXT,
+    "tenant": text(r"[A-Za-z0-9_.-]{1,64}", "1 to 64 letters, digits, . _ -"),
+    "replicas": whole(1, MOST_REPLICAS),
+    "calls": whole(1, MOST_CALLS),
+    "rpc_timeout_seconds": seconds(0.1, MOST_RPC_SECONDS),
 }
