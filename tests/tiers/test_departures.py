@@ -230,7 +230,7 @@ def endless() -> Iterator[TierKey]:
         [("a" * 32, "b")],
         endless(),
     ],
-    ids=str,
+    ids=["none", "bug", "number", "numbers", "short", "empty", "long", "texts", "endless"],
 )
 def test_whatever_a_store_says_instead_is_doubt(on: Stage, nonsense: Any) -> None:
     on.leaving = nonsense
