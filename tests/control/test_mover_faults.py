@@ -357,7 +357,7 @@ async def test_a_mover_that_does_not_read_is_ended_before_control_grows(
 
 
 LIBRARY = native.library()
-TRUE_FACTS = MoverFacts.of_host_memory(LIBRARY and LIBRARY.level, native.why_not())
+TRUE_FACTS = MoverFacts.of_host_memory(LIBRARY.level if LIBRARY else None, native.why_not())
 
 
 @pytest.mark.parametrize(
