@@ -116,10 +116,9 @@ def _resident_bytes() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(policy: str, rounds: int) -> dict[str, object]:
+def measure(policy: str, rounds: int, held: dict[bytes, int]) -> dict[str, object]:
     """Milliseconds by size and operation, the ratio of stores, and bytes a block."""
     small, large = (Filled(policy, size) for size in SIZES)
-    held = {n.to_bytes(32, "little"): n for n in range(SIZES[1])}
     probes = []
     for number in range(rounds):
         # Once more while all of it is in the cache, as nothing of a store's is: the harder floor.
@@ -154,9 +153,8 @@ def probed(held: dict[bytes, int], count: int) -> float:
     return time.thread_time() - worked
 
 
-def dict_floor(rounds: int) -> dict[str, report.Spread]:
+def dict_floor(rounds: int, held: dict[bytes, int]) -> dict[str, report.Spread]:
     """Milliseconds for a plain dict to be probed for as many keys."""
-    held = {n.to_bytes(32, "little"): n for n in range(SIZES[1])}
     floors = {}
     for count in LOOKUPS:
         spent = [1000 * probed(held, count) for _ in range(rounds)]
@@ -172,8 +170,9 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, object] = {}
     rows: list[list[object]] = []
+    held = {n.to_bytes(32, "little"): n for n in range(SIZES[1])}
     for policy in options.policy or POLICY_NAMES:
-        found = measure(policy, options.rounds)
+        found = measure(policy, options.rounds, held)
         results[policy] = found
         by_size = [found[str(size)] for size in SIZES]
         names = by_size[0]
@@ -185,7 +184,7 @@ def main() -> None:
         names += [name for name in found if f"a dict probe of {BATCH}" in name]
         rows += [[policy, name, "", found[name]] for name in names]
         rows.append([policy, "bytes a block", "", f"{found['bytes a block']:.0f}"])
-    floors = dict_floor(options.rounds)
+    floors = dict_floor(options.rounds, held)
     results["floor"] = floors
     rows += [["floor", f"{name} ms", "", spread] for name, spread in floors.items()]
     header = ["policy", f"{BATCH} keys a store", *(f"{size} resident" for size in SIZES)]

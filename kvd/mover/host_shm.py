@@ -244,7 +244,7 @@ class HostSharedMemory:
 
     def wipe(self, part: LocatedPart) -> None:
         """Zero these engine blocks: what a load has put there is not what was stored."""
-        blocks = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK].astype(np.int64)
+        blocks = _real_blocks(part)
         for piece in self._pieces[part.group]:
             for start in piece.starts_of(blocks).tolist():
                 piece.file.mapping.view[start : start + piece.row_bytes] = 0
@@ -265,7 +265,7 @@ class HostSharedMemory:
         """Whether the engine's memory has every page of these blocks."""
         if all(file.presence.full for file, _ in self._regions):
             return True
-        blocks = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK].astype(np.int64)
+        blocks = _real_blocks(part)
         return not len(blocks) or all(
             piece.file.presence.full
             or piece.file.presence.covers(piece.starts_of(blocks), piece.row_bytes)
@@ -324,6 +324,12 @@ class HostSharedMemory:
         self._pieces.clear()
         while self._files:
             self._files.popitem()[1].close()
+
+
+def _real_blocks(part: LocatedPart) -> I64:
+    """The engine blocks that are not null."""
+    real: I64 = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK].astype(np.int64)
+    return real
 
 
 def _in_memory(fd: int) -> bool:

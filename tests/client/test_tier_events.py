@@ -162,15 +162,20 @@ region_bytes = "1MiB"
 """
 
 
-def test_a_router_hears_what_a_disk_gave_up(daemon: DaemonProcess, tmp_path: Path) -> None:
-    """20 prompts of 64 blocks, of which the disk holds 512."""
+def restart(daemon: DaemonProcess, directory: Path, tiers: str) -> None:
+    """With these tiers, and a small pool."""
     daemon.end()
-    file = tmp_path / "kvd.toml"
-    file.write_text(SMALL.format(directory=tmp_path / "disk"))
+    file = directory / "kvd.toml"
+    file.write_text(tiers)
     daemon.flags["config"] = file
     daemon.pool_bytes = 4 << 20
     daemon.start()
-    wait_until(lambda: ask(daemon.socket, 10.0).tiers[0].serving, "the disk")
+    wait_until(lambda: ask(daemon.socket, 10.0).tiers[0].serving, "the first tier")
+
+
+def test_a_router_hears_what_a_disk_gave_up(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """20 prompts of 64 blocks, of which the disk holds 512."""
+    restart(daemon, tmp_path, SMALL.format(directory=tmp_path / "disk"))
     router = Router(daemon)
     for prompt in PROMPTS:
         router.store(prompt)
@@ -202,13 +207,7 @@ def gate(tmp_path: Path) -> Gate:
 
 @pytest.fixture
 def gated(daemon: DaemonProcess, tmp_path: Path, gate: Gate) -> Iterator[Router]:
-    daemon.end()
-    file = tmp_path / "kvd.toml"
-    file.write_text(GATED.format(signs=tmp_path / "signs"))
-    daemon.flags["config"] = file
-    daemon.pool_bytes = 4 << 20
-    daemon.start()
-    wait_until(lambda: ask(daemon.socket, 10.0).tiers[0].serving, "the tier")
+    restart(daemon, tmp_path, GATED.format(signs=tmp_path / "signs"))
     made = Router(daemon)
     yield made
     made.close()

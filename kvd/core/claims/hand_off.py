@@ -49,7 +49,7 @@ def hand_off(turn: Turn, event: HandOffRequested) -> tuple[SizeClass, Slots]:
     account = event.context.account
     slots = locate(state, session, account, event.group, event.keys.words).slots
     there = slots[slots != NOWHERE]
-    there = there[state.slots.firsts(there)]
+    there = state.slots.distinct(there)
     found = state.hand_offs.get((event.session, event.context.request))
     held = found.held.get(event.group) if found is not None else None
     fresh = there if held is None else there[~np.isin(there, held)]

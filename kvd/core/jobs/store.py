@@ -151,7 +151,7 @@ def _kept(state: State, job: Job, plan: Plan) -> tuple[SizeClass, Slots]:
     if offer.scope is None:
         return offer.size_class, plan.ready
     both = np.concatenate([plan.ready, prefix.held(state, job.prefix, offer.scope)])
-    return offer.size_class, both[state.slots.firsts(both)]
+    return offer.size_class, state.slots.distinct(both)
 
 
 def _start(turn: Turn, session: Session, job: Job, plans: list[Plan], account: str) -> list[Part]:

@@ -201,7 +201,7 @@ class SlotQueue:
         assert not self._places[slots].any(), "a slot was appended that a queue holds already"
         self._write(slots)
         self._live += int(slots.size)
-        assert self._is_in_order(slots), "a slot was appended twice in one batch"
+        assert self._stand_last(slots).all(), "a slot was appended twice in one batch"
         self._tidy(int(slots.size))
 
     def renew(self, slots: Slots) -> None:
@@ -218,13 +218,7 @@ class SlotQueue:
             return
         assert self.holds(slots).all(), "a slot was dropped that the queue does not hold"
         self._places[slots] = 0
-        self._live -= int(slots.size)
-        assert self._live >= 0
-        if self._live:
-            self._tidy(int(slots.size))
-        else:
-            self._mentions.clear()
-            self._first, self._squeeze = self._next, None
+        self.lose(int(slots.size))
 
     def first(self, count: int) -> Slots:
         """Up to `count` slots from the old end, oldest first; changes nothing."""
@@ -311,13 +305,12 @@ class SlotQueue:
         Marks the last mention of each. Whose they were is told by `lose`, this one too.
         """
         self._write(slots)
-        positions = np.arange(self._next - int(slots.size), self._next)
-        last: npt.NDArray[np.bool_] = self._places.take(slots) == self._as_places(positions)
+        last = self._stand_last(slots)
         self._live += int(np.count_nonzero(last))
         return last
 
     def lose(self, count: int) -> None:
-        """So many of its slots were moved by `take_in`."""
+        """So many of its slots are not here any more: dropped, or moved by `take_in`."""
         self._live -= count
         assert self._live >= 0
         if self._live:
@@ -328,10 +321,11 @@ class SlotQueue:
 
     # -- mentions -----------------------------------------------------------------------------
 
-    def _is_in_order(self, slots: Slots) -> bool:
-        start = self._next - int(slots.size)
-        expected = self._as_places(np.arange(start, self._next))
-        return bool((self._places[slots] == expected).all())
+    def _stand_last(self, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Of slots that were just written: which stand where they did, and not at a later one."""
+        positions = np.arange(self._next - int(slots.size), self._next)
+        last: npt.NDArray[np.bool_] = self._places.take(slots) == self._as_places(positions)
+        return last
 
     def _live_mentions(self, start: int, size: int) -> tuple[Positions, Slots]:
         positions = np.arange(start, start + size)

@@ -134,7 +134,7 @@ def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> Slots:
     slots = slots[scopes >= state.namespaces[owner.namespace].cleared_below]
     if not len(slots):
         return slots
-    slots = slots[state.slots.firsts(slots)]
+    slots = state.slots.distinct(slots)
     tenant = owner.tenant.tenant
     fits = tier.writing.left(tenant, tier.terms.max_write_bytes) // owner.block_bytes
     for scope, some in slot_lifecycle.by_scope(state, slots[:fits]):

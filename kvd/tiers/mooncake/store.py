@@ -44,6 +44,7 @@ from kvd.tiers.store import (
     TierTimeout,
     TierUsage,
     require_blocks,
+    require_call,
     require_keys,
     require_scopes,
 )
@@ -185,9 +186,8 @@ class MooncakeStore:
     # -- what calls have in common ------------------------------------------------------------
 
     def _begin_call(self, deadline: float) -> None:
-        if self._is_closed:
-            raise TierError("the store is closed", TierReason.CLOSED)
-        self._require_time(deadline)
+        with self._lock:
+            require_call(deadline, self._errors, is_closed=self._is_closed)
         try:
             self._client.require_master()
         except TierError as error:
