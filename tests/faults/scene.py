@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 15.0
 # daemon takes two seconds at most, a busy machine longer.
 RELEASE_SECONDS = PATIENCE_SECONDS
 PULSE_SECONDS = 0.0002
-ATTEMPTS = 8  # at catching a copy half-way
+ATTEMPTS = 60  # at catching a copy half-way: how long a pulse really is, the machine decides
 
 Clean = tuple[int, int, int, int]
 
@@ -187,7 +187,7 @@ class Scene:
             copied = partial(self.copied_blocks, prefix, count, block_bytes)
             freeze(mover)
             engine.ask("store", prefix=prefix, count=count, wait=False)
-            if run_until(mover, copied, count):
+            if run_until(mover, copied, count, attempt):
                 return prefix
             thaw(mover)
             engine.ask("pump")
@@ -275,7 +275,7 @@ def pin_mid_load(engine: Probe, mover: int, prefix: str, count: int) -> str:
         def copied() -> int:
             return int(engine.ask("check", prefix=prefix, count=count, first_block=0)["right"])
 
-        if run_until(mover, copied, count):
+        if run_until(mover, copied, count, attempt):
             return request
         thaw(mover)
         engine.ask("pump")
@@ -283,15 +283,17 @@ def pin_mid_load(engine: Probe, mover: int, prefix: str, count: int) -> str:
     raise AssertionError("no copy could be caught half-way")
 
 
-def run_until(pid: int, copied: Callable[[], int], whole: int) -> bool:
+def run_until(pid: int, copied: Callable[[], int], whole: int, attempt: int) -> bool:
     """Let a frozen mover run in short pulses until it is in the middle of a copy, frozen.
 
-    False: the machine let it run too long and the copy is through.
+    False: the machine let it run too long and the copy is through. Every further attempt has
+    shorter pulses, down to none between two signals.
     """
+    pulse = PULSE_SECONDS / 2 ** (attempt % 8) if attempt % 8 < 7 else 0.0
     deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         thaw(pid)
-        time.sleep(PULSE_SECONDS)
+        time.sleep(pulse)
         freeze(pid)
         done = copied()
         if done:
