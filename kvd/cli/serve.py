@@ -75,6 +75,7 @@ class Daemon:
             driver = self._driver(pool)
             stack.push_async_callback(driver.close)
             control = self._control(driver)
+            self.metrics.watch_lookups(control.rooms.told_lookups.rows)
             self._draining = lambda: control.rooms.draining
             stack.push_async_callback(control.close)
             await control.listen(self._place())

@@ -261,13 +261,14 @@ def _copier(name: str, bytes_per_second: float) -> str:
 def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str]:
     yield ""
     yield from _table(
-        ("TENANT", "USED", "LEASED", "QUOTA"),
+        ("TENANT", "USED", "LEASED", "QUOTA", "FOUND"),
         [
             (
                 t.tenant,
                 _bytes(t.bytes_used),
                 _bytes(t.bytes_leased),
                 _bytes(t.quota_bytes) if t.quota_bytes else "none",
+                _found(t.lookups),
             )
             for t in status.tenants
         ],
@@ -275,7 +276,7 @@ def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str
     )
     yield ""
     yield from _table(
-        ("NAMESPACE", "TENANT", "MODEL", "KV DTYPE", "BLOCKS", "BYTES", "SESSIONS"),
+        ("NAMESPACE", "TENANT", "MODEL", "KV DTYPE", "BLOCKS", "BYTES", "SESSIONS", "FOUND"),
         [
             (
                 n.namespace_id,
@@ -285,6 +286,7 @@ def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str
                 n.blocks,
                 _bytes(n.bytes),
                 n.sessions,
+                _found(n.lookups),
             )
             for n in status.namespaces
         ],
@@ -292,6 +294,13 @@ def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str
     )
     yield from _waste(status)
     yield from _differences(status)
+
+
+def _found(told: operator_pb2.LookupFigures) -> str:
+    """How much of what engines looked for they found."""
+    if not told.blocks:
+        return "untold"
+    return f"{told.blocks_found / told.blocks:.1%} of {told.blocks} blocks"
 
 
 def _waste(status: operator_pb2.StatusResponse) -> Iterator[str]:

@@ -22,6 +22,7 @@ from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.core.model.tiers import Reach, TierTerms
 from kvd.core.spec import NamespaceSpec
 from kvd.runtime.event_log import Change, ChangeKind, Delivery
+from kvd.runtime.told_lookups import LookupFigures
 from kvd.runtime.turns import Pace
 from kvd_proto.limits import (
     MAX_IDS,
@@ -170,6 +171,18 @@ def _query(message: pb.Query, spec: NamespaceSpec, budget: KeyBudget) -> ev.Quer
         lease,
         first_block=message.run.first_block,
     )
+
+
+def lookup_figures(step: pb.Step) -> LookupFigures | None:
+    """What the step tells of lookups; None: nothing, as an older client."""
+    if not step.HasField("lookups"):
+        return None
+    told = step.lookups
+    return LookupFigures(
+        told.requests, told.requests_found,
+        told.blocks, told.blocks_found,
+        told.tokens, told.tokens_found,
+    )  # fmt: skip
 
 
 def transfer_runs(

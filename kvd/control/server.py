@@ -106,7 +106,7 @@ class ControlServer:
             self.namespaces.page_of,
             tenants.user_operates,
         )
-        report = StatusReport(driver, self.engines, self.namespaces, self.rooms.sessions)
+        report = StatusReport(driver, self.engines, self.namespaces, self.rooms)
         self.operator = OperatorServicer(driver, self.peers, tenants, self.namespaces, report)
         self.operator.drain = self.drain
         self._interceptor = CallInterceptor(

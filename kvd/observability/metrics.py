@@ -2,8 +2,9 @@
 
 What the core counts anyway is read at scrape time; what passes by once (durations, refusals)
 is observed as it happens. Label values come from closed sets of ours, except `tenant`, which
-the operator's policy names, `reason`, which docs/errors.md lists, and those that name a
-registered rank: `session` and `rank`, with the `gpu` that its memory lies on.
+the operator's policy names, `namespace`, of which so many are named, `reason`, which
+docs/errors.md lists, and those that name a registered rank: `session` and `rank`, with the `gpu`
+that its memory lies on.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.upkeep.statistics import Occupancy, Statistics
 from kvd.linux import proc
 from kvd.runtime.fleet import AttachedMover
+from kvd.runtime.told_lookups import ToldOf
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_TENANTS_SHOWN = 256
@@ -34,8 +36,12 @@ _SLOT_STATES = ("free", "reserved", "ready", "quarantined")
 
 # Name, help, and where in the core's Counters it stands.
 _COUNTERS = (
-    ("kvd_lookup_hits", "Blocks looked up and found readable.", "hits"),
-    ("kvd_lookup_misses", "Blocks looked up and not there.", "misses"),
+    (
+        "kvd_lookup_hits",
+        "Blocks that calls asked for and found; most misses are no call: see kvd_found_blocks.",
+        "hits",
+    ),
+    ("kvd_lookup_misses", "Blocks that a call asked for and that were not there.", "misses"),
     ("kvd_lookup_pending", "Blocks looked up while a store of theirs was under way.", "pending"),
     ("kvd_lookup_retries", "Blocks found while the lease cap was reached: ask again.", "retries"),
     ("kvd_stored_blocks", "Blocks that became readable.", "stored"),
@@ -181,6 +187,48 @@ def _tier_families(now: Statistics) -> Iterator[Metric]:
         for tier in now.tiers:
             gauge.add_metric([tier.name], float(getattr(tier, field)))
         yield gauge
+
+
+# Name, help, and where it stands in what engines tell.
+_LOOKUPS = (
+    ("kvd_offered_requests", "Requests that engines looked up.", "requests", ""),
+    ("kvd_found_requests", "Of those, with a block to load.", "requests_found", ""),
+    ("kvd_missed_requests", "Of those, without any.", "requests", "requests_found"),
+    (
+        "kvd_offered_blocks",
+        "Whole blocks of the prompts that engines looked up, without what the device had.",
+        "blocks",
+        "",
+    ),
+    ("kvd_found_blocks", "Of those, loaded from kvd.", "blocks_found", ""),
+    ("kvd_missed_blocks", "Of those, computed by the engine.", "blocks", "blocks_found"),
+    (
+        "kvd_offered_tokens",
+        "Tokens of the prompts that engines looked up, without what the device had.",
+        "tokens",
+        "",
+    ),
+    ("kvd_found_tokens", "Of those, loaded from kvd.", "tokens_found", ""),
+)
+
+
+class LookupCollector(Collector):
+    """What engines tell of their lookups: a client answers most misses without a call."""
+
+    def __init__(self, rows: Callable[[], Iterable[ToldOf]]) -> None:
+        self._rows = rows
+
+    def collect(self) -> Iterator[Metric]:
+        """Counters by tenant and namespace; without a namespace: of those beyond the bound."""
+        rows = list(self._rows())
+        for name, meaning, whole, without in _LOOKUPS:
+            family = CounterMetricFamily(name, meaning, labels=["tenant", "namespace"])
+            for row in rows:
+                count = getattr(row.figures, whole)
+                count -= getattr(row.figures, without) if without else 0
+                namespace = "" if row.namespace is None else str(row.namespace)
+                family.add_metric([row.tenant, namespace], count)
+            yield family
 
 
 class RankCollector(Collector):
@@ -355,6 +403,10 @@ class Metrics:
     def watch_ranks(self, ranks: Callable[[], Iterable[AttachedMover]]) -> None:
         """From now on a scrape reads what these movers say, too."""
         self.registry.register(RankCollector(ranks))
+
+    def watch_lookups(self, rows: Callable[[], Iterable[ToldOf]]) -> None:
+        """From now on a scrape reads what engines tell of their lookups, too."""
+        self.registry.register(LookupCollector(rows))
 
     def watch_registry(self, unwritten: Callable[[], int]) -> None:
         """From now on a scrape reads how much a restart would not know."""

@@ -16,6 +16,7 @@ from kvd.core.actions import Answer, Verdict
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import NamespaceId, SessionId, TenantId
 from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd.runtime.told_lookups import ToldLookups
 from kvd.runtime.turns import FairQueue
 from kvd_proto.groups import GroupKind
 from kvd_proto.v1 import common_pb2
@@ -105,7 +106,7 @@ async def test_every_part_of_a_step_carries_its_requests_context(verb: str) -> N
     driver: Any = ListeningDriver()
     step = STEPS[verb]()
     step.sequence = 1
-    await Verbs(driver).step(live(), step)
+    await Verbs(driver, ToldLookups(lambda _: True)).step(live(), step)
     (event,) = driver.events
     check(event.context)
 
@@ -113,7 +114,9 @@ async def test_every_part_of_a_step_carries_its_requests_context(verb: str) -> N
 async def test_lookup_carries_its_requests_context() -> None:
     driver: Any = ListeningDriver()
     run = common_pb2.KeyRun(hashes=hashes(1))
-    await Verbs(driver).lookup(live(), [pb.Query(context=full_context(), run=run)])
+    await Verbs(driver, ToldLookups(lambda _: True)).lookup(
+        live(), [pb.Query(context=full_context(), run=run)]
+    )
     (query,) = driver.events
     check(query.context)
 

@@ -47,6 +47,32 @@ def test_a_step_with_64_hits_waits_once_at_most(cold: dict[str, Any], ask: Ask) 
     assert sum(told["waits"]) == told["counted_by_kvd"]
 
 
+def test_what_was_found_and_missed_is_told_as_vllm_would_count_it(
+    cold: dict[str, Any], ask: Ask, kvd: NodeDaemon
+) -> None:
+    ask("run")
+    ask("unseen")
+    before = told_lookups(kvd)
+    ask("run")
+    ask("unseen")
+    told = told_lookups(kvd)
+    more = {name: told[name] - before[name] for name in told}
+    assert more == {
+        "requests": REQUESTS + 1,
+        "requests_found": REQUESTS,
+        "blocks": (REQUESTS + 1) * BLOCKS,
+        "blocks_found": REQUESTS * BLOCKS,
+        "tokens": (REQUESTS + 1) * BLOCKS * 16,
+        "tokens_found": REQUESTS * BLOCKS * 16,  # and of these it computes the last one again
+    }
+
+
+def told_lookups(kvd: NodeDaemon) -> dict[str, int]:
+    """What the one tenant's engines told so far."""
+    (tenant,) = kvd.status().tenants
+    return {field.name: value for field, value in tenant.lookups.ListFields()}
+
+
 def test_64_lookups_that_nobody_answers_are_one_wait(cold: dict[str, Any], ask: Ask) -> None:
     told = ask("unanswered")
     assert told["first_step"] == [1]

@@ -115,6 +115,17 @@ def run(stand: WaitingStand, connection: Any, _: int) -> dict[str, Any]:
     }
 
 
+def run_unseen(stand: WaitingStand, _connection: Any, _pid: int) -> dict[str, Any]:
+    """One prompt that nobody has seen."""
+    name = f"unseen {time.monotonic()}"
+    stand.add(stand.request(name, prompt(name, LENGTH), max_tokens=2))
+    stand.drain()
+    stand.take()
+    stand.forget_device()
+    stand.take_waits()
+    return {}
+
+
 def run_unanswered(stand: WaitingStand, connection: Any, daemon_pid: int) -> dict[str, Any]:
     """The same with a daemon that answers nothing in the first step."""
     os.kill(daemon_pid, signal.SIGSTOP)
@@ -188,6 +199,7 @@ def decode_together(stand: WaitingStand, connection: Any, _: int) -> dict[str, A
 
 CASES: dict[str, Callable[[WaitingStand, Any, int], dict[str, Any]]] = {
     "run": run,
+    "unseen": run_unseen,
     "unanswered": run_unanswered,
     "decode": decode_together,
     "held": run_with_loads_held,

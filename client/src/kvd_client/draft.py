@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -159,6 +159,31 @@ class HandOffDraft:
 
 
 @dataclass(slots=True)
+class LookupCounts:
+    """What requests looked for and found since the last step that said so, for statistics."""
+
+    requests: int = 0
+    requests_found: int = 0
+    blocks: int = 0
+    blocks_found: int = 0
+    tokens: int = 0
+    tokens_found: int = 0
+
+    def add(self, other: LookupCounts) -> None:
+        """Take another's counts to these."""
+        self.requests += other.requests
+        self.requests_found += other.requests_found
+        self.blocks += other.blocks
+        self.blocks_found += other.blocks_found
+        self.tokens += other.tokens
+        self.tokens_found += other.tokens_found
+
+    def to_proto(self) -> engine_pb2.LookupCounts | None:
+        """None: there is nothing to tell."""
+        return engine_pb2.LookupCounts(**asdict(self)) if self.requests else None
+
+
+@dataclass(slots=True)
 class StepDraft:
     """What one `Step` will say, but for its number, which the session gives; see `messages_of`."""
 
@@ -169,6 +194,7 @@ class StepDraft:
     released_leases: list[int] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
+    lookups: LookupCounts = field(default_factory=LookupCounts)
     ends_step: bool = True
 
     def job_ids(self) -> list[int]:
@@ -214,6 +240,7 @@ class StepDraft:
             preempted_request_ids=[wire_id(each) for each in self.preempted],
             finished_request_ids=[wire_id(each) for each in self.finished],
             end_step=self.ends_step,
+            lookups=self.lookups.to_proto(),
         )
 
 

@@ -39,6 +39,7 @@ def messages_of(step: StepDraft) -> list[StepDraft]:
         if number:
             made.append(StepDraft())
         made[-1].take_ends(ends)
+    made[-1].lookups = step.lookups
     for draft in made:
         draft.ends_step = draft is made[-1]
     return made

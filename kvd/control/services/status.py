@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 import kvd
@@ -13,13 +13,14 @@ from kvd.control.access.peers import Peer
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespaces import Namespaces
 from kvd.control.registration.rendezvous import Rendezvous
-from kvd.control.sessions.verbs import Sessions
+from kvd.control.sessions.session import SessionContext
 from kvd.core.events import JobKind
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.core.upkeep.statistics import NamespaceFigures, SessionFigures, Statistics
 from kvd.mover.facts import MoverFacts
 from kvd.runtime.driver import Driver
 from kvd.runtime.fleet import AttachedMover
+from kvd.runtime.told_lookups import LookupFigures
 from kvd.runtime.turns import Pace
 from kvd_proto.v1 import operator_pb2 as pb
 
@@ -57,12 +58,13 @@ class StatusReport:
     """Builds answers for the operator service."""
 
     def __init__(
-        self, driver: Driver, engines: Rendezvous, namespaces: Namespaces, sessions: Sessions
+        self, driver: Driver, engines: Rendezvous, namespaces: Namespaces, rooms: SessionContext
     ) -> None:
         self._driver = driver
         self._engines = engines
         self._namespaces = namespaces
-        self._sessions = sessions
+        self._sessions = rooms.sessions
+        self._told = rooms.told_lookups
         self._began = time.monotonic()
 
     def _tiers(self, now: Statistics) -> list[pb.TierStatus]:
@@ -118,6 +120,7 @@ class StatusReport:
                     bytes_leased=t.leased_bytes,
                     bytes_reserved=t.reserved_bytes,
                     bytes_evictable=t.evictable_bytes,
+                    lookups=_lookups(self._told.of_tenant(t.tenant)),
                 )
                 for t in now.tenants
                 if tenants.may_see(peer, t.tenant)
@@ -175,6 +178,7 @@ class StatusReport:
             sessions=figures.sessions,
             differs=self._namespaces.differences(figures.namespace, family),
             wasted_shares=figures.wasted_shares,
+            lookups=_lookups(self._told.of_namespace(figures.namespace)),
         )
 
     def _session(self, figures: SessionFigures) -> pb.SessionStatus:
@@ -214,6 +218,10 @@ class StatusReport:
             gpu=_gpu(facts),
             copier_note=facts.note,
         )
+
+
+def _lookups(figures: LookupFigures | None) -> pb.LookupFigures | None:
+    return None if figures is None else pb.LookupFigures(**asdict(figures))
 
 
 def _gpu(facts: MoverFacts) -> pb.GpuStatus | None:

@@ -32,6 +32,7 @@ from kvd.core.engines.meeting import EngineStart, SchedulerSide
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
 from kvd.core.spec import NamespaceSpec
 from kvd.runtime.driver import Driver
+from kvd.runtime.told_lookups import ToldLookups
 from kvd_proto.limits import MAX_RANKS
 from kvd_proto.v1 import engine_pb2 as pb
 
@@ -236,7 +237,8 @@ class SessionContext:
         self.tenants = tenants
         self.terms = terms
         self.sessions = Sessions()
-        self.verbs = Verbs(driver)
+        self.told_lookups = ToldLookups(driver.machine.knows)
+        self.verbs = Verbs(driver, self.told_lookups)
         self.departures = EngineExitWatcher(driver)
         self.draining = False
         self.count_refusal: Callable[[str], None] = lambda _reason: None

@@ -22,6 +22,7 @@ from kvd.core.keys import JobId, LeaseId, NamespaceId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
 from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
 from kvd.runtime.driver import Driver
+from kvd.runtime.told_lookups import LookupFigures, ToldLookups
 from kvd.runtime.turns import Pace
 from kvd_proto.limits import MAX_PARTS_PER_STEP, MAX_RUNS
 from kvd_proto.v1 import common_pb2
@@ -100,6 +101,7 @@ class StepParts:
     loads: tuple[ev.LoadRequested, ...]
     stores: tuple[ev.StoreRequested, ...]
     hand_offs: tuple[ev.HandOffRequested, ...]
+    lookups: LookupFigures | None
     released: tuple[LeaseId, ...]
     ended: tuple[RequestId, ...]
     end_step: bool
@@ -134,6 +136,7 @@ async def step_parts(live: LiveSession, step: pb.Step, pace: Pace) -> StepParts:
         loads=tuple(loads),
         stores=tuple(stores),
         hand_offs=tuple(hand_offs),
+        lookups=convert.lookup_figures(step),
         released=convert.lease_ids(step.released_leases),
         ended=(
             *await convert.request_ids(preempted, "preempted_request_ids", pace),
@@ -151,8 +154,9 @@ def _units(part: pb.Touch | pb.LoadJob | pb.StoreJob | pb.HandOff) -> int:
 class Verbs:
     """Brings the checked parts of a message to the driver."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, told: ToldLookups) -> None:
         self._driver = driver
+        self._told = told
 
     async def lookup(self, live: LiveSession, messages: Sequence[pb.Query]) -> list[pb.Answer]:
         """Answers in the order of the queries. Not numbered: it may be asked again."""
@@ -247,6 +251,8 @@ class Verbs:
         for requests in _cut(parts.ended):
             driver.call(ev.RequestsEnded(live.id, requests))
             await self._breathe_after(live, requests)
+        if parts.lookups is not None:
+            self._told.add(live.namespace, live.spec.tenant, parts.lookups)
         if parts.end_step:
             driver.call(ev.StepEnded(live.id))
         return reply

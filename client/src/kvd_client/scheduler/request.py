@@ -77,6 +77,7 @@ class Request:
     known_hashes: Sequence[int] = ()  # by group, so many were known to that step
     awaited_load: int = 0  # another request's, that brings what this one would load
     sharing_since_s: float | None = None  # since when such loads have deferred it
+    was_counted: bool = False  # among the lookups that the daemon is told of
     deferred_since_s: float | None = None  # since when it has had no answer, for whatever reason
 
     def begin_again(self, widths: Sequence[int]) -> None:

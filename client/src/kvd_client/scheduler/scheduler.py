@@ -30,6 +30,7 @@ from kvd_client.draft import (
 from kvd_client.scheduler.device import DeviceBlocks
 from kvd_client.scheduler.doubts import Doubts
 from kvd_client.scheduler.fences import Fences
+from kvd_client.scheduler.found import count_found
 from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.jobs import JobTable, Load
 from kvd_client.scheduler.loads import load_runs
@@ -158,6 +159,9 @@ class Scheduler:
         if request.loading_job:
             raise ValueError(f"request {request_id} is loading already")
         self._fences.cover(request, block_ids)
+        if not request.params.skip_lookup:
+            boundary = self._namespace.boundary_tokens
+            count_found(self._step.lookups, request, boundary, max(0, num_external_tokens))
         if num_external_tokens <= 0:
             self._queue.release(request)
             return
@@ -213,6 +217,7 @@ class Scheduler:
         self._hand_offs.put_into(step)
         was_sent = self._connection.send_step(step)
         if not was_sent:
+            self._step.lookups.add(step.lookups)
             self._take_back(step)
             new, computed = [], []
         self._queue.step_ended(was_sent, has_run=has_run)

@@ -282,8 +282,24 @@ class HandOff(_message.Message):
     deadline_ms: int
     def __init__(self, context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.KeyRun, _Mapping]]] = ..., deadline_ms: _Optional[int] = ...) -> None: ...
 
+class LookupCounts(_message.Message):
+    __slots__ = ("requests", "requests_found", "blocks", "blocks_found", "tokens", "tokens_found")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FOUND_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FOUND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FOUND_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    requests_found: int
+    blocks: int
+    blocks_found: int
+    tokens: int
+    tokens_found: int
+    def __init__(self, requests: _Optional[int] = ..., requests_found: _Optional[int] = ..., blocks: _Optional[int] = ..., blocks_found: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_found: _Optional[int] = ...) -> None: ...
+
 class Step(_message.Message):
-    __slots__ = ("sequence", "touches", "loads", "stores", "hand_offs", "released_leases", "preempted_request_ids", "finished_request_ids", "end_step")
+    __slots__ = ("sequence", "touches", "loads", "stores", "hand_offs", "released_leases", "preempted_request_ids", "finished_request_ids", "end_step", "lookups")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TOUCHES_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +309,7 @@ class Step(_message.Message):
     PREEMPTED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     END_STEP_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     touches: _containers.RepeatedCompositeFieldContainer[Touch]
     loads: _containers.RepeatedCompositeFieldContainer[LoadJob]
@@ -302,7 +319,8 @@ class Step(_message.Message):
     preempted_request_ids: _containers.RepeatedScalarFieldContainer[str]
     finished_request_ids: _containers.RepeatedScalarFieldContainer[str]
     end_step: bool
-    def __init__(self, sequence: _Optional[int] = ..., touches: _Optional[_Iterable[_Union[Touch, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadJob, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreJob, _Mapping]]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., released_leases: _Optional[_Iterable[int]] = ..., preempted_request_ids: _Optional[_Iterable[str]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., end_step: bool = ...) -> None: ...
+    lookups: LookupCounts
+    def __init__(self, sequence: _Optional[int] = ..., touches: _Optional[_Iterable[_Union[Touch, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadJob, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreJob, _Mapping]]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., released_leases: _Optional[_Iterable[int]] = ..., preempted_request_ids: _Optional[_Iterable[str]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., end_step: bool = ..., lookups: _Optional[_Union[LookupCounts, _Mapping]] = ...) -> None: ...
 
 class JobVerdict(_message.Message):
     __slots__ = ("job_id", "kind", "accepted", "reason", "blocks", "message")

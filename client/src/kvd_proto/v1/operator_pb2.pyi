@@ -192,24 +192,42 @@ class GpuStatus(_message.Message):
     numa_node: int
     def __init__(self, uuid: _Optional[str] = ..., name: _Optional[str] = ..., driver_version: _Optional[str] = ..., context_bytes: _Optional[int] = ..., registered_bytes: _Optional[int] = ..., unregistered_extents: _Optional[int] = ..., staged_bytes: _Optional[int] = ..., calibrated_store_bytes_per_second: _Optional[float] = ..., calibrated_load_bytes_per_second: _Optional[float] = ..., numa_node: _Optional[int] = ...) -> None: ...
 
+class LookupFigures(_message.Message):
+    __slots__ = ("requests", "requests_found", "blocks", "blocks_found", "tokens", "tokens_found")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FOUND_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FOUND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FOUND_FIELD_NUMBER: _ClassVar[int]
+    requests: int
+    requests_found: int
+    blocks: int
+    blocks_found: int
+    tokens: int
+    tokens_found: int
+    def __init__(self, requests: _Optional[int] = ..., requests_found: _Optional[int] = ..., blocks: _Optional[int] = ..., blocks_found: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_found: _Optional[int] = ...) -> None: ...
+
 class TenantStatus(_message.Message):
-    __slots__ = ("tenant", "bytes_used", "quota_bytes", "bytes_leased", "bytes_reserved", "bytes_evictable")
+    __slots__ = ("tenant", "bytes_used", "quota_bytes", "bytes_leased", "bytes_reserved", "bytes_evictable", "lookups")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     BYTES_LEASED_FIELD_NUMBER: _ClassVar[int]
     BYTES_RESERVED_FIELD_NUMBER: _ClassVar[int]
     BYTES_EVICTABLE_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     bytes_used: int
     quota_bytes: int
     bytes_leased: int
     bytes_reserved: int
     bytes_evictable: int
-    def __init__(self, tenant: _Optional[str] = ..., bytes_used: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., bytes_leased: _Optional[int] = ..., bytes_reserved: _Optional[int] = ..., bytes_evictable: _Optional[int] = ...) -> None: ...
+    lookups: LookupFigures
+    def __init__(self, tenant: _Optional[str] = ..., bytes_used: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., bytes_leased: _Optional[int] = ..., bytes_reserved: _Optional[int] = ..., bytes_evictable: _Optional[int] = ..., lookups: _Optional[_Union[LookupFigures, _Mapping]] = ...) -> None: ...
 
 class NamespaceStatus(_message.Message):
-    __slots__ = ("namespace_id", "fingerprint", "tenant", "fields", "blocks", "bytes", "sessions", "differs", "wasted_shares")
+    __slots__ = ("namespace_id", "fingerprint", "tenant", "fields", "blocks", "bytes", "sessions", "differs", "wasted_shares", "lookups")
     class FieldsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +251,7 @@ class NamespaceStatus(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     DIFFERS_FIELD_NUMBER: _ClassVar[int]
     WASTED_SHARES_FIELD_NUMBER: _ClassVar[int]
+    LOOKUPS_FIELD_NUMBER: _ClassVar[int]
     namespace_id: int
     fingerprint: str
     tenant: str
@@ -242,7 +261,8 @@ class NamespaceStatus(_message.Message):
     sessions: int
     differs: _containers.ScalarMap[str, str]
     wasted_shares: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., differs: _Optional[_Mapping[str, str]] = ..., wasted_shares: _Optional[_Iterable[float]] = ...) -> None: ...
+    lookups: LookupFigures
+    def __init__(self, namespace_id: _Optional[int] = ..., fingerprint: _Optional[str] = ..., tenant: _Optional[str] = ..., fields: _Optional[_Mapping[str, str]] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., sessions: _Optional[int] = ..., differs: _Optional[_Mapping[str, str]] = ..., wasted_shares: _Optional[_Iterable[float]] = ..., lookups: _Optional[_Union[LookupFigures, _Mapping]] = ...) -> None: ...
 
 class ListNamespacesRequest(_message.Message):
     __slots__ = ("after_namespace_id",)

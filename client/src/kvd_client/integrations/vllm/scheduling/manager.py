@@ -57,6 +57,7 @@ from kvd_client.integrations.vllm.stats import (
     REMOVALS,
     KvdStats,
 )
+from kvd_client.scheduler.found import count_found
 from kvd_client.scheduler.lookup import GivenUp, Knowledge, LookupQueue
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.request import LookupState
@@ -149,6 +150,8 @@ class KvdManager(OffloadingManager):
     def begin_lookup(self, req_context: ReqContext, prompt: Prompt) -> Knowledge:
         """Bring what is known of the request's blocks up to date. May wait, once in a step."""
         tracked = self.tracked(req_context)
+        tracked.request.num_tokens = prompt.num_tokens
+        tracked.request.computed_tokens = prompt.computed_tokens
         tracked.request.stores_end = False  # it begins anew: what it computes will be of now
         tracked.request.next_store = [0] * len(self.groups)
         if self._queue is None:
@@ -207,6 +210,13 @@ class KvdManager(OffloadingManager):
         self.steps.draft.finished.append(req_context.req_id)
         if tracked.policy is OffloadPolicy.REQUEST_LEVEL:
             self.steps.hand_off(tracked)
+
+    def count_found(self, req_context: ReqContext, external_tokens: int) -> None:
+        """VLLM has begun a request, and loads so many of its tokens: tell the daemon."""
+        request = self.tracked(req_context).request
+        if self.steps is not None and self._connection is not None and request.num_tokens:
+            boundary = self._connection.namespace.boundary_tokens
+            count_found(self.steps.draft.lookups, request, boundary, external_tokens)
 
     # -- loads and stores -------------------------------------------------------------------
 

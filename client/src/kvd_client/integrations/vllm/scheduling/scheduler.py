@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     TransferJobStatus,
 )
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -207,6 +208,14 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             )
             return sources
         return {CacheHitSource.HOST: num_external_tokens}
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if not request.skip_reading_prefix_cache:
+            context = self._req_status[request.request_id].req_context
+            self.manager.count_found(context, num_external_tokens)
 
     def request_finished(self, request: Request, *tables: Any) -> Any:
         self._prompt_times.ended(request, self.manager.pace)

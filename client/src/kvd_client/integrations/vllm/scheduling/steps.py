@@ -103,6 +103,8 @@ class StepSender:
         was_sent = self._connection.send_step(step)
         if was_sent:
             self.sent_s = now
+        else:
+            self.draft.lookups.add(step.lookups)
         return was_sent
 
     def _postpone(self) -> None:
