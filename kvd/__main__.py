@@ -1,4 +1,4 @@
-"""The command line: kvd serve | status | demo | replay | version."""
+"""The command line: kvd serve | status | gateway | demo | replay | version."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _declare_status(
         commands.add_parser("status", help="show what a running daemon does and holds"), command
     )
+    _declare_gateway(
+        commands.add_parser("gateway", help="let operators on other machines in, by mutual TLS"),
+        command,
+    )
     commands.add_parser(
         "demo", help="show a cache that outlives its engine and its daemon, with a real model"
     )
@@ -46,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return serve(arguments)
         case "status":
             return status(arguments)
+        case "gateway":
+            return gateway(arguments)
         case "replay":
             return replay(arguments)
         case _:
@@ -65,6 +71,13 @@ def _declare_status(parser: argparse.ArgumentParser, command: str) -> None:
         from kvd.cli import status
 
         status.add_arguments(parser)
+
+
+def _declare_gateway(parser: argparse.ArgumentParser, command: str) -> None:
+    if command == "gateway":
+        from kvd.cli import gateway
+
+        gateway.add_arguments(parser)
 
 
 def _declare_replay(parser: argparse.ArgumentParser, command: str) -> None:
@@ -103,6 +116,13 @@ def status(arguments: argparse.Namespace) -> int:
     from kvd.cli import status
 
     return status.run(arguments, os.environ)
+
+
+def gateway(arguments: argparse.Namespace) -> int:
+    """Let operators on other machines in."""
+    from kvd.cli import gateway
+
+    return gateway.run(arguments, os.environ)
 
 
 def replay(arguments: argparse.Namespace) -> int:

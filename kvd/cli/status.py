@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import grpc
 from google.protobuf.json_format import MessageToDict
 
+from kvd.cli import remote
 from kvd_client.backoff import describe
 from kvd_client.companion import CompanionRefused
 from kvd_client.daemon import greeted
@@ -17,6 +18,7 @@ from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"
 EXIT_NO_ANSWER = 1
+EXIT_MISUSED = 2
 WASTE_SHOWN = 0.01  # of extents; less is not worth a line
 # Fields whose text may look like a number.
 _TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory", "policy"}) | {
@@ -43,13 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="how long to wait for the daemon's answer (default 5)",
     )
+    remote.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask and print; the exit status."""
     path = arguments.socket or environment.get("KVD_SOCKET") or DEFAULT_SOCKET
+    if arguments.remote:
+        path = arguments.remote
     try:
-        status = ask(path, arguments.timeout)
+        status = (
+            ask_remote(arguments, arguments.timeout)
+            if arguments.remote
+            else ask(path, arguments.timeout)
+        )
+    except remote.RemoteError as error:
+        print(f"kvd: {error}", file=sys.stderr)
+        return EXIT_MISUSED
     except PermissionError:
         print(
             f"kvd: this user may not open {path}.companion: be in the group that owns it, or root",
@@ -77,6 +89,13 @@ def ask(path: str, timeout_s: float) -> operator_pb2.StatusResponse:
     with greeted(path, companion_pb2.PEER_ROLE_TOOL, "kvd status", timeout_s) as daemon:
         stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
         return whole_status(lambda r: stub.Status(r, timeout=timeout_s, metadata=daemon.metadata))
+
+
+def ask_remote(arguments: argparse.Namespace, timeout_s: float) -> operator_pb2.StatusResponse:
+    """The status that the daemon behind a gateway tells it."""
+    with remote.channel(arguments) as channel:
+        stub = operator_pb2_grpc.OperatorServiceStub(channel)
+        return whole_status(lambda r: stub.Status(r, timeout=timeout_s))
 
 
 def whole_status(

@@ -59,7 +59,13 @@ def sections(file: str) -> configparser.ConfigParser:
 
 
 @pytest.mark.parametrize(
-    "unit", ["kvd.service", "var-lib-kvd-pool.mount", "var-lib-kvd-extents.mount"]
+    "unit",
+    [
+        "kvd.service",
+        "kvd-gateway.service",
+        "var-lib-kvd-pool.mount",
+        "var-lib-kvd-extents.mount",
+    ],
 )
 def test_systemd_finds_nothing_wrong(
     systemd_analyze: str, installed_units: Path, unit: str
@@ -101,13 +107,14 @@ def test_a_broken_unit_is_found(systemd_analyze: str, installed_units: Path) -> 
     assert "notifies" in found.stderr
 
 
-def test_the_daemon_can_do_little_beside_its_work(
-    systemd_analyze: str, installed_units: Path
+@pytest.mark.parametrize("unit", ["kvd.service", "kvd-gateway.service"])
+def test_daemon_and_gateway_can_do_little_beside_their_work(
+    systemd_analyze: str, installed_units: Path, unit: str
 ) -> None:
     found = subprocess.run(
         [
             systemd_analyze, "security", "--offline=yes", "--no-pager",
-            f"--threshold={EXPOSURE_AT_MOST}", str(installed_units / "kvd.service"),
+            f"--threshold={EXPOSURE_AT_MOST}", str(installed_units / unit),
         ],
         check=False,
         capture_output=True,

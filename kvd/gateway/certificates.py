@@ -1,0 +1,140 @@
+"""The gateway's certificate, its key, and the authority that vouches for callers."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+log = logging.getLogger(__name__)
+
+COMMON_NAME = "x509_common_name"  # as gRPC names them in a call's auth context
+ALTERNATIVE_NAME = "x509_subject_alternative_name"
+
+
+class CertificateError(Exception):
+    """A file can't be used; the message names it and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateFiles:
+    """PEM files: the own certificate (and what leads to its root), its key, and a CA's."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+    def read(self) -> CertificateContents:
+        """What they hold; CertificateError where TLS could not be spoken with it."""
+        contents = CertificateContents(*(_read(flag, path) for flag, path in self._named()))
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=_no_password)
+        except (ssl.SSLError, ValueError) as error:
+            raise CertificateError(
+                f"--certificate {self.certificate} and --key {self.key} are no certificate in PEM"
+                f" with its own key, without a password: {error}"
+            ) from None
+        try:
+            context.load_verify_locations(self.authority)
+        except ssl.SSLError as error:
+            raise CertificateError(
+                f"--authority {self.authority} has no certificate in PEM: {error}"
+            ) from None
+        return contents
+
+    def state(self) -> tuple[tuple[int, int, int], ...]:
+        """Changes whenever one of the files is replaced or written; CertificateError."""
+        return tuple(_state(flag, path) for flag, path in self._named())
+
+    def _named(self) -> tuple[tuple[str, Path], ...]:
+        return (
+            ("--certificate", self.certificate),
+            ("--key", self.key),
+            ("--authority", self.authority),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateContents:
+    """The bytes of the three files."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")
+
+
+def _state(flag: str, path: Path) -> tuple[int, int, int]:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise CertificateError(f"{flag} {path} can't be read: {error.strerror}") from None
+    return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _read(flag: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CertificateError(f"{flag} {path} can't be read: {error.strerror}") from None
+
+
+class Renewal:
+    """Takes renewed files for new connections. A set that can't be used leaves the old one."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._state = files.state()
+        self._said = ""
+        self._lock = threading.Lock()
+        self._contents = files.read()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Every caller must show a certificate of the authority."""
+        renewed: Any = self._renewed  # the stubs leave out that it may answer None
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._contents), renewed, require_client_authentication=True
+        )
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called by gRPC at each new connection; None: nothing is new."""
+        with self._lock:
+            try:
+                state = self._files.state()
+                if state == self._state:
+                    return None
+                self._contents = self._files.read()
+            except CertificateError as error:
+                if str(error) != self._said:  # once, not at each connection
+                    self._said = str(error)
+                    log.warning("renewed certificates can't be used, the old ones stay: %s", error)
+                return None
+            self._state, self._said = state, ""
+            log.info("certificates were renewed")
+            return _configuration(self._contents)
+
+
+def _configuration(contents: CertificateContents) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(contents.key, contents.certificate)], root_certificates=contents.authority
+    )
+
+
+def names_of(auth_context: Mapping[str, Sequence[bytes]]) -> tuple[str, ...]:
+    """The names in the caller's certificate, its common name first; gRPC has verified it."""
+    found = [
+        raw.decode("utf-8", "backslashreplace")
+        for key in (COMMON_NAME, ALTERNATIVE_NAME)
+        for raw in auth_context.get(key, ())
+    ]
+    return tuple(dict.fromkeys(found))

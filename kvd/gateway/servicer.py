@@ -1,0 +1,106 @@
+"""Carries calls of OperatorService to the daemon, as far as the caller's certificate goes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from kvd.gateway.certificates import names_of
+from kvd.gateway.upstream import NoDaemonError, Upstream
+from kvd_proto.v1 import operator_pb2
+
+log = logging.getLogger(__name__)
+
+# What who only looks may call; all else changes something.
+READING = frozenset({"Status", "ListNamespaces"})
+CALL_SECONDS = 30.0  # of a call that names no deadline
+MAX_CALL_SECONDS = 660.0  # a drain may take 600 s
+ON_BEHALF_OF = "kvd-on-behalf-of"  # metadata entry: the caller's name, for the daemon's log
+MAX_NAME_BYTES = 256  # of that name
+
+Context = grpc.ServicerContext
+Code = grpc.StatusCode
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method that the gateway carries."""
+
+    path: str
+    name: str
+
+    @property
+    def only_reads(self) -> bool:
+        return self.name in READING
+
+
+def carried_methods() -> dict[str, Method]:
+    """OperatorService's methods with one request and one answer, by path."""
+    service = operator_pb2.DESCRIPTOR.services_by_name["OperatorService"]
+    methods = [
+        Method(f"/{service.full_name}/{method.name}", method.name)
+        for method in service.methods
+        if not method.client_streaming and not method.server_streaming
+    ]
+    return {method.path: method for method in methods}
+
+
+class Gateway(grpc.GenericRpcHandler):
+    """Every verified certificate may look; those of `operators` may also change things."""
+
+    def __init__(self, upstream: Upstream, operators: frozenset[str]) -> None:
+        self._upstream = upstream
+        self._operators = operators
+        self._methods = carried_methods()
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """The handler of a method that is carried; None: gRPC answers UNIMPLEMENTED."""
+        method = self._methods.get(handler_call_details.method)
+        if method is None:
+            return None
+        return grpc.unary_unary_rpc_method_handler(self._carrier(method))
+
+    def _carrier(self, method: Method) -> Callable[[bytes, Context], bytes]:
+        def carry(request: bytes, context: Context) -> bytes:
+            verified: Any = context.auth_context()  # of lists, where the stubs say bytes
+            names = names_of(verified)
+            who = _printable(names[0] if names else "a certificate without a name")
+            if not method.only_reads and self._operators.isdisjoint(names):
+                log.warning("%s was refused to %s at %s", method.name, who, context.peer())
+                context.abort(
+                    Code.PERMISSION_DENIED,
+                    f"{who} is no operator of this gateway, and {method.name} changes something;"
+                    " name it in --operators",
+                )
+            answer = self._ask(method, request, who, context)
+            if not method.only_reads:
+                log.info("%s was carried out for %s at %s", method.name, who, context.peer())
+            return answer
+
+        return carry
+
+    def _ask(self, method: Method, request: bytes, who: str, context: Context) -> bytes:
+        left: float | None = context.time_remaining()
+        timeout_s = CALL_SECONDS if left is None else min(left, MAX_CALL_SECONDS)
+        try:
+            return self._upstream.call(method.path, request, timeout_s, ((ON_BEHALF_OF, who),))
+        except NoDaemonError as error:
+            context.abort(Code.UNAVAILABLE, str(error))
+        except grpc.RpcError as error:
+            context.set_trailing_metadata(
+                tuple((e.key, e.value) for e in error.trailing_metadata() or ())
+            )
+            context.abort(error.code(), error.details() or "the daemon refused without a word")
+        raise AssertionError("abort raises")
+
+
+def _printable(name: str) -> str:
+    """A name that metadata and a line of the log can take."""
+    shown = name.encode("ascii", "backslashreplace")[:MAX_NAME_BYTES].decode()
+    return "".join(c if c.isprintable() else "?" for c in shown)

@@ -1,0 +1,266 @@
+"""Operators of other machines: who gets in, who may do what, and what strangers can't do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvd.gateway.server import HANDSHAKE_SECONDS, MAX_CONNECTIONS, MAX_MESSAGE_BYTES
+from kvd_proto.v1 import operator_pb2 as pb
+from kvd_proto.v1 import operator_pb2_grpc
+from tests.control.daemon_rig import RunningDaemon, daemon
+from tests.gateway.gateway_rig import Authority, GatewayProcess
+from tests.waiting import wait_until
+
+CALL_SECONDS = 20.0
+Code = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningDaemon]:
+    with daemon() as running:
+        yield running
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def gateway(
+    running: RunningDaemon, authority: Authority, tmp_path: Path
+) -> Iterator[GatewayProcess]:
+    process = GatewayProcess(tmp_path, authority, running.socket, "alice,ops.example")
+    try:
+        yield process
+    finally:
+        process.end()
+
+
+def status_of(stub: operator_pb2_grpc.OperatorServiceStub) -> pb.StatusResponse:
+    answer: pb.StatusResponse = stub.Status(pb.StatusRequest(), timeout=CALL_SECONDS)
+    return answer
+
+
+@dataclass(frozen=True)
+class Refusal:
+    code: grpc.StatusCode
+    said: str
+    details: Any  # google.rpc.Status, as bytes; None where there is none
+
+
+def refusal(call: Any, request: object) -> Refusal:
+    with pytest.raises(grpc.RpcError) as caught:
+        call(request, timeout=CALL_SECONDS)
+    error: Any = caught.value
+    trailers = {e.key: e.value for e in error.trailing_metadata() or ()}
+    return Refusal(error.code(), str(error.said), trailers.get("grpc-status-details-bin"))
+
+
+def unary(channel: grpc.Channel, method: str) -> Any:
+    call: Any = unary(channel, method)
+    return call
+
+
+def test_a_certificate_of_the_authority_may_look_and_change_nothing(
+    gateway: GatewayProcess, authority: Authority, running: RunningDaemon
+) -> None:
+    with gateway.called_by(authority.vouch("bob")) as stub:
+        assert status_of(stub).process_id == running.pid
+        assert len(stub.ListNamespaces(pb.ListNamespacesRequest()).namespaces) == 0
+        for call, request in (
+            (stub.Clear, pb.ClearRequest()),
+            (stub.SetQuota, pb.SetQuotaRequest(tenant="default")),
+            (stub.Drain, pb.DrainRequest()),
+        ):
+            error = refusal(call, request)
+            assert error.code is Code.PERMISSION_DENIED
+            assert "bob is no operator" in error.said
+        assert status_of(stub).state == "ready"
+    assert "Drain was refused to bob" in gateway.said
+
+
+@pytest.mark.parametrize(("name", "host"), [("alice", "a.example"), ("carol", "ops.example")])
+def test_a_named_certificate_may_change_things_by_either_of_its_names(
+    gateway: GatewayProcess, authority: Authority, name: str, host: str
+) -> None:
+    with gateway.called_by(authority.vouch(name, host)) as stub:
+        assert stub.Clear(pb.ClearRequest(), timeout=CALL_SECONDS).blocks_removed == 0
+    wait_until(lambda: f"Clear was carried out for {name}" in gateway.said, "its line in the log")
+
+
+def test_the_daemons_refusal_comes_back_with_its_reason(
+    gateway: GatewayProcess, authority: Authority
+) -> None:
+    with gateway.called_by(authority.vouch("alice")) as stub:
+        error = refusal(stub.SetQuota, pb.SetQuotaRequest(tenant="nobody"))
+    assert error.code is Code.INVALID_ARGUMENT
+    assert "there is no tenant 'nobody'" in error.said
+    assert b"INVALID_ARGUMENT" in error.details
+
+
+def test_nobody_gets_in_without_a_certificate_of_the_authority(
+    gateway: GatewayProcess, authority: Authority, tmp_path: Path
+) -> None:
+    (tmp_path / "other").mkdir()
+    stranger = Authority(tmp_path / "other").vouch("alice")
+    for identity in (None, stranger):
+        with gateway.called_by(identity) as stub:
+            assert refusal(stub.Status, pb.StatusRequest()).code is Code.UNAVAILABLE
+    with grpc.insecure_channel(gateway.target) as plain:
+        assert refusal(unary(plain, "/kvd.v1.OperatorService/Status"), b"").code is Code.UNAVAILABLE
+    with gateway.called_by(authority.vouch("bob")) as stub:
+        assert status_of(stub).state == "ready"
+
+
+def test_only_the_operators_service_is_carried(
+    gateway: GatewayProcess, authority: Authority
+) -> None:
+    alice = authority.vouch("alice")
+    credentials = grpc.ssl_channel_credentials(
+        authority.file.read_bytes(), alice.key.read_bytes(), alice.certificate.read_bytes()
+    )
+    with grpc.secure_channel(gateway.target, credentials) as channel:
+        for method in (
+            "/kvd.v1.EngineService/Session",
+            "/kvd.v1.WorkerService/RegisterRank",
+            "/kvd.v1.OperatorService/NoSuch",
+            "/grpc.health.v1.Health/Check",
+        ):
+            assert refusal(unary(channel, method), b"").code is Code.UNIMPLEMENTED
+        clear = unary(channel, "/kvd.v1.OperatorService/Clear")
+        assert refusal(clear, b"\xff\xff").code is Code.INVALID_ARGUMENT
+        large = refusal(clear, bytes(MAX_MESSAGE_BYTES + 1))
+        assert large.code is Code.RESOURCE_EXHAUSTED
+
+
+def test_it_finds_the_next_daemon_by_itself(authority: Authority, tmp_path: Path) -> None:
+    with daemon() as running:
+        gateway = GatewayProcess(tmp_path, authority, running.socket, "alice")
+        try:
+            with gateway.called_by(authority.vouch("alice")) as stub:
+                first = status_of(stub).incarnation
+                running.kill()
+                error = refusal(stub.Status, pb.StatusRequest())
+                assert error.code is Code.UNAVAILABLE
+                running.start()
+                assert status_of(stub).incarnation != first
+                running.kill()
+                running.start()  # nobody asked in between: it holds the old one's token
+                assert status_of(stub).state == "ready"
+        finally:
+            assert gateway.end() == 0
+
+
+def test_it_starts_before_its_daemon(authority: Authority, tmp_path: Path) -> None:
+    gateway = GatewayProcess(tmp_path, authority, str(tmp_path / "none.sock"), "")
+    try:
+        with gateway.called_by(authority.vouch("bob")) as stub:
+            error = refusal(stub.Status, pb.StatusRequest())
+        assert error.code is Code.UNAVAILABLE
+        assert "no daemon answers on" in error.said
+    finally:
+        gateway.end()
+
+
+def test_renewed_certificates_are_taken_and_broken_ones_are_not(
+    gateway: GatewayProcess, authority: Authority, tmp_path: Path
+) -> None:
+    (tmp_path / "new").mkdir()
+    renewed = Authority(tmp_path / "new", "renewed")
+    old_bob = authority.vouch("bob")
+    gateway.own.certificate.write_text("half a certificate")
+    with gateway.called_by(old_bob) as stub:
+        assert status_of(stub).state == "ready"
+    assert "can't be used" in gateway.said
+    own = renewed.vouch("gateway", "localhost")
+    for made, at in (
+        (own.key, gateway.own.key),
+        (renewed.file, authority.file),
+        (own.certificate, gateway.own.certificate),
+    ):
+        shutil.copy(made, at)
+    with gateway.called_by(renewed.vouch("carol"), renewed) as stub:
+        assert status_of(stub).state == "ready"
+    with gateway.called_by(old_bob, renewed) as stub:
+        assert refusal(stub.Status, pb.StatusRequest()).code is Code.UNAVAILABLE
+
+
+def test_strangers_who_say_nothing_keep_nobody_out_for_longer_than_a_handshake(
+    gateway: GatewayProcess, authority: Authority, running: RunningDaemon
+) -> None:
+    bob = authority.vouch("bob")
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS):
+            stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+        began = time.monotonic()
+
+        def gets_in() -> bool:
+            with gateway.called_by(bob) as stub:
+                try:
+                    return status_of(stub).process_id == running.pid
+                except grpc.RpcError:
+                    return False
+
+        wait_until(gets_in, "bob to get in")
+    assert time.monotonic() - began < HANDSHAKE_SECONDS + CALL_SECONDS
+
+
+def test_status_of_a_remote_daemon_by_the_command(
+    gateway: GatewayProcess, authority: Authority, running: RunningDaemon
+) -> None:
+    bob = authority.vouch("bob")
+    files = ["--certificate", str(bob.certificate), "--key", str(bob.key)]
+    command = [sys.executable, "-m", "kvd", "status", "--json", "--remote", gateway.target]
+    done = subprocess.run(
+        [*command, *files, "--authority", str(authority.file)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["process_id"] == running.pid
+    short = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
+    assert (short.returncode, short.stdout) == (2, "")
+    assert "--remote needs --authority FILE" in short.stderr
+
+
+@pytest.mark.parametrize("broken", ["missing", "not PEM", "another's key"])
+def test_files_that_cant_be_used_are_named(
+    authority: Authority, tmp_path: Path, broken: str
+) -> None:
+    own = authority.vouch("gateway", "localhost")
+    if broken == "missing":
+        own.key.unlink()
+    elif broken == "not PEM":
+        own.certificate.write_text("hello")
+    else:
+        shutil.copy(authority.vouch("other").key, own.key)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "kvd", "gateway", "--address", "127.0.0.1:0"),
+            *("--certificate", str(own.certificate), "--key", str(own.key)),
+            *("--authority", str(authority.file)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"KVD_SOCKET": str(tmp_path / "none.sock")},
+    )
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("kvd: --")
+    assert str(own.key) in line
