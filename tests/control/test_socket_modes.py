@@ -12,8 +12,9 @@ from tests.control.daemon_rig import daemon
 
 OUTSIDER = 65534  # nobody
 CONNECT = """
-import socket, sys
-for path in sys.argv[1:]:
+import os, socket, sys
+os.setgroups([]); os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[2]))
+for path in sys.argv[3:]:
     try:
         socket.socket(socket.AF_UNIX).connect(path)
         print("in")
@@ -24,10 +25,7 @@ for path in sys.argv[1:]:
 
 def as_outsider(*paths: str, group: int) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-I", "-c", CONNECT, *paths],
-        user=OUTSIDER,
-        group=group,
-        extra_groups=[],
+        [sys.executable, "-I", "-c", CONNECT, str(group), str(OUTSIDER), *paths],
         capture_output=True,
         text=True,
         check=True,
