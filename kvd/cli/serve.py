@@ -30,9 +30,10 @@ from kvd.core.blocks.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.state import MAX_NAMESPACES
 from kvd.linux import signals
+from kvd.mover.checksum_cost import why_checksums_cost
 from kvd.observability import logs, metrics
 from kvd.observability.floods import Floods
-from kvd.pool.config import COMFORTABLE_EXTENTS, PoolConfig, PoolError
+from kvd.pool.config import COMFORTABLE_EXTENTS, Checksums, PoolConfig, PoolError
 from kvd.pool.pool import Pool
 from kvd.runtime.driver import Driver
 from kvd.runtime.tiers import terms_of
@@ -101,6 +102,9 @@ class Daemon:
 
     def _pool_config(self) -> PoolConfig:
         config = self.config
+        checksums, costly = config.payload_checksums, ""
+        if checksums is Checksums.AUTO:
+            costly = why_checksums_cost()
         return PoolConfig(
             directory=config.pool_directory,
             pool_bytes=config.pool_bytes,
@@ -108,7 +112,9 @@ class Daemon:
             extent_bytes_chosen=config.extent_bytes is None,
             threads=config.prefault_threads,
             any_filesystem=config.any_filesystem,
-            payload_checksums=config.payload_checksums,
+            payload_checksums=checksums is not Checksums.OFF and not costly,
+            checksums_chosen=checksums is Checksums.AUTO,
+            checksums_reason=costly,
             extents_directory=config.extents_directory,
         )
 
@@ -139,9 +145,20 @@ class Daemon:
         self.metrics.watch(machine.statistics)
         self.metrics.watch_ranks(driver.fleet.attached.values)
         self.metrics.watch_registry(lambda: pool.unwritten)
+        self.metrics.tell_checksums(are_kept=pool.payload_checksums)
         recovered = machine.statistics().counters.recovered
         if pool.cold_reason:
             log.warning("the pool is cold: %s", pool.cold_reason)
+        log.info(
+            "checksums of the blocks' bytes: %s%s",
+            "on" if pool.payload_checksums else "off",
+            f" ({pool.checksums_reason})" if pool.checksums_reason else "",
+        )
+        if pool.unsummed_records:
+            log.info(
+                "%d blocks were stored without checksums and are served without comparing",
+                pool.unsummed_records,
+            )
         if pool.unchecked_records:
             log.warning(
                 "%d blocks were left out: they have no checksums of their bytes,"

@@ -158,6 +158,8 @@ def as_text(status: operator_pb2.StatusResponse) -> Iterator[str]:
         f" {pool.slots_reserved} reserved, {pool.slots_quarantined} quarantined,"
         f" {pool.slots_free} free; {status.recovered_blocks} recovered at start"
     )
+    why = f" ({pool.checksums_reason})" if pool.checksums_reason else ""
+    yield f"checksums of the blocks' bytes: {'on' if pool.checksums else 'off'}{why}"
     yield ""
     yield from _table(
         ("SESSION", "ENGINE", "NAMESPACE", "UID", "RANKS", "JOBS", "LEASES", "STATE"),

@@ -20,6 +20,7 @@ from kvd.config.values import (
     one_of,
     parse_size,
     read_address,
+    read_checksums,
     read_extent_size,
     read_gpu_size,
     read_group,
@@ -34,7 +35,7 @@ from kvd.config.values import (
 )
 from kvd.core.keys import TenantId
 from kvd.core.policy import POLICY_NAMES
-from kvd.pool.config import MAX_POOL_BYTES, chosen_extent_bytes
+from kvd.pool.config import MAX_POOL_BYTES, Checksums, chosen_extent_bytes
 
 MIB = 1 << 20
 COPIERS = ("auto", "batch", "plain", "strided", "kernel")
@@ -59,7 +60,7 @@ class Config:
     extent_bytes: int | None  # None: by the pool's size
     prefault_threads: int
     any_filesystem: bool
-    payload_checksums: bool
+    payload_checksums: Checksums
     policy: str
     store_threshold: int
     sessions_per_user: int
@@ -132,7 +133,10 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     read_address: "ADDRESS",
     read_uids: "UIDS",
     read_switch: "true|false",
+    read_checksums: "auto|on|off",
 }
+
+_SWITCHES = (read_switch, read_checksums)  # a flag without a value means yes
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("socket", "/run/kvd/kvd.sock", read_socket_path, "Unix socket of the gRPC API"),
@@ -168,9 +172,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("any_filesystem", False, read_switch, "accept a pool directory that is not on a tmpfs"),
     Setting(
         "payload_checksums",
-        False,
-        read_switch,
-        "keep a checksum of every block's bytes and compare it at each load",
+        "auto",
+        read_checksums,
+        "keep a checksum of every block's bytes and compare it at each load: auto, on, off;"
+        " auto: where it costs almost nothing, or the pool has them",
     ),
     Setting("policy", "lru", one_of(*POLICY_NAMES), "eviction policy: " + ", ".join(POLICY_NAMES)),
     Setting(
@@ -281,7 +286,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for setting in SETTINGS:
         shown = _toml(setting.default).strip('"').replace("%", "%%")
         switch: dict[str, Any] = (
-            {"nargs": "?", "const": "true"} if setting.read is read_switch else {}
+            {"nargs": "?", "const": "true"} if setting.read in _SWITCHES else {}
         )
         parser.add_argument(
             setting.flag,

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvd.linux import proc
 from kvd.linux.control_groups import memory_limit
+from kvd.pool.config import Checksums
 
 _UNITS = {
     "": 1, "b": 1,
@@ -125,6 +126,15 @@ def read_switch(value: Any) -> bool:
     if str(value).lower() not in known:
         raise ValueError("true or false")
     return known[str(value).lower()]
+
+
+def read_checksums(value: Any) -> Checksums:
+    if value in tuple(Checksums):
+        return Checksums(value)
+    try:
+        return Checksums.ON if read_switch(value) else Checksums.OFF
+    except ValueError:
+        raise ValueError('"auto", "on" or "off"') from None
 
 
 def read_mode(value: Any) -> int:

@@ -28,6 +28,9 @@ U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
 Slots = npt.NDArray[np.int64]  # dense slot numbers
 
+# Where a checksum of a part's bytes should stand: none is known, and nothing is compared with it.
+NO_SUM = np.uint64(0)
+
 
 class ScopeName(NamedTuple):
     """What may share bytes, by name: so a tier finds it again, whatever a scope's number is.

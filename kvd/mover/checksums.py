@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd import native
-from kvd.core.keys import U64
+from kvd.core.keys import NO_SUM, U64
 from kvd.mover.copy_engine import CopyStopped, KeepGoing
 from kvd.mover.layout import WORD, LocatedPart
 from kvd_proto.tags import mix
@@ -78,6 +78,12 @@ def checksums(parts: U64) -> U64:
     start, step = parts.__array_interface__["data"][0], parts.strides[0]
     starts = start + step * np.arange(count, dtype=np.int64)
     return _by_library(library, starts.astype(np.uint64), width)
+
+
+def differ(found: U64, wanted: U64) -> npt.NDArray[np.bool_]:
+    """Where bytes are others than is known of them; of some nothing is (NO_SUM)."""
+    mask: npt.NDArray[np.bool_] = (found != wanted) & (wanted != NO_SUM)
+    return mask
 
 
 def checksums_of(parts: Sequence[memoryview]) -> U64:

@@ -25,7 +25,7 @@ from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import U64, RowId
 from kvd.linux import calls
 from kvd.mover import frames
-from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, part_checksums
+from kvd.mover.checksums import GPU_PIECE_BYTES, PIECE_BYTES, differ, part_checksums
 from kvd.mover.copy_engine import CopyEngine, CopyStopped, DeviceLost, KeepGoing, StillWanted
 from kvd.mover.facts import MoverFacts
 from kvd.mover.frames import Finished, FrameKind, TransferOrder
@@ -234,7 +234,7 @@ class MoverLoop:
         if part.checksums is None:
             copy.checksums.append(found)
             return
-        wrong = np.flatnonzero(found != part.checksums)
+        wrong = np.flatnonzero(differ(found, part.checksums))
         copy.damaged += (copy.slots + wrong).tolist()
         for row in wrong.tolist():
             engine.wipe(part.rows(slice(row, row + 1)))
@@ -245,7 +245,7 @@ class MoverLoop:
         for start, piece in part.pieces(self._piece_bytes // part_bytes):
             if kind is JobKind.LOAD and piece.checksums is not None:
                 found = self._checksums(piece, part_bytes)
-                wrong = np.flatnonzero(found != piece.checksums)
+                wrong = np.flatnonzero(differ(found, piece.checksums))
                 copy.damaged += (copy.slots + start + wrong).tolist()
             if not copy.damaged:
                 copy.bytes += self._engine.copy(kind, piece, self._keep_going)

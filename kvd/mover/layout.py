@@ -109,7 +109,7 @@ class LocatedPart:
 
     extents: extent number of each, shape [n]. offsets: bytes in the extent, [n].
     engine_blocks: [n, blocks_per_block], NULL_ENGINE_BLOCK allowed.
-    checksums: what a load's parts must have, [n]; None where nothing is compared.
+    checksums: what a load's parts must have, [n]; None, or NO_SUM, where nothing is compared.
     """
 
     group: int

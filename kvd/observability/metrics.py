@@ -416,6 +416,14 @@ class Metrics:
             registry=self.registry,
         ).set_function(unwritten)
 
+    def tell_checksums(self, *, are_kept: bool) -> None:
+        """From now on a scrape reads whether blocks' bytes are compared."""
+        Gauge(
+            "kvd_pool_checksums",
+            "1 where checksums of the blocks' bytes are kept and compared at each load.",
+            registry=self.registry,
+        ).set(are_kept)
+
     def exposition(self) -> bytes:
         """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)

@@ -3,7 +3,8 @@
 One word for each ordinal of each extent; word i of extent e is e * slots_per_extent + i. The
 words of a slot are written before its record says READY, and the record has their digest: they
 are as much a part of it as if they lay in it, and a digest of 0 says that the slot has none. A
-pool without the file, or with words of another daemon's making, is therefore not misread.
+pool without the file, or with words of another daemon's making, is therefore not misread. Slots
+without a digest that are served all the same (`checksums_chosen`) have NO_SUM in the table.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class ChecksumTable(MappedTable):
             self._prepare(extent * self._per_extent, slots, f"the checksums of extent {extent}")
 
     def write(
-        self, extents: npt.NDArray[np.int64], ordinals: npt.NDArray[np.int64], sums: U64
+        self,
+        extents: npt.NDArray[np.int64],
+        ordinals: npt.NDArray[np.int64],
+        sums: U64 | np.uint64,
     ) -> None:
         self._words[extents * self._per_extent + ordinals, 0] = sums
 

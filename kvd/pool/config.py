@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ SMALLEST_BLOCK_BYTES = 4096  # smaller parts leave their extent partly unused
 RECORD_BYTES = 128
 ROW_HEADER_BYTES = 64
 CHECKSUM_BYTES = 8
+CHECKSUM_TABLE = "checksums.table"
 INDEX_BYTES = 64  # of an index page, the most for each readable block while no table changes
 MAX_EXTENTS = 1 << 20
 # A row is whole extents of one namespace: in few large ones much lies idle with who has them.
@@ -29,6 +31,14 @@ class PoolError(Exception):
     """The pool can't be opened, or its memory can't be had. The message names the fix."""
 
 
+class Checksums(enum.StrEnum):
+    """What the operator says of checksums of the blocks' bytes."""
+
+    AUTO = "auto"
+    ON = "on"
+    OFF = "off"
+
+
 def chosen_extent_bytes(pool_bytes: int) -> int:
     """The extents' size where none is set: the greatest power of two that makes 32, in bounds."""
     share = max(1, pool_bytes // COMFORTABLE_EXTENTS)
@@ -41,6 +51,9 @@ class PoolConfig:
 
     extent_bytes_chosen: nobody set extent_bytes, so a pool that is there may have another, and
     huge pages may ask for more.
+    payload_checksums: whether there shall be checksums of the blocks' bytes. checksums_chosen:
+    nobody said so, and the pool that is there, or room for them, may decide otherwise; blocks
+    without are then kept. checksums_reason: why so, for people.
     """
 
     directory: Path
@@ -50,6 +63,8 @@ class PoolConfig:
     any_filesystem: bool = False
     mover_kill_deadline_s: float = 5.0
     payload_checksums: bool = False
+    checksums_chosen: bool = False
+    checksums_reason: str = ""
     extents_directory: Path | None = None  # None: `extents` in the directory
     extent_bytes_chosen: bool = False
 

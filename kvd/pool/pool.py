@@ -33,8 +33,9 @@ from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
 from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
 from kvd.linux.proc import state_of
 from kvd.pool import capacity_check
+from kvd.pool.checksum_choice import with_checksums_settled
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
-from kvd.pool.config import PoolConfig, PoolError
+from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
 from kvd.pool.extents import Extents, has_mark, remove_files
 from kvd.pool.header import PoolHeader, read_header, standing_extent_bytes
 from kvd.pool.index_page import IndexPage
@@ -86,6 +87,7 @@ class Pool:
         self.extents = config.extents
         self.extent_bytes = config.extent_bytes
         self.payload_checksums = config.payload_checksums
+        self.checksums_reason = config.checksums_reason
         self.incarnation = os.urandom(INCARNATION_BYTES)
         self.cold_reason = ""
         self.tag_secret = b""
@@ -120,7 +122,7 @@ class Pool:
         _own(Wanted("pool_directory", config.directory))
         if config.extents_directory is not None:
             _own(Wanted("extents_directory", config.extents_directory))
-        config = _sized(config)
+        config = with_checksums_settled(_sized(config))
         huge_page = capacity_check.require_memory_files(config)
         pool: Self | None = None
         try:
@@ -160,6 +162,11 @@ class Pool:
     def unchecked_records(self) -> int:
         """Of those, whole ones without checksums of their bytes, in a pool that wants them."""
         return self._recovery.unchecked_records
+
+    @property
+    def unsummed_records(self) -> int:
+        """READY records `recovered` though nothing of theirs can be compared."""
+        return self._recovery.unsummed_records
 
     def tenant_of(self, namespace: NamespaceId) -> TenantId:
         """Whose namespace it is."""
@@ -512,7 +519,7 @@ class Pool:
             self._reserve.let_go()
             # The header goes first and comes last: whatever is interrupted starts cold again.
             path.unlink(missing_ok=True)
-            for name in ("slots.table", "rows.table", "checksums.table", "registry.jsonl"):
+            for name in ("slots.table", "rows.table", CHECKSUM_TABLE, "registry.jsonl"):
                 (self._config.directory / name).unlink(missing_ok=True)
             self._remove_extents(header)
             header = wanted
@@ -537,7 +544,7 @@ class Pool:
         self._resources.callback(self._row_table.close)
         self._checksums = None
         if self._config.payload_checksums:
-            self._checksums = ChecksumTable(self._config, directory / "checksums.table")
+            self._checksums = ChecksumTable(self._config, directory / CHECKSUM_TABLE)
             self._resources.callback(self._checksums.close)
         self._registry = Registry.open(directory / "registry.jsonl", self._reserve)
         self._resources.callback(self._registry.close)
@@ -548,6 +555,7 @@ class Pool:
             self._row_table,
             self._registry,
             self._checksums,
+            keeps_unsummed=self._config.checksums_chosen,
         )
         # On a cold start an orphaned mover maps files that are gone; the new ones are nobody's.
         self._recovery = Recovery(books, frozenset() if self.cold_reason else orphaned_extents)

@@ -21,7 +21,7 @@ from kvd.core.events import (
     RowsRecovered,
     ScopesRecovered,
 )
-from kvd.core.keys import NamespaceId, RowId
+from kvd.core.keys import NO_SUM, NamespaceId, RowId
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.extents import Extents
 from kvd.pool.registry import Registry
@@ -43,6 +43,7 @@ class PoolFiles:
     row_table: RowTable
     registry: Registry
     checksums: ChecksumTable | None = None  # None: none are wanted
+    keeps_unsummed: bool = False  # blocks that were stored without, where they are wanted
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class Recovery:
     withheld: dict[RowId, int] = field(default_factory=dict)  # free slots that orphaned movers map
     blocks: dict[NamespaceId, int] = field(default_factory=dict)  # READY records, whole or not
     unchecked_records: int = 0  # of those, whole ones without checksums where they are wanted
+    unsummed_records: int = 0  # kept without, where `keeps_unsummed`
 
     def __post_init__(self) -> None:
         # Asked for every row: with an account a user there are tens of thousands of scopes.
@@ -172,9 +174,9 @@ class Recovery:
         records = records[table.ready(records)]
         scopes = np.minimum(table.scopes(records), len(groups) - 1)
         good = table.whole(records, hash_bytes) & (groups[scopes] == group)
-        checked = self._checked(rows, records)
-        self.unchecked_records += int((good & ~checked).sum())
-        good &= checked
+        checked = self._checked(rows, records[good])
+        self.unchecked_records += int((~checked).sum())
+        good[good] = checked
         table.write_free(records[~good])
         self.dropped_records += int((~good).sum())
         records, scopes = records[good], scopes[good]
@@ -200,7 +202,8 @@ class Recovery:
         """Which records may be served as far as checksums of their bytes are concerned.
 
         Where they are wanted: those that have the digest of what the table says. The bytes
-        themselves are compared when they are loaded.
+        themselves are compared when they are loaded. Records without a digest are those of a time
+        without checksums. Where they are kept, the table says of them that nothing is known.
         """
         if self.books.checksums is None:
             return np.ones(len(records), dtype=np.bool_)
@@ -210,7 +213,13 @@ class Recovery:
         leading, ordinals = np.divmod(records, self.books.slots_per_extent)
         said = self.books.slot_table.digests(records)
         found = self.books.checksums.digests(extents[:, leading], ordinals)
-        mask: npt.NDArray[np.bool_] = (said != NO_DIGEST) & (said == found)
+        unsummed = said == NO_DIGEST
+        mask: npt.NDArray[np.bool_] = ~unsummed & (said == found)
+        if self.books.keeps_unsummed and unsummed.any():
+            for shard in extents[:, leading[unsummed]]:
+                self.books.checksums.write(shard, ordinals[unsummed], NO_SUM)
+            self.unsummed_records += int(unsummed.sum())
+            mask |= unsummed
         return mask
 
     def _groups_by_scope(self) -> dict[NamespaceId, npt.NDArray[np.int64]]:

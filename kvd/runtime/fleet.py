@@ -251,6 +251,8 @@ class MoverFleet:
             checksums = None
             if order.kind is JobKind.LOAD:
                 checksums = self._pool.checksums(part.slots, shard)
+                if checksums is not None and not checksums.any():  # NO_SUM: they are all unknown
+                    checksums = None
             parts.append(LocatedPart(part.group, extents, offsets, part.engine_blocks, checksums))
         slots = np.concatenate([part.slots for part in order.parts])
         attached.submitted[order.transfer] = Submitted(order.kind, slots)

@@ -137,7 +137,7 @@ class PlacedBlocks:
 
     extents: extent number of each part, shape [shards, n]. offsets: bytes in the extent, likewise.
     part_bytes: of every part of a shard. sums: what the parts' checksums must be as they are
-    written, shaped like extents; None where nothing is compared.
+    written, shaped like extents; None, or NO_SUM, where nothing is compared.
     """
 
     scope: bytes

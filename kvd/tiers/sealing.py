@@ -20,7 +20,7 @@ import numpy as np
 
 from kvd.core.keys import U64
 from kvd.tiers.store import TierBlock, TierKey
-from kvd.tiers.sums import sums_of, sums_of_each
+from kvd.tiers.sums import contradict, sums_of, sums_of_each
 
 _SEAL_BYTES = 8
 _DIGEST_BYTES = 16
@@ -68,7 +68,7 @@ def sound_record_of(block: TierBlock) -> bytes | None:
 def sound_records_of(blocks: Sequence[TierBlock]) -> list[bytes | None]:
     """The same of each."""
     return [
-        record_from(block, sums) if block.sums is None or (sums == block.sums).all() else None
+        None if contradict(block, sums) else record_from(block, sums)
         for block, sums in zip(blocks, sums_of_each(blocks), strict=True)
     ]
 

@@ -62,9 +62,10 @@ class TierBlock(NamedTuple):
     may begin anywhere, and is fastest where it begins and ends at a multiple of 4096 bytes. The
     caller keeps it mapped, and leaves it alone, until the call has returned.
 
-    `sums`, where they are wanted: the checksum of each part, as `kvd.mover.checksums` takes it. A
-    store may leave them alone. One that has `compares_sums = True` compares a write's with the
-    bytes that it writes, and answers DAMAGED, nothing of the block being kept, where they differ.
+    `sums`, where they are wanted: the checksum of each part, as `kvd.mover.checksums` takes it; a
+    write's may be 0, which says nothing. A store may leave them alone. One that has
+    `compares_sums = True` compares a write's with the bytes that it writes (`sums.contradict`), and
+    answers DAMAGED, nothing of the block being kept, where they differ.
     A read's are 0; a store that takes them of the bytes it has read into the parts puts them there.
     """
 

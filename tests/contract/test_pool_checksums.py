@@ -10,7 +10,8 @@ import pytest
 
 from kvd.core.actions import ReleaseRow
 from kvd.core.keys import U64, RowId
-from kvd.pool import Pool, PoolConfig, sealed_json
+from kvd.pool import Pool, PoolConfig, PoolError, capacity_check, sealed_json
+from kvd.pool.capacity_check import SpaceFigures
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import SLOTS_PER_EXTENT, opened
 from tests.contract.test_pool_damage import bytes_of
@@ -146,3 +147,117 @@ def test_slots_of_a_row_that_was_given_anew_have_the_new_checksums(checked: Pool
 def test_the_books_grow_by_eight_bytes_a_slot(checked: PoolConfig) -> None:
     unchecked = replace(checked, payload_checksums=False)
     assert checked.table_bytes - unchecked.table_bytes == 8 * checked.extents * SLOTS_PER_EXTENT
+
+
+# -- left to the daemon ------------------------------------------------------------------------
+
+
+def chosen(config: PoolConfig, *, wanted: bool = True) -> PoolConfig:
+    """As `auto` gives it; wanted: where they cost almost nothing."""
+    reason = "" if wanted else "they cost"
+    return replace(config, payload_checksums=wanted, checksums_chosen=True, checksums_reason=reason)
+
+
+@pytest.mark.parametrize("wanted", [True, False], ids=["cheap", "costly"])
+def test_new_pool_has_checksums_where_they_cost_nothing(
+    shared_directory: Path, *, wanted: bool
+) -> None:
+    config = chosen(orders.config(shared_directory), wanted=wanted)
+    with opened(config) as pool:
+        assert pool.payload_checksums is wanted
+        assert pool.checksums_reason == ("" if wanted else "they cost")
+    assert (config.directory / "checksums.table").exists() is wanted
+
+
+def test_pool_with_checksums_goes_on_with_them_whatever_they_cost(checked: PoolConfig) -> None:
+    fill(checked)
+    config = chosen(checked, wanted=False)
+    assert recovered(config) == ([0, 2, 4, 9], 0, 0)
+    with opened(config) as pool:
+        assert pool.payload_checksums
+        assert pool.checksums_reason == "the pool that is there has them"
+
+
+def test_pool_without_checksums_gets_them_and_loses_no_block(checked: PoolConfig) -> None:
+    fill(replace(checked, payload_checksums=False))
+    config = chosen(checked)
+    for unsummed in (4, 3):  # the second time beside one that has them
+        with opened(config) as pool:
+            assert pool.payload_checksums
+            found = orders.rows_of(list(pool.recovered()))[3]
+            assert found.ordinals.tolist() == [0, 2, 4, 9]
+            assert (pool.dropped_records, pool.unsummed_records) == (0, unsummed)
+            pool.grant_row(orders.row(ROW, PARTS))
+            said = pool.checksums(np.array(SLOTS), 1)
+            assert said is not None
+            assert said.tolist() == ([0] * 4 if unsummed == 4 else [0, 0, int(sums(1, 1)[0]), 0])
+            if unsummed == 4:
+                pool.write_free(orders.free([FIRST + 2]))
+                note(pool, [FIRST + 2])
+                pool.write_ready(orders.ready([FIRST + 2], orders.keys(1, 7)))
+
+
+def test_checksums_of_before_a_time_without_are_not_compared_with_what_came_then(
+    checked: PoolConfig,
+) -> None:
+    fill(checked)
+    with opened(replace(checked, payload_checksums=False)) as pool:  # an earlier kvd, say
+        list(pool.recovered())
+        pool.grant_row(orders.row(ROW, PARTS))
+        pool.write_free(orders.free([FIRST + 2]))
+        pool.write_ready(orders.ready([FIRST + 2], orders.keys(1, 7)))
+    with opened(chosen(checked)) as pool:
+        assert orders.rows_of(list(pool.recovered()))[3].ordinals.tolist() == [0, 2, 4, 9]
+        pool.grant_row(orders.row(ROW, PARTS))
+        for shard in range(len(PARTS)):
+            said = pool.checksums(np.array(SLOTS), shard)
+            assert said is not None
+            kept = sums(shard)
+            assert said.tolist() == [kept[0], kept[1], 0, kept[3]]
+
+
+def test_altered_checksum_drops_its_block_where_they_were_chosen_too(checked: PoolConfig) -> None:
+    fill(checked)
+    with bytes_of(checked.directory / "checksums.table") as table:
+        table[(ROW[0] * SLOTS_PER_EXTENT + 4) * 8 + 3] ^= 1
+    assert recovered(chosen(checked)) == ([0, 2, 9], 1, 1)
+
+
+def test_pool_that_has_none_keeps_having_none_where_they_cost(checked: PoolConfig) -> None:
+    unchecked = replace(checked, payload_checksums=False)
+    fill(unchecked)
+    assert recovered(chosen(checked, wanted=False)) == ([0, 2, 4, 9], 0, 0)
+    assert not (checked.directory / "checksums.table").exists()
+
+
+def test_a_cold_pool_is_a_new_one_whatever_the_old_one_had(checked: PoolConfig) -> None:
+    fill(checked)
+    with opened(replace(chosen(checked, wanted=False), pool_bytes=checked.pool_bytes // 2)) as pool:
+        assert pool.cold_reason
+        assert not pool.payload_checksums
+    assert not (checked.directory / "checksums.table").exists()
+
+
+@pytest.mark.parametrize("stands", [True, False], ids=["warm", "new"])
+def test_no_start_fails_for_want_of_room_for_checksums(
+    checked: PoolConfig, monkeypatch: pytest.MonkeyPatch, *, stands: bool
+) -> None:
+    unchecked = replace(checked, payload_checksums=False)
+    if stands:
+        fill(unchecked)
+    real = capacity_check.measure
+
+    def tight(config: PoolConfig) -> SpaceFigures:
+        figures = real(config)
+        need = unchecked.table_bytes + (0 if figures.standing else unchecked.reserve_bytes)
+        need += unchecked.extents * unchecked.extent_bytes
+        return replace(figures, filesystem_free=need - figures.held)
+
+    monkeypatch.setattr(capacity_check, "measure", tight)
+    with opened(chosen(checked)) as pool:
+        assert (pool.cold_reason == "") is stands
+        assert not pool.payload_checksums
+        assert pool.checksums_reason == "there is no room for their table"
+    if not stands:
+        with pytest.raises(PoolError, match="the file system"):
+            Pool.open(checked, lambda _done, _total: None)

@@ -12,6 +12,7 @@ from kvd.config.settings import Config, ConfigError
 from kvd.config.tenant_rule import TenantRule
 from kvd.config.values import memory_bytes, parse_size
 from kvd.core.keys import TenantId
+from kvd.pool.config import Checksums
 
 
 def load(*flags: str, environment: dict[str, str] | None = None, file: str = "") -> Config:
@@ -88,6 +89,7 @@ def test_a_share_of_memory_is_a_share_of_what_there_is() -> None:
         (["--log-level", "loud"], "log_level"),
         (["--operators", "root"], "operators"),
         (["--any-filesystem", "perhaps"], "any_filesystem"),
+        (["--payload-checksums", "automatic"], "payload_checksums"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name_and_where_it_came_from(
@@ -151,3 +153,28 @@ def test_a_size_of_extents_that_is_left_to_the_daemon_is_printed_so(  # type: ig
     assert load(file=write(settings.as_toml(first))) == first
     with pytest.raises(ConfigError, match=r"extent_bytes is 'autos'.*\"auto\""):
         load("--extent-bytes", "autos")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("", Checksums.AUTO),
+        ('"auto"', Checksums.AUTO),
+        ('"on"', Checksums.ON),
+        ("true", Checksums.ON),  # what the setting took before
+        ('"off"', Checksums.OFF),
+        ("false", Checksums.OFF),
+    ],
+)
+def test_checksums_are_on_off_or_left_to_the_daemon(  # type: ignore[no-untyped-def]
+    write, written: str, meant: Checksums
+) -> None:
+    file = write(f"payload_checksums = {written}\n" if written else "")
+    first = load(file=file)
+    assert first.payload_checksums is meant
+    assert load(file=write(settings.as_toml(first))) == first
+
+
+def test_the_flag_for_checksums_without_a_value_turns_them_on() -> None:
+    assert load("--payload-checksums").payload_checksums is Checksums.ON
+    assert load("--payload-checksums", "false").payload_checksums is Checksums.OFF

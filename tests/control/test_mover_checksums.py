@@ -9,7 +9,7 @@ import pytest
 
 from kvd import native
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
-from kvd.core.keys import U64
+from kvd.core.keys import NO_SUM, U64
 from kvd.mover.checksums import checksums
 from kvd.mover.layout import LocatedPart
 from kvd.mover.process import MoverProcess
@@ -128,3 +128,22 @@ async def test_a_mover_that_was_not_asked_sums_up_nothing() -> None:
         give(mover, 1, JobKind.STORE, one_part(SLOTS, BLOCKS))
         assert await r.sink.outcome(1) is TransferOutcome.DONE
         assert len(r.sink.finished[1].checksums) == 0
+
+
+@on_loop
+async def test_slots_of_which_nothing_is_known_are_loaded_beside_those_that_are_compared() -> None:
+    async with rig() as r:
+        mover, worker, said = await stored(r)
+        known = said.copy()
+        known[[0, 3]] = NO_SUM
+        for extent, slot in (SLOTS[0], SLOTS[3]):
+            r.extents[extent][slot * PART_BYTES + 100] ^= 4
+        worker.ring.mark_ready([2])
+        give(mover, 2, JobKind.LOAD, loading(known))
+        assert await r.sink.outcome(2) is TransferOutcome.DONE
+        extent, slot = SLOTS[1]
+        r.extents[extent][slot * PART_BYTES + 100] ^= 4
+        worker.ring.mark_ready([3])
+        give(mover, 3, JobKind.LOAD, loading(known))
+        assert await r.sink.outcome(3) is TransferOutcome.FAILED
+        assert r.sink.finished[3].damaged.tolist() == [1]

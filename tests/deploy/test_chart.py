@@ -119,6 +119,7 @@ def test_the_schema_knows_every_setting_that_the_chart_leaves_to_its_user() -> N
         {"pool": {"sizeGiB": 16, "hostPath": "relative"}},
         {"config": {"polcy": "lru"}},
         {"config": {"policy": "fifo"}},
+        {"config": {"payload_checksums": "perhaps"}},
         {"metrics": {"port": 80}},
         {"replicaCount": 3},
         {"gpu": {"enabled": "yes"}},

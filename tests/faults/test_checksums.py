@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from urllib.request import urlopen
 
 import numpy as np
 import pytest
 
+from kvd import native
+from kvd.cli.status import as_text
 from tests.client.content import block_hashes, last_word
 from tests.faults.probe import Probe
 from tests.faults.scene import MakeScene, Scene
@@ -115,7 +118,7 @@ def test_damage_in_one_ranks_shard_fails_the_load_on_both(checked: Scene) -> Non
 def test_checksums_may_come_and_go_and_only_what_was_summed_up_is_served_with_them(
     own_scene: MakeScene,
 ) -> None:
-    scene = own_scene()
+    scene = own_scene(payload_checksums="false")
     engine = scene.engine("one")
     assert engine.store("without", COUNT) == COUNT
 
@@ -137,8 +140,69 @@ def test_checksums_may_come_and_go_and_only_what_was_summed_up_is_served_with_th
 
 def test_without_checksums_nobody_notices(own_scene: MakeScene) -> None:
     """What the setting is for: the same bit, and the wrong bytes go to the engine."""
-    scene = own_scene()
+    scene = own_scene(payload_checksums="off")
     engine = scene.engine("one")
     assert engine.store("prompt", COUNT) == COUNT
     damage(scene, "prompt", 7)
     assert engine.ask("load", prefix="prompt", count=COUNT)["wrong"] == [7]
+
+
+def test_upgrade_from_a_pool_without_checksums_loses_no_block_and_compares_what_comes(
+    own_scene: MakeScene,
+) -> None:
+    """By default, and back again; each daemon is killed."""
+    if native.library() is None:
+        pytest.skip(f"off by default: {native.why_not()}")
+    scene = own_scene(payload_checksums="off")
+    engine = scene.engine("one")
+
+    def restart(checksums: str, *, copies: str = "auto") -> None:
+        scene.kill_daemon()
+        scene.daemon.flags["payload-checksums"] = checksums
+        scene.daemon.environment["KVD_NATIVE"] = copies
+        scene.daemon.start()
+        engine.wait_usable()
+
+    assert engine.store("old", COUNT) == COUNT
+    restart("auto")
+    pool = scene.status().pool
+    assert (pool.checksums, pool.checksums_reason) == (True, "")
+    assert "40 blocks were stored without checksums" in scene.daemon.log.read_text()
+    assert engine.load("old", COUNT) == COUNT
+    assert engine.store("new", COUNT) == COUNT
+    restart("auto", copies="off")  # numpy compares what the library summed up
+    assert scene.status().pool.checksums_reason == "the pool that is there has them"
+    assert engine.load("new", COUNT) == COUNT
+    assert engine.load("old", COUNT) == COUNT
+    assert engine.store("by numpy", COUNT) == COUNT
+    restart("off")  # as an earlier kvd does without the setting
+    assert engine.store("later", COUNT) == COUNT
+    restart("auto")
+    assert scene.status().recovered_blocks == 4 * COUNT
+    for prefix in ("old", "new", "by numpy", "later"):
+        assert engine.load(prefix, COUNT) == COUNT
+    damage(scene, "by numpy", 9)
+    find_out(engine, "by numpy", 9)
+
+
+@pytest.mark.parametrize(("copies", "word"), [("auto", "on"), ("off", "off")])
+def test_by_default_a_new_pool_has_checksums_where_the_library_is(
+    own_scene: MakeScene, copies: str, word: str
+) -> None:
+    if copies == "auto" and native.library() is None:
+        pytest.skip(f"no native library: {native.why_not()}")
+    scene = own_scene(http_port=free_port())
+    scene.end_daemon()
+    shutil.rmtree(scene.daemon.pool)
+    scene.daemon.pool.mkdir()
+    scene.daemon.environment["KVD_NATIVE"] = copies
+    scene.daemon.start()
+    pool = scene.status().pool
+    assert pool.checksums is (word == "on")
+    assert pool.checksums_reason == (
+        "" if word == "on" else "no native library sums up what it copies: KVD_NATIVE is off"
+    )
+    assert metric(scene, "kvd_pool_checksums") == (word == "on")
+    said = f"checksums of the blocks' bytes: {word}"
+    assert said in scene.daemon.log.read_text()
+    assert any(line.startswith(said) for line in as_text(scene.status()))

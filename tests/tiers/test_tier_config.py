@@ -13,6 +13,7 @@ import pytest
 from kvd.config import settings
 from kvd.config.settings import Config, ConfigError
 from kvd.config.tiers import KINDS, SHARED_KINDS, TierRule
+from kvd.pool.config import Checksums
 from kvd.tiers.process import QueueBounds
 from kvd_proto.limits import MAX_TIERS
 
@@ -190,5 +191,5 @@ def test_the_printed_configuration_shows_the_tiers(place: Path) -> None:
 
 def test_tiers_and_checksums_of_payloads_can_be_had_together(place: Path) -> None:
     config = load(place, "payload_checksums = true\n" + LEAST)
-    assert config.payload_checksums
+    assert config.payload_checksums is Checksums.ON
     assert [tier.name for tier in config.tiers] == ["disk"]

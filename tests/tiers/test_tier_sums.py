@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.core.keys import U64
+from kvd.core.keys import NO_SUM, U64
 from kvd.processes.framing import BadFrame
 from kvd.tiers import frames, process
 from kvd.tiers.frames import Order, OrderEnd, OrderId, TierAnswer, TierFrame
@@ -78,6 +78,23 @@ async def test_a_block_whose_bytes_have_changed_is_not_written(store: str) -> No
         assert tier.write(r.next_order(), with_sums(placed([2], [2]), noted[:, 2:3]), soon())
         assert await r.sink.outcomes(3) == [DONE]
         assert not [usage.errors for usage in r.sink.usages if usage.errors], "the tier's fault"
+
+
+@BOTH
+@on_loop
+async def test_parts_of_which_nothing_is_known_are_written_as_they_are(store: str) -> None:
+    async with tier_rig() as r:
+        tier = await start(r, store)
+        noted = sums(r, range(4))
+        noted[:, 0] = noted[1, 1] = NO_SUM
+        for slot, shard in ((0, 0), (1, 1), (2, 1)):
+            r.part(slot, shard)[77] ^= 1
+        blocks = with_sums(placed(range(4), range(4)), noted)
+        assert tier.write(r.next_order(), blocks, soon())
+        assert await r.sink.outcomes(1) == [DONE, DONE, DAMAGED, DONE]
+        assert tier.read(r.next_order(), placed([0], [20]), soon())
+        assert await r.sink.outcomes(2) == [DONE]
+        assert r.content(20) == r.content(0)
 
 
 @BOTH

@@ -18,6 +18,7 @@ from kvd.core.events import JobKind
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.core.upkeep.statistics import NamespaceFigures, SessionFigures, Statistics
 from kvd.mover.facts import MoverFacts
+from kvd.pool.pool import Pool
 from kvd.runtime.driver import Driver
 from kvd.runtime.fleet import AttachedMover
 from kvd.runtime.told_lookups import LookupFigures
@@ -111,7 +112,7 @@ class StatusReport:
             incarnation=self._driver.incarnation,
             uptime_seconds=time.monotonic() - self._began,
             state="draining" if now.draining else "ready",
-            pool=_pool(now, place, self._driver.pool.extent_bytes),
+            pool=_pool(now, place, self._driver.pool),
             tenants=[
                 pb.TenantStatus(
                     tenant=t.tenant,
@@ -248,11 +249,11 @@ def _rate(attached: AttachedMover, kind: JobKind) -> float:
     return attached.bytes_by_kind[kind] / (busy_ns / 1e9) if busy_ns else 0.0
 
 
-def _pool(now: Statistics, place: PoolPlace, extent_bytes: int) -> pb.PoolStatus:
+def _pool(now: Statistics, place: PoolPlace, pool: Pool) -> pb.PoolStatus:
     return pb.PoolStatus(
         directory=place.directory,
         bytes=place.bytes,
-        extent_bytes=extent_bytes,
+        extent_bytes=pool.extent_bytes,
         extents=now.extents,
         extents_free=now.extents_free,
         slots_free=now.slots.free,
@@ -260,4 +261,6 @@ def _pool(now: Statistics, place: PoolPlace, extent_bytes: int) -> pb.PoolStatus
         slots_ready=now.slots.ready,
         slots_quarantined=now.slots.quarantined,
         bytes_ready=now.bytes.ready,
+        checksums=pool.payload_checksums,
+        checksums_reason=pool.checksums_reason,
     )

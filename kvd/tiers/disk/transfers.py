@@ -17,7 +17,7 @@ from kvd.tiers.disk.options import ALIGN
 from kvd.tiers.disk.slab import BUFFER_BYTES, Slab
 from kvd.tiers.sealing import seal_from, wipe
 from kvd.tiers.store import TierBlock, TierReason
-from kvd.tiers.sums import sums_of
+from kvd.tiers.sums import contradict, sums_of
 
 MAX_RUN_BYTES = 1 << 20  # neighbours that go in one call; a larger block goes alone
 LEAST_RUN_BYTES = 256 << 10  # likewise, where there are too few of them to keep every thread busy
@@ -97,8 +97,7 @@ class Transfers:
         for piece in run:
             sums = sums_of(piece.block.parts)
             piece.seal = seal_from(piece.block, piece.lengths, sums)
-            wanted = piece.block.sums
-            if wanted is not None and not np.array_equal(sums, wanted):
+            if contradict(piece.block, sums):
                 piece.reason = TierReason.CHECKSUM_MISMATCH
         sound = [piece for piece in run if piece.reason is None]
         for some in [run] if len(sound) == len(run) else [[piece] for piece in sound]:

@@ -95,7 +95,7 @@ class TierStatus(_message.Message):
     def __init__(self, name: _Optional[str] = ..., serving: bool = ..., problem: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., blocks_promoted: _Optional[int] = ..., blocks_failed: _Optional[int] = ..., blocks_given_up: _Optional[int] = ..., blocks_written: _Optional[int] = ..., blocks_unwritten: _Optional[int] = ..., blocks_dropped: _Optional[int] = ..., bytes_down: _Optional[int] = ..., bytes_up: _Optional[int] = ..., notes: _Optional[_Iterable[str]] = ..., blocks_too_slow: _Optional[int] = ..., blocks_refused: _Optional[int] = ..., answer_seconds: _Optional[float] = ..., read_seconds: _Optional[float] = ...) -> None: ...
 
 class PoolStatus(_message.Message):
-    __slots__ = ("directory", "bytes", "extent_bytes", "extents", "extents_free", "slots_free", "slots_reserved", "slots_ready", "slots_quarantined", "bytes_ready")
+    __slots__ = ("directory", "bytes", "extent_bytes", "extents", "extents_free", "slots_free", "slots_reserved", "slots_ready", "slots_quarantined", "bytes_ready", "checksums", "checksums_reason")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
     EXTENT_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,8 @@ class PoolStatus(_message.Message):
     SLOTS_READY_FIELD_NUMBER: _ClassVar[int]
     SLOTS_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     BYTES_READY_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_REASON_FIELD_NUMBER: _ClassVar[int]
     directory: str
     bytes: int
     extent_bytes: int
@@ -116,7 +118,9 @@ class PoolStatus(_message.Message):
     slots_ready: int
     slots_quarantined: int
     bytes_ready: int
-    def __init__(self, directory: _Optional[str] = ..., bytes: _Optional[int] = ..., extent_bytes: _Optional[int] = ..., extents: _Optional[int] = ..., extents_free: _Optional[int] = ..., slots_free: _Optional[int] = ..., slots_reserved: _Optional[int] = ..., slots_ready: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., bytes_ready: _Optional[int] = ...) -> None: ...
+    checksums: bool
+    checksums_reason: str
+    def __init__(self, directory: _Optional[str] = ..., bytes: _Optional[int] = ..., extent_bytes: _Optional[int] = ..., extents: _Optional[int] = ..., extents_free: _Optional[int] = ..., slots_free: _Optional[int] = ..., slots_reserved: _Optional[int] = ..., slots_ready: _Optional[int] = ..., slots_quarantined: _Optional[int] = ..., bytes_ready: _Optional[int] = ..., checksums: bool = ..., checksums_reason: _Optional[str] = ...) -> None: ...
 
 class SessionStatus(_message.Message):
     __slots__ = ("session_id", "engine_id", "namespace_id", "uid", "world_size", "ranks", "jobs_in_flight", "leases", "usable")
