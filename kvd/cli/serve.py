@@ -145,10 +145,28 @@ class Daemon:
         self.metrics.watch(machine.statistics)
         self.metrics.watch_ranks(driver.fleet.attached.values)
         self.metrics.watch_registry(lambda: pool.unwritten)
-        self.metrics.tell_checksums(are_kept=pool.payload_checksums)
         recovered = machine.statistics().counters.recovered
         if pool.cold_reason:
             log.warning("the pool is cold: %s", pool.cold_reason)
+        self._tell_of_checksums(pool)
+        self._warn_of_place_and_size(pool)
+        for orphan in pool.orphans():
+            log.warning(
+                "mover %d of an earlier daemon can't be ended (its state is %s): it maps %d extents"
+                " of the pool, so that %d free slots, %.1f MiB, are kept from use until a daemon"
+                " starts after its end",
+                orphan.pid,
+                orphan.state,
+                orphan.extents,
+                orphan.slots,
+                orphan.slot_bytes / (1 << 20),
+            )
+        log.info("extents lie in %s", pool.place)
+        log.info("%d blocks recovered in %.3f s", recovered, time.perf_counter() - began)
+        return driver
+
+    def _tell_of_checksums(self, pool: Pool) -> None:
+        self.metrics.tell_checksums(are_kept=pool.payload_checksums)
         log.info(
             "checksums of the blocks' bytes: %s%s",
             "on" if pool.payload_checksums else "off",
@@ -165,21 +183,6 @@ class Daemon:
                 " or others than were written",
                 pool.unchecked_records,
             )
-        self._warn_of_place_and_size(pool)
-        for orphan in pool.orphans():
-            log.warning(
-                "mover %d of an earlier daemon can't be ended (its state is %s): it maps %d extents"
-                " of the pool, so that %d free slots, %.1f MiB, are kept from use until a daemon"
-                " starts after its end",
-                orphan.pid,
-                orphan.state,
-                orphan.extents,
-                orphan.slots,
-                orphan.slot_bytes / (1 << 20),
-            )
-        log.info("extents lie in %s", pool.place)
-        log.info("%d blocks recovered in %.3f s", recovered, time.perf_counter() - began)
-        return driver
 
     def _warn_of_place_and_size(self, pool: Pool) -> None:
         """What the operator could choose better."""
