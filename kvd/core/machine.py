@@ -30,7 +30,7 @@ from kvd.core.keys import (
     TierId,
 )
 from kvd.core.model.size_class import Row, SizeClass
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import READY, SlotState
 from kvd.core.model.state import MachineConfig, State
 from kvd.core.model.story import BrokenSlots, JobName
 from kvd.core.model.tiers import TierTerms
@@ -189,7 +189,7 @@ class Machine:
     def _readable_in(self, row: Row, start: int, count: int) -> Slots:
         state, first = self.state, row.first_slot + start
         span = slice(first, min(first + count, row.first_slot + row.slots))
-        slots: Slots = first + np.flatnonzero(state.slots.state[span] == SlotState.READY)
+        slots: Slots = first + np.flatnonzero(state.slots.state[span] == READY)
         cleared_below = state.namespaces[row.size_class.namespace].cleared_below
         return slots[state.slots.scopes[slots] >= cleared_below]
 

@@ -21,7 +21,7 @@ from kvd.core.keys import KeyBatch, ScopeId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.job import Offer
 from kvd.core.model.size_class import Row, SizeClass
-from kvd.core.model.slots import SlotState, coarse_stamp
+from kvd.core.model.slots import QUARANTINED, READY, SlotState, coarse_stamp
 from kvd.core.model.state import Scope, State
 from kvd.core.model.story import BrokenSlots
 from kvd.core.model.turn import Turn
@@ -30,7 +30,7 @@ from kvd.core.policy.base import Sight
 
 def ready_in(state: State, row: Row) -> Slots:
     """The row's READY slots."""
-    return row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.READY)
+    return row.first_slot + np.flatnonzero(state.slots.state[row.span] == READY)
 
 
 def reserve(turn: Turn, fresh: Offer, scope: ScopeId, sight: Sight) -> Slots:
@@ -130,7 +130,7 @@ def pin(state: State, owner: SizeClass, slots: Slots) -> None:
     state.slots.story.changed("pinned", slots)
     pins = state.slots.pins
     before = pins[slots]
-    ready = state.slots.state[slots] == SlotState.READY
+    ready = state.slots.state[slots] == READY
     owner.count(evictable=-int(np.count_nonzero((before == 0) & ready)))
     pins[slots] = before + 1
 
@@ -144,9 +144,9 @@ def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
         raise BrokenSlots("a pin was taken away twice", slots[after < 0])
     pins[slots] = after
     states = state.slots.state[slots]
-    owner.count(evictable=int(np.count_nonzero((after == 0) & (states == SlotState.READY))))
-    if (states == SlotState.QUARANTINED).any():
-        _free_unpinned(state, owner, slots[states == SlotState.QUARANTINED])
+    owner.count(evictable=int(np.count_nonzero((after == 0) & (states == READY))))
+    if (states == QUARANTINED).any():
+        _free_unpinned(state, owner, slots[states == QUARANTINED])
 
 
 def touch(turn: Turn, owner: SizeClass, slots: Slots, request: int, *, as_use: bool = True) -> None:

@@ -8,7 +8,7 @@ from kvd.core.blocks import slot_lifecycle
 from kvd.core.claims import hand_off
 from kvd.core.keys import Slots
 from kvd.core.model.job import Part
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import READY
 from kvd.core.model.turn import Turn
 
 
@@ -19,7 +19,7 @@ def remove(turn: Turn, part: Part, damaged: Slots) -> None:
     """
     state = turn.state
     found = part.pinned[np.isin(part.pinned, damaged)]
-    found = found[state.slots.state[found] == SlotState.READY]
+    found = found[state.slots.state[found] == READY]
     if len(found):
         state.counters.damaged += len(found)
         part.size_class.policy.remove(found)

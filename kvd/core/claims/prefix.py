@@ -18,7 +18,7 @@ from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.keys import RequestId, ScopeId, Slots
 from kvd.core.model.job import Part, Prefix, Used
 from kvd.core.model.size_class import SizeClass
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import READY, RESERVED, SlotState
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.policy.base import NO_PARENT, Sight
@@ -141,7 +141,7 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
     if used is None:
         return np.empty(0, dtype=np.int64)
     states = state.slots.state[used.slots]
-    still = (states == SlotState.READY) | (states == SlotState.RESERVED)
+    still = (states == READY) | (states == RESERVED)
     still &= state.slots.scopes[used.slots] == scope
     if not still.all():
         used = Used(used.slots[still], used.blocks[still])

@@ -13,7 +13,7 @@ from kvd.core.jobs.store import check_new_job
 from kvd.core.keys import ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, JobState, Offer, Part
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import READY
 from kvd.core.model.state import State
 from kvd.core.model.turn import Turn
 
@@ -48,7 +48,7 @@ def load(turn: Turn, event: LoadRequested) -> None:
 
 def _readable(state: State, offer: Offer) -> bool:
     known = bool((offer.slots != NOWHERE).all())
-    return known and bool((state.slots.state[offer.slots] == SlotState.READY).all())
+    return known and bool((state.slots.state[offer.slots] == READY).all())
 
 
 def _unclaimed(state: State, offer: Offer) -> Slots:

@@ -13,7 +13,7 @@ from kvd.core.events import LeaseMode, LookupRequested, Query, Touched
 from kvd.core.keys import U64, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import READY, SlotState
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.tiers import search, writing
@@ -126,7 +126,7 @@ def touch(turn: Turn, event: Touched) -> None:
     if unknown.any():
         state.admission.offer(np.unique(tags[unknown]))
     slots = slots[~unknown]
-    ready = state.slots.state[slots] == SlotState.READY
+    ready = state.slots.state[slots] == READY
     request = prefix.number_of(session, event.context.request)
     slot_lifecycle.touch(turn, owner, slots[ready], request)
     if not ready.all():

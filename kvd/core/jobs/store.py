@@ -27,7 +27,7 @@ from kvd.core.keys import ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, JobState, Offer, Part, Prefix
 from kvd.core.model.size_class import SizeClass
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import ABSENT, READY, RESERVED
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.room.eviction import make_room
@@ -198,9 +198,9 @@ def _divide(state: State, job: Job, offer: Offer, whole: bool) -> Plan:
         pending, fresh = offer.slots[:0], np.arange(len(offer.slots))
     else:
         states = state.slots.state[offer.slots]
-        states[unknown] = SlotState.ABSENT
-        pending = np.flatnonzero(states == SlotState.RESERVED)
-        fresh = np.flatnonzero(states == SlotState.ABSENT)
+        states[unknown] = ABSENT
+        pending = np.flatnonzero(states == RESERVED)
+        fresh = np.flatnonzero(states == ABSENT)
     blocked = _in_flight(session, offer, fresh)
     if blocked.any():
         fresh = fresh[~blocked]
@@ -209,7 +209,7 @@ def _divide(state: State, job: Job, offer: Offer, whole: bool) -> Plan:
         if not whole and not admitted.all():
             state.counters.filtered += int(np.count_nonzero(~admitted))
             fresh = fresh[admitted]
-    is_ready = states == SlotState.READY
+    is_ready = states == READY
     ready = offer.slots[is_ready]
     state.counters.deduplicated += len(ready) + len(pending)
     others = pending[~waits.stored_by(state, offer.slots[pending], job)]

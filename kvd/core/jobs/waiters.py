@@ -17,7 +17,7 @@ from kvd.core.events import JobStatus
 from kvd.core.jobs import store, transfer, waits
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Wait
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import ABSENT, RESERVED
 from kvd.core.model.state import Session
 from kvd.core.model.turn import Turn
 from kvd.core.room.eviction import make_room
@@ -57,8 +57,8 @@ def _take_over(turn: Turn, session: Session, wait: Wait) -> int:
         return 0
     offer.slots = state.index.find(offer.tags, offer.words, wait.scope)
     states = state.slots.state[offer.slots]
-    states[offer.slots == NOWHERE] = SlotState.ABSENT
-    absent = np.flatnonzero(states == SlotState.ABSENT)
+    states[offer.slots == NOWHERE] = ABSENT
+    absent = np.flatnonzero(states == ABSENT)
     if len(absent):
         reason = "" if store.can_store(state, session) else RANKS_MISSING
         needs = [(offer.size_class, len(absent))]
@@ -69,7 +69,7 @@ def _take_over(turn: Turn, session: Session, wait: Wait) -> int:
         part = store.reserve_part(turn, offer.rows(absent), wait.scope, job.prefix)
         prefix.grow(turn, session, job.prefix, part, offer.blocks[absent])
         transfer.start_piece(turn, job, (part,))
-    pending = np.flatnonzero(states == SlotState.RESERVED)
+    pending = np.flatnonzero(states == RESERVED)
     pending = pending[~waits.stored_by(state, offer.slots[pending], job)]
     if len(pending):
         waits.follow(state, job, offer.rows(pending))

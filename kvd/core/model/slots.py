@@ -26,6 +26,9 @@ class SlotState(enum.IntEnum):
     QUARANTINED = 4
 
 
+# As arrays hold them: with a member of an enum numpy takes eight times as long to compare.
+ABSENT, FREE, RESERVED, READY, QUARANTINED = map(np.uint8, SlotState)
+
 # The only steps there are. Everything else is a broken invariant of ours.
 STEPS: frozenset[tuple[SlotState, SlotState]] = frozenset(
     {
@@ -115,7 +118,7 @@ class SlotTable:
         """Take a step of the table with all of these slots; anything else is our own fault."""
         assert (old, new) in STEPS, f"no step from {old.name} to {new.name}"
         self.story.changed(_STEP_NAMES[old, new], slots)
-        if not (self.state[slots] == old).all():
-            wrong = slots[self.state[slots] != old]
-            raise BrokenSlots(f"a slot was not {old.name}", wrong)
+        right = self.state.take(slots) == np.uint8(old)
+        if not right.all():
+            raise BrokenSlots(f"a slot was not {old.name}", slots[~right])
         self.state[slots] = new

@@ -27,7 +27,7 @@ from kvd.core.claims import hand_off
 from kvd.core.keys import U32, ScopeId, SessionId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.size_class import Row, SizeClass
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import READY
 from kvd.core.model.state import (
     MAX_NAMESPACES,
     NEVER,
@@ -433,7 +433,7 @@ def _give_up_some(turn: Turn, row: Row, most: int, scopes: Slots | None = None) 
         return some, True
     few = first_of(state, ready, most - some)
     _give_up(turn, row.size_class, few)
-    stuck = len(few) > 0 and bool((state.slots.state[few] == SlotState.READY).all())
+    stuck = len(few) > 0 and bool((state.slots.state[few] == READY).all())
     return some + len(few), stuck or len(few) == len(ready)
 
 

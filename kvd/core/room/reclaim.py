@@ -31,7 +31,7 @@ from kvd.core.keys import MoverId, RowId, Slots
 from kvd.core.model import backlog, row_claims
 from kvd.core.model.row_claims import Claim
 from kvd.core.model.size_class import RECLAIM_INTERVAL_NS, LeasesLeft, Row, SizeClass
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import FREE, QUARANTINED, READY, RESERVED, SlotState
 from kvd.core.model.state import State
 from kvd.core.model.turn import Turn
 from kvd.core.room import row_rights
@@ -52,7 +52,7 @@ def coldest_stamp(state: State, owner: SizeClass) -> np.uint32 | None:
 def may_retire(state: State, row: Row) -> bool:
     """Whether nothing keeps the row but blocks that could be evicted."""
     states = state.slots.state[row.span]
-    busy = (states == SlotState.RESERVED) | (states == SlotState.QUARANTINED)
+    busy = (states == RESERVED) | (states == QUARANTINED)
     return not row.orphaned and not busy.any() and not state.slots.pins[row.span].any()
 
 
@@ -225,7 +225,7 @@ def _weigh(turn: Turn, claim: Claim, row: Row) -> _Weight | None:
             return None
         if promised and turn.now_ns - claim.since_ns < PROMISED_NS:
             return None
-    ready = states == SlotState.READY
+    ready = states == READY
     filled = bool(ready.any())
     stamp = float(state.slots.stamps[row.span][ready].mean()) if filled else 0.0
     crowding = owner.lasting_rows <= row_rights.kept_rows(turn, owner)
@@ -267,7 +267,7 @@ def _empty_row(turn: Turn, row: Row) -> None:
     row.emptying = True
     row.emptied_ns = turn.now_ns
     states = state.slots.state[row.span]
-    row.copied_into = row.first_slot + np.flatnonzero(states == SlotState.RESERVED)
+    row.copied_into = row.first_slot + np.flatnonzero(states == RESERVED)
     pin(state, owner, row.copied_into)
     if state.slots.leases[row.span].any():
         sessions = (s.session for s in state.sessions.values() if s.namespace == owner.namespace)
@@ -289,12 +289,12 @@ def _go_on_emptying(turn: Turn, row: Row) -> None:
     give_up_left(turn, row, backlog.EMPTIED_AT_ONCE)
     if row.leases is not None and state.slots.leases[row.span].any():
         lease.end_leases_on(state, owner, row.span, row.leases)
-    ended = state.slots.state[row.copied_into] != SlotState.RESERVED
+    ended = state.slots.state[row.copied_into] != RESERVED
     if ended.any():
         slots = row.copied_into[ended]
         row.copied_into = row.copied_into[~ended]
         unpin(state, owner, slots)
-        _evict(turn, owner, slots[state.slots.state[slots] == SlotState.READY])
+        _evict(turn, owner, slots[state.slots.state[slots] == READY])
     if may_retire(state, row):
         retire_row(turn, row)
 
@@ -305,7 +305,7 @@ def give_up_left(turn: Turn, row: Row, most: int) -> None:
     slots, row.left = row.left[:most], row.left[most:]
     if len(slots):
         unpin(state, row.size_class, slots)
-        ready = slots[state.slots.state[slots] == SlotState.READY]
+        ready = slots[state.slots.state[slots] == READY]
         _evict(turn, row.size_class, ready)
 
 
@@ -319,7 +319,7 @@ def _stop_emptying(state: State, row: Row) -> None:
     state.rights.hold(owner.namespace, len(row.extents))
     unpin(state, owner, row.copied_into)
     row.copied_into = row.copied_into[:0]
-    free = np.flatnonzero(state.slots.state[row.span] == SlotState.FREE)
+    free = np.flatnonzero(state.slots.state[row.span] == FREE)
     owner.free.drop(row.first_slot, row.slots)
     owner.free.put(row.first_slot + free)
 
@@ -404,7 +404,7 @@ def row_refused(turn: Turn, event: RowRefused) -> None:
     state = turn.state
     row = state.rows.get(event.row)
     states = state.slots.state[row.span] if row is not None else np.empty(0)
-    if row is None or not bool((states == SlotState.FREE).all()):
+    if row is None or not bool((states == FREE).all()):
         turn.orders.append(Reply(row is None))
         return
     _leave_class(state, row)

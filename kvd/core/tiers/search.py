@@ -25,7 +25,7 @@ from kvd.core.blocks import namespaces
 from kvd.core.events import LeaseMode, Query, TierAnswered
 from kvd.core.keys import U64, KeyBatch, RequestId, ScopeName, SearchId, Slots
 from kvd.core.model.index import NOWHERE
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import RESERVED
 from kvd.core.model.state import Session, State
 from kvd.core.model.tiers import (
     MAX_SEARCHES,
@@ -129,7 +129,7 @@ def waited_for_enough(turn: Turn, session: Session, query: Query, slots: Slots) 
     rows = np.flatnonzero(slots != NOWHERE)
     if not state.below.promoting.whole:
         return rows[:0]
-    rows = rows[state.slots.state[slots[rows]] == SlotState.RESERVED]
+    rows = rows[state.slots.state[slots[rows]] == RESERVED]
     numbers = state.slots.fillings[slots[rows]]
     is_late = _is_late(turn, session, query)
     over = [

@@ -17,7 +17,7 @@ from kvd.core.claims import damage, hand_off
 from kvd.core.keys import ScopeName, Slots
 from kvd.core.model.job import Part
 from kvd.core.model.size_class import SizeClass
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import READY
 from kvd.core.model.state import Scope, State
 from kvd.core.model.tiers import (
     MAX_BEHIND_BLOCKS,
@@ -57,7 +57,7 @@ def handed_off(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     table = turn.state.slots
     for tier in turn.state.below.tiers:
         if tier.terms.reach is Reach.CLUSTER:
-            known = (table.state[slots] == SlotState.READY) & (table.below[slots] & tier.bit != 0)
+            known = (table.state[slots] == READY) & (table.below[slots] & tier.bit != 0)
             is_idle = table.pins[slots] == table.leases[slots]  # it is not on its way there
             hand_off.shared(turn.state, owner, slots[known & is_idle])
             _write_soon(turn, tier, owner, slots)
@@ -128,7 +128,7 @@ def write(turn: Turn, tier: Tier, owner: SizeClass, slots: Slots) -> Slots:
     state = turn.state
     if not len(slots) or not tier.serves(state.namespaces[owner.namespace].spec.fingerprint):
         return slots[:0]
-    ready = state.slots.state[slots] == SlotState.READY
+    ready = state.slots.state[slots] == READY
     slots = slots[ready & ((state.slots.below[slots] & tier.bit) == 0)]
     scopes = state.slots.scopes[slots]
     slots = slots[scopes >= state.namespaces[owner.namespace].cleared_below]

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvd.core.actions import WriteStamps
 from kvd.core.keys import Slots
-from kvd.core.model.slots import STAMP_SHIFT, SlotState
+from kvd.core.model.slots import READY, STAMP_SHIFT
 from kvd.core.model.turn import Turn
 
 ROWS_LOOKED_AT = 64  # in one tick
@@ -33,7 +33,7 @@ def write_down(turn: Turn) -> None:
         if row is None:
             continue
         span = row.span
-        used = (table.stamps[span] != table.noted[span]) & (table.state[span] == SlotState.READY)
+        used = (table.stamps[span] != table.noted[span]) & (table.state[span] == READY)
         slots = row.first_slot + np.flatnonzero(used)
         if len(slots) > left:
             slots = slots[:left]

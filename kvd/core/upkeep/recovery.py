@@ -11,7 +11,7 @@ from kvd.core.events import PoolRecovered, RecoveredRow, RowsRecovered, ScopesRe
 from kvd.core.keys import U64, RowId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import Row, SizeClass
-from kvd.core.model.slots import SlotState
+from kvd.core.model.slots import FREE, SlotState
 from kvd.core.model.state import Scope, State
 from kvd.core.model.turn import Turn
 from kvd.core.policy.base import Sight
@@ -127,7 +127,7 @@ def _scopes_by_number(state: State) -> tuple[U64, Slots]:
 def _settle_free(state: State, owner: SizeClass, rows: list[Row]) -> None:
     firsts = np.array([row.first_slot for row in rows if not row.orphaned], dtype=np.int64)
     slots = (firsts[:, None] + np.arange(owner.slots_per_row)).reshape(-1)
-    owner.free.put(slots[state.slots.state[slots] == SlotState.FREE])
+    owner.free.put(slots[state.slots.state[slots] == FREE])
     for row in rows:
         if row.orphaned:
             _withhold(state, row)
@@ -136,7 +136,7 @@ def _settle_free(state: State, owner: SizeClass, rows: list[Row]) -> None:
 def _withhold(state: State, row: Row) -> None:
     """A mover that outlived its daemon may still write these: they are never given out again."""
     owner = row.size_class
-    free = row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.FREE)
+    free = row.first_slot + np.flatnonzero(state.slots.state[row.span] == FREE)
     state.slots.move(free, SlotState.FREE, SlotState.QUARANTINED)
     state.slots.pins[free] = 1
     row.withheld = free
