@@ -30,6 +30,7 @@ from kvd.core.blocks.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.state import MAX_NAMESPACES
 from kvd.linux import signals
+from kvd.linux.calls import ask_for_short_slices
 from kvd.mover.checksum_cost import why_checksums_cost
 from kvd.observability import logs, metrics
 from kvd.observability.floods import Floods
@@ -43,6 +44,9 @@ log = logging.getLogger(__name__)
 EXIT_BROKEN_INVARIANT = 70  # EX_SOFTWARE of sysexits.h
 # gRPC's own threads and the pool's must not keep the loop waiting for the interpreter.
 SWITCH_SECONDS = 0.0005
+# Of the loop, of gRPC's threads, and of every mover: a small call wakes a thread at each of its
+# steps, here and in its engine, and each of these may have to wait for whoever computes.
+SLICE_NS = 100_000
 WHOLE_COLLECTION_EVERY = 1000  # collections of what is no longer young; Python's own is 10
 PROGRESS_SECONDS = 1.0
 START_EXTENSION_US = 30_000_000
@@ -309,6 +313,7 @@ class Daemon:
 def serve(config: Config) -> int:
     """Run a daemon in this process until it is told to stop; the exit status."""
     sys.setswitchinterval(SWITCH_SECONDS)
+    ask_for_short_slices(SLICE_NS)
     gc.disable()  # what is read back is all kept: collections would visit it over and over
     floods = logs.start(config.log_level, config.log_format)
     descriptors.raise_limit()

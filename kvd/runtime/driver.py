@@ -90,7 +90,7 @@ class Driver:
         self.event_log = EventLog(pool.incarnation, partial(resident_changes, machine), self.turns)
         self._clock = clock or AwakeClock()
         self._observer = observer
-        self.fleet = MoverFleet(pool, self.post, self._observer, launch)
+        self.fleet = MoverFleet(pool, self.post, self._observer, self.turns, launch)
         self.fleet.on_rank_lost = self._rank_lost
         self.tiers = Tiers(
             tiers, pool, machine.fingerprint_of, self.fleet.report, self.allocate_mover_id

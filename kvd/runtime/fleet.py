@@ -27,7 +27,7 @@ from kvd.mover.process import Finished, LocatedPart, MoverConfig, MoverProcess, 
 from kvd.pool.pool import Pool
 from kvd.runtime.damage import log_damage
 from kvd.runtime.told_rows import ToldRows
-from kvd.runtime.turns import TURNS_BETWEEN_PIECES
+from kvd.runtime.turns import FairQueue
 
 log = logging.getLogger(__name__)
 
@@ -131,8 +131,10 @@ class MoverFleet:
         pool: Pool,
         post: Callable[[Event], None],
         observer: TransferObserver,
+        turns: FairQueue,
         launch: MoverLauncher = MoverProcess.start,
     ) -> None:
+        self._turns = turns
         self.attached: dict[MoverId, AttachedMover] = {}
         self._pool = pool
         self._post = post
@@ -146,7 +148,6 @@ class MoverFleet:
         self._shares = Shares(Bound(MOVERS, MAX_MOVERS, MAX_MOVERS_OF_USER, field="rank"))
         # A future among them is somebody who waits until those before it are handled.
         self._reports: deque[Event | asyncio.Future[None]] = deque()
-        self._turns_left: int | None = None  # until the next report is posted; None: all are
 
     async def start(self, config: MoverConfig, owner: MoverOwner) -> MoverProcess:
         """Start a rank's mover process; from its first moment the pool's next owner knows of it.
@@ -344,22 +345,11 @@ class MoverFleet:
         """Post events one by one, with turns of the loop between them: movers say much at once,
         and small calls must not wait for all of it."""
         self._reports.append(event)
-        if self._turns_left is None:
-            self._turns_left = 0
-            asyncio.get_running_loop().call_soon(self._post_next)
-
-    def _post_next(self) -> None:
-        assert self._turns_left is not None, "nobody scheduled this turn"
-        if self._turns_left == 0 and self._reports:
-            self._post_first()
-            self._turns_left = TURNS_BETWEEN_PIECES
-        if self._turns_left == 0:
-            self._turns_left = None
-            return
-        self._turns_left -= 1
-        asyncio.get_running_loop().call_soon(self._post_next)
+        self._turns.do_in_turn(self._post_first)
 
     def _post_first(self) -> None:
+        if not self._reports:
+            return  # all were posted with their mover's end
         first = self._reports.popleft()
         if not isinstance(first, asyncio.Future):
             self._post(first)

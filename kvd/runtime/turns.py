@@ -2,14 +2,16 @@
 
 However many large calls there are, one piece of all of them is done at a time, with some turns of
 the loop for everybody else behind it. Users take turns, and so do the calls of one user: who has
-many large calls waits for himself.
+many large calls waits for himself. What movers and tiers say has every other turn: were it done
+beside the pieces, a small call would wait for both.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 # Turns of the event loop left to others after a piece. A small call needs about five from its
 # first byte to its answer; were each of them as long as a piece, it would wait for five pieces.
@@ -22,30 +24,47 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Hashable, deque[asyncio.Future[None]]] = OrderedDict()
+        self._unasked: deque[Callable[[], None]] = deque()
+        self._was_unasked = False  # what was done last
         self._turning = False
 
     async def let_others_in(self, user: Hashable = None) -> None:
         """Leave some turns of the event loop to other calls; then wait for this user's turn."""
-        loop = asyncio.get_running_loop()
-        turn = loop.create_future()
+        turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(user, deque()).append(turn)
-        if not self._turning:
-            self._turning = True
-            loop.call_soon(self._turn, TURNS_BETWEEN_PIECES - 1)
+        self._begin(TURNS_BETWEEN_PIECES - 1)
         await turn
 
+    def do_in_turn(self, work: Callable[[], None]) -> None:
+        """Do what no call waits for: soon, in the order of asking, and alone in its turn."""
+        self._unasked.append(work)
+        self._begin(0)
+
+    def _begin(self, after: int) -> None:
+        if not self._turning:
+            self._turning = True
+            asyncio.get_running_loop().call_soon(self._turn, after)
+
     def _turn(self, left: int) -> None:
+        # Also to those whom the loop doesn't know: gRPC's threads, and clients of this machine.
+        os.sched_yield()
         loop = asyncio.get_running_loop()
         if left:
             loop.call_soon(self._turn, left - 1)
+        elif self._waiting or self._unasked:
+            loop.call_soon(self._turn, TURNS_BETWEEN_PIECES - 1)
+            self._do_next()
+        else:
+            self._turning = False
+
+    def _do_next(self) -> None:
+        self._was_unasked = bool(self._unasked) and not (self._waiting and self._was_unasked)
+        if self._was_unasked:
+            self._unasked.popleft()()
             return
         while self._waiting:
             if self._wake_next():
                 break
-        if self._waiting:
-            loop.call_soon(self._turn, TURNS_BETWEEN_PIECES - 1)
-        else:
-            self._turning = False
 
     def _wake_next(self) -> bool:
         """Give the next user's oldest call its turn; False where that one has given up."""

@@ -19,6 +19,7 @@ from kvd.mover.process import MoverConfig, MoverStartError
 from kvd.processes.mappings import ExtentFiles
 from kvd.runtime import fleet
 from kvd.runtime.fleet import MoverFleet, MoverOwner
+from kvd.runtime.turns import FairQueue
 from tests.control.daemon_rig import (
     RawEngine,
     RawWorker,
@@ -42,7 +43,7 @@ class Started:
 
 def fleet_of(launch: Any) -> MoverFleet:
     nobody: Any = None
-    return MoverFleet(nobody, lambda _event: None, nobody, launch)
+    return MoverFleet(nobody, lambda _event: None, nobody, FairQueue(), launch)
 
 
 async def test_each_share_is_held_and_given_back_when_a_mover_has_ended() -> None:

@@ -83,3 +83,56 @@ def test_a_pace_lets_others_in_when_much_is_done() -> None:
         return others
 
     assert asyncio.run(run()) >= 10 * TURNS_BETWEEN_PIECES
+
+
+def test_what_no_call_waits_for_has_every_other_turn_and_never_the_one_of_a_piece() -> None:
+    async def run() -> list[tuple[int, str]]:
+        turns, now = FairQueue(), 0
+        done: list[tuple[int, str]] = []
+
+        async def clock() -> None:
+            nonlocal now
+            while True:
+                now += 1
+                await asyncio.sleep(0)
+
+        async def large(name: str) -> None:
+            while True:
+                await turns.let_others_in(name)
+                done.append((now, name))
+
+        tasks = [asyncio.ensure_future(each) for each in (clock(), large("one"), large("two"))]
+        for number in range(20):
+            turns.do_in_turn(lambda number=number: done.append((now, str(number))))  # type: ignore[misc]
+        while len(done) < 40:  # noqa: ASYNC110 - it counts turns of the loop
+            await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return done
+
+    done = asyncio.run(run())
+    reports = [name for _, name in done if name.isdigit()]
+    assert reports == [str(number) for number in range(20)]
+    assert {name for _, name in done[:39:2]} == set(reports), "not every other turn"
+    times = [at for at, _ in done]
+    assert min(b - a for a, b in itertools.pairwise(times)) >= TURNS_BETWEEN_PIECES - 1
+
+
+def test_what_breaks_in_its_turn_stops_nobody_else() -> None:
+    async def run() -> list[str]:
+        turns = FairQueue()
+        done: list[str] = []
+        failed: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, said: failed.append(said))
+
+        def break_down() -> None:
+            raise RuntimeError
+
+        turns.do_in_turn(break_down)
+        turns.do_in_turn(lambda: done.append("next"))
+        await asyncio.wait_for(call(turns, "a", done), 10)
+        assert len(failed) == 1
+        return done
+
+    assert sorted(asyncio.run(run())) == ["a"] * PIECES + ["next"]
