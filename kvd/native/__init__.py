@@ -1,4 +1,4 @@
-"""Copies and checksums in C, where the library that `copies.c` makes was built; see `library`.
+"""Copies, checksums and tables of tags in C, where the library of `copies.c` was built.
 
 Nothing needs it: without it, and where KVD_NATIVE says "off", numpy does the same, more slowly.
 `hatch_build.py` builds it when the package is installed or put into a wheel.
@@ -11,7 +11,7 @@ import enum
 import functools
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
 
 VARIABLE = "KVD_NATIVE"  # auto, off, or a level's name: no faster one
 SOURCE = Path(__file__).with_name("copies.c")
@@ -34,6 +35,17 @@ _FLAWS = (
     "a stretch outside the engine's memory",
 )
 _STOPPED = len(_FLAWS)
+BUCKET_WORDS = 8
+# A function that keeps the interpreter's lock: words and buckets less one of a table, tags, how
+# many, and where their buckets go.
+_ON_TABLE = ctypes.PYFUNCTYPE(
+    None,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+)
 
 # Rows of these are what copies.c calls struct row and struct block.
 ROW_FIELDS = ("memory", "room", "stride", "bytes", "at")
@@ -150,6 +162,8 @@ class Library:
     def __init__(self, loaded: ctypes.CDLL, level: str) -> None:
         self.level = level
         self._loaded = loaded
+        self._insert_tags = _ON_TABLE(("kvd_tags_insert", loaded))
+        self._remove_tags = _ON_TABLE(("kvd_tags_remove", loaded))
         self._run, self._sum = loaded.kvd_run, loaded.kvd_sum
         self._number = LEVELS.index(level)
 
@@ -171,6 +185,30 @@ class Library:
     def at(self, level: str) -> Library:
         """The same at another level. It refuses all where the processor lacks it."""
         return Library(self._loaded, level)
+
+    def insert_tags(self, words: U64, tags: U64) -> I64:
+        """Put tags into a table of buckets of eight words; the bucket of each, -1: both are full.
+
+        Holds the interpreter's lock: it takes some microseconds.
+        """
+        return self._on_table(self._insert_tags, words, tags)
+
+    def remove_tags(self, words: U64, tags: U64) -> I64:
+        """Take tags out of such a table; the bucket in which each stood, -1: in none."""
+        return self._on_table(self._remove_tags, words, tags)
+
+    def _on_table(self, call: Callable[..., None], words: U64, tags: U64) -> I64:
+        buckets = len(words) // BUCKET_WORDS
+        assert buckets * BUCKET_WORDS == len(words)
+        assert buckets & (buckets - 1) == 0 < buckets
+        assert words.dtype == tags.dtype == np.uint64
+        assert words.flags.c_contiguous
+        tags = np.ascontiguousarray(tags)
+        went = np.empty(len(tags), dtype=np.int64)
+        if len(tags):
+            at = tags.__array_interface__["data"][0]  # they may be read-only
+            call(address_of(words), buckets - 1, at, len(tags), address_of(went))
+        return went
 
     def levels(self) -> tuple[str, ...]:
         """Those that this processor has."""
@@ -226,6 +264,7 @@ def load(path: Path) -> ctypes.CDLL:
             raise another
         loaded.kvd_run.argtypes = (pointer, ctypes.c_int)
         loaded.kvd_sum.argtypes = (pointer, pointer, number, number, ctypes.c_int)
+        Library(loaded, LEVELS[0])
     except AttributeError:  # it lacks a function
         raise another from None
     return loaded

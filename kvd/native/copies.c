@@ -1,4 +1,5 @@
-/* Copies between engine memory and slots of the pool, and checksums of what is copied, in one pass.
+/* Copies between engine memory and slots of the pool, and checksums of what is copied, in one pass;
+ * and, at the end, the tables of tags that clients read.
  *
  * Without any library and without Python: kvd/native loads it by ctypes, which lets go of the
  * interpreter's lock. Stretches of memory are copied LANES at a time, a few cache lines of each in
@@ -370,4 +371,73 @@ int kvd_sum(const struct work *keys, uint8_t *const *starts, uint64_t count, uin
     flaw = kvd_run(&work, level);
   }
   return flaw;
+}
+
+/* Tables of tags in shared memory, as kvd/pool/tag_table.py describes them: readers look at them
+ * while we write, so a word is written whole, and a tag stays where it is. Each call takes the
+ * words of a table of mask + 1 buckets, and says for each tag its bucket, or NOWHERE. */
+#define BUCKET 8
+#define TAGS_AHEAD 12 /* tags whose buckets are fetched before their turn */
+#define NOWHERE ((int64_t)-1)
+
+struct table { uint64_t *words; uint64_t mask; };
+
+static inline uint64_t first_bucket(const struct table *table, uint64_t tag) {
+  return tag & table->mask;
+}
+
+/* As in kvd_proto/tags.py. */
+static inline uint64_t second_bucket(const struct table *table, uint64_t tag) {
+  return ((tag >> 32) * 0x94D049BB133111EBull >> 20) & table->mask;
+}
+
+static inline void fetch_buckets(const struct table *table, const uint64_t *tags, uint64_t at,
+                                 uint64_t count) {
+  if (at < count) {
+    __builtin_prefetch(&table->words[first_bucket(table, tags[at]) * BUCKET], 1);
+    __builtin_prefetch(&table->words[second_bucket(table, tags[at]) * BUCKET], 1);
+  }
+}
+
+/* The bucket's word that is this, BUCKET where none is; `held` of its words are. */
+static inline int place_of(const uint64_t *bucket, uint64_t word, int *held) {
+  int place = BUCKET, count = 0;
+  for (int way = BUCKET - 1; way >= 0; way--)
+    if (bucket[way] == word) place = way, count++;
+  *held = count;
+  return place;
+}
+
+void kvd_tags_insert(uint64_t *words, uint64_t mask, const uint64_t *tags, uint64_t count,
+                     int64_t *went) {
+  struct table table = {words, mask};
+  for (uint64_t n = 0; n < TAGS_AHEAD; n++) fetch_buckets(&table, tags, n, count);
+  for (uint64_t n = 0; n < count; n++) {
+    uint64_t first = first_bucket(&table, tags[n]), second = second_bucket(&table, tags[n]);
+    int free_first, free_second;
+    int place = place_of(&words[first * BUCKET], 0, &free_first);
+    int other = place_of(&words[second * BUCKET], 0, &free_second);
+    fetch_buckets(&table, tags, n + TAGS_AHEAD, count);
+    if (free_second > free_first) first = second, place = other;
+    went[n] = place < BUCKET ? (int64_t)first : NOWHERE;
+    if (place < BUCKET) __atomic_store_n(&words[first * BUCKET + place], tags[n], __ATOMIC_RELEASE);
+  }
+}
+
+void kvd_tags_remove(uint64_t *words, uint64_t mask, const uint64_t *tags, uint64_t count,
+                     int64_t *stood) {
+  struct table table = {words, mask};
+  for (uint64_t n = 0; n < TAGS_AHEAD; n++) fetch_buckets(&table, tags, n, count);
+  for (uint64_t n = 0; n < count; n++) {
+    int held;
+    uint64_t bucket = first_bucket(&table, tags[n]);
+    int place = place_of(&words[bucket * BUCKET], tags[n], &held);
+    fetch_buckets(&table, tags, n + TAGS_AHEAD, count);
+    if (place == BUCKET) {
+      bucket = second_bucket(&table, tags[n]);
+      place = place_of(&words[bucket * BUCKET], tags[n], &held);
+    }
+    stood[n] = place < BUCKET ? (int64_t)bucket : NOWHERE;
+    if (place < BUCKET) __atomic_store_n(&words[bucket * BUCKET + place], 0, __ATOMIC_RELEASE);
+  }
 }

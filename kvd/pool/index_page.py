@@ -186,11 +186,6 @@ class IndexPage:
 
     def remove(self, tags: U64) -> None:
         """Take tags out, each as often as it is named. A tag that isn't there was spilled."""
-        if len(once := np.unique(tags)) < len(tags):
-            # Blocks of a name that was cleared and stored again have one tag.
-            order = np.sort(tags)
-            self.remove(order[1:][order[1:] == order[:-1]])
-            tags = once
         stood = self._table.remove(tags)
         missing = stood == NOWHERE
         spilled = int(np.count_nonzero(missing))

@@ -1,7 +1,8 @@
 """A table of tags: buckets of eight words, two candidate buckets for each tag.
 
 A tag goes to the emptier of its two buckets and never moves while it stands there, so a reader that
-runs beside the writer never misses a tag that is there throughout. At a load of one half a tag that
+runs beside the writer never misses a tag that is there throughout. The native library does it tag
+by tag, numpy a batch at a time. At a load of one half a tag that
 finds both buckets full is a rarity: it is spilled (left out), which costs a recompute and no more.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvd import native
 from kvd.core.keys import U64
 from kvd_proto import layout
 from kvd_proto.tags import bucket_mask, bucket_pair
@@ -40,6 +42,9 @@ class TagTable:
 
     def insert(self, tags: U64) -> Buckets:
         """Make tags visible. The bucket of each, NOWHERE for one that was spilled."""
+        library = native.library()
+        if library is not None:
+            return library.insert_tags(self._words, tags)
         step = max(_SMALLEST_BATCH, self.buckets // _BATCH_SHARE)
         if len(tags) <= step:
             return self._insert_batch(tags)
@@ -47,7 +52,24 @@ class TagTable:
         return np.concatenate([self._insert_batch(tags[start : start + step]) for start in starts])
 
     def remove(self, tags: U64) -> Buckets:
-        """Take tags out. The bucket in which each stood, NOWHERE for one that didn't."""
+        """Take tags out, each as often as it is named: blocks of a name that was cleared and stored
+        again have one tag. The bucket in which each stood, NOWHERE for one that didn't.
+        """
+        library = native.library()
+        if library is not None:
+            return library.remove_tags(self._words, tags)
+        ordered = np.sort(tags)
+        if (ordered[1:] != ordered[:-1]).all():
+            return self._remove_distinct(tags)
+        firsts = np.unique(tags, return_index=True)[1]
+        again = np.ones(len(tags), dtype=np.bool_)
+        again[firsts] = False
+        stood = np.empty(len(tags), dtype=np.int64)
+        stood[firsts] = self._remove_distinct(tags[firsts])
+        stood[again] = self.remove(tags[again])
+        return stood
+
+    def _remove_distinct(self, tags: U64) -> Buckets:
         first, second = bucket_pair(tags, self._mask)
         left = self._clear(tags, first)
         found = first.view(np.int64)

@@ -15,7 +15,12 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvd.pool.index_page import IndexPage
 from kvd_proto import layout
@@ -29,6 +34,8 @@ from kvd_proto.tags import (
     tag_of,
     tags_of,
 )
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 
 @pytest.fixture
@@ -235,8 +242,9 @@ class PageLikeASet(RuleBasedStateMachine):
         self.page.close()
 
 
-TestPageLikeASet = PageLikeASet.TestCase
-TestPageLikeASet.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+def test_a_page_is_like_a_set() -> None:
+    bounds = settings(max_examples=30, stateful_step_count=30, deadline=None)
+    run_state_machine_as_test(PageLikeASet, settings=bounds)
 
 
 READER = """

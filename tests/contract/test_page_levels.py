@@ -25,6 +25,7 @@ from kvd_proto import layout
 from kvd_proto.page import TRIES, PageReader
 from kvd_proto.tags import hash_words, mix, tags_of
 
+pytestmark = pytest.mark.usefixtures("both_ways")
 MANY = 1 << 17
 SMALL = layout.HEADER_BYTES + 4096  # of a page without tags
 BYTES_A_TAG = 64  # at most, once nothing is left to do

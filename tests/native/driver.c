@@ -62,12 +62,31 @@ static void one(int level) {
   for (uint64_t b = 0; b < block_count; b++) free(kept[ROWS + b]);
 }
 
+/* A table without a byte to spare, tags of which some repeat, and a plain count of what stands. */
+static void tag_table(void) {
+  enum { MOST_TAGS = 200 };
+  uint64_t buckets = (uint64_t)1 << draw(6), count = draw(MOST_TAGS), standing = 0;
+  uint64_t *words = calloc(buckets, 8 * BUCKET), *tags = malloc(8 * count);
+  int64_t *went = malloc(8 * count);
+  for (uint64_t n = 0; n < count; n++) tags[n] = n && !draw(8) ? tags[draw(n)] : 1 + draw(1u << 31);
+  kvd_tags_insert(words, buckets - 1, tags, count, went);
+  for (uint64_t n = 0; n < count; n++) standing += went[n] != NOWHERE;
+  for (uint64_t n = 0; n < buckets * BUCKET; n++) standing -= words[n] != 0;
+  check(!standing, "tags that were inserted");
+  for (uint64_t n = 0; n < count; n++) standing += went[n] != NOWHERE;
+  kvd_tags_remove(words, buckets - 1, tags, count, went);
+  for (uint64_t n = 0; n < count; n++) standing -= went[n] != NOWHERE;
+  for (uint64_t n = 0; n < buckets * BUCKET; n++) standing |= words[n];
+  check(!standing, "tags that were removed");
+  free(words), free(tags), free(went);
+}
+
 int main(int count, char **given) {
   int rounds = count > 1 ? atoi(given[1]) : 100;
   for (int n = 0; n < LINE_WORDS; n++) word_keys[n] = draw(1u << 31) << 20 | 1;
   for (int n = 0; n < LINES; n++) line_keys[n] = draw(1u << 31) << 20 | 1;
   for (int level = 0; level <= kvd_level(); level++)
-    for (int n = 0; n < rounds; n++) one(level);
+    for (int n = 0; n < rounds; n++) one(level), tag_table();
   printf("%d levels are clean\n", kvd_level() + 1);
   return 0;
 }
