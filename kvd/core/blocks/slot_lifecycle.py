@@ -93,7 +93,7 @@ def evict(turn: Turn, owner: SizeClass, count: int) -> None:
 def forget_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     """READY -> FREE for unpinned blocks that the policy has already let go."""
     state = turn.state
-    if state.slots.pins[slots].any():
+    if np.count_nonzero(state.slots.pins.take(slots)):
         raise BrokenSlots("a pinned block was evicted", slots[state.slots.pins[slots] > 0])
     _leave_index(turn, owner, slots)
     turn.orders.append(WriteFree(slots))
@@ -140,13 +140,14 @@ def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
     state.slots.story.changed("unpinned", slots)
     pins = state.slots.pins
     after = pins[slots] - 1
-    if (after < 0).any():
+    if np.count_nonzero(after < 0):
         raise BrokenSlots("a pin was taken away twice", slots[after < 0])
     pins[slots] = after
     states = state.slots.state[slots]
     owner.count(evictable=int(np.count_nonzero((after == 0) & (states == READY))))
-    if (states == QUARANTINED).any():
-        _free_unpinned(state, owner, slots[states == QUARANTINED])
+    quarantined = states == QUARANTINED
+    if np.count_nonzero(quarantined):
+        _free_unpinned(state, owner, slots[quarantined])
 
 
 def touch(turn: Turn, owner: SizeClass, slots: Slots, request: int, *, as_use: bool = True) -> None:

@@ -18,7 +18,7 @@ from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.keys import RequestId, ScopeId, Slots
 from kvd.core.model.job import Part, Prefix, Used
 from kvd.core.model.size_class import SizeClass
-from kvd.core.model.slots import READY, RESERVED, SlotState
+from kvd.core.model.slots import READY, RESERVED
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.policy.base import NO_PARENT, Sight
@@ -75,17 +75,23 @@ def forget_all(session: Session) -> None:
 
 def note(state: State, session: Session, prefix: Prefix, slots: Slots, blocks: Slots) -> None:
     """The request has used these blocks of one scope, that stand at `blocks` in its prompt."""
+    firsts = state.slots.firsts(slots)
+    if np.count_nonzero(firsts) < len(slots):
+        slots, blocks = slots[firsts], blocks[firsts]
+    note_each(state, session, prefix, slots, blocks)
+
+
+def note_each(state: State, session: Session, prefix: Prefix, slots: Slots, blocks: Slots) -> None:
+    """`note` of distinct slots."""
     if not len(slots) or prefix.is_forgotten or not _fits(session, prefix, len(slots)):
         return
     scope = state.scope_of(int(slots[0]))
-    firsts = state.slots.firsts(slots)
-    slots, blocks = slots[firsts], blocks[firsts]
     before = prefix.used.get(scope)
     if before is not None:
         others = ~state.slots.among(before.slots, slots)
         slots = np.concatenate([before.slots[others], slots])
         blocks = np.concatenate([before.blocks[others], blocks])
-    if (blocks[1:] < blocks[:-1]).any():
+    if np.count_nonzero(blocks[1:] < blocks[:-1]):
         order = np.argsort(blocks, kind="stable")
         slots, blocks = slots[order], blocks[order]
     prefix.set(scope, Used(_first(slots), _first(blocks)))
@@ -123,7 +129,7 @@ def grow(turn: Turn, session: Session, prefix: Prefix, part: Part, blocks: Slots
     """
     scope = part.scope
     in_order = scope not in prefix.used and not (blocks[1:] < blocks[:-1]).any()
-    note(turn.state, session, prefix, part.slots, blocks)
+    note_each(turn.state, session, prefix, part.slots, blocks)
     used = prefix.used.get(scope)
     if used is None:
         return
@@ -136,14 +142,15 @@ def grow(turn: Turn, session: Session, prefix: Prefix, part: Part, blocks: Slots
 
 
 def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
-    """What the request has used of this scope and is still there, in prompt order."""
+    """What the request has used of this scope and is still there, distinct, in prompt order."""
     used = prefix.used.get(scope)
     if used is None:
         return np.empty(0, dtype=np.int64)
-    states = state.slots.state[used.slots]
-    still = (states == READY) | (states == RESERVED)
-    still &= state.slots.scopes[used.slots] == scope
-    if not still.all():
+    states = state.slots.state.take(used.slots)
+    still = states == READY
+    still |= states == RESERVED
+    still &= state.slots.scopes.take(used.slots) == scope
+    if np.count_nonzero(still) < len(still):
         used = Used(used.slots[still], used.blocks[still])
         prefix.set(scope, used)
     return used.slots
@@ -155,11 +162,12 @@ def sight(turn: Turn, prefix: Prefix, scope: ScopeId, first_block: int) -> Sight
     if used is not None:
         before = int(np.searchsorted(used.blocks, first_block)) - 1
         slot = int(used.slots[before]) if before >= 0 else NO_PARENT
-        there = (SlotState.RESERVED, SlotState.READY)
+        there = (RESERVED, READY)
         if before >= 0 and state.slots.scopes[slot] == scope and state.slots.state[slot] in there:
             parent = slot
     return Sight(turn.now_ns, prefix.number, parent)
 
 
 def _renew(turn: Turn, prefix: Prefix, scope: ScopeId, owner: SizeClass) -> None:
-    slot_lifecycle.touch(turn, owner, held(turn.state, prefix, scope), prefix.number, as_use=False)
+    slots = held(turn.state, prefix, scope)
+    slot_lifecycle.touch_each(turn, owner, slots, prefix.number, as_use=False)

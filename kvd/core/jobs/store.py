@@ -131,8 +131,9 @@ def _admit(
     needs = [(p.offer.size_class, len(p.fresh.tags)) for p in plans if len(p.fresh.tags)]
     reason = make_room(turn, needs, lambda: [_kept(state, job, plan) for plan in plans])
     for plan in plans:
-        slot_lifecycle.touch(turn, plan.offer.size_class, plan.ready, job.prefix.number)
-        prefix.note(state, session, job.prefix, plan.ready, plan.ready_blocks)
+        if len(plan.ready):
+            slot_lifecycle.touch(turn, plan.offer.size_class, plan.ready, job.prefix.number)
+            prefix.note(state, session, job.prefix, plan.ready, plan.ready_blocks)
         if state.below.tiers:
             writing.stored(turn, plan.offer.size_class, plan.ready)
     if reason:
@@ -150,8 +151,10 @@ def _kept(state: State, job: Job, plan: Plan) -> tuple[SizeClass, Slots]:
     offer = plan.offer
     if offer.scope is None:
         return offer.size_class, plan.ready
-    both = np.concatenate([plan.ready, prefix.held(state, job.prefix, offer.scope)])
-    return offer.size_class, state.slots.distinct(both)
+    held = prefix.held(state, job.prefix, offer.scope)
+    if not len(plan.ready):
+        return offer.size_class, held
+    return offer.size_class, state.slots.distinct(np.concatenate([plan.ready, held]))
 
 
 def _start(turn: Turn, session: Session, job: Job, plans: list[Plan], account: str) -> list[Part]:
@@ -202,7 +205,8 @@ def _divide(state: State, job: Job, offer: Offer, whole: bool) -> Plan:
         pending = np.flatnonzero(states == RESERVED)
         fresh = np.flatnonzero(states == ABSENT)
     blocked = _in_flight(session, offer, fresh)
-    if blocked.any():
+    is_blocked = bool(np.count_nonzero(blocked))
+    if is_blocked:
         fresh = fresh[~blocked]
     if len(fresh):
         admitted = state.admission.offer(offer.tags[fresh])
@@ -212,7 +216,9 @@ def _divide(state: State, job: Job, offer: Offer, whole: bool) -> Plan:
     is_ready = states == READY
     ready = offer.slots[is_ready]
     state.counters.deduplicated += len(ready) + len(pending)
-    others = pending[~waits.stored_by(state, offer.slots[pending], job)]
+    others = pending
+    if len(pending):
+        others = pending[~waits.stored_by(state, offer.slots[pending], job)]
     own = len(pending) - len(others)
     followed = others if whole else others[:0]
     return Plan(
@@ -221,7 +227,7 @@ def _divide(state: State, job: Job, offer: Offer, whole: bool) -> Plan:
         ready=ready,
         ready_blocks=offer.blocks[is_ready],
         followed=offer.rows(followed),
-        blocked=whole and bool(blocked.any()),
+        blocked=whole and is_blocked,
         left=len(offer.tags) - len(fresh) - len(ready) - len(followed) - own,
     )
 

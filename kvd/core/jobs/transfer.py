@@ -63,11 +63,14 @@ def ranks(session: Session) -> list[Mover]:
 
 def mark_busy(session: Session, group: int, engine_blocks: U32, step: int) -> None:
     """Count these engine blocks in or out of the session's blocks whose copy is in flight."""
-    blocks = engine_blocks[engine_blocks != NULL_ENGINE_BLOCK].ravel()
+    blocks = engine_blocks.ravel()
+    highest = int(blocks.max(initial=0))
+    if highest == NULL_ENGINE_BLOCK:
+        blocks = blocks[blocks != NULL_ENGINE_BLOCK]
+        highest = int(blocks.max(initial=0))
     if not len(blocks):
         return
     counts = session.busy.get(group)
-    highest = int(blocks.max())
     if counts is None or highest >= len(counts):
         larger = np.zeros(max(highest + 1, session.map_size(group)), dtype=np.int16)
         if counts is not None:

@@ -100,7 +100,7 @@ class SlotTable:
     def distinct(self, slots: Slots) -> Slots:
         """These slots without repeats, each where it comes first."""
         firsts = self.firsts(slots)
-        return slots if firsts.all() else slots[firsts]
+        return slots if np.count_nonzero(firsts) == len(slots) else slots[firsts]
 
     def among(self, slots: Slots, others: Slots) -> npt.NDArray[np.bool_]:
         """Marks those of the slots that are among the others."""
@@ -119,6 +119,6 @@ class SlotTable:
         assert (old, new) in STEPS, f"no step from {old.name} to {new.name}"
         self.story.changed(_STEP_NAMES[old, new], slots)
         right = self.state.take(slots) == np.uint8(old)
-        if not right.all():
+        if np.count_nonzero(right) < len(slots):
             raise BrokenSlots(f"a slot was not {old.name}", slots[~right])
         self.state[slots] = new
