@@ -45,6 +45,9 @@ from kvd_proto.ring import RingReader
 # beside the first copies.
 START_WARM_S = 1.0
 _STOP_S = 1.0
+# No request waits for a store. Where processors are scarce it leaves them to control and engines,
+# whose small calls would wait for a tick of Linux behind it at each of their steps.
+STORE_NICENESS = 5
 
 
 @dataclass(slots=True)
@@ -180,6 +183,8 @@ class MoverLoop:
     # -- the copying threads ----------------------------------------------------------------
 
     def _copy_all(self, kind: JobKind) -> None:
+        if kind is JobKind.STORE:
+            os.nice(STORE_NICENESS)  # on Linux of this thread alone
         while (transfer := self._queue.take(kind)) is not None:
             copy = Copy()
             started = time.monotonic_ns()

@@ -6,6 +6,7 @@ import asyncio
 import mmap
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, RowId, TransferId
 from kvd.mover import process
+from kvd.mover.child import STORE_NICENESS
 from kvd.mover.transfers import MAX_READY_JOBS
 from kvd_proto.layout import BOARD_BYTES, NULL_ENGINE_BLOCK
 from tests.control.mover_rig import (
@@ -320,3 +322,23 @@ def _shared_rss(pid: int) -> int:
 def _cpu_ticks(pid: int) -> int:
     fields = proc_text(pid, "stat").rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
+
+
+@on_loop
+async def test_a_movers_stores_leave_scarce_processors_to_others_and_its_loads_do_not() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        here = os.getpriority(os.PRIO_PROCESS, 0)
+        # Niceness ends at 19: a test that is run with some of its own may leave no room for it.
+        expected = min(STORE_NICENESS, 19 - here)
+
+        def nices() -> list[int]:
+            threads = [int(path.name) for path in Path(f"/proc/{mover.pid}/task").iterdir()]
+            return sorted(os.getpriority(os.PRIO_PROCESS, each) - here for each in threads)
+
+        async with asyncio.timeout(30):
+            while nices()[-1] != expected:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.01)
+        found = nices()
+        assert len(found) >= 4, "one listens, two copy, one warms"
+        assert found[:-1] == [0] * (len(found) - 1)
