@@ -1,4 +1,4 @@
-"""The command line: kvd serve | status | gateway | demo | replay | version."""
+"""The command line: kvd serve | status | verify | gateway | demo | replay | version."""
 
 from __future__ import annotations
 
@@ -34,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands.add_parser("gateway", help="let operators on other machines in, by mutual TLS"),
         command,
     )
+    _declare_verify(
+        commands.add_parser("verify", help="look for broken invariants in a running daemon"),
+        command,
+    )
     commands.add_parser(
         "demo", help="show a cache that outlives its engine and its daemon, with a real model"
     )
@@ -52,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return status(arguments)
         case "gateway":
             return gateway(arguments)
+        case "verify":
+            return verify(arguments)
         case "replay":
             return replay(arguments)
         case _:
@@ -78,6 +84,13 @@ def _declare_gateway(parser: argparse.ArgumentParser, command: str) -> None:
         from kvd.cli import gateway
 
         gateway.add_arguments(parser)
+
+
+def _declare_verify(parser: argparse.ArgumentParser, command: str) -> None:
+    if command == "verify":
+        from kvd.cli import verify
+
+        verify.add_arguments(parser)
 
 
 def _declare_replay(parser: argparse.ArgumentParser, command: str) -> None:
@@ -123,6 +136,13 @@ def gateway(arguments: argparse.Namespace) -> int:
     from kvd.cli import gateway
 
     return gateway.run(arguments, os.environ)
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    """Look for broken invariants in a running daemon."""
+    from kvd.cli import verify
+
+    return verify.run(arguments, os.environ)
 
 
 def replay(arguments: argparse.Namespace) -> int:

@@ -23,6 +23,7 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.core.keys import U64
 from kvd.linux.proc import open_again
@@ -127,6 +128,35 @@ class IndexPage:
     def buckets(self) -> int:
         """Of the table that counts."""
         return self._table.buckets
+
+    @property
+    def words(self) -> int:
+        """Of the table that counts."""
+        return self._table.buckets * WORDS
+
+    def count(self) -> int:
+        """Tags that stand in the table that counts; reads all of it."""
+        first, size = layout.page_table_span(self._level)
+        return int(np.count_nonzero(self._words[first // 8 : (first + size) // 8]))
+
+    def shows(self, tags: U64) -> npt.NDArray[np.bool_]:
+        """Which of these tags stand in the table that counts."""
+        return self._table.has(tags)
+
+    def problems(self) -> list[str]:
+        """What of the header is not as it was written."""
+        words = self._words
+        return [
+            f"its {name} is {int(words[at])}, and not {due}"
+            for name, at, due in (
+                ("magic", 0, layout.PAGE_MAGIC),
+                ("version", 1, layout.PAGE_VERSION),
+                ("table word", _TABLE, self._changes << layout.PAGE_LEVEL_BITS | self._level),
+                ("closed word", _CLOSED, 0),
+                ("top level", _TOP, self._top),
+            )
+            if int(words[at]) != due
+        ]
 
     @property
     def taken(self) -> int:

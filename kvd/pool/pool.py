@@ -56,6 +56,7 @@ from kvd.pool.reserve import FULL, Reserve
 from kvd.pool.row_table import GrantedRow, RowTable
 from kvd.pool.slot_table import SlotTableFile
 from kvd.pool.standing import Standing
+from kvd.pool.verify import Books
 from kvd_proto.layout import require_ordered_stores
 
 TAG_SECRET_BYTES = 16
@@ -423,6 +424,11 @@ class Pool:
         pages = sum(page.taken for page in self._pages.values())
         return PoolMemory(self.extents * self.extent_bytes, tables, pages)
 
+    @property
+    def books(self) -> Books:
+        """What tells whether all is whole."""
+        return Books(self._books, self._rows, self._pages, self._standing)
+
     def spilled(self, namespace: NamespaceId) -> int:
         """Resident blocks that the namespace's index page has no place for."""
         return self._pages[namespace].spilled
@@ -548,7 +554,7 @@ class Pool:
             self._resources.callback(self._checksums.close)
         self._registry = Registry.open(directory / "registry.jsonl", self._reserve)
         self._resources.callback(self._registry.close)
-        books = PoolFiles(
+        self._books = PoolFiles(
             self._config.slots_per_extent,
             self._files,
             self._slot_table,
@@ -558,7 +564,8 @@ class Pool:
             keeps_unsummed=self._config.checksums_chosen,
         )
         # On a cold start an orphaned mover maps files that are gone; the new ones are nobody's.
-        self._recovery = Recovery(books, frozenset() if self.cold_reason else orphaned_extents)
+        orphaned = frozenset() if self.cold_reason else orphaned_extents
+        self._recovery = Recovery(self._books, orphaned)
         self._rows: dict[RowId, GrantedRow] = dict(self._recovery.rows)
 
 

@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from kvd.core.actions import OpenScope
+from kvd.core.errors import KvdError
 from kvd.core.keys import NamespaceId, ScopeId, TenantId
-from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd.core.spec import GroupSpec, NamespaceSpec, check_group_count
 from kvd.pool import sealed_json
 from kvd.pool.reserve import Reserve
 from kvd_proto.groups import GroupKind
@@ -129,7 +130,7 @@ class Registry:
         for line in content.splitlines():
             record = sealed_json.unseal(line)
             if record is not None:
-                registry._take(record)
+                registry.take(record)
         registry._file = LineFile(path, reserve, fresh=False)
         registry._file.lines = content.count(b"\n")
         # A torn line would be glued to whatever is appended to it.
@@ -140,6 +141,21 @@ class Registry:
     def unwritten(self) -> int:
         """Namespaces and scopes that a restart would not know."""
         return len(self._waiting)
+
+    def written(self) -> tuple[dict[NamespaceId, RegisteredNamespace], dict[ScopeId, OpenScope]]:
+        """What a restart would know: without what waits, and what was cleared."""
+        waiting, cleared = self._waiting, self._cleared
+        namespaces = {
+            n: known
+            for n, known in self.namespaces.items()
+            if (LineKind.NAMESPACE, n) not in waiting
+        }
+        scopes = {
+            s: scope
+            for s, scope in self.scopes.items()
+            if s >= cleared.get(scope.namespace, 0) and (LineKind.SCOPE, s) not in waiting
+        }
+        return namespaces, scopes
 
     def keep_only(self, namespaces: Collection[NamespaceId], scopes: Collection[ScopeId]) -> None:
         """Forget the others, in the file too, so that it doesn't grow with every restart."""
@@ -225,30 +241,38 @@ class Registry:
             self._forget_scope(scope)
         self._by_namespace.pop(namespace, None)
 
-    def _take(self, record: dict[str, Any]) -> None:
-        if record["kind"] == LineKind.CLEARED.value:
-            below = ScopeId(record["below"])
-            self.highest_scope = max(self.highest_scope, below - 1)
-            for number in list(self._by_namespace.get(NamespaceId(record["namespace"]), ())):
-                if number < below:
-                    self._forget_scope(number)
-            return
-        if record["kind"] == LineKind.NAMESPACE.value:
-            namespace = _namespace_of(record)
-            known = self.namespaces.get(namespace.namespace)
-            if known is not None and known.spec != namespace.spec:
-                self._forget_scopes_of(namespace.namespace)  # of one that was forgotten since
-            self.namespaces[namespace.namespace] = namespace
-            self.highest_namespace = max(self.highest_namespace, namespace.namespace)
-            return
-        scope = OpenScope(
-            ScopeId(record["scope"]),
-            NamespaceId(record["namespace"]),
-            record["epoch"],
-            record["account"],
-            record["group"],
-            record.get("own", False),
-        )
+    def take(self, record: Mapping[str, Any]) -> bool:
+        """Know what a whole line says; False, and nothing has changed, where it says nothing to us.
+
+        As another release's may: that, too, is lost, and mistaken for nothing else.
+        """
+        try:
+            match LineKind(record["kind"]):
+                case LineKind.NAMESPACE:
+                    self._take_namespace(_namespace_of(record))
+                case LineKind.SCOPE:
+                    self._take_scope(_scope_of(record))
+                case LineKind.CLEARED:
+                    numbers = _number(record["namespace"]), _number(record["below"])
+                    self._take_cleared(NamespaceId(numbers[0]), ScopeId(numbers[1]))
+        except (KeyError, TypeError, ValueError, KvdError):
+            return False
+        return True
+
+    def _take_cleared(self, namespace: NamespaceId, below: ScopeId) -> None:
+        self.highest_scope = max(self.highest_scope, below - 1)
+        for number in list(self._by_namespace.get(namespace, ())):
+            if number < below:
+                self._forget_scope(number)
+
+    def _take_namespace(self, namespace: RegisteredNamespace) -> None:
+        known = self.namespaces.get(namespace.namespace)
+        if known is not None and known.spec != namespace.spec:
+            self._forget_scopes_of(namespace.namespace)  # of one that was forgotten since
+        self.namespaces[namespace.namespace] = namespace
+        self.highest_namespace = max(self.highest_namespace, namespace.namespace)
+
+    def _take_scope(self, scope: OpenScope) -> None:
         self.highest_scope = max(self.highest_scope, scope.scope)
         known = self.namespaces.get(scope.namespace)
         if known is None or not 0 <= scope.group < len(known.spec.groups):
@@ -377,16 +401,44 @@ def _namespace_record(namespace: RegisteredNamespace) -> dict[str, Any]:
     }
 
 
-def _namespace_of(record: dict[str, Any]) -> RegisteredNamespace:
+def _namespace_of(record: Mapping[str, Any]) -> RegisteredNamespace:
     groups = tuple(
-        GroupSpec(GroupKind(kind), blocks, tuple(shard_bytes))
+        GroupSpec(GroupKind(kind), _number(blocks), tuple(map(_number, shard_bytes)))
         for kind, blocks, shard_bytes in record["groups"]
     )
+    fields = {_text(name): _text(value) for name, value in dict(record["fields"]).items()}
     # Older registries tell it by the fields alone.
-    unshared = record.get("unshared", bool(record["fields"].get("unshared")))
-    tenant = TenantId(record["tenant"])
-    spec = NamespaceSpec(record["fingerprint"], tenant, record["hash_bytes"], groups, unshared)
-    return RegisteredNamespace(NamespaceId(record["namespace"]), spec, record["fields"])
+    unshared = bool(record.get("unshared", fields.get("unshared")))
+    tenant = TenantId(_text(record["tenant"]))
+    fingerprint, hash_bytes = _text(record["fingerprint"]), _number(record["hash_bytes"])
+    spec = NamespaceSpec(fingerprint, tenant, hash_bytes, groups, unshared)
+    check_group_count(len(groups))
+    spec.check()
+    return RegisteredNamespace(NamespaceId(_number(record["namespace"])), spec, fields)
+
+
+def _scope_of(record: Mapping[str, Any]) -> OpenScope:
+    return OpenScope(
+        ScopeId(_number(record["scope"])),
+        NamespaceId(_number(record["namespace"])),
+        _text(record["epoch"]),
+        _text(record["account"]),
+        _number(record["group"]),
+        bool(record.get("own", False)),
+    )
+
+
+def _number(value: object) -> int:
+    """A number as a record in the slot table may have it; ValueError for anything else."""
+    if type(value) is not int or not 0 <= value < 1 << 32:
+        raise ValueError("not a number of ours")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("not a text")
+    return value
 
 
 def _scope_record(scope: OpenScope) -> dict[str, Any]:

@@ -57,14 +57,19 @@ class RowTable(MappedTable):
     def grant(self, row: GrantedRow) -> None:
         """Write the row's headers, the leading extent's last."""
         for shard in reversed(range(len(row.extents))):
-            extent = row.extents[shard]
-            words = self._words[extent]
-            words[_CLASS] = row.namespace | row.group << _HALF
-            words[_SHARD] = shard | len(row.extents) << _HALF
-            words[_SLOTS_LEADING] = row.slots | row.extents[0] << _HALF
-            words[_PART_BYTES] = row.part_bytes[shard]
-            words[_CHECKSUM] = _checksums(np.array([extent]), words[None])[0]
-            words[_STATE] = _GRANTED
+            words = self._words[row.extents[shard]]
+            header = _header(row, shard)
+            words[_CLASS:] = header[_CLASS:]
+            words[_STATE] = header[_STATE]
+
+    def wrong(self, row: GrantedRow) -> list[int]:
+        """Extents of the row whose header is not the one that `grant` wrote."""
+        headers = (_header(row, shard) for shard in range(len(row.extents)))
+        return [
+            extent
+            for extent, header in zip(row.extents, headers, strict=True)
+            if not np.array_equal(self._words[extent], header)
+        ]
 
     def release(self, extents: tuple[int, ...]) -> None:
         """Erase headers, the leading extent's first."""
@@ -99,6 +104,10 @@ class RowTable(MappedTable):
         """Extents whose header is not plainly empty: granted, torn or damaged."""
         return set(np.flatnonzero(self._words.any(axis=1)).tolist())
 
+    def touched_among(self, first: int, count: int) -> npt.NDArray[np.bool_]:
+        """Which of so many extents from one on have a header that is not plainly empty."""
+        return np.asarray(self._words[first : first + count].any(axis=1))
+
     def _headers(self) -> dict[int, _Header]:
         """Headers that say granted and are whole, by extent."""
         granted = np.flatnonzero(self._words[:, _STATE] == _GRANTED)
@@ -119,6 +128,18 @@ class RowTable(MappedTable):
                 granted[whole].tolist(), fields, strict=True
             )
         }
+
+
+def _header(row: GrantedRow, shard: int) -> U64:
+    extent = row.extents[shard]
+    words = np.zeros(ROW_HEADER_BYTES // 8, dtype=np.uint64)
+    words[_CLASS] = row.namespace | row.group << _HALF
+    words[_SHARD] = shard | len(row.extents) << _HALF
+    words[_SLOTS_LEADING] = row.slots | row.extents[0] << _HALF
+    words[_PART_BYTES] = row.part_bytes[shard]
+    words[_CHECKSUM] = _checksums(np.array([extent]), words[None])[0]
+    words[_STATE] = _GRANTED
+    return words
 
 
 def _kind(header: _Header) -> tuple[int, ...]:

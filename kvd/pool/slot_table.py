@@ -80,6 +80,11 @@ class SlotTableFile(MappedTable):
         mask: npt.NDArray[np.bool_] = self._words[records, _STATE] & _STATE_MASK == READY
         return mask
 
+    def states(self, records: Records) -> U64:
+        """State and generation of each: another word is there once a record was written anew."""
+        words: U64 = self._words[records, _STATE]
+        return words
+
     def scopes(self, records: Records) -> U32:
         """Scope that each record names, whether whole or not."""
         scopes: U32 = (self._words[records, _SCOPE_LENGTH] & _SCOPE_MASK).astype(np.uint32)

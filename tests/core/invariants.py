@@ -24,6 +24,8 @@ from kvd.core.model.job import Filling, Piece, Wait
 from kvd.core.model.size_class import Tally
 from kvd.core.model.slots import SlotState
 from kvd.core.model.tiers import MAX_BEHIND_BLOCKS, CopyKind
+from kvd.core.upkeep import verify
+from kvd.core.upkeep.verify import Finding
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.tags import tags_of
 
@@ -54,6 +56,27 @@ def check(machine: Machine) -> None:
     _check_shares(state)
     _check_rights(state)
     _check_tiers(state)
+    assert verified(machine) == [], "what `kvd verify` says"
+
+
+def verified(machine: Machine) -> list[Finding]:
+    """What `kvd verify` finds in the core's state."""
+    state = machine.state
+    found = [
+        *verify.sums(state),
+        *verify.sessions(state),
+        *(verify.pins(state) or ()),
+        *(verify.extents_held(state) or ()),
+    ]
+    for namespace in state.namespaces.values():
+        found += verify.namespace_sums(state, namespace)
+        for owner in namespace.classes:
+            for piece in verify.class_counts(state, owner):
+                found += piece or ()
+    for row in state.rows.values():
+        found += verify.row_itself(state, row)
+        found += verify.blocks(state, verify.some_blocks(row, 0, row.slots, state))
+    return found
 
 
 def _check_extents(state: State) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvd.cli.verify import ask
 from tests.client.content import block_hashes
 from tests.faults.probe import Probe, ProbeFailed
 from tests.faults.scene import Scene
@@ -39,6 +40,7 @@ TURNS_BETWEEN_TIERED_CLEARS = 12
 OLD_PROMPTS = 3  # looked for after a turn; with a tier more, to have it read
 OLD_TIERED_PROMPTS = 10
 SETTLED_SECONDS = 30.0
+VERIFY_SECONDS = 60.0
 LINES_SHOWN = 60  # of the daemon's log, where something is wrong
 DEADLINES = {"submit-deadline-seconds": 2, "copy-deadline-seconds": 2}
 
@@ -95,6 +97,7 @@ class CrashLoop:
             self.kill_engine,
             self.freeze_daemon,
             self.freeze_mover,
+            self.verify,
             *(self.below.every_one() if self.below is not None else ()),
         ]
         self.killed.clear()
@@ -161,6 +164,15 @@ class CrashLoop:
             time.sleep(self.dice.choice([0.1, 0.9, 3.0]))
             os.kill(mover, signal.SIGCONT)
 
+    def verify(self) -> None:
+        """`kvd verify` while everybody works."""
+        self._verify()
+
+    def _verify(self) -> None:
+        report = ask(self.scene.daemon.socket, VERIFY_SECONDS)
+        assert not report.findings, report.findings
+        self.done["blocks verified by the daemon"] += report.blocks
+
     # -- after them -------------------------------------------------------------------------
 
     def _start(self, engine: Engine) -> None:
@@ -190,6 +202,7 @@ class CrashLoop:
         for engine in self.engines:
             self.stored[engine.model].update(self._probe(engine).ask("take_stored"))
         wait_until(self._is_quiet, "the slots", SETTLED_SECONDS)
+        self._verify()
 
     def _is_whole(self, probe: Probe) -> bool:
         """Once nobody takes a mover for alive that was killed: on a busy machine it dies slowly."""

@@ -12,6 +12,7 @@ from kvd.control.services.status import PoolPlace, StatusReport
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import TenantId
 from kvd.runtime.driver import Driver
+from kvd.runtime.verify import Part, Verifier
 from kvd_proto.v1 import operator_pb2 as pb
 from kvd_proto.v1 import operator_pb2_grpc
 
@@ -37,6 +38,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         self._tenants = tenants
         self._namespaces = namespaces
         self._report = report
+        self._verifier = Verifier(driver.machine, driver.pool, driver.turns)
         self.place = PoolPlace("", 0)
         # Takes no more sessions, then waits for the copies; the number still running.
         self.drain: Callable[[float], Awaitable[int]] = driver.drain
@@ -83,3 +85,23 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
                 f"deadline_ms is {request.deadline_ms}, more than {MAX_DRAIN_MS}", "deadline_ms"
             )
         return pb.DrainResponse(jobs_left=await self.drain(request.deadline_ms / 1e3))
+
+    async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyResponse:
+        self._tenants.require_operator(self._peers.behind(context))
+        try:
+            part = Part(request.part)
+        except ValueError:
+            raise InvalidArgument(f"there is no part {request.part}", "part") from None
+        look = await self._verifier.look(part, request.after, with_bytes=request.with_bytes)
+        return pb.VerifyResponse(
+            findings=[
+                pb.Finding(invariant=each.invariant, place=each.place, problem=each.problem)
+                for each in look.findings
+            ],
+            more_findings=look.more_findings,
+            next_part=pb.VerifyPart.Name(look.next_part),
+            next_after=look.next_after,
+            blocks=look.blocks,
+            bytes=look.bytes,
+            unsettled=look.unsettled,
+        )

@@ -58,6 +58,7 @@ class Story:
         self._notes: deque[Note] = deque()
         self._noted = 0  # see MAX_NOTED
         self._now = Note(0, "", None)
+        self.changes = 0  # of states of slots, ever
 
     def begin(self, now_ns: int, event: str, job: JobName | None) -> None:
         """What follows is of this event."""
@@ -67,6 +68,7 @@ class Story:
 
     def changed(self, what: str, slots: Slots) -> None:
         """The event did this to these slots."""
+        self.changes += 1
         now = self._now
         if not now.is_kept:
             self._keep(now)

@@ -1,10 +1,24 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class VerifyPart(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERIFY_PART_UNSPECIFIED: _ClassVar[VerifyPart]
+    VERIFY_PART_ACCOUNTS: _ClassVar[VerifyPart]
+    VERIFY_PART_BLOCKS: _ClassVar[VerifyPart]
+    VERIFY_PART_EXTENTS: _ClassVar[VerifyPart]
+    VERIFY_PART_REGISTRY: _ClassVar[VerifyPart]
+VERIFY_PART_UNSPECIFIED: VerifyPart
+VERIFY_PART_ACCOUNTS: VerifyPart
+VERIFY_PART_BLOCKS: VerifyPart
+VERIFY_PART_EXTENTS: VerifyPart
+VERIFY_PART_REGISTRY: VerifyPart
 
 class StatusRequest(_message.Message):
     __slots__ = ("after_session_id", "after_namespace_id")
@@ -319,3 +333,41 @@ class DrainResponse(_message.Message):
     JOBS_LEFT_FIELD_NUMBER: _ClassVar[int]
     jobs_left: int
     def __init__(self, jobs_left: _Optional[int] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ("part", "after", "with_bytes")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    WITH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    part: VerifyPart
+    after: int
+    with_bytes: bool
+    def __init__(self, part: _Optional[_Union[VerifyPart, str]] = ..., after: _Optional[int] = ..., with_bytes: bool = ...) -> None: ...
+
+class VerifyResponse(_message.Message):
+    __slots__ = ("findings", "more_findings", "next_part", "next_after", "blocks", "bytes", "unsettled")
+    FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    MORE_FINDINGS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PART_FIELD_NUMBER: _ClassVar[int]
+    NEXT_AFTER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNSETTLED_FIELD_NUMBER: _ClassVar[int]
+    findings: _containers.RepeatedCompositeFieldContainer[Finding]
+    more_findings: int
+    next_part: VerifyPart
+    next_after: int
+    blocks: int
+    bytes: int
+    unsettled: int
+    def __init__(self, findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ..., more_findings: _Optional[int] = ..., next_part: _Optional[_Union[VerifyPart, str]] = ..., next_after: _Optional[int] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., unsettled: _Optional[int] = ...) -> None: ...
+
+class Finding(_message.Message):
+    __slots__ = ("invariant", "place", "problem")
+    INVARIANT_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
+    invariant: str
+    place: str
+    problem: str
+    def __init__(self, invariant: _Optional[str] = ..., place: _Optional[str] = ..., problem: _Optional[str] = ...) -> None: ...
