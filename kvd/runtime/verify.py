@@ -41,7 +41,7 @@ TRIES = 3  # at counts that need several pieces
 _USER = "verify"  # takes turns with users
 
 
-class Part(enum.IntEnum):
+class Stage(enum.IntEnum):
     """What is looked at, in this order; as in VerifyPart of the protocol."""
 
     NOTHING = 0
@@ -57,7 +57,7 @@ class Look:
 
     findings: list[Finding] = field(default_factory=list)
     more_findings: int = 0
-    next_part: Part = Part.NOTHING
+    next_part: Stage = Stage.NOTHING
     next_after: int = 0
     blocks: int = 0
     bytes: int = 0
@@ -82,20 +82,20 @@ class Verifier:
         self._turns = turns
         self._looking = asyncio.Lock()
 
-    async def look(self, part: Part, after: int, *, with_bytes: bool) -> Look:
+    async def look(self, part: Stage, after: int, *, with_bytes: bool) -> Look:
         """One part, or of the blocks a share; the next begins where the answer says."""
         look = Look()
         async with self._looking:
             match part:
-                case Part.NOTHING | Part.ACCOUNTS:
+                case Stage.NOTHING | Stage.ACCOUNTS:
                     await self._accounts(look)
-                    look.next_part = Part.BLOCKS
-                case Part.BLOCKS:
+                    look.next_part = Stage.BLOCKS
+                case Stage.BLOCKS:
                     await self._blocks(look, after, with_bytes=with_bytes)
-                case Part.EXTENTS:
+                case Stage.EXTENTS:
                     await self._extents(look)
-                    look.next_part = Part.REGISTRY
-                case Part.REGISTRY:
+                    look.next_part = Stage.REGISTRY
+                case Stage.REGISTRY:
                     await self._registry(look)
         return look
 
@@ -143,12 +143,12 @@ class Verifier:
         pieces = 0
         for number in numbers.tolist():
             if pieces >= PIECES_OF_A_LOOK:
-                look.next_part, look.next_after = Part.BLOCKS, number
+                look.next_part, look.next_after = Stage.BLOCKS, number
                 return
             async for _ in self._row(look, RowId(number), with_bytes=with_bytes):
                 pieces += 1
                 await self._others()
-        look.next_part = Part.EXTENTS
+        look.next_part = Stage.EXTENTS
 
     async def _row(self, look: Look, number: RowId, *, with_bytes: bool) -> AsyncIterator[None]:
         state, books = self._machine.state, self._pool.books

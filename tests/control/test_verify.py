@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.cli.verify import EXIT_BROKEN, ask
+from kvd.cli.verify import EXIT_BROKEN, KEPT_FINDINGS, Report, ask, whole_report
+from kvd.core.upkeep.verify import Finding
+from kvd.runtime.verify import MAX_FINDINGS, Look
 from kvd_proto import layout
 from kvd_proto.v1 import operator_pb2
 from tests.control.daemon_rig import Caller, RawEngine, block, refusal
@@ -254,3 +256,33 @@ def _varint(number: int) -> bytes:
         content += bytes([number & 0x7F | 0x80])
         number >>= 7
     return content + bytes([number])
+
+
+def test_an_answer_names_so_many_findings_and_counts_the_others() -> None:
+    look, report = Look(), Report()
+    look.add([Finding("slots", f"row {number}", "wrong") for number in range(MAX_FINDINGS + 3)])
+    look.add(None)
+    assert (len(look.findings), look.more_findings, look.unsettled) == (MAX_FINDINGS, 3, 1)
+    some = [operator_pb2.Finding(place=each.place) for each in look.findings]
+    for _ in range(1 + KEPT_FINDINGS // MAX_FINDINGS):
+        report.add(operator_pb2.VerifyResponse(findings=some, more_findings=3, unsettled=1))
+    assert len(report.findings) == KEPT_FINDINGS
+    assert report.more_findings == MAX_FINDINGS + 3 * report.looks
+    assert report.unsettled == report.looks
+
+
+def test_a_look_goes_on_where_the_one_before_ended() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def call(request: operator_pb2.VerifyRequest) -> operator_pb2.VerifyResponse:
+        asked.append((request.part, request.after))
+        last = len(asked) == 4
+        return operator_pb2.VerifyResponse(
+            next_part=0 if last else "VERIFY_PART_BLOCKS",  # type: ignore[arg-type]
+            next_after=10 * len(asked),
+            blocks=2,
+        )
+
+    report = whole_report(call, with_bytes=True)
+    assert asked == [(0, 0), (2, 10), (2, 20), (2, 30)]
+    assert (report.looks, report.blocks) == (4, 8)

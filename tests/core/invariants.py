@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import astuple
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
     from kvd.core.model.state import State
 
 
+VERIFIED_EVERY = 4  # checks: it looks at much the same, and takes half as long again
+_CHECKS = count()
+
+
 def check(machine: Machine) -> None:
     """Raise AssertionError with what is wrong, if anything is."""
     state = machine.state
@@ -56,7 +61,8 @@ def check(machine: Machine) -> None:
     _check_shares(state)
     _check_rights(state)
     _check_tiers(state)
-    assert verified(machine) == [], "what `kvd verify` says"
+    if next(_CHECKS) % VERIFIED_EVERY == 0:
+        assert verified(machine) == [], "what `kvd verify` says"
 
 
 def verified(machine: Machine) -> list[Finding]:

@@ -311,6 +311,11 @@ CASES: list[tuple[str, Build, Refusal]] = [
     ),
     ("OperatorService.Drain", lambda s: operator_pb2.DrainRequest(deadline_ms=600_001), INVALID),
     (
+        "OperatorService.Verify",
+        lambda _: operator_pb2.VerifyRequest.FromString(b"\x08\x63"),  # part: 99
+        INVALID,
+    ),
+    (
         "EventService.WatchEvents",
         lambda s: events_pb2.WatchEventsRequest(incarnation=b"short"),
         INVALID,

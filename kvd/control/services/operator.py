@@ -12,7 +12,7 @@ from kvd.control.services.status import PoolPlace, StatusReport
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import TenantId
 from kvd.runtime.driver import Driver
-from kvd.runtime.verify import Part, Verifier
+from kvd.runtime.verify import Stage, Verifier
 from kvd_proto.v1 import operator_pb2 as pb
 from kvd_proto.v1 import operator_pb2_grpc
 
@@ -89,7 +89,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
     async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyResponse:
         self._tenants.require_operator(self._peers.behind(context))
         try:
-            part = Part(request.part)
+            part = Stage(request.part)
         except ValueError:
             raise InvalidArgument(f"there is no part {request.part}", "part") from None
         look = await self._verifier.look(part, request.after, with_bytes=request.with_bytes)
