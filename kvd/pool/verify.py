@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.actions import GrantRow
-from kvd.core.keys import U32, U64, KeyBatch, NamespaceId, RowId, Slots
+from kvd.core.keys import NO_SUM, U32, U64, KeyBatch, NamespaceId, RowId, Slots
 from kvd.core.upkeep.verify import Finding, named
 from kvd.pool import sealed_json
 from kvd.pool.checksum_table import NO_DIGEST
@@ -108,9 +108,10 @@ class Books:
         ordinals = records - some.row.row * self.files.slots_per_extent
         digests = self.files.slot_table.digests(records)
         extents = np.repeat(np.array(some.row.extents)[:, None], len(ordinals), axis=1)
-        wrong = (digests == NO_DIGEST) | (
-            digests != self.files.checksums.digests(extents, ordinals)
-        )
+        wrong = digests != self.files.checksums.digests(extents, ordinals)
+        if self.files.keeps_unsummed:  # stored at a time without checksums: nothing is known
+            sums = [self.files.checksums.read(shard, ordinals) for shard in extents]
+            wrong &= (digests != NO_DIGEST) | (np.stack(sums) != NO_SUM).any(axis=0)
         if not wrong.any():
             return []
         problem = f"those of slots {named(slots[wrong])} are missing, or not those of the records"

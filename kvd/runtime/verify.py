@@ -27,7 +27,7 @@ from kvd.core.machine import Machine
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.upkeep import verify as core
 from kvd.core.upkeep.verify import Finding, SomeBlocks
-from kvd.mover.checksums import checksums
+from kvd.mover.checksums import checksums, differ
 from kvd.pool.pool import Pool
 from kvd.pool.verify import EXTENTS_AT_ONCE, NAMES_AT_ONCE, CoreBlocks, Flags
 from kvd.runtime.turns import FairQueue
@@ -213,7 +213,7 @@ class Verifier:
         except OSError as error:
             look.add([Finding("files", str(path), f"it can't be read: {error.strerror}")])
             return
-        same = (files.slot_table.states(records) == before) & (sums != due)
+        same = (files.slot_table.states(records) == before) & differ(sums, due)
         if state.rows.get(row.row) is row and same.any():
             wrong = core.named(row.first_slot + ordinals[same])
             problem = f"those of slots {wrong} are not those that were stored"

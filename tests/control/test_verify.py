@@ -286,3 +286,21 @@ def test_a_look_goes_on_where_the_one_before_ended() -> None:
     report = whole_report(call, with_bytes=True)
     assert asked == [(0, 0), (2, 10), (2, 20), (2, 30)]
     assert (report.looks, report.blocks) == (4, 8)
+
+
+def test_blocks_of_a_time_without_checksums_are_whole() -> None:
+    running = RunningDaemon("--payload-checksums", "false")
+    try:
+        running.extent_bytes = 1 << 20
+        running.start()
+        engine = RawEngine(running.socket)
+        assert engine.store({key: block(key) for key in KEYS}).status == 1
+        engine.close()
+        assert not ask(running.socket, 20.0).findings
+        running.stop()
+        running.more_flags = ()  # as the daemon chooses: it keeps those that there are
+        running.start()
+        report = ask(running.socket, 20.0)
+        assert (list(report.findings), report.blocks) == ([], len(KEYS))
+    finally:
+        running.remove()
