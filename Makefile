@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-gpu test test-vllm conformance-vllm lint type sim bench bench-lmcache bench-vllm proto \
+.PHONY: help venv demo demo-gpu test test-vllm conformance-vllm lint type sim fuzz bench bench-lmcache bench-vllm proto \
   gpu-check cluster-up cluster-down clean
 
 BIN := .venv/bin
@@ -59,6 +59,10 @@ type: ## mypy, strict
 sim: ## Simulation over many seeds (SEEDS=how many, 200)
 	@.ci/venv dev
 	KVD_SIM_COUNT=$${SEEDS:-200} $(PYTEST) -q tests/simulation
+
+fuzz: ## Mutations of valid bytes at every parser (MINUTES=how long, 5)
+	@.ci/venv dev
+	@$(BIN)/python -m tests.fuzz --minutes $${MINUTES:-5} $(ARGS)
 
 bench: ## Benchmarks: tables, and JSON with machine and commit (ARGS=names)
 	@.ci/venv dev bench

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from kvd.linux.proc import boot_id
 from kvd.pool import sealed_json
@@ -15,6 +17,7 @@ from kvd.pool.config import RECORD_BYTES, PoolConfig
 POOL_LAYOUT_VERSION = 2
 EXTENTS_MARK_BYTES = 16
 MAX_HEADER_BYTES = 1 << 20
+_HEX = re.compile(r"([0-9a-f]{2})*")
 NO_POOL = "no pool was here before"
 
 
@@ -71,7 +74,9 @@ def read_header(path: Path, wanted: PoolHeader) -> tuple[PoolHeader | None, str]
         return None, (
             f"the pool has layout version {version}, this kvd knows {wanted.layout_version}"
         )
-    found = PoolHeader(**record)
+    found = _header_of(record)
+    if found is None:
+        return None, "the pool's header is damaged"
     if found.boot_id != wanted.boot_id:
         return found, "the machine was started anew since"
     for name in ("extents", "extent_bytes", "record_bytes", "extents_directory"):
@@ -95,6 +100,25 @@ def standing_extent_bytes(config: PoolConfig) -> int:
         path, replace(now, extents=found.extents, extent_bytes=found.extent_bytes)
     )
     return 0 if cold_reason else found.extent_bytes
+
+
+def _header_of(record: dict[str, Any]) -> PoolHeader | None:
+    """None where a field is missing, or is none that a header of ours has."""
+    texts = ("boot_id", "extents_directory", "extents_mark", "tag_secret")
+    numbers = ("layout_version", "record_bytes", "extents", "extent_bytes")
+    nodes = record.get("nodes")
+    if (
+        record.keys() != {*texts, *numbers, "nodes"}
+        or not all(isinstance(record[name], str) for name in texts)
+        or not all(type(record[name]) is int and record[name] > 0 for name in numbers)
+        or not isinstance(nodes, list)
+        or not all(type(node) is int and node >= 0 for node in nodes)
+        or not _HEX.fullmatch(record["tag_secret"])
+        or not _HEX.fullmatch(record["extents_mark"])
+        or "\0" in record["extents_directory"]
+    ):
+        return None
+    return PoolHeader(**record)
 
 
 def _content(path: Path) -> bytes:

@@ -15,16 +15,19 @@ def seal(record: dict[str, Any], size: int = 0) -> bytes:
     """One line, newline included; filled up with blanks to a size."""
     body = json.dumps(record, separators=(",", ":"), sort_keys=True).encode()
     body = body.ljust(size - 2 * _DIGEST_BYTES - 2)
-    return _digest(body) + b" " + body + b"\n"
+    return digest(body) + b" " + body + b"\n"
 
 
 def unseal(line: bytes) -> dict[str, Any] | None:
-    """The record of a whole line; None where it is torn or altered."""
-    digest, separator, body = line.rstrip(b"\n").partition(b" ")
-    if not separator or digest != _digest(body):
+    """The record of a whole line; None where it is torn or altered, or no record."""
+    said, separator, body = line.rstrip(b"\n").partition(b" ")
+    if not separator or said != digest(body):
         return None
-    record: dict[str, Any] = json.loads(body)
-    return record
+    try:
+        record = json.loads(body)
+    except (ValueError, RecursionError):  # whole, but of another make
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -46,5 +49,6 @@ def write_all(fd: int, content: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _digest(body: bytes) -> bytes:
+def digest(body: bytes) -> bytes:
+    """What a line with this body begins with."""
     return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).hexdigest().encode()

@@ -54,6 +54,9 @@ class PageReader:
     def __init__(self, fd: int) -> None:
         """ValueError where the descriptor is no index page of this layout."""
         self._map = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        if len(self._map) < _HEADER.size:
+            self._map.close()
+            raise ValueError("not an index page: it is too short for a header")
         magic, version, table, _closed, top = _HEADER.unpack_from(self._map)
         reason = _why_not(magic, version, top, len(self._map))
         if reason:

@@ -96,7 +96,7 @@ def _opened(path: Path) -> IO[bytes]:
 def _parse(line: bytes, where: str) -> TraceRequest:
     try:
         fields = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(
             f"{where}: not JSON ({error}). Fix: one JSON object a line, in UTF-8"
         ) from error
