@@ -21,21 +21,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["demo"]:  # its flags are the demo's own
         return demo(words[1:])
     parser = argparse.ArgumentParser(
-        prog="kvd", description="A daemon that keeps the KV cache of LLM engines in host memory"
+        prog="kvd",
+        description="A daemon that keeps the KV cache of LLM engines in host memory",
+        allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"kvd {kvd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # Each command's flags are declared only when it is called: starting stays quick.
     command = words[0] if words and not words[0].startswith("-") else ""
-    _declare_serve(commands.add_parser("serve", help="run the daemon"), command)
+    _declare_serve(commands.add_parser("serve", help="run the daemon", allow_abbrev=False), command)
     _declare_status(
-        commands.add_parser("status", help="show what a running daemon does and holds"), command
+        commands.add_parser(
+            "status", help="show what a running daemon does and holds", allow_abbrev=False
+        ),
+        command,
     )
     _declare_gateway(
-        commands.add_parser("gateway", help="let operators on other machines in, by mutual TLS"),
+        commands.add_parser(
+            "gateway",
+            help="let operators on other machines in, by mutual TLS",
+            allow_abbrev=False,
+        ),
         command,
     )
     _declare_verify(
-        commands.add_parser("verify", help="look for broken invariants in a running daemon"),
+        commands.add_parser(
+            "verify", help="look for broken invariants in a running daemon", allow_abbrev=False
+        ),
         command,
     )
     commands.add_parser(
@@ -43,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     _declare_replay(
         commands.add_parser(
-            "replay", help="tell how much of a trace an eviction policy would find"
+            "replay",
+            help="tell how much of a trace an eviction policy would find",
+            allow_abbrev=False,
         ),
         command,
     )
@@ -113,15 +127,8 @@ def serve(arguments: argparse.Namespace) -> int:
         print(config.as_toml(settings), end="")
         return 0
     from kvd.cli import serve as command
-    from kvd.control.sockets import SocketTaken
-    from kvd.linux.own_directory import NotTrustedError
-    from kvd.pool.config import PoolError
 
-    try:
-        return command.serve(settings)
-    except (PoolError, NotTrustedError, SocketTaken, OSError) as error:
-        print(f"kvd: {error}", file=sys.stderr)
-        return EXIT_FAILED
+    return command.serve(settings, lambda: config.load(arguments, os.environ))
 
 
 def status(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,9 @@ from typing import Any
 import uvloop
 
 import kvd
-from kvd.config.settings import Config
+from kvd.cli.left_behind import MadeDirectories
+from kvd.cli.reload import Reloader
+from kvd.config.settings import Config, unknown_variables
 from kvd.control.access import descriptors
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.http import TEXT, HttpServer, Page, seldom
@@ -24,23 +26,26 @@ from kvd.control.notify import feed_watchdog, notify
 from kvd.control.registration.gpu_capacity import GpuTerms
 from kvd.control.server import ControlServer, Place, make_directory
 from kvd.control.sessions.session import SessionTerms
-from kvd.control.sockets import refuse_taken
+from kvd.control.sockets import SocketTaken, refuse_taken, require_bindable
 from kvd.core import events as ev
 from kvd.core.blocks.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.state import MAX_NAMESPACES
 from kvd.linux import signals
 from kvd.linux.calls import ask_for_short_slices
+from kvd.linux.own_directory import NotTrustedError
 from kvd.mover.checksum_cost import why_checksums_cost
 from kvd.observability import logs, metrics
 from kvd.observability.floods import Floods
 from kvd.pool.config import COMFORTABLE_EXTENTS, Checksums, PoolConfig, PoolError
+from kvd.pool.header import NO_POOL
 from kvd.pool.pool import Pool
 from kvd.runtime.driver import Driver
 from kvd.runtime.tiers import terms_of
 
 log = logging.getLogger(__name__)
 
+EXIT_FAILED = 1
 EXIT_BROKEN_INVARIANT = 70  # EX_SOFTWARE of sysexits.h
 # gRPC's own threads and the pool's must not keep the loop waiting for the interpreter.
 SWITCH_SECONDS = 0.0005
@@ -55,8 +60,8 @@ START_EXTENSION_US = 30_000_000
 class Daemon:
     """One daemon's life."""
 
-    def __init__(self, config: Config, floods: Floods) -> None:
-        self.config = config
+    def __init__(self, reloader: Reloader, floods: Floods) -> None:
+        self._reloader = reloader
         self._floods = floods
         self.state = "starting"
         self.metrics = metrics.Metrics(kvd.__version__)
@@ -64,13 +69,21 @@ class Daemon:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._progress_at = 0.0
-        self._draining: Callable[[], bool] = lambda: False  # by an operator's word
+        self._control: ControlServer | None = None  # once it serves
+        self._reload_wanted = False
+
+    @property
+    def config(self) -> Config:
+        """The settings in force."""
+        return self._reloader.config
 
     async def run(self) -> int:
         """Start, serve until told to stop, stop. The exit status."""
         self._handle_signals()
         make_directory(self.config.socket)  # before the pool takes its time
         refuse_taken(self.config.companion_socket)
+        for path in (self.config.socket, self.config.companion_socket):
+            require_bindable(path)
         async with contextlib.AsyncExitStack() as stack:
             http = HttpServer(self._pages())
             if self.config.http_port:
@@ -79,9 +92,8 @@ class Daemon:
             pool = await asyncio.to_thread(Pool.open, self._pool_config(), self._prefaulting)
             driver = self._driver(pool)
             stack.push_async_callback(driver.close)
-            control = self._control(driver)
+            control = self._control_server(driver)
             self.metrics.watch_lookups(control.rooms.told_lookups.rows)
-            self._draining = lambda: control.rooms.draining
             stack.push_async_callback(control.close)
             await control.listen(self._place())
             tasks: list[asyncio.Future[Any]] = [
@@ -91,7 +103,7 @@ class Daemon:
                 asyncio.ensure_future(logs.tell_what_was_left_out(self._floods)),
             ]
             settle_memory()
-            self._ready(driver)
+            self._ready(control)
             try:
                 await self._serve(tasks)
             finally:
@@ -150,7 +162,9 @@ class Daemon:
         self.metrics.watch_ranks(driver.fleet.attached.values)
         self.metrics.watch_registry(lambda: pool.unwritten)
         recovered = machine.statistics().counters.recovered
-        if pool.cold_reason:
+        if pool.cold_reason == NO_POOL:
+            log.info("the pool is new: %s", pool.cold_reason)
+        elif pool.cold_reason:
             log.warning("the pool is cold: %s", pool.cold_reason)
         self._tell_of_checksums(pool)
         self._warn_of_place_and_size(pool)
@@ -206,11 +220,13 @@ class Daemon:
                 COMFORTABLE_EXTENTS,
             )
 
-    def _control(self, driver: Driver) -> ControlServer:
+    def _control_server(self, driver: Driver) -> ControlServer:
         terms = SessionTerms(
             self.config.lease_ttl_ms, self.config.store_threshold, self.config.sessions_per_user
         )
-        tenants = TenantPolicy(self.config.tenants, self.config.operators)
+        tenants = TenantPolicy(
+            self.config.tenants, self.config.operators, root=self.config.root_operates
+        )
         return ControlServer(driver, tenants, terms, self.metrics, _exit_broken)
 
     def _place(self) -> Place:
@@ -232,12 +248,22 @@ class Daemon:
         for number in signals.STOPPING:
             self._loop.add_signal_handler(number, self._told_to_stop)
         self._loop.add_signal_handler(signal.SIGUSR1, self._toggle_debug)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup's wish
+            at_terminal = sys.stderr.isatty()
+            told = self._told_to_stop if at_terminal else self._told_to_reload
+            self._loop.add_signal_handler(signal.SIGHUP, told)
         self._loop.set_exception_handler(_on_loop_exception)
 
     def _told_to_stop(self) -> None:
         if self._stop.is_set():
             self._hurry.set()
         self._stop.set()
+
+    def _told_to_reload(self) -> None:
+        if self._control is None:
+            self._reload_wanted = True  # once it serves
+        elif not self._stop.is_set():
+            self._reloader.reload(self._control)
 
     def _toggle_debug(self) -> None:
         level = logs.toggle_debug(self.config.log_level)
@@ -252,15 +278,18 @@ class Daemon:
             log.info("%s", status)
             notify(f"STATUS={status}", f"EXTEND_TIMEOUT_USEC={START_EXTENSION_US}")
 
-    def _ready(self, driver: Driver) -> None:
+    def _ready(self, control: ControlServer) -> None:
+        self._control = control
         self.state = "ready"
         notify("READY=1", f"STATUS=serving on {self.config.socket}")
         log.info(
             "kvd %s serves on %s, incarnation %s",
             kvd.__version__,
             self.config.socket,
-            driver.incarnation.hex(),
+            control.driver.incarnation.hex(),
         )
+        if self._reload_wanted:
+            self._told_to_reload()
 
     async def _serve(self, tasks: list[asyncio.Future[Any]]) -> None:
         driving, feeding, stopping, _ = tasks
@@ -278,6 +307,7 @@ class Daemon:
     async def _drain(self, control: ControlServer) -> None:
         """Wait for the copies under way, unless told to stop a second time."""
         self.state = "draining"
+        control.stopping = True
         notify("STOPPING=1", "STATUS=draining")
         log.info("draining for at most %.1f s", self.config.drain_seconds)
         draining = asyncio.ensure_future(control.drain(self.config.drain_seconds))
@@ -306,23 +336,44 @@ class Daemon:
         return 200, TEXT, b"alive\n"
 
     def _ready_page(self) -> tuple[int, str, bytes]:
-        state = "draining" if self.state == "ready" and self._draining() else self.state
+        state = self.state
+        if self._control is not None and state == "ready":
+            if self._control.rooms.draining:
+                state = "draining"
+            elif lost := self._control.lost_socket():
+                state = f"unreachable: somebody removed {lost}; restart kvd"
         return (200 if state == "ready" else 503), TEXT, state.encode() + b"\n"
 
 
-def serve(config: Config) -> int:
-    """Run a daemon in this process until it is told to stop; the exit status."""
+def serve(config: Config, read: Callable[[], Config]) -> int:
+    """Run a daemon in this process until it is told to stop; the exit status.
+
+    `read` reads the settings again. A start that fails says why in the log, and leaves nothing.
+    """
     sys.setswitchinterval(SWITCH_SECONDS)
     ask_for_short_slices(SLICE_NS)
     gc.disable()  # what is read back is all kept: collections would visit it over and over
     floods = logs.start(config.log_level, config.log_format)
-    descriptors.raise_limit()
-    descriptors.require_enough()
+    _warn_of_variables()
+    places = (config.socket.parent, config.pool_directory, config.extents_directory)
+    made = MadeDirectories(filter(None, places))
+    try:
+        descriptors.raise_limit()
+        descriptors.require_enough()
 
-    async def run() -> int:
-        return await Daemon(config, floods).run()
+        async def run() -> int:
+            return await Daemon(Reloader(config, read), floods).run()
 
-    return uvloop.run(run())
+        return uvloop.run(run())
+    except (PoolError, NotTrustedError, SocketTaken, OSError) as error:
+        log.critical("%s", error)
+        made.remove()
+        return EXIT_FAILED
+
+
+def _warn_of_variables() -> None:
+    if unknown := unknown_variables(os.environ):
+        log.warning("these variables mean nothing to kvd: %s", ", ".join(unknown))
 
 
 def settle_memory() -> None:

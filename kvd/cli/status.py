@@ -11,6 +11,8 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from kvd.cli import remote
+from kvd.config.settings import ConfigError, socket_of
+from kvd.config.values import number
 from kvd_client.backoff import describe
 from kvd_client.companion import CompanionRefused
 from kvd_client.daemon import greeted
@@ -19,6 +21,7 @@ from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"
 EXIT_NO_ANSWER = 1
 EXIT_MISUSED = 2
+MAX_TIMEOUT_SECONDS = 3600.0
 WASTE_SHOWN = 0.01  # of extents; less is not worth a line
 # Fields whose text may look like a number.
 _TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory", "policy"}) | {
@@ -35,12 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--socket",
         metavar="PATH",
-        help=f"the daemon's socket (default: KVD_SOCKET, else {DEFAULT_SOCKET})",
+        help="the daemon's socket (default: KVD_SOCKET, else that of the configuration file)",
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="the daemon's configuration file (default: KVD_CONFIG, else /etc/kvd/kvd.toml)",
     )
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=_seconds,
         default=5.0,
         metavar="SECONDS",
         help="how long to wait for the daemon's answer (default 5)",
@@ -48,9 +56,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     remote.add_arguments(parser)
 
 
+def _seconds(text: str) -> float:
+    """What an option says, if it is a time that can be waited."""
+    try:
+        return number(0.001, MAX_TIMEOUT_SECONDS)(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {error}") from None
+
+
 def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
     """Ask and print; the exit status."""
-    path = arguments.socket or environment.get("KVD_SOCKET") or DEFAULT_SOCKET
+    try:
+        path = socket_of(arguments.socket, environment, arguments.config)
+    except ConfigError as error:
+        print(f"kvd: {error}", file=sys.stderr)
+        return EXIT_MISUSED
     if arguments.remote:
         path = arguments.remote
     try:
@@ -151,12 +171,13 @@ def as_text(status: operator_pb2.StatusResponse) -> Iterator[str]:
     used = pool.extents - pool.extents_free
     yield (
         f"pool {pool.directory}: {_bytes(pool.bytes)} in {pool.extents} extents of"
-        f" {_bytes(pool.extent_bytes)}, {used} in use"
+        f" {_bytes(pool.extent_bytes)}, {used} in use,"
+        f" {_bytes(pool.extents_free * pool.extent_bytes)} free for any group"
     )
     yield (
         f"blocks: {pool.slots_ready} ready ({_bytes(pool.bytes_ready)}),"
         f" {pool.slots_reserved} reserved, {pool.slots_quarantined} quarantined,"
-        f" {pool.slots_free} free; {status.recovered_blocks} recovered at start"
+        f" {pool.slots_free} free in extents in use; {status.recovered_blocks} recovered at start"
     )
     why = f" ({pool.checksums_reason})" if pool.checksums_reason else ""
     yield f"checksums of the blocks' bytes: {'on' if pool.checksums else 'off'}{why}"

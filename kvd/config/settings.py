@@ -7,6 +7,8 @@ follow from it. A wrong value is refused with its name, where it came from, and 
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -78,6 +80,7 @@ class Config:
     log_format: str
     drain_seconds: float
     operators: tuple[int, ...]
+    root_operates: bool
     tenants: tuple[TenantRule, ...]
     tiers: tuple[TierRule, ...] = ()
 
@@ -239,7 +242,12 @@ SETTINGS: tuple[Setting, ...] = (
         read_gpu_size(MIB, 1 << 30),
         "pinned buffer of a mover for each direction, used for extents that can't be pinned",
     ),
-    Setting("http_address", "127.0.0.1", read_address, "address of /metrics, /healthz and /readyz"),
+    Setting(
+        "http_address",
+        "127.0.0.1",
+        read_address,
+        "address of /metrics, /healthz and /readyz; ::: all of IPv6 and IPv4, 0.0.0.0: all of IPv4",
+    ),
     Setting(
         "http_port", 9470, whole_number(0, 65535), "port of /metrics, /healthz and /readyz; 0: none"
     ),
@@ -261,6 +269,12 @@ SETTINGS: tuple[Setting, ...] = (
         [],
         read_uids,
         "user ids (numbers) of operators, beside root and the daemon's user",
+    ),
+    Setting(
+        "root_operates",
+        True,
+        read_switch,
+        "root is an operator; false where engines run as root, as in many containers",
     ),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -297,12 +311,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
+# Kubernetes sets these for a Service whose name begins with kvd.
+_OF_A_SERVICE = re.compile(r"KVD(_\w+)?_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
+_OTHER_VARIABLES = frozenset({"KVD_CONFIG", "KVD_NATIVE", "KVD_SOURCE"})
+_LIKE = 0.85  # how alike two names must be for one to be a slip of the other
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """KVD_ variables that mean nothing here; ConfigError for one that looks like a slip."""
+    known = {setting.variable for setting in SETTINGS} | _OTHER_VARIABLES
+    unknown = []
+    for name, value in sorted(environment.items()):
+        if not name.startswith("KVD_") or name in known:
+            continue
+        if _OF_A_SERVICE.fullmatch(name) or (name.endswith("_PORT") and "://" in value):
+            continue
+        if near := difflib.get_close_matches(name, known, 1, _LIKE):
+            raise ConfigError(
+                f"the variable {name} means nothing to kvd; {near[0]} would. Rename or unset it"
+            )
+        unknown.append(name)
+    return unknown
+
+
 def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Config:
     """The settings in force; ConfigError names what is wrong."""
-    file = arguments.config or environment.get("KVD_CONFIG")
-    if file is None and _DEFAULT_FILE.exists():
-        file = str(_DEFAULT_FILE)
-    written = _read_file(Path(file)) if file else {}
+    unknown_variables(environment)
+    file = _file_of(arguments.config, environment)
+    written = _read_file(file) if file else {}
     values: dict[str, Any] = {}
     for setting in SETTINGS:
         given, source = _given(setting, arguments, environment, written)
@@ -320,6 +356,33 @@ def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Confi
     config = Config(**values, tenants=tenants, tiers=tiers)
     _check_sizes(config)
     return config
+
+
+def _file_of(named: str | None, environment: Mapping[str, str]) -> Path | None:
+    file = named or environment.get("KVD_CONFIG")
+    if file:
+        return Path(file)
+    return _DEFAULT_FILE if _DEFAULT_FILE.exists() else None
+
+
+def socket_of(named: str | None, environment: Mapping[str, str], file: str | None = None) -> str:
+    """Where a command looks for its daemon: its flag, KVD_SOCKET, the file's, or the default.
+
+    ConfigError for a file that was named and can't be used; the default one is passed over then.
+    """
+    socket = _BY_NAME["socket"]
+    given = named or environment.get(socket.variable)
+    if given:
+        return given
+    path = _file_of(file, environment)
+    if path is None:
+        return str(socket.default)
+    try:
+        return str(_read_file(path).get(socket.name, socket.default))
+    except ConfigError:
+        if path == _DEFAULT_FILE:
+            return str(socket.default)
+        raise
 
 
 def _given(

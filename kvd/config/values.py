@@ -190,5 +190,7 @@ def read_group(value: Any) -> str:
 
 def read_address(value: Any) -> str:
     if not str(value):
-        raise ValueError("an address or host name; 0.0.0.0 means every one of this machine")
+        raise ValueError(
+            "an address or host name; :: means every one of this machine, 0.0.0.0 those of IPv4"
+        )
     return str(value)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -16,6 +18,7 @@ MAX_REQUEST_BYTES = 8192
 MAX_CONNECTIONS = 64
 READ_SECONDS = 5.0
 SCRAPE_SHARE = 0.05  # of the event loop's time for the pages that take long to make
+EVERY_ADDRESS = "::"
 TEXT = "text/plain; charset=utf-8"
 
 # Gives status, content type and content.
@@ -39,6 +42,31 @@ def seldom(page: Page, now: Callable[[], float] = time.perf_counter) -> Page:
     return answer
 
 
+def every_address(port: int) -> socket.socket:
+    """A socket at every address of this machine, of IPv4 and of IPv6 where there is any."""
+    try:
+        taken = socket.socket(socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    except OSError:  # a kernel without IPv6
+        return _bound(socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0", port)  # noqa: S104
+    taken.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    try:
+        return _bound(taken, EVERY_ADDRESS, port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:  # IPv6 is switched off
+            raise
+    return _bound(socket.socket(socket.AF_INET, socket.SOCK_STREAM), "0.0.0.0", port)  # noqa: S104
+
+
+def _bound(taken: socket.socket, address: str, port: int) -> socket.socket:
+    try:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind((address, port))
+    except BaseException:
+        taken.close()
+        raise
+    return taken
+
+
 _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 
 
@@ -54,15 +82,23 @@ class HttpServer:
     async def listen(self, address: str, port: int) -> None:
         """Listen; OSError, with the settings to change, where that can't be."""
         try:
-            self._server = await asyncio.start_server(
-                self._serve, address, port, limit=MAX_REQUEST_BYTES
-            )
+            self._server = await self._listen(address, port)
         except OSError as error:
             raise OSError(
                 f"can't serve HTTP on http_address {address!r}, http_port {port}: {error}; choose"
                 " another --http-port (0: none) or --http-address"
             ) from error
         self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _listen(self, address: str, port: int) -> asyncio.Server:
+        if address != EVERY_ADDRESS:
+            return await asyncio.start_server(self._serve, address, port, limit=MAX_REQUEST_BYTES)
+        taken = every_address(port)
+        try:
+            return await asyncio.start_server(self._serve, sock=taken, limit=MAX_REQUEST_BYTES)
+        except BaseException:
+            taken.close()
+            raise
 
     async def close(self) -> None:
         if self._server is not None:

@@ -29,6 +29,8 @@ from kvd.control.services.status import PoolPlace, StatusReport
 from kvd.control.services.worker import WorkerServicer
 from kvd.control.sessions.session import SessionContext, SessionTerms
 from kvd.control.sockets import SocketFile, alone_in, refuse_taken, unused_name
+from kvd.core.errors import Draining
+from kvd.core.events import DrainEnded
 from kvd.linux.own_directory import Wanted, require_place
 from kvd.runtime.driver import Driver
 from kvd_proto.limits import MAX_MESSAGE_BYTES
@@ -109,6 +111,9 @@ class ControlServer:
         report = StatusReport(driver, self.engines, self.namespaces, self.rooms)
         self.operator = OperatorServicer(driver, self.peers, tenants, self.namespaces, report)
         self.operator.drain = self.drain
+        self.operator.undrain = self.undrain
+        self.tenants = tenants
+        self.stopping = False  # for good: no operator takes that back
         self._interceptor = CallInterceptor(
             observer,
             on_broken_invariant,
@@ -185,6 +190,19 @@ class ControlServer:
         self.rooms.draining = True
         await self._say_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         return await self.driver.drain(deadline_s)
+
+    async def undrain(self) -> bool:
+        """Take sessions and stores again; whether it did not before. Draining where it stops."""
+        if self.stopping:
+            raise Draining("the daemon is stopping")
+        was_draining, self.rooms.draining = self.rooms.draining, False
+        self.driver.call(DrainEnded())
+        await self._say_health(health_pb2.HealthCheckResponse.SERVING)
+        return was_draining
+
+    def lost_socket(self) -> Path | None:
+        """A socket of ours whose file somebody took away: nobody new can connect."""
+        return next((file.path for file in self._files if not file.is_there()), None)
 
     async def close(self) -> None:
         """End every call and peer; leave no socket file of ours."""

@@ -13,6 +13,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -81,11 +82,35 @@ class SocketFile:
         found = path.lstat()
         return cls(path, found.st_dev, found.st_ino)
 
+    def is_there(self) -> bool:
+        """Whether its path still leads to it."""
+        try:
+            return SocketFile.of(self.path) == self
+        except OSError:
+            return False
+
     def remove(self) -> None:
         """Take it away if it still is this one."""
-        with contextlib.suppress(FileNotFoundError):
-            if SocketFile.of(self.path) == self:
+        if self.is_there():
+            with contextlib.suppress(FileNotFoundError):
                 self.path.unlink()
+
+
+def require_bindable(socket_file: Path) -> None:
+    """OSError, with the setting to change, where a socket can't be put there, or would take
+    something else away.
+    """
+    directory = socket_file.parent
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise OSError(
+            f"the socket's directory {directory} can't be written to by uid {os.geteuid()}: give it"
+            " to the daemon's user, or choose another --socket"
+        )
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(socket_file.lstat().st_mode):
+            raise OSError(
+                f"{socket_file} is there and is no socket: remove it, or choose another --socket"
+            )
 
 
 def unused_name(path: Path) -> Path:

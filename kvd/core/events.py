@@ -391,6 +391,11 @@ class DrainStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainEnded:
+    """Stores are admitted again."""
+
+
+@dataclass(frozen=True, slots=True)
 class TimerTicked:
     """Expires leases, revokes and kills what is past its deadline. About every 250 ms."""
 
@@ -504,6 +509,7 @@ Event = (
     | NamespaceCleared
     | QuotaSet
     | DrainStarted
+    | DrainEnded
     | TimerTicked
     | WorkContinued
     | TierStarted

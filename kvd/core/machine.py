@@ -292,6 +292,7 @@ def _apply_upkeep(
     | ev.NamespaceCleared
     | ev.QuotaSet
     | ev.DrainStarted
+    | ev.DrainEnded
     | ev.TimerTicked
     | ev.WorkContinued,
 ) -> None:
@@ -316,6 +317,8 @@ def _apply_upkeep(
             operator.quota_set(turn, event)
         case ev.DrainStarted():
             turn.state.draining = True
+        case ev.DrainEnded():
+            turn.state.draining = False
         case ev.WorkContinued():
             chores.go_on(turn)
         case ev.TimerTicked():

@@ -2,9 +2,10 @@
 
 By default nearly every signal ends a process where it stands. Those that ask for an end stop the
 daemon in order; those that have no meaning for it are ignored: a timer's, a profiler's, one that
-was meant for another program. SIGUSR1 changes the log's level. SIGHUP is left to whoever starts
-the daemon (nohup, a terminal). Movers ignore all of them: a terminal sends its signals to the
-whole group, and control ends its movers itself.
+was meant for another program. SIGUSR1 changes the log's level. SIGHUP has the
+settings read again; from a terminal that closes it is an end, and under nohup it is ignored.
+Movers ignore all of them: a terminal sends its signals to the whole group, and control ends its
+movers itself.
 """
 
 from __future__ import annotations

@@ -36,12 +36,15 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
-        fields = {
+        fields: dict[str, object] = {
             "time": timestamp(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
+        audited = getattr(record, "audit", None)
+        if audited is not None:
+            fields["audit"] = audited
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)

@@ -102,7 +102,8 @@ class StateCollector(Collector):
         for reason, count in sorted(now.counters.refused.items()):
             refused.add_metric([reason], count)
         yield refused
-        yield _by_state("kvd_slots", "Slots of the granted rows, by state.", now.slots)
+        meaning = "Slots of the granted rows, by state; what no row has yet is kvd_extents_free."
+        yield _by_state("kvd_slots", meaning, now.slots)
         yield _by_state("kvd_slot_bytes", "Bytes of the granted rows' slots, by state.", now.bytes)
         yield from self._gauges(now)
         yield from _tenant_gauges(now)

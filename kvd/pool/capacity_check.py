@@ -198,15 +198,15 @@ def require_memory_files(config: PoolConfig) -> int:
         raise PoolError(
             f"{config.directory} is on {kind}, not on tmpfs: the pool would go through a disk."
             f" Mount one there ({_mount(config)}; huge=within_size for huge pages), give"
-            " pool_directory a directory on another, or set any_filesystem"
+            " pool_directory a directory on another, or set any_filesystem (--any-filesystem)"
         )
     place = _standing(config.extents_place)
     kind = filesystem_type(place)
     if kind not in {"tmpfs", HUGETLBFS} and not config.any_filesystem:
         raise PoolError(
             f"extents_directory {config.extents_place} is on {kind}, not on tmpfs or hugetlbfs: the"
-            " pool would go through a disk. Give it a directory on one of these, or allow any file"
-            " system explicitly"
+            " pool would go through a disk. Give it a directory on one of these, or set"
+            " any_filesystem (--any-filesystem)"
         )
     page = huge_page(config)
     if page and config.extent_bytes % page:

@@ -19,7 +19,7 @@ from kvd_proto.v1 import companion_pb2, engine_pb2
 from tests.control.daemon_of_small_bounds import VARIABLE
 from tests.control.daemon_rig import Caller, identity, namespace
 from tests.control.running_daemon import RunningDaemon
-from tests.control.test_companion_socket import HELLO, answer, connect, framed
+from tests.control.test_companion_socket import answer, connect, framed
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -168,12 +168,17 @@ def daemon_that_tells_soon() -> Iterator[tuple[RunningDaemon, int]]:
         running.remove()
 
 
+ENGINES_HELLO = framed(  # of a tool that comes and goes nothing is said
+    companion_pb2.CompanionRequest(
+        hello=companion_pb2.Hello(role=companion_pb2.PEER_ROLE_WORKER, program="raw")
+    )
+)
 WRONG_HELLO = framed(companion_pb2.CompanionRequest(hello=companion_pb2.Hello(role=99)))  # type: ignore[arg-type]
 
 
 def come_and_go(running: RunningDaemon) -> None:
     with connect(running) as connected:
-        connected.sendall(HELLO)
+        connected.sendall(ENGINES_HELLO)
         assert answer(connected).welcome.token
 
 

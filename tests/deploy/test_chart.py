@@ -84,7 +84,7 @@ def test_the_daemon_accepts_the_settings_and_finds_the_mounted_paths(
     (container,) = pod(chart)["containers"]
     mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert {str(read.pool_directory), str(read.socket.parent)} <= mounted
-    assert (read.http_address, read.http_port) == ("0.0.0.0", 9470)
+    assert (read.http_address, read.http_port) == ("::", 9470)
 
 
 def test_settings_and_tenants_of_the_values_reach_the_daemon(
@@ -340,3 +340,16 @@ def test_a_changed_setting_makes_new_pods(chart: helm.Chart) -> None:
 
     assert digest({}) == digest({})
     assert digest({}) != digest({"config": {"policy": "arc"}})
+
+
+def test_an_image_pinned_by_digest_is_a_reference_that_can_be_pulled(chart: helm.Chart) -> None:
+    digest = "sha256:" + "a" * 64
+    spec = pod(chart, {"image": {"repository": "reg/kvd", "tag": "1", "digest": digest}})
+    images = {each["image"] for each in (*spec["containers"], *spec["initContainers"])}
+    assert images == {f"reg/kvd@{digest}"}
+
+
+def test_an_engine_as_the_notes_say_may_start_before_the_daemon(chart: helm.Chart) -> None:
+    rendered = chart.render({}, name="demo", namespace="caches")
+    [notes] = [text for path, text in rendered.items() if path.endswith("NOTES.txt")]
+    assert "hostPath: {path: /run/kvd, type: DirectoryOrCreate}" in notes

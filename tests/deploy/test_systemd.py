@@ -214,3 +214,10 @@ def test_no_guide_puts_the_pool_where_others_can_fill_it() -> None:
         for command in (root / guide).read_text().split("```")[1::2]:
             if re.search(r"kvd(:cuda12)? serve", command):
                 assert "mount -t tmpfs" in command, f"{guide}: {command}"
+
+
+def test_it_reloads_restarts_whatever_ended_it_and_does_not_try_wrong_settings_again() -> None:
+    settings = service()
+    assert settings["ExecReload"] == "/bin/kill -HUP $MAINPID"
+    assert settings["Restart"] == "always"
+    assert settings["RestartPreventExitStatus"] == "2"

@@ -43,7 +43,7 @@ pool_directory = "/var/lib/kvd/pool"
 extents_directory = "/var/lib/kvd/extents"
 {{- end }}
 pool_bytes = "{{ .Values.pool.sizeGiB }}GiB"
-http_address = "0.0.0.0"
+http_address = "::"
 http_port = {{ .Values.metrics.port }}
 {{- range $name, $value := .Values.config }}
 {{- if ne $name "tenants" }}

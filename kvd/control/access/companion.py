@@ -262,7 +262,8 @@ class CompanionConnection:
         if credentials.pidfd is not None:
             self._loop.add_reader(credentials.pidfd, self._process_ended)
         self._server.peers.add(self._peer)
-        log.info(
+        log.log(
+            _level_for(role),
             "peer %s pid=%d uid=%d %r",
             role.name,
             self._peer.pid,
@@ -363,8 +364,20 @@ class CompanionConnection:
             if pidfd is not None:
                 self._loop.remove_reader(pidfd)
                 how = "ended" if has_ended(pidfd) else how
-            log.info("peer %s pid=%d %s", peer.role.name, peer.pid, how, extra=self._whose)
+            log.log(
+                _level_for(peer.role),
+                "peer %s pid=%d %s",
+                peer.role.name,
+                peer.pid,
+                how,
+                extra=self._whose,
+            )
             peer.end()
+
+
+def _level_for(role: Role) -> int:
+    """Who looks at the status, perhaps every few seconds, is no news."""
+    return logging.DEBUG if role is Role.TOOL else logging.INFO
 
 
 def _copies_of(fds: Sequence[int]) -> list[int]:

@@ -18,12 +18,19 @@ class TenantPolicy:
 
     Without rules every user who may open the socket is the one tenant "default". With rules a
     user belongs to the tenants that they name, and to no other. Root and the daemon's own user
-    operate, and so do the users named as operators.
+    operate, and so do the users named as operators. Without `root`, root must be named like others.
     """
 
-    def __init__(self, rules: Sequence[TenantRule] = (), operators: Sequence[int] = ()) -> None:
+    def __init__(
+        self, rules: Sequence[TenantRule] = (), operators: Sequence[int] = (), *, root: bool = True
+    ) -> None:
+        self.replace(rules, operators, root=root)
+
+    def replace(self, rules: Sequence[TenantRule], operators: Sequence[int], *, root: bool) -> None:
+        """From now on these hold."""
         self.rules = tuple(rules)
-        self._operators = frozenset({0, os.getuid(), *operators})
+        own = {0, os.getuid()} if root else {os.getuid()} - {0}
+        self._operators = frozenset(own | set(operators))
 
     def tenants_of(self, peer: Peer) -> list[TenantId]:
         """Tenants that the caller may use, its default first."""

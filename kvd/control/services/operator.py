@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from kvd.control.access.peers import Context, Peers
+from kvd.control import audit
+from kvd.control.access.peers import Context, Peer, Peers
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespace import check_string
 from kvd.control.namespaces import Namespaces
@@ -18,6 +19,7 @@ from kvd_proto.v1 import operator_pb2_grpc
 
 MAX_DRAIN_MS = 600_000
 MAX_QUOTA_BYTES = 1 << 60
+TENANTS_NAMED = 16  # in a line of the log
 
 
 class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
@@ -42,6 +44,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         self.place = PoolPlace("", 0)
         # Takes no more sessions, then waits for the copies; the number still running.
         self.drain: Callable[[float], Awaitable[int]] = driver.drain
+        self.undrain: Callable[[], Awaitable[bool]]  # whether it was draining
 
     async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         peer = self._peers.behind(context)
@@ -57,37 +60,63 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         return pb.ListNamespacesResponse(namespaces=page, more=more)
 
     async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:
-        peer = self._peers.behind(context)
-        self._tenants.require_operator(peer)
+        peer = self._operator(context)
         chosen = self._namespaces.visible(peer)
         if request.namespace_id:
             chosen = [self._namespaces.require(peer, request.namespace_id)]
         else:
             self._driver.tiers.all_cleared()  # of namespaces too that are forgotten
-        return pb.ClearResponse(blocks_removed=await self._driver.clear(chosen))
+        tenants = sorted({self._namespaces.fields(n).get("tenant", "") for n in chosen})
+        removed = await self._driver.clear(chosen)
+        audit.note(
+            "clear",
+            peer.uid,
+            namespace=request.namespace_id or "all",
+            namespaces=len(chosen),
+            tenants=tenants[:TENANTS_NAMED],
+            blocks_removed=removed,
+        )
+        return pb.ClearResponse(blocks_removed=removed)
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
-        self._tenants.require_operator(self._peers.behind(context))
+        peer = self._operator(context)
         check_string(request.tenant, "tenant")
-        known = {rule.tenant for rule in self._tenants.rules}
-        known |= {t.tenant for t in self._driver.machine.statistics().tenants}
-        if request.tenant not in known:
+        before = {rule.tenant: 0 for rule in self._tenants.rules}
+        before |= {t.tenant: t.quota_bytes for t in self._driver.machine.statistics().tenants}
+        if request.tenant not in before:
             raise InvalidArgument(f"there is no tenant {request.tenant!r}", "tenant")
         if request.quota_bytes > MAX_QUOTA_BYTES:
             raise InvalidArgument(f"quota_bytes is over {MAX_QUOTA_BYTES}", "quota_bytes")
         evicted = await self._driver.set_quota(TenantId(request.tenant), request.quota_bytes)
+        audit.note(
+            "quota",
+            peer.uid,
+            tenant=request.tenant,
+            quota_bytes=request.quota_bytes,
+            quota_bytes_before=before[TenantId(request.tenant)],
+            blocks_evicted=evicted,
+        )
         return pb.SetQuotaResponse(blocks_evicted=evicted)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        self._tenants.require_operator(self._peers.behind(context))
+        peer = self._operator(context)
         if request.deadline_ms > MAX_DRAIN_MS:
             raise InvalidArgument(
                 f"deadline_ms is {request.deadline_ms}, more than {MAX_DRAIN_MS}", "deadline_ms"
             )
-        return pb.DrainResponse(jobs_left=await self.drain(request.deadline_ms / 1e3))
+        audit.note("drain", peer.uid, deadline_ms=request.deadline_ms)
+        left = await self.drain(request.deadline_ms / 1e3)
+        audit.note("drained", peer.uid, jobs_left=left)
+        return pb.DrainResponse(jobs_left=left)
+
+    async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:  # noqa: ARG002
+        peer = self._operator(context)
+        was_draining = await self.undrain()
+        audit.note("undrain", peer.uid, was_draining=was_draining)
+        return pb.UndrainResponse(was_draining=was_draining)
 
     async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyResponse:
-        self._tenants.require_operator(self._peers.behind(context))
+        self._operator(context)
         try:
             part = Stage(request.part)
         except ValueError:
@@ -105,3 +134,9 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
             bytes=look.bytes,
             unsettled=look.unsettled,
         )
+
+    def _operator(self, context: Context) -> Peer:
+        """The caller, who must operate."""
+        peer = self._peers.behind(context)
+        self._tenants.require_operator(peer)
+        return peer

@@ -244,6 +244,19 @@ class SessionContext:
         self.count_refusal: Callable[[str], None] = lambda _reason: None
         self.time_message: Callable[[str, float], None] = lambda _kind, _seconds: None
 
+    def end_other_tenants(self) -> list[int]:
+        """End the sessions whose users have lost their tenant; which these were."""
+        lost = [
+            live
+            for live in self.sessions.by_id.values()
+            if live.spec.tenant not in self.tenants.tenants_of(live.peer)
+        ]
+        for live in lost:
+            sink = self.driver.sessions[live.id].sink
+            assert isinstance(sink, SchedulerSession), "it is ours"
+            sink.end(f"uid {live.peer.uid} is tenant {live.spec.tenant} no more")
+        return [live.id for live in lost]
+
     def refused(self, reason: str) -> None:
         """Count a refusal that is answered inside a stream."""
         self.count_refusal(reason)

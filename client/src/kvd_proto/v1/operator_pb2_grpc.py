@@ -65,6 +65,11 @@ class OperatorServiceStub(object):
                 request_serializer=kvd_dot_v1_dot_operator__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=kvd_dot_v1_dot_operator__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/kvd.v1.OperatorService/Undrain',
+                request_serializer=kvd_dot_v1_dot_operator__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=kvd_dot_v1_dot_operator__pb2.UndrainResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -107,6 +112,12 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Undrain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +150,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=kvd_dot_v1_dot_operator__pb2.VerifyRequest.FromString,
                     response_serializer=kvd_dot_v1_dot_operator__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=kvd_dot_v1_dot_operator__pb2.UndrainRequest.FromString,
+                    response_serializer=kvd_dot_v1_dot_operator__pb2.UndrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -304,6 +320,33 @@ class OperatorService(object):
             '/kvd.v1.OperatorService/Verify',
             kvd_dot_v1_dot_operator__pb2.VerifyRequest.SerializeToString,
             kvd_dot_v1_dot_operator__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.OperatorService/Undrain',
+            kvd_dot_v1_dot_operator__pb2.UndrainRequest.SerializeToString,
+            kvd_dot_v1_dot_operator__pb2.UndrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

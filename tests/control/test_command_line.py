@@ -1,0 +1,156 @@
+"""The command line: a slip is refused; a start that fails says why, and leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvd
+from kvd.config.settings import ConfigError, socket_of, unknown_variables
+from kvd.control.http import HttpServer
+
+IPV6 = Path("/proc/net/if_inet6")
+HAS_IPV6 = IPV6.exists() and " lo\n" in IPV6.read_text()
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvd", *words],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_version_is_a_flag_too() -> None:
+    assert run("--version").stdout == f"kvd {kvd.__version__}\n"
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "soon"])
+def test_a_time_that_cannot_be_waited_is_refused(seconds: str) -> None:
+    ended = run("status", "--timeout", seconds)
+    assert ended.returncode == 2
+    assert "must be a number" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_flags_are_not_abbreviated() -> None:
+    ended = run("serve", "--pool-b", "1GiB", "--print-config")
+    assert ended.returncode == 2
+    assert "--pool-b" in ended.stderr
+
+
+def test_a_misspelt_variable_is_refused_with_the_name_that_would_do() -> None:
+    ended = run("serve", "--print-config", KVD_POOL_BYTE="1GiB")
+    assert ended.returncode == 2
+    assert "KVD_POOL_BYTE " in ended.stderr
+    assert "KVD_POOL_BYTES" in ended.stderr
+
+
+def test_variables_that_kubernetes_sets_are_nobodys_slip() -> None:
+    service = {
+        "KVD_SERVICE_HOST": "10.0.0.1",
+        "KVD_SERVICE_PORT": "9470",
+        "KVD_PORT": "tcp://10.0.0.1:9470",
+        "KVD_PORT_9470_TCP_ADDR": "10.0.0.1",
+    }
+    assert unknown_variables(service) == []
+    assert unknown_variables({"KVD_FRUIT": "1", "PATH": "/"}) == ["KVD_FRUIT"]
+    with pytest.raises(ConfigError, match="KVD_HTTP_PORT"):
+        unknown_variables({"KVD_HTP_PORT": "9470"})
+
+
+def test_a_command_looks_where_the_file_puts_the_daemon(tmp_path: Path) -> None:
+    file = tmp_path / "kvd.toml"
+    file.write_text('socket = "/file.sock"\n')
+    variables = {"KVD_CONFIG": str(file)}
+    assert socket_of(None, variables) == "/file.sock"
+    assert socket_of(None, {}, str(file)) == "/file.sock"
+    assert socket_of(None, variables | {"KVD_SOCKET": "/variable.sock"}) == "/variable.sock"
+    assert socket_of("/flag.sock", variables) == "/flag.sock"
+    with pytest.raises(ConfigError, match="can't be read"):
+        socket_of(None, {"KVD_CONFIG": "/nowhere/kvd.toml"})
+
+
+@pytest.mark.parametrize("case", ["file at socket", "folder at socket", "pool file", "no tmpfs"])
+def test_a_start_that_fails_says_why_in_the_log_and_leaves_nothing(
+    case: str, tmp_path: Path
+) -> None:
+    pool, place = tmp_path / "new" / "pool", tmp_path / "kvd.sock"
+    named, fix = place, "--socket"
+    match case:
+        case "file at socket":
+            place.write_text("mine")
+        case "folder at socket":
+            place.mkdir()
+        case "pool file":
+            pool = named = tmp_path / "file"
+            pool.write_text("mine")
+            fix = "pool_directory"
+        case _:
+            named, fix = pool, "--any-filesystem"
+    before = sorted(tmp_path.rglob("*"))
+    if case == "no tmpfs" and "tmpfs" in _filesystem(tmp_path):
+        pytest.skip("temporary files lie on a tmpfs here")
+    flags = {"socket": place, "pool-directory": pool, "pool-bytes": "64MiB", "http-port": 0}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    ended = run("serve", *words, "--log-format", "json")
+    assert ended.returncode == 1
+    last = json.loads(ended.stderr.splitlines()[-1])
+    assert last["level"] == "critical"
+    assert str(named) in last["message"]
+    assert fix in last["message"]
+    assert sorted(tmp_path.rglob("*")) == before
+    if case == "file at socket":
+        assert place.read_text() == "mine"
+
+
+def _filesystem(path: Path) -> str:
+    return subprocess.run(
+        ["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+
+
+async def test_every_address_is_of_both_families() -> None:
+    server = HttpServer({})
+    await server.listen("::", 0)
+    try:
+        await _reach("127.0.0.1", server.port)
+        if HAS_IPV6:
+            await _reach("::1", server.port)
+    finally:
+        await server.close()
+
+
+async def test_without_ipv6_every_address_is_every_one_of_ipv4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = socket.socket
+
+    def refuse(family: int = socket.AF_INET, *rest: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(97, "Address family not supported by protocol")
+        return real(family, *rest)
+
+    server = HttpServer({})
+    with monkeypatch.context() as patched:
+        patched.setattr("kvd.control.http.socket.socket", refuse)
+        await server.listen("::", 0)
+    try:
+        await _reach("127.0.0.1", server.port)
+    finally:
+        await server.close()
+
+
+async def _reach(address: str, port: int) -> None:
+    _reader, writer = await asyncio.open_connection(address, port)
+    writer.close()

@@ -1,0 +1,165 @@
+"""What operators do is in the log, whatever its level, and a drain can be taken back."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.control.access.tenants import TenantPolicy
+from kvd_proto.v1 import operator_pb2 as pb
+from tests.control.daemon_rig import (
+    Caller,
+    RawEngine,
+    RawScheduler,
+    RunningDaemon,
+    block,
+    daemon,
+    refusal,
+)
+from tests.ports import free_port
+from tests.waiting import wait_until
+
+
+def audited(running: RunningDaemon) -> list[dict[str, Any]]:
+    lines = map(json.loads, running.log.read_text().splitlines())
+    return [line["audit"] for line in lines if "audit" in line]
+
+
+def readiness(port: int) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_every_call_of_an_operator_is_one_structured_line() -> None:
+    with daemon("--log-format", "json", "--log-level", "error") as running:
+        engine = RawEngine(running.socket)
+        engine.store({1: block(1)})
+        operator = Caller(running.socket)
+        stub = operator.operator
+        [namespace] = operator.status().namespaces
+        operator.call(stub.SetQuota, pb.SetQuotaRequest(tenant="default", quota_bytes=1 << 20))
+        operator.call(stub.Clear, pb.ClearRequest(namespace_id=namespace.namespace_id))
+        operator.call(stub.Clear, pb.ClearRequest())
+        operator.call(stub.Drain, pb.DrainRequest(deadline_ms=0))
+        operator.call(stub.Undrain, pb.UndrainRequest())
+        engine.close()
+        operator.close()
+        uid = os.getuid()
+        assert audited(running) == [
+            {
+                "action": "quota",
+                "uid": uid,
+                "tenant": "default",
+                "quota_bytes": 1 << 20,
+                "quota_bytes_before": 0,
+                "blocks_evicted": 0,
+            },
+            {
+                "action": "clear",
+                "uid": uid,
+                "namespace": namespace.namespace_id,
+                "namespaces": 1,
+                "tenants": ["default"],
+                "blocks_removed": 1,
+            },
+            {
+                "action": "clear",
+                "uid": uid,
+                "namespace": "all",
+                "namespaces": 1,
+                "tenants": ["default"],
+                "blocks_removed": 0,
+            },
+            {"action": "drain", "uid": uid, "deadline_ms": 0},
+            {"action": "drained", "uid": uid, "jobs_left": 0},
+            {"action": "undrain", "uid": uid, "was_draining": True},
+        ]
+
+
+def test_a_drain_that_is_taken_back_makes_the_daemon_ready_and_stores_go_on() -> None:
+    port = free_port()
+    with daemon("--http-port", str(port)) as running:
+        engine = RawEngine(running.socket)
+        operator = Caller(running.socket)
+        for _ in range(2):  # a second one changes nothing
+            operator.call(operator.operator.Drain, pb.DrainRequest())
+        assert readiness(port) == (503, "draining\n")
+        assert operator.status().state == "draining"
+        undrained = [
+            operator.call(operator.operator.Undrain, pb.UndrainRequest()).was_draining
+            for _ in range(2)
+        ]
+        assert undrained == [True, False]
+        assert readiness(port) == (200, "ready\n")
+        assert operator.status().state == "ready"
+        assert engine.store({1: block(1)}).blocks == 1
+        assert engine.load([1]) == [block(1)]
+        engine.close()
+        operator.close()
+
+
+def test_a_socket_that_somebody_removed_makes_the_daemon_unready() -> None:
+    port = free_port()
+    with daemon("--http-port", str(port)) as running:
+        assert readiness(port) == (200, "ready\n")
+        socket = Path(running.socket)
+        aside = socket.with_name("aside")
+        socket.rename(aside)
+        status, said = readiness(port)
+        assert status == 503
+        assert str(socket) in said
+        assert "restart kvd" in said
+        socket.touch()  # another file of its name is not its socket
+        assert readiness(port)[0] == 503
+        socket.unlink()
+        aside.rename(socket)
+        assert readiness(port) == (200, "ready\n")
+        Path(f"{socket}.companion").unlink()
+        assert readiness(port)[0] == 503
+
+
+@pytest.mark.parametrize("root", [False, True], ids=["not root", "root"])
+def test_root_operates_unless_it_may_not(root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for own in (0, 10001):
+        monkeypatch.setattr(os, "getuid", lambda own=own: own)
+        policy = TenantPolicy(operators=[77], root=root)
+        assert policy.user_operates(0) is root
+        assert policy.user_operates(10001) is (own == 10001)
+        assert policy.user_operates(77)
+        assert TenantPolicy(operators=[0], root=root).user_operates(0), "named, it is one"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes root")
+def test_a_root_that_may_not_operate_can_clear_nothing_and_still_stores() -> None:
+    with daemon("--root-operates", "false") as running:
+        engine = RawScheduler(running.socket)
+        assert engine.opened.session_id
+        clear = pb.ClearRequest()
+        assert refusal(lambda: engine.call(engine.operator.Clear, clear))[0] == "PERMISSION_DENIED"
+        undrain = pb.UndrainRequest()
+        said = refusal(lambda: engine.call(engine.operator.Undrain, undrain))
+        assert said[0] == "PERMISSION_DENIED"
+        assert [s.session_id for s in engine.status().sessions] == [engine.opened.session_id]
+        engine.close()
+
+
+def test_a_look_at_the_status_leaves_no_line_in_the_log() -> None:
+    with daemon() as running:
+        before = running.log.read_text()
+        for _ in range(3):
+            caller = Caller(running.socket)
+            caller.status()
+            caller.close()
+        engine = RawScheduler(running.socket)  # its coming is news
+        wait_until(lambda: "peer SCHEDULER" in running.log.read_text())
+        engine.close()
+        assert "TOOL" not in running.log.read_text()[len(before) :]

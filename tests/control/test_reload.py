@@ -1,0 +1,167 @@
+"""SIGHUP reloads what may change while the daemon runs, and refuses the rest by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.cli.reload import CHANGEABLE
+from kvd.config import SETTINGS
+from tests.control.daemon_rig import Caller, RawScheduler, RunningDaemon
+from tests.waiting import wait_until
+
+IGNORING = (
+    "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+DONE = "the settings were reloaded"
+
+
+class Configured(RunningDaemon):
+    """A daemon whose settings lie in a file."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.file = self.directory / "kvd.toml"
+        self.file.write_text(text)
+        self.more_flags = ("--config", str(self.file))
+
+    def reload(self, text: str) -> str:
+        """Write the file and tell the daemon; what it logged of that."""
+        said = self.log.stat().st_size
+        self.file.write_text(text)
+        self.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "reloaded" in self.log.read_text()[said:])
+        return self.log.read_text()[said:]
+
+
+@pytest.fixture
+def running() -> Iterator[Configured]:
+    running = Configured(f'[tenants.acme]\ngids = [{os.getgid()}]\nquota = "8MiB"\n')
+    try:
+        running.start()
+        yield running
+    finally:
+        running.remove()
+
+
+def quotas(running: RunningDaemon) -> dict[str, int]:
+    caller = Caller(running.socket)
+    told = {tenant.tenant: tenant.quota_bytes for tenant in caller.status().tenants}
+    caller.close()
+    return told
+
+
+def test_tenants_quotas_and_log_level_change_while_engines_go_on(running: Configured) -> None:
+    engine = RawScheduler(running.socket)
+    engine.step(end_step=True)
+    gid = os.getgid()
+    said = running.reload(
+        'log_level = "warning"\n'
+        f'[tenants.acme]\ngids = [{gid}]\nquota = "4MiB"\n'
+        '[tenants.new]\nuids = [4242]\nquota = "1MiB"\n'
+    )
+    assert f"{DONE}; changed: log_level, tenants" in said
+    assert quotas(running) == {"acme": 4 << 20, "new": 1 << 20}
+    assert "operator: reload tenant='acme' quota_bytes=4194304" in said
+    engine.step(end_step=True)
+    engine.close()
+    assert running.stop() == 0
+    assert "INFO kvd.cli.serve: draining" not in running.log.read_text()
+
+
+def test_what_needs_a_restart_is_refused_by_name_and_the_rest_is_taken(
+    running: Configured,
+) -> None:
+    gid = os.getgid()
+    said = running.reload(
+        f'policy = "arc"\nlease_ttl_ms = 500\n[tenants.acme]\ngids = [{gid}]\nquota = "2MiB"\n'
+    )
+    assert "these settings need a restart and stay as they were: policy, lease_ttl_ms" in said
+    assert quotas(running) == {"acme": 2 << 20}
+    caller = Caller(running.socket)
+    assert caller.status().policy == "lru"
+    caller.close()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no toml", 'pool_size = "4GiB"\n', '[tenants.acme]\nuids = ["me"]\n'],
+    ids=["no toml", "unknown key", "wrong value"],
+)
+def test_settings_that_cannot_be_read_change_nothing(running: Configured, text: str) -> None:
+    before = quotas(running)
+    said = running.reload(text)
+    assert "were not reloaded, and nothing has changed" in said
+    assert quotas(running) == before
+
+
+def test_a_reload_that_changes_nothing_keeps_what_an_operator_set(running: Configured) -> None:
+    text = running.file.read_text()
+    said = running.reload(text)
+    assert f"{DONE}; changed: nothing" in said
+    assert "operator:" not in said
+
+
+def test_a_tenant_that_the_file_names_no_more_has_no_quota(running: Configured) -> None:
+    running.reload(f"[tenants.other]\ngids = [{os.getgid()}]\n")
+    assert quotas(running)["acme"] == 0
+
+
+def test_sessions_of_a_user_who_lost_the_tenant_end(running: Configured) -> None:
+    engine = RawScheduler(running.socket)
+    assert engine.opened.session_id
+    said = running.reload("[tenants.acme]\nuids = [4242]\n")
+    assert f"operator: reload session_ended={engine.opened.session_id}" in said
+    caller = Caller(running.socket)
+    wait_until(lambda: not caller.status().sessions)
+    caller.close()
+    engine.close()
+
+
+def test_many_reloads_at_once_and_one_before_the_daemon_serves_do_no_harm() -> None:
+    running = Configured("")
+    try:
+        running.start()
+        for _ in range(20):
+            running.process.send_signal(signal.SIGHUP)
+        caller = Caller(running.socket)
+        assert caller.status().state == "ready"
+        caller.close()
+        assert running.stop() == 0
+    finally:
+        running.remove()
+
+
+def test_under_nohup_a_hangup_is_ignored() -> None:
+    running = RunningDaemon()
+    running.behind = (
+        sys.executable,
+        "-c",
+        IGNORING,
+    )
+    try:
+        running.start()
+        running.process.send_signal(signal.SIGHUP)
+        caller = Caller(running.socket)
+        assert caller.status().state == "ready"
+        caller.close()
+        running.stop()
+        assert DONE not in running.log.read_text()
+    finally:
+        running.remove()
+
+
+def test_settings_that_may_change_are_settings() -> None:
+    assert set(CHANGEABLE) <= {setting.name for setting in SETTINGS} | {"tenants"}
+
+
+def test_the_guide_names_what_may_change() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text()
+    [line] = [line for line in text.split("\n\n") if line.startswith("SIGHUP")]
+    assert all(f"`{name}`" in line for name in CHANGEABLE)
