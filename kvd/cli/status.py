@@ -21,7 +21,7 @@ from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"
 EXIT_NO_ANSWER = 1
 EXIT_MISUSED = 2
-MAX_TIMEOUT_SECONDS = 3600.0
+AN_HOUR = 3600.0
 WASTE_SHOWN = 0.01  # of extents; less is not worth a line
 # Fields whose text may look like a number.
 _TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory", "policy"}) | {
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _seconds(text: str) -> float:
     """What an option says, if it is a time that can be waited."""
     try:
-        return number(0.001, MAX_TIMEOUT_SECONDS)(text)
+        return number(0.001, AN_HOUR)(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} must be {error}") from None
 

@@ -214,7 +214,7 @@ def test_a_second_daemon_on_the_same_socket_or_pool_is_refused(running: RunningD
         "serve", "--socket", running.socket + "2", "--pool-directory", str(running.pool), *size
     )
     assert taken.returncode == 1
-    assert taken.stderr.splitlines()[-1].startswith("kvd: ")
+    assert "CRITICAL kvd.cli.serve: " in taken.stderr.splitlines()[-1]
     other = running.pool.with_name(running.pool.name + "-b")
     try:
         taken = kvd("serve", "--socket", running.socket, "--pool-directory", str(other), *size)
