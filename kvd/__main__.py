@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,41 +28,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"kvd {kvd.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    add = partial(commands.add_parser, allow_abbrev=False)
     # Each command's flags are declared only when it is called: starting stays quick.
     command = words[0] if words and not words[0].startswith("-") else ""
-    _declare_serve(commands.add_parser("serve", help="run the daemon", allow_abbrev=False), command)
+    _declare_serve(add("serve", help="run the daemon"), command)
     _declare_status(
-        commands.add_parser(
-            "status", help="show what a running daemon does and holds", allow_abbrev=False
-        ),
+        add("status", help="show what a running daemon does and holds"),
         command,
     )
     _declare_gateway(
-        commands.add_parser(
-            "gateway",
-            help="let operators on other machines in, by mutual TLS",
-            allow_abbrev=False,
-        ),
+        add("gateway", help="let operators on other machines in, by mutual TLS"),
         command,
     )
     _declare_verify(
-        commands.add_parser(
-            "verify", help="look for broken invariants in a running daemon", allow_abbrev=False
-        ),
+        add("verify", help="look for broken invariants in a running daemon"),
         command,
     )
-    commands.add_parser(
-        "demo", help="show a cache that outlives its engine and its daemon, with a real model"
-    )
+    add("demo", help="show a cache that outlives its engine and its daemon, with a real model")
     _declare_replay(
-        commands.add_parser(
-            "replay",
-            help="tell how much of a trace an eviction policy would find",
-            allow_abbrev=False,
-        ),
+        add("replay", help="tell how much of a trace an eviction policy would find"),
         command,
     )
-    commands.add_parser("version", help="print the version")
+    add("version", help="print the version")
     arguments = parser.parse_args(words)
     match arguments.command:
         case "serve":
