@@ -68,6 +68,10 @@ bench: ## Benchmarks: tables, and JSON with machine and commit (ARGS=names)
 	@.ci/venv dev bench
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+soak: ## Engines replay traces for long, and whether anything grows (MINUTES=60)
+	@.ci/venv dev bench
+	@$(BIN)/python -m benchmarks.soak --minutes $${MINUTES:-60} $(ARGS)
+
 bench-lmcache: ## Lookups, copies and capacity beside LMCache's server in the same run (1.4 GB)
 	@.ci/venv bench
 	@.ci/venv lmcache

@@ -68,11 +68,11 @@ def refusal(call: Any, request: object) -> Refusal:
         call(request, timeout=CALL_SECONDS)
     error: Any = caught.value
     trailers = {e.key: e.value for e in error.trailing_metadata() or ()}
-    return Refusal(error.code(), str(error.said), trailers.get("grpc-status-details-bin"))
+    return Refusal(error.code(), str(error.details()), trailers.get("grpc-status-details-bin"))
 
 
 def unary(channel: grpc.Channel, method: str) -> Any:
-    call: Any = unary(channel, method)
+    call: Any = channel.unary_unary(method)
     return call
 
 
