@@ -122,6 +122,8 @@ def test_values_come_into_their_memory_however_they_are_cut(size: int) -> None:
         b"$3\r\nabcdef\r\n",
         b"*%d\r\n" % (MAX_TOLD_VALUES + 1),
         b"*1\r\n" * (MAX_TOLD_DEPTH + 1) + b":1\r\n",
+        b"*2\r\n*%d\r\n" % (MAX_TOLD_VALUES - 1),
+        b"*2\r\n" + b"*1\r\n:1\r\n" + b"*%d\r\n" % (MAX_TOLD_VALUES - 2),
     ],
 )
 def test_what_is_no_answer_ends_the_line(said: bytes) -> None:
@@ -146,6 +148,40 @@ def test_what_is_just_in_the_bounds_is_told() -> None:
         with one_that_says(bulk(bytes(length)), b"+OK\r\n") as line:
             value, ok = line.run([["GET", b"name"]] * 2, 5)
             assert (len(value), ok) == (kept, b"OK")
+
+
+def test_all_answers_of_a_run_have_in_all_what_one_may_have_and_the_next_run_as_much_again() -> (
+    None
+):
+    half = bulk(bytes(MAX_TOLD_BYTES // 2))
+    with one_that_says(half + b"*2\r\n" + half + bulk(b"x"), half) as line:
+        one, (other, short) = line.run([["MGET", b"name"]] * 2, 5)
+        assert (len(one), len(other), short) == (MAX_TOLD_BYTES // 2, MAX_TOLD_BYTES // 2, b"")
+        (again,) = line.run([["GET", b"name"]], 5)
+        assert len(again) == MAX_TOLD_BYTES // 2
+
+
+@pytest.mark.parametrize("kind", ["+", ":"])
+def test_lines_in_lists_are_bounded_in_sum(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd.tiers.valkey.line.MAX_TOLD_BYTES", 8)
+    four = f"{kind}1234\r\n".encode()
+    with one_that_says(b"*2\r\n" + 2 * four, b"*2\r\n" + 2 * four) as line:
+        for _ in range(2):
+            assert len(line.run([["SCAN", b"0"]], 5)[0]) == 2
+    with one_that_says(b"*3\r\n" + 3 * four) as line, pytest.raises(ConnectionError):
+        line.run([["SCAN", b"0"]], 5)
+
+
+def test_lists_that_are_just_in_the_bounds_together_are_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.tiers.valkey.line.MAX_TOLD_VALUES", 5)
+    nested = b"*2\r\n*1\r\n:1\r\n*2\r\n:2\r\n:3\r\n"
+    with one_that_says(nested, nested + b"*0\r\n", nested + b"*1\r\n:1\r\n") as line:
+        assert line.run([["SCAN", b"0"]], 5) == [[[1], [2, 3]]]
+        assert line.run([["SCAN", b"0"]] * 2, 5) == [[[1], [2, 3]], []]
+        with pytest.raises(ConnectionError):
+            line.run([["SCAN", b"0"]] * 2, 5)
 
 
 @pytest.mark.parametrize("hangs_up", [False, True])

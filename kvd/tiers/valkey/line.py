@@ -19,8 +19,9 @@ from kvd.tiers.store import TierError, TierReason
 
 Command = Sequence[Any]  # words: text, bytes, or memory
 Answer = Any  # bytes, a number, None, a list of them, or a ServerRefusal
-MAX_TOLD_BYTES = 16 << 20  # of a value that no memory was given for
-MAX_TOLD_VALUES = 1 << 20  # of one list
+# Of all answers of one run for which no memory was given:
+MAX_TOLD_BYTES = 16 << 20  # of their values together
+MAX_TOLD_VALUES = 1 << 20  # of their lists together
 MAX_TOLD_DEPTH = 8  # of lists in lists
 _BUFFER_BYTES = 4096  # for short answers; what else comes with them is copied once
 _GATHERED = 128  # pieces in one call to the system
@@ -56,6 +57,7 @@ class Line:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._room = memoryview(self._buffer)
         self._at = self._end = 0  # what has come and was not looked at
+        self._values_left = self._bytes_left = 0  # that answers of this run may still have
 
     def run(
         self, commands: Sequence[Command], seconds: float, into: Sequence[memoryview] = ()
@@ -71,6 +73,7 @@ class Line:
             self._send(_framed(commands))
             if into:
                 return [self._answer(view) for view in into]
+            self._values_left, self._bytes_left = MAX_TOLD_VALUES, MAX_TOLD_BYTES
             return [self._answer(None) for _ in commands]
         except (BlockingIOError, TimeoutError):
             raise TimeoutError(f"no answer within {seconds:.3g} s") from None
@@ -147,6 +150,10 @@ class Line:
     def _answer(self, into: memoryview | None, depth: int = 0) -> Answer:
         line = self._line()
         kind, rest = line[:1], line[1:]
+        if depth and kind in b"+-:":  # a value, too: each may be as long as the buffer
+            self._bytes_left -= len(rest)
+            if self._bytes_left < 0:
+                raise _no_valkey(line)
         if kind == b"-":
             return ServerRefusal(rest[:300].decode(errors="replace"))
         if into is not None and kind != b"$":  # a number would pass for a length
@@ -161,14 +168,18 @@ class Line:
             return number
         if kind == b"$":
             return None if number < 0 else self._value(number, into)
-        if kind != b"*" or number > MAX_TOLD_VALUES or depth == MAX_TOLD_DEPTH:
+        if kind != b"*" or number > self._values_left or depth == MAX_TOLD_DEPTH:
             raise _no_valkey(line)
-        return None if number < 0 else [self._answer(None, depth + 1) for _ in range(number)]
+        if number < 0:
+            return None
+        self._values_left -= number
+        return [self._answer(None, depth + 1) for _ in range(number)]
 
     def _value(self, length: int, into: memoryview | None) -> bytes | int:
         """One that is too long for its memory is -1, one that is too long for any is empty."""
         said: bytes | int = length
-        if into is None and length <= MAX_TOLD_BYTES:
+        if into is None and length <= self._bytes_left:
+            self._bytes_left -= length
             value = bytearray(length)
             self._fill(memoryview(value))
             said = bytes(value)
