@@ -135,7 +135,7 @@ def _arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FILE",
-        help="a trace to replay; twice: one for each engine (default: ../shared/traces, else"
+        help="a trace to replay; twice: one for each engine (default: those beside this checkout, else"
         " made-up conversations)",
     )
     parser.add_argument("--requests-per-second", type=float, default=20.0, metavar="N")

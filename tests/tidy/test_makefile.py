@@ -14,7 +14,7 @@ from tests.tidy.source import ROOT
 TARGETS = {
     "bench", "bench-lmcache", "bench-vllm", "clean", "cluster-down", "cluster-up",
     "conformance-vllm", "demo", "demo-gpu", "fuzz", "gpu-check", "help", "lint",
-    "proto", "sim", "test", "test-vllm", "type", "venv",
+    "proto", "sim", "soak", "test", "test-vllm", "type", "venv",
 }  # fmt: skip
 
 
