@@ -135,8 +135,8 @@ def _arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FILE",
-        help="a trace to replay; twice: one for each engine (default: those beside this checkout, else"
-        " made-up conversations)",
+        help="a trace to replay; twice: one for each engine (default: those beside this checkout,"
+        " else made-up conversations)",
     )
     parser.add_argument("--requests-per-second", type=float, default=20.0, metavar="N")
     parser.add_argument(
