@@ -40,7 +40,7 @@ def spoil(daemon: NodeDaemon) -> None:
 def test_without_checksums_spoilt_bytes_change_the_tokens(
     start_with_pool: Callable[..., tuple[NodeDaemon, Engine]], plain: Plain
 ) -> None:
-    daemon, engine = start_with_pool()
+    daemon, engine = start_with_pool("--payload-checksums", "off")
     prompts = [prompt(f"spoilt {n}", LENGTH) for n in range(4)]
     engine.store(*prompts)
     spoil(daemon)
