@@ -47,6 +47,7 @@ from kvd_client.integrations.vllm.scheduling.steps import StepJobs, StepSender
 from kvd_client.integrations.vllm.scheduling.stores import (
     BlocksSpec,
     IsWhole,
+    Offer,
     StorePlanner,
     nothing,
 )
@@ -253,6 +254,18 @@ class KvdManager(OffloadingManager):
 
         Without a daemon nothing is stored, which is final: offered again, it would cost time.
         """
+        return self.prepare_blocks(list(keys), None, req_context)
+
+    def prepare_blocks(
+        self,
+        keys: list[OffloadKey],
+        parts: list[tuple[int, list[bytes]]] | None,
+        req_context: ReqContext,
+    ) -> PrepareStoreOutput | None:
+        """`prepare_store`; `parts`: the keys' hashes by vLLM's group number, where they are known.
+
+        The lists are kept.
+        """
         tracked = self.tracked(req_context)
         session = self._enter_open_session()
         if session is None or self.steps is None or tracked.request.stores_end:
@@ -262,7 +275,8 @@ class KvdManager(OffloadingManager):
         if self.steps.is_full:
             self.stats.counts[NO_ROOM] += 1
             return None
-        return self._stores.plan(tracked, list(keys), req_context, session, self._is_admitted)
+        offer = Offer(tracked, req_context, keys, parts)
+        return self._stores.plan(offer, session, self._is_admitted)
 
     def prepare_leaving(self, near: Near, number: int) -> LeavingJob | None:
         """A job that stores what of these the daemon lacks; it may be empty. None: not now.

@@ -22,14 +22,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
-    OffloadingConnectorScheduler,
     RequestOffloadState,
-    TransferJobStatus,
 )
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -61,6 +58,7 @@ from kvd_client.integrations.vllm.scheduling.lazy import (
 )
 from kvd_client.integrations.vllm.scheduling.lookups import Prompt
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
+from kvd_client.integrations.vllm.scheduling.one_group import OneGroupScheduler
 from kvd_client.integrations.vllm.scheduling.prompt_times import PromptTimes
 from kvd_client.integrations.vllm.scheduling.steps import StepJobs
 from kvd_client.integrations.vllm.scheduling.stores import KEYS_PER_STEP, BlocksSpec
@@ -78,7 +76,7 @@ class DueRequests(NamedTuple):
     finished_req_ids: set[str]
 
 
-class KvdConnectorScheduler(OffloadingConnectorScheduler):
+class KvdConnectorScheduler(OneGroupScheduler):
     """The connector in vLLM's scheduler process, over a `KvdManager`."""
 
     manager: KvdManager
@@ -87,14 +85,12 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
-        self._self_describing = self._events_tracker.self_describing_enabled
         self._kvd_groups = self.manager.groups
         self._width = self.config.blocks_per_chunk
         self._left: deque[tuple[float, RequestOffloadState, set[OffloadKey]]] = deque(
             maxlen=MAX_DOUBTS
         )
         self._named_inputs = NamedInputs()
-        self._stores_simply = self._has_simple_stores()
         self._prompt_times = PromptTimes(time.monotonic)
         # Dense, as kvd wants them, and in the order in which a step names them.
         self._job_ids = itertools.count(1)
@@ -109,19 +105,6 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         """VLLM's account of the device's blocks, for lazy mode."""
         if self._device is not None:
             self._device.bind(pool)
-
-    def _has_simple_stores(self) -> bool:
-        """Whether all blocks of one group are stored as they come, none of them left out."""
-        groups = self.config.kv_group_configs
-        every_block = SingleTypeKVCacheManager.reachable_block_mask.__func__
-        return (
-            len(groups) == 1
-            and self.config.blocks_per_chunk == 1
-            and groups[0].manager_cls.reachable_block_mask.__func__ is every_block
-            and groups[0].sliding_window_size_in_chunks is None
-            and not groups[0].is_eagle_group
-            and not groups[0].requires_cow_source
-        )
 
     def _is_whole(self, req_context: ReqContext, group: int, block: int) -> bool:
         """Whether the request holds every engine block of this one.
@@ -298,10 +281,12 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         made: dict[int, TransferJob] = {}
         if self._device is not None:
             self._note_computed(scheduler_output)
-        elif len(due) >= MANY_REQUESTS:
-            self.manager.expect_stores(self._next_keys(due))
-            if self._stores_simply:
-                made = self._store_single_blocks(due)
+        else:
+            are_many = len(due) >= MANY_REQUESTS
+            if are_many:
+                self.manager.expect_stores(self._next_keys(due))
+            if self._stores_simply and due:
+                made = self._store_new_blocks(due, are_many=are_many)
         return made | super()._build_store_jobs(DueRequests(due, scheduler_output.finished_req_ids))
 
     def _note_computed(self, scheduler_output: SchedulerOutput) -> None:
@@ -370,47 +355,6 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         if self._device is not None:
             self._current_batch_jobs_to_flush.update(self._device.jobs)
             self._device.clear()
-
-    def _store_single_blocks(self, due: dict[str, int]) -> dict[int, TransferJob]:
-        """Jobs of requests that have one new block, as decoding makes them; takes those out of
-        `due`. What vLLM would do in the one group of full attention, without its lists for more.
-        """
-        (group,) = self.config.kv_group_configs
-        made: dict[int, TransferJob] = {}
-        for req_id, scheduled in list(due.items()):
-            status = self._req_status[req_id]
-            req, state = status.req, status.group_states[0]
-            tokens = self._calc_num_offloadable_tokens(status, req.num_computed_tokens + scheduled)
-            place, known = state.next_stored_chunk_idx, len(state.offload_keys)
-            blocks = min(tokens // group.tokens_per_chunk, len(state.block_ids), known)
-            if blocks != place + 1 or not state.block_ids[place] or req.is_finished():
-                continue
-            output = self.manager.prepare_store([state.offload_keys[place]], status.req_context)
-            if output is None:
-                continue  # vLLM counts and logs it
-            del due[req_id]
-            state.next_stored_chunk_idx = blocks
-            if output.keys_to_store:
-                job_id = self._note_single_store(status, place)
-                source = SingleBlock(place, state.block_ids[place])
-                made[job_id] = TransferJob(req_id, source, output.store_spec)
-        return made
-
-    def _note_single_store(self, status: RequestOffloadState, place: int) -> int:
-        """The job in vLLM's own books, which fence its engine block and count its reports."""
-        (group,), state = self.config.kv_group_configs, status.group_states[0]
-        key, job_id = state.offload_keys[place], self._generate_job_id()
-        status.transfer_jobs.add(job_id)
-        self._jobs[job_id] = TransferJobStatus(
-            req_id=status.req.request_id,
-            pending_count=self.config.num_workers,
-            keys={key},
-            is_store=True,
-            deferred_fence_block_ids=[state.block_ids[place]],
-        )
-        if self._self_describing:
-            self._events_tracker.record_store(status.req, group, place, key)
-        return job_id
 
     def _next_keys(self, req_ids: Iterable[str]) -> list[OffloadKey]:
         """The block of each request and group that it will offer first."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import NamedTuple
 
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -37,6 +39,15 @@ class BlocksSpec(LoadStoreSpec):
 
     keys: Sequence[OffloadKey]
     parts: list[tuple[int, list[bytes]]]
+
+
+class Offer(NamedTuple):
+    """What vLLM offers of one request."""
+
+    tracked: TrackedRequest
+    req_context: ReqContext
+    keys: list[OffloadKey]
+    parts: list[tuple[int, list[bytes]]] | None  # their hashes by vLLM's group, where known
 
 
 @dataclass(slots=True)
@@ -81,29 +92,29 @@ class StorePlanner:
         self.is_whole: IsWhole | None = None
 
     def plan(
-        self,
-        tracked: TrackedRequest,
-        keys: list[OffloadKey],
-        req_context: ReqContext,
-        session: SessionView,
-        admitted: Admitted,
+        self, offer: Offer, session: SessionView, admitted: Admitted
     ) -> PrepareStoreOutput | None:
         """What of these to store. None: no room now, offer them again."""
-        if tracked.policy is OffloadPolicy.REQUEST_LEVEL:
+        tracked, req_context, keys, parts = offer
+        is_request_level = tracked.policy is OffloadPolicy.REQUEST_LEVEL
+        if is_request_level:
             self._note_offered(tracked, keys, req_context)
         if self.is_whole is not None:
-            keys = [k for k in keys if self.is_whole(req_context, *self._place(k, req_context))]
+            offered, parts = keys, None
+            keys = [k for k in offered if self.is_whole(req_context, *self._place(k, req_context))]
         if len(keys) == 1 and session.store_threshold <= 1 and not tracked.request.request_level:
             return self._plan_one(tracked, keys, session)
-        wanted, parts = keys, list(by_group(keys))
-        if tracked.policy is not OffloadPolicy.REQUEST_LEVEL:
+        if parts is None:
+            parts = list(by_group(keys))
+        wanted = keys
+        if not is_request_level:
             wanted = self._absent(tracked, keys, parts, session)
             if session.store_threshold > 1:
-                offered = len(wanted)
+                count = len(wanted)
                 wanted = [
                     key for key in wanted if admitted(tracked, *self._place(key, req_context))
                 ]
-                self._stats.counts[STORES_SKIPPED] += offered - len(wanted)
+                self._stats.counts[STORES_SKIPPED] += count - len(wanted)
         if not wanted:
             return nothing()
         if wanted is not keys:
@@ -204,11 +215,10 @@ class StorePlanner:
     ) -> list[OffloadKey]:
         """Keys that are neither in the daemon nor on their way there, in the order given."""
         account = tracked.request.account
-        present: list[bool] = []
-        for group, hashes in parts:
-            present += session.present(self._groups[group].index, account, hashes).tolist()
+        found = [session.present(self._groups[g].index, account, hashes) for g, hashes in parts]
         wanted = keys
-        if any(present):
+        if any(flags.any() for flags in found):
+            present = chain.from_iterable(flags.tolist() for flags in found)
             wanted = [key for key, there in zip(keys, present, strict=True) if not there]
         if self._storing.keys().isdisjoint(wanted):
             return wanted

@@ -1,0 +1,196 @@
+"""vLLM's bookkeeping of requests and stores, without what only engines with several groups need.
+
+vLLM looks at every block of every group by itself. Here new keys are made in one go, a request
+that has nothing new costs a comparison, and where all blocks of one group are stored as they
+come, a request's new blocks are one slice. The outcome is vLLM's: `tests/vllm/test_one_group.py`
+compares the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+    TransferJobStatus,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import (
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingSpec,
+    OffloadKey,
+    make_offload_key,
+)
+from vllm.v1.request import Request
+
+from kvd_client.integrations.vllm.scheduling.jobs import VLLM_NULL_BLOCK, SingleBlock
+from kvd_client.integrations.vllm.scheduling.manager import KvdManager
+
+
+class RequestKeys(RequestOffloadState):
+    """vLLM's record of a request, which makes its new keys in one go."""
+
+    __slots__ = ()
+
+    def update_offload_keys(self) -> None:
+        hashes = self.req.block_hashes
+        for group, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
+            keys, each = state.offload_keys, group.hashes_per_chunk
+            first = each * len(keys) + each - 1
+            if first >= len(hashes):
+                continue
+            suffix = make_offload_key(b"", group.group_idx)
+            made = [OffloadKey(block_hash + suffix) for block_hash in hashes[first::each]]
+            width = group.tokens_per_chunk
+            ends = range((len(keys) + 1) * width, (len(keys) + len(made) + 1) * width, width)
+            keys += made
+            self.req_context._offload_key_positions.update(zip(made, ends, strict=True))
+
+
+class OneGroupScheduler(OffloadingConnectorScheduler):
+    """vLLM's scheduler side, quicker where it can be, else vLLM's."""
+
+    manager: KvdManager
+
+    def __init__(
+        self, spec: OffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        self._self_describing = self._events_tracker.self_describing_enabled
+        self._has_one_group = len(self.config.kv_group_configs) == 1
+        self._stores_simply = self._has_simple_stores()
+
+    def _has_simple_stores(self) -> bool:
+        """Whether all blocks of one group are stored as they come, none of them left out."""
+        groups = self.config.kv_group_configs
+        every_block = SingleTypeKVCacheManager.reachable_block_mask.__func__
+        return (
+            len(groups) == 1
+            and self.config.blocks_per_chunk == 1
+            and groups[0].manager_cls.reachable_block_mask.__func__ is every_block
+            and groups[0].sliding_window_size_in_chunks is None
+            and not groups[0].is_eagle_group
+            and not groups[0].requires_cow_source
+        )
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        # The same slots, and no new ones: it stays vLLM's record in all but this.
+        self._req_status[request.request_id].__class__ = RequestKeys
+
+    def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
+        if not self._has_one_group or self._sliding_window_groups:
+            super()._update_req_states(scheduler_output)
+            return
+        (group,) = self.config.kv_group_configs
+        place, each = group.group_idx, group.hashes_per_chunk
+        allocated = self._current_batch_allocated_block_ids
+        for req_id, blocks, is_anew in yield_req_data(scheduler_output):
+            status = self._req_status[req_id]
+            (state,) = status.group_states
+            if len(status.req.block_hashes) >= each * (len(state.offload_keys) + 1):
+                status.update_offload_keys()
+            if is_anew:
+                state.block_ids.clear()
+            if blocks:
+                state.block_ids += blocks[place]
+                allocated.update(blocks[place])
+        for copied in scheduler_output.kv_cache_block_copies or ():
+            allocated.add(copied.dst_block_id)
+        allocated.discard(VLLM_NULL_BLOCK)
+
+    def request_finished(self, request: Request, *tables: Any) -> Any:
+        status = self._req_status.get(request.request_id)
+        if status is None:
+            return super().request_finished(request, *tables)
+        self._maybe_observe_lookup_async_delay(status)
+        status.update_offload_keys()
+        fenced = self._block_id_to_pending_jobs
+        for job_id in status.transfer_jobs:
+            blocks = self._jobs[job_id].deferred_fence_block_ids or ()
+            if fenced.keys().isdisjoint(blocks):
+                fenced.update({block: {job_id} for block in blocks})
+            else:
+                for block in blocks:
+                    fenced.setdefault(block, set()).add(job_id)
+        return False, None
+
+    def _store_new_blocks(self, due: dict[str, int], *, are_many: bool) -> dict[int, TransferJob]:
+        """Jobs of the requests' new blocks; takes out of `due` whom it has dealt with.
+
+        What vLLM would do where `_stores_simply`. What it says and counts of a request without
+        room is left to it.
+        """
+        (group,) = self.config.kv_group_configs
+        made: dict[int, TransferJob] = {}
+        for req_id, scheduled in list(due.items()):
+            status = self._req_status[req_id]
+            req, (state,) = status.req, status.group_states
+            if req.is_finished():
+                continue
+            tokens = self._calc_num_offloadable_tokens(status, req.num_computed_tokens + scheduled)
+            first, known = state.next_stored_chunk_idx, len(state.offload_keys)
+            end = min(tokens // group.tokens_per_chunk, len(state.block_ids), known)
+            if end <= first:  # its token, and so its hash, is not known yet
+                del due[req_id]
+                continue
+            row = state.block_ids[first:end]
+            if VLLM_NULL_BLOCK in row:
+                continue
+            keys = state.offload_keys[first:end]
+            output = self.manager.prepare_blocks(
+                keys, [(group.group_idx, self._hashes(req, first, end))], status.req_context
+            )
+            if output is None:
+                continue
+            del due[req_id]
+            state.next_stored_chunk_idx = end
+            stored = output.keys_to_store
+            if not stored:
+                continue
+            if len(stored) < len(keys):
+                wanted = set(stored)
+                row = [block for block, key in zip(row, keys, strict=True) if key in wanted]
+                first += next(place for place, key in enumerate(keys) if key in wanted)
+            source: LoadStoreSpec = (
+                SingleBlock(first, row[0])
+                if are_many and len(row) == 1
+                else GPULoadStoreSpec(row, group_sizes=[len(row)], block_indices=[first])
+            )
+            job_id = self._note_store(status, stored, row)
+            made[job_id] = TransferJob(req_id, source, output.store_spec)
+        return made
+
+    def _hashes(self, request: Request, first: int, end: int) -> list[bytes]:
+        """Of the request's blocks of the one group."""
+        each = self.config.kv_group_configs[0].hashes_per_chunk
+        hashes: list[bytes] = request.block_hashes[(first + 1) * each - 1 : end * each : each]
+        return hashes
+
+    def _note_store(self, status: RequestOffloadState, keys: Any, engine_blocks: list[int]) -> int:
+        """The job in vLLM's own books, which fence its engine blocks and count its reports."""
+        job_id: int = self._generate_job_id()
+        status.transfer_jobs.add(job_id)
+        self._jobs[job_id] = TransferJobStatus(
+            req_id=status.req.request_id,
+            pending_count=self.config.num_workers,
+            keys=set(keys),
+            is_store=True,
+            deferred_fence_block_ids=engine_blocks,
+        )
+        if self._self_describing:
+            self._describe(status, keys)
+        return job_id
+
+    def _describe(self, status: RequestOffloadState, keys: Any) -> None:
+        (group,) = self.config.kv_group_configs
+        for key in keys:
+            place = self.manager.block_of(key, status.req_context)
+            self._events_tracker.record_store(status.req, group, place, key)

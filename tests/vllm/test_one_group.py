@@ -1,0 +1,269 @@
+"""The quicker books of requests and stores beside those of vLLM, over the same random steps."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingWorkerMetadata,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+)
+from vllm.v1.kv_offload.base import PrepareStoreOutput
+from vllm.v1.request import RequestStatus
+
+from kvd_client.integrations.vllm.scheduling import scheduler as ours
+from kvd_client.integrations.vllm.scheduling.jobs import SingleBlock
+from kvd_client.integrations.vllm.scheduling.requests import by_group
+from kvd_client.integrations.vllm.scheduling.scheduler import KvdConnectorScheduler
+from kvd_client.integrations.vllm.scheduling.stores import BlocksSpec
+from kvd_client.integrations.vllm.spec import KvdOffloadingSpec
+from tests.vllm.configurations import BLOCK_TOKENS, Configuration, configure
+from tests.vllm.scheduler_stand import write_model
+
+STEPS = 60
+MOST_BLOCKS = 12  # of a request
+ROOM_FOR = 30  # requests at once: more than MANY_REQUESTS
+
+
+@pytest.fixture(scope="module")
+def configuration(tmp_path_factory: pytest.TempPathFactory) -> Configuration:
+    model = write_model(tmp_path_factory.mktemp("model"))
+    return configure(Path(model), skip_tokenizer_init=True)
+
+
+class ScriptedManager:
+    """Stores what a draw from the key and the step says, however often it is asked."""
+
+    stores_lazily = False
+
+    def __init__(self, groups: Any) -> None:
+        self.groups = groups
+        self.step = 0
+
+    def prepare_store(self, keys: Any, _context: Any) -> PrepareStoreOutput | None:
+        draws = [random.Random(f"{key!r} {self.step}").random() for key in keys]
+        if draws[0] < 0.15:
+            return None
+        stored = [key for key, draw in zip(keys, draws, strict=True) if draw > 0.4]
+        return PrepareStoreOutput(stored, BlocksSpec(stored, list(by_group(stored))), [])
+
+    def prepare_blocks(self, keys: Any, parts: Any, context: Any) -> PrepareStoreOutput | None:
+        assert parts == list(by_group(keys))
+        return self.prepare_store(keys, context)
+
+    def __getattr__(self, _verb: str) -> Any:
+        return lambda *_arguments, **_more: None
+
+
+class ScriptedRequest:
+    """What both sides read of a request. Its hashes are known up to its last token."""
+
+    kv_transfer_params = None
+    kv_hints = None
+    skip_reading_prefix_cache = True
+    mm_features = ()
+    num_output_tokens = 0
+    shared_prefix_boundary = None
+
+    def __init__(self, name: str, blocks: int) -> None:
+        self.request_id = name
+        self.block_hashes: list[bytes] = []
+        self.num_prompt_tokens = blocks * BLOCK_TOKENS + 5
+        self.num_tokens = 0
+        self.num_computed_tokens = 0
+        self.status = RequestStatus.RUNNING
+        self.grow_to(self.num_prompt_tokens)
+
+    def grow_to(self, tokens: int) -> None:
+        self.num_tokens = tokens
+        for block in range(len(self.block_hashes), tokens // BLOCK_TOKENS):
+            self.block_hashes.append(f"{self.request_id} {block}".encode().ljust(32, b"."))
+
+    def is_finished(self) -> bool:
+        return RequestStatus.is_finished(self.status)
+
+
+class Drawn:
+    """A run of steps drawn from a seed: the same for every side."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.requests: dict[str, ScriptedRequest] = {}
+        self.ended: list[ScriptedRequest] = []
+        self._tables: dict[str, int] = {}  # engine blocks that each has
+        self._made = 0
+        self._next_block = 1
+
+    def arrivals(self) -> list[ScriptedRequest]:
+        count = self.draw.choice((0, 1, 1, 12))
+        made = []
+        for _ in range(min(count, ROOM_FOR - len(self.requests))):
+            self._made += 1
+            made.append(ScriptedRequest(f"r{self._made}", self.draw.randrange(MOST_BLOCKS)))
+        return made
+
+    def step(self, arrived: list[ScriptedRequest]) -> Any:
+        """What vLLM says of a step. Some are computed ahead of their tokens, as overlapped;
+        some were preempted and are given all their blocks anew."""
+        told, self.ended = self.ended, []
+        new, cached = [], SimpleNamespace(req_ids=[], new_block_ids=[], resumed_req_ids=set())
+        scheduled: dict[str, int] = {}
+        for request in (*self.requests.values(), *arrived):
+            name = request.request_id
+            if name in self.requests and self.draw.random() < 0.3:
+                continue
+            ahead = request.num_tokens + self.draw.choice((0, 0, 1)) - request.num_computed_tokens
+            if ahead <= 0:
+                continue
+            scheduled[name] = self.draw.randint(1, ahead)
+            if name not in self.requests:
+                new.append(
+                    SimpleNamespace(req_id=name, block_ids=(self._give(request, scheduled),))
+                )
+                continue
+            if self.draw.random() < 0.1:
+                self._tables[name] = 0
+                cached.resumed_req_ids.add(name)
+            blocks = self._give(request, scheduled)
+            cached.req_ids.append(name)
+            cached.new_block_ids.append((blocks,) if blocks else None)
+        self.requests.update({request.request_id: request for request in arrived})
+        return SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=scheduled,
+            finished_req_ids={request.request_id for request in told},
+            preempted_req_ids=set(),
+            kv_cache_block_copies=None,
+            kv_connector_block_state=None,
+        )
+
+    def _give(self, request: ScriptedRequest, scheduled: dict[str, int]) -> list[int]:
+        name = request.request_id
+        wanted = -(-(request.num_computed_tokens + scheduled[name]) // BLOCK_TOKENS)
+        count = max(0, wanted - self._tables.get(name, 0))
+        self._tables[name] = self._tables.get(name, 0) + count
+        first, self._next_block = self._next_block, self._next_block + count
+        return list(range(first, first + count))
+
+    def compute(self, scheduled: dict[str, int]) -> list[ScriptedRequest]:
+        """The step has run; who ended with it."""
+        for name, count in scheduled.items():
+            request = self.requests[name]
+            request.num_computed_tokens += count
+            request.grow_to(max(request.num_tokens, request.num_computed_tokens))
+            if request.num_computed_tokens >= request.num_prompt_tokens and (
+                self.draw.random() < 0.2
+            ):
+                aborted = self.draw.random() < 0.3
+                end = RequestStatus.FINISHED_ABORTED if aborted else RequestStatus.FINISHED_STOPPED
+                request.status = end
+                self.ended.append(self.requests.pop(name))
+        return self.ended
+
+
+def side(kind: type[Any], configuration: Configuration) -> Any:
+    made = kind(
+        KvdOffloadingSpec(configuration.offloading), configuration.vllm, configuration.cache
+    )
+    made.manager = ScriptedManager(made.manager.groups)
+    return made
+
+
+def books(made: Any) -> dict[str, Any]:
+    """The books of either, by value."""
+    return {
+        "requests": {
+            name: [
+                (each.offload_keys, each.block_ids, each.next_stored_chunk_idx)
+                for each in status.group_states
+            ]
+            + [status.req_context._offload_key_positions, status.transfer_jobs]
+            for name, status in made._req_status.items()
+        },
+        "jobs": {
+            job: (each.req_id, each.keys, each.deferred_fence_block_ids, each.pending_count)
+            for job, each in made._jobs.items()
+        },
+        "fenced": made._block_id_to_pending_jobs,
+        "allocated": made._current_batch_allocated_block_ids,
+    }
+
+
+def stores(jobs: dict[int, Any]) -> dict[int, Any]:
+    told = {}
+    for number, job in jobs.items():
+        source = job.src_spec
+        if isinstance(source, SingleBlock):
+            row, first = [source.engine_block], source.block
+        else:
+            row, first = list(np.asarray(source.block_ids)), source.block_indices[0]
+        told[number] = (job.req_id, row, first, job.dst_spec.keys, job.dst_spec.parts)
+    return told
+
+
+@pytest.mark.parametrize("many", [1, 8, 1000])
+@pytest.mark.parametrize("seed", range(6))
+def test_both_keep_the_same_books(
+    seed: int, many: int, configuration: Configuration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ours, "MANY_REQUESTS", many)
+    drawn = Drawn(seed)
+    sides = [
+        side(kind, configuration) for kind in (OffloadingConnectorScheduler, KvdConnectorScheduler)
+    ]
+    assert sides[1]._stores_simply
+    stored = 0
+    for _ in range(STEPS):
+        arrived = drawn.arrivals()
+        for made in sides:
+            for request in arrived:
+                made.on_new_request(request)
+        output = drawn.step(arrived)
+        made_jobs = []
+        for made in sides:
+            made.manager.step += 1
+            made._update_req_states(output)
+            before = books(made)
+            made_jobs.append(stores(made._build_store_jobs(output)))
+            made._current_batch_allocated_block_ids = set()
+            made_jobs.append(before)
+        assert made_jobs[0] == made_jobs[2]
+        assert made_jobs[1] == made_jobs[3]
+        stored += len(made_jobs[0])
+        for request in drawn.compute(output.num_scheduled_tokens):
+            for made in sides:
+                made.request_finished(request)
+        assert books(sides[0]) == books(sides[1])
+        ended = [job for job in sides[0]._jobs if drawn.draw.random() < 0.4]
+        report = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1))
+        for made in sides:
+            OffloadingConnectorScheduler.update_connector_output(
+                made, SimpleNamespace(kv_connector_worker_meta=report)
+            )
+        assert books(sides[0]) == books(sides[1])
+    assert stored > STEPS / 2, "the run stores something"
+
+
+def test_books_of_an_engine_with_blocks_of_several_are_vllms(
+    configuration: Configuration, tmp_path: Path
+) -> None:
+    wide = configure(Path(write_model(tmp_path)), {"blocks_per_chunk": 2}, skip_tokenizer_init=True)
+    made = side(KvdConnectorScheduler, wide)
+    assert not made._stores_simply
+    plain = side(OffloadingConnectorScheduler, wide)
+    request = ScriptedRequest("r", 7)
+    for each in (plain, made):
+        each.on_new_request(request)
+        each._req_status["r"].update_offload_keys()
+        request.grow_to(9 * BLOCK_TOKENS)
+        each._req_status["r"].update_offload_keys()
+    assert books(made) == books(plain)
+    assert len(made._req_status["r"].group_states[0].offload_keys) == 4
