@@ -87,7 +87,7 @@ class ScriptedRequest:
             self.block_hashes.append(f"{self.request_id} {block}".encode().ljust(32, b"."))
 
     def is_finished(self) -> bool:
-        return RequestStatus.is_finished(self.status)
+        return bool(RequestStatus.is_finished(self.status))
 
 
 class Drawn:
@@ -227,7 +227,7 @@ def test_both_keep_the_same_books(
             for request in arrived:
                 made.on_new_request(request)
         output = drawn.step(arrived)
-        made_jobs = []
+        made_jobs: list[dict[Any, Any]] = []
         for made in sides:
             made.manager.step += 1
             made._update_req_states(output)
