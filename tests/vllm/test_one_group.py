@@ -38,7 +38,7 @@ def configuration(tmp_path_factory: pytest.TempPathFactory) -> Configuration:
     return configure(Path(model), skip_tokenizer_init=True)
 
 
-class ScriptedManager:
+class ScriptedStores:
     """Stores what a draw from the key and the step says, however often it is asked."""
 
     stores_lazily = False
@@ -173,7 +173,7 @@ def side(kind: type[Any], configuration: Configuration) -> Any:
     made = kind(
         KvdOffloadingSpec(configuration.offloading), configuration.vllm, configuration.cache
     )
-    made.manager = ScriptedManager(made.manager.groups)
+    made.manager = ScriptedStores(made.manager.groups)
     return made
 
 

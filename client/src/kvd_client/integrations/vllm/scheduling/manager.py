@@ -47,7 +47,7 @@ from kvd_client.integrations.vllm.scheduling.steps import StepJobs, StepSender
 from kvd_client.integrations.vllm.scheduling.stores import (
     BlocksSpec,
     IsWhole,
-    Offer,
+    OfferedBlocks,
     StorePlanner,
     nothing,
 )
@@ -275,7 +275,7 @@ class KvdManager(OffloadingManager):
         if self.steps.is_full:
             self.stats.counts[NO_ROOM] += 1
             return None
-        offer = Offer(tracked, req_context, keys, parts)
+        offer = OfferedBlocks(tracked, req_context, keys, parts)
         return self._stores.plan(offer, session, self._is_admitted)
 
     def prepare_leaving(self, near: Near, number: int) -> LeavingJob | None:

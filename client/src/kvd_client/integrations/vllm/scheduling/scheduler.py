@@ -473,7 +473,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
                 self._rewind(status, missing)
 
     def _rewind(self, status: RequestOffloadState, keys: set[OffloadKey]) -> None:
-        """Offer from the first of these on again.
+        """OfferedBlocks from the first of these on again.
 
         Not in a group with a window: what was offered there may be another request's by now,
         and vLLM does not look back for that.

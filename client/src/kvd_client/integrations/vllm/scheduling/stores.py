@@ -41,7 +41,7 @@ class BlocksSpec(LoadStoreSpec):
     parts: list[tuple[int, list[bytes]]]
 
 
-class Offer(NamedTuple):
+class OfferedBlocks(NamedTuple):
     """What vLLM offers of one request."""
 
     tracked: TrackedRequest
@@ -92,7 +92,7 @@ class StorePlanner:
         self.is_whole: IsWhole | None = None
 
     def plan(
-        self, offer: Offer, session: SessionView, admitted: Admitted
+        self, offer: OfferedBlocks, session: SessionView, admitted: Admitted
     ) -> PrepareStoreOutput | None:
         """What of these to store. None: no room now, offer them again."""
         tracked, req_context, keys, parts = offer
