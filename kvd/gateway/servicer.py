@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from kvd.control.access.peers import MAX_NAME_CHARACTERS, ON_BEHALF_OF_KEY
 from kvd.gateway.certificates import names_of
 from kvd.gateway.upstream import NoDaemonError, Upstream
 from kvd_proto.v1 import operator_pb2
@@ -19,8 +20,6 @@ log = logging.getLogger(__name__)
 READING = frozenset({"Status", "ListNamespaces"})
 CALL_SECONDS = 30.0  # of a call that names no deadline
 MAX_CALL_SECONDS = 660.0  # a drain may take 600 s
-ON_BEHALF_OF = "kvd-on-behalf-of"  # metadata entry: the caller's name, for the daemon's log
-MAX_NAME_BYTES = 256  # of that name
 
 Context = grpc.ServicerContext
 Code = grpc.StatusCode
@@ -89,7 +88,7 @@ class Gateway(grpc.GenericRpcHandler):
         left: float | None = context.time_remaining()
         timeout_s = CALL_SECONDS if left is None else min(left, MAX_CALL_SECONDS)
         try:
-            return self._upstream.call(method.path, request, timeout_s, ((ON_BEHALF_OF, who),))
+            return self._upstream.call(method.path, request, timeout_s, ((ON_BEHALF_OF_KEY, who),))
         except NoDaemonError as error:
             context.abort(Code.UNAVAILABLE, str(error))
         except grpc.RpcError as error:
@@ -102,5 +101,5 @@ class Gateway(grpc.GenericRpcHandler):
 
 def _printable(name: str) -> str:
     """A name that metadata and a line of the log can take."""
-    shown = name.encode("ascii", "backslashreplace")[:MAX_NAME_BYTES].decode()
+    shown = name.encode("ascii", "backslashreplace")[:MAX_NAME_CHARACTERS].decode()
     return "".join(c if c.isprintable() else "?" for c in shown)

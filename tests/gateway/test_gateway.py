@@ -96,11 +96,13 @@ def test_a_certificate_of_the_authority_may_look_and_change_nothing(
 
 @pytest.mark.parametrize(("name", "host"), [("alice", "a.example"), ("carol", "ops.example")])
 def test_a_named_certificate_may_change_things_by_either_of_its_names(
-    gateway: GatewayProcess, authority: Authority, name: str, host: str
+    gateway: GatewayProcess, authority: Authority, running: RunningDaemon, name: str, host: str
 ) -> None:
     with gateway.called_by(authority.vouch(name, host)) as stub:
         assert stub.Clear(pb.ClearRequest(), timeout=CALL_SECONDS).blocks_removed == 0
     wait_until(lambda: f"Clear was carried out for {name}" in gateway.said, "its line in the log")
+    [*_, audited] = [s for s in running.log.read_text().splitlines() if "operator: clear" in s]
+    assert f"on_behalf_of='{name}'" in audited
 
 
 def test_the_daemons_refusal_comes_back_with_its_reason(

@@ -23,6 +23,8 @@ from kvd_proto.v1 import companion_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
 TOKEN_KEY = "kvd-token"  # noqa: S105 - the name of the entry, no secret
+ON_BEHALF_OF_KEY = "kvd-on-behalf-of"  # whom a gateway calls for; a claim, for the log alone
+MAX_NAME_CHARACTERS = 256  # of it
 MAX_MEMORIES = 256
 _IDS = struct.Struct("iII")
 MAX_REGISTRATIONS = 4096  # of one connection, one after the other
@@ -233,6 +235,14 @@ def no_peer() -> Unauthenticated:
         " companion socket first",
         TOKEN_KEY,
     )
+
+
+def on_behalf_of(context: Context) -> str | None:
+    """Whom the caller says it calls for; None where it says nothing."""
+    for entry in context.invocation_metadata() or ():
+        if entry[0] == ON_BEHALF_OF_KEY and isinstance(entry[1], str):
+            return entry[1][:MAX_NAME_CHARACTERS]
+    return None
 
 
 class Peers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from kvd.control import audit
-from kvd.control.access.peers import Context, Peer, Peers
+from kvd.control.access.peers import Context, Peer, Peers, on_behalf_of
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespace import check_string
 from kvd.control.namespaces import Namespaces
@@ -71,6 +71,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         audit.note(
             "clear",
             peer.uid,
+            on_behalf_of=on_behalf_of(context),
             namespace=request.namespace_id or "all",
             namespaces=len(chosen),
             tenants=tenants[:TENANTS_NAMED],
@@ -91,6 +92,7 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         audit.note(
             "quota",
             peer.uid,
+            on_behalf_of=on_behalf_of(context),
             tenant=request.tenant,
             quota_bytes=request.quota_bytes,
             quota_bytes_before=before[TenantId(request.tenant)],
@@ -104,15 +106,19 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
             raise InvalidArgument(
                 f"deadline_ms is {request.deadline_ms}, more than {MAX_DRAIN_MS}", "deadline_ms"
             )
-        audit.note("drain", peer.uid, deadline_ms=request.deadline_ms)
+        audit.note(
+            "drain", peer.uid, on_behalf_of=on_behalf_of(context), deadline_ms=request.deadline_ms
+        )
         left = await self.drain(request.deadline_ms / 1e3)
-        audit.note("drained", peer.uid, jobs_left=left)
+        audit.note("drained", peer.uid, on_behalf_of=on_behalf_of(context), jobs_left=left)
         return pb.DrainResponse(jobs_left=left)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:  # noqa: ARG002
         peer = self._operator(context)
         was_draining = await self.undrain()
-        audit.note("undrain", peer.uid, was_draining=was_draining)
+        audit.note(
+            "undrain", peer.uid, on_behalf_of=on_behalf_of(context), was_draining=was_draining
+        )
         return pb.UndrainResponse(was_draining=was_draining)
 
     async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyResponse:
