@@ -318,3 +318,4 @@ def drive_upheaval(rig: Rig, sessions: list[keys.SessionId]) -> None:
         if number < 4:
             rig.call(events.TimerTicked(), "after a close")
     rig.call(events.DrainStarted())
+    rig.call(events.DrainEnded())

@@ -19,6 +19,7 @@ IGNORING = (
     "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
+HEEDING = IGNORING.replace("SIG_IGN", "SIG_DFL")  # whoever runs the tests may ignore it (nohup)
 DONE = "the settings were reloaded"
 
 
@@ -30,6 +31,7 @@ class Configured(RunningDaemon):
         self.file = self.directory / "kvd.toml"
         self.file.write_text(text)
         self.more_flags = ("--config", str(self.file))
+        self.behind = (sys.executable, "-c", HEEDING)
 
     def reload(self, text: str) -> str:
         """Write the file and tell the daemon; what it logged of that."""

@@ -19,6 +19,7 @@ from kvd.tiers.store import Outcome, TierError, TierReason
 from tests.tiers.contract import BLOCK_BYTES, ONE, content, key, source, target
 from tests.tiers.mooncake_cluster import freeze, mooncake_cluster, opened, options_of
 from tests.tiers.tier_rig import TierRig, keys, on_loop, placed, soon, tier_rig, until
+from tests.waiting import wait_until
 
 pytest.importorskip("mooncake.store", reason="needs the mooncake extra", exc_type=ImportError)
 pytestmark = pytest.mark.slow
@@ -190,9 +191,11 @@ def test_no_wrong_byte_while_nodes_come_and_go_and_blocks_are_evicted(tmp_path: 
             time.sleep(1.0)
             end(cluster.nodes.pop(0))
             cluster.start_node()
-        ended.set()
-        for thread in threads:
-            thread.join()
+        try:
+            wait_until(lambda: len(done) > 100, "a hundred blocks to be read")
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
         assert wrong == []
-        assert len(done) > 100
         store.close()
