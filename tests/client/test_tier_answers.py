@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,8 +98,14 @@ def test_one_call_is_enough_where_the_tier_answers_at_once(stand: Stand) -> None
     first = [stand.told(f"nowhere {n}", f"n{n}")[0] for n in range(20)]
     assert any(statuses(answer) == {hits.MISS} for answer in first)
     assert statuses(stand.told("below", "b")[0]) == {hits.PENDING}, "it is there, and not up yet"
-    stand.engine.step()
-    wait_until(lambda: statuses(stand.told("below", "b")[0]) == {hits.HIT}, "the blocks")
+    requests = (f"b{n}" for n in itertools.count())
+
+    def is_up() -> bool:
+        """For a request that begins a promotion of its own where the last one came too late."""
+        stand.engine.step()
+        return statuses(stand.told("below", next(requests))[0]) == {hits.HIT}
+
+    wait_until(is_up, "the blocks")
 
 
 def test_no_call_waits_for_a_tier_that_takes_its_time(stand: Stand) -> None:

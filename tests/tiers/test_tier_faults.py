@@ -208,7 +208,9 @@ async def test_a_store_that_keeps_memory_after_its_call_costs_its_process(how: s
         await r.sink.answer(1)
         tier.read(r.next_order(), placed([1], [2]), soon())
         await r.sink.until(lambda: r.sink.gone)
-        assert r.sink.gone == ["its store kept hold of memory after a call had returned"]
+        # On a busy machine its end may be seen before its last word.
+        why = "its store kept hold of memory after a call had returned"
+        assert r.sink.gone in ([why], ["exited with status 70"])
         assert r.sink.answers[2].reason == ProcessReason.TIER_GONE
         await unchanged_for(0.2, r, 2)
 
