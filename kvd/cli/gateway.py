@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from kvd.cli.status import DEFAULT_SOCKET
 from kvd.control.notify import notify
 from kvd.gateway.certificates import CertificateError, CertificateFiles, Renewal
 from kvd.gateway.server import begin
@@ -18,7 +19,6 @@ from kvd.observability import logs
 
 log = logging.getLogger(__name__)
 
-DEFAULT_SOCKET = "/run/kvd/kvd.sock"
 DEFAULT_ADDRESS = "127.0.0.1:9471"
 EXIT_FAILED = 1
 STOPPING = (signal.SIGTERM, signal.SIGINT)
