@@ -91,7 +91,8 @@ class OwnedProcess(ABC):
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.WriteTransport | None = None
-        self._reason = ""  # of its end
+        self._reason = ""  # of its end; what it said of that itself, or why control ended it
+        self._how_ended = ""  # what the system says of its end, where nobody says more
         self._start_stage = StartStage.STARTING
         self._end_signs = EndSigns.RUNNING
 
@@ -213,7 +214,7 @@ class OwnedProcess(ABC):
         """The pidfd is readable: the process has ended."""
         self._loop.remove_reader(self.pidfd)
         status = self._child.wait()
-        self._reason = self._reason or self._how_it_ended(status)
+        self._how_ended = self._how_it_ended(status)
         if self._end_signs is EndSigns.CLOSED:
             self._end()
         else:
@@ -226,6 +227,7 @@ class OwnedProcess(ABC):
     def _end(self) -> None:
         """Both signs are there, so every frame was read."""
         self._end_signs = step(END_STEPS, self._end_signs, EndSigns.GONE)
+        self._reason = self._reason or self._how_ended
         self._gone.set_result(None)
         if not self._hello.done():
             self._hello.set_exception(

@@ -7,7 +7,7 @@ import enum
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -227,7 +227,9 @@ class TierProcess(OwnedProcess):
     @property
     def ending(self) -> bool:
         """Whether it is gone, or was told to go: it may wait for a disk, and takes no orders."""
-        return bool(self._reason) or self._transport is None or self._transport.is_closing()
+        if self._reason or self._how_ended:
+            return True
+        return self._transport is None or self._transport.is_closing()
 
     @property
     def queued(self) -> dict[str, int]:
@@ -310,6 +312,9 @@ class TierProcess(OwnedProcess):
         given = self._given.get(answer.order)
         if given is None:
             raise BadFrame(f"an answer to order {answer.order}, which is not open")
+        if given.state is OrderState.LATE and answer.reason == ProcessReason.CALLED_OFF:
+            # It was called off for its deadline; the loop's timer fires up to 1 ms early.
+            answer = replace(answer, reason=ProcessReason.LATE)
         _require_possible(answer, given.order)
         _require_sums(answer, given.order, wanted=self._wants_sums)
         self._end_order(given, answer)
