@@ -22,6 +22,8 @@ RUN python3 -m venv /build/tools \
         -c requirements/constraints.txt ziglang; }
 COPY pyproject.toml README.md LICENSE ./
 COPY client client
+COPY docs docs
+COPY deploy deploy
 COPY kvd kvd
 RUN /build/tools/bin/pip wheel --no-cache-dir --disable-pip-version-check --no-deps \
       --no-build-isolation --wheel-dir /build/wheels ./client .

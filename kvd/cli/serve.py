@@ -40,6 +40,7 @@ from kvd.observability.floods import Floods
 from kvd.pool.config import COMFORTABLE_EXTENTS, Checksums, PoolConfig, PoolError
 from kvd.pool.header import NO_POOL
 from kvd.pool.pool import Pool
+from kvd.processes import release
 from kvd.runtime.driver import Driver
 from kvd.runtime.tiers import terms_of
 
@@ -357,6 +358,7 @@ def serve(config: Config, read: Callable[[], Config]) -> int:
     _warn_of_variables()
     places = (config.socket.parent, config.pool_directory, config.extents_directory)
     made = MadeDirectories(filter(None, places))
+    release.OURS.remember()
     try:
         descriptors.raise_limit()
         descriptors.require_enough()

@@ -14,6 +14,7 @@ from pathlib import Path
 import kvd
 import kvd_proto
 from kvd.linux.proc import start_time_of
+from kvd.processes import release
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,14 @@ def launch(room: str, fds: Iterable[int], changes: Mapping[str, str]) -> Launche
     """Start a room's process, which inherits these descriptors under their numbers.
 
     It is given the number of its descriptor of control, and control's pid. `changes`: of its
-    environment. OSError leaves nothing.
+    environment. OSError leaves nothing; it is ReleaseChangedError where another release was
+    installed since this one started.
 
     To be called from the thread that lives as long as control: the child's parent-death signal
     follows the thread that started it. Popen starts it by vfork and exec, without any code of
     ours in between, so gRPC's threads don't matter.
     """
+    release.OURS.require_unchanged()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         child = subprocess.Popen(

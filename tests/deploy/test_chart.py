@@ -244,6 +244,8 @@ def test_a_pool_in_huge_pages_claims_them_and_no_common_memory_for_its_blocks(
     chart: helm.Chart, tmp_path: Path, size: str
 ) -> None:
     values = {"pool": {"sizeGiB": 64, "hugePages": {"size": size}}}
+    if size == "1Gi":
+        values |= {"config": {"extent_bytes": "1GiB"}}
     read = settings(chart, tmp_path, values)
     spec = pod(chart, values)
     (container,) = spec["containers"]
@@ -257,6 +259,66 @@ def test_a_pool_in_huge_pages_claims_them_and_no_common_memory_for_its_blocks(
     assert volumes["extents"]["hostPath"]["path"] == "/dev/hugepages/kvd"
     (init,) = spec["initContainers"]
     assert f"-m 0700 {mounted['extents']}" in init["command"][-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "requests", "limits"),
+    [
+        ({"requests": {"cpu": 4}}, {"cpu": 4, "memory": "19Gi"}, {"memory": "19Gi"}),
+        ({"limits": {"cpu": 8}}, {"cpu": "1", "memory": "19Gi"}, {"cpu": 8, "memory": "19Gi"}),
+        ({"limits": {"memory": "9Gi"}}, {"cpu": "1", "memory": "9Gi"}, {"memory": "9Gi"}),
+        ({"requests": {"memory": "40Gi"}}, {"cpu": "1", "memory": "40Gi"}, {"memory": "40Gi"}),
+        (
+            {"requests": {"memory": "20Gi"}, "limits": {"memory": "30Gi"}},
+            {"cpu": "1", "memory": "20Gi"},
+            {"memory": "30Gi"},
+        ),
+        ({"claims": [{"name": "gpus"}]}, {"cpu": "1", "memory": "19Gi"}, {"memory": "19Gi"}),
+    ],
+    ids=["cpu", "cpu limit", "memory limit", "memory request", "both", "claims"],
+)
+def test_what_resources_do_not_say_of_memory_is_what_the_pool_needs(
+    chart: helm.Chart, given: dict[str, Any], requests: dict[str, Any], limits: dict[str, Any]
+) -> None:
+    pool = {"sizeGiB": 16, "headroomGiB": 2}
+    (container,) = pod(chart, {"resources": given, "pool": pool})["containers"]
+    asked = container["resources"]
+    assert (asked["requests"], asked["limits"]) == (requests, limits)
+    assert asked.get("claims") == given.get("claims")
+
+
+def test_resources_keep_the_claim_on_huge_pages(chart: helm.Chart) -> None:
+    values = {
+        "resources": {"requests": {"cpu": 4}},
+        "pool": {"sizeGiB": 64, "hugePages": {"size": "2Mi"}},
+    }
+    (container,) = pod(chart, values)["containers"]
+    for kind in ("requests", "limits"):
+        assert container["resources"][kind]["hugepages-2Mi"] == "64Gi"
+
+
+@pytest.mark.parametrize("extent", [None, "auto", "64MiB", 1 << 26])
+def test_huge_pages_of_a_gibibyte_want_extents_as_large(
+    chart: helm.Chart, extent: str | int | None
+) -> None:
+    values = {
+        "pool": {"hugePages": {"size": "1Gi"}},
+        "config": {} if extent is None else {"extent_bytes": extent},
+    }
+    with pytest.raises(helm.HelmError, match="set it to 1GiB"):
+        objects(chart, values)
+    for good in ("1GiB", "2GiB", 1 << 30):
+        objects(chart, {**values, "config": {"extent_bytes": good}})
+
+
+def test_a_pod_is_given_the_time_to_drain(chart: helm.Chart) -> None:
+    for grace, drain in ((14, None), (90, 86), (90, 85.5), (30, 600)):
+        config = {} if drain is None else {"drain_seconds": drain}
+        with pytest.raises(helm.HelmError, match="it would be killed"):
+            objects(chart, {"terminationGracePeriodSeconds": grace, "config": config})
+    for grace, drain in ((15, 10), (90, 85), (11, 0), (605, 600)):
+        values = {"terminationGracePeriodSeconds": grace, "config": {"drain_seconds": drain}}
+        assert pod(chart, values)["terminationGracePeriodSeconds"] == grace
 
 
 def test_a_pool_in_common_memory_has_its_extents_in_its_directory(

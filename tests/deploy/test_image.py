@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import time
@@ -108,6 +109,24 @@ def test_the_image_has_the_wheels_of_both_distributions_and_no_more_of_ours(imag
     code = "import kvd, kvd_client, kvd_proto.v1.engine_pb2 as p; print(kvd.__file__, p.__file__)"
     for path in output(image / "opt/kvd/bin/python", "-c", code).split():
         assert path.startswith(f"{image}/opt/kvd/"), path
+
+
+def test_what_the_image_is_built_from_reaches_docker() -> None:
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    for step in instructions(DOCKERFILE):
+        if step.name == "COPY" and not step.rest.startswith("--from"):
+            for source in step.rest.split()[:-1]:
+                assert f"!{source.split('/')[0]}" in allowed
+
+
+@pytest.mark.slow
+def test_the_installation_has_the_guide_that_the_unit_names(image: Path) -> None:
+    unit = (ROOT / "deploy/systemd/kvd.service").read_text()
+    (named,) = re.findall(r"^Documentation=file://(/opt/kvd/.+)$", unit, re.MULTILINE)
+    guide = image / named.lstrip("/")
+    assert guide.read_text() == (ROOT / "deploy/README.md").read_text()
+    for link in re.findall(r"\]\((\.\./docs/[^)#]+)", guide.read_text()):
+        assert (guide.parent / link).exists()
 
 
 @pytest.mark.slow

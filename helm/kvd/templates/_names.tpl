@@ -54,10 +54,40 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- add $common (div $pool 28) 64 -}}
 {{- end -}}
 
-{{- /* Without such a claim the kubelet lets the pod have no huge page at all. */ -}}
-{{- define "kvd.hugePages" -}}
+{{- /* Without a claim on huge pages the kubelet lets the pod have none at all. */ -}}
+{{- /* The pod's memory: what the values say of it, and for the rest what the pool needs. What they say
+       of memory in one place alone counts in both: a limit below the request would be refused. */ -}}
+{{- define "kvd.resources" -}}
+{{- $memory := dict "memory" (include "kvd.memory" .) -}}
 {{- with .Values.pool.hugePages.size -}}
-{{- printf ", hugepages-%s: %dGi" . (int $.Values.pool.sizeGiB) -}}
+{{- $_ := set $memory (printf "hugepages-%s" .) (printf "%dGi" (int $.Values.pool.sizeGiB)) -}}
+{{- end -}}
+{{- $requests := merge (dict "cpu" "1") $memory -}}
+{{- $limits := deepCopy $memory -}}
+{{- $given := deepCopy (default dict .Values.resources) -}}
+{{- $asked := default dict $given.requests -}}
+{{- $capped := default dict $given.limits -}}
+{{- range $name, $_ := $memory -}}
+{{- if and (hasKey $asked $name) (not (hasKey $capped $name)) -}}
+{{- $_ := set $limits $name (get $asked $name) -}}
+{{- else if and (hasKey $capped $name) (not (hasKey $asked $name)) -}}
+{{- $_ := set $requests $name (get $capped $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $whole := dict "requests" (mergeOverwrite $requests $asked) "limits" (mergeOverwrite $limits $capped) -}}
+{{- toYaml (merge $whole (omit $given "requests" "limits")) -}}
+{{- end -}}
+
+{{- /* What would render, and never run as it should. */ -}}
+{{- define "kvd.refuse" -}}
+{{- $extent := include "kvd.tomlValue" (default "auto" .Values.config.extent_bytes) | trimAll "\"" -}}
+{{- $whole := or (regexMatch "^[1-9][0-9]*GiB$" $extent) (and (regexMatch "^[0-9]+$" $extent) (eq (mod (int64 $extent) 1073741824) 0)) -}}
+{{- if and (eq .Values.pool.hugePages.size "1Gi") (not $whole) -}}
+{{- fail (printf "pool.hugePages.size is 1Gi: an extent must be whole huge pages, but config.extent_bytes is %s; set it to 1GiB" $extent) -}}
+{{- end -}}
+{{- $drain := ternary (toString .Values.config.drain_seconds) "10" (hasKey .Values.config "drain_seconds") | float64 -}}
+{{- if lt (float64 .Values.terminationGracePeriodSeconds) (addf $drain 5) -}}
+{{- fail (printf "terminationGracePeriodSeconds is %v, and the daemon drains for up to %v s (config.drain_seconds): it would be killed; give it 5 s more than that at least" .Values.terminationGracePeriodSeconds $drain) -}}
 {{- end -}}
 {{- end -}}
 
