@@ -78,7 +78,7 @@ class Traffic:
         """Draws numbers below `count` by Zipf's law."""
         chances = 1 / np.arange(1, count + 1) ** slope
         upto = np.cumsum(chances / chances.sum())
-        return lambda: int(min(np.searchsorted(upto, self.rng.random()), count - 1))
+        return lambda: min(int(np.searchsorted(upto, self.rng.random())), count - 1)
 
     def session(
         self, start: float, prompt: Prompt, goes_on: float, pause: Callable[[], float], grows: float
