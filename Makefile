@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-gpu test test-vllm conformance-vllm lint type sim fuzz bench bench-lmcache bench-vllm proto \
+.PHONY: help venv demo demo-gpu test test-vllm conformance-vllm lint type sim fuzz chaos bench bench-lmcache bench-vllm proto \
   gpu-check cluster-up cluster-down clean
 
 BIN := .venv/bin
@@ -63,6 +63,10 @@ sim: ## Simulation over many seeds (SEEDS=how many, 200)
 fuzz: ## Mutations of valid bytes at every parser (MINUTES=how long, 5)
 	@.ci/venv dev
 	@$(BIN)/python -m tests.fuzz --minutes $${MINUTES:-5} $(ARGS)
+
+chaos: ## Kill, freeze, fill and damage real processes, and check every byte (MINUTES=how long, 10)
+	@.ci/venv dev
+	@$(BIN)/python -m tests.chaos --minutes $${MINUTES:-10} $(ARGS)
 
 bench: ## Benchmarks: tables, and JSON with machine and commit (ARGS=names)
 	@.ci/venv dev bench

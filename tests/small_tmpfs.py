@@ -14,12 +14,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextlib.contextmanager
-def small_tmpfs(mount: Path, size: int) -> Iterator[Path]:
-    """A tmpfs of that many bytes at `mount`, which is made."""
+def small_tmpfs(mount: Path, size: int, more: str = "") -> Iterator[Path]:
+    """A tmpfs of that many bytes at `mount`, which is made; `more` options begin with a comma."""
     if os.geteuid() != 0:
         pytest.skip("only root can mount a tmpfs")
     mount.mkdir()
-    options = f"size={size},mode=0700".encode()
+    options = f"size={size},mode=0700{more}".encode()
     if _libc.mount(b"none", str(mount).encode(), b"tmpfs", 0, options) != 0:
         pytest.skip(f"no tmpfs can be mounted: {os.strerror(ctypes.get_errno())}")
     try:

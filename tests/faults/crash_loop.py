@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from kvd.cli.verify import ask
 from tests.client.content import block_hashes
@@ -67,6 +68,7 @@ class CrashLoop:
     dice: random.Random
     engines: list[Engine]
     below: TierStrikes | None = None
+    roomy: bool = False  # there is a tier, and the pool has room for everything all the same
     stored: dict[str, set[str]] = field(default_factory=dict)  # keys by model, in hex
     prompts: list[str] = field(default_factory=list)
     cleared: list[str] = field(default_factory=list)  # prompts that must not be found
@@ -89,7 +91,24 @@ class CrashLoop:
         for engine in self.engines:
             self._probe(engine).order("churn", prefixes=prompts, rounds=ROUNDS, most=MOST)
             engine.answers_due = True
-        strikes: list[Callable[[], None]] = [
+        self.killed.clear()
+        for strike in self.dice.choices(self.strikes(), k=self.dice.randint(1, 4)):
+            time.sleep(self.dice.uniform(0.0, 0.3))
+            self._suffer(strike)
+            self.done[strike.__name__] += 1
+        self._make_whole()
+        if self.below is None or self.roomy:
+            self._check(self._with_some_old(prompts, OLD_PROMPTS))
+            between = TURNS_BETWEEN_CLEARS
+        else:
+            self._check_below(self.below, self._with_some_old(prompts, OLD_TIERED_PROMPTS))
+            between = TURNS_BETWEEN_TIERED_CLEARS
+        if self.turn % between == 0:
+            self._clear()
+
+    def strikes(self) -> list[Callable[[], None]]:
+        """What may happen in a turn; what stands there twice is twice as likely."""
+        return [
             self.kill_daemon,
             self.kill_daemon,
             self.kill_mover,
@@ -100,20 +119,9 @@ class CrashLoop:
             self.verify,
             *(self.below.every_one() if self.below is not None else ()),
         ]
-        self.killed.clear()
-        for strike in self.dice.choices(strikes, k=self.dice.randint(1, 4)):
-            time.sleep(self.dice.uniform(0.0, 0.3))
-            strike()
-            self.done[strike.__name__] += 1
-        self._make_whole()
-        if self.below is None:
-            self._check(self._with_some_old(prompts, OLD_PROMPTS))
-            between = TURNS_BETWEEN_CLEARS
-        else:
-            self._check_below(self.below, self._with_some_old(prompts, OLD_TIERED_PROMPTS))
-            between = TURNS_BETWEEN_TIERED_CLEARS
-        if self.turn % between == 0:
-            self._clear()
+
+    def _suffer(self, strike: Callable[[], None]) -> None:
+        strike()
 
     def _with_some_old(self, prompts: list[str], count: int) -> list[str]:
         return [*self.dice.sample(self.prompts, min(count, len(self.prompts))), *prompts]
@@ -187,7 +195,7 @@ class CrashLoop:
     def _make_whole(self) -> None:
         for engine in self.engines:
             if engine.answers_due:
-                said = self._probe(engine).answer()
+                said = self._answer_of(engine)
                 engine.answers_due = False
                 assert said["wrong"] == [], (engine.name, said)
                 self.done["loaded"] += said["loaded"]
@@ -203,6 +211,10 @@ class CrashLoop:
             self.stored[engine.model].update(self._probe(engine).ask("take_stored"))
         wait_until(self._is_quiet, "the slots", SETTLED_SECONDS)
         self._verify()
+
+    def _answer_of(self, engine: Engine) -> dict[str, Any]:
+        said: dict[str, Any] = self._probe(engine).answer()
+        return said
 
     def _is_whole(self, probe: Probe) -> bool:
         """Once nobody takes a mover for alive that was killed: on a busy machine it dies slowly."""

@@ -49,6 +49,11 @@ class Probe:
         self._process.stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
         self._process.stdin.flush()
 
+    def has_answered(self, seconds: float) -> bool:
+        """Whether there is something to be read of an answer, or of its end, within a time."""
+        assert self._process.stdout is not None
+        return bool(self._unread or select.select([self._process.stdout], [], [], seconds)[0])
+
     def answer(self, seconds: float = ANSWER_SECONDS) -> Any:
         """The next answer; ProbeFailed where the order failed or none comes in time."""
         assert self._process.stdout is not None

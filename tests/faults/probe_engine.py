@@ -244,9 +244,10 @@ class ProbeEngine:
 
     def churn(self, prefixes: Sequence[str], rounds: int, most: int) -> dict[str, Any]:
         """Store and load prompts at random; every byte that comes back is checked."""
-        loaded, wrong = 0, []
+        loaded, wrong, slowest = 0, [], 0.0
         stored_before = len(self._engine.stored)
         for _ in range(rounds):
+            began = time.monotonic()
             prefix = self._dice.choice(prefixes)
             count = self._dice.randint(1, most)
             if self._dice.random() < 0.5:
@@ -255,8 +256,9 @@ class ProbeEngine:
                 answer = self.load(prefix, count)
                 loaded += answer["loaded"]
                 wrong += [[prefix, number] for number in answer["wrong"]]
+            slowest = max(slowest, time.monotonic() - began)
         stored = len(self._engine.stored) - stored_before
-        return {"loaded": loaded, "wrong": wrong, "stored": stored}
+        return {"loaded": loaded, "wrong": wrong, "stored": stored, "slowest": slowest}
 
     def verify(self, prefixes: Sequence[str], most: int) -> dict[str, Any]:
         """What is found and loaded of each prompt, and which bytes of it are wrong."""

@@ -45,6 +45,13 @@ class Scene:
         self.probes: list[Probe] = []
         self._caller: Caller | None = None
 
+    @property
+    def directory_of_pool(self) -> Path:
+        """Where another daemon than the scene's own may have its pool."""
+        path = self._pool / "another"
+        path.mkdir(exist_ok=True)
+        return path
+
     # -- engines ----------------------------------------------------------------------------
 
     def engine(self, engine_id: str, **changes: Any) -> Probe:

@@ -12,7 +12,7 @@ import pytest
 from tests.tidy.source import ROOT
 
 TARGETS = {
-    "bench", "bench-lmcache", "bench-vllm", "clean", "cluster-down", "cluster-up",
+    "bench", "bench-lmcache", "bench-vllm", "chaos", "clean", "cluster-down", "cluster-up",
     "conformance-vllm", "demo", "demo-gpu", "fuzz", "gpu-check", "help", "lint",
     "proto", "sim", "soak", "test", "test-vllm", "type", "venv",
 }  # fmt: skip
