@@ -178,7 +178,7 @@ def test_calls_are_cut_into_pieces_that_a_lease_outlasts(
     part = memory(bytes(7 << 20))
     blocks = [TierBlock(key(n), (part,)) for n in range(5)]
     assert kept.write(blocks, soon()) == [Outcome.DONE] * 5
-    assert sorted(len(names) for names in library.names_of("put")) == [1, 2, 2]
+    assert sorted(len(names) for names in library.names_of("begin")) == [1, 2, 2]
 
 
 def test_blocks_of_most_parts_go_in_pieces_too(library: FakeLibrary, kept: MooncakeStore) -> None:

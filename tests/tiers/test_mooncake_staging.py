@@ -157,39 +157,70 @@ def test_where_a_node_is_gone_few_values_are_waited_for(
     library: FakeLibrary, store: MooncakeStore
 ) -> None:
     """Each of those that one call moves in turn takes a second to fail."""
-    blocks = [source(key(n), content(n)) for n in range(60)]
+    blocks = [source(key(n), content(n)) for n in range(100)]
     assert set(store.write(blocks, soon())) == {DONE}
     asked = len(library.names_of("get"))
-    gone = {name_of(key(n)) for n in range(0, 60, 2)}
+    gone = {name_of(key(n)) for n in range(0, 100, 2)}
 
     def fault(call: str, name: str) -> int | None:
         is_move = call in ("get", "put", "get at once", "put at once")
         return codes.TRANSFER_FAILED if is_move and name in gone else None
 
     library.fault = fault
-    came = [target(key(n), len(content(0))) for n in range(60)]
+    came = [target(key(n), len(content(0))) for n in range(100)]
     outcomes = store.read(came, soon())
-    assert outcomes == [FAILED, DONE] * 30
-    assert [bytes(b.parts[0]) for b in came[1::2]] == [content(n) for n in range(1, 60, 2)]
+    assert outcomes == [FAILED, DONE] * 50
+    assert [bytes(b.parts[0]) for b in came[1::2]] == [content(n) for n in range(1, 100, 2)]
     asked = len(library.names_of("get")) - asked
-    assert 1 <= asked <= 2  # of MAX_IN_TURN values; then all others together
+    assert 1 <= asked <= 2  # what was taken for well; then all others together
     assert len(library.names_of("get at once")) == 1
-    assert store.read(came, soon()) == [FAILED, DONE] * 30
+    assert store.read(came, soon()) == [FAILED, DONE] * 50
     assert len(library.names_of("get at once")) == 2
     assert not library.found
 
     library.values.clear()
-    assert store.write(blocks, soon()) == [FAILED, DONE] * 30
+    assert store.write(blocks, soon()) == [FAILED, DONE] * 50
     assert len(library.names_of("put at once")) == 1
     assert not library.begun
-    assert set(library.values) == {name_of(key(n)) for n in range(1, 60, 2)}
+    assert set(library.values) == {name_of(key(n)) for n in range(1, 100, 2)}
+
+
+def test_one_value_goes_first_and_then_as_many_stretches_as_may_fail(
+    library: FakeLibrary, store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MAX_IN_TURN", 10)
+    blocks = [source(key(n), content(n)) for n in range(22)]
+    assert set(store.write(blocks, soon())) == {DONE}
+    assert list(map(len, library.names_of("put"))) == [1, 10, 10, 1]
+    came = [target(key(n), len(content(0))) for n in range(12)]
+    assert store.read(came, soon()) == [DONE] * 12
+    assert list(map(len, library.names_of("get"))) == [10, 2]
+
+
+def test_after_a_while_without_any_one_value_goes_first_again(
+    library: FakeLibrary, store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = [source(key(n), content(n)) for n in range(8)]
+    assert set(store.write(blocks[:4], soon())) == {DONE}
+    store._client._proven_until = time.monotonic()
+    assert set(store.write(blocks[4:], soon())) == {DONE}
+    assert list(map(len, library.names_of("put"))) == [1, 3] * 2
+    monkeypatch.setattr(client, "IN_DOUBT_S", 0.0)  # a failure is the end of it, too
+    bad = name_of(blocks[2].key)
+    library.fault = lambda call, name: -800 if (call, name) == ("get", bad) else None
+    came = [target(key(n), len(content(0))) for n in (2, 3, 4, 5)]
+    assert store.read(came[1:], soon()) == [DONE] * 3
+    assert store.read(came, soon()) == [FAILED, DONE, DONE, DONE]
+    assert store.read(came[1:], soon()) == [DONE] * 3
+    assert list(map(len, library.names_of("get"))) == [3, 4, 1, 2]
 
 
 def test_what_may_fail_in_turn_is_counted_by_stretches(
-    library: FakeLibrary, store: MooncakeStore
+    library: FakeLibrary, store: MooncakeStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store._staged_part_bytes = 0
-    most = client.MAX_IN_TURN - 1  # and the record
+    monkeypatch.setattr(client, "MAX_IN_TURN", 8)
+    most = client.MAX_OF_ONE_IN_TURN - 1  # and the record
     blocks = [of_shape(n, (8,) * most) for n in range(2)] + [of_shape(n, (8,)) for n in range(2, 9)]
     assert set(store.write(blocks, soon())) == {DONE}
     assert list(map(len, library.names_of("put"))) == [1, 1, 4, 3]

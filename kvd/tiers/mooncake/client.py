@@ -11,8 +11,8 @@ who calls:
 It has two ways to move bytes. By the one, who waits looks for the end of it without a pause, and
 takes a processor from those who move the bytes. By the other they move one after the other, who
 waits sleeps, and the master tells what is there before anything moves: so that is taken. But where
-a node is gone each stretch takes a second to fail. So a few go in one call, and the first way is
-taken for a while once one failed, and for values of more stretches.
+a node is gone each stretch takes a second to fail. So one value goes first, then many while values
+move well; and the first way is taken for a while once one failed, and for values of many stretches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from kvd.tiers.store import TierError, TierReason, TierUnusable
 
 GIVES_UP_S = 55.0  # a little less than Mooncake itself
 ASK_AGAIN_S = 0.5  # for the master, once it did not answer
-MAX_IN_TURN = 8  # stretches; to a node that is gone the library takes a second for each
+MAX_IN_TURN = 64  # stretches; to a node that is gone the library takes a second for each
+MAX_OF_ONE_IN_TURN = 8  # likewise of one value
+PROVEN_S = 1.0  # values have moved well, and so many more go in one call
 IN_DOUBT_S = 10.0  # after a node failed: as long as the master believes in it by default
 _JOIN_S = 1.0
 _SOME_NAME = "kvd1-"  # no block's
@@ -51,7 +53,7 @@ class MooncakeClient:
         """`library`: a MooncakeDistributedStore that is set up; `replication`: its config."""
         self.library = library
         self.replication = replication
-        self._in_doubt_until = 0.0
+        self._in_doubt_until = self._proven_until = 0.0
         self._closing = threading.Event()
         self._asking: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -213,7 +215,7 @@ class MooncakeClient:
         """Move some values after the other, until a node fails; then, for a while, all at once."""
         found: list[int] = []
         while len(found) < len(names):
-            few = 0 if time.monotonic() < self._in_doubt_until else _few(sizes, len(found))
+            few = self._some_in_turn(sizes, len(found))
             if not few:
                 some = slice(len(found), len(names))
                 answers = _in_time(functools.partial(at_once, some))
@@ -224,8 +226,25 @@ class MooncakeClient:
                 answers = _in_time(functools.partial(call, offsets))
             if codes.TRANSFER_FAILED in answers:
                 self._in_doubt_until = time.monotonic() + IN_DOUBT_S
+                self._proven_until = 0.0
+            elif few and any(code > 0 for code in answers):
+                self._proven_until = time.monotonic() + PROVEN_S
             found += require_codes(answers, len(names[some]))
         return self._watched(found, len(names))
+
+    def _some_in_turn(self, sizes: Sizes, first: int) -> int:
+        """How many values, from this one on, go one after the other. 0: none, but all at once."""
+        now = time.monotonic()
+        if now < self._in_doubt_until:
+            return 0
+        most = MAX_IN_TURN if now < self._proven_until else 1
+        stretches = count = 0
+        for each in itertools.islice(sizes, first, first + most):
+            stretches += len(each)
+            if len(each) > MAX_OF_ONE_IN_TURN or stretches > MAX_IN_TURN:
+                break
+            count += 1
+        return count
 
     # -- memory -----------------------------------------------------------------------------
 
@@ -269,12 +288,6 @@ class MooncakeClient:
                 with self._lock:
                     self._asking = None
                 return
-
-
-def _few(sizes: Sizes, first: int) -> int:
-    """So many values, from this one on, are MAX_IN_TURN stretches or less. 0: not even one."""
-    stretches = itertools.accumulate(len(each) for each in sizes[first : first + MAX_IN_TURN])
-    return sum(so_far <= MAX_IN_TURN for so_far in stretches)
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
