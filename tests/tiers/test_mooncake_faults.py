@@ -83,17 +83,45 @@ async def test_blocks_outlive_the_tiers_process(tmp_path: Path) -> None:
 
 
 @on_loop
-async def test_a_killed_node_costs_its_blocks_and_no_more(tmp_path: Path) -> None:
+async def test_a_killed_node_costs_its_blocks_and_no_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async with served(tmp_path) as (cluster, r, tier):
         end(cluster.nodes[0])
         began = time.monotonic()
         assert DONE not in await read_back(r, tier)
         assert time.monotonic() - began < NEVER_S
         await becomes(r, tier, "read", MISSING)  # once the master has given the node up
+        own = [line for line in capfd.readouterr().err.splitlines() if ".cpp:" in line]
+        assert len(own) <= 4, own  # of its setup; not one for each block
         cluster.start_node()
         await becomes(r, tier, "written", DONE)
         assert await read_back(r, tier) == [DONE] * len(BLOCKS)
         assert not r.sink.gone
+
+
+@on_loop
+async def test_a_node_that_dies_while_all_goes_well_costs_the_process_at_most(
+    tmp_path: Path,
+) -> None:
+    """Mooncake takes a second for each value of the call that is under way, and nobody waits."""
+    async with served(tmp_path) as (cluster, r, tier):
+        tier.late_s = 0.5
+        assert await read_back(r, tier) == [DONE] * len(BLOCKS)
+        end(cluster.nodes[0])
+        order = r.next_order()
+        assert tier.read(order, placed(BLOCKS, range(20, 28)), soon(0.5))
+        answer = await r.sink.answer(order)
+        assert answer.end is not OrderEnd.ANSWERED
+        await until(lambda: r.sink.gone)
+        assert "did not end within 0.5 s of its deadline" in r.sink.gone[0]
+        r.sink.gone.clear()
+        cluster.start_node()
+        again = await r.start(MOONCAKE, **options_of(cluster))  # type: ignore[arg-type]
+        await becomes(r, again, "read", MISSING)
+        await becomes(r, again, "written", DONE)
+        assert await read_back(r, again) == [DONE] * len(BLOCKS)
+        r.sink.gone.append("counted")
 
 
 @on_loop

@@ -17,6 +17,7 @@ move well; and the first way is taken for a while once one failed, and for value
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import itertools
@@ -40,6 +41,8 @@ PROVEN_S = 1.0  # values have moved well, and so many more go in one call
 IN_DOUBT_S = 10.0  # after a node failed: as long as the master believes in it by default
 _JOIN_S = 1.0
 _SOME_NAME = "kvd1-"  # no block's
+_LEAST_SAID = "_ZN3fLI17FLAGS_minloglevelE"  # the library's logger has it by this name
+_FATAL = 3
 
 Answer = TypeVar("Answer")
 Addresses = Sequence[Sequence[int]]
@@ -61,6 +64,7 @@ class MooncakeClient:
     @classmethod
     def connect(cls, options: MooncakeOptions) -> MooncakeClient:
         """Find the master. TierUnusable where there is no library; TierError where no master is."""
+        says_as_told = "MC_LOG_LEVEL" in os.environ
         _set_environment(options)
         try:
             module = importlib.import_module("mooncake.store")
@@ -89,6 +93,8 @@ class MooncakeClient:
                 f"no Mooncake master answers at {options.master} (code {code})",
                 TierReason.UNREACHABLE,
             )
+        if not says_as_told:
+            _silence(str(module.__file__))
         return cls(library, replication)
 
     @property
@@ -311,6 +317,17 @@ def _length(replicas: Iterable[Any]) -> int | None:
         if replica.is_memory_replica():
             return int(replica.get_memory_descriptor().buffer_descriptor.size)
     return None
+
+
+def _silence(library: str) -> None:
+    """Have it say no more but what it dies of: it has a line for each block that fails.
+
+    What it said while it was set up stands in the log. Each code is counted by who asks.
+    """
+    try:
+        ctypes.c_int.in_dll(ctypes.CDLL(library), _LEAST_SAID).value = _FATAL
+    except (OSError, ValueError) as error:  # another release has another logger
+        log_limited(f"Mooncake's own lines can't be kept out of this log: {error}")
 
 
 def _set_environment(options: MooncakeOptions) -> None:
