@@ -135,6 +135,14 @@ def most_descriptors() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def set_number_of(library: str, name: str, value: int) -> None:
+    """A C int that a loaded library, or one that it needs, has by this name.
+
+    OSError where there is no such library, ValueError where none has the name.
+    """
+    ctypes.c_int.in_dll(ctypes.CDLL(library), name).value = value
+
+
 def give_memory_back() -> None:
     """Give every free page of the allocator back (malloc_trim(3)); nothing without glibc."""
     trim = getattr(_libc, "malloc_trim", None)

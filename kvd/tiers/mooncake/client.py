@@ -17,7 +17,6 @@ move well; and the first way is taken for a while once one failed, and for value
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import itertools
@@ -27,6 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+from kvd.linux import calls
 from kvd.processes.complaints import log_limited
 from kvd.tiers.mooncake import codes
 from kvd.tiers.mooncake.codes import require_codes
@@ -325,7 +325,7 @@ def _silence(library: str) -> None:
     What it said while it was set up stands in the log. Each code is counted by who asks.
     """
     try:
-        ctypes.c_int.in_dll(ctypes.CDLL(library), _LEAST_SAID).value = _FATAL
+        calls.set_number_of(library, _LEAST_SAID, _FATAL)
     except (OSError, ValueError) as error:  # another release has another logger
         log_limited(f"Mooncake's own lines can't be kept out of this log: {error}")
 
