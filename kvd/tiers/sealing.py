@@ -95,6 +95,15 @@ def lengths_in(record: bytes) -> tuple[int, ...] | None:
     return tuple(np.frombuffer(lengths, dtype="<u8").tolist())
 
 
+def record_in(head: bytes) -> bytes:
+    """The sealed record that a value begins with; nothing where it begins with none."""
+    if len(head) < _RECORD.size:
+        return b""
+    name, size = _RECORD_BEGIN.unpack_from(head)
+    whole = _RECORD.size + size
+    return head[:whole] if name == _RECORD_NAME and len(head) >= whole else b""
+
+
 def has_lengths_of(record: bytes, block: TierBlock) -> bool:
     """Whether a record is of a block with these parts' lengths. False also where it is none."""
     lengths = lengths_of(block)

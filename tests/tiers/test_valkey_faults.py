@@ -45,6 +45,8 @@ DONE, MISSING, FAILED = Outcome.DONE, Outcome.MISSING, Outcome.FAILED
 TIMEOUT_S = 0.4
 PATIENCE = {"request_timeout_seconds": TIMEOUT_S, "connect_timeout_seconds": TIMEOUT_S}
 NUMBERS = range(24)
+WHOLE, CUT = "in one value", "in pieces"
+VALUE_BYTES = {WHOLE: 4 << 20, CUT: 64 << 10}
 SECRET = "a-word-that-nobody-may-see"
 
 
@@ -317,9 +319,9 @@ def test_servers_that_are_no_cluster_are_refused(
 # -- slots that move --------------------------------------------------------------------------
 
 
-def test_blocks_are_served_while_their_slots_move(
-    cluster: ValkeyCluster, store: ValkeyStore
-) -> None:
+@pytest.mark.parametrize("how", [WHOLE, CUT])
+def test_blocks_are_served_while_their_slots_move(cluster: ValkeyCluster, how: str) -> None:
+    store = opened(cluster, value_bytes=VALUE_BYTES[how])
     keep(store, NUMBERS)
     here, there = cluster.servers[0], cluster.servers[1]
     ids = [server.call("CLUSTER", "MYID").split("\r\n")[1] for server in (here, there)]
@@ -327,14 +329,14 @@ def test_blocks_are_served_while_their_slots_move(
     for slot in slots.values():
         there.call("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
         here.call("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
-    for half in (0, 1):  # a record without its piece, then both
-        for n in slots:
-            name = names_of(store, n)[half]
+    values = [names_of(store, n) for n in slots]
+    for some in zip(*values, strict=True):  # a record without its pieces, then more of them
+        for name in some:
             here.call("MIGRATE", "127.0.0.1", there.port, name, 0, 5000)
         found = outcomes_of_reading(store)
         assert set(found.values()) <= {DONE, MISSING, FAILED}
         assert all(found[n] is DONE for n in NUMBERS if n not in slots)
-        assert half == 0 or all(found[n] is MISSING for n in slots)
+    assert all(found[n] is MISSING for n in slots)
     for slot in slots.values():
         for server in (there, here, cluster.servers[2]):
             server.call("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
@@ -351,24 +353,29 @@ def test_blocks_are_served_while_their_slots_move(
 # -- values that are not what they were -------------------------------------------------------
 
 
+@pytest.mark.parametrize("how", [WHOLE, CUT])
 @pytest.mark.parametrize("lie", ["a changed byte", "another block's", "cut off", "no record"])
-def test_what_is_not_what_was_written_is_never_served(server: ValkeyServer, lie: str) -> None:
-    store = alone(server)
+def test_what_is_not_what_was_written_is_never_served(
+    server: ValkeyServer, lie: str, how: str
+) -> None:
+    store = alone(server, value_bytes=VALUE_BYTES[how])
     keep(store, [1, 2])
-    record, piece = names_of(store, 1)
-    other_record, other = names_of(store, 2)
+    names, others = names_of(store, 1), names_of(store, 2)
+    assert (len(names) == 1) == (how == WHOLE)
     match lie:
         case "a changed byte":
-            server.call("SETRANGE", piece, 777, "?")
+            server.call("SETRANGE", names[-1], 777, "?")
         case "another block's":
-            server.call("COPY", other, piece, "REPLACE")
-            server.call("COPY", other_record, record, "REPLACE")
+            for name, other in zip(names, others, strict=True):
+                server.call("COPY", other, name, "REPLACE")
         case "cut off":
-            server.call("SETRANGE", piece, BLOCK_BYTES, "longer")
+            server.call("SETRANGE", names[-1], 2 * BLOCK_BYTES, "longer")
         case _:
-            server.call("SET", record, "nonsense")
-    first = read(store, key(1))[0]
+            server.call("SET", names[0], "nonsense")
+    first, *parts = read(store, key(1))
     assert first is (FAILED if lie in ("a changed byte", "another block's") else MISSING)
+    if lie == "another block's":
+        assert content((2, ONE))[:8] not in b"".join(map(bytes, parts))
     assert read(store, key(1))[0] is MISSING
     assert has(store, 2)
     keep(store, [1])
@@ -376,10 +383,29 @@ def test_what_is_not_what_was_written_is_never_served(server: ValkeyServer, lie:
     store.close()
 
 
+@pytest.mark.parametrize("bytes_left", [1, 23, 24, 25, 24 + BLOCK_BYTES - 1])
+def test_a_value_that_is_shorter_is_missing_and_nothing_of_it_is_left(
+    server: ValkeyServer, bytes_left: int
+) -> None:
+    store = alone(server)
+    keep(store, [1])
+    (name,) = names_of(store, 1)
+    server.call("EVAL", _CUT, 1, name, bytes_left - 1)
+    block = target(key(1), BLOCK_BYTES)
+    assert store.read([block], soon()) == [MISSING]
+    assert bytes(block.parts[0]) == bytes(BLOCK_BYTES)
+    keep(store, [1])
+    assert has(store, 1)
+    store.close()
+
+
+_CUT = "return redis.call('SET', KEYS[1], redis.call('GETRANGE', KEYS[1], 0, ARGV[1]))"
+
+
 def test_a_block_that_lost_a_piece_is_missing_and_can_be_written_again(
     server: ValkeyServer,
 ) -> None:
-    store = alone(server)
+    store = alone(server, value_bytes=VALUE_BYTES[CUT])
     keep(store, [1, 2])
     server.call("UNLINK", names_of(store, 1)[1])
     keep(store, [1])  # though its record is there
@@ -388,6 +414,23 @@ def test_a_block_that_lost_a_piece_is_missing_and_can_be_written_again(
     assert not has(store, 2)
     assert store.exists([key(2)], soon()) == [False]
     store.close()
+
+
+@pytest.mark.parametrize("before", [WHOLE, CUT])
+def test_nodes_that_cut_blocks_otherwise_write_them_anew(server: ValkeyServer, before: str) -> None:
+    """As one of another release, or with other `value_bytes`."""
+    one = alone(server, value_bytes=VALUE_BYTES[before])
+    two = alone(server, value_bytes=VALUE_BYTES[CUT if before == WHOLE else WHOLE])
+    keep(one, NUMBERS)
+    keep(two, NUMBERS)
+    assert set(outcomes_of_reading(two).values()) == {DONE}
+    assert set(outcomes_of_reading(one).values()) == {MISSING}
+    keep(one, NUMBERS)
+    assert set(outcomes_of_reading(one).values()) == {DONE}
+    one.delete_scopes([ONE], soon())
+    assert "keys=" not in server.call("INFO", "keyspace")
+    for store in (one, two):
+        store.close()
 
 
 def test_blocks_leave_when_their_time_is_over(server: ValkeyServer) -> None:

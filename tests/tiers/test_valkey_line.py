@@ -27,6 +27,7 @@ from kvd.tiers.valkey.line import (
     Answer,
     Command,
     Line,
+    Room,
     ServerRefusal,
 )
 from kvd.tiers.valkey.names import SLOTS
@@ -70,7 +71,13 @@ def bulk(value: bytes) -> bytes:
     return b"$%d\r\n%s\r\n" % (len(value), value)
 
 
-def asked(line: Line, count: int, *into: memoryview) -> list[Answer]:
+def halves(room: bytearray) -> Room:
+    """Memory in two pieces, end to end."""
+    view = memoryview(room)
+    return view[: len(room) // 2], view[len(room) // 2 :]
+
+
+def asked(line: Line, count: int, *into: Room) -> list[Answer]:
     return line.run([["GET", b"name"]] * count, SECONDS, into)
 
 
@@ -102,12 +109,12 @@ def test_values_come_into_their_memory_however_they_are_cut(size: int) -> None:
     rooms = [bytearray(n) for n in (len(VALUE), len(VALUE) - 1, len(VALUE) + 1, 24, 8, 8)]
     said = bulk(VALUE) * 3 + bulk(b"r" * 24) + b"$-1\r\n" + b"-MOVED 5 elsewhere:1\r\n"
     with one_that_says(*cut(said, size)) as line:
-        answers = asked(line, 6, *[memoryview(room) for room in rooms])
+        answers = asked(line, 6, *[halves(room) for room in rooms])
     assert answers[:5] == [len(VALUE), -1, len(VALUE), 24, None]
     assert isinstance(answers[5], ServerRefusal)
     assert answers[5].code == "MOVED"
     assert rooms[0] == VALUE
-    assert not any(rooms[1])  # none of it, where it is too long
+    assert rooms[1] == VALUE[:-1]  # its beginning, where it is too long
     assert rooms[2] == VALUE + b"\0"
     assert rooms[3] == b"r" * 24
 
@@ -134,7 +141,7 @@ def test_what_is_no_answer_ends_the_line(said: bytes) -> None:
 @pytest.mark.parametrize("said", [b":24\r\n", b"+OK\r\n", b"*0\r\n"])
 def test_what_is_no_value_is_none_though_its_number_would_be_right(said: bytes) -> None:
     with one_that_says(said) as line, pytest.raises(ConnectionError, match="no answer of a Valkey"):
-        asked(line, 1, memoryview(bytearray(24)))
+        asked(line, 1, halves(bytearray(24)))
 
 
 def test_what_is_just_in_the_bounds_is_told() -> None:
@@ -191,7 +198,7 @@ def test_a_server_that_stops_speaking_is_waited_for_once(said: bytes, *, hangs_u
     failure = ConnectionError if hangs_up else TimeoutError
     room = memoryview(bytearray(len(VALUE)))
     with one_that_says(said, hangs_up=hangs_up) as line, pytest.raises(failure):
-        asked(line, 2, room, room)
+        asked(line, 2, (room,), (room,))
     assert time.monotonic() - began < 2 * SECONDS + 0.5
 
 
@@ -200,7 +207,7 @@ def test_a_server_that_trickles_is_not_waited_for_longer() -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             line.run([["GET", b"name"]], 0.05)
-        assert time.monotonic() - began < 0.15
+        assert time.monotonic() - began < 5  # and not 30
 
 
 def test_a_server_that_speaks_late_is_not_waited_for_as_long_again() -> None:
@@ -306,7 +313,7 @@ def test_a_deadline_that_is_nearer_than_the_patience_leaves_no_server_alone(
         block = source(key(3), content(3))
         began = time.monotonic()
         assert store.write([block], began + 0.1) == [Outcome.FAILED]
-        assert time.monotonic() - began < 0.15
+        assert time.monotonic() - began < 5  # and not 30
         server.signal(signal.SIGCONT)
         assert has(store, 1)  # at once
         assert "does not answer" not in str(store.usage().notes)
@@ -321,8 +328,8 @@ def test_a_call_that_broke_leaves_no_answer_to_the_next(server: ValkeyServer) ->
         for name, value in ((b"one", like_an_answer), (b"two", b"its own")):
             servers.run(home, [["SET", name, value]], soon(), changes=True)
         with pytest.raises(TypeError):
-            servers.fill(home, [b"one"], [memoryview(like_an_answer)], soon())  # read-only
-        assert servers.values(home, [b"two"], soon()) == [b"its own"]
+            servers.fill(home, [b"one"], [[memoryview(like_an_answer)]], soon())  # read-only
+        assert servers.heads(home, [b"two"], soon()) == [b"its own"]
 
 
 @needs_server

@@ -17,7 +17,8 @@ from typing import Any
 
 from kvd.tiers.store import TierError, TierReason
 
-Command = Sequence[Any]  # words: text, bytes, or memory
+Command = Sequence[Any]  # words: text, bytes, memory, or a tuple of memory, end to end
+Room = Sequence[memoryview]  # for one value, end to end
 Answer = Any  # bytes, a number, None, a list of them, or a ServerRefusal
 # Of all answers of one run for which no memory was given:
 MAX_TOLD_BYTES = 16 << 20  # of their values together
@@ -60,19 +61,20 @@ class Line:
         self._values_left = self._bytes_left = 0  # that answers of this run may still have
 
     def run(
-        self, commands: Sequence[Command], seconds: float, into: Sequence[memoryview] = ()
+        self, commands: Sequence[Command], seconds: float, into: Sequence[Room] = ()
     ) -> list[Answer]:
         """Commands in their order, and what the server says to each; a ServerRefusal is an answer.
 
         `into`: memory for the value of each; the answer is then how long it is, -1 where that is
-        more than its memory has. OSError: the answers did not come, TimeoutError: in time.
+        more than its memory has, which has its beginning. OSError: the answers did not come,
+        TimeoutError: in time.
         """
         self._until = time.monotonic() + seconds
         self._be_patient_for(seconds)
         try:
             self._send(_framed(commands))
             if into:
-                return [self._answer(view) for view in into]
+                return [self._answer(room) for room in into]
             self._values_left, self._bytes_left = MAX_TOLD_VALUES, MAX_TOLD_BYTES
             return [self._answer(None) for _ in commands]
         except (BlockingIOError, TimeoutError):
@@ -147,7 +149,7 @@ class Line:
             raise ConnectionResetError("the server has closed the connection")
         return count
 
-    def _answer(self, into: memoryview | None, depth: int = 0) -> Answer:
+    def _answer(self, into: Room | None, depth: int = 0) -> Answer:
         line = self._line()
         kind, rest = line[:1], line[1:]
         if depth and kind in b"+-:":  # a value, too: each may be as long as the buffer
@@ -175,24 +177,32 @@ class Line:
         self._values_left -= number
         return [self._answer(None, depth + 1) for _ in range(number)]
 
-    def _value(self, length: int, into: memoryview | None) -> bytes | int:
+    def _value(self, length: int, into: Room | None) -> bytes | int:
         """One that is too long for its memory is -1, one that is too long for any is empty."""
         said: bytes | int = length
+        left = length
         if into is None and length <= self._bytes_left:
             self._bytes_left -= length
             value = bytearray(length)
             self._fill(memoryview(value))
-            said = bytes(value)
-        elif into is not None and length <= into.nbytes:
-            self._fill(into[:length])
+            said, left = bytes(value), 0
+        elif into is None:
+            said = b""
         else:
-            said = b"" if into is None else -1
-            room = memoryview(bytearray(min(length, 1 << 20)))
-            for begin in range(0, length, len(room)):
-                self._fill(room[: min(len(room), length - begin)])
+            for view in into:
+                self._fill(view[:left])
+                left = max(0, left - view.nbytes)
+            said = -1 if left else length
+        if left:
+            self._skip(left)
         if self._line():
             raise _no_valkey(b"a value that is longer than it says")
         return said
+
+    def _skip(self, length: int) -> None:
+        room = memoryview(bytearray(min(length, 1 << 20)))
+        for begin in range(0, length, len(room)):
+            self._fill(room[: min(len(room), length - begin)])
 
     def _fill(self, into: memoryview) -> None:
         have = min(len(into), self._end - self._at)
@@ -237,6 +247,11 @@ def _framed(commands: Sequence[Command]) -> list[bytes | memoryview]:
     for command in commands:
         short.append(b"*%d\r\n" % len(command))
         for word in command:
+            if isinstance(word, tuple):
+                short.append(b"$%d\r\n" % sum([view.nbytes for view in word]))
+                pieces += [b"".join(short), *word]
+                short = [b"\r\n"]
+                continue
             plain = word.encode() if isinstance(word, str) else word
             if len(plain) <= _SHORT_BYTES:
                 short.append(b"$%d\r\n%s\r\n" % (len(plain), plain))

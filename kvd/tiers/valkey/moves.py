@@ -1,7 +1,8 @@
 """Moves blocks to and from Valkey: their pieces in units, several units at once.
 
-A unit is what goes to one server in one go. A block's record is written after all of its pieces;
-only with it is the block there. So what was written in part is a miss, and in time leaves.
+A unit is what goes to one server in one go. Most blocks are one value: the record and the parts,
+end to end, out of where they lie. A larger one is in pieces, and its record is written after all of
+them; only with it is the block there. So what was written in part is a miss, and in time leaves.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvd.tiers.gang import Gang
 from kvd.tiers.sealing import (
@@ -18,11 +20,12 @@ from kvd.tiers.sealing import (
     lengths_in,
     prove_all,
     record_bytes,
+    record_in,
     sound_records_of,
     wipe,
 )
 from kvd.tiers.store import Outcome, TierBlock, TierError, TierReason
-from kvd.tiers.valkey.line import Command
+from kvd.tiers.valkey.line import Command, Room
 from kvd.tiers.valkey.names import BlockShape, NameBook
 from kvd.tiers.valkey.servers import Servers
 
@@ -44,14 +47,25 @@ class Move:
     outcome: Outcome | None = None
     reason: TierReason | None = None
     is_partly_missing: bool = False
+    has_come: bool = False  # some of it, be it wrong
     is_known: bool = False  # its record was there, whatever else was
     is_cut: bool = False  # its pieces go in several units
     leftover: Sequence[bytes] = ()  # names of what it replaces
 
     @property
+    def is_one(self) -> bool:
+        """Whether its record and its parts are one value."""
+        return not self.shape.spans
+
+    @property
     def names(self) -> list[bytes]:
         """Of all its values."""
         return [self.name, *(self.name + suffix for suffix in self.shape.suffixes)]
+
+    @property
+    def parts_of_value(self) -> tuple[memoryview, ...]:
+        """What its one value is made of, or goes to."""
+        return (memoryview(self.record), *self.block.parts)
 
     def piece(self, number: int) -> memoryview:
         span = self.shape.spans[number]
@@ -61,7 +75,8 @@ class Move:
         self.reason = self.reason or reason
 
 
-Unit = list[tuple[Move, int]]  # pieces by their numbers, of blocks at one server
+# Pieces by their numbers, of blocks at one server; of a block that is one value that is number 0.
+Unit = list[tuple[Move, int]]
 
 
 class Moves:
@@ -97,23 +112,29 @@ class Moves:
 
     def _look(self, group: Sequence[Move], deadline: float) -> None:
         home = group[0].home
+        in_pieces: list[Move] = []
         try:
-            records = self._servers.values(home, [move.name for move in group], deadline)
-            alike: list[Move] = []
-            for move, record in zip(group, records, strict=True):
-                if record is not None and has_lengths_of(record, move.block):
-                    alike.append(move)
-                elif record is not None:
+            heads = self._servers.heads(home, [move.name for move in group], deadline)
+            for move, head in zip(group, heads, strict=True):
+                record = record_in(head)
+                if not record:
+                    continue
+                if not has_lengths_of(record, move.block):
                     move.leftover = self._names_of(move, record)
-            if not alike:
+                elif move.is_one != (len(head) == len(record)):
+                    if move.is_one:
+                        move.outcome = Outcome.DONE
+                    else:
+                        in_pieces.append(move)
+            if not in_pieces:
                 return
-            commands: list[Command] = [["EXISTS", *move.names[1:]] for move in alike]
+            commands: list[Command] = [["EXISTS", *move.names[1:]] for move in in_pieces]
             answers = self._servers.run(home, commands, deadline)
         except TierError as error:
             for move in group:
                 move.fail(error.reason)
             return
-        for move, count in zip(alike, answers, strict=True):
+        for move, count in zip(in_pieces, answers, strict=True):
             if count == len(move.shape.spans):
                 move.outcome = Outcome.DONE
 
@@ -131,17 +152,22 @@ class Moves:
         ends = [move for move, number in unit if number + 1 == len(move.shape.spans)]
         whole = [move for move in ends if move.number in begun]
         for move, _ in unit:
-            move.is_cut = True
+            move.is_cut = not move.is_one
         for move in whole:
             move.is_cut = False
-        pieces = [(move, move.name + move.shape.suffixes[n], move.piece(n)) for move, n in unit]
-        self._write_values(pieces, whole, deadline)
+        values: list[tuple[Move, bytes, Any]] = [
+            (move, move.name, move.parts_of_value)
+            if move.is_one
+            else (move, move.name + move.shape.suffixes[n], move.piece(n))
+            for move, n in unit
+        ]
+        self._write_values(values, whole, deadline)
 
     def _write_records(self, moves: Sequence[Move], deadline: float) -> None:
         self._write_values([], moves, deadline)
 
     def _write_values(
-        self, pieces: list[tuple[Move, bytes, memoryview]], whole: Sequence[Move], deadline: float
+        self, pieces: list[tuple[Move, bytes, Any]], whole: Sequence[Move], deadline: float
     ) -> None:
         concerned = [move for move, _, _ in pieces] + list(whole)
         if not concerned:
@@ -159,7 +185,7 @@ class Moves:
             if isinstance(answer, TierError):
                 move.fail(answer.reason)
 
-    def _set(self, name: bytes, value: memoryview | bytearray) -> Command:
+    def _set(self, name: bytes, value: Any) -> Command:
         return ["SET", name, value, *self._expiry]
 
     # -- reading ------------------------------------------------------------------------------
@@ -167,7 +193,7 @@ class Moves:
     def read(self, moves: Sequence[Move], deadline: float) -> None:
         """Fill the blocks' parts. Each has an outcome or a reason when this returns."""
         for move in moves:
-            move.left = len(move.shape.spans)
+            move.left = len(move.shape.spans) or 1
             move.record[:] = bytes(record_bytes(len(move.block.parts)))
         self._gang.do([partial(self._read_unit, unit, deadline) for unit in _units(moves)])
         useless = [
@@ -181,25 +207,25 @@ class Moves:
 
     def _read_unit(self, unit: Unit, deadline: float) -> None:
         names: list[bytes] = []
-        buffers: list[memoryview] = []
+        rooms: list[Room] = []
         for move, number in unit:
+            if move.is_one:
+                names.append(move.name)
+                rooms.append(move.parts_of_value)
+                continue
             if number == 0:
                 names.append(move.name)
-                buffers.append(memoryview(move.record))
+                rooms.append((memoryview(move.record),))
             names.append(move.name + move.shape.suffixes[number])
-            buffers.append(move.piece(number))
+            rooms.append((move.piece(number),))
         try:
-            lengths = iter(self._servers.fill(unit[0][0].home, names, buffers, deadline))
+            lengths = iter(self._servers.fill(unit[0][0].home, names, rooms, deadline))
         except TierError as error:
             for move, _ in unit:
                 move.fail(error.reason)
         else:
             for move, number in unit:
-                if number == 0:
-                    # A record of another length is of other parts, and not useless.
-                    move.is_known = next(lengths) == len(move.record)
-                    move.is_partly_missing |= not move.is_known
-                move.is_partly_missing |= next(lengths) != move.shape.spans[number].nbytes
+                _look_at_lengths(move, number, lengths)
         whole: list[Move] = []
         with self._lock:
             for move, _ in unit:
@@ -229,6 +255,24 @@ class Moves:
             pass  # it stays until the server makes room; nobody is served it
 
 
+def _look_at_lengths(move: Move, number: int, lengths: Iterator[int | None]) -> None:
+    """What came of a piece, and of the record before it where it is the first."""
+    if move.is_one:
+        came = next(lengths)
+        # A value of ours that is longer or shorter than its record says is useless.
+        move.is_known = came is not None and has_lengths_of(bytes(move.record), move.block)
+        move.has_come = came is not None
+        move.is_partly_missing |= came != len(move.record) + move.block.nbytes
+        return
+    if number == 0:
+        # A record of another length is of other parts, and not useless.
+        move.is_known = next(lengths) == len(move.record)
+        move.is_partly_missing |= not move.is_known
+    came = next(lengths)
+    move.has_come |= came is not None
+    move.is_partly_missing |= came != move.shape.spans[number].nbytes
+
+
 def _seal(moves: Sequence[Move]) -> None:
     records = sound_records_of([move.block for move in moves])
     for move, record in zip(moves, records, strict=True):
@@ -246,6 +290,8 @@ def _end_reads(moves: Sequence[Move]) -> None:
             wipe(move.block)
         elif move.is_partly_missing or not has_lengths_of(bytes(move.record), move.block):
             move.outcome = Outcome.MISSING
+            if move.has_come:
+                wipe(move.block)
         else:
             come.append(move)
     proven = prove_all([bytes(move.record) for move in come], [move.block for move in come])
@@ -286,11 +332,12 @@ def _units_of(group: Sequence[Move]) -> Iterator[Unit]:
     unit: Unit = []
     size = 0
     for move in group:
-        for number, span in enumerate(move.shape.spans):
-            if unit and (size + span.nbytes > UNIT_BYTES or len(unit) >= UNIT_NAMES):
+        sizes = [span.nbytes for span in move.shape.spans] or [move.block.nbytes]
+        for number, nbytes in enumerate(sizes):
+            if unit and (size + nbytes > UNIT_BYTES or len(unit) >= UNIT_NAMES):
                 yield unit
                 unit, size = [], 0
             unit.append((move, number))
-            size += span.nbytes
+            size += nbytes
     if unit:
         yield unit

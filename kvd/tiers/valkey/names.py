@@ -1,7 +1,7 @@
 """What the values of a block are called, and which of a cluster's slots they are in.
 
-    PREFIX:SCOPE{BLOCK}            its sealed record
-    PREFIX:SCOPE{BLOCK}KIND.NUMBER its pieces, over all parts
+    PREFIX:SCOPE{BLOCK}            its sealed record, and then its parts
+    PREFIX:SCOPE{BLOCK}KIND.NUMBER its pieces, over all parts, where they are too long for one value
 
 Scope and block in letters and digits, so that a pattern finds all of a scope. The braces make
 Valkey keep all of a block's values in one slot, on one server. KIND stands for the parts' lengths:
@@ -15,6 +15,7 @@ import binascii
 import hashlib
 from dataclasses import dataclass
 
+from kvd.tiers.sealing import record_bytes
 from kvd.tiers.store import TierBlock, TierKey
 
 SLOTS = 16384
@@ -37,7 +38,7 @@ class PieceSpan:
 class BlockShape:
     """Blocks with parts of the same lengths."""
 
-    suffixes: tuple[bytes, ...]  # of the pieces' names
+    suffixes: tuple[bytes, ...]  # of the pieces' names; none where its parts go with its record
     spans: tuple[PieceSpan, ...]
 
 
@@ -63,9 +64,10 @@ class NameBook:
         if known is not None:
             return known
         step = self._value_bytes
+        is_one = record_bytes(len(lengths)) + sum(lengths) <= step
         spans = tuple(
             PieceSpan(part, begin, min(begin + step, length))
-            for part, length in enumerate(lengths)
+            for part, length in enumerate(() if is_one else lengths)
             for begin in range(0, length, step)
         )
         kind = hashlib.blake2b(repr((lengths, step)).encode(), digest_size=6).hexdigest()

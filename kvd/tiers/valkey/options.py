@@ -27,7 +27,7 @@ class ValkeyOptions:
     """Where the servers are, and how to talk to them.
 
     `addresses` are of some servers of a cluster, which name the others, or of a single server.
-    A value has at most `value_bytes`; a longer part takes several.
+    A value has at most `value_bytes`; a longer block takes several.
     """
 
     addresses: tuple[str, ...]

@@ -18,16 +18,20 @@ import time
 from collections.abc import Sequence
 
 from kvd.tiers.options import content_of, secret_of
+from kvd.tiers.sealing import record_bytes
 from kvd.tiers.store import TierError, TierReason, TierTimeout, TierUnusable
-from kvd.tiers.valkey.line import Answer, Command, Line, ServerRefusal
+from kvd.tiers.valkey.line import Answer, Command, Line, Room, ServerRefusal
 from kvd.tiers.valkey.names import SLOTS
 from kvd.tiers.valkey.options import ValkeyOptions
+from kvd_proto.limits import MAX_RANKS
 
 log = logging.getLogger(__name__)
 
 Home = str  # a server, as "host:port"
 NOBODY = ""
 LOOK_SECONDS = 1.0  # between looks at the servers
+HEAD_BYTES = record_bytes(MAX_RANKS) + 1  # any record, and whether something follows it
+_HEAD_END = str(HEAD_BYTES - 1)
 MAX_DOUBTS = 64  # lines on which writes were given up that may still happen
 _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN", "READONLY"}  # a slot has moved, or is about to
 _REFUSED_LOGIN = {"NOAUTH", "WRONGPASS"}
@@ -138,7 +142,7 @@ class Servers:
         deadline: float,
         *,
         changes: bool = False,
-        into: Sequence[memoryview] = (),
+        into: Sequence[Room] = (),
     ) -> list[Answer]:
         """Commands of one key each, in their order; what was refused is a TierError in its place.
 
@@ -150,12 +154,14 @@ class Servers:
             raise TierError("too many writes are given up and may happen yet")
         return self._run(home, commands, deadline, changes=changes, into=into)
 
-    def values(self, home: Home, names: Sequence[bytes], deadline: float) -> list[bytes | None]:
-        """Short values, None where there is none, or where its slot is no longer there."""
-        return _found(self.run(home, [["GET", name] for name in names], deadline))
+    def heads(self, home: Home, names: Sequence[bytes], deadline: float) -> list[bytes]:
+        """What values begin with, HEAD_BYTES at most; nothing where there is none, or where its
+        slot is no longer there."""
+        commands: list[Command] = [["GETRANGE", name, "0", _HEAD_END] for name in names]
+        return [head or b"" for head in _found(self.run(home, commands, deadline))]
 
     def fill(
-        self, home: Home, names: Sequence[bytes], into: Sequence[memoryview], deadline: float
+        self, home: Home, names: Sequence[bytes], into: Sequence[Room], deadline: float
     ) -> list[int | None]:
         """Have values written into memory; how long each is, None where it is not there.
 
@@ -187,7 +193,7 @@ class Servers:
         deadline: float = math.inf,
         *,
         changes: bool = False,
-        into: Sequence[memoryview] = (),
+        into: Sequence[Room] = (),
     ) -> list[Answer]:
         while True:
             line, is_new = self._line(home, deadline)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from kvd.tiers.gang import Gang, require_time
-from kvd.tiers.sealing import lengths_in, record_bytes
+from kvd.tiers.sealing import lengths_in, record_bytes, record_in
 from kvd.tiers.store import (
     Outcome,
     TierBlock,
@@ -137,10 +137,10 @@ class ValkeyStore:
         names = list({self._book.record_name(key) for key in keys})
 
         def forget(home: str, some: list[bytes]) -> None:
-            records = self._servers.values(home, some, deadline)
+            heads = self._servers.heads(home, some, deadline)
             commands: list[Command] = []
-            for name, record in zip(some, records, strict=True):
-                lengths = lengths_in(record) if record is not None else ()
+            for name, head in zip(some, heads, strict=True):
+                lengths = lengths_in(record_in(head))
                 suffixes = self._book.shape(lengths).suffixes if lengths else ()
                 commands.append(["UNLINK", name, *(name + suffix for suffix in suffixes)])
             _require_done(self._servers.run(home, commands, deadline, changes=True))
