@@ -18,8 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.v1.kv_offload.base import PrepareStoreOutput
 from vllm.v1.request import RequestStatus
 
+from kvd_client.integrations.vllm.scheduling import one_group
 from kvd_client.integrations.vllm.scheduling import scheduler as ours
-from kvd_client.integrations.vllm.scheduling.jobs import SingleBlock
+from kvd_client.integrations.vllm.scheduling.jobs import BlockStretch
 from kvd_client.integrations.vllm.scheduling.requests import by_group
 from kvd_client.integrations.vllm.scheduling.scheduler import KvdConnectorScheduler
 from kvd_client.integrations.vllm.scheduling.stores import BlocksSpec
@@ -93,8 +94,10 @@ class ScriptedRequest:
 class Drawn:
     """A run of steps drawn from a seed: the same for every side."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, blocks: int = 0) -> None:
+        """`blocks`: what the device has, each used again and again; 0: enough for ever."""
         self.draw = random.Random(seed)
+        self._device = blocks
         self.requests: dict[str, ScriptedRequest] = {}
         self.ended: list[ScriptedRequest] = []
         self._tables: dict[str, int] = {}  # engine blocks that each has
@@ -151,7 +154,8 @@ class Drawn:
         count = max(0, wanted - self._tables.get(name, 0))
         self._tables[name] = self._tables.get(name, 0) + count
         first, self._next_block = self._next_block, self._next_block + count
-        return list(range(first, first + count))
+        given = range(first, first + count)
+        return [1 + block % self._device for block in given] if self._device else list(given)
 
     def compute(self, scheduled: dict[str, int]) -> list[ScriptedRequest]:
         """The step has run; who ended with it."""
@@ -192,17 +196,26 @@ def books(made: Any) -> dict[str, Any]:
             job: (each.req_id, each.keys, each.deferred_fence_block_ids, each.pending_count)
             for job, each in made._jobs.items()
         },
-        "fenced": made._block_id_to_pending_jobs,
+        "fenced": fences(made),
         "allocated": made._current_batch_allocated_block_ids,
     }
+
+
+def fences(made: Any) -> dict[int, set[int]]:
+    """Jobs by the engine block that they fence, wherever that is kept."""
+    fenced = {block: set(jobs) for block, jobs in made._block_id_to_pending_jobs.items()}
+    for job, blocks in getattr(made, "_fenced_lists", {}).items():
+        for block in blocks:
+            fenced.setdefault(block, set()).add(job)
+    return fenced
 
 
 def stores(jobs: dict[int, Any]) -> dict[int, Any]:
     told = {}
     for number, job in jobs.items():
         source = job.src_spec
-        if isinstance(source, SingleBlock):
-            row, first = [source.engine_block], source.block
+        if isinstance(source, BlockStretch):
+            row, first = source.engine_blocks, source.first_block
         else:
             row, first = list(np.asarray(source.block_ids)), source.block_indices[0]
         told[number] = (job.req_id, row, first, job.dst_spec.keys, job.dst_spec.parts)
@@ -245,11 +258,50 @@ def test_both_keep_the_same_books(
         ended = [job for job in sides[0]._jobs if drawn.draw.random() < 0.4]
         report = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1))
         for made in sides:
-            OffloadingConnectorScheduler.update_connector_output(
-                made, SimpleNamespace(kv_connector_worker_meta=report)
-            )
+            made.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
         assert books(sides[0]) == books(sides[1])
     assert stored > STEPS / 2, "the run stores something"
+
+
+@pytest.mark.parametrize("most", [0, 20, 4096])
+@pytest.mark.parametrize("seed", range(3))
+def test_both_flush_the_same_stores_where_blocks_are_used_again(
+    seed: int, most: int, configuration: Configuration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_group, "MAX_FENCED_AS_LISTS", most)
+    drawn = Drawn(seed, blocks=60)
+    sides = [
+        side(kind, configuration) for kind in (OffloadingConnectorScheduler, KvdConnectorScheduler)
+    ]
+    flushed = as_lists = 0
+    for _ in range(2 * STEPS):
+        arrived = drawn.arrivals()
+        for made in sides:
+            made.manager.step += 1
+            for request in arrived:
+                made.on_new_request(request)
+        output = drawn.step(arrived)
+        told = [OffloadingConnectorScheduler.build_connector_meta(made, output) for made in sides]
+        assert told[0].jobs_to_flush == told[1].jobs_to_flush
+        assert stores(told[0].store_jobs) == stores(told[1].store_jobs)
+        flushed += len(told[0].jobs_to_flush)
+        for request in drawn.compute(output.num_scheduled_tokens):
+            for made in sides:
+                made.request_finished(request)
+        as_lists += len(sides[1]._fenced_lists)
+        assert sides[1]._fenced_blocks <= most
+        assert books(sides[0]) == books(sides[1])
+        ended = [job for job in sides[0]._jobs if drawn.draw.random() < 0.2]
+        report = OffloadingWorkerMetadata(completed_jobs=dict.fromkeys(ended, 1))
+        for made in sides:
+            made.update_connector_output(SimpleNamespace(kv_connector_worker_meta=report))
+        assert books(sides[0]) == books(sides[1])
+        if drawn.draw.random() < 0.02:
+            for made in sides:
+                made.reset_cache()
+                made._current_batch_jobs_to_flush.clear()
+    assert flushed, "the run flushes something"
+    assert bool(as_lists) == bool(most)
 
 
 def test_books_of_an_engine_with_blocks_of_several_are_vllms(

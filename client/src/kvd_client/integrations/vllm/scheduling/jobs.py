@@ -20,16 +20,17 @@ EngineBlocks = npt.NDArray[np.uint32]
 
 
 @dataclass(slots=True)
-class SingleBlock(LoadStoreSpec):
-    """A block to store where there is one group: its number and its engine block."""
+class BlockStretch(LoadStoreSpec):
+    """Blocks to store where there is one group, one after the other: the first one's number, and
+    an engine block for each."""
 
-    block: int
-    engine_block: int
+    first_block: int
+    engine_blocks: list[int]
 
 
-def single_run(source: SingleBlock, target: BlocksSpec) -> list[BlockRun]:
-    """The run of a store of one block."""
-    return [BlockRun(0, source.block, target.parts[0][1], (source.engine_block,))]
+def stretch_run(source: BlockStretch, target: BlocksSpec) -> list[BlockRun]:
+    """The run of a store of such blocks."""
+    return [BlockRun(0, source.first_block, target.parts[0][1], source.engine_blocks)]
 
 
 def load_runs(

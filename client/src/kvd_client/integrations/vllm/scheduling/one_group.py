@@ -28,10 +28,13 @@ from vllm.v1.kv_offload.base import (
     OffloadKey,
     make_offload_key,
 )
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvd_client.integrations.vllm.scheduling.jobs import VLLM_NULL_BLOCK, SingleBlock
+from kvd_client.integrations.vllm.scheduling.jobs import VLLM_NULL_BLOCK, BlockStretch
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
+
+MAX_FENCED_AS_LISTS = 4096  # engine blocks; each step that allocates looks at them all
 
 
 class RequestKeys(RequestOffloadState):
@@ -66,6 +69,8 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
         self._self_describing = self._events_tracker.self_describing_enabled
         self._has_one_group = len(self.config.kv_group_configs) == 1
         self._stores_simply = self._has_simple_stores()
+        self._fenced_lists: dict[int, list[int]] = {}  # by job: fences that vLLM's table lacks
+        self._fenced_blocks = 0  # in them
 
     def _has_simple_stores(self) -> bool:
         """Whether all blocks of one group are stored as they come, none of them left out."""
@@ -88,7 +93,18 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
         if not self._has_one_group or self._sliding_window_groups:
             super()._update_req_states(scheduler_output)
-            return
+        else:
+            self._note_scheduled(scheduler_output)
+        if self._fenced_lists:
+            reused = self._current_batch_allocated_block_ids
+            self._current_batch_jobs_to_flush.update(
+                job_id
+                for job_id, blocks in self._fenced_lists.items()
+                if not reused.isdisjoint(blocks)
+            )
+
+    def _note_scheduled(self, scheduler_output: SchedulerOutput) -> None:
+        """VLLM's `_update_req_states` for one group."""
         (group,) = self.config.kv_group_configs
         place, each = group.group_idx, group.hashes_per_chunk
         allocated = self._current_batch_allocated_block_ids
@@ -112,17 +128,42 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
             return super().request_finished(request, *tables)
         self._maybe_observe_lookup_async_delay(status)
         status.update_offload_keys()
-        fenced = self._block_id_to_pending_jobs
         for job_id in status.transfer_jobs:
-            blocks = self._jobs[job_id].deferred_fence_block_ids or ()
-            if fenced.keys().isdisjoint(blocks):
-                fenced.update({block: {job_id} for block in blocks})
-            else:
-                for block in blocks:
-                    fenced.setdefault(block, set()).add(job_id)
+            self._fence(job_id, self._jobs[job_id].deferred_fence_block_ids or [])
         return False, None
 
-    def _store_new_blocks(self, due: dict[str, int], *, are_many: bool) -> dict[int, TransferJob]:
+    # -- fences: a store whose engine blocks are given to others must be flushed first -----------
+
+    def _fence(self, job_id: int, blocks: list[int]) -> None:
+        """VLLM makes a set for each block; as a list it costs nothing, while there are few."""
+        if self._fenced_blocks + len(blocks) <= MAX_FENCED_AS_LISTS:
+            self._fenced_lists[job_id] = blocks
+            self._fenced_blocks += len(blocks)
+            return
+        for block in blocks:
+            self._block_id_to_pending_jobs.setdefault(block, set()).add(job_id)
+
+    def _remove_pending_job(self, job_id: int, block_ids: list[int] | None) -> None:
+        if block_ids is not None and self._fenced_lists.get(job_id) is block_ids:
+            self._unfence(job_id)
+        else:
+            super()._remove_pending_job(job_id, block_ids)
+
+    def _unfence(self, job_id: int) -> None:
+        self._fenced_blocks -= len(self._fenced_lists.pop(job_id))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        # vLLM says nothing of a job that ended while its own table was empty.
+        for job_id in self._fenced_lists.keys() - self._jobs.keys():
+            self._unfence(job_id)
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self._fenced_lists.clear()
+        self._fenced_blocks = 0
+
+    def _store_new_blocks(self, due: dict[str, int]) -> dict[int, TransferJob]:
         """Jobs of the requests' new blocks; takes out of `due` whom it has dealt with.
 
         What vLLM would do where `_stores_simply`. What it says and counts of a request without
@@ -155,15 +196,12 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
             stored = output.keys_to_store
             if not stored:
                 continue
+            source: LoadStoreSpec = BlockStretch(first, row)
             if len(stored) < len(keys):
                 wanted = set(stored)
                 row = [block for block, key in zip(row, keys, strict=True) if key in wanted]
                 first += next(place for place, key in enumerate(keys) if key in wanted)
-            source: LoadStoreSpec = (
-                SingleBlock(first, row[0])
-                if are_many and len(row) == 1
-                else GPULoadStoreSpec(row, group_sizes=[len(row)], block_indices=[first])
-            )
+                source = GPULoadStoreSpec(row, group_sizes=[len(row)], block_indices=[first])
             job_id = self._note_store(status, stored, row)
             made[job_id] = TransferJob(req_id, source, output.store_spec)
         return made

@@ -46,10 +46,10 @@ from kvd_client.integrations.vllm.metadata import (
 )
 from kvd_client.integrations.vllm.scheduling.jobs import (
     VLLM_NULL_BLOCK,
-    SingleBlock,
+    BlockStretch,
     load_runs,
-    single_run,
     store_runs,
+    stretch_run,
 )
 from kvd_client.integrations.vllm.scheduling.lazy import (
     BlocksOnDevice,
@@ -286,7 +286,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
             if are_many:
                 self.manager.expect_stores(self._next_keys(due))
             if self._stores_simply and due:
-                made = self._store_new_blocks(due, are_many=are_many)
+                made = self._store_new_blocks(due)
         return made | super()._build_store_jobs(DueRequests(due, scheduler_output.finished_req_ids))
 
     def _note_computed(self, scheduler_output: SchedulerOutput) -> None:
@@ -401,8 +401,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
             status = self._req_status.get(job.req_id)
             assert status is not None, "a request with a job in flight is known"
             context, target = status.req_context, blocks_of(job.dst_spec)
-            if isinstance(job.src_spec, SingleBlock):
-                runs = single_run(job.src_spec, target)
+            if isinstance(job.src_spec, BlockStretch):
+                runs = stretch_run(job.src_spec, target)
             else:
                 positions = context._offload_key_positions
                 runs = store_runs(groups, job.src_spec, target, positions)

@@ -25,6 +25,7 @@ from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_PARTS_PER_STEP
 
 KEYS_PER_STEP = MAX_KEYS_PER_MESSAGE  # to store
 LOAD_KEYS_PER_STEP = 4 * MAX_KEYS_PER_MESSAGE  # in some messages
+SAMPLED = 8  # of a long run's keys, before all of them are looked up
 
 Admitted = Callable[[TrackedRequest, int, int], bool]  # (request, group, block)
 IsWhole = Callable[[ReqContext, int, int], bool]  # likewise: all its engine blocks are there
@@ -86,7 +87,7 @@ class StorePlanner:
     def __init__(self, groups: OffloadGroups, stats: KvdStats) -> None:
         self._groups = groups
         self._stats = stats
-        self._storing: dict[OffloadKey, None] = {}
+        self._storing: set[OffloadKey] = set()
         self._probed: dict[OffloadKey, bool] = {}  # for this step's offers
         self.budget = StepBudget()
         self.is_whole: IsWhole | None = None
@@ -127,7 +128,7 @@ class StorePlanner:
             wanted = _heads(wanted, parts, self.budget, self._groups)
             parts = list(by_group(wanted))
         self._stats.note_allocation(len(wanted))
-        self._storing.update(dict.fromkeys(wanted))
+        self._storing.update(wanted)
         return PrepareStoreOutput(wanted, BlocksSpec(wanted, parts), [])
 
     def plan_leaving(
@@ -154,7 +155,7 @@ class StorePlanner:
         if room < len(wanted):
             wanted = _heads(wanted, parts, self.budget, self._groups)
         self._stats.note_allocation(len(wanted))
-        self._storing.update(dict.fromkeys(wanted))
+        self._storing.update(wanted)
         return wanted, there
 
     def _plan_one(
@@ -173,7 +174,7 @@ class StorePlanner:
             self._stats.counts[NO_ROOM] += 1
             return None
         self._stats.note_allocation(1)
-        self._storing[key] = None
+        self._storing.add(key)
         return PrepareStoreOutput(keys, BlocksSpec(keys, parts), [])
 
     def probe(self, keys: list[OffloadKey], account: str, session: SessionView) -> None:
@@ -190,8 +191,7 @@ class StorePlanner:
 
     def ended(self, keys: Collection[OffloadKey]) -> None:
         """These are not on their way any more."""
-        for key in keys:
-            self._storing.pop(key, None)
+        self._storing.difference_update(keys)
 
     def clear(self) -> None:
         """The cache was reset: what is on its way counts for nothing."""
@@ -213,16 +213,32 @@ class StorePlanner:
         parts: list[tuple[int, list[bytes]]],
         session: SessionView,
     ) -> list[OffloadKey]:
-        """Keys that are neither in the daemon nor on their way there, in the order given."""
+        """Keys that are neither in the daemon nor on their way there, in the order given.
+
+        Of what nobody has the page is not read whole, which costs more than all the rest of the
+        plan: a run of which the samples are absent counts as absent. The daemon copies no block
+        that it has.
+        """
         account = tracked.request.account
-        found = [session.present(self._groups[g].index, account, hashes) for g, hashes in parts]
         wanted = keys
-        if any(flags.any() for flags in found):
+        if any(self._may_show(g, account, hashes, session) for g, hashes in parts):
+            found = [session.present(self._groups[g].index, account, hashes) for g, hashes in parts]
             present = chain.from_iterable(flags.tolist() for flags in found)
             wanted = [key for key, there in zip(keys, present, strict=True) if not there]
-        if self._storing.keys().isdisjoint(wanted):
+        if self._storing.isdisjoint(wanted):
             return wanted
         return [key for key in wanted if key not in self._storing]
+
+    def _may_show(
+        self, group: int, account: str, hashes: list[bytes], session: SessionView
+    ) -> bool:
+        """Whether any of a few of these, the first and the last among them, stands in the page."""
+        last = len(hashes) - 1
+        if last < 4 * SAMPLED:
+            return True
+        index = self._groups[group].index
+        places = range(0, last, -(-last // (SAMPLED - 1)))
+        return any(session.shows(index, account, hashes[place]) for place in (*places, last))
 
     def _take_room(
         self, parts: list[tuple[int, list[bytes]]], keys: int, session: SessionView
