@@ -20,7 +20,7 @@ from vllm.v1.request import RequestStatus
 
 from kvd_client.integrations.vllm.scheduling import one_group
 from kvd_client.integrations.vllm.scheduling import scheduler as ours
-from kvd_client.integrations.vllm.scheduling.jobs import BlockStretch
+from kvd_client.integrations.vllm.scheduling.jobs import AdjacentBlocks
 from kvd_client.integrations.vllm.scheduling.requests import by_group
 from kvd_client.integrations.vllm.scheduling.scheduler import KvdConnectorScheduler
 from kvd_client.integrations.vllm.scheduling.stores import BlocksSpec
@@ -214,7 +214,7 @@ def stores(jobs: dict[int, Any]) -> dict[int, Any]:
     told = {}
     for number, job in jobs.items():
         source = job.src_spec
-        if isinstance(source, BlockStretch):
+        if isinstance(source, AdjacentBlocks):
             row, first = source.engine_blocks, source.first_block
         else:
             row, first = list(np.asarray(source.block_ids)), source.block_indices[0]

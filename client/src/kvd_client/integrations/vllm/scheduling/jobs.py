@@ -20,7 +20,7 @@ EngineBlocks = npt.NDArray[np.uint32]
 
 
 @dataclass(slots=True)
-class BlockStretch(LoadStoreSpec):
+class AdjacentBlocks(LoadStoreSpec):
     """Blocks to store where there is one group, one after the other: the first one's number, and
     an engine block for each."""
 
@@ -28,7 +28,7 @@ class BlockStretch(LoadStoreSpec):
     engine_blocks: list[int]
 
 
-def stretch_run(source: BlockStretch, target: BlocksSpec) -> list[BlockRun]:
+def adjacent_run(source: AdjacentBlocks, target: BlocksSpec) -> list[BlockRun]:
     """The run of a store of such blocks."""
     return [BlockRun(0, source.first_block, target.parts[0][1], source.engine_blocks)]
 

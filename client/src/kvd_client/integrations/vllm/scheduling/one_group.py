@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvd_client.integrations.vllm.scheduling.jobs import VLLM_NULL_BLOCK, BlockStretch
+from kvd_client.integrations.vllm.scheduling.jobs import VLLM_NULL_BLOCK, AdjacentBlocks
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 
 MAX_FENCED_AS_LISTS = 4096  # engine blocks; each step that allocates looks at them all
@@ -196,7 +196,7 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
             stored = output.keys_to_store
             if not stored:
                 continue
-            source: LoadStoreSpec = BlockStretch(first, row)
+            source: LoadStoreSpec = AdjacentBlocks(first, row)
             if len(stored) < len(keys):
                 wanted = set(stored)
                 row = [block for block, key in zip(row, keys, strict=True) if key in wanted]

@@ -46,10 +46,10 @@ from kvd_client.integrations.vllm.metadata import (
 )
 from kvd_client.integrations.vllm.scheduling.jobs import (
     VLLM_NULL_BLOCK,
-    BlockStretch,
+    AdjacentBlocks,
+    adjacent_run,
     load_runs,
     store_runs,
-    stretch_run,
 )
 from kvd_client.integrations.vllm.scheduling.lazy import (
     BlocksOnDevice,
@@ -401,8 +401,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
             status = self._req_status.get(job.req_id)
             assert status is not None, "a request with a job in flight is known"
             context, target = status.req_context, blocks_of(job.dst_spec)
-            if isinstance(job.src_spec, BlockStretch):
-                runs = stretch_run(job.src_spec, target)
+            if isinstance(job.src_spec, AdjacentBlocks):
+                runs = adjacent_run(job.src_spec, target)
             else:
                 positions = context._offload_key_positions
                 runs = store_runs(groups, job.src_spec, target, positions)
