@@ -60,7 +60,7 @@ sim: ## Simulation over many seeds (SEEDS=how many, 200)
 	@.ci/venv dev
 	KVD_SIM_COUNT=$${SEEDS:-200} $(PYTEST) -q tests/simulation
 
-fuzz: ## Mutations of valid bytes at every parser (MINUTES=how long, 5)
+fuzz: ## What may not be sent, at every parser and a real daemon (MINUTES=how long, 5)
 	@.ci/venv dev
 	@$(BIN)/python -m tests.fuzz --minutes $${MINUTES:-5} $(ARGS)
 

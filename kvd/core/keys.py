@@ -74,4 +74,4 @@ class KeyBatch:
     def to_bytes(self) -> bytes:
         """The hashes one after the other, padding taken off."""
         raw = np.ascontiguousarray(self.words).view(np.uint8)
-        return raw.reshape(len(self), -1)[:, : self.hash_bytes].tobytes()
+        return raw.reshape(len(self), 8 * self.words.shape[1])[:, : self.hash_bytes].tobytes()

@@ -80,12 +80,16 @@ class RowTable(MappedTable):
     def rows(self) -> Iterator[GrantedRow]:
         """Rows whose headers are all there and whole."""
         headers = self._headers()
-        members: dict[int, dict[int, int]] = {}
+        members: dict[int, list[int]] = {}
         for extent, header in headers.items():
-            members.setdefault(header.leading, {})[header.shard] = extent
-        for leading, by_shard in members.items():
-            first = headers.get(leading)
-            if first is None or first.shard != 0 or set(by_shard) != set(range(first.shards)):
+            members.setdefault(header.leading, []).append(extent)
+        for leading, found in members.items():
+            by_shard = {headers[extent].shard: extent for extent in found}
+            # Two that claim one shard prove nothing, neither the one nor the other.
+            if by_shard.get(0) != leading or set(by_shard) != set(range(len(found))):
+                continue
+            first = headers[leading]
+            if first.shards != len(found):
                 continue
             extents = tuple(by_shard[shard] for shard in range(first.shards))
             parts = [headers[extent] for extent in extents]

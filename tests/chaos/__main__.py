@@ -9,6 +9,7 @@ import argparse
 import random
 import sys
 import time
+import traceback
 from collections import Counter
 
 from tests import leaks
@@ -47,7 +48,7 @@ def main() -> int:
     try:
         done, worst = chaos(60 * given.minutes, given.seed, given.turns)
     except Exception as error:  # noqa: BLE001 - whatever it is, the seed goes with it
-        tell(f"seed {given.seed}: {type(error).__name__}: {error}")
+        tell(f"seed {given.seed}:\n{''.join(traceback.format_tb(error.__traceback__))}{error!r}")
         for note in getattr(error, "__notes__", ()):
             tell(note)
         return 1

@@ -100,3 +100,11 @@ def anonymous_mib(pid: int) -> float:
         if line.startswith(ANONYMOUS):
             return int(line.split()[1]) / 1024
     return 0.0
+
+
+def waited_seconds(pid: int) -> float:
+    """How long the process, its first thread, has waited for a processor: that is no hang."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):  # it has ended, or the kernel doesn't say
+        return 0.0

@@ -16,6 +16,7 @@ from kvd.pool.row_table import RowTable
 from tests import leaks
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import EXTENT_BYTES, SLOTS_PER_EXTENT, opened
+from tests.fuzz import pool_files
 
 RECORD = 128
 HEADER = 64
@@ -235,3 +236,28 @@ def test_the_header_is_one_sealed_line_that_others_can_not_read(filled: PoolConf
     assert path.stat().st_mode & 0o077 == 0
     _, _, body = path.read_bytes().partition(b" ")
     assert json.loads(body)["layout_version"] == 2
+
+
+def seal_again(config: PoolConfig, extent: int, word: int, value: int) -> None:
+    """Give a row's header another word, and the checksum that it would have with it."""
+    with bytes_of(config.directory / "rows.table") as table:
+        at = HEADER * extent + 8 * word
+        table[at : at + 8] = value.to_bytes(8, "little")
+    pool_files.seal(config.directory / "rows.table")
+
+
+def test_a_row_that_two_extents_say_they_lead_is_nobodys(filled: PoolConfig) -> None:
+    with bytes_of(filled.directory / "rows.table") as table:
+        table[5 * HEADER : 6 * HEADER] = table[:HEADER]
+    pool_files.seal(filled.directory / "rows.table")
+    rows, _ = reopened(filled)
+    assert set(rows) == {2}
+
+
+@pytest.mark.parametrize("shards", [0, 2, 3, 2**32 - 1])
+def test_a_row_of_other_shards_than_its_headers_is_left_out_at_once(
+    filled: PoolConfig, shards: int
+) -> None:
+    seal_again(filled, 0, 2, shards << 32)
+    rows, _ = reopened(filled)
+    assert set(rows) == {2}

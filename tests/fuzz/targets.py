@@ -5,6 +5,7 @@ A target takes any bytes. It returns, or refuses them in its own words; anything
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.cli.replay.trace import TraceError, read_trace
+from kvd.config import settings
 from kvd.core.events import TransferOutcome
 from kvd.core.keys import TransferId
 from kvd.mover import frames
@@ -26,6 +28,8 @@ from kvd.pool.header import PoolHeader, read_header
 from kvd.pool.registry import Registry
 from kvd.processes.framing import BadFrame, FrameReader, frame
 from kvd_proto.page import PageReader
+from tests.fuzz.pool_files import pool_files
+from tests.fuzz.shared_words import board, ring
 
 Target = Callable[[bytes], None]
 _CONFIG = PoolConfig(Path("nowhere"), 1 << 20, extent_bytes=1 << 18)
@@ -102,10 +106,38 @@ def page(content: bytes) -> None:
         os.close(fd)
 
 
+def config(content: bytes) -> None:
+    """A file of settings: it is read, or what is wrong is named."""
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(content)
+        file.flush()
+        parser = argparse.ArgumentParser()
+        settings.add_arguments(parser)
+        try:
+            settings.load(parser.parse_args(["--config", file.name]), {})
+        except settings.ConfigError:
+            pass
+
+
 def _lines(*records: dict[str, Any]) -> bytes:
     return b"\n".join(json.dumps(record).encode() for record in records)
 
 
+_SETTINGS = b"""
+policy = "arc"
+pool_bytes = "4GiB"
+extent_bytes = "auto"
+lease_share = 0.5
+operators = [1000]
+[tenants.blue]
+uids = [1001]
+quota = "50%"
+[[tiers]]
+name = "disk"
+kind = "disk"
+[tiers.options]
+directories = ["/nowhere"]
+"""
 _FINISHED = frames.pack_finished(Finished(TransferId(1), TransferOutcome.DONE))
 TARGETS: dict[Target, bytes] = {
     registry: _lines(_SPEC, _SCOPE, _CLEARED),
@@ -113,6 +145,10 @@ TARGETS: dict[Target, bytes] = {
     mover_words: frame(FrameKind.FINISHED, _FINISHED),
     trace: _lines(_TRACE),
     page: b"KVDPAGE1" + bytes(4088 + 4096),
+    config: _SETTINGS,
+    ring: struct.pack("<16Q", 4, 1, 5, 7, 10, 1, 4, 2**64 - 1, 4, 9000, 2, 9, 0, 0, 1, 1),
+    board: struct.pack("<16Q", 4, 1, 5, 7, 10, 1, 4, 2**64 - 1, 4, 9000, 2, 9, 0, 0, 1, 1),
+    pool_files: bytes(16),
 }
 _STRANGE = [
     *("null", "[]", "{}", "-1", "1e400", "NaN", '""', "true", "18446744073709551616", '"\\ud800"'),

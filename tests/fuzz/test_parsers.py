@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 
 from kvd.cli.replay.trace import TraceError, read_trace
-from tests.fuzz import targets
+from kvd.core.keys import KeyBatch
+from tests.contract import pool_orders as orders
+from tests.fuzz import pool_files, targets
 from tests.fuzz.targets import TARGETS, Target, mutated
 
-INPUTS = 1500
+INPUTS = 1000
+FILES = 40  # of a whole pool, which is slow
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.__name__)
 def test_valid_bytes_and_mutations_of_them_are_read_or_refused(target: Target) -> None:
     target(TARGETS[target])
     dice = random.Random(7)
-    for _ in range(INPUTS):
+    for _ in range(FILES if target is pool_files.pool_files else INPUTS):
         target(mutated(TARGETS[target], dice))
 
 
@@ -33,3 +36,18 @@ def test_a_line_of_a_trace_that_is_nested_too_deeply_is_refused(tmp_path: Path) 
     path.write_bytes(b"[" * 100_000 + b"\n")
     with pytest.raises(TraceError, match="not JSON"):
         read_trace(path)
+
+
+def test_files_of_a_pool_are_warm_before_they_are_changed(shared_directory: Path) -> None:
+    pool_files.lay_out(shared_directory)
+    for name in pool_files.SEALED:
+        pool_files.seal(shared_directory / "pool" / name)
+    with orders.opened(pool_files.config(shared_directory)) as pool:
+        assert pool.cold_reason == ""
+        rows = orders.rows_of(list(pool.recovered()))
+        assert pool.dropped_records == 0
+    assert sum(len(orders.blocks_of(row)) for row in rows.values()) == 40
+
+
+def test_no_keys_are_no_bytes() -> None:
+    assert KeyBatch.from_bytes(b"", 32).to_bytes() == b""
