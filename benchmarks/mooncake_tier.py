@@ -1,10 +1,11 @@
 """The Mooncake tier's store beside Mooncake's own client: `python -m benchmarks.mooncake_tier`.
 
-Both move the same bytes between the same registered memory and one node on the loopback, in
-batches of 32 MiB, by two callers. The client's are the library's own batch calls, a block each,
-by threads that wait for them as the library does. The store
-also asks what is there, takes a checksum of every block that it writes, and verifies every one
-that it reads. Interleaved pairs. All of it, the node too, shares this machine's processors: the
+Both move the same bytes between the same registered memory, shared as the pool's slots are, and one
+node on the loopback, in batches of 32 MiB, by two callers. The client's are the library's own batch
+calls, a block each, by threads that wait for them as the library does: over the same slots, and for
+comparison over one warm buffer a caller, which no cache has. The store also asks what is there,
+takes a checksum of every block that it writes, and verifies every one that it reads. The sides take
+turns, another first each time. All of it, the node too, shares this machine's processors: the
 ratio counts, not the speed.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import mmap
 import queue
 import sys
@@ -33,7 +35,7 @@ from kvd.tiers.store import Outcome, TierBlock, TierKey
 
 KIB = 1 << 10
 MIB = 1 << 20
-SIZES = (64 * KIB, 256 * KIB, 2 * MIB)
+SIZES_KIB = (64, 256, 2048)
 CALLERS = 2
 BATCH_BYTES = 32 * MIB
 BAR = 0.9
@@ -41,13 +43,14 @@ SCOPE = b"benchmark".ljust(32)
 
 
 class Memory:
-    """Each caller's own, known to the network as the pool's would be."""
+    """Known to the network, as the pool's is."""
 
-    def __init__(self, seed: int) -> None:
-        self.view = memoryview(mmap.mmap(-1, BATCH_BYTES))
+    def __init__(self, nbytes: int, store: MooncakeStore) -> None:
+        self.view = memoryview(mmap.mmap(-1, nbytes))
         words = np.frombuffer(self.view, dtype=np.uint64)
-        words[:] = np.random.default_rng(seed).integers(0, 1 << 63, len(words), dtype=np.uint64)
+        words[:] = np.random.default_rng(1).integers(0, 1 << 63, len(words), dtype=np.uint64)
         self.address = words.ctypes.data
+        store.map_memory(self.address, nbytes)
 
 
 class Sides:
@@ -60,68 +63,80 @@ class Sides:
         client = MooncakeClient.connect(MooncakeOptions(master))
         self._client = client
         self._store = MooncakeStore({"master": master}, lambda _: client)
-        self._free: queue.SimpleQueue[Memory] = queue.SimpleQueue()
-        for seed in range(CALLERS):
-            memory = Memory(seed)
-            self._store.map_memory(memory.address, BATCH_BYTES)
-            self._free.put(memory)
+        self._slots = Memory(total_bytes, self._store)
+        self._warm: queue.SimpleQueue[Memory] = queue.SimpleQueue()
+        for _ in range(CALLERS):
+            self._warm.put(Memory(BATCH_BYTES, self._store))
 
     def store_writes(self) -> float:
         """MB/s; what the last pass wrote is gone before it."""
         self._store.delete_scopes([SCOPE], time.monotonic() + 60)
-        return self._pass(lambda batch, memory: self._stored(self._store.write, batch, memory))
+        return self._pass(functools.partial(self._stored, self._store.write))
 
     def store_reads(self) -> float:
         """MB/s of all that the last pass wrote."""
-        return self._pass(lambda batch, memory: self._stored(self._store.read, batch, memory))
+        return self._pass(functools.partial(self._stored, self._store.read))
 
     def client_puts(self) -> float:
         """As `store_writes`."""
-        self._client.remove_beginning("plain")
-        library = self._client.library
-        put = functools.partial(library.batch_put_from, config=self._client.replication)
-        return self._pass(lambda batch, memory: self._plain(put, batch, memory))
+        return self._puts(self._plain)
 
     def client_gets(self) -> float:
         """As `store_reads`."""
-        get = self._client.library.batch_get_into
-        return self._pass(lambda batch, memory: self._plain(get, batch, memory))
+        return self._gets(self._plain)
+
+    def warm_puts(self) -> float:
+        """As `client_puts`, from one buffer for each caller."""
+        return self._puts(self._warmly)
+
+    def warm_gets(self) -> float:
+        """As `client_gets`, into one buffer for each caller."""
+        return self._gets(self._warmly)
+
+    def _puts(self, call: Callable[..., None]) -> float:
+        self._client.remove_beginning("plain")
+        library = self._client.library
+        put = functools.partial(library.batch_put_from, config=self._client.replication)
+        return self._pass(functools.partial(call, put))
+
+    def _gets(self, call: Callable[..., None]) -> float:
+        return self._pass(functools.partial(call, self._client.library.batch_get_into))
 
     def close(self) -> None:
         self._store.close()
 
-    def _stored(self, call: Callable[..., list[Outcome]], batch: int, memory: Memory) -> None:
-        size, view = self._size, memory.view
+    def _stored(self, call: Callable[..., list[Outcome]], batch: int) -> None:
+        size, view = self._size, self._slots.view
         blocks = [
-            TierBlock(
-                TierKey(SCOPE, b"%32d" % (batch * self._per_batch + at)),
-                (view[at * size : (at + 1) * size],),
-            )
-            for at in range(self._per_batch)
+            TierBlock(TierKey(SCOPE, b"%32d" % at), (view[at * size : (at + 1) * size],))
+            for at in range(batch * self._per_batch, (batch + 1) * self._per_batch)
         ]
         outcomes = set(call(blocks, time.monotonic() + 60))
         assert outcomes == {Outcome.DONE}, self._store.usage()
 
-    def _plain(self, call: Callable[..., list[int]], batch: int, memory: Memory) -> None:
+    def _plain(self, call: Callable[..., list[int]], batch: int) -> None:
+        self._called(call, batch, self._slots.address + batch * BATCH_BYTES)
+
+    def _warmly(self, call: Callable[..., list[int]], batch: int) -> None:
+        memory = self._warm.get()
+        try:
+            self._called(call, batch, memory.address)
+        finally:
+            self._warm.put(memory)
+
+    def _called(self, call: Callable[..., list[int]], batch: int, address: int) -> None:
         numbers = range(self._per_batch)
         found = call(
             [f"plain{batch * self._per_batch + at:0124d}" for at in numbers],
-            [memory.address + at * self._size for at in numbers],
+            [address + at * self._size for at in numbers],
             [self._size] * self._per_batch,
         )
         assert set(found) <= {0, self._size}
 
-    def _pass(self, call: Callable[[int, Memory], None]) -> float:
-        def one(batch: int) -> None:
-            memory = self._free.get()
-            try:
-                call(batch, memory)
-            finally:
-                self._free.put(memory)
-
+    def _pass(self, call: Callable[[int], None]) -> float:
         began = time.perf_counter()
         with ThreadPoolExecutor(CALLERS) as pool:
-            list(pool.map(one, range(self._batches)))
+            list(pool.map(call, range(self._batches)))
         return self._total / (time.perf_counter() - began) / 1e6
 
 
@@ -135,14 +150,22 @@ def beside_client(master: str, block_bytes: int, total: int, pairs: int) -> list
         ("write", sides.store_writes, sides.client_puts),
         ("read", sides.store_reads, sides.client_gets),
     ):
-        left, right = report.interleaved(ours, theirs, pairs)
+        warmly = sides.warm_puts if kind == "write" else sides.warm_gets
+        calls = [ours, theirs, warmly]
+        speeds: list[list[float]] = [[], [], []]
+        for pair in range(pairs):
+            for at in range(len(calls)):
+                side = (at + pair) % len(calls)
+                speeds[side].append(calls[side]())
+        store, slots, warm = speeds
         rows.append(
             {
-                "block_bytes": block_bytes,
+                "block_kib": block_bytes // KIB,
                 "kind": kind,
-                "store_mb_s": report.Spread.of(left),
-                "client_mb_s": report.Spread.of(right),
-                "ratio": report.ratios(left, right),
+                "store MB/s": report.Spread.of(store),
+                "client MB/s": report.Spread.of(slots),
+                "x client": report.ratios(store, slots),
+                "x client, warm": report.ratios(store, warm),
             }
         )
     sides.close()
@@ -153,28 +176,32 @@ def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description="The Mooncake tier's store beside its client.")
     parser.add_argument("--quick", action="store_true", help="little and few: a smoke test")
-    parser.add_argument("--pairs", type=int, help="instead of 7, or 2")
+    parser.add_argument("--pairs", type=int, help="instead of 15, or 2")
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_KIB, help="blocks, in KiB")
     parser.add_argument(
         "--output", type=Path, help="JSON file (default: results/mooncake_tier.json)"
     )
     options = parser.parse_args()
-    total, pairs = (128 * MIB, 2) if options.quick else (512 * MIB, 7)
+    total, pairs = (128 * MIB, 2) if options.quick else (256 * MIB, 15)
     pairs = options.pairs or pairs
     sys.setswitchinterval(0.0005)  # as the daemon's processes do
+    gc.freeze()  # likewise
     with tempfile.TemporaryDirectory() as logs:
-        cluster = MooncakeCluster(Path(logs), free_port(), free_port(), node_bytes=4 * total)
+        cluster = MooncakeCluster(Path(logs), free_port(), free_port(), node_bytes=6 * total)
         try:
             cluster.start_master()
             cluster.start_node()
             rows = [
-                row for size in SIZES for row in beside_client(cluster.address, size, total, pairs)
+                row
+                for size in options.sizes
+                for row in beside_client(cluster.address, size * KIB, total, pairs)
             ]
         finally:
             cluster.end()
     print(report.table(list(rows[0]), [list(row.values()) for row in rows]))
     for row in rows:
-        if row["ratio"].median < BAR:
-            print(f"below {BAR} of the client: {row['kind']} of {row['block_bytes'] // KIB} KiB")
+        if row["x client"].median < BAR:
+            print(f"below {BAR} of the client: {row['kind']} of {row['block_kib']} KiB")
     report.write("mooncake_tier", {"beside_client": rows}, options.output)
 
 

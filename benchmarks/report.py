@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvd import native
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -63,6 +65,7 @@ def machine() -> dict[str, Any]:
         "memory_bytes": memory,
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "native": library.level if (library := native.library()) else native.why_not(),
         "load_1m": os.getloadavg()[0],
     }
 

@@ -152,20 +152,21 @@ class Line:
     def _answer(self, into: Room | None, depth: int = 0) -> Answer:
         line = self._line()
         kind, rest = line[:1], line[1:]
+        if into is not None:
+            if kind == b"$":
+                number = _number(line)
+                return None if number < 0 else self._value(number, into)
+            if kind != b"-":  # a number would pass for a length
+                raise _no_valkey(line)
         if depth and kind in b"+-:":  # a value, too: each may be as long as the buffer
             self._bytes_left -= len(rest)
             if self._bytes_left < 0:
                 raise _no_valkey(line)
-        if kind == b"-":
-            return ServerRefusal(rest[:300].decode(errors="replace"))
-        if into is not None and kind != b"$":  # a number would pass for a length
-            raise _no_valkey(line)
         if kind == b"+":
             return rest
-        try:
-            number = int(rest)
-        except ValueError:
-            raise _no_valkey(line) from None
+        if kind == b"-":
+            return ServerRefusal(rest[:300].decode(errors="replace"))
+        number = _number(line)
         if kind == b":":
             return number
         if kind == b"$":
@@ -238,6 +239,14 @@ def _connected(host: str, port: int, seconds: float, tls: ssl.SSLContext | None)
         plain.close()
         raise
     return plain
+
+
+def _number(line: bytes) -> int:
+    """What stands behind a line's first letter."""
+    try:
+        return int(line[1:])
+    except ValueError:
+        raise _no_valkey(line) from None
 
 
 def _framed(commands: Sequence[Command]) -> list[bytes | memoryview]:

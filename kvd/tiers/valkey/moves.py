@@ -19,7 +19,6 @@ from kvd.tiers.sealing import (
     has_lengths_of,
     lengths_in,
     prove_all,
-    record_bytes,
     record_in,
     sound_records_of,
     wipe,
@@ -114,8 +113,13 @@ class Moves:
         home = group[0].home
         in_pieces: list[Move] = []
         try:
-            heads = self._servers.heads(home, [move.name for move in group], deadline)
-            for move, head in zip(group, heads, strict=True):
+            asked: list[Command] = [[b"EXISTS", move.name] for move in group]
+            found = self._servers.run(home, asked, deadline)
+            there = [move for move, count in zip(group, found, strict=True) if count == 1]
+            if not there:
+                return
+            heads = self._servers.heads(home, [move.name for move in there], deadline)
+            for move, head in zip(there, heads, strict=True):
                 record = record_in(head)
                 if not record:
                     continue
@@ -128,7 +132,7 @@ class Moves:
                         in_pieces.append(move)
             if not in_pieces:
                 return
-            commands: list[Command] = [["EXISTS", *move.names[1:]] for move in in_pieces]
+            commands: list[Command] = [[b"EXISTS", *move.names[1:]] for move in in_pieces]
             answers = self._servers.run(home, commands, deadline)
         except TierError as error:
             for move in group:
@@ -186,7 +190,7 @@ class Moves:
                 move.fail(answer.reason)
 
     def _set(self, name: bytes, value: Any) -> Command:
-        return ["SET", name, value, *self._expiry]
+        return [b"SET", name, value, *self._expiry]
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -194,7 +198,6 @@ class Moves:
         """Fill the blocks' parts. Each has an outcome or a reason when this returns."""
         for move in moves:
             move.left = len(move.shape.spans) or 1
-            move.record[:] = bytes(record_bytes(len(move.block.parts)))
         self._gang.do([partial(self._read_unit, unit, deadline) for unit in _units(moves)])
         useless = [
             move
@@ -259,10 +262,13 @@ def _look_at_lengths(move: Move, number: int, lengths: Iterator[int | None]) -> 
     """What came of a piece, and of the record before it where it is the first."""
     if move.is_one:
         came = next(lengths)
-        # A value of ours that is longer or shorter than its record says is useless.
-        move.is_known = came is not None and has_lengths_of(bytes(move.record), move.block)
         move.has_come = came is not None
-        move.is_partly_missing |= came != len(move.record) + move.block.nbytes
+        if came != len(move.record) + move.block.nbytes:
+            move.is_partly_missing = True
+            # One of ours that is longer or shorter than its record says is useless.
+            move.is_known = move.has_come and has_lengths_of(bytes(move.record), move.block)
+        else:
+            move.is_known = True
         return
     if number == 0:
         # A record of another length is of other parts, and not useless.
@@ -288,20 +294,24 @@ def _end_reads(moves: Sequence[Move]) -> None:
     for move in moves:
         if move.reason is not None:
             wipe(move.block)
-        elif move.is_partly_missing or not has_lengths_of(bytes(move.record), move.block):
+        elif move.is_partly_missing:
             move.outcome = Outcome.MISSING
             if move.has_come:
                 wipe(move.block)
         else:
             come.append(move)
-    proven = prove_all([bytes(move.record) for move in come], [move.block for move in come])
-    for move, is_proven in zip(come, proven, strict=True):
+    records = [bytes(move.record) for move in come]
+    proven = prove_all(records, [move.block for move in come])
+    for move, record, is_proven in zip(come, records, proven, strict=True):
         if is_proven:
             move.outcome = Outcome.DONE
-        else:
-            wipe(move.block)
+            continue
+        wipe(move.block)
+        if has_lengths_of(record, move.block):
             move.is_partly_missing = True
             move.fail(TierReason.CHECKSUM_MISMATCH)
+        else:  # of other parts
+            move.outcome = Outcome.MISSING
 
 
 def _left_behind(move: Move) -> list[bytes]:

@@ -49,11 +49,21 @@ class NameBook:
         self._prefix = prefix.encode() + b":"
         self._value_bytes = value_bytes
         self._shapes: dict[tuple[int, ...], BlockShape] = {}
+        self._begins: dict[bytes, bytes] = {}
 
     def record_name(self, key: TierKey) -> bytes:
         """What a block's record is called, and what all its names begin with."""
-        block = base64.urlsafe_b64encode(key.block).rstrip(b"=")
-        return self._prefix + key.scope.hex().encode() + b"{" + block + b"}"
+        return self.place_of(key)[0]
+
+    def place_of(self, key: TierKey) -> tuple[bytes, int]:
+        """The same, and the cluster's slot of all its names."""
+        tag = base64.urlsafe_b64encode(key.block).rstrip(b"=")
+        begin = self._begins.get(key.scope)
+        if begin is None:
+            if len(self._begins) >= 1024:  # those in use are known again at once
+                self._begins.clear()
+            begin = self._begins[key.scope] = self.begin_of_scope(key.scope) + b"{"
+        return b"%b%b}" % (begin, tag), binascii.crc_hqx(tag, 0) % SLOTS
 
     def shape_of(self, block: TierBlock) -> BlockShape:
         return self.shape(tuple([part.nbytes for part in block.parts]))

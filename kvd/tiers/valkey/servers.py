@@ -31,7 +31,7 @@ Home = str  # a server, as "host:port"
 NOBODY = ""
 LOOK_SECONDS = 1.0  # between looks at the servers
 HEAD_BYTES = record_bytes(MAX_RANKS) + 1  # any record, and whether something follows it
-_HEAD_END = str(HEAD_BYTES - 1)
+_HEAD_END = b"%d" % (HEAD_BYTES - 1)
 MAX_DOUBTS = 64  # lines on which writes were given up that may still happen
 _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN", "READONLY"}  # a slot has moved, or is about to
 _REFUSED_LOGIN = {"NOAUTH", "WRONGPASS"}
@@ -157,7 +157,7 @@ class Servers:
     def heads(self, home: Home, names: Sequence[bytes], deadline: float) -> list[bytes]:
         """What values begin with, HEAD_BYTES at most; nothing where there is none, or where its
         slot is no longer there."""
-        commands: list[Command] = [["GETRANGE", name, "0", _HEAD_END] for name in names]
+        commands: list[Command] = [[b"GETRANGE", name, b"0", _HEAD_END] for name in names]
         return [head or b"" for head in _found(self.run(home, commands, deadline))]
 
     def fill(
@@ -167,7 +167,7 @@ class Servers:
 
         -1: it is longer than its memory. Nothing is written any more when this returns.
         """
-        return _found(self.run(home, [["GET", name] for name in names], deadline, into=into))
+        return _found(self.run(home, [[b"GET", name] for name in names], deadline, into=into))
 
     def settle_doubts(self, deadline: float) -> None:
         """Wait until writes that were given up have happened, or never will. TierError."""

@@ -66,7 +66,7 @@ class ValkeyStore:
         failed: Counter[TierReason] = Counter()
 
         def look(home: str, some: list[bytes]) -> None:
-            answers = self._servers.run(home, [["EXISTS", name] for name in some], deadline)
+            answers = self._servers.run(home, [[b"EXISTS", name] for name in some], deadline)
             for name, answer in zip(some, answers, strict=True):
                 there[name] = answer == 1
 
@@ -201,9 +201,9 @@ class ValkeyStore:
             raise
 
     def _move(self, number: int, block: TierBlock) -> Move:
-        name = self._book.record_name(block.key)
+        name, slot = self._book.place_of(block.key)
         shape = self._book.shape_of(block)
-        home = self._servers.home_of(slot_of(name))
+        home = self._servers.home_of(slot)
         self._values_per_block = 1.0 + len(shape.spans)
         record = bytearray(record_bytes(len(block.parts)))
         return Move(number, block, name, shape, home, record)
