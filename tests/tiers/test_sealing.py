@@ -10,6 +10,7 @@ from kvd.tiers.sealing import (
     prove_all,
     proves,
     record_bytes,
+    record_in,
     record_of,
     sound_records_of,
     wipe,
@@ -89,6 +90,17 @@ def test_many_at_once_are_told_as_one_by_one(lengths: tuple[int, ...]) -> None:
     assert sound_records_of(wanted) == right
     assert sound_records_of([]) == []
     assert prove_all([], []) == []
+
+
+def test_a_value_tells_the_record_that_it_begins_with_and_nothing_else() -> None:
+    for parts in (PARTS, (bytes(8),) * MAX_RANKS):
+        record = record_of(source(key(1), *parts))
+        for more in (b"", b"x", b"".join(parts)):
+            assert record_in(record + more) == record
+        for size in (0, 1, 15, 16, len(record) - 1):
+            assert record_in(record[:size]) == b""
+        assert record_in(b"?" + record) == b""
+        assert record_in(record[:4] + b"\xff" * 4 + record[8:]) == b""
 
 
 def test_a_wiped_block_holds_zeros() -> None:
