@@ -56,9 +56,10 @@ type: ## mypy, strict
 	@.ci/venv dev demo
 	$(BIN)/mypy
 
-sim: ## Simulation over many seeds (SEEDS=how many, 200)
+sim: ## Simulation of the whole (SEEDS=how many, 200; STEPS=of each, 2000; SEED=one, with its journal)
 	@.ci/venv dev
-	KVD_SIM_COUNT=$${SEEDS:-200} $(PYTEST) -q tests/simulation
+	@$(BIN)/python -m tests.simulation.whole --seeds $${SEEDS:-200} --steps $${STEPS:-2000} \
+	  $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 fuzz: ## What may not be sent, at every parser and a real daemon (MINUTES=how long, 5)
 	@.ci/venv dev

@@ -319,7 +319,7 @@ def check_rest(world: World, found: set[bytes]) -> None:
 def seeds() -> list[int]:
     if "KVD_SIM_SEEDS" in os.environ:
         return [int(s) for s in os.environ["KVD_SIM_SEEDS"].split(",")]
-    return list(range(int(os.environ.get("KVD_SIM_COUNT", "6"))))
+    return list(range(int(os.environ.get("KVD_SIM_COUNT", "3"))))
 
 
 @pytest.fixture

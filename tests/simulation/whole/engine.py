@@ -1,0 +1,569 @@
+"""An engine that speaks the protocol by itself: draws wide, checks every byte, misbehaves.
+
+Most of its verbs go straight to the driver; some go over its stream as messages, also twice, out
+of order, or as nonsense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from kvd.control.access.peers import Role
+from kvd.core import events as ev
+from kvd.core.errors import KvdError
+from kvd.core.events import JobKind, JobStatus, LeaseMode
+from kvd.core.keys import JobId, RequestId, SessionId
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+from kvd_proto.v1 import engine_pb2 as pb
+from kvd_proto.v1 import worker_pb2
+from tests.simulation.whole import messages
+from tests.simulation.whole.bytes import Meanings, RankBytes
+from tests.simulation.whole.daemon import Call, SimDaemon, SimPeer, Stream
+from tests.simulation.whole.drawn import (
+    BLOCKS,
+    CHAINS,
+    DONE,
+    HIT,
+    LONGEST,
+    Found,
+    Job,
+    Model,
+    batch,
+    hash_of,
+    key_of,
+)
+from tests.simulation.whole.loop import SimLoop
+from tests.simulation.whole.movers import SimMover
+
+
+@dataclass(eq=False)
+class RawEngine:
+    """One engine: a scheduler and its ranks."""
+
+    name: str
+    model: Model
+    loop: SimLoop
+    random: Random
+    meanings: Meanings
+    journal: Callable[[str], None]
+    excused: Callable[[RawEngine, Found], bool] = lambda _engine, _found: False
+    is_plain: bool = False  # it does all that an engine should
+    stores_done: int = 0
+    loads_done: int = 0
+    starts: int = 0
+
+    def __post_init__(self) -> None:
+        self.daemon: SimDaemon | None = None
+        self.stream: Stream | None = None
+        self.scheduler: SimPeer | None = None
+        self.session: SessionId | None = None
+        self.is_ready = False
+        self.epoch = ""
+        self.jobs: dict[int, Job] = {}
+        self.found: list[Found] = []
+        self.requests: list[str] = []
+        self.last_job = 0
+        self.sequence = 0
+        self.sent: dict[int, pb.SessionRequest] = {}
+        self.answers: dict[int, bytes] = {}
+        self.told: set[tuple[int, int]] = set()  # of one daemon: jobs and movers
+        self.start()
+
+    # -- its life -----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The processes begin: new memory, nothing known."""
+        self.starts += 1
+        count = len(self.model.ranks)
+        self.memory = [RankBytes(len(self.model.widths), BLOCKS) for _ in range(count)]
+        self.workers: list[SimPeer | None] = [None] * count
+        self.movers: dict[int, SimMover] = {}
+        self.registering: dict[int, Call] = {}
+        self.free = [list(range(BLOCKS)) for _ in self.model.widths]
+        self.jobs.clear()
+        self.found.clear()
+        self.requests.clear()
+
+    @property
+    def identity(self) -> pb.EngineIdentity:
+        nonce = self.starts.to_bytes(16, "little")
+        return pb.EngineIdentity(engine_id=self.name, boot_nonce=nonce)
+
+    @property
+    def usable(self) -> bool:
+        """Whether it has a session with all ranks."""
+        return (
+            self.session is not None
+            and self.is_ready
+            and len(self.movers) == len(self.model.ranks)
+            and self.daemon is not None
+            and not self.daemon.is_gone
+        )
+
+    def connect(self, daemon: SimDaemon) -> None:
+        """Come to a daemon, as far as it is not there: session, then ranks, in any order."""
+        if self.daemon is not daemon:
+            self.lose_daemon()
+            self.daemon = daemon
+        if self.stream is None or self.stream.is_cut:
+            self._open()
+        for rank in range(len(self.model.ranks)):
+            if rank not in self.movers and rank not in self.registering:
+                self._register(rank)
+
+    def _open(self) -> None:
+        assert self.daemon is not None
+        self._lose_session()
+        if self.scheduler is None or self.scheduler.ended:
+            self.scheduler = self.daemon.greet(self.model.uid, Role.SCHEDULER, "sim")
+        stream = self.stream = Stream(self.daemon, self.scheduler, lambda m: self._hear(stream, m))
+        opening = pb.OpenSession(
+            identity=self.identity,
+            namespace=self.model.fields,
+            world_size=len(self.model.ranks),
+            epoch=self.epoch,
+            own_epoch=bool(self.epoch),
+        )
+        stream.send(pb.SessionRequest(open=opening))
+
+    def _register(self, rank: int) -> None:
+        assert self.daemon is not None
+        peer = self.workers[rank]
+        if peer is None or peer.ended:
+            peer = self.workers[rank] = self.daemon.greet(self.model.uid, Role.WORKER, "sim")
+        memory = self.memory[rank]
+        shard = self.model.ranks[rank]
+        groups, base = [], 0
+        for number, (width, size) in enumerate(
+            zip(self.model.widths, self.model.block_bytes, strict=True)
+        ):
+            fragment = worker_pb2.Fragment(memory=0, base=base, stride=size, bytes=size)
+            groups.append(
+                worker_pb2.GroupLayout(
+                    group=number, num_blocks=BLOCKS, fragments=[fragment], blocks_per_block=width
+                )
+            )
+            base += size * BLOCKS
+        request = worker_pb2.RegisterRankRequest(
+            identity=self.identity,
+            rank=rank,
+            world_size=len(self.model.ranks),
+            shard=shard,
+            writer=self.model.ranks.index(shard) == rank,
+            memories=[
+                worker_pb2.MemoryHandle(
+                    host=worker_pb2.HostSharedMemory(memory_token=1, offset=0, bytes=base)
+                )
+            ],
+            groups=groups,
+        )
+        token = self.starts * 1_000_003 + hash_of(self.name) * 64 + rank
+        self.registering[rank] = self.daemon.register(
+            peer, request, (token, memory), lambda mover: self._registered(rank, memory, mover)
+        )
+
+    def _registered(self, rank: int, memory: RankBytes, mover: SimMover | None) -> None:
+        if memory is not self.memory[rank]:
+            return  # of an earlier start
+        self.registering.pop(rank, None)
+        if mover is not None and mover.is_alive:
+            self.movers[rank] = mover
+
+    def die(self) -> None:
+        """All its processes end; whatever wrote to its memory from now on would be a fault."""
+        for memory in self.memory:
+            memory.is_withdrawn = True
+        daemon = self.daemon
+        for call in self.registering.values():
+            call.is_lost = True
+        if self.stream is not None:
+            self.stream.cut()
+        peers = [self.scheduler, *self.workers]
+        self.scheduler = self.stream = None
+        self._lose_session()
+        self.start()
+        if daemon is not None and not daemon.is_gone:
+            # The memory of a dead process stays as long as a mover maps it: nobody reads it.
+            for peer in peers:
+                if peer is not None:
+                    peer.end()
+
+    def lose_daemon(self) -> None:
+        """The daemon is gone with its movers: every open job has failed."""
+        self._lose_session()
+        self.stream = self.scheduler = None
+        self.workers = [None] * len(self.workers)
+        self.movers.clear()
+        self.registering.clear()
+        for number in list(self.jobs):
+            self._fail(number)
+        self.told.clear()
+
+    def _lose_session(self) -> None:
+        self.session = None
+        self.is_ready = False
+        self.found.clear()
+        self.sequence = 0
+        self.sent.clear()
+        self.answers.clear()
+
+    def lose_stream(self) -> None:
+        """Only the connection breaks; it comes back."""
+        if self.stream is not None:
+            self.stream.cut()
+        self._lose_session()
+
+    # -- news ---------------------------------------------------------------------------------
+
+    def _hear(self, stream: Stream, message: pb.SessionResponse) -> None:
+        if stream is not self.stream:
+            return
+        kind = message.WhichOneof("kind")
+        if kind == "opened":
+            self.session = SessionId(message.opened.session_id)
+            if message.opened.epoch.epoch != self.epoch:
+                raise AssertionError("a session in another epoch than was asked for")
+        elif kind == "ranks_ready":
+            self.is_ready = True
+        elif kind == "rank_lost":
+            self.is_ready = False
+        elif kind == "epoch":
+            if message.epoch.epoch:
+                self.epoch = message.epoch.epoch
+        elif kind == "step":
+            self._hear_again(message.step)
+
+    def _hear_again(self, reply: pb.StepReply) -> None:
+        """A step that was sent twice is answered twice the same (I11)."""
+        body = reply.SerializeToString(deterministic=True)
+        before = self.answers.setdefault(reply.sequence, body)
+        assert body == before, f"step {reply.sequence} was answered in two ways"
+
+    def look(self) -> None:
+        """Read the boards; bury the movers that have ended."""
+        for number, job in list(self.jobs.items()):
+            for rank, mover in list(job.waiting.items()):
+                if not mover.is_alive:
+                    self._read(mover)
+                    if number in self.jobs and rank in job.waiting:
+                        self._acknowledge(number, rank, JobStatus.FAILED)
+        for rank, mover in list(self.movers.items()):
+            self._read(mover)
+            if not mover.is_alive:
+                del self.movers[rank]
+
+    def _read(self, mover: SimMover) -> None:
+        while mover.board:
+            record = mover.board.popleft()
+            name = (record.job_id, int(mover.mover))
+            assert name not in self.told, f"a board tells twice of job {record.job_id}"
+            self.told.add(name)
+            job = self.jobs.get(record.job_id)
+            # A board tells also of jobs that were given up with an earlier registration.
+            waiting = job.waiting.items() if job is not None else ()
+            for rank in [rank for rank, each in waiting if each is mover]:
+                self._acknowledge(record.job_id, rank, JobStatus(record.status))
+
+    def _acknowledge(self, number: int, rank: int, status: JobStatus) -> None:
+        job = self.jobs[number]
+        del job.waiting[rank]
+        job.failed |= status not in DONE
+        if job.kind is JobKind.LOAD:
+            loading = self.memory[rank].loading[job.group]
+            for block in (b for row in job.blocks for b in row):
+                if loading.get(block) == number:
+                    del loading[block]
+            if status is JobStatus.DONE and job.is_checked:
+                self._check(job, rank)
+        if not job.waiting:
+            self._end(number, job)
+
+    def _fail(self, number: int) -> None:
+        for rank in list(self.jobs[number].waiting):
+            self._acknowledge(number, rank, JobStatus.FAILED)
+
+    def _end(self, number: int, job: Job) -> None:
+        del self.jobs[number]
+        if not job.failed:
+            if job.kind is JobKind.STORE:
+                self.stores_done += 1
+            else:
+                self.loads_done += 1
+        taken = {b for row in job.blocks for b in row if b < BLOCKS}
+        self.free[job.group] += sorted(taken)
+
+    def _check(self, job: Job, rank: int) -> None:
+        """I1: every block that was loaded has its bytes."""
+        memory = self.memory[rank]
+        for key, row in zip(job.keys, job.blocks, strict=True):
+            for place, block in enumerate(row):
+                if block == NULL_ENGINE_BLOCK:
+                    continue
+                wanted = self.content(job.group, rank, job.epoch, job.account, key, place)
+                assert memory.read(job.group, block) == wanted, (
+                    f"{self.name}: wrong bytes loaded for {key.hex()} on rank {rank} (I1)"
+                )
+
+    def content(
+        self, group: int, rank: int, epoch: str, account: str, key: bytes, place: int
+    ) -> int:
+        """What this block's part is, by all that it may depend on."""
+        shard = self.model.ranks[rank]
+        owner = f"{self.name}.{self.starts}" if self.model.fields.unshared else ""
+        return self.meanings.of(self.model.name, owner, epoch, account, group, shard, key, place)
+
+    # -- what it does -------------------------------------------------------------------------
+
+    def act(self) -> None:
+        """One step: read boards, then do something at random."""
+        self.look()
+        if not self.usable:
+            if self.daemon is not None:
+                self.connect(self.daemon)
+            return
+        dice = self.random.random()
+        try:
+            for most, what in _HABITS:
+                if dice < most:
+                    what(self)
+                    return
+        except KvdError as error:
+            self.journal(f"refused {error.reason}")
+            if error.reason == "UNKNOWN_SESSION":
+                self._lose_session()
+
+    def keys(self, account: str, count: int | None = None) -> list[bytes]:
+        """Of a prompt: chains share their first blocks."""
+        random = self.random
+        chain, length = random.randrange(1, CHAINS), random.randrange(1, LONGEST + 1)
+        keys = [
+            key_of(chain, place, account) for place in range(length if count is None else count)
+        ]
+        if random.random() < 0.05:
+            keys += random.choices(keys, k=2)  # repeated
+        return keys
+
+    def context(self) -> ev.RequestContext:
+        random = self.random
+        if self.requests and random.random() < 0.2:
+            name = random.choice(self.requests)  # once more
+        else:
+            name = f"{self.name}-{random.randrange(10_000)}"
+            self.requests = [*self.requests[-20:], name]
+        return ev.RequestContext(RequestId(name), random.choice(["", "", "", "salt"]))
+
+    def _look_up(self) -> None:
+        random = self.random
+        queries, named = [], []
+        for _ in range(random.choice([1, 1, 1, 2, 3])):
+            context, group = self.context(), random.randrange(len(self.model.widths))
+            keys = self.keys(context.account)
+            mode = random.choice([LeaseMode.PREFIX, LeaseMode.PREFIX, LeaseMode.ALL])
+            queries.append(ev.Query(context, group, batch(keys), mode))
+            named.append(keys)
+        answers = self._call(ev.LookupRequested(self._session, tuple(queries)))
+        for query, keys, answer in zip(queries, named, answers, strict=True):
+            hits = [key for key, s in zip(keys, answer.statuses, strict=True) if s & 3 == HIT]
+            self.journal(f"lookup {''.join(str(s & 3) for s in answer.statuses)}")
+            if answer.lease is not None:
+                run = len(hits)
+                if query.lease is LeaseMode.PREFIX:
+                    run = next(
+                        (i for i, s in enumerate(answer.statuses) if s & 3 != HIT), len(keys)
+                    )
+                    hits = keys[:run]
+                account, request = query.context.account, query.context.request
+                until = self.loop.now + 1.7
+                self.journal(f"lease {answer.lease} of {request} until {until:.2f}")
+                self.found.append(
+                    Found(
+                        query.group, hits, account, answer.lease, until, request, self.loop.now_ns()
+                    )
+                )
+
+    @property
+    def _session(self) -> SessionId:
+        assert self.session is not None, "it is not connected"
+        return self.session
+
+    def _call(self, event: ev.Event) -> Any:
+        assert self.daemon is not None
+        return self.daemon.driver.call(event)
+
+    def _load(self) -> None:
+        """What was found; what is promised must be had."""
+        if not self.found:
+            self._look_up()
+        if not self.found:
+            return
+        found = self.found.pop(self.random.randrange(len(self.found)))
+        context = ev.RequestContext(RequestId(found.request), found.account)
+        accepted = self._start(JobKind.LOAD, found.group, found.keys, context)
+        if accepted is not None and self.loop.now < found.until and self.usable:
+            reason, ok = accepted
+            allowed = ("RANKS_MISSING", "QUEUE_FULL", "DRAINING", "LIMIT_EXCEEDED")
+            assert ok or reason in allowed or self.excused(self, found), (
+                f"a load under lease {found.lease} is refused: {reason} (I3)"
+            )
+        if self.random.random() < 0.7:
+            self._call(ev.LeasesReleased(self._session, (found.lease,)))
+
+    def _store(self) -> None:
+        context, group = self.context(), self.random.randrange(len(self.model.widths))
+        keys = self.keys(context.account)
+        self._start(JobKind.STORE, group, keys, context)
+
+    def _start(
+        self, kind: JobKind, group: int, keys: list[bytes], context: ev.RequestContext
+    ) -> tuple[str, bool] | None:
+        width, random = self.model.widths[group], self.random
+        blocks = self.take(group, len(keys), width)
+        if blocks is None:
+            return None
+        self.last_job += 1
+        number = self.last_job
+        job = self.note_job(number, Job(kind, group, keys, blocks, self.epoch, context.account, {}))
+        if kind is JobKind.STORE:
+            self.compute(job)
+        array = np.array(blocks, dtype=np.uint32).reshape(len(keys), width)
+        run = ev.Run(group, batch(keys), array)
+        ready = random.random() < 0.95 or self.is_plain
+        early = ready and random.random() < 0.5
+        if early:
+            self.say_ready(number)
+        if kind is JobKind.LOAD:
+            event: Any = ev.LoadRequested(self._session, JobId(number), context, (run,))
+        else:
+            whole = random.random() < 0.2
+            event = ev.StoreRequested(self._session, JobId(number), context, (run,), whole)
+        verdict = self._order(number, event)
+        if ready and not early and number in self.jobs:
+            self.loop.outside(random.random() * 0.01, self.say_ready, number)
+        return verdict
+
+    def _order(self, number: int, event: Any) -> tuple[str, bool]:
+        """Have the driver take the job; it ends by the boards, whatever is answered."""
+        assert self.daemon is not None
+        driver = self.daemon.driver
+        try:
+            if isinstance(event, ev.LoadRequested):
+                verdict = driver.load(event)
+            else:
+                coroutine = driver.store(event)
+                try:
+                    coroutine.send(None)
+                    raise AssertionError("a store of one piece waits")
+                except StopIteration as ended:
+                    verdict = ended.value
+        except KvdError as error:
+            self.journal(f"job {number} broke {error.reason}")
+            return error.reason, False
+        self.journal(f"job {number} {verdict.kind.name} {verdict.accepted} {verdict.reason}")
+        return verdict.reason, verdict.accepted
+
+    def take(self, group: int, count: int, width: int) -> list[list[int]] | None:
+        free = self.free[group]
+        if len(free) < count * width:
+            return None
+        taken = [free.pop() for _ in range(count * width)]
+        rows = [taken[i : i + width] for i in range(0, len(taken), width)]
+        if width > 1 and self.random.random() < 0.1:
+            free.append(rows[0][0])
+            rows[0][0] = NULL_ENGINE_BLOCK
+        return rows
+
+    def note_job(self, number: int, job: Job) -> Job:
+        self.jobs[number] = job
+        job.waiting = dict(self.movers)
+        if job.kind is JobKind.LOAD:
+            for rank in job.waiting:
+                loading = self.memory[rank].loading[job.group]
+                loading.update((block, number) for row in job.blocks for block in row)
+        return job
+
+    def compute(self, job: Job) -> None:
+        for rank, memory in enumerate(self.memory):
+            for key, row in zip(job.keys, job.blocks, strict=True):
+                for place, block in enumerate(row):
+                    if block != NULL_ENGINE_BLOCK:
+                        content = self.content(job.group, rank, job.epoch, job.account, key, place)
+                        memory.write(job.group, block, content)
+
+    def say_ready(self, number: int) -> None:
+        job = self.jobs.get(number)
+        for mover in list(job.waiting.values()) if job is not None else ():
+            if self.is_plain or self.random.random() < 0.97:
+                mover.mark_ready(JobId(number))
+
+    def _end_step(self) -> None:
+        self._call(ev.StepEnded(self._session))
+
+    def _end_requests(self) -> None:
+        if self.requests:
+            name = self.random.choice(self.requests)
+            self.found = [each for each in self.found if each.request != name]
+            self._call(ev.RequestsEnded(self._session, (RequestId(name),)))
+
+    def _release(self) -> None:
+        if self.found:
+            found = self.found.pop(self.random.randrange(len(self.found)))
+            self._call(ev.LeasesReleased(self._session, (found.lease,)))
+
+    def _touch(self) -> None:
+        context, group = self.context(), self.random.randrange(len(self.model.widths))
+        keys = self.keys(context.account)
+        self._call(ev.Touched(self._session, context, group, batch(keys)))
+
+    def _hand_off(self) -> None:
+        context, group = self.context(), self.random.randrange(len(self.model.widths))
+        keys = self.keys(context.account)
+        lasting_ns = self.random.randrange(1, 60_000) * 1_000_000
+        self._call(ev.HandOffRequested(self._session, context, group, batch(keys), lasting_ns))
+
+    def session_epoch(self, epoch: str) -> None:
+        """Its cache is reset: from now on it is in an epoch of its own."""
+        self.found.clear()
+        self._call(ev.EpochChanged(self._session, epoch))
+        self.epoch = epoch
+
+    def ask_plainly(self) -> None:
+        """Once faults have stopped: store a block of its own, and load it."""
+        if not self.usable:
+            assert self.daemon is not None
+            self.connect(self.daemon)
+            return
+        if self.jobs:
+            return
+        self.is_plain = True
+        keys = [key_of(1_000_000 + hash_of(self.name), 10, "")]
+        context = ev.RequestContext(RequestId("plain"))
+        query = ev.Query(context, 0, batch(keys), LeaseMode.ALL)
+        (answer,) = self._call(ev.LookupRequested(self._session, (query,)))
+        kind = JobKind.LOAD if answer.lease is not None else JobKind.STORE
+        self._start(kind, 0, keys, context)
+        if answer.lease is not None:
+            self._call(ev.LeasesReleased(self._session, (answer.lease,)))
+
+    def state(self) -> str:
+        """In words, for whoever asks why it is not served."""
+        ranks = f"{len(self.movers)} of {len(self.model.ranks)} ranks"
+        done = f"{self.stores_done} stores, {self.loads_done} loads"
+        return f"session {self.session}, ready {self.is_ready}, {ranks}, {done}"
+
+
+_HABITS: list[tuple[float, Callable[[RawEngine], None]]] = [
+    (0.30, RawEngine._look_up),
+    (0.55, RawEngine._store),
+    (0.72, RawEngine._load),
+    (0.80, RawEngine._end_step),
+    (0.85, RawEngine._end_requests),
+    (0.88, RawEngine._release),
+    (0.91, RawEngine._touch),
+    (0.93, RawEngine._hand_off),
+    (1.01, messages.send_step),
+]
