@@ -1,28 +1,24 @@
-"""`kvd status`: what a running daemon does, as a table or as JSON."""
+"""`kvd status`: what a running daemon does, as a table, as JSON, or live."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
-import grpc
+import click
 from google.protobuf.json_format import MessageToDict
 
 from kvd.cli import remote
-from kvd.config.settings import ConfigError, socket_of
-from kvd.config.values import number
-from kvd_client.backoff import describe
-from kvd_client.companion import CompanionRefused
+from kvd.cli.calls import place_of, said_plainly
+from kvd.cli.options import AN_HOUR, Checked, daemon_options
+from kvd.cli.printing import duration, show_json, size, table
+from kvd.config.values import number, whole_number
 from kvd_client.daemon import greeted
 from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
-DEFAULT_SOCKET = "/run/kvd/kvd.sock"
-EXIT_NO_ANSWER = 1
-EXIT_MISUSED = 2
-AN_HOUR = 3600.0
 WASTE_SHOWN = 0.01  # of extents; less is not worth a line
+LEAST_INTERVAL = 0.2
 # Fields whose text may look like a number.
 _TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory", "policy"}) | {
     "name",
@@ -30,78 +26,44 @@ _TEXTS = frozenset({"engine_id", "tenant", "fingerprint", "version", "directory"
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the command's flags."""
-    parser.description = (
-        "Show what a running daemon does and holds. Exits with 1 where no daemon answers."
-    )
-    parser.add_argument(
-        "--socket",
-        metavar="PATH",
-        help="the daemon's socket (default: KVD_SOCKET, else that of the configuration file)",
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help="the daemon's configuration file (default: KVD_CONFIG, else /etc/kvd/kvd.toml)",
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
-    parser.add_argument(
-        "--timeout",
-        type=_seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="how long to wait for the daemon's answer (default 5)",
-    )
-    remote.add_arguments(parser)
+@click.command("status")
+@click.option("--watch", is_flag=True, help="Show it live, until Ctrl-C.")
+@click.option(
+    "--every",
+    type=Checked(number(LEAST_INTERVAL, AN_HOUR), "seconds"),
+    default=2.0,
+    metavar="SECONDS",
+    help="With --watch, how often to look (default 2).",
+)
+@click.option(
+    "--count",
+    type=Checked(whole_number(1, 1 << 31), "count"),
+    metavar="N",
+    help="With --watch, end after N looks.",
+)
+@daemon_options
+def command(**flags: Any) -> int:
+    """Show what a running daemon does and holds."""
+    given = SimpleNamespace(**flags)
+    if given.watch:
+        from kvd.cli import watching  # noqa: PLC0415 - rich, for this alone
 
-
-def _seconds(text: str) -> float:
-    """What an option says, if it is a time that can be waited."""
-    try:
-        return number(0.001, AN_HOUR)(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be {error}") from None
-
-
-def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Ask and print; the exit status."""
-    try:
-        path = socket_of(arguments.socket, environment, arguments.config)
-    except ConfigError as error:
-        print(f"kvd: {error}", file=sys.stderr)
-        return EXIT_MISUSED
-    if arguments.remote:
-        path = arguments.remote
-    try:
-        status = (
-            ask_remote(arguments, arguments.timeout)
-            if arguments.remote
-            else ask(path, arguments.timeout)
-        )
-    except remote.RemoteError as error:
-        print(f"kvd: {error}", file=sys.stderr)
-        return EXIT_MISUSED
-    except PermissionError:
-        print(
-            f"kvd: this user may not open {path}.companion: be in the group that owns it, or root",
-            file=sys.stderr,
-        )
-        return EXIT_NO_ANSWER
-    except (OSError, CompanionRefused) as error:
-        print(f"kvd: no daemon answers on {path}: {error}", file=sys.stderr)
-        return EXIT_NO_ANSWER
-    except grpc.RpcError as error:
-        print(
-            f"kvd: the daemon on {path} did not answer with its status: {describe(error)}",
-            file=sys.stderr,
-        )
-        return EXIT_NO_ANSWER
-    if arguments.json:
-        print(json.dumps(as_json(status), indent=2))
+        return watching.watch(lambda: look(given), given)
+    status = look(given)
+    if given.json:
+        show_json(as_json(status))
     else:
-        print("\n".join(as_text(status)))
+        click.echo("\n".join(as_text(status)))
     return 0
+
+
+def look(given: SimpleNamespace) -> operator_pb2.StatusResponse:
+    """The status of the daemon that the flags name."""
+    place = place_of(given)
+    with said_plainly(place):
+        if given.remote:
+            return ask_remote(given, given.timeout)
+        return ask(place, given.timeout)
 
 
 def ask(path: str, timeout_s: float) -> operator_pb2.StatusResponse:
@@ -111,9 +73,9 @@ def ask(path: str, timeout_s: float) -> operator_pb2.StatusResponse:
         return whole_status(lambda r: stub.Status(r, timeout=timeout_s, metadata=daemon.metadata))
 
 
-def ask_remote(arguments: argparse.Namespace, timeout_s: float) -> operator_pb2.StatusResponse:
+def ask_remote(given: SimpleNamespace, timeout_s: float) -> operator_pb2.StatusResponse:
     """The status that the daemon behind a gateway tells it."""
-    with remote.channel(arguments) as channel:
+    with remote.channel(given) as channel:
         stub = operator_pb2_grpc.OperatorServiceStub(channel)
         return whole_status(lambda r: stub.Status(r, timeout=timeout_s))
 
@@ -166,23 +128,23 @@ def as_text(status: operator_pb2.StatusResponse) -> Iterator[str]:
     pool = status.pool
     yield (
         f"kvd {status.version}  {status.state}  pid {status.process_id}"
-        f"  up {_duration(status.uptime_seconds)}  policy {status.policy}"
+        f"  up {duration(status.uptime_seconds)}  policy {status.policy}"
     )
     used = pool.extents - pool.extents_free
     yield (
-        f"pool {pool.directory}: {_bytes(pool.bytes)} in {pool.extents} extents of"
-        f" {_bytes(pool.extent_bytes)}, {used} in use,"
-        f" {_bytes(pool.extents_free * pool.extent_bytes)} free for any group"
+        f"pool {pool.directory}: {size(pool.bytes)} in {pool.extents} extents of"
+        f" {size(pool.extent_bytes)}, {used} in use,"
+        f" {size(pool.extents_free * pool.extent_bytes)} free for any group"
     )
     yield (
-        f"blocks: {pool.slots_ready} ready ({_bytes(pool.bytes_ready)}),"
+        f"blocks: {pool.slots_ready} ready ({size(pool.bytes_ready)}),"
         f" {pool.slots_reserved} reserved, {pool.slots_quarantined} quarantined,"
         f" {pool.slots_free} free in extents in use; {status.recovered_blocks} recovered at start"
     )
     why = f" ({pool.checksums_reason})" if pool.checksums_reason else ""
     yield f"checksums of the blocks' bytes: {'on' if pool.checksums else 'off'}{why}"
     yield ""
-    yield from _table(
+    yield from table(
         ("SESSION", "ENGINE", "NAMESPACE", "UID", "RANKS", "JOBS", "LEASES", "STATE"),
         [
             (
@@ -213,15 +175,15 @@ def _ranks(status: operator_pb2.StatusResponse) -> Iterator[str]:
             r.worker_pid,
             r.transport,
             r.store_copier,
-            f"{_bytes(r.bytes_stored)} at {_bytes(r.store_bytes_per_second)}/s",
-            f"{_bytes(r.bytes_loaded)} at {_bytes(r.load_bytes_per_second)}/s",
+            f"{size(r.bytes_stored)} at {size(r.store_bytes_per_second)}/s",
+            f"{size(r.bytes_loaded)} at {size(r.load_bytes_per_second)}/s",
         )
         for s in status.sessions
         for r in s.ranks
     ]
     if rows:
         yield ""
-        yield from _table(
+        yield from table(
             ("SESSION", "RANK", "MOVER", "WORKER", "TRANSPORT", "COPIER", "STORED", "LOADED"),
             rows,
             "",
@@ -245,8 +207,8 @@ def _gpus(status: operator_pb2.StatusResponse) -> Iterator[str]:
             r.gpu.uuid,
             _copier(r.store_copier, r.gpu.calibrated_store_bytes_per_second),
             _copier(r.load_copier, r.gpu.calibrated_load_bytes_per_second),
-            _bytes(r.gpu.context_bytes) if r.gpu.context_bytes else "unknown",
-            _bytes(r.gpu.registered_bytes),
+            size(r.gpu.context_bytes) if r.gpu.context_bytes else "unknown",
+            size(r.gpu.registered_bytes),
             r.gpu.numa_node if r.gpu.numa_node >= 0 else "unknown",
         )
         for session, r in ranks
@@ -254,7 +216,7 @@ def _gpus(status: operator_pb2.StatusResponse) -> Iterator[str]:
     if rows:
         yield ""
         heads = ("SESSION", "RANK", "GPU", "STORES BY", "LOADS BY", "CONTEXT", "PINNED", "NODE")
-        yield from _table(heads, rows, "")
+        yield from table(heads, rows, "")
     for session, r in ranks:
         where = f"  WARNING: session {session} rank {r.rank}:"
         if r.gpu.unregistered_extents:
@@ -263,7 +225,7 @@ def _gpus(status: operator_pb2.StatusResponse) -> Iterator[str]:
                 " their copies go through a buffer, slower; the log says why"
             )
         if r.gpu.staged_bytes:
-            yield f"{where} {_bytes(r.gpu.staged_bytes)} went through the buffer so far"
+            yield f"{where} {size(r.gpu.staged_bytes)} went through the buffer so far"
 
 
 def _tiers(status: operator_pb2.StatusResponse) -> Iterator[str]:
@@ -271,8 +233,8 @@ def _tiers(status: operator_pb2.StatusResponse) -> Iterator[str]:
         (
             tier.name,
             "serving" if tier.serving else "away",
-            f"{tier.blocks} ({_bytes(tier.bytes)})",
-            _bytes(tier.capacity_bytes) if tier.capacity_bytes else "unknown",
+            f"{tier.blocks} ({size(tier.bytes)})",
+            size(tier.capacity_bytes) if tier.capacity_bytes else "unknown",
             f"{tier.hits} of {tier.hits + tier.misses}",
             tier.blocks_promoted,
             tier.blocks_written,
@@ -284,7 +246,7 @@ def _tiers(status: operator_pb2.StatusResponse) -> Iterator[str]:
     if rows:
         yield ""
         heads = ("TIER", "STATE", "BLOCKS", "CAPACITY", "FOUND", "LOADED UP", "WRITTEN", "DROPPED")
-        yield from _table((*heads, "FAILED"), rows, "")
+        yield from table((*heads, "FAILED"), rows, "")
     for tier in status.tiers:
         if tier.problem and not tier.serving:
             yield f"  WARNING: tier {tier.name}: {tier.problem}"
@@ -302,22 +264,27 @@ def _copier(name: str, bytes_per_second: float) -> str:
 
 def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str]:
     yield ""
-    yield from _table(
+    yield from table(
         ("TENANT", "USED", "LEASED", "QUOTA", "FOUND"),
         [
             (
                 t.tenant,
-                _bytes(t.bytes_used),
-                _bytes(t.bytes_leased),
-                _bytes(t.quota_bytes) if t.quota_bytes else "none",
-                _found(t.lookups),
+                size(t.bytes_used),
+                size(t.bytes_leased),
+                size(t.quota_bytes) if t.quota_bytes else "none",
+                found(t.lookups),
             )
             for t in status.tenants
         ],
         "no tenants yet",
     )
     yield ""
-    yield from _table(
+    yield from namespace_lines(status)
+
+
+def namespace_lines(status: operator_pb2.StatusResponse) -> Iterator[str]:
+    """The namespaces, what they waste, and in what they differ."""
+    yield from table(
         ("NAMESPACE", "TENANT", "MODEL", "KV DTYPE", "BLOCKS", "BYTES", "SESSIONS", "FOUND"),
         [
             (
@@ -326,9 +293,9 @@ def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str
                 n.fields.get("model", ""),
                 n.fields.get("kv_dtype", ""),
                 n.blocks,
-                _bytes(n.bytes),
+                size(n.bytes),
                 n.sessions,
-                _found(n.lookups),
+                found(n.lookups),
             )
             for n in status.namespaces
         ],
@@ -338,7 +305,7 @@ def _tenants_and_namespaces(status: operator_pb2.StatusResponse) -> Iterator[str
     yield from _differences(status)
 
 
-def _found(told: operator_pb2.LookupFigures) -> str:
+def found(told: operator_pb2.LookupFigures) -> str:
     """How much of what engines looked for they found."""
     if not told.blocks:
         return "untold"
@@ -368,29 +335,3 @@ def _differences(status: operator_pb2.StatusResponse) -> Iterator[str]:
                 }
                 shown = [f"{name}: {a!r}, {b!r}" for name, (a, b) in pairs.items() if a != b]
                 yield f"  namespaces {one.namespace_id} and {two} differ in {'; '.join(shown)}"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[object]], otherwise: str) -> Iterator[str]:
-    if not rows:
-        yield otherwise
-        return
-    cells = [list(heads), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    for row in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def _duration(seconds: float) -> str:
-    whole = int(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s"
-    hours, rest = divmod(whole, 3600)
-    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"

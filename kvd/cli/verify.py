@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
-import grpc
+import click
 
-from kvd.cli.status import DEFAULT_SOCKET, EXIT_NO_ANSWER
-from kvd_client.backoff import describe
-from kvd_client.companion import CompanionRefused
+from kvd.cli.calls import place_of, said_plainly
+from kvd.cli.exits import EXIT_FOUND
+from kvd.cli.options import json_option, socket_options, timeout_option
+from kvd.cli.printing import show_json
 from kvd_client.daemon import greeted
 from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
-EXIT_BROKEN = 3
+EXIT_BROKEN = EXIT_FOUND
 HELLO_TIMEOUT_S = 5.0
 KEPT_FINDINGS = 1024  # more are only counted
 
@@ -43,47 +43,25 @@ class Report:
         self.looks += 1
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the parser the command's flags."""
-    parser.description = (
-        "Look for broken invariants in a running daemon: its accounts, slots, records, index pages,"
-        " files and, where it keeps checksums, the blocks' bytes. Reads only, a little at a time."
-        f" Exits with 0 where all is whole, {EXIT_BROKEN} where something is broken,"
-        f" {EXIT_NO_ANSWER} where no daemon answers."
-    )
-    parser.add_argument(
-        "--socket",
-        metavar="PATH",
-        help=f"the daemon's socket (default: KVD_SOCKET, else {DEFAULT_SOCKET})",
-    )
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
-    parser.add_argument(
-        "--no-bytes", action="store_true", help="don't compare the blocks' bytes with checksums"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="how long to wait for each of the daemon's answers (default 120)",
-    )
+@click.command("verify")
+@socket_options
+@json_option
+@click.option("--no-bytes", is_flag=True, help="Don't compare the blocks' bytes with checksums.")
+@timeout_option(120.0, "each of the daemon's answers")
+def command(**flags: Any) -> int:
+    """Look for broken invariants in a running daemon.
 
-
-def run(arguments: argparse.Namespace, environment: Mapping[str, str]) -> int:
-    """Ask until all was looked at, and print; the exit status."""
-    path = arguments.socket or environment.get("KVD_SOCKET") or DEFAULT_SOCKET
-    try:
-        report = ask(path, arguments.timeout, with_bytes=not arguments.no_bytes)
-    except (OSError, CompanionRefused) as error:
-        print(f"kvd: no daemon answers on {path}: {error}", file=sys.stderr)
-        return EXIT_NO_ANSWER
-    except grpc.RpcError as error:
-        print(f"kvd: the daemon on {path} did not answer: {describe(error)}", file=sys.stderr)
-        return EXIT_NO_ANSWER
-    if arguments.json:
-        print(json.dumps(as_json(report), indent=2))
+    Its accounts, slots, records, index pages, files and, where it keeps checksums, the blocks'
+    bytes. Reads only, a little at a time.
+    """
+    given = SimpleNamespace(**flags)
+    place = place_of(given)
+    with said_plainly(place):
+        report = ask(place, given.timeout, with_bytes=not given.no_bytes)
+    if given.json:
+        show_json(as_json(report))
     else:
-        print("\n".join(as_text(report)))
+        click.echo("\n".join(as_text(report)))
     return EXIT_BROKEN if report.findings else 0
 
 

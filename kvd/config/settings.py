@@ -6,7 +6,6 @@ follow from it. A wrong value is refused with its name, where it came from, and 
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import re
 import tomllib
@@ -117,6 +116,16 @@ class Setting:
         return "KVD_" + self.name.upper()
 
     @property
+    def is_switch(self) -> bool:
+        """Whether its flag without a value means yes."""
+        return self.read in _SWITCHES
+
+    @property
+    def default_text(self) -> str:
+        """The default as a person writes it."""
+        return _toml(self.default).strip('"') or "empty"
+
+    @property
     def metavar(self) -> str:
         """What kind of value it takes, in a word."""
         if self.name.endswith("_seconds"):
@@ -139,7 +148,7 @@ _METAVARS: dict[Callable[[Any], Any], str] = {
     read_checksums: "auto|on|off",
 }
 
-_SWITCHES = (read_switch, read_checksums)  # a flag without a value means yes
+_SWITCHES = (read_switch, read_checksums)
 
 SETTINGS: tuple[Setting, ...] = (
     Setting("socket", "/run/kvd/kvd.sock", read_socket_path, "Unix socket of the gRPC API"),
@@ -159,7 +168,7 @@ SETTINGS: tuple[Setting, ...] = (
         read_optional_path,
         "directory of the extents, on a tmpfs or hugetlbfs; empty: the pool's directory",
     ),
-    Setting("pool_bytes", "1GiB", read_size, 'size of the pool: bytes, "4GiB", "60%%" of memory'),
+    Setting("pool_bytes", "1GiB", read_size, 'size of the pool: bytes, "4GiB", "60%" of memory'),
     Setting(
         "extent_bytes",
         "auto",
@@ -279,36 +288,7 @@ SETTINGS: tuple[Setting, ...] = (
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
 _TABLES = ("tenants", "tiers")  # keys of the file that are no settings
-_DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give the parser a flag for each setting."""
-    parser.description = (
-        "Run the daemon until SIGTERM. Each setting may be a flag (--pool-bytes), a variable"
-        " (KVD_POOL_BYTES), or a key of the configuration file (pool_bytes = ...). The first of"
-        " these that is there counts; without any, the default does."
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE",
-        help=f"TOML file of settings and tenants (default: KVD_CONFIG, else {_DEFAULT_FILE})",
-    )
-    parser.add_argument(
-        "--print-config", action="store_true", help="print the settings in force and exit"
-    )
-    for setting in SETTINGS:
-        shown = _toml(setting.default).strip('"').replace("%", "%%")
-        switch: dict[str, Any] = (
-            {"nargs": "?", "const": "true"} if setting.read in _SWITCHES else {}
-        )
-        parser.add_argument(
-            setting.flag,
-            dest=setting.name,
-            metavar=setting.metavar,
-            help=f"{setting.meaning} (default {shown or 'empty'})",
-            **switch,
-        )
+DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 
 
 # Kubernetes sets these for a Service whose name begins with kvd.
@@ -334,14 +314,17 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     return unknown
 
 
-def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Config:
-    """The settings in force; ConfigError names what is wrong."""
+def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
+    """The settings in force; ConfigError names what is wrong.
+
+    `flags`: by name, each setting's and `config`, the file's; None is as if it were not there.
+    """
     unknown_variables(environment)
-    file = _file_of(arguments.config, environment)
+    file = _file_of(flags.get("config"), environment)
     written = _read_file(file) if file else {}
     values: dict[str, Any] = {}
     for setting in SETTINGS:
-        given, source = _given(setting, arguments, environment, written)
+        given, source = _given(setting, flags, environment, written)
         try:
             values[setting.name] = setting.read(given)
         except ValueError as error:
@@ -362,7 +345,7 @@ def _file_of(named: str | None, environment: Mapping[str, str]) -> Path | None:
     file = named or environment.get("KVD_CONFIG")
     if file:
         return Path(file)
-    return _DEFAULT_FILE if _DEFAULT_FILE.exists() else None
+    return DEFAULT_FILE if DEFAULT_FILE.exists() else None
 
 
 def socket_of(named: str | None, environment: Mapping[str, str], file: str | None = None) -> str:
@@ -380,18 +363,18 @@ def socket_of(named: str | None, environment: Mapping[str, str], file: str | Non
     try:
         return str(_read_file(path).get(socket.name, socket.default))
     except ConfigError:
-        if path == _DEFAULT_FILE:
+        if path == DEFAULT_FILE:
             return str(socket.default)
         raise
 
 
 def _given(
     setting: Setting,
-    arguments: argparse.Namespace,
+    flags: Mapping[str, Any],
     environment: Mapping[str, str],
     written: Mapping[str, Any],
 ) -> tuple[Any, str]:
-    by_flag = getattr(arguments, setting.name, None)
+    by_flag = flags.get(setting.name)
     if by_flag is not None:
         return by_flag, f"flag {setting.flag}"
     if setting.variable in environment:
@@ -473,7 +456,7 @@ def as_toml(config: Config) -> str:
             value = setting.default
         if setting.name == "socket_mode":
             value = f"{value:04o}"
-        lines += [f"# {setting.meaning.replace('%%', '%')}", f"{setting.name} = {_toml(value)}"]
+        lines += [f"# {setting.meaning}", f"{setting.name} = {_toml(value)}"]
     for rule in config.tenants:
         lines += ["", f"[tenants.{_toml(str(rule.tenant))}]"]
         lines += [f"uids = {_toml(sorted(rule.uids))}", f"gids = {_toml(sorted(rule.gids))}"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
+from kvd.cli import serving
 from kvd.config import settings
 from kvd.config.settings import Config, ConfigError
 from kvd.config.tenant_rule import TenantRule
@@ -16,10 +16,9 @@ from kvd.pool.config import Checksums
 
 
 def load(*flags: str, environment: dict[str, str] | None = None, file: str = "") -> Config:
-    parser = argparse.ArgumentParser()
-    settings.add_arguments(parser)
     given = ["--config", file] if file else []
-    return settings.load(parser.parse_args([*given, *flags]), environment or {})
+    read = serving.command.make_context("serve", [*given, *flags]).params
+    return settings.load(read, environment or {})
 
 
 @pytest.fixture

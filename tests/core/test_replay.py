@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import itertools
 import json
@@ -13,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvd.__main__ import main
 from kvd.cli.replay import belady
 from kvd.cli.replay import command as replay
 from kvd.cli.replay.compute import EVEN_AT_TOKENS, compute_ratio
@@ -245,9 +245,7 @@ def test_missing_empty_and_torn_traces_are_refused(tmp_path: Path) -> None:
 
 
 def command(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    replay.add_arguments(parser)
-    return replay.run(parser.parse_args(arguments))
+    return main(["replay", *arguments])
 
 
 def test_command_prints_one_json_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -282,9 +280,7 @@ def test_capacity_fraction_is_of_the_distinct_blocks(
 def test_exactly_one_possible_capacity_is_asked_for(
     size: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as stop:
-        command("--trace", "absent", *size)
-    assert stop.value.code == 2
+    assert command("--trace", "absent", *size) == 2
     assert "capacity" in capsys.readouterr().err
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -63,7 +62,7 @@ def settings(chart: helm.Chart, tmp_path: Path, values: dict[str, Any] | None = 
     """What the daemon reads from the chart's ConfigMap."""
     file = tmp_path / "kvd.toml"
     file.write_text(objects(chart, values)["ConfigMap"]["data"]["kvd.toml"])
-    return config.load(argparse.Namespace(config=str(file)), {})
+    return config.load({"config": str(file)}, {})
 
 
 def test_lint_finds_no_error() -> None:

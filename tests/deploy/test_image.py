@@ -122,8 +122,9 @@ def test_what_the_image_is_built_from_reaches_docker() -> None:
 @pytest.mark.slow
 def test_the_installation_has_the_guide_that_the_unit_names(image: Path) -> None:
     unit = (ROOT / "deploy/systemd/kvd.service").read_text()
-    (named,) = re.findall(r"^Documentation=file://(/opt/kvd/.+)$", unit, re.MULTILINE)
+    (named,) = re.findall(r"^Documentation=.*file://(/opt/kvd/.+)$", unit, re.MULTILINE)
     guide = image / named.lstrip("/")
+    assert "kvd status" in (image / "opt/kvd/share/man/man1/kvd.1").read_text()
     assert guide.read_text() == (ROOT / "deploy/README.md").read_text()
     for link in re.findall(r"\]\((\.\./docs/[^)#]+)", guide.read_text()):
         assert (guide.parent / link).exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import configparser
 import re
 import shutil
@@ -165,7 +164,7 @@ def test_the_huge_pages_mount_is_where_the_daemon_looks_for_its_extents() -> Non
     name, _, directory = added["Service"]["Environment"].partition("=")
     assert added["Unit"]["RequiresMountsFor"] == directory == where
     assert f"/var/lib/{added['Service']['StateDirectory']}" == where
-    read = config.load(argparse.Namespace(config=str(UNITS / "kvd.toml")), {name: directory})
+    read = config.load({"config": str(UNITS / "kvd.toml")}, {name: directory})
     assert read.extents_directory == Path(where)
 
 
@@ -182,19 +181,19 @@ def test_a_disk_tier_may_write_to_its_directories_alone_and_may_be_missing(tmp_p
     written = [line.removeprefix("#   ") for line in comment.splitlines() if line[:4] == "#   "]
     file = tmp_path / "kvd.toml"
     file.write_text((UNITS / "kvd.toml").read_text() + "\n".join(written))
-    read = config.load(argparse.Namespace(config=str(file)), {})
+    read = config.load({"config": str(file)}, {})
     assert read.tiers[0].options["directories"] == [each.removeprefix("-") for each in directories]
     assert added["Service"]["LimitNOFILE"] == service()["LimitNOFILE"]
 
 
 def test_the_daemon_accepts_the_example_settings() -> None:
-    read = config.load(argparse.Namespace(config=str(UNITS / "kvd.toml")), {})
+    read = config.load({"config": str(UNITS / "kvd.toml")}, {})
     assert read.pool_directory == Path("/var/lib/kvd/pool")
     assert read.socket == Path("/run/kvd/kvd.sock")
 
 
 def test_the_service_waits_longer_than_the_daemon_drains() -> None:
-    read = config.load(argparse.Namespace(config=str(UNITS / "kvd.toml")), {})
+    read = config.load({"config": str(UNITS / "kvd.toml")}, {})
     assert float(service()["TimeoutStopSec"]) > read.drain_seconds + 30
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import subprocess
 import sys
@@ -46,9 +45,7 @@ def place(tmp_path: Path) -> Path:
 
 def load(place: Path, text: str) -> Config:
     place.write_text(text)
-    parser = argparse.ArgumentParser()
-    settings.add_arguments(parser)
-    return settings.load(parser.parse_args(["--config", str(place)]), {})
+    return settings.load({"config": str(place)}, {})
 
 
 def test_there_is_no_tier_where_none_is_named(place: Path) -> None:

@@ -13,17 +13,20 @@ A tier's copies take no time either, or as long as its rate says.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import numpy as np
 
+from kvd.cli.exits import EXIT_MISUSED
+from kvd.cli.options import Checked, json_option
 from kvd.cli.replay import belady
 from kvd.cli.replay.compute import compute_ratio
 from kvd.cli.replay.device import EAGER, EVERYTHING, STORES, StoreRule
@@ -158,87 +161,94 @@ def distinct_blocks(requests: Sequence[TraceRequest]) -> int:
 # -- the command ------------------------------------------------------------------------------
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `kvd replay`."""
-    parser.description = (
-        "Replay a trace of requests through the daemon's core, and tell how many blocks an eviction"
-        " policy would find in a pool of the given size, and in tiers below it."
-    )
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="the trace: JSON lines, plain or gzip",
-    )
-    parser.add_argument(
-        "--policy",
-        choices=(*POLICY_NAMES, BELADY),
-        default="lru",
-        help="eviction policy (default: lru); belady knows the future and is the bound",
-    )
-    size = parser.add_mutually_exclusive_group(required=True)
-    size.add_argument(
-        "--capacity-blocks", type=_positive, metavar="N", help="size of the pool in blocks"
-    )
-    size.add_argument(
-        "--capacity-fraction",
-        type=_share,
-        metavar="F",
-        help="size of the pool as a part of the trace's distinct blocks, such as 0.1",
-    )
-    _add_store_arguments(parser)
-    parser.add_argument(
-        "--tier",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE,...",
-        help="a tier below, again for each further one: blocks=N or fraction=F of the distinct"
-        " blocks; policy=P; write=through, demotion or reuse; reuse=N; rate=SIZE that it reads in a"
-        " second, and writes (default: copies take no time); deadline=SECONDS",
-    )
-    parser.add_argument(
-        "--block-bytes",
-        type=_block_bytes,
-        default=BLOCK_BYTES,
-        metavar="SIZE",
-        help="bytes of a block, such as 2MiB: bounds and what tiers move go by it (default: 4096)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+def _block_bytes(text: str) -> int:
+    size = _plain_size(text)
+    if size % _ALIGN or not 0 < size <= MAX_BLOCK_BYTES:
+        raise ValueError(f"a multiple of {_ALIGN} up to 1GiB")
+    return size
 
 
-def _add_store_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--store-threshold",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="store a block only when it comes for the N-th time (default: 1; belady ignores it)",
-    )
-    parser.add_argument(
-        "--device-blocks",
-        type=_positive,
-        metavar="N",
-        help="blocks that the engine keeps in its own memory, before the pool (default: none)",
-    )
-    parser.add_argument(
-        "--store",
-        choices=STORES,
-        default=EAGER,
-        help="with --device-blocks, what is stored: eager: what was computed (default); lazy: what"
-        " leaves the device; second: what comes for the second time, as with --store-threshold 2",
-    )
+_COUNT = Checked(whole_number(1, 1 << 62), "count")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Replay and print; 2 when the trace, the device or a tier can't be used."""
+@click.command("replay")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="The trace: JSON lines, plain or gzip.",
+)
+@click.option(
+    "--policy",
+    type=click.Choice([*POLICY_NAMES, BELADY]),
+    default="lru",
+    help="Eviction policy (default: lru); belady knows the future and is the bound.",
+)
+@click.option("--capacity-blocks", type=_COUNT, metavar="N", help="Size of the pool in blocks.")
+@click.option(
+    "--capacity-fraction",
+    type=Checked(number(1e-9, 1), "share"),
+    metavar="F",
+    help="Size of the pool as a part of the trace's distinct blocks, such as 0.1.",
+)
+@click.option(
+    "--store-threshold",
+    type=_COUNT,
+    default=1,
+    metavar="N",
+    help="Store a block only when it comes for the N-th time (default: 1; belady ignores it).",
+)
+@click.option(
+    "--device-blocks",
+    type=_COUNT,
+    metavar="N",
+    help="Blocks that the engine keeps in its own memory, before the pool (default: none).",
+)
+@click.option(
+    "--store",
+    type=click.Choice(STORES),
+    default=EAGER,
+    help="With --device-blocks, what is stored: eager: what was computed (default); lazy: what"
+    " leaves the device; second: what comes for the second time, as with --store-threshold 2.",
+)
+@click.option(
+    "--tier",
+    multiple=True,
+    metavar="NAME=VALUE,...",
+    help="A tier below, again for each further one: blocks=N or fraction=F of the distinct"
+    " blocks; policy=P; write=through, demotion or reuse; reuse=N; rate=SIZE that it reads in a"
+    " second, and writes (default: copies take no time); deadline=SECONDS.",
+)
+@click.option(
+    "--block-bytes",
+    type=Checked(_block_bytes, "size"),
+    default=BLOCK_BYTES,
+    metavar="SIZE",
+    help="Bytes of a block, such as 2MiB: bounds and what tiers move go by it (default: 4096).",
+)
+@json_option
+def command(**flags: Any) -> int:
+    """Tell how much of a trace an eviction policy would find.
+
+    The trace's requests go through the daemon's core, with a pool of the given size and tiers
+    below it.
+    """
+    given = SimpleNamespace(**flags)
+    if (given.capacity_blocks is None) == (given.capacity_fraction is None):
+        raise click.UsageError("give one of --capacity-blocks and --capacity-fraction")
+    return run(given)
+
+
+def run(args: SimpleNamespace) -> int:
+    """Replay and print; a misuse when the trace, the device or a tier can't be used."""
     try:
         requests = read_trace(args.trace)
         specs = _tiers_of(args, requests)
         rule = _store_rule_of(args, requests)
     except (TraceError, _OptionError) as error:
         print(f"kvd replay: {error}", file=sys.stderr)
-        return 2
+        return EXIT_MISUSED
     capacity_blocks = args.capacity_blocks or capacity_of(requests, args.capacity_fraction)
     progress = _reporter(args.policy, len(requests))
     below = ReplayTiers(specs, args.block_bytes)
@@ -337,30 +347,6 @@ def _reporter(policy: str, requests: int) -> Progress:
     return progress
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
-    return value
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
-    return value
-
-
-def _block_bytes(text: str) -> int:
-    try:
-        size = _plain_size(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be {error}") from None
-    if size % _ALIGN or not 0 < size <= MAX_BLOCK_BYTES:
-        raise argparse.ArgumentTypeError(f"{text} is no multiple of {_ALIGN} up to 1GiB")
-    return size
-
-
 # -- device and tiers -------------------------------------------------------------------------
 
 
@@ -368,7 +354,7 @@ class _OptionError(Exception):
     """A tier, or the device, can't be used as it was given; names the field and what would do."""
 
 
-def _store_rule_of(args: argparse.Namespace, requests: Sequence[TraceRequest]) -> StoreRule:
+def _store_rule_of(args: SimpleNamespace, requests: Sequence[TraceRequest]) -> StoreRule:
     if args.device_blocks is None:
         if args.store != EAGER:
             raise _OptionError(f"--store {args.store} needs --device-blocks. Fix: give it")
@@ -384,7 +370,7 @@ def _store_rule_of(args: argparse.Namespace, requests: Sequence[TraceRequest]) -
     return StoreRule.of(args.device_blocks, args.store, args.store_threshold)
 
 
-def _tiers_of(args: argparse.Namespace, requests: Sequence[TraceRequest]) -> list[TierSpec]:
+def _tiers_of(args: SimpleNamespace, requests: Sequence[TraceRequest]) -> list[TierSpec]:
     if len(args.tier) > MAX_TIERS:
         raise _OptionError(f"{len(args.tier)} tiers; at most {MAX_TIERS} may be")
     if args.tier and args.policy == BELADY:

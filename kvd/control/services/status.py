@@ -131,6 +131,9 @@ class StatusReport:
             process_id=os.getpid(),
             event_sequence=self._driver.event_log.sequence,
             tiers=self._tiers(now) if tenants.user_operates(peer.uid) else [],
+            blocks_evicted=now.counters.evicted,
+            blocks_stored=now.counters.stored,
+            blocks_loaded=now.counters.loaded,
         )
         sessions.sort(key=lambda s: s.session)
         page_of_sessions, status.more_sessions = await _page(

@@ -29,7 +29,7 @@ class StatusRequest(_message.Message):
     def __init__(self, after_session_id: _Optional[int] = ..., after_namespace_id: _Optional[int] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id", "event_sequence", "more_sessions", "more_namespaces", "tiers")
+    __slots__ = ("version", "incarnation", "uptime_seconds", "state", "pool", "sessions", "tenants", "namespaces", "policy", "recovered_blocks", "process_id", "event_sequence", "more_sessions", "more_namespaces", "tiers", "blocks_evicted", "blocks_stored", "blocks_loaded", "curve")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,10 @@ class StatusResponse(_message.Message):
     MORE_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     MORE_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_STORED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    CURVE_FIELD_NUMBER: _ClassVar[int]
     version: str
     incarnation: bytes
     uptime_seconds: float
@@ -60,7 +64,29 @@ class StatusResponse(_message.Message):
     more_sessions: bool
     more_namespaces: bool
     tiers: _containers.RepeatedCompositeFieldContainer[TierStatus]
-    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ..., event_sequence: _Optional[int] = ..., more_sessions: bool = ..., more_namespaces: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ...) -> None: ...
+    blocks_evicted: int
+    blocks_stored: int
+    blocks_loaded: int
+    curve: ReuseCurve
+    def __init__(self, version: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[str] = ..., pool: _Optional[_Union[PoolStatus, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStatus, _Mapping]]] = ..., tenants: _Optional[_Iterable[_Union[TenantStatus, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStatus, _Mapping]]] = ..., policy: _Optional[str] = ..., recovered_blocks: _Optional[int] = ..., process_id: _Optional[int] = ..., event_sequence: _Optional[int] = ..., more_sessions: bool = ..., more_namespaces: bool = ..., tiers: _Optional[_Iterable[_Union[TierStatus, _Mapping]]] = ..., blocks_evicted: _Optional[int] = ..., blocks_stored: _Optional[int] = ..., blocks_loaded: _Optional[int] = ..., curve: _Optional[_Union[ReuseCurve, _Mapping]] = ...) -> None: ...
+
+class ReuseCurve(_message.Message):
+    __slots__ = ("points", "uses", "sampled_share")
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    USES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    points: _containers.RepeatedCompositeFieldContainer[CurvePoint]
+    uses: int
+    sampled_share: float
+    def __init__(self, points: _Optional[_Iterable[_Union[CurvePoint, _Mapping]]] = ..., uses: _Optional[int] = ..., sampled_share: _Optional[float] = ...) -> None: ...
+
+class CurvePoint(_message.Message):
+    __slots__ = ("pools", "hit_ratio")
+    POOLS_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATIO_FIELD_NUMBER: _ClassVar[int]
+    pools: float
+    hit_ratio: float
+    def __init__(self, pools: _Optional[float] = ..., hit_ratio: _Optional[float] = ...) -> None: ...
 
 class TierStatus(_message.Message):
     __slots__ = ("name", "serving", "problem", "blocks", "bytes", "capacity_bytes", "hits", "misses", "blocks_promoted", "blocks_failed", "blocks_given_up", "blocks_written", "blocks_unwritten", "blocks_dropped", "bytes_down", "bytes_up", "notes", "blocks_too_slow", "blocks_refused", "answer_seconds", "read_seconds")

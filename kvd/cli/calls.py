@@ -1,0 +1,92 @@
+"""How a command finds its daemon and calls it, and what it says where that fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+
+from kvd.cli import remote
+from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, EXIT_REFUSED, Failure
+from kvd.config.settings import ConfigError, socket_of
+from kvd_client.backoff import describe
+from kvd_client.companion import CompanionRefused
+from kvd_client.daemon import greeted
+from kvd_proto.v1 import companion_pb2, operator_pb2_grpc
+
+# Answers of a daemon that heard the call and will not do it.
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.UNIMPLEMENTED,
+    }
+)
+
+
+def place_of(given: SimpleNamespace) -> str:
+    """The socket, or the gateway, that the flags, the environment and the file name."""
+    if getattr(given, "remote", None):
+        return str(given.remote)
+    try:
+        return socket_of(given.socket, os.environ, given.config)
+    except ConfigError as error:
+        raise Failure(str(error), EXIT_MISUSED) from None
+
+
+@contextmanager
+def said_plainly(place: str) -> Iterator[None]:
+    """What goes wrong with a call becomes one line and an exit code."""
+    try:
+        yield
+    except BrokenPipeError:  # of our own output: `kvd events | head`
+        raise
+    except PermissionError:
+        raise Failure(
+            f"this user may not open {place}.companion: be in the group that owns it, or root"
+        ) from None
+    except (OSError, CompanionRefused) as error:
+        raise Failure(f"no daemon answers on {place}: {error}") from None
+    except grpc.RpcError as error:
+        if error.code() in _REFUSALS:
+            said = f"the daemon on {place} refused: {describe(error)}"
+            raise Failure(said, EXIT_REFUSED) from None
+        said = f"the daemon on {place} did not answer: {describe(error)}"
+        raise Failure(said, EXIT_FAILED) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A daemon that was found. `terms` go with each call."""
+
+    channel: grpc.Channel
+    operator: operator_pb2_grpc.OperatorServiceStub
+    metadata: tuple[tuple[str, str], ...]
+    timeout_s: float
+
+    def terms(self, more_seconds: float = 0.0) -> dict[str, Any]:
+        """How long a call may take, and who calls."""
+        return {"timeout": self.timeout_s + more_seconds, "metadata": self.metadata}
+
+
+@contextmanager
+def linked(given: SimpleNamespace, program: str) -> Iterator[Link]:
+    """The daemon that the flags name; Failure for all that goes wrong with it."""
+    place = place_of(given)
+    with said_plainly(place):
+        if getattr(given, "remote", None):
+            with remote.channel(given) as channel:
+                stub = operator_pb2_grpc.OperatorServiceStub(channel)
+                yield Link(channel, stub, (), given.timeout)
+            return
+        with greeted(place, companion_pb2.PEER_ROLE_TOOL, program, given.timeout) as daemon:
+            stub = operator_pb2_grpc.OperatorServiceStub(daemon.channel)
+            yield Link(daemon.channel, stub, daemon.metadata, given.timeout)

@@ -1,0 +1,289 @@
+"""The doctor's checks: each looks at one thing, and says what is wrong with it and what to do."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvd.cli.doctor.system import OWN_VERSION, System
+from kvd.config.settings import Config
+from kvd.control.access.descriptors import COMFORTABLE, LEAST
+from kvd.control.sockets import SocketTaken, refuse_taken, require_bindable
+from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
+from kvd.pool.capacity_check import is_shared, measure, require_memory_files, require_space
+from kvd.pool.config import PoolConfig, PoolError
+from kvd_proto.v1 import operator_pb2 as pb
+
+MIB = 1 << 20
+FAST_PREFAULT = (5, 14)  # kernels that have MADV_POPULATE_WRITE
+PIDFD_OF_PEERS = (6, 5)
+LEAST_PROCESSORS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Something that is wrong (`is_fault`), or could be better."""
+
+    about: str
+    problem: str
+    fix: str
+    is_fault: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is looked at. `status`: of the running daemon, None where none answers."""
+
+    system: System
+    config: Config
+    status: pb.StatusResponse | None = None
+    why_no_answer: str = ""
+    before_start: bool = False  # the daemon is to be started here, by this user
+
+    @property
+    def pool(self) -> PoolConfig:
+        """The pool as the settings have it."""
+        config = self.config
+        return PoolConfig(
+            directory=config.pool_directory,
+            pool_bytes=config.pool_bytes,
+            extent_bytes=config.new_extent_bytes,
+            any_filesystem=config.any_filesystem,
+            extents_directory=config.extents_directory,
+        )
+
+
+def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
+    """The pool's directories: there, in memory, the daemon's alone, and large enough."""
+    directory = on.pool.directory
+    if not directory.exists():
+        if on.status is None:
+            yield Diagnosis(
+                "shared memory",
+                f"pool_directory {directory} is not there",
+                f"mount a tmpfs there: mkdir -p {directory} && mount -t tmpfs -o"
+                f" size={on.config.pool_bytes * 29 // 28 // MIB + 64}m,mode=0700 kvd {directory}",
+            )
+        return
+    if not directory.is_dir():
+        fix = "name a directory as pool_directory"
+        yield Diagnosis("shared memory", f"pool_directory {directory} is no directory", fix)
+        return
+    try:
+        require_memory_files(on.pool)
+        if on.before_start:
+            require_own(Wanted("pool_directory", directory))
+        if os.access(directory, os.R_OK | os.X_OK) and on.status is None:
+            require_space(on.pool, measure(on.pool))
+    except (PoolError, NotTrustedError, OSError) as error:
+        yield _said("shared memory", error)
+        return
+    if is_shared(directory):
+        yield Diagnosis(
+            "shared memory",
+            f"{directory} lies on a file system that others may fill",
+            "mount a tmpfs of its own there (deploy/systemd/var-lib-kvd-pool.mount)",
+            is_fault=False,
+        )
+
+
+def _said(about: str, error: Exception) -> Diagnosis:
+    """What the daemon would say at its start; its fix comes last."""
+    said = str(error)
+    parts = said.partition(". ") if ". " in said else said.rpartition(": ")
+    problem, fix = (parts[0], parts[2]) if parts[0] else (said, "docs/configuration.md")
+    return Diagnosis(about, problem, fix)
+
+
+def _socket(on: Subject) -> Iterator[Diagnosis]:
+    """Who answers on the socket, and whether this user may ask."""
+    config, directory = on.config, on.config.socket.parent
+    if on.before_start:
+        try:
+            if directory.exists():
+                refuse_taken(config.companion_socket)
+                require_bindable(config.socket)
+                require_bindable(config.companion_socket)
+        except (SocketTaken, OSError) as error:
+            yield _said("socket", error)
+        return
+    if on.status is not None:
+        return
+    if not os.access(directory, os.X_OK) and directory.exists():
+        owner = _owner(directory)
+        problem = f"this user may not enter {directory}, which is {owner}"
+        yield Diagnosis("socket", problem, "join that group (usermod -aG), or be root")
+    elif not config.companion_socket.exists():
+        yield Diagnosis(
+            "socket",
+            f"no daemon has its socket at {config.socket}",
+            "start it (systemctl start kvd), or name its socket (--socket, KVD_SOCKET, --config)",
+        )
+    elif not os.access(config.companion_socket, os.W_OK):
+        problem = f"this user may not open {config.companion_socket}, which is"
+        problem += f" {_owner(config.companion_socket)}"
+        yield Diagnosis("socket", problem, "join that group (usermod -aG), or set socket_group")
+    else:
+        yield Diagnosis(
+            "socket",
+            f"nobody answers on {config.socket}: {on.why_no_answer or 'no reason was given'}",
+            "look at the daemon's log (journalctl -u kvd) and start it again",
+        )
+
+
+def _owner(path: Path) -> str:
+    found = path.stat()
+    return f"uid {found.st_uid}'s, group {found.st_gid}, mode {stat.S_IMODE(found.st_mode):04o}"
+
+
+def _processes(on: Subject) -> Iterator[Diagnosis]:
+    """Limits of the daemon's process, and of its control group on processors."""
+    limit = on.system.descriptors
+    if 0 <= limit < max(COMFORTABLE, LEAST):
+        yield Diagnosis(
+            "limits",
+            f"the daemon may have {limit} file descriptors, and wants {COMFORTABLE}",
+            "LimitNOFILE= in the unit, ulimit -n, --ulimit nofile= of a container",
+            is_fault=limit < LEAST,
+        )
+    allowed = on.system.processors_allowed
+    if allowed is not None and allowed < LEAST_PROCESSORS:
+        yield Diagnosis(
+            "limits",
+            f"the control group has {allowed:.2f} of a processor: copies and answers wait for it",
+            "raise CPUQuota=, or limits.cpu of the pod, to 1 at least; best set none",
+        )
+
+
+def _machine(on: Subject) -> Iterator[Diagnosis]:
+    """Processor, kernel and the library that copies."""
+    system = on.system
+    if system.processor != "x86_64":
+        problem = f"this is {system.processor}, and kvd's tables need x86-64 (ADR 0003)"
+        yield Diagnosis("machine", problem, "run it on x86-64")
+    for least, what in (
+        (FAST_PREFAULT, "prefault the pool fast"),
+        (PIDFD_OF_PEERS, "name callers by pidfd"),
+    ):
+        if system.kernel < least:
+            had = ".".join(map(str, system.kernel))
+            need = ".".join(map(str, least))
+            problem = f"Linux {had} can't {what}"
+            yield Diagnosis("machine", problem, f"Linux {need} or later", is_fault=False)
+    if system.native_problem:
+        yield Diagnosis(
+            "machine",
+            f"copies go by numpy, which is slower: {system.native_problem}",
+            "install a wheel of kvd, or a C compiler and kvd again",
+            is_fault=False,
+        )
+
+
+def _nodes(on: Subject) -> Iterator[Diagnosis]:
+    """NUMA: whether the pool fits the memory of each node."""
+    nodes = on.system.node_bytes
+    share = on.config.pool_bytes / max(1, len(nodes))
+    if len(nodes) > 1 and any(share > node * 0.9 for node in nodes):
+        yield Diagnosis(
+            "NUMA",
+            f"each of {len(nodes)} nodes gets {share / (1 << 30):.1f} GiB of the pool, and the"
+            f" smallest has {min(nodes) / (1 << 30):.1f} GiB: rows will lie far from their ranks",
+            "lower pool_bytes, or run the engines on the nodes that have the memory",
+            is_fault=False,
+        )
+
+
+def _gpus(on: Subject) -> Iterator[Diagnosis]:
+    """Whether movers could reach GPUs, where there are any."""
+    system = on.system
+    if not system.gpus:
+        if system.has_gpu_driver:
+            yield Diagnosis(
+                "GPU",
+                "the kernel drives NVIDIA GPUs, but no /dev/nvidia* is visible here",
+                "--gpus all, gpu.enabled of the chart, or kvd-gpu.conf of the unit (docs/gpu.md)",
+            )
+        return
+    if system.gpus_closed:
+        problem = f"this user may not open {', '.join(system.gpus_closed)}"
+        yield Diagnosis(
+            "GPU", problem, "join the group of the device files (video), or DeviceAllow="
+        )
+    if system.cuda_problem:
+        problem = f"libcuda can't be loaded: {system.cuda_problem}"
+        fix = "install the driver's libraries, or let NVIDIA's container toolkit mount them"
+        yield Diagnosis("GPU", problem, fix)
+    if not system.has_cupy:
+        yield Diagnosis(
+            "GPU",
+            "CuPy is not installed, so ranks on GPUs are refused",
+            "install kvd[cuda12] or kvd[cuda13], by the driver's version",
+        )
+    locked = system.locked_bytes
+    if 0 <= locked < on.config.pool_bytes:
+        yield Diagnosis(
+            "memlock",
+            f"a process may lock {locked >> 10} KiB, and pinning the pool for a GPU takes"
+            f" {on.config.pool_bytes >> 20} MiB",
+            "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1 of a container",
+        )
+
+
+def _versions(on: Subject) -> Iterator[Diagnosis]:
+    """Whether daemon, client and this command are of one release."""
+    client = on.system.client_version
+    if client is not None and client != OWN_VERSION:
+        yield Diagnosis(
+            "versions",
+            f"kvd-client {client} is installed beside kvd {OWN_VERSION}",
+            f"pip install kvd=={OWN_VERSION} kvd-client=={OWN_VERSION}",
+        )
+    if on.status is not None and on.status.version != OWN_VERSION:
+        yield Diagnosis(
+            "versions",
+            f"the daemon that runs is {on.status.version}, and {OWN_VERSION} is installed",
+            "restart it (systemctl restart kvd): until then it starts no process for new ranks",
+        )
+
+
+def _service(on: Subject) -> Iterator[Diagnosis]:
+    """What the running daemon says of itself."""
+    status = on.status
+    if status is None:
+        return
+    if status.state == "draining":
+        yield Diagnosis("daemon", "it drains: it takes no work", "kvd undrain")
+    for session in status.sessions:
+        if not session.usable:
+            had = f"{len(session.ranks)} of {session.world_size} ranks"
+            yield Diagnosis(
+                "daemon",
+                f"session {session.session_id} of {session.engine_id} has {had}",
+                "look at the engine's workers: each must reach the socket (their logs say why not)",
+            )
+        for note in sorted({r.copier_note for r in session.ranks if r.copier_note}):
+            yield Diagnosis("daemon", f"ranks of {session.engine_id} copy slower", note, False)
+    for tier in status.tiers:
+        if not tier.serving:
+            problem = f"tier {tier.name} is not served: {tier.problem}"
+            yield Diagnosis("tiers", problem, "docs/tiers.md; the log says more")
+
+
+CHECKS: tuple[Callable[[Subject], Iterator[Diagnosis]], ...] = (
+    _socket,
+    _shared_memory,
+    _processes,
+    _machine,
+    _nodes,
+    _gpus,
+    _versions,
+    _service,
+)
+
+
+def findings(on: Subject) -> list[Diagnosis]:
+    """All that is wrong or could be better."""
+    return [found for check in CHECKS for found in check(on)]

@@ -1,0 +1,25 @@
+"""Exit codes of every command, and the errors that lead to them. docs/commands.md lists them."""
+
+from __future__ import annotations
+
+from typing import IO, Any
+
+import click
+
+EXIT_FAILED = 1  # nobody answers, it can't start, or the asked said no
+EXIT_MISUSED = 2  # flags, variables or the configuration file
+EXIT_FOUND = 3  # it did what was asked, and what it found is bad
+EXIT_REFUSED = 4  # the daemon answered, and refused
+EXIT_INTERRUPTED = 130  # Ctrl-C, as shells have it
+
+
+class Failure(click.ClickException):
+    """Ends a command with one line and an exit code."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc] # which click means to be set so
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it as every error of kvd is printed."""
+        click.echo(f"kvd: {self.format_message()}", file=file, err=file is None)

@@ -1,0 +1,77 @@
+"""`kvd quota`: shows tenants' quotas, or sets one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import click
+
+from kvd.cli.calls import Link, linked
+from kvd.cli.options import daemon_options
+from kvd.cli.printing import show_json, size, table
+from kvd.config.values import parse_size
+from kvd_proto.v1 import operator_pb2 as pb
+
+
+@click.command("quota")
+@click.argument("tenant", required=False)
+@click.argument("quota", required=False, metavar="[SIZE|none]")
+@daemon_options
+def command(**flags: Any) -> int:
+    """Show the tenants' quotas, or give TENANT another one.
+
+    SIZE is in bytes, such as 8GiB, or a share of the pool, such as 25%. It holds at once, and until
+    the daemon starts again or reloads its settings: `tenants` in the configuration file lasts.
+    """
+    given = SimpleNamespace(**flags)
+    if given.tenant is not None and given.quota is None:
+        raise click.UsageError("give the tenant's quota too: a size, or none")
+    with linked(given, "kvd quota") as daemon:
+        status = daemon.operator.Status(pb.StatusRequest(), **daemon.terms())
+        if given.tenant is None:
+            _show(status, as_json=given.json)
+            return 0
+        quota_bytes = _read(given.quota, status.pool.bytes)
+        evicted = _set(daemon, given.tenant, quota_bytes)
+    if given.json:
+        show_json({"tenant": given.tenant, "quota_bytes": quota_bytes, "blocks_evicted": evicted})
+    else:
+        said = size(quota_bytes) if quota_bytes else "none"
+        click.echo(f"quota of {given.tenant}: {said}; {evicted} blocks evicted")
+    return 0
+
+
+def _read(text: str, pool_bytes: int) -> int:
+    if text == "none":
+        return 0
+    try:
+        return parse_size(text, lambda: pool_bytes)
+    except ValueError as error:
+        raise click.UsageError(f"{text!r} must be {error}, or none") from None
+
+
+def _set(daemon: Link, tenant: str, quota_bytes: int) -> int:
+    request = pb.SetQuotaRequest(tenant=tenant, quota_bytes=quota_bytes)
+    evicted: int = daemon.operator.SetQuota(request, **daemon.terms()).blocks_evicted
+    return evicted
+
+
+def _show(status: pb.StatusResponse, *, as_json: bool) -> None:
+    if as_json:
+        found = [
+            {
+                "tenant": each.tenant,
+                "quota_bytes": each.quota_bytes,
+                "bytes_used": each.bytes_used,
+                "bytes_leased": each.bytes_leased,
+            }
+            for each in status.tenants
+        ]
+        show_json({"tenants": found})
+        return
+    rows = [
+        (t.tenant, size(t.bytes_used), size(t.quota_bytes) if t.quota_bytes else "none")
+        for t in status.tenants
+    ]
+    click.echo("\n".join(table(("TENANT", "USED", "QUOTA"), rows, "no tenants yet")))

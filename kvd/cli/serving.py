@@ -1,0 +1,70 @@
+"""`kvd serve`: its flags, one for each setting, and what is done before the daemon is built."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from kvd import config
+from kvd.cli.exits import EXIT_MISUSED, Failure
+from kvd.config.settings import DEFAULT_FILE, SETTINGS, Setting
+
+
+def _option(setting: Setting) -> click.Option:
+    said: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if setting.is_switch else {}
+    return click.Option(
+        [setting.flag, setting.name],
+        metavar=setting.metavar,
+        help=f"{setting.meaning} (default {setting.default_text})",
+        **said,
+    )
+
+
+def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
+    def read() -> config.Config:
+        return config.load(flags, os.environ)
+
+    try:
+        settings = read()
+    except config.ConfigError as error:
+        raise Failure(str(error), EXIT_MISUSED) from None
+    if print_config:
+        click.echo(config.as_toml(settings), nl=False)
+        return 0
+    if check:
+        from kvd.cli.doctor.command import check_place  # noqa: PLC0415 - see below
+
+        return check_place(settings)
+    from kvd.cli import serve  # noqa: PLC0415 - gRPC, only for who serves
+
+    return serve.serve(settings, read)
+
+
+command = click.Command(
+    "serve",
+    callback=_run,
+    short_help="Run the daemon.",
+    help=(
+        "Run the daemon until SIGTERM.\n\nEach setting may be a flag (--pool-bytes), a variable"
+        " (KVD_POOL_BYTES), or a key of the configuration file (pool_bytes = ...). The first of"
+        " these that is there counts; without any, the default does."
+    ),
+    params=[
+        click.Option(
+            ["--config"],
+            metavar="FILE",
+            help=f"TOML file of settings and tenants (default: KVD_CONFIG, else {DEFAULT_FILE})",
+        ),
+        click.Option(
+            ["--print-config"], is_flag=True, help="Print the settings in force and exit."
+        ),
+        click.Option(
+            ["--check"],
+            is_flag=True,
+            help="Look whether the daemon could start here, say what to change, and exit.",
+        ),
+        *(_option(setting) for setting in SETTINGS),
+    ],
+)

@@ -1,0 +1,183 @@
+"""The doctor finds what is wrong: each fault is planted, and named with its fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd import config
+from kvd.__main__ import main
+from kvd.cli.doctor.checks import Diagnosis, Subject, findings
+from kvd.cli.doctor.system import OWN_VERSION, System
+from kvd.linux import limits
+from kvd_proto.v1 import operator_pb2 as pb
+from tests.control.running_daemon import daemon
+
+GIB = 1 << 30
+SOUND = System(
+    processor="x86_64",
+    kernel=(6, 12),
+    descriptors=1 << 20,
+    locked_bytes=-1,
+    node_bytes=(64 * GIB,),
+    processors_allowed=None,
+    gpus=(),
+    gpus_closed=(),
+    has_gpu_driver=False,
+    cuda_problem="",
+    has_cupy=True,
+    native_problem="",
+    client_version=OWN_VERSION,
+)
+
+
+@pytest.fixture
+def place(shared_directory: Path) -> Path:
+    pool = shared_directory / "pool"
+    pool.mkdir(mode=0o700)
+    return shared_directory
+
+
+def subject(place: Path, system: System = SOUND, **settings: Any) -> Subject:
+    """A sound machine and a daemon on it that answers, but for what is given."""
+    flags = {"pool_directory": str(place / "pool"), "pool_bytes": "64MiB"} | settings
+    flags = {"socket": str(place / "kvd.sock"), **flags}
+    read = config.load(flags, {"KVD_CONFIG": os.devnull})
+    return Subject(system, read, pb.StatusResponse(version=OWN_VERSION, state="ready"))
+
+
+def faults(on: Subject) -> list[Diagnosis]:
+    return [found for found in findings(on) if found.is_fault]
+
+
+def test_on_a_sound_machine_nothing_is_wrong(place: Path) -> None:
+    assert faults(subject(place)) == []
+
+
+GPU = replace(SOUND, gpus=("/dev/nvidia0",))
+ON_THE_MACHINE = {
+    "no shared memory": (SOUND, {"pool_directory": "/proc/none"}, "is not there", "mount -t tmpfs"),
+    "not in memory": (SOUND, {"pool_directory": "/usr"}, "not on tmpfs", "Mount one there"),
+    "too large": (SOUND, {"pool_bytes": "7TiB"}, "the pool needs", "enlarge it"),
+    "few descriptors": (replace(SOUND, descriptors=64), {}, "64 file", "LimitNOFILE"),
+    "half a processor": (replace(SOUND, processors_allowed=0.5), {}, "0.50", "CPUQuota"),
+    "another processor": (replace(SOUND, processor="aarch64"), {}, "aarch64", "x86-64"),
+    "memlock": (replace(GPU, locked_bytes=65536), {}, "lock 64 KiB", "LimitMEMLOCK"),
+    "hidden GPUs": (replace(SOUND, has_gpu_driver=True), {}, "no /dev/nvidia", "--gpus all"),
+    "closed GPUs": (replace(GPU, gpus_closed=GPU.gpus), {}, "not open /dev/nvidia0", "group"),
+    "no libcuda": (replace(GPU, cuda_problem="no such file"), {}, "no such file", "driver"),
+    "no CuPy": (replace(GPU, has_cupy=False), {}, "CuPy", "kvd[cuda12]"),
+    "another client": (replace(SOUND, client_version="0.0.1"), {}, "kvd-client 0.0.1", "pip"),
+}
+
+
+@pytest.mark.parametrize("fault", ON_THE_MACHINE)
+def test_a_fault_of_the_machine_is_found_with_its_fix(place: Path, fault: str) -> None:
+    system, settings, problem, fix = ON_THE_MACHINE[fault]
+    on = replace(subject(place, system, **settings), status=None, before_start=True)
+    (found,) = faults(on)
+    assert problem in found.problem
+    assert fix in found.fix or fix in found.problem
+
+
+@pytest.mark.parametrize(
+    ("system", "settings", "problem"),
+    [
+        (replace(SOUND, kernel=(5, 10)), {}, "Linux 5.10"),
+        (replace(SOUND, native_problem="no compiler"), {}, "no compiler"),
+        (replace(SOUND, node_bytes=(GIB, GIB)), {"pool_bytes": "4GiB"}, "2 nodes"),
+        (replace(SOUND, descriptors=512), {}, "512 file"),
+    ],
+    ids=["kernel", "numpy", "NUMA", "descriptors"],
+)
+def test_what_could_be_better_is_no_fault(
+    place: Path, system: System, settings: dict[str, str], problem: str
+) -> None:
+    on = subject(place, system, **settings)
+    assert faults(on) == []
+    assert any(problem in found.problem for found in findings(on))
+
+
+def test_what_the_daemon_says_of_itself_is_told(place: Path) -> None:
+    status = pb.StatusResponse(version="9.9.9", state="draining")
+    status.sessions.add(engine_id="e", world_size=2)
+    status.tiers.add(name="disk", problem="it is full")
+    on = replace(subject(place), status=status)
+    said = " ".join(found.problem + found.fix for found in faults(on))
+    for wanted in ("9.9.9", "kvd undrain", "0 of 2 ranks", "it is full"):
+        assert wanted in said
+
+
+@pytest.mark.parametrize("fault", ["nobody", "left behind", "closed"])
+def test_a_socket_that_cannot_be_asked_is_explained(place: Path, fault: str) -> None:
+    companion = place / "kvd.sock.companion"
+    if fault != "nobody":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(str(companion))
+    if fault == "closed":
+        if os.geteuid() == 0:
+            pytest.skip("root may open every socket")
+        companion.chmod(0)
+    (found,) = faults(replace(subject(place), status=None))
+    wanted = {"nobody": "no daemon has", "left behind": "nobody answers", "closed": "may not open"}
+    assert wanted[fault] in found.problem
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine of the test is whatever it is: only what is planted counts."""
+    monkeypatch.setattr(System, "read", classmethod(lambda *_: SOUND))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_the_command_has_an_exit_code_for_each_outcome(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with daemon() as running:
+        file = tmp_path / "kvd.toml"
+        file.write_text(
+            f'socket = "{running.socket}"\npool_directory = "{running.pool}"\n'
+            'pool_bytes = "32MiB"\nextent_bytes = "4MiB"\n'
+        )
+        words = ["doctor", "--config", str(file), "--json"]
+        assert main(words) == 0, capsys.readouterr()
+        assert json.loads(capsys.readouterr().out)["faults"] == 0
+        # The place is taken, so another daemon could not start there.
+        assert main(["serve", "--check", "--config", str(file)]) == 3
+        assert "another daemon answers" in capsys.readouterr().out
+    assert main(words) == 3
+    capsys.readouterr()
+    file.write_text('pool_bytes = "many"\n')
+    assert main(words) == 3
+    (found,) = json.loads(capsys.readouterr().out)["findings"]
+    assert found["about"] == "settings"
+    free = ["--pool-directory", str(place / "pool"), "--socket", str(place / "kvd.sock")]
+    assert main(["serve", "--check", "--pool-bytes", "64MiB", *free]) == 0
+    assert list((place / "pool").iterdir()) == []
+
+
+def test_limits_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
+    for name, meminfo in (("node0", "Node 0 MemTotal:  2048 kB\n"), ("node1", "MemTotal: 0 kB")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "meminfo").write_text(meminfo)
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "limits").write_text(
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        "Max locked memory         65536                unlimited            bytes     \n"
+        "Max open files            unlimited            524288               files     \n"
+    )
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    assert limits.node_bytes(tmp_path) == (2048 << 10,)
+    assert limits.limits_of(7, tmp_path) == (-1, 65536)
+    assert limits.processor_quota(tmp_path / "cpu.max") == 0.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert limits.processor_quota(tmp_path / "cpu.max") is None
+    assert limits.kernel_release("6.1.0-18-amd64") == (6, 1)
+    assert "nothing.so" in limits.why_not_loaded("nothing.so")
+    assert System.read().processor
