@@ -5,7 +5,6 @@ A target takes any bytes. It returns, or refuses them in its own words; anything
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -111,10 +110,8 @@ def config(content: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
         file.write(content)
         file.flush()
-        parser = argparse.ArgumentParser()
-        settings.add_arguments(parser)
         try:
-            settings.load(parser.parse_args(["--config", file.name]), {})
+            settings.load({"config": file.name}, {})
         except settings.ConfigError:
             pass
 
