@@ -6,6 +6,7 @@ the pool's tables (by the file's name), or a call of the kernel's that its files
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -140,6 +141,7 @@ def watched_paths(point: Failpoint) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)  # where it stands, for who finds it hung
     keeper.FIRST_WAIT_S = 0.5
     keeper.LONGEST_WAIT_S = 1.0
     process.LATE_S = 1.0

@@ -66,8 +66,9 @@ class RestlessDaemon(DaemonProcess):
         began = time.monotonic()
         try:
             super().start()
-        except AssertionError:
+        except AssertionError as error:
             if not self.has_died_at_a_step():
+                error.add_note(self._where_it_stands())
                 raise
             began = time.monotonic()
             super().start()
@@ -76,6 +77,19 @@ class RestlessDaemon(DaemonProcess):
             self.slowest_start = seconds
             lines = self.log.read_text(errors="replace").splitlines()
             self.said_at_slowest = [line for line in lines if "cygrpc" not in line][-12:]
+
+    def _where_it_stands(self) -> str:
+        """Every thread of a daemon that hangs."""
+        if self._process is None or self._process.poll() is not None:
+            return "it has ended"
+        self._process.send_signal(signal.SIGUSR1)
+        time.sleep(1.0)
+        waits = [
+            f"{task.name} {(task / 'wchan').read_text()} {(task / 'stat').read_text()[:60]}"
+            for task in Path(f"/proc/{self.pid}/task").iterdir()
+        ]
+        log = self.log.read_text(errors="replace")
+        return f"armed {self._armed!r}, flags {self.flags}, {waits}\n{log[-6000:]}"
 
     def has_died_at_a_step(self) -> bool:
         """True once for each such death, which is counted; the next life has nothing of it."""

@@ -14,6 +14,12 @@ from typing import Any
 
 ANSWER_SECONDS = 40.0
 ROOT = Path(__file__).parents[2]
+CLIENT = "unpacked-client"  # of another release's tree: its wheel, unpacked
+
+
+def environment_of(root: Path) -> dict[str, str]:
+    """Nothing for this tree; for another one its own modules, and the client beside it."""
+    return {} if root == ROOT else {"PYTHONPATH": f"{root}:{root / CLIENT}"}
 
 
 class ProbeFailed(AssertionError):
@@ -23,10 +29,12 @@ class ProbeFailed(AssertionError):
 class Probe:
     """A probe engine's process. `ask` gives an order and waits; `order` and `answer` do halves.
 
-    `changes` are of the small engine's settings.
+    `changes` are of the small engine's settings. `root` is the tree that it runs from.
     """
 
-    def __init__(self, socket: str, engine_id: str, log: Path, **changes: Any) -> None:
+    def __init__(
+        self, socket: str, engine_id: str, log: Path, root: Path = ROOT, **changes: Any
+    ) -> None:
         settings = {"socket": socket, "engine_id": engine_id, **changes}
         self.engine_id = engine_id
         self._log = log
@@ -37,7 +45,8 @@ class Probe:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                cwd=ROOT,
+                cwd=root,
+                env=os.environ | environment_of(root),
             )
 
     @property

@@ -56,6 +56,7 @@ class ProbeEngine:
         return {
             "usable": session is not None,
             "generation": session.generation if session else 0,
+            "epoch": session.epoch if session else "",
             "problem": engine.connection.problem,
             "rank_problems": [rank.worker.problem for rank in engine.ranks],
             "finished": sorted(engine.finished_loads),

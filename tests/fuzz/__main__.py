@@ -26,7 +26,7 @@ ROUNDS = 200  # of each target, between two looks at the clock
 FILES = 10  # of a whole pool's, which is slow
 LIVE_ROUNDS = 500
 TOLD_ROUNDS = 20
-GROWTH_KIB = 64 << 10
+GROWTH_KIB = 192 << 10  # of this process, which holds many large messages
 
 
 def fuzz(seconds: float, most: int, dice: random.Random, live: Live) -> Iterator[Counter[str]]:

@@ -1,0 +1,158 @@
+"""Real clients in processes of their own, whose calls are written down with their times."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from kvd_proto.v1 import events_pb2
+from tests.client.content import HASH_BYTES, block_hashes
+from tests.control.daemon_rig import Caller
+from tests.faults.probe import Probe
+from tests.faults.scene import Scene
+from tests.linear.checker import Call, Kind
+
+HIT, MISS = 1, 0
+PROMPTS = 6
+MOST = 12  # blocks of a prompt
+DRAINED_SECONDS = 10.0
+
+Block = tuple[str, bytes]  # epoch and key
+
+
+@dataclass(slots=True)
+class History:
+    """What happened. Any thread adds to it."""
+
+    calls: list[tuple[Block, Call]] = field(default_factory=list)
+    clears: list[Call] = field(default_factory=list)  # of every block of every epoch
+    wrong: list[str] = field(default_factory=list)
+
+    def whole(self) -> list[tuple[Block, Call]]:
+        """Every call on each block."""
+        blocks = {block for block, _ in self.calls}
+        return self.calls + [(block, clear) for block in blocks for clear in self.clears]
+
+    def add(self, epoch: str, key: bytes, call: Call) -> None:
+        self.calls.append(((epoch, key), call))
+
+
+class Client(threading.Thread):
+    """Gives one engine random orders, one after the other."""
+
+    def __init__(
+        self, probe: Probe, history: History, seed: str, until: float, **may: bool
+    ) -> None:
+        super().__init__()
+        self._probe, self._history = probe, history
+        self._dice, self._until = random.Random(seed), until
+        self._resets = may.get("resets", False)
+        self._clears: Scene | None = None
+        self.epoch = str(probe.ask("status")["epoch"])
+        self.trouble: BaseException | None = None
+
+    def clear_by(self, scene: Scene) -> None:
+        """It clears everything now and then, too."""
+        self._clears = scene
+
+    def run(self) -> None:
+        try:
+            while time.monotonic() < self._until:
+                self._one()
+        except BaseException as error:  # noqa: BLE001 - the test's thread tells it
+            self.trouble = error
+
+    def _one(self) -> None:
+        prompt = f"prompt {self._dice.randrange(PROMPTS)}"
+        count = self._dice.randint(1, MOST)
+        drawn = self._dice.random()
+        if self._resets and drawn < 0.05:
+            self._reset()
+        elif self._clears is not None and drawn < 0.05:
+            self._clear()
+        elif drawn < 0.4:
+            self.store(prompt, count)
+        elif drawn < 0.8:
+            self._look_up(prompt, count)
+        else:
+            self._load(prompt, count)
+
+    def store(self, prompt: str, count: int) -> None:
+        begin = time.monotonic()
+        self._probe.ask("store", prefix=prompt, count=count)
+        end = time.monotonic()
+        told = {bytes.fromhex(key) for key in self._probe.ask("take_stored")}
+        for key in block_hashes(prompt, count):
+            if key in told:
+                call = Call(Kind.STORED, begin, end, self.name)
+            else:  # it was there, or in flight, or refused: nobody said
+                call = Call(Kind.MAYBE_STORED, begin, end, self.name)
+            self._history.add(self.epoch, key, call)
+
+    def _look_up(self, prompt: str, count: int) -> None:
+        begin = time.monotonic()
+        said = self._probe.ask("probe", prefix=prompt, count=count)
+        end = time.monotonic()
+        kinds = {HIT: Kind.FOUND, MISS: Kind.MISSED}
+        for key, status in zip(block_hashes(prompt, count), said.get("statuses", ()), strict=False):
+            if status & 3 in kinds:
+                call = Call(kinds[status & 3], begin, end, self.name)
+                self._history.add(self.epoch, key, call)
+
+    def _load(self, prompt: str, count: int) -> None:
+        begin = time.monotonic()
+        said = self._probe.ask("load", prefix=prompt, count=count)
+        end = time.monotonic()
+        if said["wrong"]:
+            self._history.wrong.append(f"{self.name}: {prompt} {said}")
+        for key in block_hashes(prompt, said["loaded"]):
+            self._history.add(self.epoch, key, Call(Kind.FOUND, begin, end, self.name))
+
+    def _clear(self) -> None:
+        assert self._clears is not None
+        begin = time.monotonic()
+        self._clears.clear()
+        self._history.clears.append(Call(Kind.CLEARED, begin, time.monotonic(), self.name))
+
+    def _reset(self) -> None:
+        """From now on it finds nothing that it has not stored since."""
+        self.epoch = str(self._probe.ask("reset")["epoch"])
+
+
+class Watcher(threading.Thread):
+    """Hears what is announced as removed."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__()
+        self._caller = Caller(scene.daemon.socket)
+        self._stream = self._caller.events.WatchEvents(
+            events_pb2.WatchEventsRequest(), metadata=self._caller.metadata
+        )
+        self.removed: list[tuple[str, bytes, float]] = []
+        self.sequence = 0
+
+    def run(self) -> None:
+        with contextlib.suppress(grpc.RpcError):
+            for message in self._stream:
+                now = time.monotonic()
+                for event in message.events:
+                    self._take(event, now)
+                self.sequence = message.sequence
+
+    def _take(self, event: Any, now: float) -> None:
+        if event.kind == events_pb2.CacheEvent.KIND_REMOVED:
+            keys = [
+                event.hashes[at : at + HASH_BYTES] for at in range(0, len(event.hashes), HASH_BYTES)
+            ]
+            self.removed += [(event.epoch, key, now) for key in keys]
+
+    def close(self) -> None:
+        self._stream.cancel()
+        self.join()
+        self._caller.close()
