@@ -15,7 +15,6 @@ from collections import Counter
 from tests import daemon_process, leaks
 from tests.chaos.loop import TURNS, Worst, adopt_orphans, drawn, episode
 
-
 START_SECONDS = 150.0  # a busy machine's; what hangs for longer than a loop's bar is told
 
 

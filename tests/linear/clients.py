@@ -21,7 +21,6 @@ from tests.linear.checker import Call, Kind
 HIT, MISS = 1, 0
 PROMPTS = 6
 MOST = 12  # blocks of a prompt
-DRAINED_SECONDS = 10.0
 
 Block = tuple[str, bytes]  # epoch and key
 
@@ -46,13 +45,11 @@ class History:
 class Client(threading.Thread):
     """Gives one engine random orders, one after the other."""
 
-    def __init__(
-        self, probe: Probe, history: History, seed: str, until: float, **may: bool
-    ) -> None:
-        super().__init__()
+    def __init__(self, probe: Probe, history: History, orders: int, *, resets: bool) -> None:
+        super().__init__(name=probe.engine_id)
         self._probe, self._history = probe, history
-        self._dice, self._until = random.Random(seed), until
-        self._resets = may.get("resets", False)
+        self._dice, self._orders = random.Random(probe.engine_id), orders
+        self._resets = resets
         self._clears: Scene | None = None
         self.epoch = str(probe.ask("status")["epoch"])
         self.trouble: BaseException | None = None
@@ -63,7 +60,7 @@ class Client(threading.Thread):
 
     def run(self) -> None:
         try:
-            while time.monotonic() < self._until:
+            for _ in range(self._orders):
                 self._one()
         except BaseException as error:  # noqa: BLE001 - the test's thread tells it
             self.trouble = error

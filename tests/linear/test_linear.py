@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections import Counter
 
 import pytest
@@ -14,7 +13,7 @@ from tests.linear.checker import Call, Kind, faults, possible
 from tests.linear.clients import Client, History, Watcher
 from tests.waiting import wait_until
 
-SECONDS = float(os.environ.get("KVD_LINEAR_SECONDS", "4"))
+ORDERS = int(os.environ.get("KVD_LINEAR_ORDERS", "120"))  # of each engine
 BLOCK_BYTES = 64 << 10
 STORED, MAYBE, FOUND = Kind.STORED, Kind.MAYBE_STORED, Kind.FOUND
 MISSED, REMOVED, CLEARED = Kind.MISSED, Kind.REMOVED, Kind.CLEARED
@@ -85,10 +84,8 @@ def history() -> History:
         probes = scene.engines("one", "two", "three", "resetter", block_bytes=BLOCK_BYTES)
         watcher = Watcher(scene)
         watcher.start()
-        until = time.monotonic() + SECONDS
         clients = [
-            Client(probe, said, probe.engine_id, until, resets=probe.engine_id == "resetter")
-            for probe in probes
+            Client(probe, said, ORDERS, resets=probe.engine_id == "resetter") for probe in probes
         ]
         clients[0].clear_by(scene)
         for client in clients:
