@@ -37,6 +37,7 @@ PIECE_BYTES = 1 << 20
 GPU_PIECE_BYTES = 16 << 20
 LEAST_WORDS = 128  # of a part that the library is called for
 _FIRST_LINES = 8192
+_EXTENT, _ROOM, _ENGINE, _SUM = map(native.BLOCK_FIELDS.index, ("extent", "room", "engine", "sum"))
 _U64 = np.dtype("<u8")
 
 
@@ -99,6 +100,48 @@ def checksums_of(parts: Sequence[memoryview]) -> U64:
     for number, part in enumerate(parts):
         sums[number] = checksums(np.frombuffer(part, dtype=_U64).reshape(1, -1))[0]
     return sums
+
+
+def copy_and_sum(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> U64:
+    """Copy each part to its place, which is as long; the checksum of each, of what was copied.
+
+    The library does it in one pass. What it writes goes past the processor's cache.
+    """
+    library = native.library()
+    sizes = {part.nbytes for part in sources}
+    if library is not None and len(sizes) == 1 and not any(part.readonly for part in sources):
+        width, rest = divmod(sizes.pop(), WORD)
+        if width >= LEAST_WORDS and not rest:
+            try:
+                return _copied_by_library(library, sources, targets, width)
+            except native.BadStretch:  # too far apart; nothing was copied
+                pass
+    sums = checksums_of(sources)
+    for source, target in zip(sources, targets, strict=True):
+        np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(source, dtype=np.uint8)
+    return sums
+
+
+def _copied_by_library(
+    library: native.Library,
+    sources: Sequence[memoryview],
+    targets: Sequence[memoryview],
+    width: int,
+) -> U64:
+    count, size = len(sources), width * WORD
+    assert all(target.nbytes == size for target in targets)
+    places = np.array([native.address_of(target) for target in targets], dtype=np.uint64)
+    begin = places.min()
+    reach = places.max() - begin + np.uint64(size)
+    rows = np.array([[begin, reach, 1, size, 0]], dtype=np.uint64)
+    blocks = np.zeros((count, len(native.BLOCK_FIELDS)), dtype=np.uint64)
+    blocks[:, _EXTENT] = [native.address_of(source) for source in sources]
+    blocks[:, _ROOM] = size
+    blocks[:, _ENGINE] = places - begin
+    blocks[:, _SUM] = np.arange(count, dtype=np.uint64)
+    found = empty_sums(count, width)
+    native.Stretches(library, native.Kind.LOAD, rows, blocks, found).run(0, count)
+    return found.sums
 
 
 def empty_sums(count: int, width: int) -> native.Sums:

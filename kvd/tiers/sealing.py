@@ -65,11 +65,13 @@ def sound_record_of(block: TierBlock) -> bytes | None:
     return sound_records_of([block])[0]
 
 
-def sound_records_of(blocks: Sequence[TierBlock]) -> list[bytes | None]:
-    """The same of each."""
+def sound_records_of(
+    blocks: Sequence[TierBlock], found: Sequence[U64] | None = None
+) -> list[bytes | None]:
+    """The same of each. `found`: the parts' checksums, where they are known."""
     return [
         None if contradict(block, sums) else record_from(block, sums)
-        for block, sums in zip(blocks, sums_of_each(blocks), strict=True)
+        for block, sums in zip(blocks, found or sums_of_each(blocks), strict=True)
     ]
 
 
@@ -119,9 +121,11 @@ def proves(record: bytes, block: TierBlock) -> bool:
     return has_lengths_of(record, block) and prove_all([record], [block])[0]
 
 
-def prove_all(records: Sequence[bytes], blocks: Sequence[TierBlock]) -> list[bool]:
-    """The same of each."""
-    found = sums_of_each(blocks)
+def prove_all(
+    records: Sequence[bytes], blocks: Sequence[TierBlock], found: Sequence[U64] | None = None
+) -> list[bool]:
+    """The same of each. `found`: the parts' checksums, where they are known."""
+    found = found or sums_of_each(blocks)
     proven = [
         record_from(block, sums) == record
         for record, block, sums in zip(records, blocks, found, strict=True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U64
-from kvd.mover.checksums import checksums_of, differ
+from kvd.mover.checksums import checksums_of, copy_and_sum, differ
 from kvd.tiers.store import Outcome, TierBlock
 
 
@@ -24,7 +24,18 @@ def sums_of(parts: Sequence[memoryview]) -> U64:
 
 def sums_of_each(blocks: Sequence[TierBlock]) -> list[U64]:
     """The same of the parts of each block; many small blocks at once cost less than one by one."""
-    sums = checksums_of([part for block in blocks for part in block.parts])
+    return _each(checksums_of([part for block in blocks for part in block.parts]), blocks)
+
+
+def copied_sums_of_each(
+    blocks: Sequence[TierBlock], places: Sequence[Sequence[memoryview]]
+) -> list[U64]:
+    """The same; each part is copied to its place besides."""
+    sources = [part for block in blocks for part in block.parts]
+    return _each(copy_and_sum(sources, [part for each in places for part in each]), blocks)
+
+
+def _each(sums: U64, blocks: Sequence[TierBlock]) -> list[U64]:
     ends = itertools.accumulate(len(block.parts) for block in blocks)
     return [sums[end - len(block.parts) : end] for block, end in zip(blocks, ends, strict=True)]
 

@@ -7,9 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvd import native
 from kvd.core.keys import U64
 from kvd.mover import checksums as module
-from kvd.mover.checksums import LINE_WORDS, PIECE_BYTES, checksums, part_checksums
+from kvd.mover.checksums import (
+    LINE_WORDS,
+    PIECE_BYTES,
+    checksums,
+    checksums_of,
+    copy_and_sum,
+    part_checksums,
+)
 from kvd.mover.copy_engine import CopyStopped
 from kvd.mover.layout import LocatedPart
 from kvd_proto.tags import mix
@@ -109,3 +117,45 @@ def test_summing_stops_when_told_to() -> None:
     part = scattered(4096, [(0, 5), (0, 1), (0, 9)])
     with pytest.raises(CopyStopped):
         part_checksums(part, 4096, memory.__getitem__, lambda: next(asked))
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+@pytest.mark.parametrize(
+    "sizes", [(1024,) * 3, (64 << 10,) * 5, ((64 << 10) + 8,) * 2, (8, 4096, 16), (8,), (12_288,)]
+)
+@pytest.mark.parametrize("at", [0, 24, 4096])
+def test_what_is_copied_and_summed_in_one_pass_is_what_both_would_be(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], at: int, *, has_library: bool
+) -> None:
+    if not has_library:
+        monkeypatch.setattr(native, "library", lambda: None)
+    room = at + sum(sizes)
+    lying = memoryview(bytearray(draw_again(room)))
+    came = memoryview(bytearray(room + 8))
+    begins = [at + sum(sizes[:n]) for n in range(len(sizes))]
+    sources = [lying[b : b + size] for b, size in zip(begins, sizes, strict=True)]
+    targets = [came[b + 8 : b + 8 + size] for b, size in zip(begins, sizes, strict=True)][::-1]
+    if len(set(sizes)) > 1:
+        targets.reverse()
+    found = copy_and_sum(sources, targets)
+    assert found.tolist() == checksums_of(sources).tolist()
+    assert [bytes(each) for each in targets] == [bytes(each) for each in sources]
+    assert bytes(came[: at + 8]) == bytes(at + 8)
+    assert lying == draw_again(room)
+
+
+def draw_again(size: int) -> bytes:
+    return np.random.default_rng(1).bytes(size)
+
+
+def test_parts_that_the_library_refuses_are_copied_and_summed_up_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise native.BadStretch
+
+    monkeypatch.setattr(native.Stretches, "run", refuse)
+    source, target = (memoryview(bytearray(each)) for each in (b"x" * 8192, bytes(8192)))
+    found = copy_and_sum([source], [target])
+    assert found.tolist() == checksums_of([source]).tolist()
+    assert target == source

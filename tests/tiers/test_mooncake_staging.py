@@ -283,8 +283,8 @@ def test_a_call_waits_for_its_turn_until_its_deadline_and_no_longer(
     writing.start()
     begun.wait(20)
     began = time.monotonic()
-    assert store.write([source(key(1), content(1))], began + 0.1) == [FAILED]
-    assert 0.1 <= time.monotonic() - began < 5
+    assert store.write([source(key(1), content(1))], began + 1) == [FAILED]
+    assert 1 <= time.monotonic() - began < 15
     assert store.usage().errors == {TierReason.TIMEOUT: 1}
     library.fault = lambda call, _: None
     assert store.write([source(key(2), content(2))], soon()) == [DONE]

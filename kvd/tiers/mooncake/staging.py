@@ -1,8 +1,8 @@
 """A call's own memory that the network knows: records of blocks, and small blocks whole.
 
 Mooncake moves each stretch of memory by itself, which costs as much as some ten to fifty KiB. So a
-small block is copied beside its record, and goes or comes in one stretch. What came there is
-proved there, and only then copied to where it shall be.
+small block is copied beside its record, and goes or comes in one stretch. It is summed up while it
+is copied; what came and proves wrong is wiped from where it should be.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvd.core.keys import U64
 from kvd.tiers.mooncake.moves import MooncakeMove
 from kvd.tiers.sealing import prove_all, sound_records_of, wipe
 from kvd.tiers.store import TierBlock
+from kvd.tiers.sums import copied_sums_of_each, sums_of_each
 
 # Summed up while it is still in the processor's cache, after it was copied or before.
 CACHED_BYTES = 1 << 20
@@ -26,7 +28,6 @@ class NetworkMemory:
 
     def __init__(self, memory: memoryview, address: int) -> None:
         self._memory = memory
-        self._bytes = np.frombuffer(memory, dtype=_BYTE)
         self.address = address
 
     def place(self, moves: Sequence[MooncakeMove]) -> None:
@@ -57,10 +58,9 @@ class NetworkMemory:
         are not to be written, are given back."""
         damaged: list[MooncakeMove] = []
         for some in _a_few(moves):
-            for move in some:
-                if move.is_staged:
-                    self._lay(move)
-            records = sound_records_of([self._lying(move) for move in some])
+            blocks = [move.block for move in some]
+            places = [self._lying(move) if move.is_staged else None for move in some]
+            records = sound_records_of(blocks, _summed(blocks, places))
             for move, record in zip(some, records, strict=True):
                 if record is None:
                     damaged.append(move)
@@ -69,41 +69,45 @@ class NetworkMemory:
         return damaged
 
     def deliver(self, moves: Sequence[MooncakeMove]) -> list[MooncakeMove]:
-        """Put what came where it shall be, if it proves whole. Those that don't are given back,
-        and nothing of them is left in their parts."""
+        """Put what came where it shall be. Those that don't prove whole are given back, and nothing
+        of them is left in their parts."""
         wrong: list[MooncakeMove] = []
         for some in _a_few(moves):
-            proven = prove_all(
-                [self.record(move) for move in some], [self._lying(move) for move in some]
-            )
+            came = [
+                TierBlock(move.block.key, self._lying(move)) if move.is_staged else move.block
+                for move in some
+            ]
+            places = [move.block.parts if move.is_staged else None for move in some]
+            records = [self.record(move) for move in some]
+            found = _summed(came, places)
+            proven = prove_all(records, [move.block for move in some], found)
             for move, is_proven in zip(some, proven, strict=True):
-                if is_proven and move.is_staged:
-                    self._take(move)
-                elif not is_proven:
+                if not is_proven:
                     wrong.append(move)
-                    if not move.is_staged:
-                        wipe(move.block)
+                    wipe(move.block)
         return wrong
 
-    def _lying(self, move: MooncakeMove) -> TierBlock:
-        """The block, with its bytes where they lie on their way."""
-        if not move.is_staged:
-            return move.block
-        ends = list(itertools.accumulate(move.sizes, initial=move.at + move.record_bytes))
-        parts = tuple([self._memory[at:to] for at, to in itertools.pairwise(ends)])
-        return TierBlock(move.block.key, parts, move.block.sums)
+    def _lying(self, move: MooncakeMove) -> tuple[memoryview, ...]:
+        """Where a staged block's parts lie on their way."""
+        ends = itertools.accumulate(move.sizes, initial=move.at + move.record_bytes)
+        return tuple([self._memory[at:to] for at, to in itertools.pairwise(ends)])
 
-    def _lay(self, move: MooncakeMove) -> None:
-        at = move.at + move.record_bytes
-        for part, size in zip(move.block.parts, move.sizes, strict=True):
-            self._bytes[at : at + size] = _plain(part)
-            at += size
 
-    def _take(self, move: MooncakeMove) -> None:
-        at = move.at + move.record_bytes
-        for part, size in zip(move.block.parts, move.sizes, strict=True):
-            _plain(part)[:] = self._bytes[at : at + size]
-            at += size
+def _summed(
+    blocks: Sequence[TierBlock], places: Sequence[tuple[memoryview, ...] | None]
+) -> list[U64]:
+    """The checksums of each block's parts, which are copied where there is a place for them."""
+    staged = [at for at, place in enumerate(places) if place is not None]
+    others = [at for at, place in enumerate(places) if place is None]
+    found: dict[int, U64] = {}
+    if staged:
+        where = [place for place in places if place is not None]
+        found.update(
+            zip(staged, copied_sums_of_each([blocks[at] for at in staged], where), strict=True)
+        )
+    if others:
+        found.update(zip(others, sums_of_each([blocks[at] for at in others]), strict=True))
+    return [found[at] for at in range(len(blocks))]
 
 
 def _a_few(moves: Sequence[MooncakeMove]) -> Iterator[list[MooncakeMove]]:
