@@ -15,6 +15,7 @@ from pathlib import Path
 
 HOST = "127.0.0.1"
 START_S = 30.0
+_SEGMENT = "segment_total_capacity_bytes{"
 
 
 class ClusterError(Exception):
@@ -64,7 +65,7 @@ class MooncakeCluster:
 
     def start_node(self) -> subprocess.Popen[bytes]:
         """Returns when its memory can be used. ClusterError where it can't."""
-        before = self.capacity_bytes()
+        before = self._segments()
         node = self._start(
             "mooncake_client",
             f"--host={self.host}",
@@ -75,7 +76,8 @@ class MooncakeCluster:
             "--protocol=tcp",
         )
         self.nodes.append(node)
-        self._wait_for(node, lambda: self.capacity_bytes() > before, "the node")
+        # Not by what all lend: one that is dead may be given up meanwhile.
+        self._wait_for(node, lambda: not self._segments() <= before, "the node")
         return node
 
     def capacity_bytes(self) -> int:
@@ -84,15 +86,23 @@ class MooncakeCluster:
 
     def figure(self, name: str) -> int:
         """One of the master's figures; 0 where it does not answer."""
+        found = (line.split() for line in self._figures() if line.startswith(name + " "))
+        return next((int(float(value)) for _, value in found), 0)
+
+    def _segments(self) -> set[str]:
+        """Names of what nodes lend, of which the master knows now."""
+        named = (line.rpartition(" ") for line in self._figures() if line.startswith(_SEGMENT))
+        return {name for name, _, value in named if float(value)}
+
+    def _figures(self) -> list[str]:
+        """The master's, a line each; none where it does not answer."""
         url = f"http://{self.host}:{self.metrics_port}/metrics"
         try:
             with urllib.request.urlopen(url, timeout=2) as answer:
-                lines = answer.read().decode().splitlines()
+                said: bytes = answer.read()
         except OSError:
-            return 0
-        return next(
-            (int(float(line.split()[1])) for line in lines if line.startswith(name + " ")), 0
-        )
+            return []
+        return said.decode().splitlines()
 
     def end(self) -> None:
         """End all of them, frozen ones too."""
