@@ -422,6 +422,8 @@ def test_nodes_that_cut_blocks_otherwise_write_them_anew(server: ValkeyServer, b
     one = alone(server, value_bytes=VALUE_BYTES[before])
     two = alone(server, value_bytes=VALUE_BYTES[CUT if before == WHOLE else WHOLE])
     keep(one, NUMBERS)
+    assert set(outcomes_of_reading(two).values()) == {MISSING}
+    assert set(outcomes_of_reading(one).values()) == {DONE}  # which cost it nothing
     keep(two, NUMBERS)
     assert set(outcomes_of_reading(two).values()) == {DONE}
     assert set(outcomes_of_reading(one).values()) == {MISSING}

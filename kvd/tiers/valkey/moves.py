@@ -265,8 +265,10 @@ def _look_at_lengths(move: Move, number: int, lengths: Iterator[int | None]) -> 
         move.has_come = came is not None
         if came != len(move.record) + move.block.nbytes:
             move.is_partly_missing = True
-            # One of ours that is longer or shorter than its record says is useless.
-            move.is_known = move.has_come and has_lengths_of(bytes(move.record), move.block)
+            # One that is longer or shorter than its record says is useless, but for a record alone:
+            # that is of a node that keeps the parts elsewhere.
+            is_ours = move.has_come and came != len(move.record)
+            move.is_known = is_ours and has_lengths_of(bytes(move.record), move.block)
         else:
             move.is_known = True
         return
