@@ -16,6 +16,7 @@ COMMANDS = (
     ("doctor", "Find what is wrong with this machine or the daemon.", "kvd.cli.doctor.command"),
     ("namespaces", "List the namespaces, and why they differ.", "kvd.cli.namespaces"),
     ("events", "Show what is stored and removed.", "kvd.cli.events"),
+    ("size", "Tell how large a pool should be.", "kvd.cli.size"),
     ("quota", "Show or set tenants' quotas.", "kvd.cli.quota"),
     ("clear", "Forget blocks.", "kvd.cli.clear"),
     ("drain", "Take no more work, and wait for what is under way.", "kvd.cli.drain"),

@@ -107,12 +107,15 @@ class StateCollector(Collector):
         yield _by_state("kvd_slot_bytes", "Bytes of the granted rows' slots, by state.", now.bytes)
         yield from self._gauges(now)
         yield from _tenant_gauges(now)
+        yield _curve(now)
         yield from _tier_families(now)
 
     def _gauges(self, now: Statistics) -> Iterator[Metric]:
         jobs = sum(session.jobs for session in now.sessions)
         ready = sum(session.usable for session in now.sessions)
         for name, meaning, value in (
+            ("kvd_pool_bytes", "Bytes of all extents.", now.extents * now.extent_bytes),
+            ("kvd_extent_bytes", "Bytes of one extent.", now.extent_bytes),
             ("kvd_extents", "Extents of the pool.", now.extents),
             ("kvd_extents_free", "Extents that no row holds.", now.extents_free),
             ("kvd_rows", "Extent rows granted to size classes.", now.rows),
@@ -129,6 +132,17 @@ class StateCollector(Collector):
             ("kvd_draining", "1 while the daemon takes no stores.", int(now.draining)),
         ):
             yield GaugeMetricFamily(name, meaning, value=value)
+
+
+def _curve(now: Statistics) -> Metric:
+    family = GaugeMetricFamily(
+        "kvd_estimated_hit_ratio",
+        "What a pool of so many sizes of this one would find, by a sample of the blocks used.",
+        labels=["pools"],
+    )
+    for pools, ratio in () if now.curve is None else now.curve.points:
+        family.add_metric([f"{pools:g}"], ratio)
+    return family
 
 
 def _by_state(name: str, meaning: str, occupancy: Occupancy) -> Metric:

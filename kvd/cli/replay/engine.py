@@ -28,6 +28,7 @@ from kvd.core.keys import (
 )
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.index import NOWHERE
+from kvd.core.model.reuse import ReuseCurve
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd_proto.groups import GroupKind
 
@@ -128,6 +129,10 @@ class ReplayEngine:
         if self._device is not None:
             self._device.end()
         return found
+
+    def curve(self) -> ReuseCurve | None:
+        """What the core estimates for pools of other sizes."""
+        return self._machine.statistics().curve
 
     def _begin_on_device(self, blocks: BlockIds) -> None:
         """Make place for the request; what leaves for it is stored in lazy mode."""

@@ -134,6 +134,7 @@ class StatusReport:
             blocks_evicted=now.counters.evicted,
             blocks_stored=now.counters.stored,
             blocks_loaded=now.counters.loaded,
+            curve=_curve(now) if tenants.user_operates(peer.uid) else None,
         )
         sessions.sort(key=lambda s: s.session)
         page_of_sessions, status.more_sessions = await _page(
@@ -222,6 +223,13 @@ class StatusReport:
             gpu=_gpu(facts),
             copier_note=facts.note,
         )
+
+
+def _curve(now: Statistics) -> pb.ReuseCurve | None:
+    if now.curve is None:
+        return None
+    points = [pb.CurvePoint(pools=pools, hit_ratio=ratio) for pools, ratio in now.curve.points]
+    return pb.ReuseCurve(points=points, uses=now.curve.uses, sampled_share=now.curve.share)
 
 
 def _lookups(figures: LookupFigures | None) -> pb.LookupFigures | None:

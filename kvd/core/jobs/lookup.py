@@ -129,5 +129,6 @@ def touch(turn: Turn, event: Touched) -> None:
     ready = state.slots.state[slots] == READY
     request = prefix.number_of(session, event.context.request)
     slot_lifecycle.touch(turn, owner, slots[ready], request)
+    state.reuse.use(tags[~unknown], owner.spec.block_bytes)
     if not ready.all():
         slot_lifecycle.touch(turn, owner, slots, request, as_use=False)

@@ -78,6 +78,8 @@ def store(turn: Turn, event: StoreRequested) -> None:
     blocks = 0
     if not reason:
         job.left += broken
+        for offer in offers:
+            state.reuse.use(offer.tags, offer.size_class.spec.block_bytes)
         plans = [_divide(state, job, offer, event.request_level) for offer in offers]
         reason, blocks = _admit(turn, session, job, plans, event.context.account)
     if reason and not job.reason:

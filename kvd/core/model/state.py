@@ -32,6 +32,7 @@ from kvd.core.model.extents import FreeExtents
 from kvd.core.model.index import Index
 from kvd.core.model.job import Filling, Job, Prefix, Transfer, Wait
 from kvd.core.model.leases import HandOff, Lease
+from kvd.core.model.reuse import ReuseSample
 from kvd.core.model.rights import Rights
 from kvd.core.model.row_claims import Claims
 from kvd.core.model.scope_shares import ScopeShares
@@ -313,6 +314,7 @@ class State:
         self.pool_bytes = config.extents * config.extent_bytes
         self.slots_per_extent = max(1, config.extent_bytes // MIN_SLOT_BYTES)
         self.story = Story()
+        self.reuse = ReuseSample(self.pool_bytes)
         self.slots = SlotTable(config.extents * self.slots_per_extent, self.story)
         self.policy_memory = PolicyMemory(self.slots.size)
         self.index = Index(self.slots)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvd.core.keys import NamespaceId, SessionId, TenantId
+from kvd.core.model.reuse import ReuseCurve
 from kvd.core.model.size_class import Tally
 from kvd.core.model.state import Counters, State
 from kvd.core.model.tiers import CopyKind, TierCounters
@@ -73,6 +74,7 @@ class Statistics:
     slots: Occupancy
     bytes: Occupancy
     extents: int
+    extent_bytes: int
     extents_free: int
     rows: int
     rows_retiring: int
@@ -87,6 +89,7 @@ class Statistics:
     sessions: tuple[SessionFigures, ...]
     tiers: tuple[TierFigures, ...]
     counters: Counters
+    curve: ReuseCurve | None  # None while nothing was used
 
 
 def gather(state: State) -> Statistics:
@@ -99,6 +102,7 @@ def gather(state: State) -> Statistics:
         slots=_of_slots(state.tally),
         bytes=_of_bytes(state.tally),
         extents=state.config.extents,
+        extent_bytes=state.config.extent_bytes,
         extents_free=len(state.free_extents),
         rows=len(state.rows),
         rows_retiring=len(state.retiring),
@@ -115,6 +119,7 @@ def gather(state: State) -> Statistics:
         sessions=sessions,
         tiers=_tiers(state),
         counters=replace(state.counters, refused=dict(state.counters.refused)),
+        curve=state.reuse.curve(),
     )
 
 

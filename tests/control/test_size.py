@@ -1,0 +1,85 @@
+"""`kvd size`: bytes of a token by a model's config.json, and the curve of a running daemon."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.__main__ import main
+from kvd.cli import size, status
+from kvd_proto.v1 import operator_pb2 as pb
+
+LLAMA_3_8B = {
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "hidden_size": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "hidden_size": 7168, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16",
+}  # fmt: skip
+GPT2 = {"n_layer": 12, "n_head": 12, "n_embd": 768, "torch_dtype": "float32"}
+GEMMA = {"text_config": {**LLAMA_3_8B, "head_dim": 256}}
+HYBRID = {**LLAMA_3_8B, "layer_types": ["linear_attention"] * 24 + ["full_attention"] * 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "attention", "token_bytes"),
+    [
+        (LLAMA_3_8B, 1, "GQA", 131072),
+        (LLAMA_3_8B, 8, "GQA", 131072),
+        (LLAMA_3_8B, 16, "GQA", 262144),
+        (DEEPSEEK_V3, 8, "MLA", 61 * 576 * 2),
+        (GPT2, 1, "MHA", 12 * 2 * 768 * 2),
+        (GEMMA, 1, "GQA", 262144),
+        (HYBRID, 1, "GQA", 32768),
+        ({**LLAMA_3_8B, "num_key_value_heads": 1}, 1, "MQA", 16384),
+    ],
+    ids=["llama", "eight ranks", "sixteen ranks", "deepseek", "gpt2", "nested", "hybrid", "mqa"],
+)
+def test_a_token_takes_what_its_layers_and_heads_take(
+    config: dict[str, Any], ranks: int, attention: str, token_bytes: int
+) -> None:
+    found = size.model_size(config, "bfloat16", ranks)
+    assert (found.attention, found.token_bytes) == (attention, token_bytes)
+
+
+def test_the_pool_for_so_many_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    assert main(["size", str(tmp_path), "--tokens", "1000001", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["blocks"], said["block_bytes"]) == (62501, 2 << 20)
+    assert said["pool_bytes"] == 62501 * (2 << 20)
+    words = ["size", str(tmp_path / "config.json"), "--kv-dtype", "fp8", "--pool-bytes", "1GiB"]
+    assert main(words) == 0
+    assert "holds 16384 tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no JSON", '{"num_hidden_layers": 2}'])
+def test_a_config_that_says_too_little_is_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert main(["size", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err or text[0] == "{"
+    assert main(["size", str(tmp_path / "none")]) == 2
+
+
+def test_the_curve_of_a_daemon_says_what_more_memory_gives(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = pb.StatusResponse()
+    answer.pool.bytes = 40 << 30
+    monkeypatch.setattr(status, "look", lambda _given: answer)
+    assert main(["size"]) == 1
+    assert "no engine has used" in capsys.readouterr().err
+    for pools, ratio in ((0.5, 0.4), (1, 0.5), (2, 0.75)):
+        answer.curve.points.add(pools=pools, hit_ratio=ratio)
+    answer.curve.uses = 1000
+    assert main(["size"]) == 0
+    shown = capsys.readouterr().out
+    assert "80.0 GiB  75.0%      +25.0%" in shown
+    assert main(["size", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["curve"]["uses"] == 1000

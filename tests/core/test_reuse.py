@@ -1,0 +1,102 @@
+"""The estimate of what pools of other sizes would find, beside pools of those sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvd.cli.replay import command as replay
+from kvd.cli.replay.device import StoreRule
+from kvd.cli.replay.engine import ReplayEngine
+from kvd.core.model import reuse
+from kvd.core.model.reuse import MAX_SAMPLED_BLOCKS, ReuseSample
+from tests.core.test_replay import conversations
+
+BLOCK = 4096
+ODD = np.uint64(0xD6E8FEB86659FD93)
+
+
+def tags(*numbers: int) -> np.ndarray:
+    """Tags as the core has them: well mixed."""
+    mixed = (np.array(numbers, np.uint64) + np.uint64(1)) * ODD
+    for _ in range(2):
+        mixed = (mixed ^ (mixed >> np.uint64(32))) * ODD
+    return mixed
+
+
+@pytest.fixture
+def every(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block is sampled: what is told is exact."""
+    monkeypatch.setattr(reuse, "FIRST_SHARE", 1.0)
+
+
+@pytest.mark.usefixtures("every")
+def test_a_block_is_found_by_pools_that_hold_what_was_used_since() -> None:
+    sample = ReuseSample(4 * BLOCK)
+    for number in (0, 1, 2, 3, 4, 5):
+        sample.use(tags(number), BLOCK)
+    sample.use(tags(4), BLOCK)  # one other since: 2 blocks
+    sample.use(tags(1), BLOCK)  # 5, 4, 3, 2 since: 5 blocks
+    curve = sample.curve()
+    assert curve is not None
+    assert dict(curve.points) == {0.5: 1 / 8, 1.0: 1 / 8, 2.0: 2 / 8, 4.0: 2 / 8}
+    assert (curve.uses, curve.share) == (8, 1.0)
+
+
+@pytest.mark.usefixtures("every")
+def test_of_a_prompt_that_is_too_long_the_head_is_kept() -> None:
+    sample = ReuseSample(4 * BLOCK)
+    for _ in range(2):
+        sample.use(tags(*range(8)), BLOCK)
+    curve = sample.curve()
+    assert curve is not None
+    assert [ratio for _, ratio in curve.points] == [2 / 16, 4 / 16, 8 / 16, 8 / 16]
+
+
+@pytest.mark.usefixtures("every")
+def test_larger_blocks_count_for_more() -> None:
+    sample = ReuseSample(4 * BLOCK)
+    sample.use(tags(0), BLOCK)
+    sample.use(tags(1), 6 * BLOCK)
+    sample.use(tags(0), BLOCK)
+    curve = sample.curve()
+    assert curve is not None
+    assert dict(curve.points)[1.0] == 0
+    assert dict(curve.points)[2.0] == 1 / 3
+
+
+def test_nothing_is_said_of_nothing() -> None:
+    assert ReuseSample(BLOCK).curve() is None
+
+
+def test_it_holds_so_much_and_no_more() -> None:
+    sample = ReuseSample(1 << 40)
+    for first in range(0, 40 * MAX_SAMPLED_BLOCKS, 8192):
+        sample.use(tags(*range(first, first + 8192)), BLOCK)
+    assert sample.blocks <= MAX_SAMPLED_BLOCKS
+    curve = sample.curve()
+    assert curve is not None
+    assert curve.share < 1 / 20
+    assert all(ratio < 0.02 for _, ratio in curve.points)
+    again = tags(*range(8192))
+    for _ in range(60):
+        sample.use(again, BLOCK)
+    curve = sample.curve()
+    assert curve is not None
+    expected = 60 * 8192 / (40 * MAX_SAMPLED_BLOCKS + 60 * 8192)
+    assert curve.points[1][1] == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_replay_at_those_sizes_finds_as_much(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reuse, "FIRST_SHARE", 1.0)
+    requests = conversations(seed, 600)
+    blocks = max(40, replay.distinct_blocks(requests) // 10)
+    engine = ReplayEngine("lru", blocks, StoreRule())
+    for each in requests:
+        engine.serve(each)
+    curve = engine.curve()
+    assert curve is not None
+    for scale in (0.5, 2.0):
+        there = replay.replay(requests, "lru", round(blocks * scale)).hit_ratio
+        assert dict(curve.points)[scale] == pytest.approx(there, abs=0.02)
