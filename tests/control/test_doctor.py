@@ -162,6 +162,14 @@ def test_the_command_has_an_exit_code_for_each_outcome(
     assert list((place / "pool").iterdir()) == []
 
 
+@pytest.mark.usefixtures("quiet")
+def test_a_daemon_with_flags_of_its_own_is_judged_by_its_own_pool(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with daemon() as running:
+        assert main(["doctor", "--socket", running.socket]) == 0, capsys.readouterr().out
+
+
 def test_limits_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
     for name, meminfo in (("node0", "Node 0 MemTotal:  2048 kB\n"), ("node1", "MemTotal: 0 kB")):
         (tmp_path / name).mkdir()

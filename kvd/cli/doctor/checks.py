@@ -73,10 +73,11 @@ def _shared_memory(on: Subject) -> Iterator[Diagnosis]:
         yield Diagnosis("shared memory", f"pool_directory {directory} is no directory", fix)
         return
     try:
-        require_memory_files(on.pool)
+        if on.status is None:  # a daemon that runs has found its place good enough
+            require_memory_files(on.pool)
         if on.before_start:
             require_own(Wanted("pool_directory", directory))
-        if os.access(directory, os.R_OK | os.X_OK) and on.status is None:
+        if on.status is None and os.access(directory, os.R_OK | os.X_OK):
             require_space(on.pool, measure(on.pool))
     except (PoolError, NotTrustedError, OSError) as error:
         yield _said("shared memory", error)

@@ -42,6 +42,9 @@ def command(**flags: Any) -> int:
         return _tell([fault], as_json=given.json)
     settings = replace(settings, socket=Path(place_of(given)))
     status, why = _status(given)
+    if status is not None and status.pool.directory:  # flags may have given it another pool
+        pool = Path(status.pool.directory)
+        settings = replace(settings, pool_directory=pool, pool_bytes=status.pool.bytes)
     system = System.read(status.process_id if status is not None else None)
     found = findings(Subject(system, settings, status, why))
     return _tell(found, as_json=given.json)
