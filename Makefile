@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-gpu test test-vllm conformance-vllm lint type sim fuzz chaos bench bench-lmcache bench-vllm proto \
+.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-vllm lint type sim fuzz chaos bench bench-lmcache bench-vllm proto \
   gpu-check cluster-up cluster-down clean
 
 BIN := .venv/bin
@@ -37,6 +37,11 @@ test-vllm: ## Tests with real vLLM engines on the CPU (in .venv-vllm, 1.9 GB)
 	@.ci/venv
 	@.ci/venv vllm; made=$$?; [ $$made = 3 ] && exit 0; [ $$made = 0 ] && \
 	  .venv-vllm/bin/python -m pytest $(BESIDE) $(VLLM_TESTS_BESIDE) tests/vllm $(ARGS)
+
+test-sglang: ## Tests with SGLang's own controllers and pools on the CPU (in .venv-sglang, 300 MB)
+	@.ci/venv dev demo
+	@.ci/venv sglang; made=$$?; [ $$made = 3 ] && exit 0; [ $$made = 0 ] && \
+	  .venv-sglang/bin/python -m pytest $(BESIDE) $(VLLM_TESTS_BESIDE) tests/sglang $(ARGS)
 
 conformance-vllm: ## vLLM's own tests, with the daemon in the place of vLLM's cache (47 MB fetched)
 	@.ci/venv

@@ -33,13 +33,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
-# tests/vllm runs in another environment: `make test-vllm`.
-HAS_VLLM = importlib.util.find_spec("vllm") is not None
-collect_ignore = [] if HAS_VLLM else ["vllm"]
+# These run in environments of their own: `make test-vllm`, `make test-sglang`.
+collect_ignore = [each for each in ("vllm", "sglang") if importlib.util.find_spec(each) is None]
 
 
 def pytest_report_header() -> list[str]:
-    return [] if HAS_VLLM else ["tests/vllm: not here but in .venv-vllm, by `make test-vllm`"]
+    return [
+        f"tests/{each}: not here but in .venv-{each}, by `make test-{each}`"
+        for each in collect_ignore
+    ]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,9 +1,9 @@
-"""One summary over two runs of pytest, each in an environment of its own.
+"""One summary over several runs of pytest, each in an environment of its own.
 
-The first run is given `--reports-to FILE`, the second `--reports-from FILE`: it counts what the
-first reported among its own, failures with their text, so that its last line speaks for both.
-Either may spread its tests over processes (pytest-xdist): the one that gathers their reports does
-this, too.
+The first runs are given `--reports-to FILE`, the last `--reports-from FILE` for each of them: it
+counts what they reported among its own, failures with their text, so that its last line speaks for
+all. Each may spread its tests over processes (pytest-xdist): the one that gathers their reports
+does this, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ ENDED = "ended"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reports-to", type=Path, help="write this run's reports to a file")
-    parser.addoption("--reports-from", type=Path, help="count another run's reports among ours")
+    parser.addoption(
+        "--reports-from",
+        type=Path,
+        action="append",
+        default=[],
+        help="count another run's reports among ours",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,8 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     written, read = config.getoption("reports_to"), config.getoption("reports_from")
     if written is not None:
         config.pluginmanager.register(Writer(config, written))
-    if read is not None:
-        config.pluginmanager.register(Reader(read))
+    for path in read:
+        config.pluginmanager.register(Reader(path))
 
 
 class Writer:
@@ -78,7 +84,7 @@ class Reader:
 
     def _reports(self, config: pytest.Config) -> Iterator[pytest.TestReport | pytest.CollectReport]:
         if not self._path.exists():
-            yield _of_the_whole_run("skipped", "the other environment can't be made here")
+            yield self._of_the_whole_run("skipped", "the other environment can't be made here")
             return
         ended = False
         for line in self._path.read_text().splitlines():
@@ -90,17 +96,18 @@ class Reader:
             if not ended:
                 yield config.hook.pytest_report_from_serializable(config=config, data=plain)
         if not ended:
-            yield _of_the_whole_run("failed", f"{self._path}: the other run ended without a word")
+            yield self._of_the_whole_run(
+                "failed", f"{self._path}: the other run ended without a word"
+            )
 
-
-def _of_the_whole_run(outcome: str, why: str) -> pytest.TestReport:
-    """A report in the place of those that never came."""
-    place = ("tests/vllm", 0, why)
-    return pytest.TestReport(
-        nodeid="tests/vllm",
-        location=("tests/vllm", 0, "the whole run"),
-        keywords={},
-        outcome=outcome,  # type: ignore[arg-type]
-        longrepr=place if outcome == "skipped" else why,
-        when="call",
-    )
+    def _of_the_whole_run(self, outcome: str, why: str) -> pytest.TestReport:
+        """A report in the place of those that never came."""
+        tests = f"tests/{self._path.stem.removesuffix('-reports')}"
+        return pytest.TestReport(
+            nodeid=tests,
+            location=(tests, 0, "the whole run"),
+            keywords={},
+            outcome=outcome,  # type: ignore[arg-type]
+            longrepr=(tests, 0, why) if outcome == "skipped" else why,
+            when="call",
+        )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvd_client.integrations.vllm.identity.weights import (
+from kvd_client.integrations.weights import (
     SAMPLES,
     WeightsName,
     name_weights,

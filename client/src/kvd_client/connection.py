@@ -225,12 +225,13 @@ class SchedulerConnection:
             ended, self._ended = self._ended, []
         return ended
 
-    def reset_epoch(self) -> None:
+    def reset_epoch(self, epoch: str = "") -> None:
         """Move on to a new epoch of this engine's own, also after a reconnect.
 
-        Until the daemon has confirmed it there is no usable session.
+        Until the daemon has confirmed it there is no usable session. Engines that name the same
+        `epoch`, of at most 64 bytes, come to the same one.
         """
-        epoch = os.urandom(16).hex()
+        epoch = epoch or os.urandom(16).hex()
         with self._changed:
             self._epoch = epoch
             session, outgoing = self._session, self._outgoing

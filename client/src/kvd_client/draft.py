@@ -10,6 +10,7 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf import struct_pb2
 
 from kvd_proto.limits import MAX_KEYS_PER_MESSAGE, MAX_RUNS, MAX_STRING_BYTES, MAX_STRUCT_BYTES
@@ -28,7 +29,7 @@ class BlockRun(NamedTuple):
     group: int
     first_block: int
     block_hashes: Sequence[bytes]
-    engine_blocks: Sequence[int] = ()
+    engine_blocks: Sequence[int] | npt.NDArray[np.uint32] = ()
 
     def to_keys(self) -> common_pb2.KeyRun:
         return common_pb2.KeyRun(

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+from kvd_client.integrations.option_fields import choice, read, seconds, switch, text
 from kvd_client.scheduler import SchedulerOptions
 from kvd_client.scheduler.params import StoreMode
 
-DEFAULT_SOCKET = "/run/kvd/kvd.sock"  # the daemon's own default
-SOCKET_VARIABLE = "KVD_SOCKET"  # as `kvd status` reads it
-MAX_TEXT_BYTES = 256
-MAX_SOCKET_BYTES = 96  # sun_path has 108, and the companion's name is longer than the socket's
+WHERE = "kv_connector_extra_config"
 
 # What vLLM's own offloading connector reads, for every spec.
 VLLM_KEYS = frozenset(
@@ -51,85 +47,68 @@ FOREIGN_KEYS = {
 }
 
 
-def _text(default: str = "", meaning: str = "") -> Any:
-    return field(default=default, metadata={"meaning": meaning})
-
-
-def _choice(default: str, allowed: tuple[str, ...], meaning: str) -> Any:
-    return field(default=default, metadata={"meaning": meaning, "choices": allowed})
-
-
-def _switch(default: bool, meaning: str) -> Any:
-    return field(default=default, metadata={"meaning": meaning})
-
-
-def _seconds(default: float, at_most: float, meaning: str, at_least: float = 0.0) -> Any:
-    metadata = {"meaning": meaning, "range": (at_least, at_most)}
-    return field(default=default, metadata=metadata)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvdOptions:
     """The connector's options. Every `_s` is in seconds; `metadata` has meanings and ranges."""
 
-    socket_path: str = _text(
+    socket_path: str = text(
         meaning="the daemon's Unix socket; empty: KVD_SOCKET, else /run/kvd/kvd.sock"
     )
-    tenant: str = _text(meaning="whose quota; empty: as the daemon's file says for this user")
-    account: str = _text(meaning="cache salt of all requests that bring none of their own")
-    weights_id: str = _text(
+    tenant: str = text(meaning="whose quota; empty: as the daemon's file says for this user")
+    account: str = text(meaning="cache salt of all requests that bring none of their own")
+    weights_id: str = text(
         meaning="name of these exact weights; empty: found out from revision or local files"
     )
-    lora_id: str = _text(
+    lora_id: str = text(
         meaning="name of the adapters' contents, for engines with LoRA that shall share;"
         " change it whenever an adapter is replaced under its old name"
     )
-    engine_name: str = _text(
+    engine_name: str = text(
         meaning="the engine's name over its restarts; empty: vLLM's engine id, new at each start"
     )
-    unshared: bool = _switch(False, "share no block with any other engine, nor with a later start")
-    store_mode: str = _choice(
+    unshared: bool = switch(False, "share no block with any other engine, nor with a later start")
+    store_mode: str = choice(
         StoreMode.EAGER.value,
         tuple(mode.value for mode in StoreMode),
         "eager: store a block when it is computed; lazy: when vLLM is about to give it away",
     )
-    watch_removals: bool = _switch(
+    watch_removals: bool = switch(
         True, "with vLLM's KV events on: pass on what the daemon evicted of this engine's blocks"
     )
-    watch_tiers: bool = _switch(
+    watch_tiers: bool = switch(
         True, "with that: pass on, too, which of this engine's blocks the daemon's tiers hold"
     )
-    lookup_deadline_s: float = _seconds(0.005, 1.0, "the one wait of a step for lookups")
-    patience_s: float = _seconds(
+    lookup_deadline_s: float = seconds(0.005, 1.0, "the one wait of a step for lookups")
+    patience_s: float = seconds(
         10.0,
         600.0,
         "how long a request waits at most for what would take as long to compute; what follows is"
         " the least, whatever is at stake",
     )
-    lookup_give_up_s: float = _seconds(0.1, 60.0, "a lookup unanswered for so long is a miss")
-    silent_after_s: float = _seconds(
+    lookup_give_up_s: float = seconds(0.1, 60.0, "a lookup unanswered for so long is a miss")
+    silent_after_s: float = seconds(
         0.1, 60.0, "a daemon silent for so long is left alone for a second", at_least=0.001
     )
-    retry_deadline_s: float = _seconds(0.1, 60.0, "how long 'ask again' may defer a request")
-    pending_deadline_s: float = _seconds(
+    retry_deadline_s: float = seconds(0.1, 60.0, "how long 'ask again' may defer a request")
+    pending_deadline_s: float = seconds(
         2.0, 600.0, "how long blocks that are being stored may defer a request"
     )
-    register_wait_s: float = _seconds(
+    register_wait_s: float = seconds(
         5.0, 600.0, "how long a rank's start waits for the daemon; it goes on without one"
     )
-    flush_timeout_s: float = _seconds(
+    flush_timeout_s: float = seconds(
         1.0, 60.0, "how long a flush waits for stores, which are then given up"
     )
-    load_flush_timeout_s: float = _seconds(
+    load_flush_timeout_s: float = seconds(
         5.0, 600.0, "how long a flush waits for loads before the rank ends its mover", at_least=0.1
     )
-    load_deadline_s: float = _seconds(
+    load_deadline_s: float = seconds(
         10.0,
         600.0,
         "how long a load may take, from the last end that its mover told, before the rank ends it",
         at_least=0.1,
     )
-    hand_off_s: float = _seconds(
+    hand_off_s: float = seconds(
         60.0, 600.0, "how long a prefill's blocks are held for the decode engine", at_least=0.001
     )
 
@@ -143,17 +122,11 @@ class KvdOptions:
 
         Raises ValueError for an unknown key or a value out of range, naming it and the fix.
         """
+        for key in extra_config:
+            if key in FOREIGN_KEYS:
+                raise ValueError(f"{WHERE}: {key} has no meaning for kvd: {FOREIGN_KEYS[key]}")
         own = {option.name: option for option in fields(cls)}
-        values: dict[str, Any] = {}
-        for key, value in extra_config.items():
-            if key in own:
-                values[key] = _checked(key, value, own[key].default, own[key].metadata)
-            elif key not in VLLM_KEYS:
-                raise ValueError(_unknown(key, own))
-        if not values.get("socket_path"):
-            named = os.environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET
-            values["socket_path"] = _socket_path(named)
-        return cls(**values)
+        return cls(**read(WHERE, extra_config, own, VLLM_KEYS))
 
     def scheduler_options(self) -> SchedulerOptions:
         """What the engine-neutral scheduler side takes of these."""
@@ -165,47 +138,3 @@ class KvdOptions:
             patience_s=self.patience_s,
             hand_off_s=self.hand_off_s,
         )
-
-
-def _checked(name: str, value: Any, default: Any, metadata: Mapping[str, Any]) -> Any:
-    match default:
-        case bool():
-            allowed, fits = "true or false", isinstance(value, bool)
-        case float():
-            at_least, at_most = metadata["range"]
-            allowed = f"a number of seconds from {at_least:g} to {at_most:g}"
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            fits = is_number and at_least <= value <= at_most  # NaN does not fit
-        case _ if "choices" in metadata:
-            allowed = " or ".join(metadata["choices"])
-            fits = isinstance(value, str) and value in metadata["choices"]
-        case _:
-            allowed = f"a string of at most {MAX_TEXT_BYTES} bytes"
-            fits = isinstance(value, str) and len(value.encode()) <= MAX_TEXT_BYTES
-    if not fits:
-        raise ValueError(_wrong(name, value, allowed))
-    if name == "socket_path" and value:
-        return _socket_path(value)
-    return float(value) if isinstance(default, float) else value
-
-
-def _socket_path(path: str) -> str:
-    """The path of the socket file; `unix:` before it is let through."""
-    bare = path.removeprefix("unix://").removeprefix("unix:")
-    if not bare.startswith("/"):
-        raise ValueError(_wrong("socket_path", path, "an absolute path"))
-    if len(bare.encode()) > MAX_SOCKET_BYTES:
-        raise ValueError(_wrong("socket_path", path, f"a path of at most {MAX_SOCKET_BYTES} bytes"))
-    return bare
-
-
-def _wrong(name: str, value: Any, allowed: str) -> str:
-    return f"kv_connector_extra_config: {name} is {value!r}, allowed is {allowed}"
-
-
-def _unknown(key: str, own: Mapping[str, Any]) -> str:
-    if key in FOREIGN_KEYS:
-        return f"kv_connector_extra_config: {key} has no meaning for kvd: {FOREIGN_KEYS[key]}"
-    close = difflib.get_close_matches(key, [*own, *VLLM_KEYS], n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(own))}"
-    return f"kv_connector_extra_config: unknown option {key!r}; {hint}"

@@ -14,11 +14,12 @@ from typing import Any
 
 from kvd_client.draft import wire_text
 from kvd_client.identity import EngineIdentity, Group, NamespaceFields
+from kvd_client.integrations.digests import digest_of
 from kvd_client.integrations.vllm.identity.kv_layout import KvLayout, describe_rank, sees_layers
-from kvd_client.integrations.vllm.identity.model import config_digest, digest_of
-from kvd_client.integrations.vllm.identity.weights import name_weights, short_model_name
+from kvd_client.integrations.vllm.identity.model import config_digest
 from kvd_client.integrations.vllm.metadata import RankHandshake
 from kvd_client.integrations.vllm.options import KvdOptions
+from kvd_client.integrations.weights import name_weights, short_model_name
 from kvd_proto import layout
 from kvd_proto.groups import GroupKind
 from kvd_proto.limits import MAX_BLOCKS_PER_BLOCK, MAX_RANKS

@@ -1,0 +1,446 @@
+"""Blocks moved in batches by an engine that is scheduler and only rank in one process.
+
+Where `Scheduler` and `Worker` serve an engine in steps, this serves one that asks and waits: is
+it there, bring these, keep these. Any thread may call. Nothing raises for an absent, killed, hung
+or slow daemon: then nothing is found, and a store or load fails. Every wait has a bound, and a
+load returns only when no copy can touch its blocks any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd_client.connection import SchedulerConnection
+from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft
+from kvd_client.identity import EngineIdentity, NamespaceFields
+from kvd_client.scheduler.lookup import ASK_AGAIN_MAX_S
+from kvd_client.scheduler.plan import StepPlan
+from kvd_client.scheduler.sent_jobs import REPORT_GRACE_S
+from kvd_client.session import DaemonSession
+from kvd_client.worker import GroupLayout, SharedMemory, Worker
+from kvd_client.worker.worker import END_MOVER_TIMEOUT_S, POLL_MAX_S, POLL_S, POLL_SHARE
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
+from kvd_proto.v1 import common_pb2
+
+log = logging.getLogger(__name__)
+
+KEYS_PER_CALL = MAX_KEYS_PER_MESSAGE // 2
+MAX_CLAIMS = 4096  # answers whose blocks are leased and not loaded yet; the oldest goes first
+FIRST_PAUSE = 10  # times POLL_S, before a question is asked again
+
+MISS, HIT, PENDING, RETRY = 0, 1, 2, 3  # as in kvd.v1 Answer
+STATUS_BITS = 3
+
+Flags = npt.NDArray[np.bool_]
+Statuses = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """How long calls wait. Every `_s` is in seconds."""
+
+    lookup_deadline_s: float = 0.5  # for an answer of the daemon's
+    retry_deadline_s: float = 0.1  # while it says 'ask again'
+    pending_deadline_s: float = 1.0  # for blocks that are being stored, or come up from a tier
+    load_deadline_s: float = 5.0  # then the mover that still loads is ended
+    store_deadline_s: float = 5.0  # then the store is given up
+    lease_s: float = 10.0  # how long what was found and not loaded stays leased
+    silent_after_s: float = 0.1  # a daemon silent for so long is left alone for a second
+
+
+class SoughtKeys(NamedTuple):
+    """Keys of one group to look for. `leading`: what follows the first miss is of no use."""
+
+    group: int
+    keys: Sequence[bytes]
+    first_block: int = 0
+    leading: bool = True
+
+
+@dataclass(slots=True)
+class LeasedAnswer:
+    """What one answer leased, until all of it is loaded or its time is over."""
+
+    request_id: str
+    since_s: float
+    keys: set[tuple[int, bytes]] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class AwaitedJob:
+    """A job that some thread waits for."""
+
+    generation: int  # of the session that it was sent in
+    told_s: float | None = None  # when the daemon told of its end
+    done: bool | None = None  # None: it has not ended
+
+
+class BlockBatches:
+    """Finds, loads and stores blocks of one namespace in this process's shared memory."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        identity: EngineIdentity,
+        namespace: NamespaceFields,
+        options: BatchOptions | None = None,
+    ) -> None:
+        self.options = options or BatchOptions()
+        self.account = namespace.account
+        self._lock = threading.Lock()  # guards all that follows, and the worker
+        self._numbers = itertools.count(1)
+        self._jobs: dict[int, AwaitedJob] = {}
+        self._claims: dict[str, LeasedAnswer] = {}  # by request, oldest first
+        self._leased: dict[tuple[int, bytes], LeasedAnswer] = {}
+        self._finished: list[str] = []  # requests, to be told with the next step
+        self._worker = Worker(
+            socket_path,
+            identity,
+            flush_timeout_s=0.0,
+            load_flush_timeout_s=0.0,
+            load_deadline_s=self.options.load_deadline_s,
+        )
+        self._connection = SchedulerConnection(
+            socket_path, identity, namespace, silent_after_s=self.options.silent_after_s
+        )
+
+    def register(self, memories: Sequence[SharedMemory], groups: Sequence[GroupLayout]) -> None:
+        """Offer the memory to the daemon, now and whenever it comes back. Returns at once."""
+        self._worker.register(memories, groups)
+
+    def wait_usable(self, timeout_s: float) -> bool:
+        """Wait until the session is open and the memory registered; for start-up and tests."""
+        deadline = time.monotonic() + timeout_s
+        return self._connection.wait_usable(timeout_s) and self._worker.wait_registered(
+            max(0.0, deadline - time.monotonic())
+        )
+
+    @property
+    def is_usable(self) -> bool:
+        return self._connection.session is not None
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can be found or stored; empty when it can."""
+        if self.is_usable:
+            return ""
+        return self._worker.problem or self._connection.problem
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """What the daemon would not do, by reason."""
+        return dict(self._connection.refusals)
+
+    def reset(self, epoch: str = "") -> None:
+        """Forget all that was stored, as this engine sees it: move on to an epoch of its own.
+
+        Engines that name the same `epoch` go on sharing.
+        """
+        self._connection.reset_epoch(epoch)
+
+    def close(self) -> None:
+        """Take the memory back: returns when no copy can touch it any more."""
+        while not self._worker.unregister(END_MOVER_TIMEOUT_S):
+            log.error("kvd: the daemon does not let go of the memory; waiting for it")
+        self._worker.close()
+        self._connection.close()
+
+    # -- finding ----------------------------------------------------------------------------
+
+    def find(self, wanted: Sequence[SoughtKeys]) -> list[Flags]:
+        """Which of the keys can be loaded. They are leased for a while, so that they stay."""
+        found = [np.zeros(len(each.keys), dtype=np.bool_) for each in wanted]
+        session = self._connection.session
+        if session is None:
+            return found
+        asked = [self._worth_asking(session, each) for each in wanted]
+        if not any(asked):
+            return found
+        wanted = [
+            each._replace(keys=each.keys[:count]) for each, count in zip(wanted, asked, strict=True)
+        ]
+        request_id = self._new_request()
+        answers = self._ask_patiently(request_id, wanted)
+        for flags, each, statuses in zip(found, wanted, answers, strict=True):
+            hits = statuses == HIT
+            if each.leading and not hits.all():
+                hits[int(np.argmin(hits)) :] = False
+            flags[: len(hits)] = hits
+        self._claim(request_id, wanted, found)
+        return found
+
+    def _worth_asking(self, session: DaemonSession, wanted: SoughtKeys) -> int:
+        """How many of the keys, from the first on, may be there."""
+        if session.page_hides_some or not wanted.keys:
+            return len(wanted.keys)
+        present = session.present(wanted.group, self.account, wanted.keys)
+        if present.all():
+            return len(wanted.keys)
+        if wanted.leading:
+            return int(np.argmin(present))
+        return int(np.flatnonzero(present)[-1]) + 1 if present.any() else 0
+
+    def _ask_patiently(self, request_id: str, wanted: Sequence[SoughtKeys]) -> list[Statuses]:
+        """The statuses, asked for again while some may yet become hits."""
+        began, pause = time.monotonic(), FIRST_PAUSE * POLL_S
+        while True:
+            answers = self._ask(request_id, wanted)
+            waited = time.monotonic() - began
+            if not any(
+                self._may_become(each, statuses, waited)
+                for each, statuses in zip(wanted, answers, strict=True)
+            ):
+                return answers
+            self._send(StepDraft())  # what lies in a tier is brought up once the step has ended
+            time.sleep(pause)
+            pause = min(2 * pause, ASK_AGAIN_MAX_S)
+
+    def _may_become(self, wanted: SoughtKeys, statuses: Statuses, waited_s: float) -> bool:
+        """Whether it is worth while to ask again for what was no hit."""
+        if wanted.leading:
+            missed = np.flatnonzero(statuses != HIT)[:1]
+            statuses = statuses[missed]
+        may_retry = waited_s < self.options.retry_deadline_s and bool((statuses == RETRY).any())
+        is_pending = waited_s < self.options.pending_deadline_s
+        return may_retry or (is_pending and bool((statuses == PENDING).any()))
+
+    def _ask(self, request_id: str, wanted: Sequence[SoughtKeys]) -> list[Statuses]:
+        """One status for each key; misses where the daemon does not answer in time."""
+        answers = [np.zeros(len(each.keys), dtype=np.uint8) for each in wanted]
+        calls: list[int] = []
+        places: list[list[tuple[int, int]]] = []
+        for queries, part in self._queries(request_id, wanted):
+            calls.append(self._connection.start_lookup(queries))
+            places.append(part)
+        self._connection.gather(calls, self.options.lookup_deadline_s)
+        for call, part in zip(calls, places, strict=True):
+            taken = self._connection.take_answers(call) if call else ()
+            if taken is None:
+                self._connection.doubt([call], lambda: 0.0)
+                self._connection.give_up(call)
+                continue
+            for (number, first), answer in zip(part, taken, strict=False):
+                statuses = np.frombuffer(answer.statuses, dtype=np.uint8) & np.uint8(STATUS_BITS)
+                answers[number][first : first + len(statuses)] = statuses
+        return answers
+
+    def _queries(
+        self, request_id: str, wanted: Sequence[SoughtKeys]
+    ) -> list[tuple[list[QueryDraft], list[tuple[int, int]]]]:
+        """The questions, in as many calls as they need, and of each whose keys it is about."""
+        context = self._context(request_id)
+        calls: list[tuple[list[QueryDraft], list[tuple[int, int]]]] = []
+        room = 0
+        for number, (group, keys, first_block, leading) in enumerate(wanted):
+            first = 0
+            while first < len(keys):
+                if not room:
+                    calls.append(([], []))
+                    room = KEYS_PER_CALL
+                part = keys[first : first + room]
+                run = BlockRun(group, first_block + first, part)
+                calls[-1][0].append(QueryDraft(context, run, lease_all=not leading))
+                calls[-1][1].append((number, first))
+                first, room = first + len(part), room - len(part)
+        return calls
+
+    def _context(self, request_id: str) -> common_pb2.ReqContext:
+        return common_pb2.ReqContext(request_id=request_id, account=self.account)
+
+    # -- leases -----------------------------------------------------------------------------
+
+    def _claim(self, request_id: str, wanted: Sequence[SoughtKeys], found: Sequence[Flags]) -> None:
+        """Remember what is leased now, and for whom."""
+        claim = LeasedAnswer(request_id, time.monotonic())
+        for each, flags in zip(wanted, found, strict=True):
+            claim.keys.update((each.group, each.keys[int(at)]) for at in np.flatnonzero(flags))
+        with self._lock:
+            if not claim.keys:
+                self._finished.append(request_id)
+                return
+            self._claims[request_id] = claim
+            self._leased.update(dict.fromkeys(claim.keys, claim))
+            if len(self._claims) > MAX_CLAIMS:
+                self._end_claim(next(iter(self._claims.values())))
+
+    def _end_claim(self, claim: LeasedAnswer) -> None:
+        """Called under the lock."""
+        self._claims.pop(claim.request_id, None)
+        self._finished.append(claim.request_id)
+        for key in claim.keys:
+            if self._leased.get(key) is claim:
+                del self._leased[key]
+
+    def _note_loaded(self, run: BlockRun) -> None:
+        """Their leases are needed no more. Called under the lock."""
+        for key in run.block_hashes:
+            claim = self._leased.pop((run.group, key), None)
+            if claim is not None:
+                claim.keys.discard((run.group, key))
+                if not claim.keys:
+                    self._end_claim(claim)
+
+    def _end_old_claims(self) -> None:
+        """Called under the lock."""
+        oldest_s = time.monotonic() - self.options.lease_s
+        while self._claims:
+            claim = next(iter(self._claims.values()))
+            if claim.since_s > oldest_s:
+                return
+            self._end_claim(claim)
+
+    def _new_request(self) -> str:
+        with self._lock:
+            return f"batch-{next(self._numbers)}"
+
+    # -- copies -----------------------------------------------------------------------------
+
+    def load(self, runs: Sequence[BlockRun]) -> list[list[bool]]:
+        """Bring blocks to their engine blocks; of each run, which have come.
+
+        What has gone since it was found is missing, with all that follows it in its run.
+        """
+        loaded = [
+            [ok] * len(run.block_hashes) for run, ok in zip(runs, self._load(runs), strict=True)
+        ]
+        for number, run in enumerate(runs):
+            if not run.block_hashes or loaded[number][0] or not self.is_usable:
+                continue
+            wanted = SoughtKeys(run.group, run.block_hashes, run.first_block)
+            left = int(np.count_nonzero(self.find([wanted])[0]))
+            if 0 < left < len(run.block_hashes):
+                head = run._replace(
+                    block_hashes=run.block_hashes[:left], engine_blocks=run.engine_blocks[:left]
+                )
+                loaded[number][:left] = self._load([head]) * left
+        with self._lock:
+            for run in runs:
+                self._note_loaded(run)
+        return loaded
+
+    def _load(self, runs: Sequence[BlockRun]) -> list[bool]:
+        with self._lock:
+            drafts = self._drafts(runs)
+            if not self._begin(StepDraft(loads=drafts), drafts):
+                return [False] * len(runs)
+            self._worker.start_loads(StepPlan(loads=tuple(draft.job_id for draft in drafts)))
+        return self._wait(drafts, deadline_s=None)
+
+    def store(self, runs: Sequence[BlockRun]) -> list[bool]:
+        """Keep blocks; of each run, whether all of it can be found now.
+
+        When this returns the engine blocks may be overwritten. What the daemon would not take, as
+        it has to take a row back from others first, is offered again for `retry_deadline_s`.
+        """
+        began, pause = time.monotonic(), FIRST_PAUSE * POLL_S
+        stored = self._store(runs)
+        while not all(stored) and self.is_usable:
+            if time.monotonic() - began >= self.options.retry_deadline_s:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, ASK_AGAIN_MAX_S)
+            left = [number for number, done in enumerate(stored) if not done]
+            for number, done in zip(left, self._store([runs[i] for i in left]), strict=True):
+                stored[number] = done
+        return stored
+
+    def _store(self, runs: Sequence[BlockRun]) -> list[bool]:
+        with self._lock:
+            drafts = self._drafts(runs)
+            for draft in drafts:
+                draft.request_level = True
+            if not self._begin(StepDraft(stores=drafts), drafts):
+                return [False] * len(runs)
+            self._worker.finish_step(StepPlan(stores=tuple(draft.job_id for draft in drafts)))
+        return self._wait(drafts, deadline_s=self.options.store_deadline_s)
+
+    def _drafts(self, runs: Sequence[BlockRun]) -> list[JobDraft]:
+        """Jobs with rising numbers, so they are to be sent before others. Called under the lock."""
+        numbers = [next(self._numbers) for _ in runs]
+        return [
+            JobDraft(number, self._context(f"batch-{number}"), [run])
+            for number, run in zip(numbers, runs, strict=True)
+        ]
+
+    def _begin(self, step: StepDraft, drafts: Sequence[JobDraft]) -> bool:
+        """Order the step's jobs. Called under the lock."""
+        session = self._connection.session
+        if session is None or not self._send_locked(step):
+            return False
+        self._jobs.update((draft.job_id, AwaitedJob(session.generation)) for draft in drafts)
+        return True
+
+    def _send(self, step: StepDraft) -> bool:
+        with self._lock:
+            return self._send_locked(step)
+
+    def _send_locked(self, step: StepDraft) -> bool:
+        self._end_old_claims()
+        step.finished, self._finished = self._finished, []
+        return self._connection.send_step(step)
+
+    def _wait(self, drafts: Sequence[JobDraft], deadline_s: float | None) -> list[bool]:
+        """Whether each job is done, once all have ended. At the deadline stores are given up;
+        a load's deadline is the worker's, which ends the mover."""
+        job_ids = [draft.job_id for draft in drafts]
+        began = time.monotonic()
+        while True:
+            with self._lock:
+                self._take_ends()
+                left = [job_id for job_id in job_ids if self._jobs[job_id].done is None]
+                waited = time.monotonic() - began
+                is_late = bool(left) and deadline_s is not None and waited > deadline_s
+                if is_late:
+                    self._give_up(left)
+                if is_late or not left:
+                    self._finished += [draft.context.request_id for draft in drafts]
+                    done = [bool(self._jobs.pop(job_id).done) for job_id in job_ids]
+                    break
+            time.sleep(min(max(POLL_S, waited * POLL_SHARE), POLL_MAX_S))
+        if is_late:
+            log.warning("kvd: %d stores have not ended in %.1f s", len(left), waited)
+            self._notice_silence()
+        return done
+
+    def _give_up(self, stores: Sequence[int]) -> None:
+        """From now on their blocks may be overwritten. Called under the lock."""
+        self._worker.flush_step(StepPlan(flush=tuple(stores)))
+
+    def _notice_silence(self) -> None:
+        """Ask the daemon anything: one that is silent is left alone for a while."""
+        self._ask(self._new_request(), [SoughtKeys(0, [bytes(self._hash_bytes)])])
+
+    @property
+    def _hash_bytes(self) -> int:
+        return self._connection.namespace.hash_bytes
+
+    def _take_ends(self) -> None:
+        """Take note of what has ended. Called under the lock."""
+        now = time.monotonic()
+        for report in self._worker.get_finished().ended:
+            if report.job_id in self._jobs:
+                self._jobs[report.job_id].done = report.done and not report.left
+        for job_id, _ in self._connection.take_ended():
+            if job_id in self._jobs:
+                self._jobs[job_id].told_s = now
+        session = self._connection.session
+        lost = [
+            job_id
+            for job_id, job in self._jobs.items()
+            if job.done is None
+            and (
+                (job.told_s is not None and now - job.told_s > REPORT_GRACE_S)
+                or (session is not None and job.generation != session.generation)
+            )
+        ]
+        if lost:
+            self._worker.write_off(lost)

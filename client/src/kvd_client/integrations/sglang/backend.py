@@ -1,0 +1,339 @@
+"""SGLang's HiCache storage backend over the daemon.
+
+SGLang loads it by `--hicache-storage-backend dynamic`. Its host pools are memory files, which the
+daemon's mover maps: one call moves a batch of pages, and no page passes through Python. Each rank
+is an engine of its own to the daemon. Nothing here raises for an absent, killed, hung or slow
+daemon: then nothing is found, and a get or set fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kvd_client.batches import BlockBatches, Flags, SoughtKeys
+from kvd_client.draft import BlockRun
+from kvd_client.integrations.sglang.hits import PoolHits, fold
+from kvd_client.integrations.sglang.namespace import (
+    build_namespace,
+    key_of,
+    launch_id,
+    rank_identity,
+)
+from kvd_client.integrations.sglang.options import HiCacheOptions
+from kvd_client.integrations.sglang.pools import HostPool, holds_bytes
+from kvd_client.worker import GroupLayout, SharedMemory
+
+log = logging.getLogger(__name__)
+
+KV = str(PoolName.KV.value)
+
+
+class ServedPool:
+    """Where a pool's pages go: its group in one namespace of the daemon's."""
+
+    def __init__(self, batches: BlockBatches, group: int, pool: HostPool) -> None:
+        self.batches = batches
+        self.group = group
+        self.pool = pool
+
+
+class KvdHiCache(HiCacheStorage):
+    """Pages of SGLang's host pools, kept in the node's daemon."""
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None
+    ) -> None:
+        self.storage_config = storage_config
+        self.options = HiCacheOptions.from_extra_config(storage_config.extra_config)
+        if storage_config.should_split_heads:
+            log.warning("kvd: pages are kept for this tensor-parallel size alone (tp_lcm_size)")
+        self.registered_pools: dict[str, Any] = {}
+        self._places: dict[str, ServedPool] = {}
+        self._opened: list[BlockBatches] = []
+        self._is_anchor_logical = False
+        self._is_complete = False
+        self._clears = 0
+        self._lock = threading.Lock()
+
+    # -- pools ------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._is_anchor_logical = not holds_bytes(mem_pool_host)
+        if not self._is_anchor_logical:
+            self.registered_pools[KV] = mem_pool_host
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        name = _name(host_pool_name)
+        if not holds_bytes(host_pool):
+            return
+        self.registered_pools[name] = host_pool
+        if self._is_complete and name not in self._places:  # a sidecar that came later
+            self._open([HostPool(name, host_pool)])
+
+    def on_host_pools_registered(self) -> None:
+        """Hand all pools to the daemon. Raises for those that it can't have."""
+        pools = [HostPool(name, pool) for name, pool in self.registered_pools.items()]
+        for is_replicated in (False, True):
+            part = [each for each in pools if self._is_replicated(each) is is_replicated]
+            if part:
+                self._open(part)
+        self._is_complete = True
+        for batches in self._opened:
+            if not batches.wait_usable(self.options.register_wait_s):
+                log.warning("kvd: no daemon yet (%s); it is looked for", batches.problem)
+                break
+
+    def _is_replicated(self, host_pool: HostPool) -> bool:
+        """Whether all ranks of a tensor-parallel group hold the same bytes, which one writes.
+
+        Of a model with replicated (MLA) KV SGLang has the state of linear attention on each rank,
+        and a drafter's heads are cut as any others.
+        """
+        if not self.storage_config.is_mla_model or host_pool.name == PoolName.MAMBA.value:
+            return False
+        kinds = {kind.__name__ for kind in type(host_pool.pool).__mro__}
+        return not kinds & {
+            "MHATokenToKVPoolHost",
+            "MHATokenToKOnlyPoolHost",
+            "MambaPoolHost",
+        }
+
+    def _open(self, pools: Sequence[HostPool]) -> None:
+        """One namespace and one mover for these pools."""
+        is_replicated = self._is_replicated(pools[0])
+        part = ("shared-" if is_replicated else "") + "-".join(each.name for each in pools)
+        batches = BlockBatches(
+            self.options.socket_path,
+            rank_identity(self.storage_config, self.options, part),
+            build_namespace(self.storage_config, pools, self.options, is_replicated=is_replicated),
+            self.options.batch_options(),
+        )
+        self._opened.append(batches)
+        memories: list[SharedMemory] = []
+        groups: list[GroupLayout] = []
+        for group, pool in enumerate(pools):
+            groups.append(pool.layout(len(memories)))
+            memories += pool.memories()
+            self._places[pool.name] = ServedPool(batches, group, pool)
+        batches.register(memories, groups)
+
+    def close(self) -> None:
+        """Returns when no copy can touch a pool any more."""
+        with self._lock:
+            opened, self._opened = self._opened, []
+            self._places.clear()
+        for batches in opened:
+            batches.close()
+
+    # -- is it there ------------------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(
+        self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """How many pages are there, from the first on; they stay for a while."""
+        place = self._places.get(KV)
+        if place is None:
+            return len(keys) if self._is_anchor_logical and self._places else 0
+        wanted = SoughtKeys(place.group, [key_of(key) for key in keys], _before(extra_info))
+        return _leading(place.batches.find([wanted])[0])
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """The pages that every pool can restore, by the pools' own rules."""
+        transfers = pool_transfers or []
+        hashes, first = [key_of(key) for key in keys], _before(extra_info)
+        questions: list[tuple[str, SoughtKeys]] = []
+        if not self._is_anchor_logical:
+            questions.append((KV, SoughtKeys(self._group(KV), hashes, first)))
+        for transfer in transfers:
+            is_grouped = transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS
+            own = [key_of(key) for key in transfer.keys or []] if is_grouped else hashes
+            is_leading = transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES
+            name = _name(transfer.name)
+            questions.append((name, SoughtKeys(self._group(name), own, first, is_leading)))
+        found = self._find(questions)
+        kv_pages = len(keys) if self._is_anchor_logical else _leading(found[0])
+        flags = found if self._is_anchor_logical else found[1:]
+        pools = [
+            PoolHits(
+                name=_name(transfer.name),
+                policy=str(transfer.hit_policy.value),
+                flags=each,
+                trailing=len(transfer.keys or ()),
+                block_pages=transfer.block_pages,
+                group_pages=transfer.group_pages,
+            )
+            for transfer, each in zip(transfers, flags, strict=True)
+        ]
+        restorable, boundaries = fold(kv_pages, pools)
+        by_pool: dict[Any, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        for transfer in transfers:
+            if boundary := boundaries.get(_name(transfer.name)):
+                by_pool[transfer.name] = boundary
+        return PoolTransferResult(restorable[-1] if restorable else 0, by_pool, restorable)
+
+    def _group(self, name: str) -> int:
+        place = self._places.get(name)
+        return -1 if place is None else place.group
+
+    def _find(self, questions: Sequence[tuple[str, SoughtKeys]]) -> list[Flags]:
+        """The answers in order; each namespace is asked once, those without a place miss."""
+        found: list[Flags] = [_no_flags(len(wanted.keys)) for _, wanted in questions]
+        by_batches: dict[int, list[int]] = {}
+        for number, (name, _) in enumerate(questions):
+            place = self._places.get(name)
+            if place is not None:
+                by_batches.setdefault(id(place.batches), []).append(number)
+        for numbers in by_batches.values():
+            batches = self._places[questions[numbers[0]][0]].batches
+            answers = batches.find([questions[number][1] for number in numbers])
+            for number, flags in zip(numbers, answers, strict=True):
+                found[number] = flags
+        return found
+
+    # -- pages ------------------------------------------------------------------------------
+
+    def batch_get_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Bring pages; which have come."""
+        transfer = PoolTransfer(name=PoolName.KV, keys=keys, host_indices=host_indices)
+        return self._move([transfer], extra_info, is_get=True)[0]
+
+    def batch_set_v1(
+        self,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Keep pages; whether they can be found now."""
+        transfer = PoolTransfer(name=PoolName.KV, keys=keys, host_indices=host_indices)
+        return self._move([transfer], extra_info, is_get=False)[0]
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        moved = self._move(transfers, extra_info, is_get=True)
+        return {each.name: done for each, done in zip(transfers, moved, strict=True)}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        moved = self._move(transfers, extra_info, is_get=False)
+        return {each.name: done for each, done in zip(transfers, moved, strict=True)}
+
+    def _move(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None,
+        *,
+        is_get: bool,
+    ) -> list[list[bool]]:
+        """Of each transfer, which pages were moved. Pools of one namespace go together."""
+        first = _before(extra_info)
+        moved = [[False] * len(each.keys or ()) for each in transfers]
+        runs: dict[int, list[tuple[int, BlockRun]]] = {}
+        for number, transfer in enumerate(transfers):
+            place = self._places.get(_name(transfer.name))
+            if place is None:
+                is_anchor = self._is_anchor_logical and _name(transfer.name) == KV
+                moved[number] = [is_anchor and bool(self._places)] * len(moved[number])
+                continue
+            pages = place.pool.pages(transfer.host_indices, len(moved[number]))
+            if pages is None:
+                log.error("kvd: indices of the pool %s are no pages of it", place.pool.name)
+            elif len(pages):
+                hashes = [key_of(key) for key in transfer.keys or ()]
+                run = BlockRun(place.group, first, hashes, pages)
+                runs.setdefault(id(place.batches), []).append((number, run))
+        for entries in runs.values():
+            batches = self._places[_name(transfers[entries[0][0]].name)].batches
+            several = [run for _, run in entries]
+            if is_get:
+                done = batches.load(several)
+            else:
+                stored = batches.store(several)
+                done = [
+                    [ok] * len(run.block_hashes) for ok, run in zip(stored, several, strict=True)
+                ]
+            for (number, _), each in zip(entries, done, strict=True):
+                moved[number] = each
+        return moved
+
+    # -- the rest ---------------------------------------------------------------------------
+
+    def clear(self) -> bool:
+        """Find nothing of what was stored by now; other engines' pages stay theirs."""
+        self._clears += 1
+        for batches in list(self._opened):
+            batches.reset(f"sglang-{launch_id()}-{self._clears}")
+        return True
+
+    def get(
+        self, key: str, target_location: Any = None, target_sizes: Any = None
+    ) -> torch.Tensor | None:
+        """Never called with `interface_v1`; a tensor outside the pools can't be filled."""
+        return None
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        return [None] * len(keys)
+
+    def set(
+        self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Never called with `interface_v1`."""
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        return False
+
+
+def _name(name: Any) -> str:
+    return str(getattr(name, "value", name))
+
+
+def _before(extra_info: HiCacheStorageExtraInfo | None) -> int:
+    """How many pages of the sequence come before the call's."""
+    return len(extra_info.prefix_keys or ()) if extra_info is not None else 0
+
+
+def _leading(flags: Flags) -> int:
+    return len(flags) if flags.all() else int(flags.argmin())
+
+
+def _no_flags(count: int) -> Flags:
+    return np.zeros(count, dtype=np.bool_)

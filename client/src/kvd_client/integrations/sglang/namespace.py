@@ -1,0 +1,192 @@
+"""Who an engine's rank is to kvd, and all that must agree before it may share pages.
+
+SGLang's keys are chained digests of tokens, of the request's extra key, and of nothing else. All
+else that decides what lies in a page is gathered here. What can't be known makes the namespace
+that of this start alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvd_client.draft import wire_text
+from kvd_client.identity import EngineIdentity, Group, NamespaceFields
+from kvd_client.integrations.digests import digest_of
+from kvd_client.integrations.sglang.options import HiCacheOptions
+from kvd_client.integrations.sglang.pools import HostPool
+from kvd_client.integrations.weights import name_weights, short_model_name
+
+log = logging.getLogger(__name__)
+
+HASH_BYTES = 32
+HASH_ALGORITHM = "sglang sha256 of the previous digest and the page's tokens"
+HEX_DIGITS = 2 * HASH_BYTES
+
+# Of SGLang's arguments what may change what a layer computes for a token, beside the weights.
+SHAPING_ARGUMENTS = (
+    "attention_backend",
+    "context_length",
+    "dtype",
+    "enable_deterministic_inference",
+    "json_model_override_args",
+    "kv_cache_dtype",
+    "model_impl",
+    "prefill_attention_backend",
+    "quantization",
+    "quantization_param_path",
+    "rope_scaling",
+    "speculative_algorithm",
+    "speculative_draft_model_quantization",
+)
+
+
+def key_of(key: str) -> bytes:
+    """A key of SGLang's as the daemon takes it: the digest itself, or one of another text."""
+    if len(key) == HEX_DIGITS:
+        try:
+            return bytes.fromhex(key)
+        except ValueError:
+            pass
+    return hashlib.sha256(b"text:" + key.encode()).digest()
+
+
+def build_namespace(
+    storage_config: Any, pools: Sequence[HostPool], options: HiCacheOptions, *, is_replicated: bool
+) -> NamespaceFields:
+    """The namespace of these pools' pages on this rank.
+
+    Every rank has one of its own, but for pools whose bytes all ranks of a tensor-parallel group
+    hold alike: of these there is one copy.
+    """
+    arguments = server_arguments()
+    weights, doubts = _weights(arguments, options)
+    doubts += [*_doubts(arguments, options)]
+    if doubts and not options.unshared:
+        log.warning("kvd: this engine shares no pages, nor with its next start: %s", doubts)
+    is_unshared = bool(doubts) or options.unshared
+    if is_unshared and is_replicated:
+        # The daemon's own way holds for one session alone, and all ranks shall find the one copy.
+        weights, is_unshared = f"of the start {launch_id()} alone", False
+    model = storage_config.model_name or getattr(arguments, "model_path", "") or "model"
+    page_tokens = pools[0].page_tokens
+    return NamespaceFields(
+        tenant=options.tenant,
+        account=options.account,
+        model=wire_text(short_model_name(str(model))),
+        model_config_digest=digest_of(_shaping(arguments)),
+        weights_id=wire_text(weights),
+        quantization=wire_text(str(getattr(arguments, "quantization", None) or "")),
+        kv_dtype=wire_text(" ".join(sorted({_dtype_of(each.pool) for each in pools}))),
+        attention_backend=wire_text(f"sglang-{_release()}"),
+        kv_layout=digest_of([each.describe() for each in pools]),
+        parallel_shape=wire_text(_place(storage_config, is_replicated=is_replicated)),
+        lora_digest=wire_text(options.lora_id),
+        hash_algorithm=HASH_ALGORITHM,
+        hash_bytes=HASH_BYTES,
+        groups=tuple(
+            Group(tokens_per_block=page_tokens, shard_bytes=(each.page_bytes,)) for each in pools
+        ),
+        unshared=is_unshared,
+    )
+
+
+def rank_identity(storage_config: Any, options: HiCacheOptions, part: str) -> EngineIdentity:
+    """This rank as an engine of its own: SGLang's ranks decide for themselves."""
+    place = storage_config
+    name = (
+        options.engine_name or f"sglang-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
+    )
+    rank = f"dp{place.dp_rank}-pp{place.pp_rank}-cp{place.attn_cp_rank}-tp{place.tp_rank}"
+    return EngineIdentity(wire_text(f"{name}-{rank}-{part}"), os.urandom(16))
+
+
+def launch_id() -> str:
+    """The same for all ranks of one start of an engine on this machine, and for no other.
+
+    Ranks are children of one process.
+    """
+    parent = os.getppid()
+    try:
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except (OSError, IndexError):
+        began = boot = ""
+    return hashlib.blake2b(f"{boot} {parent} {began}".encode(), digest_size=12).hexdigest()
+
+
+def server_arguments() -> Any:
+    """SGLang's arguments, as they were given; nothing where this process has none."""
+    try:
+        from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415 - of this release
+
+        return get_server_args()
+    except (ImportError, ValueError, RuntimeError, AttributeError):
+        return None
+
+
+def _weights(arguments: Any, options: HiCacheOptions) -> tuple[str, list[str]]:
+    """What model and drafter are called, and why that can't be known."""
+    if options.weights_id:
+        return f"named:{options.weights_id}", []
+    if arguments is None:
+        return "", ["SGLang's arguments are not known here; set weights_id"]
+    names = [_named(arguments, arguments.model_path, getattr(arguments, "revision", None))]
+    draft = getattr(arguments, "speculative_draft_model_path", None)
+    if draft and draft != arguments.model_path:
+        revision = getattr(arguments, "speculative_draft_model_revision", None)
+        names.append(_named(arguments, draft, revision))
+    problems = [f"{each.problem}; set weights_id" for each in names if each.problem]
+    return " ".join(each.name for each in names), problems[:1]
+
+
+def _named(arguments: Any, model: str, revision: str | None) -> Any:
+    settings = getattr(arguments, "model_loader_extra_config", None) or {}
+    return name_weights(
+        SimpleNamespace(
+            model=str(model),
+            revision=revision,
+            trust_remote_code=bool(getattr(arguments, "trust_remote_code", False)),
+        ),
+        SimpleNamespace(
+            load_format=getattr(arguments, "load_format", "auto"),
+            model_loader_extra_config={} if settings == "{}" else settings,
+            download_dir=getattr(arguments, "download_dir", None),
+        ),
+    )
+
+
+def _doubts(arguments: Any, options: HiCacheOptions) -> Iterator[str]:
+    if getattr(arguments, "enable_lora", False) and not options.lora_id:
+        yield "SGLang's keys have an adapter's name, not what is in it; set lora_id"
+
+
+def _shaping(arguments: Any) -> dict[str, str]:
+    picked = {name: getattr(arguments, name, None) for name in SHAPING_ARGUMENTS}
+    return {name: str(value) for name, value in picked.items() if value is not None}
+
+
+def _dtype_of(pool: Any) -> str:
+    return str(getattr(pool, "dtype", "") or getattr(pool, "conv_dtype", "")).removeprefix("torch.")
+
+
+def _place(place: Any, *, is_replicated: bool) -> str:
+    """Which part of a page's layers, heads and tokens lies here. Replicas (dp) have the same."""
+    tensor = f"tp{place.tp_size}"
+    if not is_replicated:
+        tensor = f"tp{place.tp_rank}of{place.tp_size}"
+    context = f"cp{place.attn_cp_rank}of{place.attn_cp_size}"
+    decode = f"dcp{place.dcp_rank}of{place.dcp_size}"
+    return f"{tensor}-pp{place.pp_rank}of{place.pp_size}-{context}-{decode}"
+
+
+def _release() -> str:
+    from sglang import __version__  # noqa: PLC0415 - importing sglang takes its time
+
+    return str(__version__)

@@ -1,0 +1,97 @@
+"""The backend's options: what may stand in `--hicache-storage-backend-extra-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvd_client.batches import BatchOptions
+from kvd_client.integrations.option_fields import read, seconds, switch, text
+
+WHERE = "hicache_storage_backend_extra_config"
+
+# What SGLang itself reads there; some of these it takes away before the backend sees them.
+SGLANG_KEYS = frozenset(
+    {
+        "allocator",
+        "backend_name",
+        "class_name",
+        "hicache_storage_pass_prefix_keys",
+        "interface_v1",
+        "module_path",
+        "prefetch_threshold",
+        "prefetch_timeout_base",
+        "prefetch_timeout_per_ki_token",
+        "tp_lcm_size",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HiCacheOptions:
+    """The backend's options. Every `_s` is in seconds; `metadata` has meanings and ranges."""
+
+    socket_path: str = text(
+        meaning="the daemon's Unix socket; empty: KVD_SOCKET, else /run/kvd/kvd.sock"
+    )
+    tenant: str = text(meaning="whose quota; empty: as the daemon's file says for this user")
+    account: str = text(meaning="cache salt of all that this engine stores")
+    weights_id: str = text(
+        meaning="name of these exact weights; empty: found out from revision or local files"
+    )
+    lora_id: str = text(
+        meaning="name of the adapters' contents, for engines with LoRA that shall share;"
+        " change it whenever an adapter is replaced under its old name"
+    )
+    engine_name: str = text(
+        meaning="the engine's name over its restarts; empty: a new one at each start"
+    )
+    unshared: bool = switch(False, "share no page with any other engine, nor with a later start")
+    register_wait_s: float = seconds(
+        5.0, 600.0, "how long the start waits for the daemon; it goes on without one"
+    )
+    lookup_deadline_s: float = seconds(0.5, 60.0, "an answer that takes longer is a miss")
+    silent_after_s: float = seconds(
+        0.1, 60.0, "a daemon silent for so long is left alone for a second", at_least=0.001
+    )
+    retry_deadline_s: float = seconds(
+        0.1, 60.0, "how long 'ask again' is asked again, and what was not taken offered again"
+    )
+    pending_deadline_s: float = seconds(
+        1.0, 600.0, "how long pages are waited for that are being stored, or come up from a tier"
+    )
+    lease_s: float = seconds(
+        10.0, 600.0, "how long pages that were found are kept for their get, at most", at_least=0.1
+    )
+    load_deadline_s: float = seconds(
+        5.0, 600.0, "how long a get may take before the rank ends its mover", at_least=0.1
+    )
+    store_deadline_s: float = seconds(
+        5.0, 600.0, "how long a set may take before it is given up", at_least=0.1
+    )
+
+    @classmethod
+    def from_extra_config(cls, extra_config: Mapping[str, Any] | None) -> HiCacheOptions:
+        """The options; ValueError for what can't work, naming the way out."""
+        given = extra_config or {}
+        own = {option.name: option for option in fields(cls)}
+        options = cls(**read(WHERE, given, own, SGLANG_KEYS))
+        if not given.get("interface_v1"):
+            raise ValueError(
+                f'{WHERE}: "interface_v1": 1 is missing: without it SGLang copies each page in'
+                " Python"
+            )
+        return options
+
+    def batch_options(self) -> BatchOptions:
+        """What moves batches takes of these."""
+        return BatchOptions(
+            lookup_deadline_s=self.lookup_deadline_s,
+            retry_deadline_s=self.retry_deadline_s,
+            pending_deadline_s=self.pending_deadline_s,
+            load_deadline_s=self.load_deadline_s,
+            store_deadline_s=self.store_deadline_s,
+            lease_s=self.lease_s,
+            silent_after_s=self.silent_after_s,
+        )

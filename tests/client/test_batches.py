@@ -1,0 +1,169 @@
+"""Blocks found, stored and loaded in batches by calls that wait, from any thread."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvd_client import EngineIdentity, Fragment, Group, GroupLayout, NamespaceFields, SharedMemory
+from kvd_client import batches as batches_module
+from kvd_client.batches import BatchOptions, BlockBatches, SoughtKeys
+from kvd_client.draft import BlockRun
+from tests.daemon_process import DaemonProcess
+from tests.waiting import wait_until
+
+BLOCK_BYTES, NUM_BLOCKS = 4096, 256
+PATIENCE_S = 30.0
+
+
+class Memory:
+    """An engine's blocks in a memory file, and the batches that move them."""
+
+    def __init__(self, socket: str, **options: float) -> None:
+        fd = os.memfd_create("blocks", os.MFD_CLOEXEC)
+        os.ftruncate(fd, NUM_BLOCKS * BLOCK_BYTES)
+        self.bytes = mmap.mmap(fd, 0)
+        namespace = NamespaceFields(
+            model="batches",
+            kv_dtype="uint8",
+            hash_algorithm="sha256",
+            hash_bytes=32,
+            groups=(Group(tokens_per_block=16, shard_bytes=(BLOCK_BYTES,)),),
+        )
+        identity = EngineIdentity(os.urandom(8).hex(), os.urandom(16))
+        self.batches = BlockBatches(socket, identity, namespace, BatchOptions(**options))
+        fragment = Fragment(memory=0, base=0, stride=BLOCK_BYTES, bytes=BLOCK_BYTES)
+        self.batches.register(
+            [SharedMemory(fd, 0, NUM_BLOCKS * BLOCK_BYTES)], [GroupLayout(NUM_BLOCKS, [fragment])]
+        )
+        os.close(fd)
+        assert self.batches.wait_usable(PATIENCE_S), self.batches.problem
+
+    def write(self, block: int, value: int) -> None:
+        self.bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = bytes([value]) * BLOCK_BYTES
+
+    def values(self, first: int, count: int) -> list[set[int]]:
+        """The different bytes of each of some blocks."""
+        return [
+            set(self.bytes[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
+            for block in range(first, first + count)
+        ]
+
+    def close(self) -> None:
+        self.batches.close()
+        self.bytes.close()
+
+
+@pytest.fixture
+def memory(daemon: DaemonProcess) -> Iterator[Memory]:
+    made = Memory(daemon.socket)
+    yield made
+    made.close()
+
+
+def keys(prompt: int, count: int) -> list[bytes]:
+    return [hashlib.sha256(f"{prompt} {number}".encode()).digest() for number in range(count)]
+
+
+def leased(batches: BlockBatches) -> int:
+    return len(batches._claims)
+
+
+def test_the_leading_run_is_found_and_a_gap_ends_it_but_for_who_wants_all(memory: Memory) -> None:
+    prompt = keys(1, 8)
+    there = prompt[:3] + prompt[4:6]
+    assert memory.batches.store([BlockRun(0, 0, there, range(5))]) == [True]
+    leading, anywhere = (
+        memory.batches.find([SoughtKeys(0, prompt, leading=leading)])[0].tolist()
+        for leading in (True, False)
+    )
+    assert leading == [True] * 3 + [False] * 5
+    assert anywhere == [True] * 3 + [False] + [True] * 2 + [False] * 2
+
+
+def test_threads_store_and_load_beside_each_other_and_get_their_own(memory: Memory) -> None:
+    def one(number: int) -> list[set[int]]:
+        first = number * 16
+        for round_ in range(4):
+            value = number * 4 + round_
+            prompt = keys(100 + value, 8)
+            for block in range(first, first + 8):
+                memory.write(block, value)
+            assert memory.batches.store([BlockRun(0, 0, prompt, range(first, first + 8))]) == [True]
+            assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
+            into = range(first + 8, first + 16)
+            assert memory.batches.load([BlockRun(0, 0, prompt, into)]) == [[True] * 8]
+            assert memory.values(first + 8, 8) == [{value}] * 8
+        return memory.values(first + 8, 8)
+
+    with ThreadPoolExecutor(8) as threads:
+        last = list(threads.map(one, range(8)))
+    assert last == [[{number * 4 + 3}] * 8 for number in range(8)]
+    assert not memory.batches._jobs  # nothing is remembered of what has ended
+
+
+def test_leases_end_with_the_load_of_all_that_was_found(memory: Memory) -> None:
+    prompt = keys(2, 6)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(6))]) == [True]
+    memory.batches.find([SoughtKeys(0, prompt)])
+    memory.batches.load([BlockRun(0, 0, prompt[:4], range(10, 14))])
+    assert leased(memory.batches) == 1
+    memory.batches.load([BlockRun(0, 4, prompt[4:], range(14, 16))])
+    assert leased(memory.batches) == 0
+    assert not memory.batches._leased
+
+
+def test_claims_that_nobody_loads_end_oldest_first(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches_module, "MAX_CLAIMS", 3)
+    prompt = keys(3, 4)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
+    for _ in range(5):
+        memory.batches.find([SoughtKeys(0, prompt)])
+    assert leased(memory.batches) == 3
+    assert memory.batches.load([BlockRun(0, 0, prompt, range(10, 14))]) == [[True] * 4]
+
+
+def test_claims_end_with_their_time(daemon: DaemonProcess) -> None:
+    memory = Memory(daemon.socket, lease_s=0.1)
+    prompt = keys(4, 4)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(4))]) == [True]
+    memory.batches.find([SoughtKeys(0, prompt)])
+
+    def has_ended() -> bool:
+        memory.batches.store([BlockRun(0, 0, prompt, range(4))])
+        return leased(memory.batches) == 0
+
+    wait_until(has_ended)
+    memory.close()
+
+
+def test_a_load_of_what_is_not_there_brings_its_head_and_writes_no_more(memory: Memory) -> None:
+    prompt = keys(5, 6)
+    memory.write(0, 7)
+    memory.write(1, 8)
+    assert memory.batches.store([BlockRun(0, 0, prompt[:2], range(2))]) == [True]
+    loaded = memory.batches.load([BlockRun(0, 0, prompt, range(20, 26))])
+    assert loaded == [[True, True, False, False, False, False]]
+    assert memory.values(20, 6) == [{7}, {8}, {0}, {0}, {0}, {0}]
+
+
+def test_engines_that_name_the_same_epoch_go_on_sharing(daemon: DaemonProcess) -> None:
+    first, second, third = (Memory(daemon.socket) for _ in range(3))
+    prompt = keys(6, 3)
+    assert first.batches.store([BlockRun(0, 0, prompt, range(3))]) == [True]
+    for each in (first, second):
+        each.batches.reset("after-a-clear")
+        assert each.batches.wait_usable(PATIENCE_S)
+        assert not each.batches.find([SoughtKeys(0, prompt)])[0].any()
+    assert first.batches.store([BlockRun(0, 0, prompt, range(3))]) == [True]
+    assert second.batches.find([SoughtKeys(0, prompt)])[0].all()
+    assert third.batches.find([SoughtKeys(0, prompt)])[0].all()  # of the epoch before
+    for each in (first, second, third):
+        each.close()
