@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-vllm lint type sim fuzz chaos bench bench-lmcache bench-vllm proto \
+.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-vllm lint type sim fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
   gpu-check cluster-up cluster-down clean
 
 BIN := .venv/bin
@@ -91,6 +91,11 @@ bench-vllm: ## Benchmarks of the connector under vLLM, in the same form (ARGS=na
 	@.ci/venv bench demo
 	@.ci/venv vllm
 	@$(BIN)/python -m benchmarks.vllm $(ARGS)
+
+bench-sglang: ## SGLang's storage backend beside memcpy and its file backend (ARGS='--rounds 24')
+	@.ci/venv dev demo
+	@.ci/venv sglang
+	@.venv-sglang/bin/python -m benchmarks.sglang $(ARGS)
 
 proto: ## Make the stubs from proto/
 	@.ci/venv dev

@@ -115,7 +115,7 @@ def test_leases_end_with_the_load_of_all_that_was_found(memory: Memory) -> None:
     assert leased(memory.batches) == 1
     memory.batches.load([BlockRun(0, 4, prompt[4:], range(14, 16))])
     assert leased(memory.batches) == 0
-    assert not memory.batches._leased
+    assert not memory.batches._leased[0]  # nothing is remembered of what is no longer held
 
 
 def test_claims_that_nobody_loads_end_oldest_first(
@@ -141,6 +141,7 @@ def test_claims_end_with_their_time(daemon: DaemonProcess) -> None:
         return leased(memory.batches) == 0
 
     wait_until(has_ended)
+    assert not memory.batches._leased[0]
     memory.close()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
-from kvd_client.integrations.sglang.namespace import key_of
+from kvd_client.integrations.sglang.namespace import key_of, keys_of
 from tests.sglang.conftest import StartRank
 from tests.sglang.rig import PAGE_TOKENS, mha_device_pool, mla_device_pool
 
@@ -74,7 +74,10 @@ def test_keys_are_sglangs_own_digests(start_rank: StartRank) -> None:
         last = hashlib.sha256(last + page).digest()
         expected.append(last)
     theirs = get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS)
-    assert [key_of(each) for each in theirs] == expected
+    assert [key_of(each) for each in theirs] == keys_of(theirs) == expected
+    odd = [*theirs, "no digest", theirs[0][:-2] + "gg", theirs[0][:-2] + "  "]
+    assert keys_of(odd) == [key_of(each) for each in odd]
+    assert len(set(keys_of(odd))) == len(odd)
     assert len(key_of("no digest")) == len(expected[0])
     assert key_of("no digest") != key_of("no digest ")
 

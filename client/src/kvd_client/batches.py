@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +73,8 @@ class LeasedAnswer:
 
     request_id: str
     since_s: float
-    keys: set[tuple[int, bytes]] = field(default_factory=set)
+    left: int = 0  # keys that were not loaded yet
+    keys: list[tuple[int, Sequence[bytes]]] = field(default_factory=list)  # by group
 
 
 @dataclass(slots=True)
@@ -100,7 +102,7 @@ class BlockBatches:
         self._numbers = itertools.count(1)
         self._jobs: dict[int, AwaitedJob] = {}
         self._claims: dict[str, LeasedAnswer] = {}  # by request, oldest first
-        self._leased: dict[tuple[int, bytes], LeasedAnswer] = {}
+        self._leased: dict[int, dict[bytes, LeasedAnswer]] = {}  # by group and key
         self._finished: list[str] = []  # requests, to be told with the next step
         self._worker = Worker(
             socket_path,
@@ -261,14 +263,20 @@ class BlockBatches:
     def _claim(self, request_id: str, wanted: Sequence[SoughtKeys], found: Sequence[Flags]) -> None:
         """Remember what is leased now, and for whom."""
         claim = LeasedAnswer(request_id, time.monotonic())
-        for each, flags in zip(wanted, found, strict=True):
-            claim.keys.update((each.group, each.keys[int(at)]) for at in np.flatnonzero(flags))
         with self._lock:
-            if not claim.keys:
+            for each, flags in zip(wanted, found, strict=True):
+                count = int(np.count_nonzero(flags))
+                if not count:
+                    continue
+                claim.left += count
+                whole = count == len(each.keys)
+                keys = each.keys if whole else list(compress(each.keys, flags))
+                claim.keys.append((each.group, keys))
+                self._leased.setdefault(each.group, {}).update(dict.fromkeys(keys, claim))
+            if not claim.left:
                 self._finished.append(request_id)
                 return
             self._claims[request_id] = claim
-            self._leased.update(dict.fromkeys(claim.keys, claim))
             if len(self._claims) > MAX_CLAIMS:
                 self._end_claim(next(iter(self._claims.values())))
 
@@ -276,17 +284,20 @@ class BlockBatches:
         """Called under the lock."""
         self._claims.pop(claim.request_id, None)
         self._finished.append(claim.request_id)
-        for key in claim.keys:
-            if self._leased.get(key) is claim:
-                del self._leased[key]
+        for group, keys in claim.keys if claim.left else ():
+            leased = self._leased[group]
+            for key in keys:
+                if leased.get(key) is claim:
+                    del leased[key]
 
     def _note_loaded(self, run: BlockRun) -> None:
         """Their leases are needed no more. Called under the lock."""
+        leased = self._leased.get(run.group, {})
         for key in run.block_hashes:
-            claim = self._leased.pop((run.group, key), None)
+            claim = leased.pop(key, None)
             if claim is not None:
-                claim.keys.discard((run.group, key))
-                if not claim.keys:
+                claim.left -= 1
+                if not claim.left:
                     self._end_claim(claim)
 
     def _end_old_claims(self) -> None:

@@ -30,7 +30,7 @@ from kvd_client.draft import BlockRun
 from kvd_client.integrations.sglang.hits import PoolHits, fold
 from kvd_client.integrations.sglang.namespace import (
     build_namespace,
-    key_of,
+    keys_of,
     launch_id,
     rank_identity,
 )
@@ -153,7 +153,7 @@ class KvdHiCache(HiCacheStorage):
         place = self._places.get(KV)
         if place is None:
             return len(keys) if self._is_anchor_logical and self._places else 0
-        wanted = SoughtKeys(place.group, [key_of(key) for key in keys], _before(extra_info))
+        wanted = SoughtKeys(place.group, keys_of(keys), _before(extra_info))
         return _leading(place.batches.find([wanted])[0])
 
     def batch_exists_v2(
@@ -164,13 +164,13 @@ class KvdHiCache(HiCacheStorage):
     ) -> PoolTransferResult:
         """The pages that every pool can restore, by the pools' own rules."""
         transfers = pool_transfers or []
-        hashes, first = [key_of(key) for key in keys], _before(extra_info)
+        hashes, first = keys_of(keys), _before(extra_info)
         questions: list[tuple[str, SoughtKeys]] = []
         if not self._is_anchor_logical:
             questions.append((KV, SoughtKeys(self._group(KV), hashes, first)))
         for transfer in transfers:
             is_grouped = transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS
-            own = [key_of(key) for key in transfer.keys or []] if is_grouped else hashes
+            own = keys_of(transfer.keys or []) if is_grouped else hashes
             is_leading = transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES
             name = _name(transfer.name)
             questions.append((name, SoughtKeys(self._group(name), own, first, is_leading)))
@@ -269,7 +269,7 @@ class KvdHiCache(HiCacheStorage):
             if pages is None:
                 log.error("kvd: indices of the pool %s are no pages of it", place.pool.name)
             elif len(pages):
-                hashes = [key_of(key) for key in transfer.keys or ()]
+                hashes = keys_of(transfer.keys or ())
                 run = BlockRun(place.group, first, hashes, pages)
                 runs.setdefault(id(place.batches), []).append((number, run))
         for entries in runs.values():

@@ -49,12 +49,24 @@ SHAPING_ARGUMENTS = (
 
 def key_of(key: str) -> bytes:
     """A key of SGLang's as the daemon takes it: the digest itself, or one of another text."""
-    if len(key) == HEX_DIGITS:
+    if len(key) == HEX_DIGITS and key.isalnum():  # without the spaces that `fromhex` skips
         try:
             return bytes.fromhex(key)
         except ValueError:
             pass
     return hashlib.sha256(b"text:" + key.encode()).digest()
+
+
+def keys_of(keys: Sequence[str]) -> list[bytes]:
+    """`key_of` each of them, at once where all look like digests."""
+    joined = "".join(keys)
+    if set(map(len, keys)) == {HEX_DIGITS} and joined.isalnum():
+        try:
+            digests = bytes.fromhex(joined)
+        except ValueError:
+            return [key_of(key) for key in keys]
+        return [digests[at : at + HASH_BYTES] for at in range(0, len(digests), HASH_BYTES)]
+    return [key_of(key) for key in keys]
 
 
 def build_namespace(
