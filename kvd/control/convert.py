@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 
 from kvd.control import errors
+from kvd.control.errors import cut_short
 from kvd.control.namespace import check_string
 from kvd.core import actions as act
 from kvd.core import events as ev
@@ -42,7 +43,6 @@ STRUCT_BYTES_A_UNIT = 256  # of a pace: a structure of many small values is slow
 NAMES_A_UNIT = 16
 DEFAULT_HAND_OFF_MS = 60_000
 EPOCH_BYTES = 64
-MESSAGE_BYTES = 1024  # for people, in a verdict
 EVENT_KEYS = 2048  # in one message to a watcher; one that reads nothing costs us two of them
 
 _LEASES: dict[int, ev.LeaseMode] = {
@@ -320,7 +320,7 @@ def verdict_message(verdict: act.Verdict) -> pb.JobVerdict:
         accepted=verdict.accepted,
         reason=verdict.reason,
         blocks=verdict.blocks,
-        message=_cut_short(verdict.message),
+        message=cut_short(verdict.message),
     )
 
 
@@ -330,13 +330,8 @@ def refusal_message(job: int, kind: ev.JobKind, error: KvdError) -> pb.JobVerdic
         job_id=job,
         kind=common_pb2.JobKind.Name(kind),
         reason=error.reason,
-        message=_cut_short(str(error)),
+        message=cut_short(str(error)),
     )
-
-
-def _cut_short(message: str) -> str:
-    """No longer than the protocol says."""
-    return message.encode()[:MESSAGE_BYTES].decode(errors="ignore")
 
 
 def ended_message(order: act.EndJob) -> pb.JobEnded:

@@ -17,6 +17,7 @@ from kvd.mover import registration_errors
 
 DOMAIN = "kvd"
 DETAILS_KEY = "grpc-status-details-bin"
+MESSAGE_BYTES = 1024  # for people, in a refusal or a verdict
 
 # Reasons that the control plane adds to those of the core, and those that both give.
 MALFORMED_MESSAGE = "MALFORMED_MESSAGE"
@@ -106,5 +107,12 @@ def rich_details(error: KvdError) -> tuple[tuple[str, bytes], ...]:
     detail = any_pb2.Any()
     detail.Pack(info)
     number: int = status_code(error).value[0]
-    status = status_pb2.Status(code=number, message=str(error), details=[detail])
+    said = cut_short(str(error))
+    status = status_pb2.Status(code=number, message=said, details=[detail])
     return ((DETAILS_KEY, status.SerializeToString()),)
+
+
+def cut_short(message: str) -> str:
+    """No longer than the protocol says. What a caller sent may be quoted in it, and gRPC has a
+    caller hear of nothing where the metadata is too long."""
+    return message.encode()[:MESSAGE_BYTES].decode(errors="ignore")

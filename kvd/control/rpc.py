@@ -221,7 +221,7 @@ def _refuse(context: Context, error: KvdError) -> Any:
     Not `context.abort`: grpcio 1.76 keeps some memory for every call that ends that way.
     """
     context.set_code(errors.status_code(error))
-    context.set_details(str(error))
+    context.set_details(errors.cut_short(str(error)))
     context.set_trailing_metadata(errors.rich_details(error))
     return REFUSED
 

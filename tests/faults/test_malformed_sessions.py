@@ -73,6 +73,7 @@ OPENINGS: list[tuple[dict[str, Any], tuple[str, str]]] = [
     (of(hash_bytes=65), HASHES),
     (of(hash_bytes=2**32 - 1), HASHES),
     (of(tenant="somebody else"), DENIED),
+    (of(tenant="t" * (64 << 10)), DENIED),  # quoted in the refusal, which must be heard
     (of(groups=[]), GROUPS),
     (of(groups=[group()] * 65), GROUPS),
     (of(groups=[group(), group(shard_bytes=[4096, 4096])]), RANKS),
