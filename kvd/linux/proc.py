@@ -146,6 +146,22 @@ def mount_of(directory: Path) -> Mount | None:
     return next((m for m in mounts() if m.device == wanted), None)
 
 
+def may_have_huge_pages(address: int, proc: Path = PROC) -> bool:
+    """Whether this process's memory there is of a file system that gives huge pages."""
+    for line in (proc / "self" / "maps").read_text().splitlines():
+        extent, _, _, device, *_ = line.split()
+        start, end = (int(bound, 16) for bound in extent.split("-"))
+        if start <= address < end:
+            major, minor = (int(number, 16) for number in device.split(":"))
+            found = [m for m in mounts(proc) if m.device == f"{major}:{minor}"]
+            return any(
+                m.fs_type == "hugetlbfs"
+                or bool({"huge=always", "huge=within_size"} & set(m.options.split(",")))
+                for m in found
+            )
+    return False
+
+
 def filesystem_type(directory: Path) -> str:
     """Type of the file system under a directory; "unknown" where the kernel doesn't tell."""
     mount = mount_of(directory)

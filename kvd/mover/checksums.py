@@ -151,6 +151,13 @@ def empty_sums(count: int, width: int) -> native.Sums:
     return native.Sums(sums, _keys_of(max(_FIRST_LINES, width // LINE_WORDS + 1)))
 
 
+def empty_sums_of(sizes: Sequence[int]) -> native.Sums:
+    """Likewise of parts of so many bytes each."""
+    sums = np.array([_of_length(size // WORD) for size in sizes], dtype=np.uint64)
+    lines = max(sizes, default=0) // (WORD * LINE_WORDS) + 1
+    return native.Sums(sums, _keys_of(max(_FIRST_LINES, lines)))
+
+
 def _by_library(library: native.Library, starts: U64, width: int) -> U64:
     found = empty_sums(len(starts), width)
     library.sum_up(starts, width * WORD, found)

@@ -165,6 +165,7 @@ class Library:
         self._insert_tags = _ON_TABLE(("kvd_tags_insert", loaded))
         self._remove_tags = _ON_TABLE(("kvd_tags_remove", loaded))
         self._run, self._sum = loaded.kvd_run, loaded.kvd_sum
+        self._move = loaded.kvd_move
         self._number = LEVELS.index(level)
 
     def call(self, work: object) -> int:
@@ -181,6 +182,18 @@ class Library:
         flaw = self._sum(ctypes.byref(work), address_of(starts), len(starts), size, self._number)
         if flaw:
             raise BadStretch(_FLAWS[flaw])
+
+    def begin_turns(self, count: int) -> int:
+        """The address of so many turns, to be ended; 0: there is no memory."""
+        return int(self._loaded.kvd_turns_begin(count) or 0)
+
+    def end_turns(self, turns: int) -> None:
+        """Nobody uses them any more."""
+        self._loaded.kvd_turns_end(turns)
+
+    def move(self, work: object) -> None:
+        """Do what kvd/native/file_moves.py asks."""
+        self._move(work, self._number)
 
     def at(self, level: str) -> Library:
         """The same at another level. It refuses all where the processor lacks it."""
@@ -264,6 +277,12 @@ def load(path: Path) -> ctypes.CDLL:
             raise another
         loaded.kvd_run.argtypes = (pointer, ctypes.c_int)
         loaded.kvd_sum.argtypes = (pointer, pointer, number, number, ctypes.c_int)
+        loaded.kvd_move.argtypes = (pointer, ctypes.c_int)
+        loaded.kvd_move.restype = None
+        loaded.kvd_turns_begin.argtypes = (ctypes.c_uint,)
+        loaded.kvd_turns_begin.restype = pointer
+        loaded.kvd_turns_end.argtypes = (pointer,)
+        loaded.kvd_turns_end.restype = None
         Library(loaded, LEVELS[0])
     except AttributeError:  # it lacks a function
         raise another from None

@@ -1,8 +1,9 @@
 /* Copies between engine memory and slots of the pool, and checksums of what is copied, in one pass;
- * and, at the end, the tables of tags that clients read.
+ * blocks moved between memory and a file, by several threads, and proved meanwhile; and, at the
+ * end, the tables of tags that clients read.
  *
- * Without any library and without Python: kvd/native loads it by ctypes, which lets go of the
- * interpreter's lock. Stretches of memory are copied LANES at a time, a few cache lines of each in
+ * Without any library but the system's and without Python: kvd/native loads it by ctypes, which
+ * lets go of the interpreter's lock. Stretches of memory are copied LANES at a time, a few cache lines of each in
  * turn: more pages are then open at once, and one processor gets more of the memory's speed than
  * by one large memcpy. What is written goes past the cache, for nobody here reads it again.
  *
@@ -10,8 +11,18 @@
  * line, each line's sum times a key of the line, all added up modulo 2^64. So what each stretch
  * adds to the sum of its part can be added in any order.
  */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
+#include <errno.h>
+#include <pthread.h>
+#include <semaphore.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <time.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
@@ -371,6 +382,241 @@ int kvd_sum(const struct work *keys, uint8_t *const *starts, uint64_t count, uin
     flaw = kvd_run(&work, level);
   }
   return flaw;
+}
+
+/* -- between memory and a file ----------------------------------------------------------------- */
+
+#define PARTS_AT_ONCE 256 /* in one call to the kernel, which takes up to 1024 */
+#define MOST_MOVERS 128
+#define MOVER_STACK (256 << 10)
+#define STAGE_BYTES ((uint64_t)1 << 20)
+#define HUGE_BYTES ((uint64_t)2 << 20)
+
+/* Parts of memory that lie one after the other in a file, from `offset` on, and are moved by one
+ * thread. `flaw`: 0, or the errno of what went wrong; EBADMSG: a part is not as it was. */
+struct run { uint64_t first, count, offset, flaw; };
+
+/* What all moves of one file share: so many calls to the kernel are under way at once, and the
+ * stages that nobody uses now. */
+struct turns {
+  sem_t calls;
+  pthread_mutex_t lock;
+  void *mapped;
+  uint64_t mapped_bytes, free_count;
+  uint8_t *free[MOST_MOVERS];
+};
+
+/* `staged`: by way of stages, as far as there are some free. `sums`: a part's each. `wanted`, of a write: what a part's sum must be; 0: nothing is known. */
+struct move {
+  const struct iovec *parts;
+  uint64_t *sums;
+  const uint64_t *wanted;
+  struct run *runs;
+  uint64_t run_count, movers, writes, staged;
+  int64_t fd, deadline_ns;
+  struct turns *turns;
+  const uint64_t *word_keys, *line_keys;
+  uint64_t line_count;
+};
+
+struct mover { const struct move *move; uint64_t *next; int level; };
+
+/* So many calls, and stages for twice as many movers; none where there is no memory. */
+struct turns *kvd_turns_begin(unsigned calls) {
+  struct turns *turns = calloc(1, sizeof *turns);
+  uint64_t stages = 2 * (uint64_t)calls < MOST_MOVERS ? 2 * (uint64_t)calls : MOST_MOVERS;
+  if (!turns) return 0;
+  turns->mapped_bytes = stages * STAGE_BYTES + HUGE_BYTES;
+  turns->mapped =
+      mmap(0, turns->mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (turns->mapped == MAP_FAILED || sem_init(&turns->calls, 0, calls)) {
+    if (turns->mapped != MAP_FAILED) munmap(turns->mapped, turns->mapped_bytes);
+    free(turns);
+    return 0;
+  }
+  pthread_mutex_init(&turns->lock, 0);
+  uint8_t *stage = (uint8_t *)turns->mapped + (-(uintptr_t)turns->mapped & (HUGE_BYTES - 1));
+  madvise(stage, stages * STAGE_BYTES, MADV_HUGEPAGE); /* small pages do, too */
+  for (uint64_t n = stages; n; n--) turns->free[turns->free_count++] = stage + (n - 1) * STAGE_BYTES;
+  return turns;
+}
+
+void kvd_turns_end(struct turns *turns) {
+  munmap(turns->mapped, turns->mapped_bytes);
+  pthread_mutex_destroy(&turns->lock);
+  sem_destroy(&turns->calls);
+  free(turns);
+}
+
+static uint8_t *take_stage(struct turns *turns) {
+  pthread_mutex_lock(&turns->lock);
+  uint8_t *stage = turns->free_count ? turns->free[--turns->free_count] : 0;
+  pthread_mutex_unlock(&turns->lock);
+  return stage;
+}
+
+static void give_stage(struct turns *turns, uint8_t *stage) {
+  pthread_mutex_lock(&turns->lock);
+  turns->free[turns->free_count++] = stage;
+  pthread_mutex_unlock(&turns->lock);
+}
+
+static int is_late(const struct move *move) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * INT64_C(1000000000) + now.tv_nsec >= move->deadline_ns;
+}
+
+/* The next call: every part, or as many as it takes, but for `done` bytes of the first. */
+static ssize_t call_kernel(const struct move *move, const struct iovec *parts, uint64_t count,
+                           uint64_t done, uint64_t offset) {
+  struct iovec some[PARTS_AT_ONCE];
+  int taken = (int)(count < PARTS_AT_ONCE ? count : PARTS_AT_ONCE);
+  memcpy(some, parts, (size_t)taken * sizeof *some);
+  some[0].iov_base = (uint8_t *)some[0].iov_base + done;
+  some[0].iov_len -= done;
+  if (move->writes) return pwritev((int)move->fd, some, taken, (off_t)offset);
+  return preadv((int)move->fd, some, taken, (off_t)offset);
+}
+
+static uint64_t move_bytes(const struct move *move, const struct iovec *part, uint64_t count,
+                           uint64_t offset) {
+  const struct iovec *end = part + count;
+  uint64_t done = 0;
+  while (part < end) {
+    while (sem_wait(&move->turns->calls)) continue;
+    ssize_t moved = 0;
+    int flaw = is_late(move) ? ETIMEDOUT : 0;
+    if (!flaw) moved = call_kernel(move, part, (uint64_t)(end - part), done, offset);
+    if (!flaw && moved <= 0) flaw = moved ? errno : EIO; /* the file ends too early */
+    sem_post(&move->turns->calls);
+    if (flaw == EINTR) continue;
+    if (flaw) return (uint64_t)flaw;
+    offset += (uint64_t)moved;
+    done += (uint64_t)moved;
+    while (part < end && done >= part->iov_len) done -= part++->iov_len;
+  }
+  return 0;
+}
+
+/* Work with a move's keys, on one sum. */
+static struct work work_of(const struct move *move, uint64_t *sum) {
+  struct work work;
+  memset(&work, 0, sizeof work);
+  work.word_keys = move->word_keys, work.line_keys = move->line_keys;
+  work.line_count = move->line_count;
+  work.sums = sum, work.sum_count = 1;
+  return work;
+}
+
+/* Read a run by way of the stage. It stays in the processor's cache and lies in large pages, which
+ * a disk fills sooner than it fills parts of small pages anywhere in memory; and a part's bytes are
+ * summed up while they are copied to it. */
+static uint64_t read_staged(const struct move *move, const struct run *run, int level,
+                            uint8_t *stage) {
+  uint64_t offset = run->offset, left = 0, staged = 0, used = 0;
+  for (uint64_t n = run->first; n < run->first + run->count; n++) left += move->parts[n].iov_len;
+  for (uint64_t n = run->first; n < run->first + run->count; n++) {
+    uint8_t *memory = move->parts[n].iov_base;
+    uint64_t room = move->parts[n].iov_len, bytes;
+    for (uint64_t done = 0; done < room; done += bytes, used += bytes) {
+      if (used == staged) {
+        struct iovec whole = {stage, left < STAGE_BYTES ? left : STAGE_BYTES};
+        uint64_t flaw = move_bytes(move, &whole, 1, offset);
+        if (flaw) return flaw;
+        staged = whole.iov_len, used = 0;
+        offset += staged, left -= staged;
+      }
+      bytes = staged - used < room - done ? staged - used : room - done;
+      struct work work = work_of(move, move->sums + n);
+      struct row row = {memory + done, bytes, bytes, bytes, 0};
+      struct block block = {stage + used, bytes, 0, 0, done, 0};
+      work.kind = LOAD;
+      work.rows = &row, work.row_count = 1;
+      work.blocks = &block, work.block_count = 1;
+      if (kvd_run(&work, level)) return EINVAL;
+    }
+  }
+  return 0;
+}
+
+/* Likewise, the other way. What is not as wanted may have been written in part. */
+static uint64_t write_staged(const struct move *move, const struct run *run, int level,
+                             uint8_t *stage) {
+  uint64_t offset = run->offset, staged = 0;
+  for (uint64_t n = run->first; n < run->first + run->count; n++) {
+    uint8_t *memory = move->parts[n].iov_base;
+    uint64_t room = move->parts[n].iov_len, bytes;
+    for (uint64_t done = 0; done < room; done += bytes) {
+      if (staged == STAGE_BYTES) {
+        struct iovec whole = {stage, staged};
+        uint64_t flaw = move_bytes(move, &whole, 1, offset);
+        if (flaw) return flaw;
+        offset += staged, staged = 0;
+      }
+      bytes = STAGE_BYTES - staged < room - done ? STAGE_BYTES - staged : room - done;
+      struct work work = work_of(move, move->sums + n);
+      struct row row = {memory + done, bytes, bytes, bytes, 0};
+      struct block block = {stage + staged, bytes, 0, 0, done, 0};
+      work.kind = STORE;
+      work.rows = &row, work.row_count = 1;
+      work.blocks = &block, work.block_count = 1;
+      if (kvd_run(&work, level)) return EINVAL;
+      staged += bytes;
+    }
+    if (move->wanted && move->wanted[n] && move->wanted[n] != move->sums[n]) return EBADMSG;
+  }
+  struct iovec whole = {stage, staged};
+  return staged ? move_bytes(move, &whole, 1, offset) : 0;
+}
+
+static uint64_t sum_parts(const struct move *move, const struct run *run, int level) {
+  for (uint64_t n = run->first; n < run->first + run->count; n++) {
+    uint8_t *start = move->parts[n].iov_base;
+    struct work keys = work_of(move, move->sums + n);
+    if (kvd_sum(&keys, &start, 1, move->parts[n].iov_len, level)) return EINVAL;
+    if (move->wanted && move->wanted[n] && move->wanted[n] != move->sums[n]) return EBADMSG;
+  }
+  return 0;
+}
+
+static void *move_runs(void *given) {
+  const struct mover *mover = given;
+  const struct move *move = mover->move;
+  uint8_t *stage = move->staged ? take_stage(move->turns) : 0;
+  uint64_t next;
+  while ((next = __atomic_fetch_add(mover->next, 1, __ATOMIC_RELAXED)) < move->run_count) {
+    struct run *run = move->runs + next;
+    if (stage) {
+      run->flaw = move->writes ? write_staged(move, run, mover->level, stage)
+                               : read_staged(move, run, mover->level, stage);
+      continue;
+    }
+    run->flaw = move->writes ? sum_parts(move, run, mover->level) : 0;
+    if (!run->flaw)
+      run->flaw = move_bytes(move, move->parts + run->first, run->count, run->offset);
+    if (!run->flaw && !move->writes) run->flaw = sum_parts(move, run, mover->level);
+  }
+  if (stage) give_stage(move->turns, stage);
+  return 0;
+}
+
+/* Move every run: a read's parts are summed up once they have come, a write's before they go, and
+ * then go only if they are what is wanted. When it returns nothing is under way any more. */
+void kvd_move(const struct move *move, int level) {
+  pthread_t threads[MOST_MOVERS];
+  uint64_t next = 0, started = 0, most = move->movers < MOST_MOVERS ? move->movers : MOST_MOVERS;
+  struct mover mover = {move, &next, level};
+  pthread_attr_t small;
+  if (most > move->run_count) most = move->run_count;
+  if (most > 1 && !pthread_attr_init(&small)) {
+    pthread_attr_setstacksize(&small, MOVER_STACK);
+    while (started + 1 < most && !pthread_create(threads + started, &small, move_runs, &mover))
+      started++;
+    pthread_attr_destroy(&small);
+  }
+  move_runs(&mover); /* all of it, where no thread can be had */
+  while (started) pthread_join(threads[--started], 0);
 }
 
 /* Tables of tags in shared memory, as kvd/pool/tag_table.py describes them: readers look at them

@@ -24,7 +24,17 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SOURCE = Path(__file__).with_name("copies.c")
 LIBRARY = Path(__file__).with_name("copies.so")
-FLAGS = ("-std=c11", "-O3", "-fno-sanitize=all", "-fPIC", "-shared", "-s", "-Wall", "-Wextra")
+FLAGS = (
+    "-std=c11",
+    "-O3",
+    "-fno-sanitize=all",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-s",
+    "-Wall",
+    "-Wextra",
+)
 COMPILE_S = 300.0
 
 

@@ -7,13 +7,14 @@ ones. A block that comes from a tier must have sums, so that its next load has s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U64
-from kvd.mover.checksums import checksums_of, copy_and_sum, differ
+from kvd.mover.checksums import checksums_of, copy_and_sum, differ, empty_sums_of
+from kvd.native import Sums
 from kvd.tiers.store import Outcome, TierBlock
 
 
@@ -38,6 +39,11 @@ def copied_sums_of_each(
 def _each(sums: U64, blocks: Sequence[TierBlock]) -> list[U64]:
     ends = itertools.accumulate(len(block.parts) for block in blocks)
     return [sums[end - len(block.parts) : end] for block, end in zip(blocks, ends, strict=True)]
+
+
+def begun_sums(blocks: Iterable[TierBlock]) -> Sums:
+    """Sums of every part of these blocks, before any byte is added to them."""
+    return empty_sums_of([part.nbytes for block in blocks for part in block.parts])
 
 
 def is_damaged(block: TierBlock) -> bool:

@@ -1,6 +1,7 @@
 /* Random work for copies.c on memory of malloc, each allocation ending where its bytes do: whatever
  * touches a byte after a stretch is found by the sanitizers that this is built with. Bytes and sums
  * are compared with what a plain loop makes of them. */
+#define _GNU_SOURCE
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -81,12 +82,45 @@ static void tag_table(void) {
   free(words), free(tags), free(went);
 }
 
+/* Parts of memory to a file and back, on more threads than there are stages. */
+static void to_a_file_and_back(int level) {
+  enum { RUNS = 4, PARTS = 5 };
+  FILE *file = tmpfile();
+  struct turns *turns = kvd_turns_begin(1);
+  struct iovec parts[RUNS * PARTS], back[RUNS * PARTS];
+  uint64_t sums[RUNS * PARTS] = {0}, found[RUNS * PARTS] = {0}, offset = 0;
+  struct run runs[RUNS];
+  uint8_t *kept[2 * RUNS * PARTS];
+  check(file && turns, "nowhere to move to");
+  for (uint64_t n = 0; n < RUNS * PARTS; n++) {
+    uint64_t bytes = 8 * (1 + draw(draw(8) ? 500 : 8000));
+    parts[n] = (struct iovec){noise(bytes, 0, &kept[n]), bytes};
+    back[n] = (struct iovec){noise(bytes, 0, &kept[RUNS * PARTS + n]), bytes};
+    if (n % PARTS == 0) runs[n / PARTS] = (struct run){n, PARTS, offset, 99};
+    offset += bytes;
+  }
+  struct move move = {parts, sums, 0, runs, RUNS, RUNS, 1, draw(2), fileno(file), INT64_MAX, turns,
+                      word_keys, line_keys, LINES};
+  kvd_move(&move, level);
+  for (int n = 0; n < RUNS; n++) check(!runs[n].flaw, "a write");
+  move.parts = back, move.sums = found, move.writes = 0, move.staged = draw(2);
+  kvd_move(&move, level);
+  for (int n = 0; n < RUNS; n++) check(!runs[n].flaw, "a read");
+  check(!memcmp(sums, found, sizeof sums), "sums of a file's parts");
+  for (int n = 0; n < RUNS * PARTS; n++) {
+    check(!memcmp(parts[n].iov_base, back[n].iov_base, parts[n].iov_len), "a file's bytes");
+    free(kept[n]), free(kept[RUNS * PARTS + n]);
+  }
+  kvd_turns_end(turns);
+  fclose(file);
+}
+
 int main(int count, char **given) {
   int rounds = count > 1 ? atoi(given[1]) : 100;
   for (int n = 0; n < LINE_WORDS; n++) word_keys[n] = draw(1u << 31) << 20 | 1;
   for (int n = 0; n < LINES; n++) line_keys[n] = draw(1u << 31) << 20 | 1;
   for (int level = 0; level <= kvd_level(); level++)
-    for (int n = 0; n < rounds; n++) one(level), tag_table();
+    for (int n = 0; n < rounds; n++) one(level), tag_table(), to_a_file_and_back(level);
   printf("%d levels are clean\n", kvd_level() + 1);
   return 0;
 }

@@ -70,6 +70,12 @@ class SystemFiles:
         os.fdatasync(fd)
 
 
+def are_the_kernels(files: DiskFiles) -> bool:
+    """Whether reads and writes are the kernel's own calls: the native library may make them."""
+    kind = type(files)
+    return kind.read is SystemFiles.read and kind.write is SystemFiles.write
+
+
 def move_all(step: Step, fd: int, buffers: Buffers, offset: int) -> None:
     """Read or write every byte, again where the kernel did less. OSError where it does nothing."""
     left = list(buffers)

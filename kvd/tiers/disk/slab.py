@@ -13,7 +13,14 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvd.tiers.disk.files import Buffers, DiskFiles, is_unsupported, move_all, rounded_up
+from kvd.tiers.disk.files import (
+    Buffers,
+    DiskFiles,
+    are_the_kernels,
+    is_unsupported,
+    move_all,
+    rounded_up,
+)
 from kvd.tiers.disk.options import ALIGN, DiskOptions
 from kvd.tiers.store import TierUnusable
 
@@ -57,6 +64,11 @@ class Slab:
     def write(self, buffers: Buffers, offset: int) -> None:
         """Write them all. OSError."""
         move_all(self._files.write, self._fd, buffers, offset)
+
+    @property
+    def kernel_fd(self) -> int | None:
+        """For who calls the kernel itself, past the page cache; None: nobody may."""
+        return self._fd if self.is_direct and are_the_kernels(self._files) else None
 
     def wipe(self, offset: int, size: int) -> None:
         """Have zeros there. OSError."""
