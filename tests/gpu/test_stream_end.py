@@ -105,6 +105,7 @@ def test_compute_that_failed_fails_every_wait_for_it(stream: Stream, driver: Dri
     if not driver.is_fake:
         pytest.skip("a GPU does not fail when it is told to")
     driver.inject("copy_error", code=ILLEGAL_ADDRESS, after=0)
+    driver.inject("latency", microseconds=1_000_000)  # it has not failed when the wait is made
     stream.launch(b"f" * NBYTES)
     wait = stream_end(stream)
     for _ in range(2):

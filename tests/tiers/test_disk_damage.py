@@ -389,8 +389,9 @@ def test_store_that_is_killed_again_and_again_gives_no_wrong_byte(tmp_path: Path
     options = options_of(tmp_path / "a", tmp_path / "b", regions=8)
     draw = np.random.default_rng(3)
     writer = [sys.executable, "-m", "tests.tiers.disk_writer", json.dumps(options)]
-    found = 0
-    for cycle in range(12):
+    found = cycle = 0
+    while cycle < 12 or (found <= 200 and cycle < 120):  # a busy machine lets it write little
+        cycle += 1
         child = subprocess.Popen([*writer, str(cycle)], stdout=subprocess.PIPE, cwd=ROOT)
         assert child.stdout is not None
         assert child.stdout.readline() == b"open\n"
