@@ -320,6 +320,20 @@ class AnnounceTierLost:
     tier: TierId
 
 
+@dataclass(frozen=True, slots=True)
+class NotePolicySwitch:
+    """A class evicts by another policy from now on: say so in the log."""
+
+    namespace: NamespaceId
+    group: int
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        whose = f"namespace {self.namespace}, group {self.group}"
+        return f"{whose}: evicts by {self.after} now, which finds more than {self.before}"
+
+
 # -- orders for tiers -------------------------------------------------------------------------
 
 
@@ -389,6 +403,7 @@ Action = (
     | AnnounceRemoved
     | AnnounceCleared
     | AnnounceTierLost
+    | NotePolicySwitch
     | AskTier
     | WriteToTier
     | ReadFromTier

@@ -49,6 +49,7 @@ _COUNTERS = (
     ("kvd_loaded_blocks", "Blocks copied back to engines.", "loaded"),
     ("kvd_loaded_bytes", "Bytes of the blocks copied back to engines.", "load_bytes"),
     ("kvd_evicted_blocks", "Blocks evicted to make room.", "evicted"),
+    ("kvd_policy_switches", "Switches of a class whose policy is auto.", "policy_switches"),
     ("kvd_deduplicated_blocks", "Stores of blocks already readable or in flight.", "deduplicated"),
     ("kvd_filtered_blocks", "Stores kept out by the reuse filter.", "filtered"),
     ("kvd_failed_blocks", "Blocks whose copy failed.", "failed"),
@@ -106,6 +107,11 @@ class StateCollector(Collector):
         yield _by_state("kvd_slots", meaning, now.slots)
         yield _by_state("kvd_slot_bytes", "Bytes of the granted rows' slots, by state.", now.bytes)
         yield from self._gauges(now)
+        meaning = "Size classes by the policy that auto chose for them."
+        policies = GaugeMetricFamily("kvd_policy_classes", meaning, labels=["policy"])
+        for policy, classes in sorted(now.policies.items()):
+            policies.add_metric([policy], classes)
+        yield policies
         yield from _tenant_gauges(now)
         yield _curve(now)
         yield from _tier_families(now)

@@ -202,6 +202,8 @@ class Driver:
             ):
                 terms_of = self.machine.terms_of
                 self.event_log.append(change_of(order, self.pool.tenant_of, terms_of))
+            case act.NotePolicySwitch():
+                log.info("%s", order)
             case act.UnmapRow() if self.tiers.maps_as(order.mover):
                 self.tiers.unmap_row(order)
             case act.RevokeTransfer() | act.KillMover() | act.PostBoard() | act.UnmapRow():

@@ -176,6 +176,20 @@ def test_request_that_touches_often_uses_once() -> None:
     assert turns_of(policy, 0, 1) == [3, 3]
 
 
+def test_block_named_twice_around_an_older_one_stands_where_its_turns_say() -> None:
+    policy = made()
+    policy.insert(batch(0, 1), tags(1, 2), Sight(SECOND, 1))
+    for request in (2, 3):
+        policy.touch(batch(1), Sight(SECOND, request))
+    policy.touch(batch(0, 1, 0), Sight(SECOND, 4))
+    assert turns_of(policy, 0, 1) == [4, 4]
+    policy.touch(batch(0, 1), Sight(SECOND, 5))
+    assert len(policy) == 2
+    victims = policy.evict(2, all_may_go, 2 * SECOND)
+    assert victims is not None
+    assert victims.tolist() == [1, 0]
+
+
 def test_head_never_has_fewer_turns_than_its_tail() -> None:
     policy = made()
     policy.insert(batch(5, 6), tags(5, 6), Sight(SECOND, 1))

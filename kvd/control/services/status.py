@@ -126,7 +126,7 @@ class StatusReport:
                 for t in now.tenants
                 if tenants.may_see(peer, t.tenant)
             ],
-            policy=self._driver.machine.config.policy,
+            policy=_policy(self._driver.machine.config.policy, now.policies),
             recovered_blocks=now.counters.recovered,
             process_id=os.getpid(),
             event_sequence=self._driver.event_log.sequence,
@@ -258,6 +258,13 @@ def _rate(attached: AttachedMover, kind: JobKind) -> float:
     """Bytes a second while copying, since the rank was registered."""
     busy_ns = attached.busy_ns_by_kind[kind]
     return attached.bytes_by_kind[kind] / (busy_ns / 1e9) if busy_ns else 0.0
+
+
+def _policy(name: str, chosen: dict[str, int]) -> str:
+    """The policy that was configured; for auto, how many classes evict by which."""
+    if not chosen:
+        return name
+    return f"{name} ({', '.join(f'{each} {count}' for each, count in sorted(chosen.items()))})"
 
 
 def _pool(now: Statistics, place: PoolPlace, pool: Pool) -> pb.PoolStatus:

@@ -12,6 +12,7 @@ import numpy as np
 from kvd.core.actions import (
     AnnounceRemoved,
     AnnounceStored,
+    NotePolicySwitch,
     PublishTags,
     RetractTags,
     WriteFree,
@@ -25,6 +26,7 @@ from kvd.core.model.slots import QUARANTINED, READY, SlotState, coarse_stamp
 from kvd.core.model.state import Scope, State
 from kvd.core.model.story import BrokenSlots
 from kvd.core.model.turn import Turn
+from kvd.core.policy import AutoPolicy
 from kvd.core.policy.base import Sight
 
 
@@ -88,6 +90,9 @@ def evict(turn: Turn, owner: SizeClass, count: int) -> None:
     assert victims is not None, "the policy found fewer evictable blocks than there are"
     state.counters.evicted += len(victims)
     forget_ready(turn, owner, victims)
+    if isinstance(owner.policy, AutoPolicy) and (switch := owner.policy.take_switch()):
+        state.counters.policy_switches += 1
+        turn.orders.append(NotePolicySwitch(owner.namespace, owner.group, *switch))
 
 
 def forget_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:

@@ -286,6 +286,7 @@ class Counters:
     loaded: int = 0
     load_bytes: int = 0
     evicted: int = 0
+    policy_switches: int = 0  # of classes whose policy is auto
     deduplicated: int = 0
     filtered: int = 0
     failed: int = 0

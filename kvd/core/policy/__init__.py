@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from kvd.core.policy.arc import ArcPolicy
+from kvd.core.policy.auto import AutoPolicy
 from kvd.core.policy.base import UNKNOWN, Evictable, EvictionPolicy, Sight
 from kvd.core.policy.lru import LruPolicy
 from kvd.core.policy.s3fifo import S3FifoPolicy
 from kvd.core.policy.slot_queue import Capacity, PolicyMemory
 from kvd.core.policy.turns import TurnsPolicy
 
-POLICY_NAMES = ("lru", "arc", "s3fifo", "turns")
+POLICY_NAMES = ("lru", "arc", "s3fifo", "turns", "auto")
 
 
 def make_policy(name: str, capacity: Capacity, memory: PolicyMemory) -> EvictionPolicy:
@@ -28,6 +29,8 @@ def make_policy(name: str, capacity: Capacity, memory: PolicyMemory) -> Eviction
             return S3FifoPolicy(capacity, memory)
         case "turns":
             return TurnsPolicy(capacity, memory)
+        case "auto":
+            return AutoPolicy(capacity, memory, make_policy)
         case _:
             raise AssertionError(f"unknown policy {name!r}; known: {', '.join(POLICY_NAMES)}")
 
@@ -36,6 +39,7 @@ __all__ = [
     "POLICY_NAMES",
     "UNKNOWN",
     "ArcPolicy",
+    "AutoPolicy",
     "Evictable",
     "EvictionPolicy",
     "LruPolicy",

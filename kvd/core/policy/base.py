@@ -36,6 +36,9 @@ class EvictionPolicy(Protocol):
     `tags` (one per slot) name the blocks beyond their slot's life, for policies with ghosts.
     """
 
+    def __len__(self) -> int:
+        """Slots that are known."""
+
     def insert(self, slots: Slots, tags: U64, sight: Sight = UNKNOWN) -> None:
         """These blocks are coming in, readable soon; none of the slots is known."""
 

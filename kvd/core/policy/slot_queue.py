@@ -88,6 +88,16 @@ class PolicyMemory:
         return sparse_zeros(self.max_slots, np.int64)
 
     @cached_property
+    def eras(self) -> npt.NDArray[np.uint8]:
+        """Since which switch of policy the block is where it is."""
+        return sparse_zeros(self.max_slots, np.uint8)
+
+    @cached_property
+    def marks(self) -> npt.NDArray[np.uint16]:
+        """What says whether the block is in a duel's sample."""
+        return sparse_zeros(self.max_slots, np.uint16)
+
+    @cached_property
     def uses(self) -> npt.NDArray[np.uint8]:
         """How often it was used."""
         return sparse_zeros(self.max_slots, np.uint8)

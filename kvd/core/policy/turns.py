@@ -134,7 +134,9 @@ class TurnsPolicy:
             kept, after = kept | _REQUEST_MASK << _REQUEST, 0
         weight = _weight(slots.size)
         after |= weight << _WEIGHT | now & _STAMP_MASK
-        self._infos[slots] = infos & kept | turns << _TURN | after
+        renewed = infos & kept | turns << _TURN | after
+        self._infos[slots[::-1]] = renewed[::-1]  # of a block named twice the first mention counts
+        turns = self._infos.take(slots) >> _TURN & 7
         once = self._move(slots[::-1], before[::-1], turns[::-1])[::-1]
         learnt = np.flatnonzero((infos >> _LEARNT & 1) & once)
         if learnt.size:

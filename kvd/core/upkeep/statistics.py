@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from kvd.core.model.reuse import ReuseCurve
 from kvd.core.model.size_class import Tally
 from kvd.core.model.state import Counters, State
 from kvd.core.model.tiers import CopyKind, TierCounters
+from kvd.core.policy import AutoPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class Statistics:
     tiers: tuple[TierFigures, ...]
     counters: Counters
     curve: ReuseCurve | None  # None while nothing was used
+    policies: dict[str, int]  # size classes that evict by each, where auto chooses
 
 
 def gather(state: State) -> Statistics:
@@ -120,6 +123,11 @@ def gather(state: State) -> Statistics:
         tiers=_tiers(state),
         counters=replace(state.counters, refused=dict(state.counters.refused)),
         curve=state.reuse.curve(),
+        policies=Counter(
+            owner.policy.live_name
+            for owner in state.classes.values()
+            if isinstance(owner.policy, AutoPolicy)
+        ),
     )
 
 

@@ -1,0 +1,189 @@
+"""The policy `auto`: a switch in the middle of work, what it costs, and what may cause one."""
+
+from __future__ import annotations
+
+from itertools import cycle, permutations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvd.core.keys import Slots
+from kvd.core.policy import POLICY_NAMES, AutoPolicy, PolicyMemory, Sight, make_policy
+from kvd.core.policy.auto import DUELLISTS
+from kvd.core.policy.duel import MAX_SHADOW_BLOCKS, SHADOWED_AT_ONCE, Duel, Shadow
+
+SLOTS = 512
+
+
+def auto(capacity: int = 64, first: str = "turns") -> AutoPolicy:
+    return AutoPolicy(lambda: capacity, PolicyMemory(SLOTS), make_policy, first)
+
+
+def batch(*slots: int) -> Slots:
+    return np.array(slots, np.int64)
+
+
+def tags_of(slots: Slots) -> npt.NDArray[np.uint64]:
+    return slots.astype(np.uint64) + np.uint64(7)
+
+
+def all_may_go(slots: Slots) -> npt.NDArray[np.bool_]:
+    return np.ones(slots.size, np.bool_)
+
+
+def switch(policy: AutoPolicy, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the duel had found so, at the next eviction."""
+    monkeypatch.setattr(Duel, "better_than", lambda _, live: to if live != to else None)
+    assert policy.evict(0, all_may_go) is not None
+
+
+def test_every_policy_takes_part() -> None:
+    assert {*DUELLISTS, "auto"} == set(POLICY_NAMES)
+
+
+@pytest.mark.parametrize(("before", "after"), permutations(DUELLISTS, 2))
+def test_switch_moves_no_block_and_what_was_there_leaves_first(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = auto(first=before)
+    policy.insert(np.arange(40), tags_of(np.arange(40)), Sight(1, 1))
+    policy.touch(batch(1, 2, 3), Sight(2, 2))
+    order = policy.coldest(100).tolist()
+    switch(policy, after, monkeypatch)
+    assert policy.live_name == after
+    assert policy.coldest(100).tolist() == order
+    policy.insert(batch(50, 51), tags_of(batch(50, 51)), Sight(3, 3, parent=3))
+    policy.touch(batch(5, 6, 5), Sight(4, 4))
+    victims = policy.evict(38, all_may_go)
+    assert victims is not None
+    assert not {5, 6, 50, 51} & set(victims.tolist())
+    assert sorted(policy.coldest(100).tolist()) == [5, 6, 50, 51]
+    assert len(policy) == 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_contract_holds_whatever_is_switched_when(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(seed)
+    names = cycle(rng.permutation(DUELLISTS).tolist())
+    policy, known, switches = auto(), set[int](), 0
+    monkeypatch.setattr(
+        Duel,
+        "better_than",
+        lambda _, live: next(n for n in names if n != live) if rng.random() < 0.3 else None,
+    )
+    for step in range(300):
+        sight = Sight(step * 10**9, step)
+        free = [slot for slot in range(64) if slot not in known]
+        if free:
+            new = rng.permutation(free)[: int(rng.integers(1, 12))]
+            policy.insert(new, rng.integers(1, 200, new.size).astype(np.uint64), sight)
+            known |= set(new.tolist())
+        used = rng.choice(sorted(known), int(rng.integers(0, 12)))
+        policy.touch(used, sight, as_use=bool(rng.integers(2)))
+        gone = rng.permutation(sorted(known))[: int(rng.integers(0, 4))]
+        policy.remove(gone)
+        known -= set(gone.tolist())
+        pinned = rng.permutation(64)[: int(rng.integers(0, 50))]
+        count = int(rng.integers(0, 16))
+        victims = policy.evict(count, lambda slots, pins=pinned: ~np.isin(slots, pins))  # type: ignore[misc]
+        if victims is None:
+            assert count > len(known - set(pinned.tolist()))
+        else:
+            assert victims.size == count == len(set(victims.tolist()))
+            assert set(victims.tolist()) <= known - set(pinned.tolist())
+            known -= set(victims.tolist())
+        switches += policy.take_switch() is not None
+        assert len(policy) == len(known)
+        assert sorted(policy.coldest(100).tolist()) == sorted(known)
+    assert switches > 10, "no switch came in between, so nothing was shown"
+
+
+def ask(policy: AutoPolicy, slot_of: dict[int, int], prompt: list[int], request: int) -> None:
+    """A request of these blocks, in a pool of 64 slots."""
+    sight = Sight(request * 10**9, request)
+    here = batch(*(slot_of[block] for block in prompt if block in slot_of))
+    missing = [block for block in prompt if block not in slot_of]
+    policy.touch(here, sight)
+    short = len(slot_of) + len(missing) - 64
+    if short > 0:
+        victims = policy.evict(short, lambda slots: ~np.isin(slots, here), sight.now_ns)
+        assert victims is not None
+        for block in [b for b, slot in slot_of.items() if slot in set(victims.tolist())]:
+            del slot_of[block]
+    free = [slot for slot in range(64) if slot not in slot_of.values()][: len(missing)]
+    slot_of.update(zip(missing, free, strict=True))
+    policy.insert(batch(*free), np.array(missing, np.uint64), sight)
+
+
+def test_policy_that_finds_clearly_more_takes_over() -> None:
+    """A few blocks come back behind many that never do: LRU finds nothing of them."""
+    policy, slot_of, rng = auto(first="lru"), dict[int, int](), np.random.default_rng(3)
+    fresh = 1000
+    for request in range(1, 1500):
+        ask(policy, slot_of, [int(rng.integers(1, 40))], 2 * request)
+        ask(policy, slot_of, list(range(fresh, fresh + 4)), 2 * request + 1)
+        fresh += 4
+    assert policy.live_name != "lru"
+
+
+def test_traffic_on_which_all_find_the_same_switches_nothing() -> None:
+    policy, slot_of = auto(first="lru"), dict[int, int]()
+    for request in range(1, 400):
+        ask(policy, slot_of, list(range(4 * request, 4 * request + 4)), request)
+    assert policy.live_name == "lru"
+    assert policy.take_switch() is None
+
+
+def test_traffic_of_one_class_sways_no_other_s_duel() -> None:
+    memory = PolicyMemory(SLOTS)
+    one, other = (AutoPolicy(lambda: 64, memory, make_policy, "lru") for _ in range(2))
+    slots = np.arange(100, 164)
+    other.insert(slots, tags_of(slots), Sight(1, 1))
+    slot_of: dict[int, int] = {}
+    rng, fresh = np.random.default_rng(3), 1000
+    for request in range(1, 600):
+        ask(one, slot_of, [int(rng.integers(1, 40))], 2 * request)
+        ask(one, slot_of, list(range(fresh, fresh + 4)), 2 * request + 1)
+        fresh += 4
+    order = other.coldest(64).tolist()
+    assert other.evict(10, all_may_go) is not None
+    assert (other.live_name, other.take_switch()) == ("lru", None)
+    assert other.coldest(64).tolist() == order[10:]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 255, 256, 10_000, 1_000_000, 100_000_000])
+def test_shadows_are_bounded_however_large_the_class(slots: int) -> None:
+    duel = Duel(("lru", "s3fifo"), lambda: slots, make_policy)
+    assert duel.shadow_slots == 0
+    duel.fit()
+    assert 1 <= max(1, duel.shadow_slots) <= min(slots, MAX_SHADOW_BLOCKS)
+
+
+def test_no_request_shows_more_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[int] = []
+    duel = Duel(("lru",), lambda: 4 * SHADOWED_AT_ONCE, make_policy)
+    duel.fit()
+    duel._below = 1 << 16  # all blocks are in the sample
+    duel._made_for = 2 * SHADOWED_AT_ONCE
+
+    def show(_: Shadow, tags: npt.NDArray[np.uint64], __: Sight) -> int:
+        shown.append(int(tags.size))
+        return 0
+
+    monkeypatch.setattr(Shadow, "show", show)
+    tags = np.arange(1, 5000, dtype=np.uint64)
+    duel.use(tags, np.zeros(tags.size, np.uint16), Sight(1, 1))
+    duel.use(tags[:1], np.zeros(1, np.uint16), Sight(1, 2))
+    assert shown == [SHADOWED_AT_ONCE]
+
+
+def test_segment_is_in_the_sample_again_when_it_comes_back_in_other_batches() -> None:
+    tags = np.random.default_rng(1).integers(1, 1 << 62, 200, np.uint64)
+    whole = Duel.marks_of(tags, -1)
+    first = Duel.marks_of(tags[:77], -1)
+    rest = Duel.marks_of(tags[77:], int(first[-1]))
+    assert whole.tolist() == [*first.tolist(), *rest.tolist()]
+    assert 5 < len(set(whole.tolist())) < 60
