@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-vllm lint type sim fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
+.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-vllm lint type sim planted fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
   gpu-check cluster-up cluster-down clean
 
 BIN := .venv/bin
@@ -65,6 +65,10 @@ sim: ## Simulation of the whole (SEEDS=how many, 200; STEPS=of each, 2000; SEED=
 	@.ci/venv dev
 	@$(BIN)/python -m tests.simulation.whole --seeds $${SEEDS:-200} --steps $${STEPS:-2000} \
 	  $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+planted: ## Whether the simulation catches each planted bug, and with how many seeds (ARGS=--seeds 10)
+	@.ci/venv dev
+	@$(BIN)/python -m tests.simulation.planted $(ARGS)
 
 fuzz: ## What may not be sent, at every parser and a real daemon (MINUTES=how long, 5)
 	@.ci/venv dev

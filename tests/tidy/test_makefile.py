@@ -14,7 +14,8 @@ from tests.tidy.source import ROOT
 TARGETS = {
     "bench", "bench-lmcache", "bench-sglang", "bench-vllm", "chaos", "clean",
     "cluster-down", "cluster-up", "conformance-vllm", "demo", "demo-gpu", "fuzz", "gpu-check",
-    "help", "lint", "proto", "sim", "soak", "test", "test-sglang", "test-vllm", "type", "venv",
+    "help", "lint", "planted", "proto", "sim", "soak", "test",
+    "test-sglang", "test-vllm", "type", "venv",
 }  # fmt: skip
 
 

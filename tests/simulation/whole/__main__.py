@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
+from tests.simulation.whole.shrink import failure_of, shrunk
 from tests.simulation.whole.world import SimFailure, World
 
 JOURNAL_TAIL = 40
@@ -81,15 +82,17 @@ def main() -> int:
 
 
 def replay(seed: int, steps: int) -> int:
-    """One seed, with all that is known of it."""
-    try:
+    """One seed, with all that is known of it; a failure with as few steps as it takes."""
+    failure = failure_of(seed, steps)
+    if failure is None:
         world = World(seed, steps).run()
-    except SimFailure as failure:
-        print("\n".join([*failure.journal, "-- story", *failure.story, "--", str(failure)]))
-        return 1
-    print("\n".join(world.journal))
-    print(f"seed {seed}: {world.events} events, {world.journal.digest}")
-    return 0
+        print("\n".join(world.journal))
+        print(f"seed {seed}: {world.events} events, {world.journal.digest}")
+        return 0
+    print(str(failure), flush=True)
+    small = shrunk(seed, steps, failure)
+    print("\n".join(["-- shrunk", *small.journal, "-- story", *small.story, "--", str(small)]))
+    return 1
 
 
 if __name__ == "__main__":

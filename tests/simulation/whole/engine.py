@@ -56,6 +56,7 @@ class RawEngine:
     stores_done: int = 0
     loads_done: int = 0
     starts: int = 0
+    pressed: int = 0
 
     def __post_init__(self) -> None:
         self.daemon: SimDaemon | None = None
@@ -344,7 +345,7 @@ class RawEngine:
         keys = [
             key_of(chain, place, account) for place in range(length if count is None else count)
         ]
-        if random.random() < 0.05:
+        if random.random() < 0.1:
             keys += random.choices(keys, k=2)  # repeated
         return keys
 
@@ -454,12 +455,9 @@ class RawEngine:
             if isinstance(event, ev.LoadRequested):
                 verdict = driver.load(event)
             else:
-                coroutine = driver.store(event)
-                try:
-                    coroutine.send(None)
-                    raise AssertionError("a store of one piece waits")
-                except StopIteration as ended:
-                    verdict = ended.value
+                task = self.loop.create_task(driver.store(event))
+                self.loop.run_until(self.loop.now + 1.0, task.done)
+                verdict = task.result()
         except KvdError as error:
             self.journal(f"job {number} broke {error.reason}")
             return error.reason, False
@@ -548,6 +546,17 @@ class RawEngine:
         self._start(kind, 0, keys, context)
         if answer.lease is not None:
             self._call(ev.LeasesReleased(self._session, (answer.lease,)))
+
+    def press(self) -> None:
+        """Once it was served: store on and on, so that the others have to be served beside it."""
+        if not self.usable:
+            return
+        for group in range(len(self.model.widths)):
+            self.pressed += 1
+            chain = 2_000_000 + hash_of(self.name) * 1_000 + self.pressed
+            keys = [key_of(chain, 10 + place, "") for place in range(LONGEST)]
+            context = ev.RequestContext(RequestId("press"))
+            self._start(JobKind.STORE, group, keys, context)
 
     def state(self) -> str:
         """In words, for whoever asks why it is not served."""

@@ -8,6 +8,7 @@ other by tests/core/invariants.py, and with this by `compare`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +58,7 @@ class Ledger:
     slots_per_extent: int = 0
     clearing: int = 0  # the namespace that the last event cleared
     clean: Any = None  # whether an extent holds zeros
+    maps: Callable[[int], bool] = lambda _row: False  # whether a living mover maps a row
     given_up: set[int] = field(default_factory=set)  # rows that are emptied in spite of leases
     excused: dict[Found, int] = field(default_factory=dict)  # when a promised block had to go
     now_ns: int = 0
@@ -178,6 +180,7 @@ class Ledger:
             assert slot not in self.records, f"slot {slot} is READY in a row that is released"
             assert not self.reading[slot], f"slot {slot} is read in a row that is released"
             assert not self.writing[slot], f"slot {slot} is written in a row that is released"
+        assert not self.maps(order.row), f"row {order.row} is released, and a mover maps it (I3)"
         for extent in row.extents:
             assert self.clean is None or self.clean(extent), f"extent {extent} was not zeroed"
 
@@ -308,14 +311,20 @@ class Ledger:
         assert ready == self.records.keys(), "other slots are READY than were ordered"
         assert self.announced == self.findable.keys(), "watchers were told of other blocks (I9)"
         for namespace, page in pool._pages.items():
-            self._compare_page(namespace, page, state.slots.tags)
+            doomed = state.namespaces[namespace].doomed
+            self._compare_page(namespace, page, state.slots.tags, doomed)
 
-    def _compare_page(self, namespace: int, page: Any, tags: Any) -> None:
+    def _compare_page(self, namespace: int, page: Any, tags: Any, doomed: int) -> None:
         """All readable blocks are on the page, but for those that it says it has no place for."""
         slots = [slot for name, slot in self.findable.items() if name[0] == namespace]
         reader = PageReader(page.read_only_fd)
         shown = reader.probe(tags[slots]) if slots else np.zeros(0, dtype=bool)
         assert int((~shown).sum()) <= page.spilled, "the index page lacks readable blocks"
+        if not doomed:  # those of a clear go in pieces
+            here = set(tags[slots].tolist())
+            gone = [tag for tag in self.tags.get(namespace, ()) if tag not in here]
+            seen = reader.probe(np.array(gone, dtype=np.uint64)) if gone else np.zeros(0, bool)
+            assert not seen.any(), "the index page shows blocks that are gone (I9)"
         reader.close()
 
     def check_next(self, later: Ledger, *, all_stay: bool) -> None:

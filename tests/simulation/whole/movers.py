@@ -38,10 +38,11 @@ class Temper:
     halves: float = 0.3  # a copy is seen half done
     full: float = 0.02  # it takes no order
     no_start: float = 0.03
+    die: float = 0.01  # it dies as a row is taken from it, or in a copy
 
     def calm(self) -> None:
         """Faults stop."""
-        self.fail = self.hang = self.slow = self.full = self.no_start = 0.0
+        self.fail = self.hang = self.slow = self.full = self.no_start = self.die = 0.0
 
 
 @dataclass
@@ -103,6 +104,8 @@ class SimMover:
         self.extents[row] = extent
 
     def unmap_row(self, row: RowId) -> None:
+        if self.around.random.random() < 5 * self.around.temper.die:
+            self.kill()
         self._later(self._unmapped, row)
 
     def _unmapped(self, row: RowId) -> None:
@@ -184,6 +187,9 @@ class SimMover:
         random, temper = self.around.random, self.around.temper
         if random.random() < temper.hang:
             return  # until somebody kills it
+        if random.random() < temper.die:
+            self.kill()
+            return
         fails = random.random() < temper.fail
         first = len(order.blocks)
         if fails or random.random() < temper.halves:

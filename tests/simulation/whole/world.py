@@ -27,6 +27,7 @@ from kvd.core.keys import TenantId
 from kvd.core.machine import Machine
 from kvd.core.model.state import MachineConfig
 from kvd.core.policy import POLICY_NAMES
+from kvd.runtime import batching
 from kvd.runtime import tiers as runtime_tiers
 from kvd.tiers.keeper import TierKeeper
 from kvd_proto.v1 import engine_pb2 as pb
@@ -46,6 +47,7 @@ EXTENT_BYTES = 65536
 CHECK_EVERY = 150  # events between two readings of every table; the ledger judges each event
 SETTLE_S = 75.0
 PROMISED_NS = 3_000_000_000  # as long must a class have waited before blocks under lease may go
+RELEASED_S = 5.0  # after its session's end a mover is gone
 SERVED_S = 30.0  # within which everybody who asks is served, once faults have stopped
 
 
@@ -123,6 +125,7 @@ class World:
         self.engines: list[RawEngine] = []
         self.ledger = Ledger()
         self.restarts = 0
+        self.jumps = 0
         self._was_short = False
         self._epoch = 0
         self._pids = itertools.count()
@@ -144,7 +147,9 @@ class World:
                 stack.callback(setattr, kvd_log, "propagate", propagate)
                 self._draw()
                 keeper = partial(TierKeeper, launch=self.tiers.launch)
-                stack.enter_context(hazards_.replaced([(runtime_tiers, "TierKeeper", keeper)]))
+                piece = (batching, "PIECE_KEYS", self.random.choice([2, 3, batching.PIECE_KEYS]))
+                keepers = (runtime_tiers, "TierKeeper", keeper)
+                stack.enter_context(hazards_.replaced([keepers, piece]))
                 self._live_and_settle()
         finally:
             kvd_log.removeHandler(watched)
@@ -258,6 +263,7 @@ class World:
     def _start_daemon(self) -> None:
         self.ledger = Ledger(clean=self.pool.is_clean)
         self.ledger.slots_per_extent = EXTENT_BYTES // 4096
+        self.ledger.maps = self._is_mapped
         self.daemon = SimDaemon(
             self.settings,
             self.around,
@@ -270,6 +276,10 @@ class World:
 
     def _launched(self, mover: SimMover) -> None:
         pass
+
+    def _is_mapped(self, row: int) -> bool:
+        movers = self.daemon.movers.values()
+        return any(mover.is_alive and row in mover.extents for mover in movers)
 
     def broken(self, error: BaseException) -> None:
         """The daemon would have ended itself, or a client with it."""
@@ -347,7 +357,16 @@ class World:
         engine.epoch = ""  # of that start alone: who comes with it later makes it everybody's
 
     def _stream_breaks(self, engine: RawEngine) -> None:
+        if engine.stream is not None and not engine.stream.is_cut:
+            movers = list(engine.movers.values())
+            self.loop.outside(RELEASED_S, self._check_released, movers, self.daemon, self.jumps)
         engine.lose_stream()
+
+    def _check_released(self, movers: list[SimMover], daemon: SimDaemon, jumps: int) -> None:
+        """The session of these is long over, whatever hung (I5)."""
+        if daemon is self.daemon and jumps == self.jumps and not self.hazards.is_dead:
+            late = [mover.mover for mover in movers if mover.is_alive]
+            assert not late, f"movers {late} outlive their session (I5)"
 
     def _mover_dies(self, engine: RawEngine) -> None:
         if engine.movers:
@@ -401,6 +420,7 @@ class World:
         self.hazards.short.clear()
 
     def _clock_jumps(self, _engine: RawEngine) -> None:
+        self.jumps += 1
         self.loop.jump(self.random.choice([0.5, 2.0, 30.0, 100.0]))
         for each in self.engines:
             each.found.clear()
@@ -438,6 +458,10 @@ class World:
         waiting = list(self.engines)
         end = self.loop.now + SERVED_S
         while waiting and self.loop.now < end:
+            for engine in self.engines:
+                if engine not in waiting:
+                    engine.look()
+                    engine.press()
             for engine in list(waiting):
                 if engine.daemon is not self.daemon:
                     engine.connect(self.daemon)
@@ -490,9 +514,9 @@ _MISCHIEF: list[tuple[str, int]] = [
     ("power_goes", 2),
     ("killed", 1),
     ("epoch_changes", 3),
-    ("clear", 2),
+    ("clear", 4),
     ("quota", 2),
-    ("shortage", 2),
+    ("shortage", 4),
     ("plenty", 3),
     ("clock_jumps", 2),
     ("bytes_rot", 3),
