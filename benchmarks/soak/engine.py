@@ -79,8 +79,10 @@ class SoakEngine(SmallEngine):
             self.wrong_blocks += len(self.wrong(table[:found], hashes[:found]))
         else:
             self.scheduler.update_state_after_alloc(name, [table], 0)
-        self.compute(table[found:], hashes[found:])
-        self.step(ScheduledRequest(name, [table], len(table) * TOKENS))
+        self.step(
+            ScheduledRequest(name, [table], len(table) * TOKENS),
+            overwrite=lambda: self.compute(table[found:], hashes[found:]),
+        )
         self.scheduler.request_finished(name, [table])
         self.step_until_idle()
         self.requests += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,14 +153,24 @@ class SmallEngine:
     # -- steps ------------------------------------------------------------------------------
 
     def step(
-        self, *scheduled: ScheduledRequest, preempted: Sequence[str] = (), hold: bool = False
+        self,
+        *scheduled: ScheduledRequest,
+        preempted: Sequence[str] = (),
+        hold: bool = False,
+        overwrite: Callable[[], None] | None = None,
     ) -> tuple[StepPlan, StepOutcome]:
-        """One step. `hold`: the workers don't hear of its jobs before `ready`."""
+        """One step. `hold`: the workers don't hear of its jobs before `ready`.
+
+        `overwrite` is what the step does to its blocks. A store of an earlier step may still read
+        them, so it comes once what the plan flushes has ended; with `hold` that is the test's care.
+        """
         plan = self.scheduler.build_step(scheduled, preempted)
         if hold:
             self._held.append(plan)
+            if overwrite is not None:
+                overwrite()
         else:
-            self._work(plan)
+            self._work(plan, overwrite)
         outcome = self.scheduler.update_from_workers(
             [rank.worker.get_finished() for rank in self.ranks]
         )
@@ -176,9 +186,13 @@ class SmallEngine:
         for plan in held:
             self._work(plan)
 
-    def _work(self, plan: StepPlan) -> None:
+    def _work(self, plan: StepPlan, overwrite: Callable[[], None] | None = None) -> None:
         for rank in self.ranks:
-            rank.worker.start_step(plan)
+            rank.worker.flush_step(plan)
+        if overwrite is not None:
+            overwrite()
+        for rank in self.ranks:
+            rank.worker.start_loads(plan)
             rank.worker.finish_step(plan)
 
     def step_until_idle(self) -> None:
@@ -226,18 +240,22 @@ class SmallEngine:
         hashes = self.arrive(request_id, prompt, count)
         table = self.table(count, first_block)
         self.scheduler.update_state_after_alloc(request_id, [table], 0)
-        self.compute(table, self.contents(hashes))
-        self.step(ScheduledRequest(request_id, [table], len(table) * TOKENS), hold=hold)
+        scheduled = ScheduledRequest(request_id, [table], len(table) * TOKENS)
+        contents = self.contents(hashes)
+        self.step(scheduled, hold=hold, overwrite=lambda: self.compute(table, contents))
         return table
 
     def start_load(
         self, request_id: str, tokens: int, table: Sequence[int], hold: bool = False
     ) -> None:
         """Submit the load of so many tokens that were found, into wiped blocks of the table."""
-        for rank in self.ranks:
-            rank.kv.wipe(table[0], tokens // TOKENS)
+
+        def wipe() -> None:
+            for rank in self.ranks:
+                rank.kv.wipe(table[0], tokens // TOKENS)
+
         self.scheduler.update_state_after_alloc(request_id, [table], tokens)
-        self.step(hold=hold)
+        self.step(hold=hold, overwrite=wipe)
 
     def store(self, request_id: str, prompt: str, count: int, first_block: int = 0) -> None:
         """Compute a prompt, let it be stored, finish it."""

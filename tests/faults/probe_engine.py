@@ -277,8 +277,10 @@ class ProbeEngine:
         if found:
             engine.step_until_loaded(request)
         loaded = found // TOKENS
-        engine.compute(table[loaded:], engine.contents(hashes[loaded:]))
-        engine.step(ScheduledRequest(request, [table], count * TOKENS))
+        engine.step(
+            ScheduledRequest(request, [table], count * TOKENS),
+            overwrite=lambda: engine.compute(table[loaded:], engine.contents(hashes[loaded:])),
+        )
         engine.scheduler.request_finished(request, [table])
         engine.step_until_idle()
         # The answer to a lookup comes behind the step that it followed.
