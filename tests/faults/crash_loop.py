@@ -236,6 +236,12 @@ class CrashLoop:
             for prompt, answer in found.items():
                 keys = [key.hex() for key in block_hashes(prompt, MOST)]
                 due = next((n for n, key in enumerate(keys) if key not in stored), MOST)
+                if answer["wrong"]:  # stored wrong, or loaded wrong: others would see it, too
+                    answer["again"] = [
+                        (each.name, self._probe(each).ask("load", prefix=prompt, count=MOST))
+                        for each in self.engines
+                        if each.model == model
+                    ]
                 assert answer["wrong"] == [], (engine.name, prompt, answer)
                 assert answer["loaded"] == answer["found"], (engine.name, prompt, answer)
                 if answer["found"] < due:
