@@ -131,3 +131,21 @@ def test_copy_that_is_slow_but_ends_before_its_deadline_counts(scene: Scene, eng
     assert scene.movers_of(engine) == [mover]
     page, call = engine.hits(prefix, COUNT)
     assert page == call == engine.load(prefix, COUNT) > 0
+
+
+def test_blocks_that_a_stuck_store_reads_are_used_again_and_no_byte_is_wrong(scene: Scene) -> None:
+    """The store ends before they are overwritten, or is given up: it takes nothing of after."""
+    engine, other = scene.engines("one", "two", block_bytes=BLOCK, num_blocks=400)
+    assert engine.store("old", 8) == 8
+    [mover] = scene.movers_of(engine)
+    stuck = scene.pin_mid_store(engine, mover, COUNT, BLOCK)
+    engine.order("store", prefix="after", count=COUNT)
+    assert not engine.has_answered(0.3), "nothing is stuck"
+    thaw(mover)
+    engine.answer()
+    for prefix in (stuck, "after", "old"):
+        answer = other.ask("load", prefix=prefix, count=COUNT)
+        wrong = len(answer["wrong"])
+        assert not wrong, f"{wrong} wrong blocks of {prefix}"
+    assert other.load("old", 8) == 8
+    assert other.load(stuck, COUNT) == COUNT
