@@ -3,9 +3,10 @@
  * end, the tables of tags that clients read.
  *
  * Without any library but the system's and without Python: kvd/native loads it by ctypes, which
- * lets go of the interpreter's lock. Stretches of memory are copied LANES at a time, a few cache lines of each in
- * turn: more pages are then open at once, and one processor gets more of the memory's speed than
- * by one large memcpy. What is written goes past the cache, for nobody here reads it again.
+ * lets go of the interpreter's lock. Stretches of memory are copied LANES at a time, a few cache
+ * lines of each in turn: more pages are then open at once, and one processor gets more of the
+ * memory's speed than by one large memcpy. What is written goes past the cache, for nobody here
+ * reads it again.
  *
  * The checksum is the one of kvd/mover/checksums.py: every word times a key of its place in its
  * line, each line's sum times a key of the line, all added up modulo 2^64. So what each stretch
@@ -406,7 +407,8 @@ struct turns {
   uint8_t *free[MOST_MOVERS];
 };
 
-/* `staged`: by way of stages, as far as there are some free. `sums`: a part's each. `wanted`, of a write: what a part's sum must be; 0: nothing is known. */
+/* `staged`: by way of stages, as far as there are some free. `sums`: a part's each. `wanted`, of a
+ * write: what a part's sum must be; 0: nothing is known. */
 struct move {
   const struct iovec *parts;
   uint64_t *sums;
