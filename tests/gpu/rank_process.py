@@ -141,8 +141,11 @@ class RankProcess(Exporter):
         """Launch on a stream of its own what writes these bytes, and don't wait for it."""
         self._ask("compute_later", address, content.hex())
 
-    def start_step(self, plan: StepPlan) -> None:
-        self._ask("start_step", [list(getattr(plan, name)) for name in PLAN_FIELDS])
+    def flush_step(self, plan: StepPlan) -> None:
+        self._ask("flush_step", [list(getattr(plan, name)) for name in PLAN_FIELDS])
+
+    def start_loads(self, plan: StepPlan) -> None:
+        self._ask("start_loads", [list(getattr(plan, name)) for name in PLAN_FIELDS])
 
     def finish_step(self, plan: StepPlan) -> None:
         """Its stores wait for what `compute_later` launched."""
@@ -254,8 +257,11 @@ class RankCommands(Commands):
             "cuMemcpyHtoDAsync_v2", ctypes.c_ulonglong(address), pinned, nbytes, stream
         )
 
-    def start_step(self, plan: list[list[int]]) -> None:
-        self.worker.start_step(StepPlan(*map(tuple, plan)))
+    def flush_step(self, plan: list[list[int]]) -> None:
+        self.worker.flush_step(StepPlan(*map(tuple, plan)))
+
+    def start_loads(self, plan: list[list[int]]) -> None:
+        self.worker.start_loads(StepPlan(*map(tuple, plan)))
 
     def finish_step(self, plan: list[list[int]]) -> None:
         wait = None if self._stream is None else stream_end(self._stream)
