@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import os
 import shutil
 import tempfile
 from collections.abc import Container
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -154,8 +155,16 @@ class World:
         finally:
             kvd_log.removeHandler(watched)
             kvd_log.setLevel(level)
+            self._close_registries()
             shutil.rmtree(self.directory)
         return self
+
+    def _close_registries(self) -> None:
+        """As the system does it for a daemon that dies in its start: nobody else has them then."""
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):
+                if str(link.readlink()).startswith(f"{self.directory}/registry"):
+                    os.close(int(link.name))
 
     def _live_and_settle(self) -> None:
         try:
