@@ -511,6 +511,18 @@ static struct work work_of(const struct move *move, uint64_t *sum) {
   return work;
 }
 
+/* Copy bytes of part `n`, from `done` on, from or to where they are staged, and sum them up. */
+static int copy_staged(const struct move *move, uint64_t n, uint64_t done, uint64_t bytes,
+                       uint8_t *staged, uint64_t kind, int level) {
+  struct work work = work_of(move, move->sums + n);
+  struct row row = {(uint8_t *)move->parts[n].iov_base + done, bytes, bytes, bytes, 0};
+  struct block block = {staged, bytes, 0, 0, done, 0};
+  work.kind = kind;
+  work.rows = &row, work.row_count = 1;
+  work.blocks = &block, work.block_count = 1;
+  return kvd_run(&work, level) != 0;
+}
+
 /* Read a run by way of the stage. It stays in the processor's cache and lies in large pages, which
  * a disk fills sooner than it fills parts of small pages anywhere in memory; and a part's bytes are
  * summed up while they are copied to it. */
@@ -519,7 +531,6 @@ static uint64_t read_staged(const struct move *move, const struct run *run, int 
   uint64_t offset = run->offset, left = 0, staged = 0, used = 0;
   for (uint64_t n = run->first; n < run->first + run->count; n++) left += move->parts[n].iov_len;
   for (uint64_t n = run->first; n < run->first + run->count; n++) {
-    uint8_t *memory = move->parts[n].iov_base;
     uint64_t room = move->parts[n].iov_len, bytes;
     for (uint64_t done = 0; done < room; done += bytes, used += bytes) {
       if (used == staged) {
@@ -530,13 +541,7 @@ static uint64_t read_staged(const struct move *move, const struct run *run, int 
         offset += staged, left -= staged;
       }
       bytes = staged - used < room - done ? staged - used : room - done;
-      struct work work = work_of(move, move->sums + n);
-      struct row row = {memory + done, bytes, bytes, bytes, 0};
-      struct block block = {stage + used, bytes, 0, 0, done, 0};
-      work.kind = LOAD;
-      work.rows = &row, work.row_count = 1;
-      work.blocks = &block, work.block_count = 1;
-      if (kvd_run(&work, level)) return EINVAL;
+      if (copy_staged(move, n, done, bytes, stage + used, LOAD, level)) return EINVAL;
     }
   }
   return 0;
@@ -547,7 +552,6 @@ static uint64_t write_staged(const struct move *move, const struct run *run, int
                              uint8_t *stage) {
   uint64_t offset = run->offset, staged = 0;
   for (uint64_t n = run->first; n < run->first + run->count; n++) {
-    uint8_t *memory = move->parts[n].iov_base;
     uint64_t room = move->parts[n].iov_len, bytes;
     for (uint64_t done = 0; done < room; done += bytes) {
       if (staged == STAGE_BYTES) {
@@ -557,13 +561,7 @@ static uint64_t write_staged(const struct move *move, const struct run *run, int
         offset += staged, staged = 0;
       }
       bytes = STAGE_BYTES - staged < room - done ? STAGE_BYTES - staged : room - done;
-      struct work work = work_of(move, move->sums + n);
-      struct row row = {memory + done, bytes, bytes, bytes, 0};
-      struct block block = {stage + staged, bytes, 0, 0, done, 0};
-      work.kind = STORE;
-      work.rows = &row, work.row_count = 1;
-      work.blocks = &block, work.block_count = 1;
-      if (kvd_run(&work, level)) return EINVAL;
+      if (copy_staged(move, n, done, bytes, stage + staged, STORE, level)) return EINVAL;
       staged += bytes;
     }
     if (move->wanted && move->wanted[n] && move->wanted[n] != move->sums[n]) return EBADMSG;
