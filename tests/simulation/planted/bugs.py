@@ -1,11 +1,12 @@
 """Bugs to be planted: a piece of a module's source, and what stands there instead.
 
-`issue` marks those that kvd had once, as the change log and decisions tell them.
+`was_ours` marks those that kvd had once, as the change log and decisions tell them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,13 @@ class Bug:
         return {"runtime": "driver"}.get(room, "client" if room == "page" else room)
 
 
-def _core(name: str, module: str, before: str, after: str, *, was_ours: bool = False) -> Bug:
-    return Bug(name, f"kvd.core.{module}", before, after, was_ours)
+def _bug(
+    room: str, name: str, module: str, before: str, after: str, *, was_ours: bool = False
+) -> Bug:
+    return Bug(name, f"{room}.{module}", before, after, was_ours)
 
+
+_core = partial(_bug, "kvd.core")
 
 CORE = (
     _core(
@@ -261,9 +266,7 @@ CORE = (
 )
 
 
-def _driver(name: str, module: str, before: str, after: str, *, was_ours: bool = False) -> Bug:
-    return Bug(name, f"kvd.runtime.{module}", before, after, was_ours)
-
+_driver = partial(_bug, "kvd.runtime")
 
 DRIVER = (
     _driver(
@@ -347,9 +350,7 @@ DRIVER = (
 )
 
 
-def _pool(name: str, module: str, before: str, after: str, *, was_ours: bool = False) -> Bug:
-    return Bug(name, f"kvd.pool.{module}", before, after, was_ours)
-
+_pool = partial(_bug, "kvd.pool")
 
 POOL = (
     _pool(

@@ -87,11 +87,5 @@ class HiCacheOptions:
     def batch_options(self) -> BatchOptions:
         """What moves batches takes of these."""
         return BatchOptions(
-            lookup_deadline_s=self.lookup_deadline_s,
-            retry_deadline_s=self.retry_deadline_s,
-            pending_deadline_s=self.pending_deadline_s,
-            load_deadline_s=self.load_deadline_s,
-            store_deadline_s=self.store_deadline_s,
-            lease_s=self.lease_s,
-            silent_after_s=self.silent_after_s,
+            **{each.name: getattr(self, each.name) for each in fields(BatchOptions)}
         )
