@@ -50,6 +50,10 @@ ENV PATH=/opt/kvd/bin:$PATH \
 USER 10001:10001
 EXPOSE 9470
 STOPSIGNAL SIGTERM
+# Whether the daemon answers at its socket: KVD_SOCKET, else that of /etc/kvd/kvd.toml, else the default.
+# Touching a large pool takes its time at the first start.
+HEALTHCHECK --interval=30s --timeout=10s --start-period=5m --retries=3 \
+  CMD ["kvd", "status", "--timeout", "5"]
 # No init is needed: control starts only movers, which are its children and which it reaps.
 ENTRYPOINT ["kvd"]
 CMD ["serve"]

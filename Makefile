@@ -2,8 +2,8 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-vllm lint type sim planted fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
-  gpu-check cluster-up cluster-down clean
+.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-sglang conformance-vllm lint type sim planted fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
+  gpu-check cluster-up cluster-down release clean
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
@@ -47,6 +47,11 @@ conformance-vllm: ## vLLM's own tests, with the daemon in the place of vLLM's ca
 	@.ci/venv
 	@.ci/venv vllm; made=$$?; [ $$made = 3 ] && exit 0; [ $$made = 0 ] && \
 	  $(BIN)/python -m tests.vllm_conformance $(ARGS)
+
+conformance-sglang: ## SGLang's own tests and test kits, with kvd as its storage backend, on the CPU
+	@.ci/venv dev demo
+	@.ci/venv sglang; made=$$?; [ $$made = 3 ] && exit 0; [ $$made = 0 ] && \
+	  .venv-sglang/bin/python -m tests.sglang.conformance $(ARGS)
 
 lint: ## Format, lint, import directions, protocol
 	@.ci/venv dev
@@ -115,6 +120,10 @@ cluster-up: ## Start a Mooncake Store on the loopback (ARGS='--megabytes 4096 --
 cluster-down: ## End it
 	@.ci/venv tiers
 	@$(BIN)/python -m examples.cluster down
+
+release: ## Wheels, sdists and the chart into dist/, each installed and tried (docs/releasing.md)
+	@.ci/venv dev charts
+	@.ci/release
 
 clean: ## Remove what builds and tests made (the environments stay)
 	rm -rf build dist client/dist .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis \

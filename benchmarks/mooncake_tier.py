@@ -4,7 +4,8 @@ Both move the same bytes between the same registered memory, shared as the pool'
 node on the loopback, in batches of 32 MiB, by two callers. The client's are the library's own batch
 calls, a block each, by threads that wait for them as the library does: over the same slots, and for
 comparison over one warm buffer a caller, which no cache has. The store also asks what is there,
-takes a checksum of every block that it writes, and verifies every one that it reads. The sides take
+takes a checksum of every block that it writes, and verifies every one that it reads; `x no sums` is
+what it does beside itself without checksums, to tell what share they are. The sides take
 turns, another first each time. All of it, the node too, shares this machine's processors: the
 ratio counts, not the speed.
 """
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
+from benchmarks.no_sums import no_sums
 from examples.cluster.mooncake import MooncakeCluster, free_port
 from kvd.tiers.mooncake.client import MooncakeClient
 from kvd.tiers.mooncake.options import MooncakeOptions
@@ -39,7 +41,7 @@ SIZES_KIB = (64, 256, 2048)
 CALLERS = 2
 BATCH_BYTES = 32 * MIB
 BAR = 0.9
-SCOPE = b"benchmark".ljust(32)
+SCOPE, UNPROVED = b"benchmark".ljust(32), b"no sums".ljust(32)
 
 
 class Memory:
@@ -77,6 +79,17 @@ class Sides:
         """MB/s of all that the last pass wrote."""
         return self._pass(functools.partial(self._stored, self._store.read))
 
+    def writes_without_sums(self) -> float:
+        """As `store_writes`, of other blocks."""
+        self._store.delete_scopes([UNPROVED], time.monotonic() + 60)
+        with no_sums():
+            return self._pass(functools.partial(self._stored, self._store.write, scope=UNPROVED))
+
+    def reads_without_sums(self) -> float:
+        """As `store_reads`, of those."""
+        with no_sums():
+            return self._pass(functools.partial(self._stored, self._store.read, scope=UNPROVED))
+
     def client_puts(self) -> float:
         """As `store_writes`."""
         return self._puts(self._plain)
@@ -105,10 +118,10 @@ class Sides:
     def close(self) -> None:
         self._store.close()
 
-    def _stored(self, call: Callable[..., list[Outcome]], batch: int) -> None:
+    def _stored(self, call: Callable[..., list[Outcome]], batch: int, scope: bytes = SCOPE) -> None:
         size, view = self._size, self._slots.view
         blocks = [
-            TierBlock(TierKey(SCOPE, b"%32d" % at), (view[at * size : (at + 1) * size],))
+            TierBlock(TierKey(scope, b"%32d" % at), (view[at * size : (at + 1) * size],))
             for at in range(batch * self._per_batch, (batch + 1) * self._per_batch)
         ]
         outcomes = set(call(blocks, time.monotonic() + 60))
@@ -146,18 +159,21 @@ def beside_client(master: str, block_bytes: int, total: int, pairs: int) -> list
     sides.store_writes()  # the node's memory is touched, and what is read is there
     sides.client_puts()
     rows = []
-    for kind, ours, theirs in (
-        ("write", sides.store_writes, sides.client_puts),
-        ("read", sides.store_reads, sides.client_gets),
-    ):
-        warmly = sides.warm_puts if kind == "write" else sides.warm_gets
-        calls = [ours, theirs, warmly]
-        speeds: list[list[float]] = [[], [], []]
+    for kind, calls in {
+        "write": [
+            sides.store_writes,
+            sides.client_puts,
+            sides.warm_puts,
+            sides.writes_without_sums,
+        ],
+        "read": [sides.store_reads, sides.client_gets, sides.warm_gets, sides.reads_without_sums],
+    }.items():
+        speeds: list[list[float]] = [[] for _ in calls]
         for pair in range(pairs):
             for at in range(len(calls)):
                 side = (at + pair) % len(calls)
                 speeds[side].append(calls[side]())
-        store, slots, warm = speeds
+        store, slots, warm, unproved = speeds
         rows.append(
             {
                 "block_kib": block_bytes // KIB,
@@ -166,6 +182,7 @@ def beside_client(master: str, block_bytes: int, total: int, pairs: int) -> list
                 "client MB/s": report.Spread.of(slots),
                 "x client": report.ratios(store, slots),
                 "x client, warm": report.ratios(store, warm),
+                "x no sums": report.ratios(store, unproved),
             }
         )
     sides.close()

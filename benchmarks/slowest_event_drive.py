@@ -12,7 +12,12 @@ from kvd.pool import PoolError
 from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
 from kvd.runtime.event_log import ChangeFilter, resident_changes
 from kvd.runtime.row_teller import ROWS_TOLD_AT_ONCE
-from kvd_proto.limits import MAX_GROUPS, MAX_JOBS_IN_FLIGHT, MAX_KEYS_PER_MESSAGE
+from kvd_proto.limits import (
+    MAX_GROUPS,
+    MAX_JOBS_IN_FLIGHT,
+    MAX_KEYS_PER_MESSAGE,
+    MAX_REQUESTS_TOLD,
+)
 
 MAIN = "main"  # the namespace of most blocks, and its tenant
 LAST = MAX_KEYS_PER_MESSAGE  # blocks that one account stored last
@@ -87,6 +92,11 @@ def drive_verbs(rig: Rig, sessions: list[keys.SessionId]) -> None:
     missing = events.Query(context, 0, rig.fresh_keys(piece), events.LeaseMode.PREFIX)
     rig.call(events.LookupRequested(main, (missing,)), f"{piece} misses")
     rig.call(events.Touched(main, context, 0, held), f"{piece} keys")
+    missed = events.MissedBlock(0, 1, held.words[:1], 0)
+    told = events.ToldRequest(context.request, "last", 100, 0, 0, missed)
+    rig.call(
+        events.RequestsTold(main, (told,) * MAX_REQUESTS_TOLD), f"{MAX_REQUESTS_TOLD} requests"
+    )
     rig.call(events.HandOffRequested(main, context, 0, held, 10**9), f"{piece} keys")
     rig.call(events.RequestsEnded(main, (context.request,)))
     rig.call(events.StepEnded(main))

@@ -5,7 +5,8 @@ servers of a cluster on loopback. The client does it by its batches: SET from me
 memory, first all blocks in one batch, then in batches of a megabyte from as many threads, each with
 a client of its own, as the store has. It does so over the same slots, and for comparison over one
 warm buffer a batch, which no cache has. The store does more: it asks whether a block is there, and
-takes and verifies every checksum. The sides take turns, another first each time; the servers are
+takes and verifies every checksum. `no sums` is the store without checksums, to tell what share that
+is: `x no sums` is what it costs. The sides take turns, another first each time; the servers are
 emptied before each pass of writing. The second table has the processor time of client and servers
 together, which a busy machine changes little.
 """
@@ -36,6 +37,7 @@ from glide_sync import (
 )
 
 from benchmarks import report
+from benchmarks.no_sums import no_sums
 from benchmarks.tier_neighbour import processor_seconds
 from kvd.tiers.store import Outcome, TierBlock, TierKey
 from kvd.tiers.valkey.store import ValkeyStore
@@ -132,8 +134,13 @@ def beside_own(cluster: ValkeyCluster, block_bytes: int, pairs: int) -> list[dic
     def all_done(call: Callable[[Sequence[TierBlock], float], list[Outcome]]) -> None:
         assert set(call(blocks, deadline)) == {Outcome.DONE}
 
+    def without_sums(call: Callable[[Sequence[TierBlock], float], list[Outcome]]) -> None:
+        with no_sums():
+            all_done(call)
+
     sides: dict[str, tuple[Call, Call]] = {
         "store": (lambda: all_done(store.write), lambda: all_done(store.read)),
+        "no sums": (lambda: without_sums(store.write), lambda: without_sums(store.read)),
         "one batch": (own.write_once, own.read_once),
         "threads": (own.write_threads, own.read_threads),
         "one batch, warm": (warm.write_once, warm.read_once),

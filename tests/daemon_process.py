@@ -40,6 +40,16 @@ class DaemonProcess:
 
     def start(self) -> None:
         """Start over the pool as it is; returns once the socket takes connections."""
+        self.launch()
+        deadline = time.monotonic() + START_SECONDS
+        while not self._answers():
+            assert self._process is not None
+            assert self._process.poll() is None, self._story("ended at its start")
+            assert time.monotonic() < deadline, self._story(f"no answer in {START_SECONDS} s")
+            time.sleep(0.02)
+
+    def launch(self) -> None:
+        """Begin to start."""
         settings = {
             "socket": self.socket,
             "pool-directory": self.pool,
@@ -58,11 +68,6 @@ class DaemonProcess:
                 stderr=log,
                 start_new_session=self.own_session,
             )
-        deadline = time.monotonic() + START_SECONDS
-        while not self._answers():
-            assert self._process.poll() is None, self._story("ended at its start")
-            assert time.monotonic() < deadline, self._story(f"no answer in {START_SECONDS} s")
-            time.sleep(0.02)
 
     def _story(self, what: str) -> str:
         """What a test that fails here should know: whether it hangs, starves or has ended."""

@@ -32,8 +32,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
 
 from tests.daemon_process import DaemonProcess  # noqa: E402
+from tests.daemons import DAEMON_PYTHON  # noqa: E402
 from tests.sglang import rig  # noqa: E402
-from tests.sglang.conftest import DAEMON_PYTHON  # noqa: E402
 
 PAGES = 128
 MIB = 1 << 20

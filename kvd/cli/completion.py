@@ -11,7 +11,7 @@ from kvd.cli.exits import Failure
 @click.command("completion")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def command(shell: str) -> int:
-    """Print what has a shell complete kvd's words.
+    """Print a shell's script that completes kvd's words.
 
     For bash, add this to ~/.bashrc: eval "$(kvd completion bash)"
     """

@@ -26,7 +26,7 @@ from kvd_proto.v1 import operator_pb2 as pb
 )
 @daemon_options
 def command(**flags: Any) -> int:
-    """Take no more sessions, ranks and stores, and wait for the copies under way.
+    """Accept no more sessions, ranks and stores, and wait for the copies under way.
 
     /readyz fails from then on, until `kvd undrain` or a restart. Exits with 3 where jobs are left.
     """

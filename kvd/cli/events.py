@@ -11,6 +11,7 @@ import click
 
 from kvd.cli.calls import linked
 from kvd.cli.options import json_option, socket_options, timeout_option
+from kvd.cli.printing import show_lines
 from kvd_proto.v1 import events_pb2 as pb
 from kvd_proto.v1 import events_pb2_grpc, operator_pb2
 
@@ -46,7 +47,7 @@ def command(**flags: Any) -> int:
         try:
             for message in stream:
                 for line in lines(message, as_json=given.json):
-                    click.echo(line)
+                    show_lines([line])
                     shown += 1
                     if shown == given.count:
                         return 0

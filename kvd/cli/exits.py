@@ -6,6 +6,8 @@ from typing import IO, Any
 
 import click
 
+from kvd.observability.printable import printable_lines
+
 EXIT_FAILED = 1  # nobody answers, it can't start, or the asked said no
 EXIT_MISUSED = 2  # flags, variables or the configuration file
 EXIT_FOUND = 3  # it did what was asked, and what it found is bad
@@ -22,4 +24,4 @@ class Failure(click.ClickException):
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print it as every error of kvd is printed."""
-        click.echo(f"kvd: {self.format_message()}", file=file, err=file is None)
+        click.echo(f"kvd: {printable_lines(self.format_message())}", file=file, err=file is None)

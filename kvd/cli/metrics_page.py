@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import kvd
+from kvd.core.keys import TenantId
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.reuse import SCALES, ReuseCurve
 from kvd.core.model.tiers import TierCounters
 from kvd.core.upkeep.statistics import Statistics, TierFigures
 from kvd.observability.metrics import Metrics
+from kvd.runtime.told_lookups import ToldLookups
 
 PAGE = "metrics.md"
 _BESIDE = ("_bucket", "_count", "_sum", "_created")
@@ -37,9 +39,12 @@ def described() -> list[Described]:
     machine = Machine(MachineConfig(extents=4, extent_bytes=_EXTENT, tag_secret=bytes(16)))
     metrics.watch(lambda: _with_all(machine.statistics()))
     metrics.watch_ranks(lambda: ())
-    metrics.watch_lookups(lambda: ())
+    told = ToldLookups(lambda _: True)
+    told.add_unserved(TenantId("default"), 1.0)
+    metrics.watch_lookups(told)
     metrics.watch_registry(lambda: 0)
     metrics.tell_checksums(are_kept=True)
+    machine.state.counters.hinted["retain", "followed"] = 1
     metrics.call_ended("Status", "OK", 0.001)
     metrics.refused("REASON")
     return sorted(_read(metrics), key=lambda each: each.name)

@@ -9,7 +9,7 @@ import click
 
 from kvd.cli.calls import Link, linked
 from kvd.cli.options import daemon_options
-from kvd.cli.printing import show_json
+from kvd.cli.printing import show_json, show_lines
 from kvd.cli.status import as_json, namespace_lines
 from kvd_proto.v1 import operator_pb2 as pb
 
@@ -28,7 +28,7 @@ def command(**flags: Any) -> int:
     if given.json:
         show_json({"namespaces": as_json(status)["namespaces"]})
     else:
-        click.echo("\n".join(namespace_lines(status)))
+        show_lines(namespace_lines(status))
     return 0
 
 

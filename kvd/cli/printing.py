@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import click
+
+from kvd.observability.printable import printable
 
 
 def show_json(value: object) -> None:
@@ -13,12 +15,17 @@ def show_json(value: object) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+def show_lines(lines: Iterable[str]) -> None:
+    """Lines on stdout, whatever a client put into its names."""
+    click.echo("\n".join(map(printable, lines)))
+
+
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]], otherwise: str) -> Iterator[str]:
     """Lines in columns, or what is said where there is no row."""
     if not rows:
         yield otherwise
         return
-    cells = [list(heads), *([str(cell) for cell in row] for row in rows)]
+    cells = [list(heads), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
     for row in cells:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

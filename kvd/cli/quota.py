@@ -9,7 +9,7 @@ import click
 
 from kvd.cli.calls import Link, linked
 from kvd.cli.options import daemon_options
-from kvd.cli.printing import show_json, size, table
+from kvd.cli.printing import show_json, show_lines, size, table
 from kvd.config.values import parse_size
 from kvd_proto.v1 import operator_pb2 as pb
 
@@ -74,4 +74,4 @@ def _show(status: pb.StatusResponse, *, as_json: bool) -> None:
         (t.tenant, size(t.bytes_used), size(t.quota_bytes) if t.quota_bytes else "none")
         for t in status.tenants
     ]
-    click.echo("\n".join(table(("TENANT", "USED", "QUOTA"), rows, "no tenants yet")))
+    show_lines(table(("TENANT", "USED", "QUOTA"), rows, "no tenants yet"))

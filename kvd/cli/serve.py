@@ -35,7 +35,7 @@ from kvd.linux import signals
 from kvd.linux.calls import ask_for_short_slices
 from kvd.linux.own_directory import NotTrustedError
 from kvd.mover.checksum_cost import why_checksums_cost
-from kvd.observability import logs, metrics
+from kvd.observability import logs, metrics, status_page
 from kvd.observability.floods import Floods
 from kvd.pool.config import COMFORTABLE_EXTENTS, Checksums, PoolConfig, PoolError
 from kvd.pool.header import NO_POOL
@@ -58,6 +58,10 @@ PROGRESS_SECONDS = 1.0
 START_EXTENSION_US = 30_000_000
 
 
+class _ToldToStop(Exception):
+    """A signal came before the pool was there."""
+
+
 class Daemon:
     """One daemon's life."""
 
@@ -66,6 +70,7 @@ class Daemon:
         self._floods = floods
         self.state = "starting"
         self.metrics = metrics.Metrics(kvd.__version__)
+        self._status_page = status_page.StatusPage(kvd.__version__)
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -86,15 +91,19 @@ class Daemon:
         for path in (self.config.socket, self.config.companion_socket):
             require_bindable(path)
         async with contextlib.AsyncExitStack() as stack:
-            http = HttpServer(self._pages())
+            http = HttpServer(self._pages(), status_page.HEADERS)
             if self.config.http_port:
                 await http.listen(self.config.http_address, self.config.http_port)
                 stack.push_async_callback(http.close)
-            pool = await asyncio.to_thread(Pool.open, self._pool_config(), self._prefaulting)
+            try:
+                pool = await asyncio.to_thread(Pool.open, self._pool_config(), self._prefaulting)
+            except _ToldToStop:
+                log.info("told to stop while the pool was made: the next start makes it anew")
+                return 0
             driver = self._driver(pool)
             stack.push_async_callback(driver.close)
             control = self._control_server(driver)
-            self.metrics.watch_lookups(control.rooms.told_lookups.rows)
+            self.metrics.watch_lookups(control.rooms.told_lookups)
             stack.push_async_callback(control.close)
             await control.listen(self._place())
             tasks: list[asyncio.Future[Any]] = [
@@ -103,6 +112,10 @@ class Daemon:
                 asyncio.ensure_future(self._stop.wait()),
                 asyncio.ensure_future(logs.tell_what_was_left_out(self._floods)),
             ]
+            if self.config.http_port and self.config.status_page:
+                sampling = asyncio.ensure_future(self._status_page.keep(self._sources(control)))
+                sampling.add_done_callback(_tell_of_end)
+                tasks.append(sampling)
             settle_memory()
             self._ready(control)
             try:
@@ -271,7 +284,9 @@ class Daemon:
         log.warning("log level is %s now", level)
 
     def _prefaulting(self, done: int, whole: int) -> None:
-        """Called by the pool's threads."""
+        """Called by the pool's threads. _ToldToStop: a large pool takes minutes to make."""
+        if self._stop.is_set():
+            raise _ToldToStop
         now = time.monotonic()
         if now - self._progress_at >= PROGRESS_SECONDS or done == whole:
             self._progress_at = now
@@ -293,7 +308,7 @@ class Daemon:
             self._told_to_reload()
 
     async def _serve(self, tasks: list[asyncio.Future[Any]]) -> None:
-        driving, feeding, stopping, _ = tasks
+        driving, feeding, stopping, *_ = tasks
         await asyncio.wait([driving, stopping], return_when=asyncio.FIRST_COMPLETED)
         if feeding.done() and not feeding.cancelled():
             feeding.result()
@@ -324,11 +339,22 @@ class Daemon:
     # -- pages ------------------------------------------------------------------------------
 
     def _pages(self) -> dict[str, Page]:
-        return {
+        pages: dict[str, Page] = {
             "/metrics": seldom(self._metrics_page),
             "/healthz": self._live_page,
             "/readyz": self._ready_page,
         }
+        if self.config.status_page:
+            pages |= self._status_page.pages()
+        return pages
+
+    def _sources(self, control: ControlServer) -> status_page.Sources:
+        return status_page.Sources(
+            control.driver.machine.statistics,
+            control.rooms.told_lookups.by_tenant,
+            control.driver.fleet.attached.values,
+            lambda: self._ready_page()[2].decode().strip(),
+        )
 
     def _metrics_page(self) -> tuple[int, str, bytes]:
         return 200, metrics.CONTENT_TYPE, self.metrics.exposition()
@@ -393,6 +419,13 @@ def _exit_broken(_error: AssertionError) -> None:
     """A daemon that doubts its own state serves nothing. The story is in the log by now."""
     logging.shutdown()
     os._exit(EXIT_BROKEN_INVARIANT)
+
+
+def _tell_of_end(task: asyncio.Future[Any]) -> None:
+    """What ends a task that nobody waits for is an error of the loop's, and told as such."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        said = {"message": "the status page gets no more figures", "exception": error}
+        task.get_loop().call_exception_handler(said)
 
 
 def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:  # noqa: ARG001

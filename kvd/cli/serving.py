@@ -63,7 +63,7 @@ command = click.Command(
         click.Option(
             ["--check"],
             is_flag=True,
-            help="Look whether the daemon could start here, say what to change, and exit.",
+            help="Check whether the daemon could start here, say what to change, and exit.",
         ),
         *(_option(setting) for setting in SETTINGS),
     ],

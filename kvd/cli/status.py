@@ -12,7 +12,7 @@ from google.protobuf.json_format import MessageToDict
 from kvd.cli import remote
 from kvd.cli.calls import place_of, said_plainly
 from kvd.cli.options import AN_HOUR, Checked, daemon_options
-from kvd.cli.printing import duration, show_json, size, table
+from kvd.cli.printing import duration, show_json, show_lines, size, table
 from kvd.config.values import number, whole_number
 from kvd_client.daemon import greeted
 from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
@@ -53,7 +53,7 @@ def command(**flags: Any) -> int:
     if given.json:
         show_json(as_json(status))
     else:
-        click.echo("\n".join(as_text(status)))
+        show_lines(as_text(status))
     return 0
 
 

@@ -16,7 +16,7 @@ from kvd_proto.v1 import operator_pb2 as pb
 @click.command("undrain")
 @daemon_options
 def command(**flags: Any) -> int:
-    """Take a drain back: sessions, ranks and stores are taken again."""
+    """End a drain: sessions, ranks and stores are accepted again."""
     given = SimpleNamespace(**flags)
     with linked(given, "kvd undrain") as daemon:
         was_draining = daemon.operator.Undrain(pb.UndrainRequest(), **daemon.terms()).was_draining

@@ -12,7 +12,7 @@ import click
 from kvd.cli.calls import place_of, said_plainly
 from kvd.cli.exits import EXIT_FOUND
 from kvd.cli.options import json_option, socket_options, timeout_option
-from kvd.cli.printing import show_json
+from kvd.cli.printing import show_json, show_lines
 from kvd_client.daemon import greeted
 from kvd_proto.v1 import companion_pb2, operator_pb2, operator_pb2_grpc
 
@@ -61,7 +61,7 @@ def command(**flags: Any) -> int:
     if given.json:
         show_json(as_json(report))
     else:
-        click.echo("\n".join(as_text(report)))
+        show_lines(as_text(report))
     return EXIT_BROKEN if report.findings else 0
 
 

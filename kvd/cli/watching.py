@@ -17,6 +17,7 @@ from rich.text import Text
 
 from kvd.cli.printing import duration, show_json, size
 from kvd.cli.status import as_json
+from kvd.observability.printable import printable
 from kvd_proto.v1 import operator_pb2 as pb
 
 SESSIONS_SHOWN = 20  # a terminal has no more room; the rest are counted
@@ -161,7 +162,7 @@ def _sessions(status: pb.StatusResponse) -> Table:
         copiers = sorted({rank.store_copier for rank in session.ranks})
         table.add_row(
             str(session.session_id),
-            Text(session.engine_id),
+            Text(printable(session.engine_id)),
             f"{len(session.ranks)}/{session.world_size}",
             ", ".join(transports) or "-",
             ", ".join(copiers) or "-",

@@ -75,6 +75,7 @@ class Config:
     gpu_staging_bytes: int
     http_address: str
     http_port: int
+    status_page: bool
     log_level: str
     log_format: str
     drain_seconds: float
@@ -255,10 +256,19 @@ SETTINGS: tuple[Setting, ...] = (
         "http_address",
         "127.0.0.1",
         read_address,
-        "address of /metrics, /healthz and /readyz; ::: all of IPv6 and IPv4, 0.0.0.0: all of IPv4",
+        'address of the HTTP pages; "::" is all of IPv6 and IPv4, "0.0.0.0" all of IPv4',
     ),
     Setting(
-        "http_port", 9470, whole_number(0, 65535), "port of /metrics, /healthz and /readyz; 0: none"
+        "http_port",
+        9470,
+        whole_number(0, 65535),
+        "port of /metrics, /status, /healthz and /readyz; 0: none",
+    ),
+    Setting(
+        "status_page",
+        True,
+        read_switch,
+        "serve /status, a page that shows the figures in a browser",
     ),
     Setting(
         "log_level",

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import cast
 
 import numpy as np
 
-from kvd.control import errors
+from kvd.control import errors, hints
 from kvd.control.errors import cut_short
 from kvd.control.namespace import check_string
 from kvd.core import actions as act
@@ -23,12 +24,13 @@ from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.core.model.tiers import Reach, TierTerms
 from kvd.core.spec import NamespaceSpec
 from kvd.runtime.event_log import Change, ChangeKind, Delivery
-from kvd.runtime.told_lookups import LookupFigures
+from kvd.runtime.told_lookups import MAX_COUNTED, LookupFigures
 from kvd.runtime.turns import Pace
 from kvd_proto.limits import (
     MAX_IDS,
     MAX_KEYS_PER_MESSAGE,
     MAX_QUERIES,
+    MAX_REQUESTS_TOLD,
     MAX_RUNS,
     MAX_STRING_BYTES,
     MAX_STRUCT_BYTES,
@@ -107,7 +109,12 @@ def request_context(message: common_pb2.ReqContext) -> ev.RequestContext:
     if message.HasField("kv_transfer_params"):
         params = message.kv_transfer_params.fields
         awaits = "do_remote_prefill" in params and params["do_remote_prefill"].bool_value
-    return ev.RequestContext(RequestId(message.request_id), message.account, tiers, awaits)
+    advice, prefetch = None, False
+    if message.HasField("hints"):
+        advice = hints.advice_of(message.hints)
+        prefetch = hints.wants_prefetch(message.hints)
+    request = RequestId(message.request_id)
+    return ev.RequestContext(request, message.account, tiers, awaits, advice, prefetch)
 
 
 def check_struct(size: int, name: str) -> int:
@@ -170,6 +177,43 @@ def _query(message: pb.Query, spec: NamespaceSpec, budget: KeyBudget) -> ev.Quer
         key_batch(message.run.hashes, spec, budget),
         lease,
         first_block=message.run.first_block,
+    )
+
+
+_GIVEN_UP = {
+    pb.GIVEN_UP_UNSPECIFIED: ev.Unasked.NOT,
+    pb.GIVEN_UP_NO_SESSION: ev.Unasked.NO_SESSION,
+    pb.GIVEN_UP_UNANSWERED: ev.Unasked.UNANSWERED,
+    pb.GIVEN_UP_RETRY: ev.Unasked.RETRY,
+    pb.GIVEN_UP_PENDING: ev.Unasked.PENDING,
+}
+
+
+def told_requests(step: pb.Step, spec: NamespaceSpec) -> tuple[ev.ToldRequest, ...]:
+    """What the step tells of single requests; those that can't be meant are passed over."""
+    told = (_told_request(message, spec) for message in islice(step.requests, MAX_REQUESTS_TOLD))
+    return tuple(each for each in told if each is not None)
+
+
+def _told_request(message: pb.RequestLookup, spec: NamespaceSpec) -> ev.ToldRequest | None:
+    missed = None
+    if message.HasField("missed"):
+        block = message.missed
+        if block.group >= len(spec.groups) or len(block.hash) != spec.hash_bytes:
+            return None
+        words = KeyBatch.from_bytes(block.hash, spec.hash_bytes).words
+        missed = ev.MissedBlock(block.group, block.block, words, block.status & 3)
+    names = (message.request_id, message.account)
+    if not message.request_id or max(len(n.encode()) for n in names) > MAX_STRING_BYTES:
+        return None
+    return ev.ToldRequest(
+        RequestId(message.request_id),
+        message.account,
+        min(message.prompt_tokens, MAX_COUNTED),
+        min(message.device_tokens, MAX_COUNTED),
+        min(message.found_tokens, MAX_COUNTED),
+        missed,
+        _GIVEN_UP.get(message.given_up, ev.Unasked.NOT),
     )
 
 
@@ -241,7 +285,11 @@ def touch_events(
     context = request_context(message.context)
     return tuple(
         ev.Touched(
-            session, context, group_number(run.group, spec), key_batch(run.hashes, spec, budget)
+            session,
+            context,
+            group_number(run.group, spec),
+            key_batch(run.hashes, spec, budget),
+            run.first_block,
         )
         for run in message.runs
     )

@@ -1,4 +1,4 @@
-"""/metrics, /healthz and /readyz over plain HTTP: all that Prometheus and Kubernetes ask."""
+"""Pages over plain HTTP: what Prometheus, Kubernetes and a person's browser ask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 log = logging.getLogger(__name__)
 
@@ -16,13 +16,14 @@ MAX_REQUEST_BYTES = 8192
 # Beyond them the oldest of the address that has the most gives way: a probe is answered at once,
 # and who says nothing, or takes no answer, is as a rule one of many that do so.
 MAX_CONNECTIONS = 64
-READ_SECONDS = 5.0
+READ_SECONDS = 5.0  # for a request to come, and for its answer to be taken
 SCRAPE_SHARE = 0.05  # of the event loop's time for the pages that take long to make
 EVERY_ADDRESS = "::"
 TEXT = "text/plain; charset=utf-8"
 
 # Gives status, content type and content.
 Page = Callable[[], tuple[int, str, bytes]]
+Headers = tuple[tuple[str, str], ...]
 
 
 def seldom(page: Page, now: Callable[[], float] = time.perf_counter) -> Page:
@@ -71,10 +72,13 @@ _REASONS = {200: "OK", 404: "Not Found", 405: "Method Not Allowed", 503: "Servic
 
 
 class HttpServer:
-    """Serves metrics and health: one request a connection; what can't be read is dropped."""
+    """Serves pages: one request a connection; what can't be read is dropped."""
 
-    def __init__(self, pages: dict[str, Page]) -> None:
+    def __init__(
+        self, pages: dict[str, Page], headers: Mapping[str, Headers] | None = None
+    ) -> None:
         self._pages = pages
+        self._headers = headers or {}  # more of them, by the page's path
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.Task[None], str] = {}  # in the order in which they came
         self.port = 0
@@ -114,10 +118,11 @@ class HttpServer:
         try:
             async with asyncio.timeout(READ_SECONDS):
                 head = await reader.readuntil(b"\r\n\r\n")
+                writer.transport.set_write_buffer_limits(0)  # drained is when all of it was taken
                 writer.write(self._answer(head))
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
-            pass  # whoever sent it gets nothing
+            writer.transport.abort()  # whoever sent it gets nothing, or no more
         except asyncio.CancelledError:
             writer.transport.abort()  # it gave way
         finally:
@@ -134,7 +139,8 @@ class HttpServer:
     def _answer(self, head: bytes) -> bytes:
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
         method, target = (words[0], words[1]) if len(words) == 3 else ("", "")
-        page = self._pages.get(target.partition("?")[0])
+        path = target.partition("?")[0]
+        page = self._pages.get(path)
         if method not in ("GET", "HEAD"):
             status, kind, content = 405, TEXT, b"only GET\n"
         elif page is None:
@@ -146,6 +152,7 @@ class HttpServer:
             f"Content-Type: {kind}",
             f"Content-Length: {len(content)}",
             "Connection: close",
+            *(f"{name}: {value}" for name, value in self._headers.get(path, ())),
             "",
             "",
         )

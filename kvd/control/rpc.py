@@ -97,7 +97,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 with self._counted(context) as user:
                     content = await self._take_in(user, context)
                     async with self._intake.for_message(user, len(content)):
-                        message = await self._read(kind, content, context)
+                        message = await self._read(kind, content, user)
                         del content
                         return await behaviour(message, context)
 
@@ -145,7 +145,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 # Held until the next is asked for: until this one is worked off.
                 async with self._intake.for_message(user, len(content)):
                     try:
-                        request: Any = await self._read(kind, content, context)
+                        request: Any = await self._read(kind, content, user)
                     except KvdError as error:
                         request = wire.unreadable_request(content, error)
                     del content  # the next may be long in coming
@@ -165,12 +165,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
-    async def _read(self, kind: type[Message], content: bytes, context: Context) -> Message:
+    async def _read(self, kind: type[Message], content: bytes, user: int) -> Message:
         """The message in these bytes; a large one is read in pieces."""
         message = kind()
         try:
-            pace = Pace(self._turns, self._user_of(context))
-            await wire.read_in_pieces(message, content, pace)
+            await wire.read_in_pieces(message, content, Pace(self._turns, user))
         except wire.Unreadable as error:
             raise InvalidArgument(
                 f"the bytes are no message of this type: {error}",

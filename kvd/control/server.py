@@ -109,7 +109,9 @@ class ControlServer:
             tenants.user_operates,
         )
         report = StatusReport(driver, self.engines, self.namespaces, self.rooms)
-        self.operator = OperatorServicer(driver, self.peers, tenants, self.namespaces, report)
+        self.operator = OperatorServicer(
+            driver, self.peers, tenants, self.namespaces, report, self.rooms
+        )
         self.operator.drain = self.drain
         self.operator.undrain = self.undrain
         self.tenants = tenants

@@ -214,7 +214,70 @@ class EpochChanged:
     epoch: str
 
 
+# -- what clients tell ------------------------------------------------------------------------
+
+
+class Unasked(enum.Enum):
+    """Why a client computes what the daemon may have."""
+
+    NOT = "it asked, or the index page showed nothing"
+    NO_SESSION = "there was no daemon, or it was silent"
+    UNANSWERED = "its question was not answered in time"
+    RETRY = "its tenant held as many leases as it may, for too long"
+    PENDING = "the blocks were being stored, for too long"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MissedBlock:
+    """The first block of a request that was not found."""
+
+    group: int
+    block: int  # its place in the prompt, in blocks of the group
+    words: U64  # its key, shape [words of a key]
+    status: int  # that the client had for it: as in kvd.v1 Answer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ToldRequest:
+    """What one request looked for and found, as its client says."""
+
+    request: RequestId
+    account: str
+    prompt_tokens: int
+    device_tokens: int  # of those, that the device had
+    found_tokens: int  # of those, loaded
+    missed: MissedBlock | None = None
+    given_up: Unasked = Unasked.NOT
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestsTold:
+    """A client tells what its requests found; it is remembered, and decides nothing."""
+
+    session: SessionId
+    requests: tuple[ToldRequest, ...]
+    engine: str = ""  # its name, for people
+
+
 # -- verbs ------------------------------------------------------------------------------------
+
+
+class Hint(enum.Enum):
+    """What an application advises for a request's blocks: PREFETCH when it names them, the others
+    once it has ended."""
+
+    RETAIN = "retain"  # for a while: it will come back
+    DEMOTE = "demote"  # it will be long: others need host memory more
+    RELEASE = "release"  # it will not come back
+    PREFETCH = "prefetch"  # it comes soon; not in an Advice: see RequestContext
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One hint; `lasting_ns` of what is to be retained."""
+
+    hint: Hint
+    lasting_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +285,16 @@ class RequestContext:
     """What a request-bound verb knows of its request.
 
     `tiers_allowed` numbers tiers as kvd.v1 does; none means all. With `awaits` another node may be
-    about to write its blocks to a tier that nodes share.
+    about to write its blocks to a tier that nodes share. With `prefetch` what tiers hold of the
+    blocks that it touches is brought up.
     """
 
     request: RequestId
     account: str = ""
     tiers_allowed: tuple[int, ...] = ()
     awaits: bool = False
+    advice: Advice | None = None
+    prefetch: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -288,12 +354,16 @@ class LoadRequested:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Touched:
-    """A request has used these blocks without a copy."""
+    """A request has used these blocks without a copy, or is about to: see RequestContext.prefetch.
+
+    `first_block` as in Query.
+    """
 
     session: SessionId
     context: RequestContext
     group: int
     keys: KeyBatch
+    first_block: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -497,6 +567,7 @@ Event = (
     | RankEnding
     | MoverGone
     | EpochChanged
+    | RequestsTold
     | LookupRequested
     | StoreRequested
     | LoadRequested

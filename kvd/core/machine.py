@@ -6,7 +6,7 @@ says which, and answers questions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import assert_never
 
 import numpy as np
@@ -28,7 +28,9 @@ from kvd.core.keys import (
     Slots,
     TenantId,
     TierId,
+    each_once,
 )
+from kvd.core.model.gone import Recalled
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import READY, SlotState
 from kvd.core.model.state import MachineConfig, State
@@ -39,7 +41,7 @@ from kvd.core.policy import POLICY_NAMES
 from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.spec import NamespaceSpec
 from kvd.core.tiers import promotion, residence, search, service, writing
-from kvd.core.upkeep import chores, clear, operator, recovery, session
+from kvd.core.upkeep import chores, clear, misses, operator, recovery, session
 from kvd.core.upkeep.statistics import Statistics, gather
 
 # Looked at in one go for a snapshot: each may be of another account.
@@ -117,6 +119,10 @@ class Machine:
         known = self.state.namespaces.get(namespace)
         return None if known is None else known.spec.tenant
 
+    def epoch_of(self, session: SessionId) -> str:
+        """That an open session is in."""
+        return self.state.require_session(session).epoch
+
     def leases_of(self, session: SessionId, request: RequestId) -> tuple[LeaseId, ...]:
         """Leases that are held for a request of an open session."""
         return tuple(self.state.require_session(session).by_request.get(request, ()))
@@ -140,7 +146,7 @@ class Machine:
 
     def rows_of(self, slots: Slots) -> list[RowId]:
         """The granted rows in which these slots lie."""
-        numbers = np.unique(slots // self.state.slots_per_extent)
+        numbers = each_once(slots // self.state.slots_per_extent)
         return [RowId(number) for number in numbers.tolist()]
 
     def granted_row(self, row: RowId) -> GrantRow:
@@ -199,6 +205,16 @@ class Machine:
             for scope, inside in by_scope(self.state, slots)
         ]
 
+    def explain(self, request: str, may_see: Callable[[TenantId], bool]) -> list[misses.Explained]:
+        """Why requests missed: those whose names begin so, the last first; "": all that did."""
+        return misses.explain(self.state, request, may_see)
+
+    def elsewhere(
+        self, request: Recalled, family: Iterable[NamespaceId]
+    ) -> tuple[misses.Elsewhere, ...]:
+        """Where the block that the request missed lies now, in its namespace or in these."""
+        return misses.elsewhere(self.state, request, family)
+
     def statistics(self) -> Statistics:
         return gather(self.state)
 
@@ -242,6 +258,8 @@ def _apply(turn: Turn, event: ev.Event) -> None:
             session.mover_gone(turn, event)
         case ev.EpochChanged():
             session.epoch_changed(turn, event)
+        case ev.RequestsTold():
+            misses.requests_told(turn, event)
         case (
             ev.TierStarted()
             | ev.TierGone()

@@ -17,7 +17,7 @@ from kvd_proto.v1 import operator_pb2
 log = logging.getLogger(__name__)
 
 # What who only looks may call; all else changes something.
-READING = frozenset({"Status", "ListNamespaces"})
+READING = frozenset({"Status", "ListNamespaces", "Explain"})
 CALL_SECONDS = 30.0  # of a call that names no deadline
 MAX_CALL_SECONDS = 660.0  # a drain may take 600 s
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 from typing import TextIO
 
 from kvd.observability import floods
 from kvd.observability.floods import COUNTED, Floods
+from kvd.observability.printable import printable_lines
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -20,11 +22,27 @@ LEVELS = {
 }
 
 
+# Whom a line is about, as `extra` says: fields of their own in JSON.
+ABOUT = ("user", "tenant", "engine", "session", "namespace", "rank", "mover", "request")
+# What the journal calls a level, by the least level that it is for: syslog(3).
+_PRIORITIES = (
+    (logging.CRITICAL, 2),
+    (logging.ERROR, 3),
+    (logging.WARNING, 4),
+    (logging.INFO, 6),
+    (logging.NOTSET, 7),
+)
+
+
 class TextFormatter(logging.Formatter):
     """2026-01-31T12:00:00.123Z INFO kvd.cli.serve: message"""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """The line; further ones stand in from the edge, so that none can be forged by a name."""
+        return printable_lines(super().formatMessage(record)).replace("\n", "\n    ")
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: ARG002, N802 - logging's names
         """Time in UTC with milliseconds."""
@@ -32,7 +50,9 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and a traceback where there is one."""
+    """One JSON object a line: time, level, logger, message, whom it is about, and a traceback where
+    there is one.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
@@ -42,12 +62,36 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        fields |= {name: getattr(record, name) for name in ABOUT if hasattr(record, name)}
         audited = getattr(record, "audit", None)
         if audited is not None:
             fields["audit"] = audited
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields, ensure_ascii=False)
+
+
+class JournalFormatter(logging.Formatter):
+    """Another's lines, each with its priority in front, as the journal takes them: sd-daemon(3)."""
+
+    def __init__(self, inner: logging.Formatter) -> None:
+        super().__init__()
+        self._inner = inner
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record, each of its lines with the same priority."""
+        priority = next(number for least, number in _PRIORITIES if record.levelno >= least)
+        lines = self._inner.format(record).split("\n")
+        return "\n".join(f"<{priority}>{line}" for line in lines)
+
+
+def goes_to_journal(stream: TextIO) -> bool:
+    """Whether the journal reads what is written there: systemd says so, by device and inode."""
+    try:
+        status = os.fstat(stream.fileno())
+    except (OSError, ValueError):  # it is no file
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{status.st_dev}:{status.st_ino}"
 
 
 def timestamp(record: logging.LogRecord) -> str:
@@ -61,10 +105,12 @@ log = logging.getLogger(__name__)
 
 def start(level: str, form: str, stream: TextIO | None = None) -> Floods:
     """Send log records to the stream (standard error), from this level on, unless too many come."""
-    handler = logging.StreamHandler(stream or sys.stderr)
+    stream = stream or sys.stderr
+    handler = logging.StreamHandler(stream)
     limits = Floods()
     handler.addFilter(limits)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    formatter = JsonFormatter() if form == "json" else TextFormatter()
+    handler.setFormatter(JournalFormatter(formatter) if goes_to_journal(stream) else formatter)
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)

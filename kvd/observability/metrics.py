@@ -11,18 +11,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import accumulate, islice
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from kvd.core.actions import EndJob
 from kvd.core.events import JobKind, JobStatus, TransferOutcome
+from kvd.core.model.gone import AGES_OF_EVICTION
+from kvd.core.model.reuse import REGRETTED_WITHIN
 from kvd.core.upkeep.statistics import Occupancy, Statistics
 from kvd.linux import proc
 from kvd.runtime.fleet import AttachedMover
-from kvd.runtime.told_lookups import ToldOf
+from kvd.runtime.told_lookups import ToldLookups
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MAX_TENANTS_SHOWN = 256
@@ -103,6 +110,15 @@ class StateCollector(Collector):
         for reason, count in sorted(now.counters.refused.items()):
             refused.add_metric([reason], count)
         yield refused
+        hinted = CounterMetricFamily(
+            "kvd_hinted_blocks",
+            "Blocks with a hint, by hint, and whether it was followed, went beyond the tenant's"
+            " share, or found no tier to look in.",
+            labels=["hint", "outcome"],
+        )
+        for (hint, outcome), blocks in sorted(now.counters.hinted.items()):
+            hinted.add_metric([hint, outcome], blocks)
+        yield hinted
         meaning = "Slots of the granted rows, by state; what no row has yet is kvd_extents_free."
         yield _by_state("kvd_slots", meaning, now.slots)
         yield _by_state("kvd_slot_bytes", "Bytes of the granted rows' slots, by state.", now.bytes)
@@ -114,6 +130,7 @@ class StateCollector(Collector):
         yield policies
         yield from _tenant_gauges(now)
         yield _curve(now)
+        yield from _evictions(now)
         yield from _tier_families(now)
 
     def _gauges(self, now: Statistics) -> Iterator[Metric]:
@@ -151,6 +168,24 @@ def _curve(now: Statistics) -> Metric:
     return family
 
 
+def _evictions(now: Statistics) -> Iterator[Metric]:
+    """Whether what is evicted would have been of use."""
+    ages = HistogramMetricFamily(
+        "kvd_evicted_unused_seconds", "How long evicted blocks had not been used; one in 8 is seen."
+    )
+    bounds = [*(str(float(bound)) for bound in AGES_OF_EVICTION), "+Inf"]
+    ages.add_metric([], list(zip(bounds, accumulate(now.ages), strict=True)), now.age_sum_s)
+    yield ages
+    again = CounterMetricFamily(
+        "kvd_evicted_used_again_blocks",
+        "Evicted blocks that were used again so many minutes later at most; by a sample.",
+        labels=["minutes"],
+    )
+    for within_s, blocks in zip(REGRETTED_WITHIN, now.regrets, strict=True):
+        again.add_metric([f"{within_s // 60}"], blocks)
+    yield again
+
+
 def _by_state(name: str, meaning: str, occupancy: Occupancy) -> Metric:
     family = GaugeMetricFamily(name, meaning, labels=["state"])
     for state in _SLOT_STATES:
@@ -177,16 +212,32 @@ _TIER_COUNTERS = (
     ("kvd_tier_hits", "Blocks sought in a tier that it held.", "hits"),
     ("kvd_tier_misses", "Blocks sought in a tier that it did not hold.", "misses"),
     ("kvd_tier_blocks_promoted", "Blocks brought up from a tier.", "promoted"),
-    ("kvd_tier_bytes_promoted", "Bytes of those.", "promoted_bytes"),
-    ("kvd_tier_blocks_failed", "Blocks held, but not read.", "failed_reads"),
-    ("kvd_tier_blocks_given_up", "Blocks held, without room for them in time.", "unpromoted"),
-    ("kvd_tier_blocks_too_slow", "Blocks not asked for: too late by its pace.", "too_slow"),
-    ("kvd_tier_blocks_refused", "Blocks not asked for: its process took no more.", "refused"),
-    ("kvd_tier_blocks_unanswered", "Blocks asked for: it did not say in time.", "unanswered"),
+    ("kvd_tier_bytes_promoted", "Bytes brought up from a tier.", "promoted_bytes"),
+    ("kvd_tier_blocks_failed", "Blocks that a tier held and could not read.", "failed_reads"),
+    (
+        "kvd_tier_blocks_given_up",
+        "Blocks that a tier held and that got no room in host memory in time.",
+        "unpromoted",
+    ),
+    (
+        "kvd_tier_blocks_too_slow",
+        "Blocks not asked of a tier: by its pace they would come too late.",
+        "too_slow",
+    ),
+    ("kvd_tier_blocks_refused", "Blocks not asked of a tier: its process took no more.", "refused"),
+    (
+        "kvd_tier_blocks_unanswered",
+        "Blocks asked of a tier that it did not answer in time.",
+        "unanswered",
+    ),
     ("kvd_tier_blocks_written", "Blocks written to a tier.", "written"),
-    ("kvd_tier_bytes_written", "Bytes of those.", "written_bytes"),
+    ("kvd_tier_bytes_written", "Bytes written to a tier.", "written_bytes"),
     ("kvd_tier_blocks_unwritten", "Blocks that a tier could not write.", "failed_writes"),
-    ("kvd_tier_blocks_dropped", "Blocks not written: too much was on its way.", "dropped"),
+    (
+        "kvd_tier_blocks_dropped",
+        "Blocks not written to a tier: too much was on its way there.",
+        "dropped",
+    ),
 )
 
 
@@ -200,8 +251,12 @@ def _tier_families(now: Statistics) -> Iterator[Metric]:
         ("kvd_tier_serving", "1 while a process serves the tier.", "is_serving"),
         ("kvd_tier_bytes_down", "Bytes on their way to a tier.", "bytes_down"),
         ("kvd_tier_bytes_up", "Bytes on their way from a tier.", "bytes_up"),
-        ("kvd_tier_answer_seconds", "How long a question takes, a mean.", "answer_seconds"),
-        ("kvd_tier_read_seconds", "How long a copy from a tier takes, a mean.", "read_seconds"),
+        (
+            "kvd_tier_answer_seconds",
+            "Mean time of a tier's answer whether it holds blocks.",
+            "answer_seconds",
+        ),
+        ("kvd_tier_read_seconds", "Mean time of a copy from a tier.", "read_seconds"),
     )
     for name, meaning, field in gauges if now.tiers else ():
         gauge = GaugeMetricFamily(name, meaning, labels=["tier"])
@@ -213,35 +268,43 @@ def _tier_families(now: Statistics) -> Iterator[Metric]:
 # Name, help, and where it stands in what engines tell.
 _LOOKUPS = (
     ("kvd_offered_requests", "Requests that engines looked up.", "requests", ""),
-    ("kvd_found_requests", "Of those, with a block to load.", "requests_found", ""),
-    ("kvd_missed_requests", "Of those, without any.", "requests", "requests_found"),
+    ("kvd_found_requests", "Requests looked up that found a block to load.", "requests_found", ""),
+    ("kvd_missed_requests", "Requests looked up that found none.", "requests", "requests_found"),
     (
         "kvd_offered_blocks",
         "Whole blocks of the prompts that engines looked up, without what the device had.",
         "blocks",
         "",
     ),
-    ("kvd_found_blocks", "Of those, loaded from kvd.", "blocks_found", ""),
-    ("kvd_missed_blocks", "Of those, computed by the engine.", "blocks", "blocks_found"),
+    ("kvd_found_blocks", "Blocks looked up that were loaded from kvd.", "blocks_found", ""),
+    ("kvd_missed_blocks", "Blocks looked up that the engine computed.", "blocks", "blocks_found"),
     (
         "kvd_offered_tokens",
         "Tokens of the prompts that engines looked up, without what the device had.",
         "tokens",
         "",
     ),
-    ("kvd_found_tokens", "Of those, loaded from kvd.", "tokens_found", ""),
+    ("kvd_found_tokens", "Tokens looked up that were loaded from kvd.", "tokens_found", ""),
 )
 
 
 class LookupCollector(Collector):
     """What engines tell of their lookups: a client answers most misses without a call."""
 
-    def __init__(self, rows: Callable[[], Iterable[ToldOf]]) -> None:
-        self._rows = rows
+    def __init__(self, told: ToldLookups) -> None:
+        self._told = told
 
     def collect(self) -> Iterator[Metric]:
         """Counters by tenant and namespace; without a namespace: of those beyond the bound."""
-        rows = list(self._rows())
+        waited = CounterMetricFamily(
+            "kvd_unserved_seconds",
+            "How long engines computed without a session, told when they have one again.",
+            labels=["tenant"],
+        )
+        for tenant, seconds in islice(self._told.unserved.items(), MAX_TENANTS_SHOWN):
+            waited.add_metric([tenant], seconds)
+        yield waited
+        rows = list(self._told.rows())
         for name, meaning, whole, without in _LOOKUPS:
             family = CounterMetricFamily(name, meaning, labels=["tenant", "namespace"])
             for row in rows:
@@ -425,9 +488,9 @@ class Metrics:
         """From now on a scrape reads what these movers say, too."""
         self.registry.register(RankCollector(ranks))
 
-    def watch_lookups(self, rows: Callable[[], Iterable[ToldOf]]) -> None:
+    def watch_lookups(self, told: ToldLookups) -> None:
         """From now on a scrape reads what engines tell of their lookups, too."""
-        self.registry.register(LookupCollector(rows))
+        self.registry.register(LookupCollector(told))
 
     def watch_registry(self, unwritten: Callable[[], int]) -> None:
         """From now on a scrape reads how much a restart would not know."""

@@ -132,7 +132,13 @@ class Recovery:
             namespace = rows[0].namespace
             self.blocks[namespace] = self.blocks.get(namespace, 0) + len(records)
             used.update(np.unique(self.books.slot_table.scopes(records)).tolist())
-        kept = {s: scope for s, scope in registry.scopes.items() if s in used}
+        namespaces = {row.namespace for row in self.rows.values()}
+        # A damaged record may name any scope, of a namespace without rows, too.
+        kept = {
+            s: scope
+            for s, scope in registry.scopes.items()
+            if s in used and scope.namespace in namespaces
+        }
         epochs = {(scope.namespace, scope.epoch) for scope in kept.values()}
         # One of each name: an older one may stand there still, and isn't found by it any more.
         opening = {
@@ -144,7 +150,6 @@ class Recovery:
             if not scope.account and (scope.namespace, scope.epoch) in epochs
         }
         kept |= {scope.scope: scope for scope in opening.values()}
-        namespaces = {row.namespace for row in self.rows.values()}
         scopeless = namespaces - {scope.namespace for scope in kept.values()}
         for scope in registry.scopes.values():
             if scope.namespace in scopeless:

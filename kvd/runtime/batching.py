@@ -16,6 +16,7 @@ LOOKUP_PIECE_KEYS = 1024
 # A query and a run cost something whatever their size: a run of a store up to half a millisecond.
 PIECE_QUERIES = 16
 PIECE_RUNS = 4
+PIECE_TOLD = 16  # requests of which a client tells: half a millisecond
 PIECE_IDS = 256  # of jobs, leases or requests that have ended
 _HIT = b"\x01"  # of kvd.v1 Answer
 

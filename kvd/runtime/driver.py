@@ -88,7 +88,8 @@ class Driver:
         self.jobs = PendingJobs()
         self.turns = FairQueue()
         self.event_log = EventLog(pool.incarnation, partial(resident_changes, machine), self.turns)
-        self._clock = clock or AwakeClock()
+        self.clock = clock or AwakeClock()
+        self.began_ns = self.clock.now_ns()
         self._observer = observer
         self.fleet = MoverFleet(pool, self.post, self._observer, self.turns, launch)
         self.fleet.on_rank_lost = self._rank_lost
@@ -154,7 +155,7 @@ class Driver:
         self._handling = True
         payload = None
         try:
-            for order in self.machine.handle(event, self._clock.now_ns()):
+            for order in self.machine.handle(event, self.clock.now_ns()):
                 if isinstance(order, act.Reply):
                     payload = order.payload
                 else:
@@ -300,7 +301,10 @@ class Driver:
     def _schedule_room_turn(self) -> None:
         if not self._rooms_scheduled:
             self._rooms_scheduled = True
-            asyncio.get_running_loop().call_soon(self._publish_rooms)
+            loop = asyncio.get_running_loop()
+            loop.call_soon(
+                loop.call_soon, self._publish_rooms
+            )  # behind the answer, if there is one
 
     def _publish_rooms(self) -> None:
         """Tell clients what they could store: of some namespaces now, of the next ones next.

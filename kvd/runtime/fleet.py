@@ -279,7 +279,7 @@ class MoverFleet:
                     order.mover,
                     process.pid,
                     order.reason,
-                    extra={"user": mover.owner.uid},
+                    extra={"user": mover.owner.uid, "mover": order.mover},
                 )
                 process.kill()
             case act.PostBoard():

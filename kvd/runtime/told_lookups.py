@@ -14,6 +14,7 @@ from kvd.core.keys import NamespaceId, TenantId
 
 MAX_COUNTED = 1 << 40  # by one message, of anything
 MAX_TOLD = (1 << 63) - 1  # in all, of anything
+MAX_UNSERVED_S = 86400.0  # by one message
 MAX_NAMESPACES_TOLD = 256  # with figures of their own; others of a tenant are told together
 
 
@@ -63,12 +64,18 @@ class ToldLookups:
         self._tenants: dict[TenantId, LookupFigures] = {}
         self._namespaces: dict[NamespaceId, ToldOf] = {}
         self._others: dict[TenantId, ToldOf] = {}
+        self.unserved: dict[TenantId, float] = {}  # seconds of engines without a session
 
     def add(self, namespace: NamespaceId, tenant: TenantId, told: LookupFigures) -> None:
         """A client of the namespace says so."""
         told = told.bounded()
         self._tenants.setdefault(tenant, LookupFigures()).add(told)
         self._place(namespace, tenant).figures.add(told)
+
+    def add_unserved(self, tenant: TenantId, seconds: float) -> None:
+        """A client had no session for so long."""
+        counted = min(seconds, MAX_UNSERVED_S) if seconds > 0 else 0.0  # and not a number
+        self.unserved[tenant] = self.unserved.get(tenant, 0.0) + counted
 
     def _place(self, namespace: NamespaceId, tenant: TenantId) -> ToldOf:
         place = self._namespaces.get(namespace)
@@ -88,6 +95,11 @@ class ToldLookups:
         """None: nobody told anything, or it has no figures of its own."""
         place = self._namespaces.get(namespace)
         return None if place is None else _copy(place.figures)
+
+    def by_tenant(self) -> Iterator[ToldOf]:
+        """Every tenant's sum: it never falls, whatever namespaces are forgotten."""
+        for tenant, figures in self._tenants.items():
+            yield ToldOf(tenant, None, figures)
 
     def rows(self) -> Iterator[ToldOf]:
         """Every namespace that is known and has figures, and the others by tenant."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvd.tiers.store import TierError, TierReason
 
@@ -22,13 +23,17 @@ def require_time(deadline: float) -> None:
 
 
 class _Count:
-    """Pieces of one call that have not ended."""
+    """Pieces of one call that have not ended; who may add some counts as one."""
 
-    def __init__(self, left: int) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._left = left
+        self._left = 1
         self._ended = threading.Event()
         self.broken = ""
+
+    def up(self, count: int) -> None:
+        with self._lock:
+            self._left += count
 
     def down(self) -> None:
         with self._lock:
@@ -40,11 +45,31 @@ class _Count:
         self._ended.wait()
 
 
+class Flow:
+    """Pieces of one call. Each may add others, and who opened it may, until all have ended."""
+
+    def __init__(self, put: Callable[[tuple[Work, _Count]], None]) -> None:
+        self._put = put
+        self._count = _Count()
+
+    def add(self, works: Sequence[Work]) -> None:
+        """Have these done, in their turn."""
+        self._count.up(len(works))
+        for work in works:
+            self._put((work, self._count))
+
+    def wait(self) -> None:
+        """Return when all have ended. A piece that raises breaks an assertion."""
+        self._count.down()
+        self._count.wait()
+        assert not self._count.broken, self._count.broken
+
+
 class Gang:
     """Some threads that take pieces of work in turn. Any thread may call.
 
-    When `do` returns, no thread holds on to anything of the pieces any more: they have views of
-    memory that is only lent.
+    When `do` or `flow` has ended, no thread holds on to anything of the pieces any more: they have
+    views of memory that is only lent.
     """
 
     def __init__(self, name: str, count: int) -> None:
@@ -58,13 +83,18 @@ class Gang:
 
     def do(self, works: Sequence[Work]) -> None:
         """Have all done; returns when all have ended. A piece that raises breaks an assertion."""
-        if not works:
-            return
-        count = _Count(len(works))
-        for work in works:
-            self._queue.put((work, count))
-        count.wait()
-        assert not count.broken, count.broken
+        if works:
+            with self.flow() as flow:
+                flow.add(works)
+
+    @contextlib.contextmanager
+    def flow(self) -> Iterator[Flow]:
+        """Pieces that are added meanwhile; ends when all have ended."""
+        flow = Flow(self._queue.put)
+        try:
+            yield flow
+        finally:
+            flow.wait()
 
     def close(self) -> None:
         """End the threads, once what is under way has ended."""

@@ -131,29 +131,28 @@ class TierKeeper:
     async def _keep(self) -> None:
         wait_s = FIRST_WAIT_S
         while True:
-            began = asyncio.get_running_loop().time()
-            await self._serve()
-            served_s = asyncio.get_running_loop().time() - began
-            if served_s >= LONGEST_WAIT_S and self._ended is not None:
+            if await self._serve() >= LONGEST_WAIT_S:
                 wait_s = FIRST_WAIT_S
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
             self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.STARTING)
 
-    async def _serve(self) -> None:
-        """One process, from its start to its end."""
+    async def _serve(self) -> float:
+        """One process, from its start to its end; for how many seconds it served."""
         self._ended = None
         try:
             process = await self._launch(self._config, self, self._bounds)
         except ProcessStartError as error:
             self._wait_after(f"it does not start: {error}")
-            return
+            return 0.0
+        began = asyncio.get_running_loop().time()  # how long it took to start does not count
         self._ended = asyncio.get_running_loop().create_future()
         self.process = process
         self.stage = step(KEEPER_STEPS, self.stage, KeeperStage.SERVING)
         log.info("tier %d serves (pid %d)", self._config.tier, process.pid)
         self._listener.tier_started(self._config.tier, process)
         await asyncio.shield(self._ended)
+        return asyncio.get_running_loop().time() - began
 
     def _wait_after(self, reason: str) -> None:
         known = reason == self.reason or self._task.done()  # said at an earlier try; wanted

@@ -28,6 +28,7 @@ class FakeDaemon:
         self.namespace = namespace
         self.world_size = world_size
         self.generation = 1
+        self.tells_prompts = False
         self.lease_ttl_s = 2.0
         self.store_threshold = 1
         self.statuses: dict[bytes, int] = {}
@@ -37,6 +38,7 @@ class FakeDaemon:
         self.sources: dict[bytes, int] = {}  # by key: the tier that brought it up
         self.is_there = True
         self.is_silent = False  # and left alone for it
+        self.is_quick = False  # was heard of late
         self.answers_at_once = True
         self.answers_when_waited_for = True
         self.blocking_calls = 0
@@ -109,6 +111,10 @@ class FakeDaemon:
 
     def doubt(self, call_ids: Sequence[int], patience_s: Callable[[], float]) -> None:
         self.doubts.append(patience_s())
+
+    def is_prompt(self, heard_within_s: float, unanswered_s: float) -> bool:
+        del heard_within_s, unanswered_s
+        return self.is_quick
 
     def take_answers(self, call_id: int) -> tuple[QueryAnswer, ...] | None:
         return None if call_id in self._unanswered else self._answers.pop(call_id, ())

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import mmap
 import os
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +16,10 @@ import pytest
 from kvd_client import EngineIdentity, Fragment, Group, GroupLayout, NamespaceFields, SharedMemory
 from kvd_client import batches as batches_module
 from kvd_client.batches import BatchOptions, BlockBatches, SoughtKeys
-from kvd_client.draft import BlockRun
+from kvd_client.draft import BlockRun, in_parts
+from kvd_client.worker.registrar import Registrar
+from kvd_client.worker.registration import Registration
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 from tests.daemon_process import DaemonProcess
 from tests.waiting import wait_until
 
@@ -84,6 +90,8 @@ def test_the_leading_run_is_found_and_a_gap_ends_it_but_for_who_wants_all(memory
     )
     assert leading == [True] * 3 + [False] * 5
     assert anywhere == [True] * 3 + [False] + [True] * 2 + [False] * 2
+    between_ends = memory.batches.find([SoughtKeys(0, prompt[:6])])[0]
+    assert between_ends.tolist() == [True] * 3 + [False] * 3
 
 
 def test_threads_store_and_load_beside_each_other_and_get_their_own(memory: Memory) -> None:
@@ -105,6 +113,31 @@ def test_threads_store_and_load_beside_each_other_and_get_their_own(memory: Memo
         last = list(threads.map(one, range(8)))
     assert last == [[{number * 4 + 3}] * 8 for number in range(8)]
     assert not memory.batches._jobs  # nothing is remembered of what has ended
+
+
+def test_one_that_only_asks_tells_of_the_ends_of_its_requests(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches_module, "MAX_CLAIMS", 4)
+    prompt = keys(9, 2)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(2))]) == [True]
+    untold = []
+    for _ in range(batches_module.MAX_UNTOLD_REQUESTS + 40):
+        assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
+        untold.append(len(memory.batches._finished))
+    assert max(untold) < batches_module.MAX_UNTOLD_REQUESTS
+    assert leased(memory.batches) == 4
+
+
+def test_leases_of_who_only_asks_end_in_time(memory: Memory) -> None:
+    prompt = keys(10, 2)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(2))]) == [True]
+    memory.batches.options = BatchOptions(lease_s=0.01)
+    for _ in range(5):
+        assert memory.batches.find([SoughtKeys(0, prompt)])[0].all()
+        time.sleep(0.02)
+    assert leased(memory.batches) <= 2
+    assert len(memory.batches._finished) <= 2
 
 
 def test_leases_end_with_the_load_of_all_that_was_found(memory: Memory) -> None:
@@ -168,3 +201,51 @@ def test_engines_that_name_the_same_epoch_go_on_sharing(daemon: DaemonProcess) -
     assert third.batches.find([SoughtKeys(0, prompt)])[0].all()  # of the epoch before
     for each in (first, second, third):
         each.close()
+
+
+def test_a_run_of_any_length_is_stored_found_and_loaded(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = keys(20, MAX_KEYS_PER_MESSAGE + 1)
+    places = [number % 100 for number in range(len(prompt))]
+    memory.write(0, 20)
+    memory.batches.options = BatchOptions(retry_deadline_s=0.0)
+    assert memory.batches.load([BlockRun(0, 0, prompt, places), BlockRun(0, 0, [])]) == [
+        [False] * len(prompt),
+        [],
+    ]
+    assert memory.batches.store([BlockRun(0, 0, [])]) == [True]
+    assert not memory.batches.refusals, "no step was refused"
+    few = functools.partial(in_parts, most=3)
+    monkeypatch.setattr(batches_module, "in_parts", few)
+    several = [BlockRun(0, 0, prompt[:7], range(7)), BlockRun(0, 7, prompt[7:9], range(7, 9))]
+    assert memory.batches.store(several) == [True, True]
+    into = [BlockRun(0, 0, prompt[:8], range(100, 108)), BlockRun(0, 0, prompt[6:10], range(4))]
+    assert memory.batches.load(into) == [[True] * 8, [True] * 3 + [False]]
+    assert memory.values(100, 1) == [{20}]
+    assert not memory.batches._jobs
+
+
+def test_a_load_that_begins_while_it_is_closed_ends(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, prompt = Memory(daemon.socket), keys(21, 2)
+    assert memory.batches.store([BlockRun(0, 0, prompt, range(2))]) == [True]
+    begins, closed = threading.Event(), threading.Event()
+    awaited = Registrar.awaited
+
+    def late(registrar: Registrar, timeout_s: float) -> Registration | None:
+        registration = awaited(registrar, timeout_s)
+        begins.set()
+        closed.wait(1.0)
+        return registration
+
+    monkeypatch.setattr(Registrar, "awaited", late)
+    into = BlockRun(0, 0, prompt, range(2, 4))
+    load = threading.Thread(target=memory.batches.load, args=([into],), daemon=True)
+    load.start()
+    assert begins.wait(PATIENCE_S)
+    memory.close()
+    closed.set()
+    load.join(PATIENCE_S)
+    assert not load.is_alive()

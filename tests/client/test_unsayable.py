@@ -84,7 +84,7 @@ def test_a_step_of_which_nothing_can_be_said_still_says_its_number() -> None:
 
 
 def test_a_lookup_goes_without_parameters_or_not_at_all() -> None:
-    call = SharedCall(5)
+    call = SharedCall(5, 0.0)
     call.add(1, [QueryDraft(too_deep(), BlockRun(0, 0, [KEY]), False)])
     body = lookup_bytes(call)
     assert body is not None

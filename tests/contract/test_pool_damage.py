@@ -66,6 +66,20 @@ def test_a_record_with_one_altered_byte_is_dropped(filled: PoolConfig, offset: i
     assert again[0].ordinals.tolist() == [0, 1, 2, 4, 5, 6, 7]
 
 
+def test_a_record_damaged_to_name_a_scope_of_a_namespace_without_rows_stops_no_start(
+    filled: PoolConfig,
+) -> None:
+    with opened(filled) as pool:
+        orders.introduce(pool)
+        orders.introduce(pool, namespace=3)
+    with bytes_of(filled.directory / "slots.table") as table:
+        assert table[3 * RECORD + 8] == 1
+        table[3 * RECORD + 8] = 3
+    rows, dropped = reopened(filled)
+    assert dropped == 1
+    assert rows[0].ordinals.tolist() == [0, 1, 2, 4, 5, 6, 7]
+
+
 def test_a_record_copied_to_another_place_is_dropped(filled: PoolConfig) -> None:
     with bytes_of(filled.directory / "slots.table") as table:
         table[20 * RECORD : 21 * RECORD] = table[3 * RECORD : 4 * RECORD]

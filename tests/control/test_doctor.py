@@ -86,6 +86,28 @@ def test_a_fault_of_the_machine_is_found_with_its_fix(place: Path, fault: str) -
     assert fix in found.fix or fix in found.problem
 
 
+@pytest.mark.parametrize("command", ["doctor", "serve --check"])
+@pytest.mark.parametrize("fault", ON_THE_MACHINE)
+def test_both_commands_tell_each_planted_fault_and_fail(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: str,
+    command: str,
+) -> None:
+    system, settings, problem, fix = ON_THE_MACHINE[fault]
+    monkeypatch.setattr(System, "read", classmethod(lambda *_: system))
+    flags = {"pool_directory": str(place / "pool"), "pool_bytes": "64MiB"} | settings
+    flags |= {"socket": str(place / "kvd.sock")}
+    file = tmp_path / "kvd.toml"
+    file.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in flags.items()))
+    assert main([*command.split(), "--config", str(file)]) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert problem in said
+    assert fix in said
+
+
 @pytest.mark.parametrize(
     ("system", "settings", "problem"),
     [

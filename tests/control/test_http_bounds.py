@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
 import urllib.request
 
@@ -44,6 +46,36 @@ async def test_the_oldest_of_the_address_with_most_gives_way(
     server._give_way()
     server._give_way()
     assert ended == ["a1", "a2"]
+
+
+async def test_who_takes_no_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed connection would else keep its answer in memory for as long as its reader likes."""
+    size = 32 << 20  # more than the kernel takes
+    monkeypatch.setattr("kvd.control.http.READ_SECONDS", 0.2)
+    asked = asyncio.Event()
+
+    def page() -> tuple[int, str, bytes]:
+        asked.set()
+        return 200, "", bytes(size)
+
+    server = HttpServer({"/": page})
+    await server.listen("127.0.0.1", 0)
+    slow = socket.socket()
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    slow.connect(("127.0.0.1", server.port))
+    slow.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(slow, b"GET / HTTP/1.1\r\n\r\n")
+    async with asyncio.timeout(25):
+        await asked.wait()
+        await asyncio.gather(*server._open)
+    got = 0
+    with contextlib.suppress(ConnectionResetError):
+        while piece := await loop.sock_recv(slow, 1 << 20):
+            got += len(piece)
+    assert got < size
+    slow.close()
+    await server.close()
 
 
 def test_a_page_that_takes_long_is_made_seldom() -> None:

@@ -236,11 +236,12 @@ async def test_garbage_in_the_ring_neither_stops_nor_grows_the_mover() -> None:
         with mmap.mmap(mover.ring_fd, layout.RING_BYTES) as ring:
             words = np.frombuffer(ring, dtype=np.uint64)
             before = _anonymous(mover.pid)
+            tail = layout.RING_TAIL_OFFSET // 8
+            leave = layout.RING_LEAVE_OFFSET // 8  # left alone: with it a worker ends its mover
             for round_ in range(300):
-                tail = layout.RING_TAIL_OFFSET // 8
-                words[8:] = noise.integers(0, 1 << 64, len(words) - 8, dtype=np.uint64)
+                garbage = noise.integers(0, 1 << 64, len(words), dtype=np.uint64)
+                words[8:leave], words[leave + 1 :] = garbage[8:leave], garbage[leave + 1 :]
                 words[tail] = round_ * 8000 if round_ % 2 else words[tail]
-                words[layout.RING_LEAVE_OFFSET // 8] = 0  # with which a worker ends its mover
                 os.eventfd_write(mover.event_fd, 1)
                 await asyncio.sleep(0.001)
             give(mover, 1, JobKind.STORE, one_part([(0, 0)], [1]))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import weakref
 
 import pytest
 
 from kvd.control.sessions.verbs import REMEMBERED_ANSWERS, SequenceBook
 from kvd.core.actions import EndJob
+from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, SessionId
 from kvd.runtime.pending_jobs import REMEMBERED_ENDS, PendingJobs
@@ -103,6 +106,24 @@ def test_so_many_answers_of_a_session_are_remembered_and_the_oldest_goes() -> No
     assert not book.admit(1)
     assert book.answer_again(1) == engine_pb2.StepReply(sequence=1)
     assert book.answer_again(2) == step_reply(2)
+
+
+class Message:
+    """What a call brought."""
+
+
+def test_refusal_that_is_answered_again_holds_on_to_no_call() -> None:
+    book = SequenceBook()
+    assert book.admit(1)
+    book.remember(1, InvalidArgument("no"))
+
+    def ask_again() -> weakref.ref[Message]:
+        message = Message()
+        with contextlib.suppress(InvalidArgument):
+            book.answer_again(1)
+        return weakref.ref(message)
+
+    assert [ask_again()() for _ in range(3)] == [None] * 3
 
 
 def step_reply(number: int) -> engine_pb2.StepReply:

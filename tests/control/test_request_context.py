@@ -16,6 +16,8 @@ from kvd.core.actions import Answer, Verdict
 from kvd.core.errors import InvalidArgument
 from kvd.core.keys import NamespaceId, SessionId, TenantId
 from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd.runtime.batching import PIECE_TOLD
+from kvd.runtime.recorder import Recorder
 from kvd.runtime.told_lookups import ToldLookups
 from kvd.runtime.turns import FairQueue
 from kvd_proto.groups import GroupKind
@@ -106,15 +108,31 @@ async def test_every_part_of_a_step_carries_its_requests_context(verb: str) -> N
     driver: Any = ListeningDriver()
     step = STEPS[verb]()
     step.sequence = 1
-    await Verbs(driver, ToldLookups(lambda _: True)).step(live(), step)
+    await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).step(live(), step)
     (event,) = driver.events
     check(event.context)
+
+
+async def test_others_get_on_while_a_step_tells_of_many_requests() -> None:
+    driver: Any = ListeningDriver()
+
+    async def let_others_in(_: SessionId) -> None:
+        driver.events.append("others")
+
+    driver.let_others_in = let_others_in
+    many = [pb.RequestLookup(request_id=f"r{n}") for n in range(2 * PIECE_TOLD + 1)]
+    step = pb.Step(sequence=1, requests=many)
+    await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).step(live(), step)
+    first, one, second, two, rest = driver.events
+    assert (one, two) == ("others", "others")
+    told = [each.request for piece in (first, second, rest) for each in piece.requests]
+    assert told == [f"r{n}" for n in range(2 * PIECE_TOLD + 1)]
 
 
 async def test_lookup_carries_its_requests_context() -> None:
     driver: Any = ListeningDriver()
     run = common_pb2.KeyRun(hashes=hashes(1))
-    await Verbs(driver, ToldLookups(lambda _: True)).lookup(
+    await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).lookup(
         live(), [pb.Query(context=full_context(), run=run)]
     )
     (query,) = driver.events

@@ -120,10 +120,11 @@ def test_users_who_say_nothing_have_their_shares_and_operators_their_reserve() -
 
 def test_who_does_not_say_hello_in_time_is_closed_and_who_did_stays() -> None:
     with contextlib.ExitStack() as stack:
-        running = stack.enter_context(daemon_with("control.access.companion:HELLO_SECONDS=1.0"))
-        polite, rude = (stack.enter_context(connect(running)) for _ in range(2))
+        running = stack.enter_context(daemon_with("control.access.companion:HELLO_SECONDS=3.0"))
+        polite = stack.enter_context(connect(running))
         polite.sendall(HELLO)
         assert answer(polite).welcome.token
+        rude = stack.enter_context(connect(running))
         rude.sendall(HELLO[:-1])
         assert rude.recv(1) == b""
         polite.sendall(HELLO)  # a second one is refused, and the connection stays
@@ -132,7 +133,7 @@ def test_who_does_not_say_hello_in_time_is_closed_and_who_did_stays() -> None:
 
 def test_message_that_does_not_come_whole_in_time_gives_its_place_back() -> None:
     """All the places of a user are held by halves of messages; who comes behind them is served."""
-    with daemon_with("control.rpc:TAKE_IN_SECONDS=1.0") as running, contextlib.ExitStack() as stack:
+    with daemon_with("control.rpc:TAKE_IN_SECONDS=3.0") as running, contextlib.ExitStack() as stack:
         caller = stack.enter_context(contextlib.closing(Caller(running.socket, "SCHEDULER")))
         raw = stack.enter_context(contextlib.closing(RawHttp2(running.socket)))
         halves = []
@@ -150,7 +151,7 @@ def test_message_that_does_not_come_whole_in_time_gives_its_place_back() -> None
 
 
 def test_call_whose_message_does_not_come_is_told_why() -> None:
-    with daemon_with("control.rpc:TAKE_IN_SECONDS=0.5") as running:
+    with daemon_with("control.rpc:TAKE_IN_SECONDS=3.0") as running:
         with contextlib.closing(Caller(running.socket, "SCHEDULER")) as caller:
             never = threading.Event()
             silent = (never.wait() for _ in range(1))

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -201,7 +202,7 @@ def test_progress_of_a_large_pool_is_said_once_in_a_while(
     now = 1000.0
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(serve, "notify", lambda *_lines: None)
-    starting: Any = SimpleNamespace(_progress_at=0.0)
+    starting: Any = SimpleNamespace(_progress_at=0.0, _stop=threading.Event())
     for done in np.arange(1, 1001) << 20:
         serve.Daemon._prefaulting(starting, int(done), 1000 << 20)
         now += serve.PROGRESS_SECONDS / 100

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.request
 from collections.abc import Iterator
 
@@ -10,11 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvd.cli.status import as_json, as_text
 from kvd.core.keys import NamespaceId, TenantId
+from kvd.core.machine import Machine, MachineConfig
 from kvd.observability.metrics import Metrics
+from kvd.observability.status_page import Sources, StatusPage
 from kvd.runtime.told_lookups import (
     MAX_COUNTED,
     MAX_NAMESPACES_TOLD,
     MAX_TOLD,
+    MAX_UNSERVED_S,
     LookupFigures,
     ToldLookups,
 )
@@ -40,6 +44,7 @@ def test_misses_that_were_no_call_are_shown_in_metrics_and_status() -> None:
             RawScheduler(running.socket, identity=identity(name), namespace=namespace(model=name))
             for name in ("a", "b")
         ]
+        numbers = [engine.opened.namespace_id for engine in engines]
         told = engine_pb2.LookupCounts(
             requests=4, requests_found=1, blocks=20, blocks_found=9, tokens=330, tokens_found=144
         )
@@ -50,7 +55,8 @@ def test_misses_that_were_no_call_are_shown_in_metrics_and_status() -> None:
         page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read()
         for engine in engines:
             engine.close()
-    one, two = status.namespaces
+    told_of = {each.namespace_id: each for each in status.namespaces}
+    one, two = (told_of[number] for number in numbers)
     assert (one.lookups.blocks_found, one.lookups.blocks) == (9, 20)
     assert not two.HasField("lookups")
     (tenant,) = status.tenants
@@ -70,6 +76,16 @@ def test_misses_that_were_no_call_are_shown_in_metrics_and_status() -> None:
         "kvd_offered_tokens_total": 330,
         "kvd_found_tokens_total": 144,
     }
+
+
+def test_time_without_a_session_is_told_at_the_next_one(running: RunningDaemon) -> None:
+    for seconds in (0.0, 12.5, 30.0):
+        scheduler = RawScheduler(running.socket, unserved_seconds=seconds)
+        assert scheduler.opened.session_id
+        scheduler.close()
+    url = f"http://127.0.0.1:{running.more_flags[1]}/metrics"
+    page = urllib.request.urlopen(url, timeout=10).read()
+    assert b'kvd_unserved_seconds_total{tenant="default"} 42.5' in page
 
 
 def samples(page: bytes, namespace_id: int) -> dict[str, float]:
@@ -112,6 +128,17 @@ def test_a_client_that_lies_counts_within_bounds(
     assert told.of_namespace(NamespaceId(1)) == counted
 
 
+@pytest.mark.parametrize(
+    ("said", "counted"),
+    [(1.5, 1.5), (-1.0, 0.0), (float("nan"), 0.0), (float("inf"), MAX_UNSERVED_S)],
+    ids=["some", "less than none", "no number", "for ever"],
+)
+def test_time_without_a_session_counts_within_bounds(said: float, counted: float) -> None:
+    told = ToldLookups(lambda _: True)
+    told.add_unserved(TENANT, said)
+    assert told.unserved == {TENANT: counted}
+
+
 def test_sums_end_at_what_the_protocol_can_say() -> None:
     sums = LookupFigures(blocks=MAX_TOLD - 1)
     sums.add(LookupFigures(blocks=1))
@@ -138,7 +165,7 @@ def test_namespaces_beyond_the_bound_are_told_together_by_tenant() -> None:
     assert rows[-1].figures.blocks == 2 * ONE_MISS.blocks
     assert told.of_namespace(NamespaceId(MAX_NAMESPACES_TOLD)) is None
     metrics = Metrics("1")
-    metrics.watch_lookups(told.rows)
+    metrics.watch_lookups(told)
     page = metrics.exposition().decode()
     assert page.count("kvd_missed_blocks_total{") == MAX_NAMESPACES_TOLD + 1
     assert 'kvd_missed_blocks_total{namespace="",tenant="acme"} 8.0' in page
@@ -156,3 +183,19 @@ def test_a_forgotten_namespace_gives_its_place_to_another_and_stays_in_its_tenan
     whole = told.of_tenant(TENANT)
     assert whole is not None
     assert whole.requests == MAX_NAMESPACES_TOLD + 1
+
+
+def test_the_status_page_counts_on_when_a_namespace_is_forgotten() -> None:
+    known = {NamespaceId(1), NamespaceId(2)}
+    told = ToldLookups(known.__contains__)
+    told.add(NamespaceId(1), TENANT, ONE_HIT)
+    told.add(NamespaceId(2), TENANT, ONE_MISS)
+    machine = Machine(MachineConfig(extents=8, extent_bytes=1 << 20))
+    page = StatusPage("1")
+    page._sources = Sources(machine.statistics, told.by_tenant, lambda: (), lambda: "ready")
+    page.sample()
+    known.discard(NamespaceId(1))
+    page.sample()
+    said = json.loads(page.figures()[2])
+    offered = said["columns"].index("offered")
+    assert [row[offered] for row in said["samples"]] == [8, 8]

@@ -445,8 +445,19 @@ class Bench:
         return JobId(job)
 
 
+# What comes with requests of these names.
+HINTED = {
+    "retains": ev.Advice(ev.Hint.RETAIN, SECOND),
+    "releases": ev.Advice(ev.Hint.RELEASE),
+}
+
+
 def context(account: str = "", request: str = "r") -> ev.RequestContext:
-    return ev.RequestContext(RequestId(request), account)
+    """Requests of some names come with a hint."""
+    prefetch = request.startswith("prefetches")
+    return ev.RequestContext(
+        RequestId(request), account, advice=HINTED.get(request), prefetch=prefetch
+    )
 
 
 def engine_blocks(numbers: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.uint32]]:

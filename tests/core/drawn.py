@@ -25,7 +25,7 @@ key_lists = st.builds(
 later_pieces = st.lists(st.tuples(st.integers(0, 15), st.integers(0, 2)), max_size=2)
 accounts = st.sampled_from(["", "", "salt"])
 sessions = st.sampled_from(SESSIONS)
-requests = st.sampled_from(["p", "q"])
+requests = st.sampled_from(["p", "q", "retains", "releases", "prefetches"])
 groups = st.integers(0, 1)
 node_counts = st.sampled_from([1, 1, 2, 3])
 

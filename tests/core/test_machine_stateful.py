@@ -224,7 +224,8 @@ class MachineRules(RuleBasedStateMachine):
                 self.feed(ev.NamespaceCleared(1, known[pick % len(known)]))
             case "touch":
                 session = SessionId(self.ids[which])
-                self.feed(ev.Touched(session, context(), 0, keys(*numbers)))
+                request = ["r", "prefetches"][pick % 2]
+                self.feed(ev.Touched(session, context(request=request), 0, keys(*numbers)))
             case "drop":
                 self.look_up(which, numbers, "", "q", ev.LeaseMode.ALL)
                 self.finish_all()

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.model.slots import SlotState
-from kvd.core.tiers import promotion
+from kvd.core.model.tiers import Reach, TierTerms
+from kvd.core.tiers import promotion, search
 from tests.core.bench import SECOND, numbers_of, only
 from tests.core.test_tiers import DISK, FAR, stage
 
@@ -47,6 +48,38 @@ def test_a_store_waits_for_a_hung_read_some_seconds_and_no_more() -> None:
     on.read()  # at last: another has the block since long
     assert on.look(1) == "H"
     assert on.bench.machine.state.slots.state.tolist().count(SlotState.QUARANTINED) == 0
+
+
+def test_who_waits_longer_keeps_nothing_of_others_from_being_forgotten() -> None:
+    slow = TierTerms("slow", Reach.CLUSTER, seek_ns=60 * SECOND)
+    on = stage(DISK, slow)
+    expiring = on.bench.machine.state.below.expiring
+    on.look(1, request="patient")  # of both tiers
+    on.look(2, request="impatient", tiers=(Reach.DISK,))
+    assert [sought.request for sought in expiring] == ["patient", "impatient"]
+    on.tick(SECOND + search.BELIEVED_NS - 1)
+    assert len(expiring) == 2
+    on.tick(1)
+    assert [sought.request for sought in expiring] == ["patient"]
+    on.tick(59 * SECOND)
+    assert not expiring
+
+
+def test_a_read_that_may_take_longer_keeps_no_hung_one_from_being_given_up() -> None:
+    slow = TierTerms("slow", Reach.CLUSTER, seek_ns=60 * SECOND)
+    on = stage(DISK, slow)
+    on.bring_down(1, 2)
+    for number, request, tiers in ((1, "patient", ()), (2, "impatient", (Reach.DISK,))):
+        on.look(number, request=request, tiers=tiers)
+        on.answer()
+        on.step()
+    reading = on.bench.machine.state.below.reading
+    assert len(reading) == len(on.reads) == 2
+    on.tick(SECOND + promotion.GIVEN_UP_NS)
+    assert [copy.sought and copy.sought.request for copy in reading] == ["patient"]
+    on.read()
+    assert not reading
+    assert not on.bench.machine.state.below.promoting.whole
 
 
 def test_hung_reads_of_one_tier_do_not_keep_others_from_bringing_up_for_ever() -> None:

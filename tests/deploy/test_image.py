@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,12 +14,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
+from tests.control.running_daemon import daemon
 from tests.deploy.build_stage import instructions, run_first_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "Dockerfile"
+ENGINES = ROOT / "deploy" / "vllm.Dockerfile"
 TOOLS = Path(sys.executable).parent
 
 
@@ -36,10 +41,9 @@ def output(*command: str | Path) -> str:
     ).stdout.strip()
 
 
-def test_hadolint_finds_nothing() -> None:
-    found = subprocess.run(
-        [TOOLS / "hadolint", DOCKERFILE], check=False, capture_output=True, text=True
-    )
+@pytest.mark.parametrize("file", [DOCKERFILE, ENGINES], ids=["kvd", "vllm"])
+def test_hadolint_finds_nothing(file: Path) -> None:
+    found = subprocess.run([TOOLS / "hadolint", file], check=False, capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (0, "")
 
 
@@ -113,7 +117,7 @@ def test_the_image_has_the_wheels_of_both_distributions_and_no_more_of_ours(imag
 
 def test_what_the_image_is_built_from_reaches_docker() -> None:
     allowed = (ROOT / ".dockerignore").read_text().splitlines()
-    for step in instructions(DOCKERFILE):
+    for step in (*instructions(DOCKERFILE), *instructions(ENGINES)):
         if step.name == "COPY" and not step.rest.startswith("--from"):
             for source in step.rest.split()[:-1]:
                 assert f"!{source.split('/')[0]}" in allowed
@@ -150,6 +154,47 @@ def test_the_client_alone_needs_no_daemon(image: Path, tmp_path: Path) -> None:
         "kvd-client", "numpy", "grpcio", "protobuf", "typing-extensions",
     }  # fmt: skip
     output(fresh / "bin/python", "-c", "import kvd_client, kvd_proto.v1.worker_pb2_grpc")
+
+
+def test_the_connector_goes_into_vllms_image_and_changes_nothing_else_there(
+    tmp_path: Path,
+) -> None:
+    """The step of deploy/vllm.Dockerfile, in an environment that has what vLLM brings."""
+    output(sys.executable, "-m", "venv", "--without-pip", tmp_path / "engine")
+    python = tmp_path / "engine/bin/python"
+    pip = f"{sys.executable} -m pip --python {python}"
+    (site,) = (tmp_path / "engine/lib").glob("python3*/site-packages")
+    (site / "vllms.pth").write_text(str(Path(grpc.__file__).parents[1]) + "\n")
+    (step,) = (step.rest for step in instructions(ENGINES) if step.name == "RUN")
+    shutil.copytree(ROOT / "client", tmp_path / "kvd-client")
+    step = step.replace("/tmp/kvd-client", str(tmp_path / "kvd-client"))
+    step = step.replace("python3 -m pip", pip).replace("python3 -c", f"{python} -c")
+    step = step.replace("pip install", "pip install --no-build-isolation", 1)
+    output("/bin/sh", "-euc", step)
+    named = output(
+        python, "-c",
+        "from importlib.metadata import entry_points as e;"
+        " print([p.value for p in e(group='vllm.general_plugins') if p.name == 'kvd'])",
+    )  # fmt: skip
+    assert "kvd_client.integrations.vllm" in named
+    assert sorted(path.name for path in site.glob("*.dist-info")) == [
+        f"kvd_client-{importlib.metadata.version('kvd-client')}.dist-info"
+    ]
+
+
+def test_docker_asks_whether_the_daemon_answers(shared_directory: Path) -> None:
+    (check,) = (step.rest for step in instructions(DOCKERFILE) if step.name == "HEALTHCHECK")
+    command = json.loads(check.partition("CMD ")[2])
+    assert command[0] == "kvd"
+
+    def ask(socket: Path) -> int:
+        asked = [sys.executable, "-m", "kvd", *command[1:]]
+        environment = {**os.environ, "KVD_SOCKET": str(socket)}
+        return subprocess.run(asked, check=False, capture_output=True, env=environment).returncode
+
+    with daemon() as running:
+        assert ask(Path(running.socket)) == 0
+    assert ask(Path(running.socket)) == 1
 
 
 @pytest.mark.slow

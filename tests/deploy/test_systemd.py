@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import configparser
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +17,7 @@ from kvd import config
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 INSTALLED = "/opt/kvd/bin/kvd"
+VLLM = "/opt/vllm/bin/vllm"
 EXPOSURE_AT_MOST = 25  # tenths, of systemd's 100: "OK" begins below 5.0
 
 
@@ -31,7 +34,8 @@ def installed_units(tmp_path: Path) -> Path:
     """The units as they would be installed, with a kvd that exists on this machine."""
     kvd = Path(sys.executable).with_name("kvd")
     for unit in UNITS.glob("*.[sm]*"):
-        (tmp_path / unit.name).write_text(unit.read_text().replace(INSTALLED, str(kvd)))
+        text = unit.read_text().replace(INSTALLED, str(kvd)).replace(VLLM, sys.executable)
+        (tmp_path / unit.name).write_text(text)
     return tmp_path
 
 
@@ -62,6 +66,7 @@ def sections(file: str) -> configparser.ConfigParser:
     [
         "kvd.service",
         "kvd-gateway.service",
+        "vllm.service",
         "var-lib-kvd-pool.mount",
         "var-lib-kvd-extents.mount",
     ],
@@ -92,6 +97,37 @@ def test_systemd_reads_what_is_added_for_a_disk(systemd_analyze: str, extended_u
     command = [systemd_analyze, "verify", "--man=no", str(extended_units / "kvd.service")]
     found = subprocess.run(command, check=False, capture_output=True, text=True)
     assert "worst-effort" in found.stderr, "the drop-in was not read"
+
+
+def test_the_engines_unit_gives_vllm_what_the_connector_takes() -> None:
+    text = (UNITS / "vllm.service").read_text()
+    (config_text,) = re.findall(r"^Environment='KV_TRANSFER_CONFIG=(.*)'$", text, re.MULTILINE)
+    said = json.loads(config_text)
+    assert (said["kv_connector"], said["kv_load_failure_policy"]) == ("KvdConnector", "recompute")
+    assert "--kv-transfer-config ${KV_TRANSFER_CONFIG}" in service("vllm.service")["ExecStart"]
+    assert service("vllm.service")["SupplementaryGroups"] == service()["Group"]
+    assert "kvd.service" not in sections("vllm.service")["Unit"].get("Requires", "")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give directories away")
+def test_the_sockets_directory_is_there_before_the_daemon(tmp_path: Path) -> None:
+    program = shutil.which("systemd-tmpfiles")
+    if program is None:
+        pytest.skip("systemd-tmpfiles is not installed (Debian package systemd)")
+    etc = tmp_path / "etc"
+    etc.mkdir()
+    (etc / "passwd").write_text("root:x:0:0::/:/bin/sh\nkvd:x:777:778::/:/bin/sh\n")
+    (etc / "group").write_text("root:x:0:\nkvd:x:778:\n")
+    old = tmp_path / "var/lib/kvd/pool/extent"
+    old.parent.mkdir(parents=True)
+    old.touch()
+    command = [program, "--create", "--clean", f"--root={tmp_path}", str(UNITS / "kvd.tmpfiles")]
+    made = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (made.returncode, made.stderr) == (0, "")
+    found = (tmp_path / "run/kvd").stat()
+    assert (found.st_uid, found.st_gid, found.st_mode & 0o7777) == (777, 778, 0o750)
+    assert f"{found.st_mode & 0o7777:04o}" == service()["RuntimeDirectoryMode"]
+    assert old.exists()
 
 
 def test_a_broken_unit_is_found(systemd_analyze: str, installed_units: Path) -> None:

@@ -37,7 +37,7 @@ class ProbeEngine:
 
     # -- state ------------------------------------------------------------------------------
 
-    def wait_usable(self, seconds: float = 20.0, after: int = 0) -> dict[str, Any]:
+    def wait_usable(self, seconds: float = 35.0, after: int = 0) -> dict[str, Any]:
         """Step until there is a usable session of a later generation than `after`."""
         deadline = time.monotonic() + seconds
         while True:

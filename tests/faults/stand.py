@@ -65,7 +65,7 @@ class Stand:
                 stream = channel.stream_stream(path)(iter([content]), metadata=entries, timeout=25)
                 for _ in stream:
                     pass
-            elif name == "WatchEvents":
+            elif name in {"WatchEvents", "Record"}:
                 stream = channel.unary_stream(path)(content, metadata=entries, timeout=25)
                 next(stream)
                 stream.cancel()

@@ -236,7 +236,7 @@ def test_load_under_way_keeps_its_bytes_though_its_lease_is_ended(fresh: Scene) 
     assert not served_beside(holder, newcomer, 2 * PROMISED_SECONDS), "no copy has ended yet"
     holder.ask("ready")
     assert served_beside(holder, newcomer, 10 * PROMISED_SECONDS)
-    assert sorted(holder.ask("status")["finished"]) == prompts
+    wait_until(lambda: sorted(holder.ask("status")["finished"]) == prompts, "the loads' ends")
     for number, prompt in enumerate(prompts):
         said = holder.ask("check", prefix=prompt, count=256, first_block=256 * number)
         assert said["wrong"] == [], prompt

@@ -316,6 +316,11 @@ CASES: list[tuple[str, Build, Refusal]] = [
         INVALID,
     ),
     (
+        "OperatorService.Record",
+        lambda s: operator_pb2.RecordRequest(namespace_id=2**64 - 1),
+        ("NOT_FOUND", "UNKNOWN_NAMESPACE"),
+    ),
+    (
         "EventService.WatchEvents",
         lambda s: events_pb2.WatchEventsRequest(incarnation=b"short"),
         INVALID,
@@ -339,7 +344,7 @@ def test_field_that_breaks_a_rule_is_refused_with_its_reason(
 
 def test_every_method_that_takes_fields_stands_in_the_table() -> None:
     without = {"EngineService.Session"} | {
-        f"OperatorService.{name}" for name in ("Status", "ListNamespaces", "Undrain")
+        f"OperatorService.{name}" for name in ("Status", "ListNamespaces", "Undrain", "Explain")
     }
     assert {case[0] for case in CASES} == set(METHODS) - without
     assert {case[2][1] for case in CASES} <= STATUS_OF.keys()

@@ -144,9 +144,8 @@ def test_a_frozen_tier_costs_nobody_more_than_its_deadline(tmp_path: Path) -> No
         wait_found_below(one, two, "first")
         evict(one)
         tier = send(scene, signal.SIGSTOP)
-        began = time.monotonic()
         assert two.load("first", 200) == 0
-        assert time.monotonic() - began < 4.0, "longer than the deadline"
+        assert tier_of(scene) == tier, "it waited until the process was ended"
         for number in range(20):  # what host memory has, it has
             assert one.store(f"beside {number}", 100) == 100
             assert two.load(f"beside {number}", 100) == 100
@@ -296,8 +295,11 @@ def test_a_clear_reaches_namespaces_that_the_daemon_does_not_know(
         if cleared:
             scene.clear()
         two = scene.engine("two")
-        time.sleep(1.0)  # the tier tells what it holds
-        assert two.load("first", 200) == (0 if cleared else 200)
+        wait_until(lambda: scene.status().tiers[0].capacity_bytes > 0, "what the tier holds")
+        if cleared:
+            assert two.load("first", 200) == 0
+        else:
+            wait_until(lambda: two.load("first", 200) == 200, "what was stored before", 30.0)
 
 
 def test_a_clear_takes_blocks_off_the_disk_for_good(tmp_path: Path) -> None:

@@ -20,6 +20,6 @@ def keep(path: Path, seen: dict[tuple[str, str, str], bytes]) -> None:
     calls = {
         " ".join(answer).strip(): content.hex()
         for answer, content in sorted(seen.items())
-        if not answer[0].startswith("EventService.")
+        if not answer[0].startswith(("EventService.", "OperatorService.Record"))
     }
     path.write_text(json.dumps(calls, indent=1) + "\n")

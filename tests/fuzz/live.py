@@ -33,7 +33,7 @@ ANSWER_SECONDS = 25.0
 AT_ONCE = 24  # calls under way
 BLOCKS = 16  # that the neighbour stores and loads after each round
 NEIGHBOUR_SECONDS = 20.0
-GROWTH_KIB = 96 << 10  # of the daemon's own memory, after the first rounds
+GROWTH_KIB = 48 << 10  # of the daemon's own memory, after the first rounds
 WARM_ROUNDS = 4
 SPARE_DESCRIPTORS = 64
 VICTIM_ROUNDS = 6  # after which the engine whose ids are used is another
@@ -44,7 +44,11 @@ METHODS = tuple(
     for method in module.DESCRIPTOR.services_by_name[service].methods
 )
 DRAIN = "OperatorService.Drain"
-STREAMS = ("EngineService.Session", "EventService.WatchEvents")
+WATCHED: dict[str, Any] = {
+    "EventService.WatchEvents": events_pb2.WatchEventsRequest,
+    "OperatorService.Record": operator_pb2.RecordRequest,
+}
+STREAMS = ("EngineService.Session", *WATCHED)
 UNARY = tuple(method for method in METHODS if method not in STREAMS)
 
 Seen = dict[tuple[str, str, str], bytes]  # an input for each answer of each method
@@ -258,13 +262,13 @@ class Live:
         return fields.SerializeToString()
 
     def watches(self, count: int) -> None:
-        """Streams of events; each is left after what comes at once."""
-        of = events_pb2.WatchEventsRequest.DESCRIPTOR
+        """Streams of events and recordings; each is left after what comes at once."""
         tool = self._callers["TOOL"]
-        for _ in range(count):
-            content = self._content(of)
+        for number in range(count):
+            method, of = list(WATCHED.items())[number % len(WATCHED)]
+            content = self._content(of.DESCRIPTOR)
             channel: Any = tool.channel
-            stream = channel.unary_stream("/kvd.v1.EventService/WatchEvents")(
+            stream = channel.unary_stream(f"/kvd.v1.{method.replace('.', '/')}")(
                 content, metadata=tool.metadata, timeout=0.5
             )
             answer = ("OK", "")
@@ -272,9 +276,9 @@ class Live:
                 next(stream, None)
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:  # nothing new for it
-                    answer = self._typed("EventService.WatchEvents", content, error)
+                    answer = self._typed(method, content, error)
             stream.cancel()
-            self._keep("EventService.WatchEvents", answer, content)
+            self._keep(method, answer, content)
 
     def companion(self, count: int) -> None:
         """Frames, whole and broken, with descriptors of any kind; until the daemon hangs up."""

@@ -6,6 +6,7 @@ and quantisation: 2 GB of packages, most for GPUs alone. None of them is called 
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -15,24 +16,36 @@ from typing import Any
 
 AT_ONCE = ("triton",)
 AFTERWARDS = (  # `import sglang` itself goes without these, and says so
+    "aiohttp",
     "compressed_tensors",
+    "datasets",
     "dill",
+    "fastapi",
+    "openai",
+    "outlines",
+    "requests",
+    "safetensors",
     "sentencepiece",
     "sglang.jit_kernel",
     "sglang.kernels",
     "sglang.srt.configs",
+    "sglang.srt.connector",
+    "sglang.srt.constrained",
+    "sglang.srt.entrypoints",
     "sglang.srt.layers.moe",
     "sglang.srt.layers.quantization",
     "sglang.srt.models",
     "sglang.srt.multimodal",
+    "sglang.srt.parser",
     "sglang.srt.sampling",
-    "sglang.srt.speculative",
     "sglang.srt.utils.hf_transformers",
     "tokenizers",
     "torchvision",
     "transformers",
     "tvm_ffi",
+    "xgrammar",
 )
+STATE_EVERY_TOKENS = 64  # a figure of an absent kernel's that SGLang's caches compute with
 REAL = ("sglang.srt.configs.mamba_utils", "sglang.srt.sampling.sampling_params")
 
 
@@ -112,3 +125,7 @@ def install() -> None:
     import sglang  # noqa: F401 - its patches of transformers are for the real one
 
     finder.absent = (*AT_ONCE, *AFTERWARDS)
+    linear_attention: Any = importlib.import_module(
+        "sglang.kernels.ops.attention.fla.chunk_delta_h"
+    )
+    linear_attention.CHUNK_SIZE = STATE_EVERY_TOKENS

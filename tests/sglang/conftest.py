@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
-from tests import leaks
 from tests.daemon_process import DaemonProcess
+from tests.daemons import daemons
 from tests.sglang import absent
-
-ROOT = Path(__file__).resolve().parents[2]
-DAEMON_PYTHON = os.environ.get("KVD_DAEMON_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
 
 absent.install()
 
@@ -26,32 +20,38 @@ if TYPE_CHECKING:
 StartRank = Callable[..., "Rank"]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Torch's threads spin: those of several test processes beside each other take for ever."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], DaemonProcess]]:
     """Makes daemons, not yet started, each with a pool of its own on shared memory."""
-    made: list[DaemonProcess] = []
-    pools: list[Path] = []
+    with daemons(DaemonProcess, tmp_path_factory.mktemp) as make:
 
-    def make() -> DaemonProcess:
-        pools.append(
-            Path(tempfile.mkdtemp(prefix=f"kvd-test-{os.getpid()}-", dir=leaks.SHARED_MEMORY))
-        )
-        made.append(DaemonProcess(tmp_path_factory.mktemp("kvd"), pools[-1]))
-        made[-1].python = DAEMON_PYTHON
-        made[-1].pool_bytes = 128 << 20
-        return made[-1]
+        def make_one() -> DaemonProcess:
+            made = make()
+            made.pool_bytes = 128 << 20
+            return made
 
-    yield make
-    for daemon in made:
-        daemon.end()
-    for pool in pools:
-        shutil.rmtree(pool)
+        yield make_one
 
 
 @pytest.fixture(scope="module")
 def kvd(make_daemon: Callable[[], DaemonProcess]) -> DaemonProcess:
     """A running daemon."""
     daemon = make_daemon()
+    daemon.start()
+    return daemon
+
+
+@pytest.fixture(scope="module")
+def large_blocks_kvd(make_daemon: Callable[[], DaemonProcess]) -> DaemonProcess:
+    """A running daemon for pages of up to 16 MiB."""
+    daemon = make_daemon()
+    daemon.pool_bytes, daemon.extent_bytes = 512 << 20, 16 << 20
     daemon.start()
     return daemon
 

@@ -21,6 +21,21 @@ DEVICE_TOKENS = 2048
 LAYERS = 3
 PATIENCE_S = 20.0
 KV = PoolName.KV
+# What a stall of the machine's may not break; a test that wants the engine's own haste says so.
+PATIENT = {
+    "lookup_deadline_s": 10.0,
+    "silent_after_s": 5.0,
+    "retry_deadline_s": 2.0,
+    "pending_deadline_s": 10.0,
+    "load_deadline_s": 30.0,
+    "store_deadline_s": 30.0,
+}
+HURRIED = {
+    "lookup_deadline_s": 0.5,
+    "silent_after_s": 0.1,
+    "load_deadline_s": 1.0,
+    "store_deadline_s": 1.0,
+}
 
 
 class DeviceCounters:
@@ -45,7 +60,12 @@ def mla_device_pool() -> Any:
     )
 
 
-def host_pool(device_pool: Any, layout: str = "page_first", allocator: str = "shm") -> Any:
+def host_pool(
+    device_pool: Any,
+    layout: str = "page_first",
+    allocator: str = "shm",
+    page_tokens: int = PAGE_TOKENS,
+) -> Any:
     """SGLang's own host pool over a device pool, in memory files."""
     info = device_pool.get_device_pool_infos()[0].buffer_info
     common = {
@@ -58,9 +78,9 @@ def host_pool(device_pool: Any, layout: str = "page_first", allocator: str = "sh
     if isinstance(device_pool, MLATokenToKVPool):
         layers = device_pool.layer_num
         return MLATokenToKVPoolHost(
-            info, 2.0, 0, PAGE_TOKENS, layout, target_layer_num=layers, **common
+            info, 2.0, 0, page_tokens, layout, target_layer_num=layers, **common
         )
-    return MHATokenToKVPoolHost(info, 2.0, 0, PAGE_TOKENS, layout, **common)
+    return MHATokenToKVPoolHost(info, 2.0, 0, page_tokens, layout, **common)
 
 
 def extra_config(socket: str, **options: Any) -> dict[str, Any]:
@@ -73,6 +93,7 @@ def extra_config(socket: str, **options: Any) -> dict[str, Any]:
         "allocator": "shm",
         "socket_path": socket,
         "weights_id": "made for tests",
+        **PATIENT,
         **options,
     }
 

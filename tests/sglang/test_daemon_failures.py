@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.daemon_process import DaemonProcess
-from tests.sglang.rig import PAGE_TOKENS, Rank, wait_for
+from tests.sglang.rig import HURRIED, PAGE_TOKENS, Rank, wait_for
 
 TOKENS = list(range(3000, 3000 + PAGE_TOKENS * 30))
 LONG_S = 30.0  # no call may take so long, on however slow a machine
-HURRIED = {"load_deadline_s": 1.0, "store_deadline_s": 1.0, "register_wait_s": 0.0}
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def daemon(make_daemon: Callable[[], DaemonProcess]) -> DaemonProcess:
 @pytest.fixture
 def rank(daemon: DaemonProcess) -> Iterator[Rank]:
     """A rank that began before its daemon."""
-    started = Rank(daemon.socket, options=HURRIED)
+    started = Rank(daemon.socket, options=HURRIED | {"register_wait_s": 0.0})
     yield started
     daemon.thaw()
     started.close()

@@ -1,4 +1,4 @@
-"""Several pools: SGLang's hit policies, against its own file backend, and a Mamba pool's pages."""
+"""Several pools: SGLang's hit policies, against its own file backend, and pages of every pool."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.device_pool_info import (
+    MambaStateBufferInfo,
+    MLABufferInfo,
+    MLASplitBuffers,
+)
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.pool_host.common import ShmHostTensorAllocator
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from kvd_client.integrations.sglang.backend import KvdHiCache
 from kvd_client.integrations.sglang.hits import PoolHits, fold
@@ -35,24 +41,21 @@ PAGES = 12
 KEYS = [f"{number:064x}" for number in range(PAGES)]
 
 
-class StatePool:
-    """A pool of one state a page in two memory files, as MambaPoolHost lays them out."""
+def state_pool(dtype: torch.dtype = torch.float32) -> Any:
+    """SGLang's own host pool of Mamba states: of three layers, and of one table without layers."""
+    states = MambaStateBufferInfo(
+        temporal=torch.zeros(3, 24, 5, 8),
+        conv=(torch.zeros(3, 24, 6, dtype=dtype), torch.zeros(3, 24, 2, dtype=dtype)),
+        extra_checkpoint_buffers=(torch.zeros(24, 10),),
+    )
+    return MambaPoolHost(
+        states, 1.0, 0, device_capacity=24, pin_memory=False,
+        allocator_type="shm", layout="page_first",
+    )  # fmt: skip
 
-    page_size = 1
-    layout = "page_first"
-    dtype = torch.float32
-    size = 24
-    size_per_token = 4 * (3 * 40 + 3 * 6)
 
-    def __init__(self) -> None:
-        self.allocator = ShmHostTensorAllocator()
-        self.temporal = self.allocator.allocate((self.size, 3, 1, 40), torch.float32, "cpu")
-        self.conv = self.allocator.allocate((self.size, 3, 1, 6), torch.float32, "cpu")
-        self.kv_buffer = [self.temporal, self.conv]
-
-    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
-        pieces = [part[int(index)] for index in indices for part in (self.temporal, self.conv)]
-        return [p.data_ptr() for p in pieces], [p.numel() * p.element_size() for p in pieces]
+def tables(states: Any) -> list[torch.Tensor]:
+    return [states.temporal_buffer, *states.conv_buffer, *states.slot_state_buffers]
 
 
 @pytest.fixture
@@ -86,14 +89,15 @@ def windows(count: int) -> PoolTransfer:
 def test_states_and_pages_are_restored_together(
     make_backend: Callable[..., KvdHiCache],
 ) -> None:
-    kv, states = host_pool(mha_device_pool()), StatePool()
+    kv, states = host_pool(mha_device_pool()), state_pool()
     backend = make_backend({PoolName.KV: kv, PoolName.MAMBA: states})
     indices = kv.alloc(PAGES * PAGE_TOKENS)
     kv.kv_buffer.uniform_()
     assert backend.batch_set_v1(KEYS, indices) == [True] * PAGES
-    states.temporal.uniform_()
-    states.conv.uniform_()
-    kept = [states.temporal[[2, 5]].clone(), states.conv[[2, 5]].clone()]
+    for table in tables(states):
+        table.uniform_()
+    kept = [table[[2, 5]].clone() for table in tables(states)]
+    assert len(kept) == 4
     checkpoints = PoolTransfer(
         name=PoolName.MAMBA, keys=[KEYS[3], KEYS[7]], host_indices=torch.tensor([2, 5])
     )
@@ -106,8 +110,7 @@ def test_states_and_pages_are_restored_together(
         name=PoolName.MAMBA, keys=[KEYS[3], KEYS[7]], host_indices=torch.tensor([20, 11])
     )
     assert backend.batch_get_v2([into]) == {PoolName.MAMBA: [True, True]}
-    assert torch.equal(states.temporal[[20, 11]], kept[0])
-    assert torch.equal(states.conv[[20, 11]], kept[1])
+    assert all(map(torch.equal, [table[[20, 11]] for table in tables(states)], kept))
     assert backend.batch_get_v2([windows(2)]) == {PoolName.MAMBA: [False, False]}  # no indices
 
 
@@ -115,7 +118,7 @@ def test_states_are_each_ranks_own_where_mla_pages_are_shared(
     make_backend: Callable[..., KvdHiCache],
 ) -> None:
     pools = [
-        {PoolName.KV: host_pool(mla_device_pool()), PoolName.MAMBA: StatePool()} for _ in range(2)
+        {PoolName.KV: host_pool(mla_device_pool()), PoolName.MAMBA: state_pool()} for _ in range(2)
     ]
     first, second = (
         make_backend(each, is_mla_model=True, tp_rank=rank, tp_size=2)
@@ -130,9 +133,110 @@ def test_states_are_each_ranks_own_where_mla_pages_are_shared(
     assert second.batch_exists_v2(KEYS, [windows(1)]).kv_hit_pages == 0
 
 
+def test_a_drafters_heads_are_each_ranks_own_beside_mla(
+    make_backend: Callable[..., KvdHiCache],
+) -> None:
+    pools = [
+        {PoolName.KV: host_pool(mla_device_pool()), PoolName.DRAFT: host_pool(mha_device_pool())}
+        for _ in range(2)
+    ]
+    first, second = (
+        make_backend(each, is_mla_model=True, tp_rank=rank, tp_size=2)
+        for rank, each in enumerate(pools)
+    )
+    indices = pools[0][PoolName.KV].alloc(PAGES * PAGE_TOKENS)
+    kept = pools[0][PoolName.DRAFT].kv_buffer.uniform_().clone()
+    both = [
+        PoolTransfer(name=name, keys=KEYS, host_indices=indices)
+        for name in (PoolName.KV, PoolName.DRAFT)
+    ]
+    done = dict.fromkeys((PoolName.KV, PoolName.DRAFT), [True] * PAGES)
+    assert first.batch_set_v2(both) == done
+    drafts = PoolTransfer(name=PoolName.DRAFT, hit_policy=PoolHitPolicy.ALL_PAGES)
+    assert first.batch_exists_v2(KEYS, [drafts]).kv_hit_pages == PAGES
+    assert second.batch_exists(KEYS) == PAGES
+    assert second.batch_exists_v2(KEYS, [drafts]).kv_hit_pages == 0
+    pools[0][PoolName.DRAFT].kv_buffer.zero_()
+    assert first.batch_get_v2(both) == done
+    rows = slice(0, PAGES * PAGE_TOKENS)
+    assert torch.equal(pools[0][PoolName.DRAFT].kv_buffer[:, rows], kept[:, rows])
+
+
+def test_groups_of_blocks_are_found_by_keys_of_their_own(
+    make_backend: Callable[..., KvdHiCache],
+) -> None:
+    groups = host_pool(mha_device_pool(layers=1))
+    pools = {PoolName.KV: host_pool(mha_device_pool()), PoolName.DEEPSEEK_V4_C4: groups}
+    backend = make_backend(pools)
+    own = [f"{1000 + number:064x}" for number in range(6)]
+    assert backend.batch_set_v1(KEYS, torch.arange(PAGES * PAGE_TOKENS)) == [True] * PAGES
+    stored = PoolTransfer(
+        name=PoolName.DEEPSEEK_V4_C4, keys=own[:5], host_indices=torch.arange(5 * PAGE_TOKENS)
+    )
+    assert backend.batch_set_v2([stored]) == {PoolName.DEEPSEEK_V4_C4: [True] * 5}
+    asked = PoolTransfer(
+        name=PoolName.DEEPSEEK_V4_C4,
+        keys=own,
+        hit_policy=PoolHitPolicy.BLOCK_GROUPS,
+        block_pages=4,
+        group_pages=2,
+    )
+    found = backend.batch_exists_v2(KEYS, [asked])
+    assert found.extra_pool_hit_pages[PoolName.DEEPSEEK_V4_C4] == 2 * 4  # of the last, a half
+    assert found.restorable_prefix_pages[-1] == PAGES
+
+
+def split_pool() -> Any:
+    """MLA in the layout of Ascend's devices: latents, positions and an index, each a file."""
+    buffers = MLASplitBuffers(
+        k=None, v=None, index_k=torch.zeros(2, 1), index_scales=torch.zeros(2, 1),
+        index_layer_indices=(0, 1), k_width=24, v_width=8, index_width=16,
+    )  # fmt: skip
+    info = MLABufferInfo(
+        buffers=buffers, data_ptrs=None, layer_indices=(0, 1, 2), device_layer_num=3,
+        page_size=PAGE_TOKENS, kv_lora_rank=24, qk_rope_head_dim=8, kv_cache_dim=32,
+        dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+    return MLATokenToKVPoolHost(
+        info, 1.0, 0, PAGE_TOKENS, "page_first_kv_split", target_layer_num=3,
+        device_capacity_tokens=512, start_layer=0, end_layer=3, pin_memory=False,
+        allocator_type="shm",
+    )  # fmt: skip
+
+
+def test_pages_whose_parts_lie_in_files_of_their_own_come_back(
+    make_backend: Callable[..., KvdHiCache],
+) -> None:
+    pool = split_pool()
+    parts = [pool.k_buffer, pool.v_buffer, pool.index_k_buffer, pool.index_k_scale_buffer]
+    backend = make_backend({PoolName.KV: pool}, is_mla_model=True)
+    for part in parts:
+        part.uniform_()
+    stored = pool.alloc(PAGES * PAGE_TOKENS)
+    room = pool.alloc(PAGES * PAGE_TOKENS)
+    pages, places = (each[::PAGE_TOKENS] // PAGE_TOKENS for each in (stored, room))
+    assert not any(torch.equal(part[pages], part[places]) for part in parts)
+    assert backend.batch_set_v1(KEYS, stored) == [True] * PAGES
+    assert backend.batch_get_v1(KEYS, room) == [True] * PAGES
+    assert all(torch.equal(part[pages], part[places]) for part in parts)
+
+
+def test_engines_of_different_page_sizes_share_nothing(
+    make_backend: Callable[..., KvdHiCache],
+) -> None:
+    first, second = (
+        make_backend({PoolName.KV: host_pool(mha_device_pool(), page_tokens=size)})
+        for size in (PAGE_TOKENS, 2 * PAGE_TOKENS)
+    )
+    assert first.batch_set_v1(KEYS, torch.arange(PAGES * PAGE_TOKENS)) == [True] * PAGES
+    assert (first.batch_exists(KEYS), second.batch_exists(KEYS)) == (PAGES, 0)
+    twice = torch.arange(2 * PAGES * PAGE_TOKENS)
+    assert second.batch_get_v1(KEYS, twice) == [False] * PAGES
+
+
 def test_a_pool_that_came_later_is_served_too(make_backend: Callable[..., KvdHiCache]) -> None:
     backend = make_backend({PoolName.KV: host_pool(mha_device_pool())})
-    states = StatePool()
+    states = state_pool()
     backend.register_mem_host_pool_v2(states, PoolName.MAMBA)
     assert backend._opened[-1].wait_usable(PATIENCE_S)
     state = PoolTransfer(name=PoolName.MAMBA, keys=[KEYS[0]], host_indices=torch.tensor([1]))

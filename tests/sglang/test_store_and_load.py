@@ -75,7 +75,8 @@ def test_keys_are_sglangs_own_digests(start_rank: StartRank) -> None:
         expected.append(last)
     theirs = get_storage_hash_str(tokens, None, page_size=PAGE_TOKENS)
     assert [key_of(each) for each in theirs] == keys_of(theirs) == expected
-    odd = [*theirs, "no digest", theirs[0][:-2] + "gg", theirs[0][:-2] + "  "]
+    odd = [*theirs, "no digest", theirs[0][:-2] + "gg", theirs[0][:-2] + "  ", "", "\ud800"]
+    odd += [theirs[0].upper(), theirs[0] + "0", theirs[0] * 2]
     assert keys_of(odd) == [key_of(each) for each in odd]
     assert len(set(keys_of(odd))) == len(odd)
     assert len(key_of("no digest")) == len(expected[0])

@@ -101,6 +101,12 @@ def test_every_decision_is_in_the_list() -> None:
     assert listed == {path.name for path in folder.glob("0*.md")}
 
 
+def test_every_guide_is_in_the_index() -> None:
+    folder = ROOT / "docs"
+    listed = set(LINK.findall((folder / "README.md").read_text()))
+    assert {path.name for path in folder.glob("*.md")} - {"README.md"} <= listed
+
+
 def test_the_diagram_of_slot_states_shows_the_steps_that_the_code_allows() -> None:
     drawn = STEP.findall((ROOT / "ARCHITECTURE.md").read_text())
     assert set(drawn) == {(before.name, after.name) for before, after in STEPS}

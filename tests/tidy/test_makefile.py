@@ -13,8 +13,8 @@ from tests.tidy.source import ROOT
 
 TARGETS = {
     "bench", "bench-lmcache", "bench-sglang", "bench-vllm", "chaos", "clean",
-    "cluster-down", "cluster-up", "conformance-vllm", "demo", "demo-gpu", "fuzz", "gpu-check",
-    "help", "lint", "planted", "proto", "sim", "soak", "test",
+    "cluster-down", "cluster-up", "conformance-sglang", "conformance-vllm", "demo", "demo-gpu",
+    "fuzz", "gpu-check", "help", "lint", "planted", "proto", "release", "sim", "soak", "test",
     "test-sglang", "test-vllm", "type", "venv",
 }  # fmt: skip
 

@@ -7,11 +7,14 @@ import sqlite3
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from kvd.tiers.disk import disk as disk_module
 from kvd.tiers.disk import rows as rows_module
+from kvd.tiers.disk import wiping
 from kvd.tiers.disk.files import Buffers
 from kvd.tiers.disk.index_file import IndexFile
 from kvd.tiers.disk.store import DiskStore
@@ -183,6 +186,39 @@ def test_a_file_system_that_zeroes_no_range_is_written_zeros(
     store.delete([key(n) for n in range(32)], soon())
     store.close()
     assert not any((directory / "slab").read_bytes()[1 << 20 :])
+
+
+def test_a_deletion_that_takes_longer_than_its_deadline_goes_on_where_it_was(
+    directory: Path, files: FaultyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened(directory, files)
+    keep(store, range(8))
+    later_s, wiped = [0.0], list[int]()
+
+    def slow(call: str, offset: int) -> None:
+        if call == "zero":  # ten seconds, by the disk's clock
+            later_s[0] += 10.0
+            wiped.append(offset)
+
+    files.fault = slow
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later_s[0], time=time.time)
+    monkeypatch.setattr(disk_module, "time", clock)
+    monkeypatch.setattr(wiping, "STEP_BYTES", BLOCK_BYTES)
+    calls = 1
+    while calls < 20:
+        later_s[0] = 0.0
+        try:
+            store.delete_scopes([ONE], soon())
+            break
+        except TierTimeout:
+            calls += 1
+            assert not any(has(store, n) for n in range(8))
+    assert calls == 4
+    assert len(wiped) == len(set(wiped)) == 8
+    assert store.usage().blocks == 0
+    later_s[0] = 0.0
+    keep(store, range(8))
+    store.close()
 
 
 def test_a_deletion_waits_for_who_reads_until_its_deadline(

@@ -8,16 +8,16 @@ import errno
 import logging
 import os
 import signal
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from kvd.core.keys import RowId
 from kvd.processes import parent
+from kvd.processes.mappings import ExtentFiles
 from kvd.tiers import keeper as module
 from kvd.tiers.keeper import KeeperStage, TierKeeper
 from kvd.tiers.process import (
@@ -32,25 +32,30 @@ from kvd.tiers.process import (
     TierStartError,
 )
 from kvd.tiers.store import TierUsage
+from tests.simulation.virtual_time import VirtualTimeLoop
 from tests.tiers.tier_rig import BAD, MEMORY, TierRig, keys, on_loop, soon, tier_rig, until
 
-FIRST_S, LONGEST_S = 0.05, 0.2
+SHORT_S = 0.05
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FIRST_WAIT_S", FIRST_S)
-    monkeypatch.setattr(module, "LONGEST_WAIT_S", LONGEST_S)
+    monkeypatch.setattr(module, "FIRST_WAIT_S", SHORT_S)
+    monkeypatch.setattr(module, "LONGEST_WAIT_S", SHORT_S)
+
+
+short_waits = pytest.mark.usefixtures("_short_waits")
 
 
 class Heard:
     """A TierListener, and where processes are noted."""
 
     def __init__(self) -> None:
-        self.started: list[tuple[float, TierProcess]] = []
-        self.gone: list[tuple[float, str]] = []
+        self.started: list[TierProcess] = []
+        self.gone: list[str] = []
         self.answers: dict[int, TierAnswer] = {}
         self.noted: dict[int, int] = {}
+        self.launches = 0
         self.refusals = 0  # of notes still to come
         self.deaf = False  # to starts and ends
 
@@ -69,7 +74,7 @@ class Heard:
             return
         assert process.pid in self.noted
         assert len(self.started) == len(self.gone)
-        self.started.append((time.monotonic(), process))
+        self.started.append(process)
 
     def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
         self.answers[answer.order] = answer
@@ -87,13 +92,18 @@ class Heard:
         if self.deaf:
             return
         assert not self.noted
-        self.gone.append((time.monotonic(), reason))
+        self.gone.append(reason)
 
 
 @contextlib.asynccontextmanager
 async def kept(r: TierRig, heard: Heard, store: str = MEMORY) -> AsyncIterator[TierKeeper]:
     """A keeper whose process is gone afterwards."""
-    keeper = TierKeeper(r.config(store), heard, heard)
+
+    def launch(*about: Any) -> Coroutine[Any, Any, TierProcess]:
+        heard.launches += 1
+        return TierProcess.start(*about)
+
+    keeper = TierKeeper(r.config(store), heard, heard, launch=launch)
     try:
         yield keeper
     finally:
@@ -104,62 +114,74 @@ async def kept(r: TierRig, heard: Heard, store: str = MEMORY) -> AsyncIterator[T
         assert len(heard.started) == len(heard.gone)
 
 
+@short_waits
 @on_loop
-async def test_one_that_ends_is_started_again_later_and_later() -> None:
+async def test_one_that_ends_is_started_again() -> None:
     async with tier_rig() as r:
         heard = Heard()
         async with kept(r, heard) as keeper:
-            for _ in range(5):
+            for _ in range(3):
                 await until(lambda: len(heard.started) > len(heard.gone))
                 assert keeper.stage is KeeperStage.SERVING
-                os.kill(heard.started[-1][1].pid, signal.SIGKILL)
+                os.kill(heard.started[-1].pid, signal.SIGKILL)
                 await until(lambda: len(heard.started) == len(heard.gone))
-            await until(lambda: len(heard.started) > 5)
-        waits = [
-            started - gone
-            for (started, _), (gone, _) in zip(heard.started[1:], heard.gone, strict=False)
-        ]
-        least = [FIRST_S, 2 * FIRST_S, LONGEST_S, LONGEST_S, LONGEST_S]
-        assert all(wait >= wanted for wait, wanted in zip(waits, least, strict=True))
-        assert {reason for _, reason in heard.gone} == {"killed by SIGKILL", "stopped"}
+            await until(lambda: len(heard.started) > 3)
+        assert heard.gone == ["killed by SIGKILL"] * 3 + ["stopped"]
 
 
 class Brief:
-    """Launches what serves for as long as it is told, and notes when it was asked to."""
+    """Launches on virtual time what serves as long as it is told; notes each wait before."""
 
-    def __init__(self, serves_s: list[float | None]) -> None:
-        self.asked: list[float] = []
-        self._serves_s = serves_s
+    def __init__(self, starts_s: float, serves_s: list[float | None]) -> None:
+        self.waits: list[float] = []
         self.left = asyncio.Event()
+        self._starts_s = starts_s
+        self._serves_s = serves_s
+        self._ended_s = asyncio.get_running_loop().time()
 
     async def launch(self, config: TierConfig, sink: TierSink, _: QueueBounds) -> TierProcess:
-        self.asked.append(time.monotonic())
+        loop = asyncio.get_running_loop()
+        self.waits.append(round(loop.time() - self._ended_s, 3))
         if not self._serves_s:
             self.left.set()
             await asyncio.Event().wait()
         serves_s = self._serves_s.pop(0)
+        await asyncio.sleep(self._starts_s)
+        self._ended_s = loop.time() + (serves_s or 0)
         if serves_s is None:
             raise TierStartError("not now")
-        asyncio.get_running_loop().call_later(serves_s, sink.tier_gone, config.tier, "ended")
+        loop.call_later(serves_s, sink.tier_gone, config.tier, "ended")
         return cast(TierProcess, SimpleNamespace(pid=1))
 
 
-@on_loop
-async def test_waits_double_up_to_the_longest_and_begin_anew_for_who_served_so_long() -> None:
-    async with tier_rig() as r:
+@pytest.mark.parametrize("starts_s", [0.0, 100.0])
+@pytest.mark.parametrize(
+    ("serves_s", "waits"),
+    [
+        ([None] * 8, [0, 1, 2, 4, 8, 16, 32, 60, 60]),
+        ([0.01] * 8, [0, 1, 2, 4, 8, 16, 32, 60, 60]),
+        ([None, 0.01, None, 59.9, 60.0, None], [0, 1, 2, 4, 8, 1, 2]),
+    ],
+    ids=["never started", "ended at once", "served long once"],
+)
+def test_it_waits_longer_each_time_but_for_who_served_long(
+    tmp_path: Path, starts_s: float, serves_s: list[float | None], waits: list[float]
+) -> None:
+    async def run() -> list[float]:
         heard = Heard()
         heard.deaf = True
-        brief = Brief([None, 0.01, None, 0.01, LONGEST_S + 0.05, None])
-        keeper = TierKeeper(r.config(), heard, heard, launch=brief.launch)
-        await asyncio.wait_for(brief.left.wait(), 10)
+        brief = Brief(starts_s, list(serves_s))
+        config = TierConfig(TierId(3), MEMORY, {}, ExtentFiles(tmp_path, 0, 1 << 20))
+        keeper = TierKeeper(config, heard, heard, launch=brief.launch)
+        await brief.left.wait()
         await keeper.close()
-        steps = np.diff(brief.asked)
-        served = np.array([0, 0.01, 0, 0.01, LONGEST_S + 0.05, 0])
-        wanted = np.array([1, 2, 4, 4, 1, 2]) * FIRST_S
-        assert (steps - served - wanted > -0.01).all(), steps
-        assert (steps - served - wanted < 0.08).all(), steps
+        return brief.waits
+
+    with contextlib.closing(VirtualTimeLoop()) as loop:
+        assert loop.run_until_complete(run()) == waits
 
 
+@short_waits
 @on_loop
 async def test_a_store_that_can_not_be_opened_is_tried_again_and_complained_of_once(
     caplog: pytest.LogCaptureFixture,
@@ -170,16 +192,17 @@ async def test_a_store_that_can_not_be_opened_is_tried_again_and_complained_of_o
         async with kept(r, heard, BAD + "opens_later") as keeper:
             await until(lambda: keeper.stage is KeeperStage.WAITING)
             assert "it does not start: not yet" in keeper.reason
-            await asyncio.sleep(1.0)
+            await until(lambda: heard.launches > 3)
             assert not heard.started
             assert sum("not yet" in line for line in caplog.messages) == 1
             r.sign("open")
             await until(lambda: heard.started)
-            assert heard.started[0][1].exists(r.next_order(), keys(1), soon())
+            assert heard.started[0].exists(r.next_order(), keys(1), soon())
             await until(lambda: heard.answers)
             assert heard.answers[1].end is OrderEnd.ANSWERED
 
 
+@short_waits
 @on_loop
 async def test_one_that_can_not_be_noted_does_not_serve_until_it_can() -> None:
     async with tier_rig() as r:
@@ -188,7 +211,7 @@ async def test_one_that_can_not_be_noted_does_not_serve_until_it_can() -> None:
         async with kept(r, heard) as keeper:
             await until(lambda: heard.started)
             assert "No space left" in keeper.reason
-            assert heard.noted == {heard.started[0][1].pid: heard.started[0][1].start_time}
+            assert heard.noted == {heard.started[0].pid: heard.started[0].start_time}
 
 
 @pytest.mark.parametrize("store", ["hangs_in_opening", "can_not_be_opened"])
@@ -198,9 +221,7 @@ async def test_a_keeper_can_be_closed_while_there_is_no_process(store: str) -> N
         heard = Heard()
         async with kept(r, heard, BAD + store) as keeper:
             await asyncio.sleep(0.4)
-            began = time.monotonic()
-            await keeper.close()
-            assert time.monotonic() - began < 2.0
+            assert await keeper.close()
         assert not heard.started
 
 
@@ -214,24 +235,23 @@ async def test_a_process_that_can_not_be_ended_does_not_keep_the_daemon_from_end
         heard = Heard()
         async with kept(r, heard) as keeper:
             await until(lambda: heard.started)
-            process = heard.started[0][1]
+            process = heard.started[0]
             os.kill(process.pid, signal.SIGSTOP)
             with monkeypatch.context() as patch:
                 patch.setattr(process._child, "kill", lambda: None)
-                began = time.monotonic()
                 assert not await keeper.close()
-                assert time.monotonic() - began < 1.0
                 assert list(heard.noted) == [process.pid], "the next owner must know of it"
             process._child.kill()
 
 
+@short_waits
 @on_loop
 async def test_orders_of_the_last_process_end_before_the_next_begins() -> None:
     async with tier_rig() as r:
         heard = Heard()
         async with kept(r, heard, BAD + "Hangs"):
             await until(lambda: heard.started)
-            first = heard.started[0][1]
+            first = heard.started[0]
             assert first.exists(r.next_order(), keys(1), soon())
             os.kill(first.pid, signal.SIGSTOP)
             assert first.exists(r.next_order(), keys(1), soon())
@@ -239,5 +259,5 @@ async def test_orders_of_the_last_process_end_before_the_next_begins() -> None:
             await until(lambda: len(heard.started) == 2)
             assert set(heard.answers) == {1, 2}
             assert not first.exists(r.next_order(), keys(1), soon())
-            assert heard.started[1][1].exists(r.next_order(), keys(1), soon())
+            assert heard.started[1].exists(r.next_order(), keys(1), soon())
             await until(lambda: 4 in heard.answers)

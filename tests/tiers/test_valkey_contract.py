@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd.tiers.store import Outcome, TierStore
+from kvd.tiers.store import OptionValue, Outcome, TierStore
 from tests.tiers.contract import (
     BLOCK_BYTES,
     ONE,
@@ -45,6 +45,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 
 
 SPARE_BYTES = 1 << 20  # for connections
+
+
+# A busy machine's server may be silent for longer than a production one.
+PATIENT: dict[str, OptionValue] = {"request_timeout_seconds": 20.0}
 
 
 class ValkeyContract(TierStoreContract):
@@ -95,7 +99,7 @@ class ValkeyContract(TierStoreContract):
         used = server.call("INFO", "memory").partition("used_memory:")[2].partition("\r")[0]
         self.room = int(used) + ROOM_BLOCKS * BLOCK_BYTES
         server.call("CONFIG", "SET", "maxmemory", self.room)
-        return lambda: ValkeyStore({"addresses": [server.address]})
+        return lambda: ValkeyStore({"addresses": [server.address], **PATIENT})
 
     def test_usage_is_about_what_the_servers_have(self, store: TierStore) -> None:
         keep(store, range(100))
@@ -107,7 +111,7 @@ class TestCluster(ValkeyContract):
     @pytest.fixture
     def opened(self, cluster: ValkeyCluster) -> Opened:
         cluster.empty()
-        return lambda: ValkeyStore({"addresses": cluster.addresses})
+        return lambda: ValkeyStore({"addresses": cluster.addresses, **PATIENT})
 
 
 class TestOneServer(ValkeyContract):
@@ -115,7 +119,7 @@ class TestOneServer(ValkeyContract):
     def opened(self, server: ValkeyServer) -> Opened:
         server.call("FLUSHALL")
         server.call("CONFIG", "SET", "maxmemory", 0)
-        return lambda: ValkeyStore({"addresses": [server.address]})
+        return lambda: ValkeyStore({"addresses": [server.address], **PATIENT})
 
 
 class TestManyPieces(ValkeyContract):
@@ -123,5 +127,10 @@ class TestManyPieces(ValkeyContract):
     def opened(self, cluster: ValkeyCluster) -> Opened:
         cluster.empty()
         return lambda: ValkeyStore(
-            {"addresses": cluster.addresses, "value_bytes": "64KiB", "ttl_seconds": 600}
+            {
+                "addresses": cluster.addresses,
+                "value_bytes": "64KiB",
+                "ttl_seconds": 600,
+                **PATIENT,
+            }
         )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests import leaks
+from tests.daemons import daemons
 from tests.vllm import tiny_model
 from tests.vllm.engine import BLOCK_TOKENS, ENVIRONMENT, FORKS, Engine, Prompt
 from tests.vllm.node_daemon import NodeDaemon, with_kvd
 
-ROOT = Path(__file__).resolve().parents[2]
-DAEMON_PYTHON = os.environ.get("KVD_DAEMON_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
 KV_BYTES = 64 << 20
 
 os.environ.update(ENVIRONMENT)  # before anything imports torch or vLLM, here or in a fork
@@ -141,21 +137,8 @@ def start_engine(
 @pytest.fixture(scope="module")
 def make_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], NodeDaemon]]:
     """Makes daemons, not yet started, each with a pool of its own on shared memory."""
-    made: list[NodeDaemon] = []
-    pools: list[Path] = []
-
-    def make() -> NodeDaemon:
-        name = f"kvd-test-{os.getpid()}-"
-        pools.append(Path(tempfile.mkdtemp(prefix=name, dir=leaks.SHARED_MEMORY)))
-        made.append(NodeDaemon(tmp_path_factory.mktemp("kvd"), pools[-1]))
-        made[-1].python = DAEMON_PYTHON
-        return made[-1]
-
-    yield make
-    for daemon in made:
-        daemon.end()
-    for pool in pools:
-        shutil.rmtree(pool)
+    with daemons(NodeDaemon, tmp_path_factory.mktemp) as make:
+        yield make
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvd_client import EngineIdentity, NamespaceFields, SchedulerConnection
+from tests.daemons import DAEMON_PYTHON
 from tests.vllm.configurations import cache_of, configure, full_attention, handshake
-from tests.vllm.conftest import DAEMON_PYTHON
 from tests.vllm.node_daemon import NodeDaemon
 from tests.waiting import wait_until
 

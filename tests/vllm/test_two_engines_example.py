@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import leaks
-from tests.vllm.conftest import DAEMON_PYTHON, ROOT
+from tests.daemons import DAEMON_PYTHON, ROOT
 
 EXAMPLE = ROOT / "examples" / "vllm-two-engines" / "two_engines.py"
 PATIENCE_SECONDS = 900.0  # three starts of vLLM's server

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.daemons import DAEMON_PYTHON, ROOT
 from tests.network import Network
 from tests.tiers import valkey_rig
-from tests.vllm.conftest import DAEMON_PYTHON, ROOT, Plain, StartEngine
+from tests.vllm.conftest import Plain, StartEngine
 from tests.vllm.engine import BLOCK_TOKENS, HITS, LENGTH, WHOLE, Engine, prompt
 from tests.vllm.node_daemon import NodeDaemon, with_kvd
 from tests.waiting import wait_until

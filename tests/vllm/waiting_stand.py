@@ -127,8 +127,9 @@ def run_unseen(stand: WaitingStand, _connection: Any, _pid: int) -> dict[str, An
 
 
 def run_unanswered(stand: WaitingStand, connection: Any, daemon_pid: int) -> dict[str, Any]:
-    """The same with a daemon that answers nothing in the first step."""
+    """The same with a daemon that answers nothing in the first step, and was long not heard of."""
     os.kill(daemon_pid, signal.SIGSTOP)
+    connection.is_prompt = lambda *_: False
     try:
         before = connection.blocking_calls
         arrive(stand, "unanswered")
@@ -138,6 +139,7 @@ def run_unanswered(stand: WaitingStand, connection: Any, daemon_pid: int) -> dic
     finally:
         os.kill(daemon_pid, signal.SIGCONT)
     stand.drain()
+    del connection.is_prompt
     taken = stand.take()
     stand.forget_device()
     return {

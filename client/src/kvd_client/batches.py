@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.connection import SchedulerConnection
-from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft
+from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, in_parts
 from kvd_client.identity import EngineIdentity, NamespaceFields
 from kvd_client.scheduler.lookup import ASK_AGAIN_MAX_S
 from kvd_client.scheduler.plan import StepPlan
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 KEYS_PER_CALL = MAX_KEYS_PER_MESSAGE // 2
 MAX_CLAIMS = 4096  # answers whose blocks are leased and not loaded yet; the oldest goes first
+MAX_UNTOLD_REQUESTS = 256  # that are over; then the daemon is told without a step of other work
 FIRST_PAUSE = 10  # times POLL_S, before a question is asked again
 
 MISS, HIT, PENDING, RETRY = 0, 1, 2, 3  # as in kvd.v1 Answer
@@ -150,10 +151,14 @@ class BlockBatches:
         self._connection.reset_epoch(epoch)
 
     def close(self) -> None:
-        """Take the memory back: returns when no copy can touch it any more."""
-        while not self._worker.unregister(END_MOVER_TIMEOUT_S):
-            log.error("kvd: the daemon does not let go of the memory; waiting for it")
-        self._worker.close()
+        """Take the memory back: returns when no copy can touch it any more.
+
+        Under the lock: a load that began in between would be ended by nobody.
+        """
+        with self._lock:
+            while not self._worker.unregister(END_MOVER_TIMEOUT_S):
+                log.error("kvd: the daemon does not let go of the memory; waiting for it")
+            self._worker.close()
         self._connection.close()
 
     # -- finding ----------------------------------------------------------------------------
@@ -184,12 +189,19 @@ class BlockBatches:
         """How many of the keys, from the first on, may be there."""
         if session.page_hides_some or not wanted.keys:
             return len(wanted.keys)
+        if wanted.leading and self._shows_ends(session, wanted):
+            return len(wanted.keys)  # a gap is rare, and the daemon will tell of it
         present = session.present(wanted.group, self.account, wanted.keys)
         if present.all():
             return len(wanted.keys)
         if wanted.leading:
             return int(np.argmin(present))
         return int(np.flatnonzero(present)[-1]) + 1 if present.any() else 0
+
+    def _shows_ends(self, session: DaemonSession, wanted: SoughtKeys) -> bool:
+        """Whether the first and the last may be there: a look at all costs more than both."""
+        ends = (wanted.keys[0], wanted.keys[-1])
+        return all(session.shows(wanted.group, self.account, key) for key in ends)
 
     def _ask_patiently(self, request_id: str, wanted: Sequence[SoughtKeys]) -> list[Statuses]:
         """The statuses, asked for again while some may yet become hits."""
@@ -208,8 +220,11 @@ class BlockBatches:
 
     def _may_become(self, wanted: SoughtKeys, statuses: Statuses, waited_s: float) -> bool:
         """Whether it is worth while to ask again for what was no hit."""
+        hits = statuses == HIT
+        if hits.all():
+            return False
         if wanted.leading:
-            missed = np.flatnonzero(statuses != HIT)[:1]
+            missed = np.flatnonzero(~hits)[:1]
             statuses = statuses[missed]
         may_retry = waited_s < self.options.retry_deadline_s and bool((statuses == RETRY).any())
         is_pending = waited_s < self.options.pending_deadline_s
@@ -273,12 +288,14 @@ class BlockBatches:
                 keys = each.keys if whole else list(compress(each.keys, flags))
                 claim.keys.append((each.group, keys))
                 self._leased.setdefault(each.group, {}).update(dict.fromkeys(keys, claim))
-            if not claim.left:
+            if claim.left:
+                self._claims[request_id] = claim
+            else:
                 self._finished.append(request_id)
-                return
-            self._claims[request_id] = claim
             if len(self._claims) > MAX_CLAIMS:
                 self._end_claim(next(iter(self._claims.values())))
+            if self._end_old_claims() or len(self._finished) >= MAX_UNTOLD_REQUESTS:
+                self._send_locked(StepDraft())  # one that only asks sends no other
 
     def _end_claim(self, claim: LeasedAnswer) -> None:
         """Called under the lock."""
@@ -300,14 +317,17 @@ class BlockBatches:
                 if not claim.left:
                     self._end_claim(claim)
 
-    def _end_old_claims(self) -> None:
-        """Called under the lock."""
+    def _end_old_claims(self) -> bool:
+        """Whether there were any. Called under the lock."""
         oldest_s = time.monotonic() - self.options.lease_s
+        ended = False
         while self._claims:
             claim = next(iter(self._claims.values()))
             if claim.since_s > oldest_s:
-                return
+                break
             self._end_claim(claim)
+            ended = True
+        return ended
 
     def _new_request(self) -> str:
         with self._lock:
@@ -318,13 +338,22 @@ class BlockBatches:
     def load(self, runs: Sequence[BlockRun]) -> list[list[bool]]:
         """Bring blocks to their engine blocks; of each run, which have come.
 
-        What has gone since it was found is missing, with all that follows it in its run.
+        What has gone since it was found is missing, with all that follows it in its run, or in the
+        part of the run that one job takes.
         """
+        loaded: list[list[bool]] = [[] for _ in runs]
+        parts = _in_parts(runs)
+        come = self._load_parts([part for _, part in parts]) if parts else []
+        for (number, _), each in zip(parts, come, strict=True):
+            loaded[number] += each
+        return loaded
+
+    def _load_parts(self, runs: Sequence[BlockRun]) -> list[list[bool]]:
         loaded = [
             [ok] * len(run.block_hashes) for run, ok in zip(runs, self._load(runs), strict=True)
         ]
         for number, run in enumerate(runs):
-            if not run.block_hashes or loaded[number][0] or not self.is_usable:
+            if loaded[number][0] or not self.is_usable:
                 continue
             wanted = SoughtKeys(run.group, run.block_hashes, run.first_block)
             left = int(np.count_nonzero(self.find([wanted])[0]))
@@ -352,6 +381,13 @@ class BlockBatches:
         When this returns the engine blocks may be overwritten. What the daemon would not take, as
         it has to take a row back from others first, is offered again for `retry_deadline_s`.
         """
+        done, parts = [True] * len(runs), _in_parts(runs)
+        kept = self._store_parts([part for _, part in parts]) if parts else []
+        for (number, _), ok in zip(parts, kept, strict=True):
+            done[number] &= ok
+        return done
+
+    def _store_parts(self, runs: Sequence[BlockRun]) -> list[bool]:
         began, pause = time.monotonic(), FIRST_PAUSE * POLL_S
         stored = self._store(runs)
         while not all(stored) and self.is_usable:
@@ -455,3 +491,13 @@ class BlockBatches:
         ]
         if lost:
             self._worker.write_off(lost)
+
+
+def _in_parts(runs: Sequence[BlockRun]) -> list[tuple[int, BlockRun]]:
+    """What one job each may have, and of which run it is; of an empty run nothing."""
+    return [
+        (number, part)
+        for number, run in enumerate(runs)
+        if run.block_hashes
+        for (part,) in in_parts([run])
+    ]

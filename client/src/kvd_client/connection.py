@@ -45,7 +45,12 @@ SILENT_AFTER_S = 0.1  # a lookup unanswered for so long: the daemon may hang
 SILENCE_S = 1.0
 MAX_SILENCE_S = 32.0
 MAX_QUEUED_MESSAGES = 1024
-CAPABILITIES = ("request-level-store", "epochs", "quiet")  # ends are read from the boards
+CAPABILITIES = (
+    "request-level-store",
+    "epochs",
+    "quiet",
+    "prompts",
+)  # ends are read from the boards
 UNSENDABLE = "UNSENDABLE"  # our own word among the daemon's: a job that no message can carry
 SESSION_METHOD = f"/{engine_pb2.DESCRIPTOR.services_by_name['EngineService'].full_name}/Session"
 MAX_REMEMBERED_STEPS = MAX_QUEUED_MESSAGES  # of which a refusal may still come
@@ -94,7 +99,9 @@ class SchedulerConnection:
         self._call: grpc.Call | None = None
         self._sequence = 0
         self._steps: dict[int, SentStep] = {}  # the last ones, by sequence
+        self.tells_prompts = False
         self._generation = 0
+        self._unserved_since_s = time.monotonic()
         self._lookups = LookupCalls()
         self._heard_s = 0.0  # when the daemon last said something
         self._ended: list[tuple[int, bool]] = []
@@ -175,6 +182,12 @@ class SchedulerConnection:
         with self._changed:
             self._silent_until = now + self._silence_s
             self._silence_s = min(2 * self._silence_s, MAX_SILENCE_S)
+
+    def is_prompt(self, heard_within_s: float, unanswered_s: float) -> bool:
+        now = time.monotonic()
+        with self._changed:
+            silent_s, waited_s = now - self._heard_s, now - self._lookups.sent_since_s
+        return silent_s <= heard_within_s and waited_s <= unanswered_s
 
     def take_answers(self, call_id: int) -> tuple[QueryAnswer, ...] | None:
         with self._changed:
@@ -304,6 +317,7 @@ class SchedulerConnection:
             capabilities=CAPABILITIES,
             epoch=self._epoch,
             own_epoch=bool(self._epoch),
+            unserved_seconds=time.monotonic() - self._unserved_since_s,
         )
 
     def _receive(
@@ -336,6 +350,8 @@ class SchedulerConnection:
                 for job in response.jobs_ended.jobs:
                     self._ended.append((job.job_id, job.status == common_pb2.JOB_STATUS_DONE))
                     self.refusals.update([job.reason] if job.reason else [])
+            elif kind == "recording":
+                self.tells_prompts = response.recording.prompts
             elif kind == "refused":
                 self._take_refusal(response.refused)
             self._changed.notify_all()
@@ -390,7 +406,10 @@ class SchedulerConnection:
 
     def _lose_session(self) -> None:
         with self._changed:
+            if self._session is not None:
+                self._unserved_since_s = time.monotonic()
             self._session = self._outgoing = None
+            self.tells_prompts = False
             self._lookups.clear()
             self._ended.clear()
             self._changed.notify_all()

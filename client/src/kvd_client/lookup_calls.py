@@ -19,6 +19,7 @@ class SharedCall:
     """The queries of one lookup message, and whose they are: (call id, how many) in order."""
 
     number: int
+    asked_s: float
     queries: list[QueryDraft] = field(default_factory=list)
     askers: list[tuple[int, int]] = field(default_factory=list)
     keys: int = 0
@@ -60,7 +61,7 @@ class LookupCalls:
         self._asked_s[call_id] = now
         if self._open is not None and self._open.add(call_id, queries):
             return call_id, None
-        self._open = SharedCall(call_id)
+        self._open = SharedCall(call_id, now)
         self._open.add(call_id, queries)
         self._sent[call_id] = self._open
         return call_id, self._open
@@ -103,6 +104,13 @@ class LookupCalls:
     def oldest_s(self, call_ids: Sequence[int]) -> float:
         """Since when the longest unanswered of these has waited; infinity when none does."""
         return min((self._asked_s.get(i, float("inf")) for i in call_ids), default=float("inf"))
+
+    @property
+    def sent_since_s(self) -> float:
+        """Since when the oldest without a reply is on its way, also one that nobody wants any
+        more; infinity when none is.
+        """
+        return next((call.asked_s for call in self._sent.values()), float("inf"))
 
     def clear(self) -> None:
         """The session is gone, and all of this with it."""

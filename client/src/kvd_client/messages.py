@@ -7,8 +7,9 @@ message holds (an offline batch of a thousand short hits), so what it decides is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from kvd_client.draft import BlockRun, StepDraft
+from kvd_client.draft import BlockRun, LookupCounts, StepDraft
 from kvd_proto.limits import MAX_IDS, MAX_KEYS_PER_MESSAGE, MAX_PARTS_PER_STEP
 from kvd_proto.v1 import common_pb2
 
@@ -24,6 +25,10 @@ def messages_of(step: StepDraft) -> list[StepDraft]:
     """
     if _is_small(step):
         return [step]
+    if any(each.prompt for each in step.lookups.told):
+        told, step = StepDraft(lookups=step.lookups, ends_step=False), replace(step)
+        step.lookups = LookupCounts()
+        return [told, *messages_of(step)]
     dealer = _Dealer()
     for context, run in step.touches:
         dealer.room_for(context, [run], "touches").touches.append((context, run))
@@ -48,6 +53,8 @@ def messages_of(step: StepDraft) -> list[StepDraft]:
 def _is_small(step: StepDraft) -> bool:
     parts = len(step.touches) + len(step.loads) + len(step.stores) + len(step.hand_offs)
     if parts > FEW_PARTS or _longest(step) > MAX_IDS:
+        return False
+    if any(each.prompt for each in step.lookups.told) and step.has_orders:
         return False
     return step.count_keys() <= MAX_KEYS_PER_MESSAGE
 

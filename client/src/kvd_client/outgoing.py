@@ -85,7 +85,14 @@ def _lookup(call: SharedCall, *, bare: bool) -> bytes | None:
 
 
 def _step(step: StepDraft, sequence: int, *, bare: bool) -> bytes | None:
-    return _bytes_of(lambda: engine_pb2.SessionRequest(step=step.to_proto(sequence, bare=bare)))
+    def make() -> engine_pb2.SessionRequest:
+        if not bare and step.has_parameters:  # a copy of the whole fails where it is too deep
+            return engine_pb2.SessionRequest(step=step.to_proto(sequence))
+        request = engine_pb2.SessionRequest()
+        step.put_into(request.step, sequence, bare=bare)
+        return request
+
+    return _bytes_of(make)
 
 
 def _bytes_of(make: Callable[[], engine_pb2.SessionRequest]) -> bytes | None:

@@ -72,6 +72,9 @@ class Lookups(Protocol):
         `patience_s` is asked only where the silence is remarkable at all.
         """
 
+    def is_prompt(self, heard_within_s: float, unanswered_s: float) -> bool:
+        """Whether the daemon spoke so lately, and no lookup has gone unanswered for longer."""
+
     def take_answers(self, call_id: int) -> tuple[QueryAnswer, ...] | None:
         """A call's answers, once; None while there are none; empty when the call is lost."""
 
@@ -84,6 +87,7 @@ class Connection(Lookups, Protocol):
 
     namespace: NamespaceFields
     world_size: int
+    tells_prompts: bool  # somebody records: whole prompts are told
 
     @property
     def open_session(self) -> SessionView | None:

@@ -17,6 +17,17 @@ app.kubernetes.io/name: {{ include "kvd.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{- /* Of an engine's pod; in a sidecar's it is the daemon's pod, too, and is scraped as such. */ -}}
+{{- define "kvd.engineLabels" -}}
+{{- if eq .Values.mode "sidecar" -}}
+{{ include "kvd.selectorLabels" . }}
+{{- else -}}
+app.kubernetes.io/name: {{ include "kvd.name" . }}-engine
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+app.kubernetes.io/component: engine
+{{- end -}}
+
 {{- define "kvd.labels" -}}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{ include "kvd.selectorLabels" . }}
@@ -37,6 +48,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s@%s" .Values.image.repository .Values.image.digest -}}
 {{- else -}}
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvd.engineImage" -}}
+{{- with .Values.engine.image -}}
+{{- if .digest -}}{{ printf "%s@%s" .repository .digest }}{{- else -}}{{ printf "%s:%s" .repository .tag }}{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -195,7 +195,11 @@ class Rendezvous:
                         "engine %r: rank %d is gone",
                         order.engine_id,
                         order.rank,
-                        extra={"user": order.uid},
+                        extra={
+                            "user": order.uid,
+                            "engine": order.engine_id,
+                            "rank": order.rank,
+                        },
                     )
                 case _:
                     assert_never(order)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 
 from kvd.control import audit
@@ -9,9 +10,12 @@ from kvd.control.access.peers import Context, Peer, Peers, on_behalf_of
 from kvd.control.access.tenants import TenantPolicy
 from kvd.control.namespace import check_string
 from kvd.control.namespaces import Namespaces
+from kvd.control.services.explain import explain
+from kvd.control.services.record import write_all
 from kvd.control.services.status import PoolPlace, StatusReport
+from kvd.control.sessions.session import SessionContext
 from kvd.core.errors import InvalidArgument
-from kvd.core.keys import TenantId
+from kvd.core.keys import NamespaceId, TenantId
 from kvd.runtime.driver import Driver
 from kvd.runtime.verify import Stage, Verifier
 from kvd_proto.v1 import operator_pb2 as pb
@@ -34,12 +38,14 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         tenants: TenantPolicy,
         namespaces: Namespaces,
         report: StatusReport,
+        rooms: SessionContext,
     ) -> None:
         self._driver = driver
         self._peers = peers
         self._tenants = tenants
         self._namespaces = namespaces
         self._report = report
+        self._recorder = rooms.recorder
         self._verifier = Verifier(driver.machine, driver.pool, driver.turns)
         self.place = PoolPlace("", 0)
         # Takes no more sessions, then waits for the copies; the number still running.
@@ -120,6 +126,31 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
             "undrain", peer.uid, on_behalf_of=on_behalf_of(context), was_draining=was_draining
         )
         return pb.UndrainResponse(was_draining=was_draining)
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        peer = self._peers.behind(context)
+        check_string(request.request_id, "request_id")
+        return await explain(self._driver, self._namespaces, peer, request.request_id)
+
+    async def Record(self, request: pb.RecordRequest, context: Context) -> None:
+        """Write the requests of engines until the caller goes away, or its process does."""
+        peer = self._operator(context)
+        namespace = NamespaceId(0)
+        if request.namespace_id:
+            namespace = self._namespaces.require(peer, request.namespace_id)
+        recording_task = asyncio.current_task()
+        assert recording_task is not None, "a call runs in a task"
+
+        def gone() -> None:
+            recording_task.cancel()
+
+        with self._recorder.recording(namespace) as recording:
+            audit.note("record", peer.uid, namespace=request.namespace_id or "all")
+            peer.on_end(gone)
+            try:
+                await write_all(recording, context, self._driver.clock.now_ns())
+            finally:
+                peer.forget(gone)
 
     async def Verify(self, request: pb.VerifyRequest, context: Context) -> pb.VerifyResponse:
         self._operator(context)

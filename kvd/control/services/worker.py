@@ -150,7 +150,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             request.identity.engine_id,
             request.rank,
             in_words(facts),
-            extra={"user": peer.uid},
+            extra={
+                "user": peer.uid,
+                "engine": request.identity.engine_id,
+                "rank": request.rank,
+            },
         )
 
     async def _start(self, config: MoverConfig, owner: MoverOwner) -> MoverProcess:

@@ -32,14 +32,16 @@ from kvd.core.engines.meeting import EngineStart, SchedulerSide
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
 from kvd.core.spec import NamespaceSpec
 from kvd.runtime.driver import Driver
+from kvd.runtime.recorder import Recorder
 from kvd.runtime.told_lookups import ToldLookups
 from kvd_proto.limits import MAX_RANKS
 from kvd_proto.v1 import engine_pb2 as pb
 
 log = logging.getLogger(__name__)
 
+PROMPTS = "prompts"  # the capability of a client that can name whole prompts
 # Optional behaviours of this daemon; a session gets those that its client names too.
-CAPABILITIES = ("request-level-store", "epochs", "events", QUIET)
+CAPABILITIES = ("request-level-store", "epochs", "events", QUIET, PROMPTS)
 MAX_CAPABILITIES = 64
 MAX_SESSIONS = 1024
 CLOSE_FLUSH_SECONDS = 2.0
@@ -68,12 +70,9 @@ class SchedulerSession:
         self.outbox = outbox
         self._start = start
         self._rooms = rooms
+        self.knows_prompts = False
         self._telling: asyncio.Future[None] | None = None
         self.on_end = asyncio.Event()
-
-    @property
-    def _whose(self) -> dict[str, int]:  # of lines in the log
-        return {"user": self.live.peer.uid}
 
     # -- news -------------------------------------------------------------------------------
 
@@ -88,6 +87,12 @@ class SchedulerSession:
     def _stop_telling(self) -> None:
         if self._telling is not None:
             self._telling.cancel()
+
+    def tell_recording(self, *, is_on: bool) -> None:
+        """Whether the client shall name whole prompts, if it can."""
+        if self.knows_prompts:
+            recording = pb.Recording(prompts=is_on)
+            self.outbox.put(pb.SessionResponse(recording=recording))
 
     def ranks_ready(self) -> None:
         self._telling = asyncio.ensure_future(self._tell_ready())
@@ -109,7 +114,7 @@ class SchedulerSession:
             self.live.id,
             self.live.engine_id,
             reason,
-            extra=self._whose,
+            extra=self.live.in_log,
         )
         self._rooms.sessions.by_id.pop(self.live.id, None)
         self._rooms.driver.close_session(self.live.id, gone=gone)
@@ -145,7 +150,7 @@ class SchedulerSession:
         except AssertionError:
             raise  # a broken invariant: the daemon ends
         except Exception:
-            log.exception("session %d: a %s failed", self.live.id, kind, extra=self._whose)
+            log.exception("session %d: a %s failed", self.live.id, kind, extra=self.live.in_log)
             number = getattr(getattr(request, kind or "", None), _NUMBERS.get(kind or "", ""), 0)
             error = KvdError("the daemon failed; its log says how")
             self._refuse_message(kind or "", number, error)
@@ -200,6 +205,7 @@ class SchedulerSession:
         else:
             reply = pb.LookupReply(call_id=call.call_id, answers=answers)
             self.outbox.put(pb.SessionResponse(lookup=reply))
+            await asyncio.sleep(0)  # it leaves before we look for the next message
 
     def _refuse_lookup(self, call_id: int, error: KvdError) -> None:
         self._rooms.refused(error.reason)
@@ -223,7 +229,7 @@ class SchedulerSession:
         try:
             await self._rooms.driver.jobs.wait(self.live.id, [], CLOSE_FLUSH_SECONDS)
         except TimeoutError:
-            log.warning("session %d closes while copies run", self.live.id, extra=self._whose)
+            log.warning("session %d closes while copies run", self.live.id, extra=self.live.in_log)
 
 
 class SessionContext:
@@ -238,7 +244,8 @@ class SessionContext:
         self.terms = terms
         self.sessions = Sessions()
         self.told_lookups = ToldLookups(driver.machine.knows)
-        self.verbs = Verbs(driver, self.told_lookups)
+        self.recorder = Recorder(self._tell_recording)
+        self.verbs = Verbs(driver, self.told_lookups, self.recorder)
         self.departures = EngineExitWatcher(driver)
         self.draining = False
         self.count_refusal: Callable[[str], None] = lambda _reason: None
@@ -256,6 +263,11 @@ class SessionContext:
             assert isinstance(sink, SchedulerSession), "it is ours"
             sink.end(f"uid {live.peer.uid} is tenant {live.spec.tenant} no more")
         return [live.id for live in lost]
+
+    def _tell_recording(self, is_on: bool) -> None:
+        for record in self.driver.sessions.values():
+            if isinstance(record.sink, SchedulerSession):
+                record.sink.tell_recording(is_on=is_on)
 
     def refused(self, reason: str) -> None:
         """Count a refusal that is answered inside a stream."""
@@ -353,9 +365,13 @@ class SessionContext:
             number, accepted.namespace, spec, peer, message.identity.engine_id, message.world_size
         )
         session.outbox.put(pb.SessionResponse(opened=self._opened(message, accepted, live)))
+        session.knows_prompts = PROMPTS in message.capabilities
+        if self.recorder.is_on:
+            session.tell_recording(is_on=True)
         try:
             side = SchedulerSide(number, process_of(peer), spec, message.world_size)
             self.engines.join(start, peer, side, session)
+            self.told_lookups.add_unserved(spec.tenant, message.unserved_seconds)
         except BaseException:
             session.end("its ranks could not be attached")
             raise
@@ -365,7 +381,7 @@ class SessionContext:
             live.engine_id,
             live.namespace,
             self._wasted(spec),
-            extra={"user": peer.uid},
+            extra=live.in_log,
         )
         return session
 

@@ -12,6 +12,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TypeVar
 
 from kvd.control import convert
@@ -20,11 +21,18 @@ from kvd.core import events as ev
 from kvd.core.errors import JobNotRising, KvdError, SequenceGap, UnknownSession
 from kvd.core.keys import JobId, LeaseId, NamespaceId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
-from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
+from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS, PIECE_TOLD
 from kvd.runtime.driver import Driver
-from kvd.runtime.told_lookups import LookupFigures, ToldLookups
+from kvd.runtime.recorder import Recorder, RequestRecord
+from kvd.runtime.told_lookups import MAX_COUNTED, LookupFigures, ToldLookups
 from kvd.runtime.turns import Pace
-from kvd_proto.limits import MAX_PARTS_PER_STEP, MAX_RUNS
+from kvd_proto.limits import (
+    MAX_PARTS_PER_STEP,
+    MAX_PROMPT_BLOCKS,
+    MAX_REQUESTS_TOLD,
+    MAX_RUNS,
+    MAX_STRING_BYTES,
+)
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 
@@ -60,7 +68,7 @@ class SequenceBook:
         """What the first one was answered; without verdicts where that is forgotten."""
         answer = self._answers.get(sequence, pb.StepReply(sequence=sequence))
         if isinstance(answer, KvdError):
-            raise answer
+            raise copy.copy(answer)  # the kept one would gather the frames of every repetition
         return answer
 
 
@@ -77,6 +85,17 @@ class LiveSession:
     book: SequenceBook = field(default_factory=SequenceBook)
     last_job: int = 0  # the highest id that a message named
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)  # mutating messages go one by one
+
+    @property
+    def in_log(self) -> dict[str, int | str]:
+        """Whom lines of it are about."""
+        return {
+            "user": self.peer.uid,
+            "tenant": self.spec.tenant,
+            "engine": self.engine_id,
+            "session": self.id,
+            "namespace": self.namespace,
+        }
 
 
 class Sessions:
@@ -102,6 +121,7 @@ class StepParts:
     stores: tuple[ev.StoreRequested, ...]
     hand_offs: tuple[ev.HandOffRequested, ...]
     lookups: LookupFigures | None
+    told: tuple[ev.ToldRequest, ...]
     released: tuple[LeaseId, ...]
     ended: tuple[RequestId, ...]
     end_step: bool
@@ -137,6 +157,7 @@ async def step_parts(live: LiveSession, step: pb.Step, pace: Pace) -> StepParts:
         stores=tuple(stores),
         hand_offs=tuple(hand_offs),
         lookups=convert.lookup_figures(step),
+        told=convert.told_requests(step, live.spec),
         released=convert.lease_ids(step.released_leases),
         ended=(
             *await convert.request_ids(preempted, "preempted_request_ids", pace),
@@ -154,9 +175,10 @@ def _units(part: pb.Touch | pb.LoadJob | pb.StoreJob | pb.HandOff) -> int:
 class Verbs:
     """Brings the checked parts of a message to the driver."""
 
-    def __init__(self, driver: Driver, told: ToldLookups) -> None:
+    def __init__(self, driver: Driver, told: ToldLookups, recorder: Recorder) -> None:
         self._driver = driver
         self._told = told
+        self._recorder = recorder
 
     async def lookup(self, live: LiveSession, messages: Sequence[pb.Query]) -> list[pb.Answer]:
         """Answers in the order of the queries. Not numbered: it may be asked again."""
@@ -181,10 +203,36 @@ class Verbs:
 
         async def apply() -> pb.StepReply:
             parts = await step_parts(live, step, self._pace(live))
+            if self._recorder.is_on:
+                self._record(live, step)
             return await self._apply(live, step.sequence, parts)
 
         answer = await self._once(live, step.sequence, apply)
         return answer if isinstance(answer, pb.StepReply) else pb.StepReply(sequence=step.sequence)
+
+    def _record(self, live: LiveSession, step: pb.Step) -> None:
+        """Of each request that began, its whole prompt."""
+        width = live.spec.hash_bytes
+        epoch = self._driver.machine.epoch_of(live.id)
+        fields = self._driver.pool.namespace_fields(live.namespace)
+        block_tokens = int(fields.get("tokens_per_block", "1"))
+        for told in islice(step.requests, MAX_REQUESTS_TOLD):
+            hashes = told.prompt_hashes[: width * MAX_PROMPT_BLOCKS]
+            if len(hashes) % width:
+                continue
+            account = told.account[:MAX_STRING_BYTES]
+            self._recorder.put(
+                RequestRecord(
+                    self._driver.clock.now_ns(),
+                    live.namespace,
+                    epoch,
+                    account,
+                    min(told.prompt_tokens, MAX_COUNTED),
+                    width,
+                    hashes,
+                    bool(hashes) or told.prompt_tokens < block_tokens,
+                )
+            )
 
     async def reset_cache(self, live: LiveSession, reset: pb.ResetCache) -> pb.EpochOpened:
         """Move the session to its own new epoch, once."""
@@ -236,6 +284,11 @@ class Verbs:
 
     async def _apply(self, live: LiveSession, sequence: int, parts: StepParts) -> pb.StepReply:
         driver = self._driver
+        for start in range(0, len(parts.told), PIECE_TOLD):
+            told = parts.told[start : start + PIECE_TOLD]
+            driver.call(ev.RequestsTold(live.id, told, live.engine_id))
+            if len(told) == PIECE_TOLD:
+                await driver.let_others_in(live.id)
         for touch in parts.touches:
             await self._touch(touch)
         reply = pb.StepReply(sequence=sequence)
@@ -264,7 +317,8 @@ class Verbs:
     async def _touch(self, touch: ev.Touched) -> None:
         for start in range(0, len(touch.keys), PIECE_KEYS):
             keys = touch.keys[start : start + PIECE_KEYS]
-            self._driver.call(ev.Touched(touch.session, touch.context, touch.group, keys))
+            first = touch.first_block + start
+            self._driver.call(replace(touch, keys=keys, first_block=first))
             await self._driver.let_others_in(touch.session)
 
     async def _hand_off(self, hand_off: ev.HandOffRequested) -> None:

@@ -18,8 +18,9 @@ from kvd.core.actions import (
     WriteFree,
     WriteReady,
 )
-from kvd.core.keys import KeyBatch, ScopeId, Slots
+from kvd.core.keys import U64, KeyBatch, ScopeId, Slots
 from kvd.core.model import backlog
+from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.job import Offer
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import QUARANTINED, READY, SlotState, coarse_stamp
@@ -28,6 +29,8 @@ from kvd.core.model.story import BrokenSlots
 from kvd.core.model.turn import Turn
 from kvd.core.policy import AutoPolicy
 from kvd.core.policy.base import Sight
+
+CLEARED = WhyGone(Fate.CLEARED)
 
 
 def ready_in(state: State, row: Row) -> Slots:
@@ -49,6 +52,8 @@ def reserve(turn: Turn, fresh: Offer, scope: ScopeId, sight: Sight) -> Slots:
     table.scopes[slots] = scope
     table.stamps[slots] = coarse_stamp(turn.now_ns)
     table.write_keys(slots, fresh.words)
+    if state.has_retained:
+        table.retained[slots] = 0
     if state.below.tiers:
         table.below[slots] = 0
         table.sources[slots] = 0
@@ -65,12 +70,12 @@ def make_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     state = turn.state
     table = state.slots
     table.move(slots, SlotState.RESERVED, SlotState.READY)
-    evictable = int(np.count_nonzero(table.pins[slots] == 0))
+    evictable = len(slots) - int(np.count_nonzero(table.pins.take(slots)))
     owner.count(reserved=-len(slots), ready=len(slots), evictable=evictable)
-    tags = table.tags[slots]
+    tags = table.tags.take(slots)
     words = table.keys(owner.width).take(slots, axis=0)
     hash_bytes = state.namespaces[owner.namespace].spec.hash_bytes
-    table.noted[slots] = table.stamps[slots]
+    table.noted[slots] = table.stamps.take(slots)
     stamps = np.full(len(slots), turn.now_ns, dtype=np.uint64)
     keys = KeyBatch(words, hash_bytes)
     turn.orders.append(WriteReady(slots, table.scopes[slots], keys, stamps))
@@ -82,25 +87,65 @@ def make_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
         )
 
 
-def evict(turn: Turn, owner: SizeClass, count: int) -> None:
+def evict(
+    turn: Turn,
+    owner: SizeClass,
+    count: int,
+    why: WhyGone,
+) -> None:
     """Free `count` slots of blocks that the policy gives up; that many are evictable."""
     state = turn.state
-    pins = state.slots.pins
-    victims = owner.policy.evict(count, lambda slots: pins[slots] == 0, turn.now_ns)
-    assert victims is not None, "the policy found fewer evictable blocks than there are"
+    while owner.unwanted and count:
+        first = _take_unwanted(state, owner, count)
+        if len(first):
+            owner.policy.remove(first)
+            state.counters.evicted += len(first)
+            forget_ready(turn, owner, first, why)
+            count -= len(first)
+    if not count:
+        return
+    victims = _victims(turn, owner, count)
     state.counters.evicted += len(victims)
-    forget_ready(turn, owner, victims)
+    forget_ready(turn, owner, victims, why)
     if isinstance(owner.policy, AutoPolicy) and (switch := owner.policy.take_switch()):
         state.counters.policy_switches += 1
         turn.orders.append(NotePolicySwitch(owner.namespace, owner.group, *switch))
 
 
-def forget_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
+def _victims(turn: Turn, owner: SizeClass, count: int) -> Slots:
+    """By the policy; retained blocks only where others are not enough."""
+    pins, retained = turn.state.slots.pins, turn.state.slots.retained
+    if owner.tenant.retentions:
+        now = coarse_stamp(turn.now_ns)
+        victims = owner.policy.evict(
+            count, lambda slots: (pins.take(slots) == 0) & (retained.take(slots) < now), turn.now_ns
+        )
+        if victims is not None:
+            return victims
+    victims = owner.policy.evict(count, lambda slots: pins.take(slots) == 0, turn.now_ns)
+    assert victims is not None, "the policy found fewer evictable blocks than there are"
+    return victims
+
+
+def _take_unwanted(state: State, owner: SizeClass, count: int) -> Slots:
+    """Up to so many distinct blocks to go first, the tail of a prompt before its head."""
+    table = state.slots
+    slots, tags, stamps = owner.unwanted.popleft()
+    still = (table.state[slots] == READY) & (table.pins[slots] == 0)
+    still &= (table.tags[slots] == tags) & (table.stamps[slots] == stamps)
+    slots, tags, stamps = slots[still], tags[still], stamps[still]
+    if len(slots) > count:
+        owner.unwanted.appendleft((slots[:-count], tags[:-count], stamps[:-count]))
+    first: Slots = slots[::-1][:count]
+    return first
+
+
+def forget_ready(turn: Turn, owner: SizeClass, slots: Slots, why: WhyGone) -> None:
     """READY -> FREE for unpinned blocks that the policy has already let go."""
     state = turn.state
     if np.count_nonzero(state.slots.pins.take(slots)):
         raise BrokenSlots("a pinned block was evicted", slots[state.slots.pins[slots] > 0])
-    _leave_index(turn, owner, slots)
+    _leave_index(turn, owner, slots, why)
     turn.orders.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.FREE)
     owner.count(ready=-len(slots), evictable=-len(slots))
@@ -108,13 +153,13 @@ def forget_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     owner.put_free(slots)
 
 
-def quarantine_ready(turn: Turn, owner: SizeClass, slots: Slots) -> None:
+def quarantine_ready(turn: Turn, owner: SizeClass, slots: Slots, why: WhyGone) -> None:
     """READY -> QUARANTINED for pinned blocks that the policy has already let go."""
     state = turn.state
     if not (state.slots.pins[slots] > 0).all():
         unpinned = slots[state.slots.pins[slots] <= 0]
         raise BrokenSlots("an unpinned block needs no quarantine", unpinned)
-    _leave_index(turn, owner, slots)
+    _leave_index(turn, owner, slots, why)
     turn.orders.append(WriteFree(slots))
     state.slots.move(slots, SlotState.READY, SlotState.QUARANTINED)
     owner.count(ready=-len(slots), quarantined=len(slots))
@@ -133,23 +178,28 @@ def quarantine_reserved(state: State, owner: SizeClass, slots: Slots) -> None:
 def pin(state: State, owner: SizeClass, slots: Slots) -> None:
     """One more reason not to evict each of these distinct slots."""
     state.slots.story.changed("pinned", slots)
-    pins = state.slots.pins
-    before = pins[slots]
-    ready = state.slots.state[slots] == READY
-    owner.count(evictable=-int(np.count_nonzero((before == 0) & ready)))
-    pins[slots] = before + 1
+    pins = state.slots.pins.take(slots)
+    free = pins == 0
+    free &= state.slots.state.take(slots) == READY
+    pins += 1
+    state.slots.pins[slots] = pins
+    if fewer := int(np.count_nonzero(free)):
+        owner.count_evictable(-fewer)
 
 
 def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
     """Take one such reason away; a quarantined slot's last one sets it free."""
     state.slots.story.changed("unpinned", slots)
-    pins = state.slots.pins
-    after = pins[slots] - 1
+    after = state.slots.pins.take(slots)
+    after -= 1
     if np.count_nonzero(after < 0):
         raise BrokenSlots("a pin was taken away twice", slots[after < 0])
-    pins[slots] = after
-    states = state.slots.state[slots]
-    owner.count(evictable=int(np.count_nonzero((after == 0) & (states == READY))))
+    state.slots.pins[slots] = after
+    states = state.slots.state.take(slots)
+    free = after == 0
+    free &= states == READY
+    if more := int(np.count_nonzero(free)):
+        owner.count_evictable(more)
     quarantined = states == QUARANTINED
     if np.count_nonzero(quarantined):
         _free_unpinned(state, owner, slots[quarantined])
@@ -178,18 +228,28 @@ def _free_unpinned(state: State, owner: SizeClass, slots: Slots) -> None:
     owner.put_free(slots)
 
 
-def _leave_index(turn: Turn, owner: SizeClass, slots: Slots) -> None:
+def _leave_index(turn: Turn, owner: SizeClass, slots: Slots, why: WhyGone) -> None:
     """Those that were READY: nobody finds them, and everybody who could is told."""
     state = turn.state
     state.index.remove(slots)
-    state.scope_shares.take_each(state.slots.scopes[slots])
-    turn.orders.append(RetractTags(owner.namespace, state.slots.tags[slots]))
+    state.scope_shares.take_each(state.slots.scopes.take(slots))
+    tags = state.slots.tags.take(slots)
+    turn.orders.append(RetractTags(owner.namespace, tags))
     namespace = state.namespaces[owner.namespace]
     if namespace.doomed:  # everybody was told of these when the namespace was cleared
         live = state.slots.scopes[slots] >= namespace.cleared_below
         namespace.doomed -= int(np.count_nonzero(~live))
-        slots = slots[live]
+        note_gone(turn, owner, slots[~live], tags[~live], CLEARED)
+        slots, tags = slots[live], tags[live]
+    note_gone(turn, owner, slots, tags, why)
     _announce_removed(turn, owner, slots)
+
+
+def note_gone(turn: Turn, owner: SizeClass, slots: Slots, tags: U64, why: WhyGone) -> None:
+    """Remember why the blocks of these slots are not there any more."""
+    if len(slots):
+        used = turn.state.slots.stamps.take(slots)
+        turn.state.gone.note(owner.tenant.tenant, tags, used, why, turn.now_ns)
 
 
 def _announce_removed(turn: Turn, owner: SizeClass, slots: Slots) -> None:
@@ -210,8 +270,8 @@ def by_scope(state: State, slots: Slots) -> Iterator[tuple[Scope, Slots]]:
     """The slots by scope; nearly always there is one."""
     if not len(slots):
         return
-    scopes = state.slots.scopes[slots]
-    if (scopes == scopes[0]).all():
+    scopes = state.slots.scopes.take(slots)
+    if np.count_nonzero(scopes == scopes[0]) == len(scopes):
         yield state.scopes[ScopeId(int(scopes[0]))], slots
         return
     # Sorted once: with an account a user a row holds blocks of thousands of scopes.

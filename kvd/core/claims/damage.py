@@ -7,6 +7,7 @@ import numpy as np
 from kvd.core.blocks import slot_lifecycle
 from kvd.core.claims import hand_off
 from kvd.core.keys import Slots
+from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.job import Part
 from kvd.core.model.slots import READY
 from kvd.core.model.turn import Turn
@@ -24,4 +25,4 @@ def remove(turn: Turn, part: Part, damaged: Slots) -> None:
         state.counters.damaged += len(found)
         part.size_class.policy.remove(found)
         hand_off.blocks_lost(state, part.size_class, found)
-        slot_lifecycle.quarantine_ready(turn, part.size_class, found)
+        slot_lifecycle.quarantine_ready(turn, part.size_class, found, WhyGone(Fate.DAMAGED))

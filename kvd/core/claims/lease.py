@@ -68,16 +68,18 @@ def hold(turn: Turn, session: Session, query: Query, owner: SizeClass, slots: Sl
 def claim(state: State, owner: SizeClass, slots: Slots) -> None:
     """One more lease or hand-off holds each of these distinct slots."""
     slot_lifecycle.pin(state, owner, slots)
-    holders = state.slots.leases[slots]
-    owner.tenant.leased_bytes += int(np.count_nonzero(holders == 0)) * owner.block_bytes
-    state.slots.leases[slots] = holders + 1
+    holders = state.slots.leases.take(slots)
+    owner.tenant.leased_bytes += (len(slots) - int(np.count_nonzero(holders))) * owner.block_bytes
+    holders += 1
+    state.slots.leases[slots] = holders
 
 
 def unclaim(state: State, owner: SizeClass, slots: Slots) -> None:
     """Take one such claim away from each of these distinct slots."""
-    holders = state.slots.leases[slots] - 1
+    holders = state.slots.leases.take(slots)
+    holders -= 1
     state.slots.leases[slots] = holders
-    owner.tenant.leased_bytes -= int(np.count_nonzero(holders == 0)) * owner.block_bytes
+    owner.tenant.leased_bytes -= (len(slots) - int(np.count_nonzero(holders))) * owner.block_bytes
     slot_lifecycle.unpin(state, owner, slots)
 
 

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvd.core.blocks import namespaces, slot_lifecycle
+from kvd.core.claims import advice
+from kvd.core.events import RequestContext
 from kvd.core.keys import RequestId, ScopeId, Slots
 from kvd.core.model.job import Part, Prefix, Used
 from kvd.core.model.size_class import SizeClass
@@ -32,6 +34,14 @@ MAX_TENANT_BLOCKS = 2_097_152  # of all its sessions
 # each of its blocks is renewed some eight times, however long its prompt and small its pieces.
 GROWTH = 8
 SHORT_BLOCKS = 512
+
+
+def of_context(state: State, session: Session, context: RequestContext) -> Prefix:
+    """The request's prefix, remembered from now on, with the advice that comes with it."""
+    found = of(state, session, context.request)
+    if context.advice is not None:
+        found.advice = context.advice
+    return found
 
 
 def of(state: State, session: Session, request: RequestId) -> Prefix:
@@ -64,6 +74,8 @@ def end(turn: Turn, session: Session, requests: Iterable[RequestId]) -> None:
             ):  # else nothing of it is there, or to be found
                 owner = turn.state.classes[scope.namespace, scope.group]
                 _renew(turn, prefix, number, owner)
+                if prefix.advice is not None:
+                    advice.heed(turn, owner, held(turn.state, prefix, number), prefix.advice)
         prefix.forget()
 
 

@@ -37,7 +37,7 @@ def load(turn: Turn, event: LoadRequested) -> None:
     elif blocks:
         request = prefix.number_of(session, event.context.request)
         for offer in offers:
-            state.reuse.use(offer.tags, offer.size_class.spec.block_bytes)
+            state.reuse.use(offer.tags, offer.size_class.spec.block_bytes, turn.now_ns)
             slot_lifecycle.touch(turn, offer.size_class, _unclaimed(state, offer), request)
             if state.below.tiers:
                 state.slots.sources[offer.slots] = 0  # the next one finds it in host memory

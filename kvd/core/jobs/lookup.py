@@ -10,7 +10,7 @@ from kvd.core.blocks import slot_lifecycle
 from kvd.core.blocks.reading import check_keys, locate
 from kvd.core.claims import lease, prefix
 from kvd.core.events import LeaseMode, LookupRequested, Query, Touched
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import U64, LeaseId, Slots, each_once
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import READY, SlotState
@@ -44,7 +44,7 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
     account, words = query.context.account, query.keys.words
     _, tags, slots = locate(state, session, account, query.group, words)
     known = slots != NOWHERE
-    if known.all():
+    if np.count_nonzero(known) == len(slots):
         statuses = _STATUS_OF_STATE.take(state.slots.state.take(slots))
     else:
         statuses = _statuses(state, owner, tags, slots, known)
@@ -57,27 +57,42 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
     held = None
     if query.lease is not LeaseMode.NONE:
         run = _claimed(statuses, query.lease)
-        claimed = slots.take(run)
+        claimed = slots if len(run) == len(slots) else slots.take(run)
         leased = lease.leasable(state, session, owner, claimed)
         if leased < len(run):
             statuses[run[leased:]] = RETRY
             claimed = claimed[:leased]
         if leased:
-            distinct = state.slots.distinct(claimed)
-            held = lease.hold(turn, session, query, owner, distinct)
-            used = prefix.of(state, session, query.context.request)
-            slot_lifecycle.touch_each(turn, owner, distinct, used.number)
-            if state.below.tiers:
-                writing.used(turn, owner, claimed)
-            places = query.first_block + run[:leased]
-            prefix.note(state, session, used, claimed, places)
-    counts = np.bincount(statuses & 3, minlength=4)
-    counters.misses += int(counts[MISS])
-    counters.hits += int(counts[HIT])
-    counters.pending += int(counts[PENDING])
-    counters.retries += int(counts[RETRY])
+            held = _lease(turn, session, query, owner, claimed, run)
+    said = statuses.tobytes()
+    hits = said.count(HIT)
+    counters.hits += hits
+    if hits < len(said):
+        counters.pending += said.count(PENDING)
+        counters.retries += said.count(RETRY)
+        counters.misses += said.count(MISS) + said.count(ADMIT)
     sources = _sources(state, statuses, slots) if state.below.tiers else b""
-    return Answer(statuses.tobytes(), held, sources)
+    return Answer(said, held, sources)
+
+
+def _lease(
+    turn: Turn, session: Session, query: Query, owner: SizeClass, claimed: Slots, run: Slots
+) -> LeaseId:
+    """Hold the claimed slots, which stand at the first places of `run`; they were used now."""
+    state = turn.state
+    places = query.first_block + run[: len(claimed)]
+    firsts = state.slots.firsts(claimed)
+    if np.count_nonzero(firsts) == len(claimed):
+        distinct = claimed
+    else:
+        distinct, places = claimed[firsts], places[firsts]
+    held = lease.hold(turn, session, query, owner, distinct)
+    used = prefix.of_context(state, session, query.context)
+    slot_lifecycle.touch_each(turn, owner, distinct, used.number)
+    if state.below.tiers:
+        writing.used(turn, owner, claimed)
+    prefix.note_each(state, session, used, distinct, places)
+    return held
 
 
 def _sources(state: State, statuses: npt.NDArray[np.uint8], slots: Slots) -> bytes:
@@ -107,9 +122,10 @@ def _statuses(
 def _claimed(statuses: npt.NDArray[np.uint8], mode: LeaseMode) -> Slots:
     """Places of the keys that a lease of this mode would hold."""
     hit = statuses == HIT
-    if mode is LeaseMode.ALL or hit.all():
-        return np.flatnonzero(hit)
-    return np.arange(int(np.argmin(hit)))
+    hits = int(np.count_nonzero(hit))
+    if hits == len(hit):
+        return np.arange(hits)
+    return hit.nonzero()[0] if mode is LeaseMode.ALL else np.arange(int(np.argmin(hit)))
 
 
 def touch(turn: Turn, event: Touched) -> None:
@@ -124,11 +140,13 @@ def touch(turn: Turn, event: Touched) -> None:
     _, tags, slots = locate(state, session, event.context.account, event.group, words)
     unknown = slots == NOWHERE
     if unknown.any():
-        state.admission.offer(np.unique(tags[unknown]))
+        state.admission.offer(each_once(tags[unknown]))
+    if event.context.prefetch:
+        search.prefetch(turn, session, event, tags, np.flatnonzero(unknown))
     slots = slots[~unknown]
     ready = state.slots.state[slots] == READY
     request = prefix.number_of(session, event.context.request)
     slot_lifecycle.touch(turn, owner, slots[ready], request)
-    state.reuse.use(tags[~unknown], owner.spec.block_bytes)
+    state.reuse.use(tags[~unknown], owner.spec.block_bytes, turn.now_ns)
     if not ready.all():
         slot_lifecycle.touch(turn, owner, slots, request, as_use=False)

@@ -81,10 +81,11 @@ def _check_runs(state: State, session: Session, runs: Sequence[Run]) -> None:
 def _read_group(state: State, session: Session, account: str, runs: list[Run]) -> Offer:
     group = runs[0].group
     namespace = state.namespace_of(session)
-    blocks = np.concatenate([run.first_block + np.arange(len(run.keys)) for run in runs])
     if len(runs) == 1:
         words, engine_blocks = runs[0].keys.words, runs[0].engine_blocks
+        blocks = np.arange(runs[0].first_block, runs[0].first_block + len(words))
     else:
+        blocks = np.concatenate([run.first_block + np.arange(len(run.keys)) for run in runs])
         words = np.concatenate([run.keys.words for run in runs])
         engine_blocks = np.concatenate([run.engine_blocks for run in runs])
     scope, tags, slots = locate(state, session, account, group, words)
@@ -92,12 +93,12 @@ def _read_group(state: State, session: Session, account: str, runs: list[Run]) -
 
 
 def _only(offer: Offer, whole: npt.NDArray[np.bool_]) -> Offer:
-    return offer if whole.all() else offer.rows(np.flatnonzero(whole))
+    return offer if np.count_nonzero(whole) == len(whole) else offer.rows(whole.nonzero()[0])
 
 
 def _once_each(offer: Offer) -> Offer:
     ordered = np.sort(offer.tags)
-    if (ordered[1:] != ordered[:-1]).all():
+    if not np.count_nonzero(ordered[1:] == ordered[:-1]):
         return offer
     unique, first = np.unique(offer.tags, return_index=True)
     if len(unique) < len(np.unique(offer.words, axis=0)):  # two keys share a tag
@@ -108,4 +109,4 @@ def _once_each(offer: Offer) -> Offer:
 def _whole_rows(offer: Offer) -> npt.NDArray[np.bool_]:
     given = offer.engine_blocks != NULL_ENGINE_BLOCK
     keeps_last = offer.size_class.spec.kind is GroupKind.RECURRENT_STATE
-    return np.asarray(given[:, -1] if keeps_last else given.all(axis=1))
+    return np.asarray(given[:, -1] if keeps_last or given.shape[1] == 1 else given.all(axis=1))

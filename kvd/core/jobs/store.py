@@ -24,6 +24,7 @@ from kvd.core.events import JobKind, JobStatus, LoadRequested, StoreRequested
 from kvd.core.jobs import transfer, waits
 from kvd.core.jobs.offer import read_storable
 from kvd.core.keys import ScopeId, Slots
+from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, JobState, Offer, Part, Prefix
 from kvd.core.model.size_class import SizeClass
@@ -72,19 +73,22 @@ def store(turn: Turn, event: StoreRequested) -> None:
     if job is None:
         check_new_job(session, event)
         job = Job(session.session, event.job, JobKind.STORE, event.context.request)
-        job.prefix = prefix.of(state, session, event.context.request)
+        job.prefix = prefix.of_context(state, session, event.context)
         session.jobs[event.job] = job
     reason = job.reason or reason or _refusal(state, session, event.context.account, offers)
     blocks = 0
     if not reason:
         job.left += broken
         for offer in offers:
-            state.reuse.use(offer.tags, offer.size_class.spec.block_bytes)
-        plans = [_divide(state, job, offer, event.request_level) for offer in offers]
+            state.reuse.use(offer.tags, offer.size_class.spec.block_bytes, turn.now_ns)
+        plans = [_divide(turn, job, offer, event.request_level) for offer in offers]
         reason, blocks = _admit(turn, session, job, plans, event.context.account)
+        offers = [plan.fresh for plan in plans]
     if reason and not job.reason:
         began = job.pieces_begun or job.followed
         job.will_end_as(JobStatus.FAILED if began else JobStatus.REFUSED, reason)
+        for offer in offers:
+            _note_unstored(turn, offer, slice(None), WhyGone(Fate.REFUSED, reason))
     turn.orders.append(
         Reply(Verdict(event.job, JobKind.STORE, not reason, reason, blocks, message))
     )
@@ -191,14 +195,21 @@ def reserve_part(turn: Turn, fresh: Offer, scope: ScopeId, used: Prefix) -> Part
     return Part(fresh.size_class, scope, slots, slots, fresh.engine_blocks)
 
 
-def _divide(state: State, job: Job, offer: Offer, whole: bool) -> Plan:
+def _note_unstored(turn: Turn, offer: Offer, rows: Slots | slice, why: WhyGone) -> None:
+    """Remember why these blocks will not be there."""
+    tenant = offer.size_class.tenant.tenant
+    turn.state.gone.note(tenant, offer.tags[rows], None, why, turn.now_ns)
+
+
+def _divide(turn: Turn, job: Job, offer: Offer, whole: bool) -> Plan:
     """What to copy, what is there, and (where all must be stored) what others are storing.
 
     What an earlier piece of the job itself is storing is none of these.
     """
+    state = turn.state
     session = state.sessions[job.session]
     unknown = offer.slots == NOWHERE
-    if unknown.all():
+    if np.count_nonzero(unknown) == len(unknown):
         states = np.zeros(len(offer.slots), dtype=np.uint8)
         pending, fresh = offer.slots[:0], np.arange(len(offer.slots))
     else:
@@ -211,9 +222,12 @@ def _divide(state: State, job: Job, offer: Offer, whole: bool) -> Plan:
     if is_blocked:
         fresh = fresh[~blocked]
     if len(fresh):
-        admitted = state.admission.offer(offer.tags[fresh])
-        if not whole and not admitted.all():
-            state.counters.filtered += int(np.count_nonzero(~admitted))
+        is_all = len(fresh) == len(offer.tags)
+        admitted = state.admission.offer(offer.tags if is_all else offer.tags[fresh])
+        filtered = len(fresh) - int(np.count_nonzero(admitted))
+        if not whole and filtered:
+            state.counters.filtered += filtered
+            _note_unstored(turn, offer, fresh[~admitted], WhyGone(Fate.FILTERED))
             fresh = fresh[admitted]
     is_ready = states == READY
     ready = offer.slots[is_ready]
@@ -239,9 +253,12 @@ def _in_flight(session: Session, offer: Offer, rows: Slots) -> npt.NDArray[np.bo
     counts = session.busy.get(offer.size_class.group)
     if counts is None or not len(rows):
         return np.zeros(len(rows), dtype=np.bool_)
-    blocks = offer.engine_blocks.take(rows, axis=0)
-    known = blocks < len(counts)  # so that a null engine block is never looked up
-    if known.all():
-        return np.asarray((counts.take(blocks) > 0).any(axis=1))
-    busy = counts[np.where(known, blocks, 0)] > 0
-    return np.asarray((busy & known).any(axis=1))
+    blocks = offer.engine_blocks
+    if len(rows) < len(blocks):
+        blocks = blocks.take(rows, axis=0)
+    if int(blocks.max(initial=0)) < len(counts):
+        busy = counts.take(blocks) > 0
+    else:
+        known = blocks < len(counts)  # so that a null engine block is never looked up
+        busy = known & (counts[np.where(known, blocks, 0)] > 0)
+    return np.asarray(busy.ravel() if busy.shape[1] == 1 else busy.any(axis=1))

@@ -19,6 +19,7 @@ from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FU
 from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
 from kvd.core.keys import U32, TransferId
 from kvd.core.model.backlog import CalledOff, CallOff
+from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.job import Job, JobState, Part, Piece, Transfer, TransferStage
 from kvd.core.model.state import Mover, MoverState, Session, State
 from kvd.core.model.turn import Turn
@@ -211,6 +212,8 @@ def fail_piece(turn: Turn, piece: Piece, reason: str) -> None:
     for part in piece.parts:
         state.counters.failed += len(part.slots)
         hand_off.blocks_lost(state, part.size_class, part.slots)
+        tags, why = state.slots.tags[part.slots], WhyGone(Fate.FAILED, reason)
+        slot_lifecycle.note_gone(turn, part.size_class, part.slots, tags, why)
         slot_lifecycle.quarantine_reserved(state, part.size_class, part.slots)
     state.released.extend(piece.end_waits(done=False))
     revoke(turn, piece.transfers.values(), reason)

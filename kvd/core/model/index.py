@@ -113,25 +113,25 @@ class Index:
         Shape [n].
         """
         count = len(tags)
-        found = np.full(count, NOWHERE, dtype=np.int64)
         # Both buckets of every key at once: a call of numpy costs more than the rows it fetches,
         # and `take` fetches them at a quarter of what an array as index costs.
         rows = self._entries.take(self._buckets(tags).ravel(), axis=0).reshape(2, -1)
         rows ^= (tags & _TAG_BITS).repeat(WAYS)
         entries = rows.ravel()
-        at = np.flatnonzero(entries <= _SLOT_BITS)  # the halves of the tags are the same
-        slots = entries.take(at).astype(np.int64)
+        (at,) = (entries <= _SLOT_BITS).nonzero()  # the halves of the tags are the same
+        slots = entries.take(at).view(np.int64)
         slots -= 1
         at //= WAYS
-        at %= count
+        at[at.searchsorted(count) :] -= count  # the second buckets' rows
         asked = words.take(at, axis=0)
         right = _all_of_each(self._table.keys(words.shape[1]).take(slots, axis=0) == asked)
         wanted_scopes = scope if isinstance(scope, int) else scope.take(at)
         right &= (slots >= 0) & (self._table.scopes.take(slots) == wanted_scopes)
-        if right.all():
-            found[at] = slots
-        else:
-            found[at[right]] = slots[right]
+        if np.count_nonzero(right) < len(right):
+            at, slots = at[right], slots[right]
+        found = np.empty(count, dtype=np.int64)
+        found.fill(NOWHERE)
+        found[at] = slots
         if self._spill:
             self._find_spilled(found, tags, words, scope)
         return found
@@ -159,7 +159,8 @@ class Index:
             slots, places = slots[inside], places[inside]
         entries = self._entries.ravel()
         found = entries.take(places) & _SLOT_BITS
-        assert (found.view(np.int64) == slots + 1).all(), "a slot was removed that is not in"
+        right = found.view(np.int64) == slots + 1
+        assert np.count_nonzero(right) == len(slots), "a slot was removed that is not in"
         entries[places] = 0
 
     def _remove_spilled(self, slots: Slots) -> None:
@@ -207,15 +208,16 @@ class Index:
         entries = tags & _TAG_BITS
         entries |= (slots + 1).view(np.uint64)
         placed = empty != 0
-        if placed.all():
+        if np.count_nonzero(placed) == count:
             placed = self._write(places, entries)
         else:
             placed[placed] = self._write(places[placed], entries[placed])
-        if placed.all():
+        if np.count_nonzero(placed) == count:
             self._places[slots] = places
             return np.empty(0, dtype=np.int64)
         self._places[slots[placed]] = places[placed]
-        return np.flatnonzero(~placed)
+        left: Slots = (~placed).nonzero()[0]
+        return left
 
     def _write(self, places: Slots, entries: U64) -> npt.NDArray[np.bool_]:
         """Write entries to empty places; which are there. Of several for one place the last is."""
@@ -287,7 +289,9 @@ class Index:
 
     def _find_spilled(self, found: Slots, tags: U64, words: U64, scope: int | U32) -> None:
         keys = self._table.keys(words.shape[1])
-        missing = np.flatnonzero(found == NOWHERE)
+        (missing,) = (found == NOWHERE).nonzero()
+        if not len(missing):
+            return
         marked = self._spill_marks.take(_spill_mark(tags.take(missing)))
         for row in missing[marked].tolist():
             wanted = scope if isinstance(scope, int) else int(scope[row])

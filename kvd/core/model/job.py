@@ -10,7 +10,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvd.core.events import JobKind, JobStatus
+from kvd.core.events import Advice, JobKind, JobStatus
 from kvd.core.keys import (
     U32,
     U64,
@@ -87,6 +87,7 @@ class Prefix:
     renewed: dict[ScopeId, int] = field(default_factory=dict)  # blocks that last became young
     is_forgotten: bool = False
     number: int = 0  # rises from request to request
+    advice: Advice | None = None  # for its end
 
     def set(self, scope: ScopeId, used: Used) -> None:
         before = self.used.get(scope)

@@ -14,12 +14,14 @@ import heapq
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-U64 = npt.NDArray[np.uint64]
+from kvd.core.keys import U64, Slots
+from kvd.core.model.slots import SECONDS_A_STAMP, STAMP_SHIFT
+
 MAX_SAMPLED_BLOCKS = 4096
 FIRST_SHARE = 1 / 4  # of all blocks; less once so many are known
 SCALES = (0.5, 1.0, 2.0, 4.0)  # of the pool
+REGRETTED_WITHIN = (60, 600, 3600)  # within which an evicted block is asked for again
 _PLACES = 4 * MAX_SAMPLED_BLOCKS  # more than those and what one message brings
 _BITS = 24
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -49,15 +51,18 @@ class ReuseSample:
         self._sampled = 0.0
         self._hits = [0.0] * len(SCALES)
         self._uses = 0
+        self._used: dict[int, int] = {}  # by tag: when, coarsely; of those in `_places`
+        self._gone: dict[int, int] = {}  # of those, evicted and not used since: when
+        self.regrets = [0.0] * len(REGRETTED_WITHIN)  # evicted blocks that were used so soon again
 
-    def use(self, tags: U64, block_bytes: int) -> None:
+    def use(self, tags: U64, block_bytes: int, now_ns: int = 0) -> None:
         """These blocks are used now, the first of the prompt first; those of one message."""
         hashes = (tags * _MIX) >> _SHIFT
         self._all += len(tags) * self._share
-        chosen = np.flatnonzero(hashes < self._threshold)
+        (chosen,) = (hashes < self._threshold).nonzero()
         if not len(chosen):
             return
-        found = dict(zip(tags[chosen].tolist(), hashes[chosen].tolist(), strict=True))
+        found = dict(zip(tags.take(chosen).tolist(), hashes.take(chosen).tolist(), strict=True))
         if self._next + len(found) > _PLACES:
             self._renumber()
         self._count(found, block_bytes)
@@ -66,8 +71,32 @@ class ReuseSample:
         self._places.update(zip(reversed(found), range(self._next, end), strict=True))
         self._weights[self._next : end] = block_bytes
         self._next = end
-        while len(self._places) > MAX_SAMPLED_BLOCKS:
+        stamp = now_ns >> STAMP_SHIFT
+        self._used.update(dict.fromkeys(found, stamp))
+        if self._gone:
+            for tag in found.keys() & self._gone.keys():
+                self._regret(stamp - self._gone.pop(tag))
+        if len(self._places) > MAX_SAMPLED_BLOCKS:
             self._lower()
+
+    def evicted(self, tags: U64, stamps: Slots) -> None:
+        """These blocks were evicted at these coarse times; it is told somewhat later."""
+        chosen = np.flatnonzero(((tags * _MIX) >> _SHIFT) < self._threshold)
+        pairs = zip(tags[chosen].tolist(), stamps[chosen].tolist(), strict=True)
+        for tag, stamp in pairs:
+            used = self._used.get(tag)
+            if used is None:
+                continue
+            if used > stamp:
+                self._regret(used - stamp)
+            else:
+                self._gone[tag] = stamp
+
+    def _regret(self, stamps: int) -> None:
+        age_s = stamps * SECONDS_A_STAMP
+        for number, bound_s in enumerate(REGRETTED_WITHIN):
+            if age_s <= bound_s:
+                self.regrets[number] += 1 / self._share
 
     @property
     def blocks(self) -> int:
@@ -102,11 +131,15 @@ class ReuseSample:
 
     def _lower(self) -> None:
         """Sample a smaller share: what was counted then stands for as much less."""
-        before = self._threshold
-        self._threshold = -self._highest[0][0]
-        while self._highest and -self._highest[0][0] >= self._threshold:
-            _, tag = heapq.heappop(self._highest)
-            self._weights[self._places.pop(tag)] = 0
+        before, places, left = self._threshold, self._places, []
+        while len(places) > MAX_SAMPLED_BLOCKS:
+            self._threshold = -self._highest[0][0]
+            while self._highest and -self._highest[0][0] >= self._threshold:
+                tag = heapq.heappop(self._highest)[1]
+                left.append(places.pop(tag))
+                del self._used[tag]
+                self._gone.pop(tag, None)
+        self._weights[left] = 0
         kept = self._threshold / before
         self._all *= kept
         self._sampled *= kept

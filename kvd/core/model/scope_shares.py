@@ -105,7 +105,7 @@ def _counted(scopes: U32) -> list[tuple[int, int]]:
     """Each with how often it stands there; nearly always there is one."""
     if not len(scopes):
         return []
-    if (scopes == scopes[0]).all():
+    if np.count_nonzero(scopes == scopes[0]) == len(scopes):
         return [(int(scopes[0]), len(scopes))]
     numbers, counts = np.unique(scopes, return_counts=True)
     return list(zip(numbers.tolist(), counts.tolist(), strict=True))

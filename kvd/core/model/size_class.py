@@ -6,12 +6,15 @@ the same ordinal in each.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvd.core.actions import GrantRow
 from kvd.core.keys import (
+    U32,
+    U64,
     LeaseId,
     MoverId,
     NamespaceId,
@@ -165,6 +168,8 @@ class Tenant:
     waiting_bytes: int = 0  # of keys that its sessions' jobs wait for
     hand_offs: int = 0
     handed_off_bytes: int = 0  # of distinct blocks
+    retained_bytes: int = 0  # by hints
+    retentions: list[tuple[int, int]] = field(default_factory=list)  # a heap: until when, bytes
     hand_off_claims: int = 0  # blocks of those, one counted again for each that holds it
     shrinking: bool = False  # more than the quota is there still; nothing is admitted
     tally: Tally = field(default_factory=Tally)
@@ -179,13 +184,14 @@ class Tenant:
 
     def lease_room(self, pool_bytes: int, share: float) -> int:
         """Bytes that leases and hand-offs may still hold, of this share of what it may have."""
-        return self._share(pool_bytes, share) - self.leased_bytes
+        return self.part(pool_bytes, share) - self.leased_bytes
 
     def hand_off_room(self, pool_bytes: int, share: float) -> int:
         """Bytes that may still be handed off, of this share."""
-        return self._share(pool_bytes, share) - self.handed_off_bytes
+        return self.part(pool_bytes, share) - self.handed_off_bytes
 
-    def _share(self, pool_bytes: int, share: float) -> int:
+    def part(self, pool_bytes: int, share: float) -> int:
+        """This share of the bytes that it may have."""
         limit = min(self.quota_bytes, pool_bytes) if self.quota_bytes else pool_bytes
         return int(limit * share)
 
@@ -262,6 +268,8 @@ class SizeClass:
     needed_rows: int = 0  # the most that it lately wanted to fill at once, when all were taken
     needed_ns: int = LONG_AGO_NS
     emptying: dict[RowId, Row] = field(default_factory=dict)  # of its rows, those it loses
+    # Blocks that are to go first, unless they were used since: slots, tags and last uses.
+    unwanted: deque[tuple[Slots, U64, U32]] = field(default_factory=deque)
 
     block_bytes: int = field(init=False)
     shards: int = field(init=False)
@@ -285,7 +293,7 @@ class SizeClass:
         self.ready += ready
         self.quarantined += quarantined
         if evictable:
-            self._count_evictable(evictable)
+            self._know_whether_evictable(evictable)
         size = self.block_bytes
         for tally in self.tallies:
             tally.capacity += capacity
@@ -299,7 +307,15 @@ class SizeClass:
             tally.quarantined_bytes += quarantined * size
             tally.evictable_bytes += evictable * size
 
-    def _count_evictable(self, step: int) -> None:
+    def count_evictable(self, step: int) -> None:
+        """`count` of this alone, which all that is looked up comes to."""
+        self._know_whether_evictable(step)
+        size = step * self.block_bytes
+        for tally in self.tallies:
+            tally.evictable += step
+            tally.evictable_bytes += size
+
+    def _know_whether_evictable(self, step: int) -> None:
         before, self.evictable = self.evictable, self.evictable + step
         if not before:
             self.tenant.evictable[self] = None

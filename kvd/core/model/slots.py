@@ -49,6 +49,7 @@ _STEP_NAMES = {(old, new): f"{old.name} -> {new.name}" for old, new in STEPS}
 
 # Coarse recency: 2**24 ns (17 ms) fit 2.3 years into 32 bits.
 STAMP_SHIFT = 24
+SECONDS_A_STAMP = (1 << STAMP_SHIFT) / 1e9
 
 
 def coarse_stamp(now_ns: int) -> np.uint32:
@@ -73,6 +74,8 @@ class SlotTable:
         self.below: npt.NDArray[np.uint8] = sparse_zeros(slots, np.uint8)
         # The reach of the tier that brought the block up, until it is loaded; 0: none did.
         self.sources: npt.NDArray[np.uint8] = sparse_zeros(slots, np.uint8)
+        # Until when hints retain the block; 0: they don't.
+        self.retained: U32 = sparse_zeros(slots, np.uint32)
         self._marks: npt.NDArray[np.int32] = sparse_zeros(slots, np.int32)  # scratch of a call
         self._keys: dict[int, U64] = {}
 

@@ -29,6 +29,7 @@ from kvd.core.lifecycle import step
 from kvd.core.model.admission import ReuseFilter
 from kvd.core.model.backlog import Backlog
 from kvd.core.model.extents import FreeExtents
+from kvd.core.model.gone import GoneBlocks
 from kvd.core.model.index import Index
 from kvd.core.model.job import Filling, Job, Prefix, Transfer, Wait
 from kvd.core.model.leases import HandOff, Lease
@@ -114,6 +115,7 @@ class Namespace:
     # In force, by epoch; what was cleared is in `Backlog.clears`, and numbered below the bound.
     scopes: dict[str, set[ScopeId]] = field(default_factory=dict)
     cleared_below: ScopeId = NO_SCOPE
+    cleared_ns: int | None = None  # the last time
     copies_below: int = 0  # that tiers run
     doomed: int = 0  # READY blocks of cleared scopes, yet to be given up
     # Each of use to one start of an engine alone; by its name, "" where that is not known yet.
@@ -190,6 +192,7 @@ class Session:
     world_size: int
     engine: str = ""  # as in SessionOpened
     payer: str = ""
+    epoch_entered_ns: int | None = None  # by a reset of the engine's cache
     movers: dict[int, Mover] = field(default_factory=dict)  # by rank
     jobs: dict[JobId, Job] = field(default_factory=dict)
     leases: dict[LeaseId, Lease] = field(default_factory=dict)
@@ -305,6 +308,7 @@ class Counters:
     hand_off_unheld: int = 0  # named by a hand-off, but not there or beyond a cap
     movers_killed: int = 0  # movers
     refused: dict[str, int] = field(default_factory=dict)  # jobs by reason
+    hinted: dict[tuple[str, str], int] = field(default_factory=dict)  # by hint and outcome
 
 
 class State:
@@ -316,6 +320,7 @@ class State:
         self.slots_per_extent = max(1, config.extent_bytes // MIN_SLOT_BYTES)
         self.story = Story()
         self.reuse = ReuseSample(self.pool_bytes)
+        self.gone = GoneBlocks(self.reuse)
         self.slots = SlotTable(config.extents * self.slots_per_extent, self.story)
         self.policy_memory = PolicyMemory(self.slots.size)
         self.index = Index(self.slots)
@@ -359,6 +364,7 @@ class State:
         self.backlog = Backlog()
         self.counters = Counters()
         self.draining = False
+        self.has_retained = False  # by hints
         self.next_namespace = 1
         self.next_scope = 1
         self.requests = 0  # that were given a number

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ from kvd.core.keys import (
 )
 from kvd.core.lifecycle import step
 from kvd.core.model.admission import ReuseFilter
+from kvd.core.model.by_patience import ByPatience
 from kvd.core.model.job import Filling
 from kvd.core.model.marks import TagMarks
 from kvd.core.model.size_class import SizeClass
@@ -191,6 +192,12 @@ class TierCopy(Filling):
         return self.sought.until_ns
 
     @property
+    def patience_ns(self) -> int:
+        """Of whom the read is for."""
+        assert self.sought is not None, "a read is for somebody"
+        return self.sought.patience_ns
+
+    @property
     def nbytes(self) -> int:
         return sum(len(part.slots) * part.size_class.block_bytes for part in self.parts)
 
@@ -230,11 +237,13 @@ class Sought:
     name: ScopeName
     seed: int  # of the scope's tags
     is_prefix: bool  # of use only up to the first that is nowhere
+    patience_ns: int  # of who asks: as long as the slowest of its tiers may take
     until_ns: int  # what is not there by then is a miss
     blocks: dict[int, tuple[Search, int]] = field(default_factory=dict)  # by tag
     searches: list[Search] = field(default_factory=list)
     cut: int | None = None  # place of the first block that is nowhere
     is_found: bool = False  # it stands in Session.found_below
+    is_prefetch: bool = False  # by a hint: nobody waits for it, and no request's end ends it
     # Another node may be about to write what is not there: which tiers are asked again, which
     # searches wait for that, and when it is time.
     shared: tuple[TierId, ...] = ()
@@ -250,14 +259,14 @@ class Below:
 
     tiers: tuple[Tier, ...] = ()
     copies: dict[CopyId, TierCopy] = field(default_factory=dict)
-    # Those of them that bring up and are not given up, the eldest first: `promoting` is of them.
-    reading: OrderedDict[TierCopy, None] = field(default_factory=OrderedDict)
+    # Those of them that bring up and are not given up: `promoting` is of them.
+    reading: ByPatience[TierCopy] = field(default_factory=ByPatience)
     promoting: TenantShare = field(default_factory=TenantShare)
     due: deque[Sought] = field(default_factory=deque)  # to be promoted, some an event
     stalled: deque[Sought] = field(default_factory=deque)  # until promotions end
     lost: deque[TierCopy] = field(default_factory=deque)  # their tier's process has ended
     unanswered: deque[Search] = field(default_factory=deque)  # likewise
-    expiring: OrderedDict[Sought, None] = field(default_factory=OrderedDict)  # the eldest first
+    expiring: ByPatience[Sought] = field(default_factory=ByPatience)
     sought_of: dict[str, int] = field(default_factory=dict)  # blocks, by tenant
     next_search: int = 1
     next_copy: int = 1

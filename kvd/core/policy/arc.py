@@ -26,7 +26,7 @@ import math
 
 import numpy as np
 
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import U64, Slots, each_once
 from kvd.core.policy.base import UNKNOWN, Evictable, Sight
 from kvd.core.policy.ghosts import Ghosts
 from kvd.core.policy.slot_queue import Capacity, PolicyMemory, SlotQueue
@@ -103,7 +103,7 @@ class ArcPolicy:
 
     def _learn(self, ghosts: Slots) -> None:
         if ghosts.size:
-            ghosts = np.unique(ghosts[~self._ghosts.counted[ghosts]])
+            ghosts = each_once(ghosts[~self._ghosts.counted[ghosts]])
         if ghosts.size == 0:
             return
         self._ghosts.counted[ghosts] = True

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import U64, Slots, each_once
 from kvd.core.policy.slot_queue import NO_SLOTS, NUMBER_MASK, Capacity, Places, SlotQueue
 from kvd.core.sparse import sparse_zeros
 
@@ -22,6 +22,7 @@ LEAST_GHOSTS = 64  # that a table is made for
 LOAD = 4  # a new table has so many places for each ghost that there may be now
 GROWS_AT = 2  # times as many ghosts as it was made for: then it is half full at most
 SHRINKS_AT = 16  # times fewer
+_WAY_NUMBERS = np.arange(WAYS).reshape(WAYS, 1)
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the top bits choose the bucket
 
 
@@ -113,9 +114,13 @@ class Ghosts:
 
         Free ways come first (their place is 0), then the oldest ghosts.
         """
-        places = self._ways(buckets)
+        # By way, each with its number in place of the lowest bits, which say little: the smallest
+        # is so found ten times faster than by argmin, and no two are alike.
+        places = np.ascontiguousarray(self._ways(buckets).T)
+        places &= ~(WAYS - 1)
+        places |= _WAY_NUMBERS
         numbers = buckets * WAYS
-        numbers += places.argmin(axis=1)
+        numbers += places.min(axis=0) & (WAYS - 1)
         # Several want one bucket: by its number and their order, which fit into one word.
         bits = buckets.size.bit_length()
         grouped = np.sort(buckets << bits | np.arange(buckets.size))
@@ -125,8 +130,8 @@ class Ghosts:
         if again.size:
             nth = again - np.searchsorted(grouped, grouped[again])  # in its bucket
             row = row[again]
-            ranked = np.argsort(places[row], axis=1, kind="stable")  # argmin is its first
-            way = ranked[np.arange(row.size), np.minimum(nth, WAYS - 1)]
+            ranked = np.argsort(places[:, row], axis=0)  # the smallest is its first
+            way = ranked[np.minimum(nth, WAYS - 1), np.arange(row.size)]
             numbers[row] = np.where(nth < WAYS, buckets[row] * WAYS + way, -1)
         return numbers
 
@@ -134,7 +139,7 @@ class Ghosts:
         """Forget these ghosts; a number may come twice."""
         if numbers.size == 0:
             return
-        numbers = np.unique(numbers)
+        numbers = each_once(numbers)
         for queue in self._lists:
             queue.drop(numbers[queue.holds(numbers)])
 

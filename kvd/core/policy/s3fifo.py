@@ -108,7 +108,7 @@ class S3FifoPolicy:
         """Whether `count` may go; looks at little more than `count` when few are pinned."""
         found = 0
         for queue in (self._small, self._main):
-            for _, slots in queue.pieces(count):
+            for _, _, slots in queue.pieces(count):
                 if found >= count:
                     return True
                 found += int(np.count_nonzero(evictable(slots)))

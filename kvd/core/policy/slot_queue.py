@@ -31,12 +31,14 @@ Capacity = Callable[[], int]  # slots that the size class may have in use now
 
 PIECE = 65536  # most positions that are looked at in one go
 STRETCH = 256  # positions of a small queue's stretches; one that holds nothing has none
+LEAST_SQUEEZED = 1024  # positions in one go: fewer take as long
 SLACK = 256  # stale mentions that are not worth squeezing out
 # A place is a position and the number of its queue. Positions go round: they only have to differ
 # within one queue, which holds fewer than 2**31 slots.
 NUMBER_BITS = 24
 NUMBER_MASK = (1 << NUMBER_BITS) - 1
 POSITION_MASK = (1 << 63 - NUMBER_BITS) - 1
+NEXT_PLACE = 1 << NUMBER_BITS  # from one position to the next
 NO_SLOTS: Slots = np.zeros(0, np.int64)
 
 
@@ -173,6 +175,7 @@ class SlotQueue:
         "_live",
         "_mentions",
         "_next",
+        "_owed",
         "_places",
         "_squeeze",
         "number",
@@ -187,6 +190,7 @@ class SlotQueue:
         self._live = 0
         # (read, write): [first, read) is to be squeezed, [read, write) is stale, [write, …) done
         self._squeeze: tuple[int, int] | None = None
+        self._owed = 0  # positions that are to be squeezed for what has come
 
     def __len__(self) -> int:
         return self._live
@@ -201,7 +205,13 @@ class SlotQueue:
         held: npt.NDArray[np.bool_] = self._places.take(slots) & NUMBER_MASK == self.number
         return held
 
-    def _as_places(self, positions: Positions) -> Positions:
+    def _places_from(self, start: int, size: int) -> Positions:
+        """What `places` says of slots at these positions, one after the other."""
+        first = start & POSITION_MASK
+        if first + size <= POSITION_MASK:
+            first = first << NUMBER_BITS | self.number
+            return np.arange(first, first + size * NEXT_PLACE, NEXT_PLACE)
+        positions = np.arange(start, start + size)
         return ((positions & POSITION_MASK) << NUMBER_BITS) | self.number
 
     def append(self, slots: Slots) -> None:
@@ -234,15 +244,16 @@ class SlotQueue:
         """Up to `count` slots from the old end, oldest first; changes nothing."""
         found: list[Slots] = []
         missing = count
-        for _, slots in self.pieces(count):
+        for _, _, slots in self.pieces(count):
             if missing <= 0:
                 break
             found.append(slots[:missing])
             missing -= int(found[-1].size)
         return joined(found)
 
-    def pieces(self, count: int) -> Iterator[tuple[Positions, Slots]]:
-        """The queue from its old end: (positions, slots) of live mentions, a piece at a time.
+    def pieces(self, count: int) -> Iterator[tuple[int, Positions, Slots]]:
+        """The queue from its old end: (position of the piece, positions from there, slots) of live
+        mentions, a piece at a time.
 
         Pieces start near `count` and grow to PIECE. The queue must not change meanwhile.
         """
@@ -250,10 +261,10 @@ class SlotQueue:
         seen = 0 if count > 0 else self._live
         while at < self._next and seen < self._live:
             size = min(size, PIECE, self._next - at)
-            positions, slots = self._live_mentions(at, size)
+            live, slots = self._live_mentions(at, size)
             seen += int(slots.size)
             if slots.size:
-                yield positions, slots
+                yield at, live, slots
             at += size
             size *= 2
 
@@ -262,7 +273,7 @@ class SlotQueue:
         taken: list[Slots] = []
         passed: list[Slots] = []
         missing, end = count, self._first
-        for positions, slots in self.pieces(count):
+        for start, live, slots in self.pieces(count):
             if missing == 0:
                 break
             may_go = evictable(slots[:missing])
@@ -275,7 +286,7 @@ class SlotQueue:
                 taken.append(slots[:upto][may_go[:upto]])
                 passed.append(slots[:upto][~may_go[:upto]])
             missing -= int(taken[-1].size)
-            end = int(positions[upto - 1]) + 1
+            end = start + int(live[upto - 1]) + 1
         return Scan(joined(taken), joined(passed), end)
 
     def commit(self, scan: Scan) -> Slots:
@@ -291,16 +302,16 @@ class SlotQueue:
 
     def oldest(self, count: int) -> Slots:
         """At least one and up to about `count` slots of the old end; none when it is empty."""
-        return next((slots for _, slots in self.pieces(count)), NO_SLOTS)
+        return next((slots for _, _, slots in self.pieces(count)), NO_SLOTS)
 
     def receive(self, slots: Slots, source: SlotQueue) -> None:
         """Move slots of this queue or of `source` to the young end, the first of them oldest."""
         from_source = source.holds(slots)
-        assert (from_source | self.holds(slots)).all(), "a slot was received from nowhere"
-        moved = np.unique(slots[from_source])
-        source.drop(moved)
-        self._live += int(moved.size)
+        assert _are_all(from_source | self.holds(slots)), "a slot was received from nowhere"
         self._write(slots)
+        moved = int(np.count_nonzero(self._stand_last(slots) & from_source))
+        self._live += moved
+        source.lose(moved)
         self._tidy(int(slots.size))
 
     def head(self) -> int:
@@ -327,21 +338,22 @@ class SlotQueue:
             self._tidy(count)
         else:
             self._mentions.clear()
-            self._first, self._squeeze = self._next, None
+            self._first, self._squeeze, self._owed = self._next, None, 0
 
     # -- mentions -----------------------------------------------------------------------------
 
     def _stand_last(self, slots: Slots) -> npt.NDArray[np.bool_]:
         """Of slots that were just written: which stand where they did, and not at a later one."""
-        positions = np.arange(self._next - int(slots.size), self._next)
-        last: npt.NDArray[np.bool_] = self._places.take(slots) == self._as_places(positions)
+        count = int(slots.size)
+        written = self._places_from(self._next - count, count)
+        last: npt.NDArray[np.bool_] = self._places.take(slots) == written
         return last
 
     def _live_mentions(self, start: int, size: int) -> tuple[Positions, Slots]:
-        positions = np.arange(start, start + size)
-        slots = self._mentions.read(start, size)
-        live = self._places.take(slots) == self._as_places(positions)
-        return positions[live], slots[live].astype(np.int64)
+        """Positions counted from `start`, and the slots there."""
+        slots = self._mentions.read(start, size).astype(np.int64)
+        (live,) = (self._places.take(slots) == self._places_from(start, size)).nonzero()
+        return live, slots if live.size == size else slots.take(live)
 
     def _is_live(self, position: int) -> bool:
         slot = self._mentions[position]
@@ -355,8 +367,7 @@ class SlotQueue:
         size = min(max(STRETCH, self._live), PIECE)
         self._mentions.make(self._next, self._next + count, size)
         self._mentions.write(self._next, slots)
-        positions = np.arange(self._next, self._next + count)
-        self._places[slots] = self._as_places(positions)
+        self._places[slots] = self._places_from(self._next, count)
         self._next += count
 
     # -- stale mentions -----------------------------------------------------------------------
@@ -366,7 +377,10 @@ class SlotQueue:
         self._trim(min(PIECE, 2 * count + 64))
         used = self._next - self._first
         if self._squeeze is not None or used > 2 * self._live + SLACK:
-            self._squeeze_piece(min(PIECE, 4 * count + 64))
+            self._owed += 4 * count + 64
+            if self._owed >= LEAST_SQUEEZED:
+                self._squeeze_piece(min(PIECE, self._owed))
+                self._owed = 0
         self._mentions.let_go(self._first)
 
     def _trim(self, size: int) -> None:
@@ -374,8 +388,8 @@ class SlotQueue:
         size = min(size, self._next - self._first)
         if not size or self._is_live(self._first):
             return
-        positions, _ = self._live_mentions(self._first, size)
-        self._first = int(positions[0]) if positions.size else self._first + size
+        live, _ = self._live_mentions(self._first, size)
+        self._first += int(live[0]) if live.size else size
 
     def _squeeze_piece(self, size: int) -> None:
         """Slide the live mentions of the next `size` positions up; ends the pass at the old end."""
@@ -385,8 +399,7 @@ class SlotQueue:
             _, slots = self._live_mentions(start, read - start)
             write -= int(slots.size)
             self._mentions.write(write, slots)
-            positions = np.arange(write, write + slots.size)
-            self._places[slots] = self._as_places(positions)
+            self._places[slots] = self._places_from(write, int(slots.size))
         if start > self._first:
             self._squeeze = (start, write)
         else:

@@ -301,7 +301,7 @@ class _Walk:
     ) -> None:
         self.number = number
         self._queue, self._infos, self._now, self._evictable = queue, infos, now, evictable
-        self._pieces: Iterator[tuple[Positions, Slots]] | None = None
+        self._pieces: Iterator[tuple[int, Positions, Slots]] | None = None
         self._slots, self._at = NO_SLOTS, 0
         self._taken: list[Slots] = []
         self._passed: list[Slots] = []
@@ -320,7 +320,7 @@ class _Walk:
         slots, may_go = self._slots[self._at : stop], self._may_go[self._at : stop]
         self._taken.append(slots[may_go])
         self._passed.append(slots[~may_go])
-        self._end = int(self._positions[stop - 1]) + 1
+        self._end = self._start + int(self._positions[stop - 1]) + 1
         self._at = stop
         if stop == self._slots.size:
             self._read(count)
@@ -335,7 +335,8 @@ class _Walk:
     def _read(self, count: int) -> None:
         if self._pieces is None:
             self._pieces = self._queue.pieces(count)
-        self._positions, self._slots = next(self._pieces, (NO_SLOTS, NO_SLOTS))
+        nothing = (0, NO_SLOTS, NO_SLOTS)
+        self._start, self._positions, self._slots = next(self._pieces, nothing)
         self._at = 0
         self._ages = self._ages_of(self._slots)
         self._may_go = self._evictable(self._slots)

@@ -11,6 +11,7 @@ from kvd.core.blocks.row_grants import grant_row, unclaimed_extents
 from kvd.core.errors import NO_ROOM, QUOTA
 from kvd.core.keys import NamespaceId, Slots, TenantId
 from kvd.core.model import backlog
+from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.size_class import SizeClass, Tenant
 from kvd.core.model.state import State
 from kvd.core.model.turn import Turn
@@ -18,6 +19,7 @@ from kvd.core.room import row_rights
 from kvd.core.room.reclaim import coldest_stamp
 
 ORDERS_OF_ONE_SCOPE = 3  # when blocks of it are evicted: tags, records, news
+LOWERED = WhyGone(Fate.QUOTA_LOWERED)
 CLASSES_WEIGHED = 128  # of a tenant, against each other, in one event
 
 # Blocks wanted, by size class: each class once, all of one tenant.
@@ -40,7 +42,7 @@ def make_room(turn: Turn, needs: Needs, kept: Callable[[], Kept] = tuple) -> str
         for owner, _ in needs:
             owner.stored_ns = turn.now_ns
         return ""
-    spared = kept()
+    spared = [each for each in kept() if len(each[1])]
     for owner, slots in spared:
         slot_lifecycle.pin(turn.state, owner, slots)
     reason = _make_room(turn, needs, excess)
@@ -75,7 +77,7 @@ def _make_room(turn: Turn, needs: Needs, excess: int) -> str:
             victims.append(owner)
             possible = possible and evictions[id(owner)] <= owner.evictable
     if possible:
-        _commit(turn, victims, evictions, rows)
+        _commit(turn, needs[0][0].namespace, victims, evictions, rows)
     for owner, need, missing in short:
         row_rights.ask(turn, owner, need, missing)
     return "" if possible else NO_ROOM
@@ -83,6 +85,7 @@ def _make_room(turn: Turn, needs: Needs, excess: int) -> str:
 
 def _commit(
     turn: Turn,
+    by: NamespaceId,
     victims: list[SizeClass],
     evictions: dict[int, int],
     rows: list[tuple[SizeClass, int]],
@@ -90,7 +93,7 @@ def _commit(
     for owner in victims:
         count = evictions.pop(id(owner), 0)
         if count:
-            slot_lifecycle.evict(turn, owner, count)
+            slot_lifecycle.evict(turn, owner, count, WhyGone(Fate.EVICTED, by=by))
     for owner, count in rows:
         for _ in range(count):
             grant_row(turn, owner)
@@ -155,7 +158,7 @@ def shrink_some(turn: Turn) -> None:
         while (excess := tenant.excess(0)) > 0 and owner.evictable:
             count = min(owner.evictable, -(-excess // owner.block_bytes), blocks, batch)
             told = len(turn.orders)
-            slot_lifecycle.evict(turn, owner, count)
+            slot_lifecycle.evict(turn, owner, count, LOWERED)
             left.evicted += count
             blocks -= count
             # Many of one account are quicker in few large batches.

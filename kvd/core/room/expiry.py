@@ -26,6 +26,7 @@ from kvd.core.blocks.slot_lifecycle import first_of
 from kvd.core.claims import hand_off
 from kvd.core.keys import U32, ScopeId, SessionId, Slots
 from kvd.core.model import backlog
+from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import READY
 from kvd.core.model.state import (
@@ -58,6 +59,7 @@ ROOM_KEPT = MAX_NAMESPACES // 64
 SCOPES_SHARED_AT_ONCE = 256  # one of them with a block is enough: see `read_back`
 NAMESPACES_WEIGHED = 256  # for their room, in one event
 MAX_ROWS_FORGOTTEN = 64  # with a namespace whose room is needed in this very event
+UNUSABLE = WhyGone(Fate.UNUSABLE)
 
 
 # -- use and its end ------------------------------------------------------------------------------
@@ -455,4 +457,4 @@ def _give_up(turn: Turn, owner: SizeClass, slots: Slots) -> None:
     slots = slots[state.slots.pins[slots] == 0]
     owner.policy.remove(slots)
     state.counters.dropped += len(slots)
-    slot_lifecycle.forget_ready(turn, owner, slots)
+    slot_lifecycle.forget_ready(turn, owner, slots, UNUSABLE)

@@ -24,11 +24,18 @@ import numpy as np
 
 from kvd.core.actions import ReleaseRow, Reply, UnmapRow, ZeroRow
 from kvd.core.blocks.row_grants import grant_row, grantable_extents
-from kvd.core.blocks.slot_lifecycle import forget_ready, pin, quarantine_ready, ready_in, unpin
+from kvd.core.blocks.slot_lifecycle import (
+    forget_ready,
+    pin,
+    quarantine_ready,
+    ready_in,
+    unpin,
+)
 from kvd.core.claims import hand_off, lease
 from kvd.core.events import RowRefused
 from kvd.core.keys import MoverId, RowId, Slots
 from kvd.core.model import backlog, row_claims
+from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.row_claims import Claim
 from kvd.core.model.size_class import RECLAIM_INTERVAL_NS, LeasesLeft, Row, SizeClass
 from kvd.core.model.slots import FREE, QUARANTINED, READY, RESERVED, SlotState
@@ -42,6 +49,7 @@ SLOTS_WEIGHED = 1 << 16  # ... and so many slots
 MAX_EMPTYING = 8  # rows
 STUCK_NS = 2_000_000_000  # a row that is not unmapped, or not empty, so long is not waited for
 PROMISED_NS = 3_000_000_000  # a claim waits so long before leases and hand-offs end for it
+ROW_TAKEN = WhyGone(Fate.ROW_TAKEN)
 
 
 def coldest_stamp(state: State, owner: SizeClass) -> np.uint32 | None:
@@ -326,10 +334,10 @@ def _stop_emptying(state: State, row: Row) -> None:
 
 def _evict(turn: Turn, owner: SizeClass, ready: Slots) -> None:
     turn.state.counters.evicted += len(ready)
-    give_up(turn, owner, ready)
+    give_up(turn, owner, ready, ROW_TAKEN)
 
 
-def give_up(turn: Turn, owner: SizeClass, ready: Slots) -> None:
+def give_up(turn: Turn, owner: SizeClass, ready: Slots, why: WhyGone) -> None:
     """READY blocks leave; those that are claimed or being loaded keep their bytes till then."""
     state = turn.state
     if not len(ready):
@@ -338,9 +346,9 @@ def give_up(turn: Turn, owner: SizeClass, ready: Slots) -> None:
     owner.policy.remove(ready)
     pinned = state.slots.pins[ready] > 0
     if not pinned.all():
-        forget_ready(turn, owner, ready[~pinned])
+        forget_ready(turn, owner, ready[~pinned], why)
     if pinned.any():
-        quarantine_ready(turn, owner, ready[pinned])
+        quarantine_ready(turn, owner, ready[pinned], why)
 
 
 def retire_row(turn: Turn, row: Row) -> None:

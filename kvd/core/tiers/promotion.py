@@ -1,10 +1,11 @@
 """What a tier holds of a request's blocks is brought up into host memory.
 
-It begins at the end of the engine's step: all that one tier was found to hold of one request's
-group by then is one copy. Some of it may fail; what has come is readable. However much is asked
-for, promotions take a part of the pool only, of which each tenant leaves as much to others as it
-has, and an event begins a few of them. What has no room yet waits for the end of others. No block
-takes the room of one that its own request has found or brought up before.
+It begins at the end of the engine's step, or at once where a hint sought it: all that one tier was
+found to hold of one request's group by then is one copy. Some of it may fail; what has come is
+readable. However much is asked for, promotions take a part of the pool only, of which each tenant
+leaves as much to others as it has, and an event begins a few of them. What has no room yet waits
+for the end of others. No block takes the room of one that its own request has found or brought up
+before.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from kvd_proto.tags import tags_of
 
 PROMOTED_AT_ONCE = 256  # blocks, in one event
 WOKEN_AT_ONCE = 4  # requests that wait for room
-LATE_AT_ONCE = 8  # reads that are given up, in one tick
+LATE_AT_ONCE = 8  # reads of one patience that are given up, in one tick
 GIVEN_UP_NS = 5_000_000_000  # after the deadline
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
@@ -135,7 +136,7 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
     copy.sought, copy.places = sought, found.places[fresh]
     pace.read_began(tier, copy.copy, turn.now_ns)
     state.add_filling(copy)
-    state.below.reading[copy] = None
+    state.below.reading.add(copy, copy.patience_ns)
     found.beliefs[fresh] = Belief.ON_ITS_WAY
     state.below.promoting.count(sought.owner.tenant.tenant, copy.nbytes)
     keys = KeyBatch(offer.words, spec.hash_bytes)
@@ -172,6 +173,8 @@ def _note(state: State, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
     if sought is None or sought.is_over or not done.any():
         return
     session = state.sessions[sought.session]
+    if sought.is_prefetch and sought.request not in session.prefixes:
+        return  # it may have ended, or never begin
     used = prefix.of(state, session, sought.request)
     (part,) = copy.parts
     prefix.note(state, session, used, part.slots[done], copy.places[done])
@@ -206,6 +209,8 @@ def _offer(sought: Sought, found: Search, rows: Slots) -> Offer:
 def _room(state: State, sought: Sought) -> int:
     """Bytes that the tenant may still have on their way up."""
     most = int(state.pool_bytes * state.config.promotion_share)
+    if sought.is_prefetch:  # the rest is left to requests that wait
+        most = int(most * search.PREFETCH_PART)
     return state.below.promoting.left(sought.owner.tenant.tenant, most)
 
 
@@ -264,7 +269,7 @@ def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
 
 def _give_back_share(state: State, copy: TierCopy) -> None:
     """Others may bring up as much instead; once for each read."""
-    if state.below.reading.pop(copy, copy) is None:
+    if state.below.reading.remove(copy, copy.patience_ns):
         (part,) = copy.parts
         state.below.promoting.count(part.size_class.tenant.tenant, -copy.nbytes)
         _wake_some(state.below)
@@ -305,10 +310,7 @@ def give_up_late(turn: Turn) -> None:
     may be stored into others, and other tiers may bring up theirs: this one is given no more, for
     its process was told to end.
     """
-    state, reading = turn.state, turn.state.below.reading
-    for _ in range(LATE_AT_ONCE):
-        copy = next(iter(reading), None)
-        if copy is None or copy.until_ns + GIVEN_UP_NS > turn.now_ns:
-            break
+    state, last_ns = turn.state, turn.now_ns - GIVEN_UP_NS
+    for copy in state.below.reading.due(lambda c: c.until_ns <= last_ns, LATE_AT_ONCE):
         fail(state, copy)
         _give_back_share(state, copy)

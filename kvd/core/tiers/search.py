@@ -10,6 +10,10 @@ Where only a whole prefix is of use, no block behind the first one that is nowhe
 What a prefill engine on another node computes may come later than the request that goes on with it:
 for such a request the tiers that nodes share are asked again, less and less often, until its
 deadline. It is the request's lookups that ask; one that nobody looks up costs nothing.
+
+A hint may have blocks sought that nobody looks up yet. Nobody waits for such a search, and it takes
+half of each bound only, so it is in no lookup's way. A lookup of the same request goes on with it,
+but for one that found less than there may be by now: then it asks anew.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ import numpy.typing as npt
 
 from kvd.core.actions import AskTier
 from kvd.core.blocks import namespaces
-from kvd.core.events import LeaseMode, Query, TierAnswered
+from kvd.core.claims import advice
+from kvd.core.events import Hint, LeaseMode, Query, TierAnswered, Touched
 from kvd.core.keys import U64, KeyBatch, RequestId, ScopeName, SearchId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.slots import RESERVED
@@ -40,12 +45,14 @@ from kvd.core.model.tiers import (
 )
 from kvd.core.model.turn import Turn
 from kvd.core.tiers import pace, residence
+from kvd_proto.groups import GroupKind
 from kvd_proto.tags import tags_of
 
 BELIEVED_NS = 5_000_000_000  # after the deadline, what tiers said of a request's blocks stands
-EXPIRED_REQUESTS_AT_ONCE = 64  # requests' groups, in one tick
+EXPIRED_REQUESTS_AT_ONCE = 64  # requests' groups of one patience, in one tick
 UNANSWERED_AT_ONCE = 64  # searches of a tier that has gone, in one event
 AWAITED_AGAIN_NS = 20_000_000  # then twice as long each time: for a block of another node's
+PREFETCH_PART = 0.5  # of each bound, for what nobody looks up yet
 
 _ABSENT = int(Belief.ABSENT)  # to compare with an enum's member takes ten times as long
 
@@ -56,6 +63,66 @@ def look(
     turn: Turn, session: Session, query: Query, tags: U64, missed: Slots
 ) -> npt.NDArray[np.uint8]:
     """MISS or PENDING for those of the query's keys that host memory lacks, ascending."""
+    found = _sought_of(session, query)
+    if found is not None and found.is_prefetch:
+        _take_over(turn, session, query, found)
+    return _look(turn, session, query, tags, missed)
+
+
+def prefetch(turn: Turn, session: Session, event: Touched, tags: U64, missed: Slots) -> None:
+    """Seek those of the keys that host memory lacks, for nobody yet; what is there comes up."""
+    state = turn.state
+    is_prefix = (
+        state.namespace_of(session).classes[event.group].spec.kind is GroupKind.FULL_ATTENTION
+    )
+    mode = LeaseMode.PREFIX if is_prefix else LeaseMode.ALL
+    query = Query(event.context, event.group, event.keys, mode, first_block=event.first_block)
+    lacking, beyond = len(missed), 0
+    if _readable(state, session, query):
+        found = _sought_of(session, query)
+        if found is not None and found.is_prefetch and _is_late(turn, session, query):
+            _drop(state, session, found)
+        _look(turn, session, query, tags, missed, is_prefetch=True)
+        lacking, beyond = 0, _beyond(turn, session, query, tags, missed)
+    advice.count(state, Hint.PREFETCH, advice.NO_TIER, lacking)
+    advice.count(state, Hint.PREFETCH, advice.BEYOND, beyond)
+    advice.count(state, Hint.PREFETCH, advice.FOLLOWED, len(tags) - lacking - beyond)
+
+
+def _beyond(turn: Turn, session: Session, query: Query, tags: U64, missed: Slots) -> int:
+    """How many of these were not sought since there was no room."""
+    sought = _sought_of(session, query)
+    if sought is None:
+        return len(missed)
+    if turn.now_ns >= sought.until_ns:
+        return 0
+    places = query.first_block + missed
+    if sought.cut is not None:
+        missed = missed[places < sought.cut]
+    return sum(tag not in sought.blocks for tag in tags[missed].tolist())
+
+
+def _take_over(turn: Turn, session: Session, query: Query, sought: Sought) -> None:
+    """The lookups of a request go on with what was sought for it before."""
+    is_prefix = query.lease is not LeaseMode.ALL
+    lacks = any((each.beliefs == Belief.ABSENT).any() for each in sought.searches)
+    is_late = turn.now_ns >= sought.until_ns
+    if lacks or is_late or query.context.awaits or sought.is_prefix is not is_prefix:
+        _drop(turn.state, session, sought)
+        return
+    sought.is_prefetch = False
+    found(turn.state, sought)  # what had no room may have it now
+
+
+def _look(
+    turn: Turn,
+    session: Session,
+    query: Query,
+    tags: U64,
+    missed: Slots,
+    *,
+    is_prefetch: bool = False,
+) -> npt.NDArray[np.uint8]:
     state = turn.state
     statuses = np.zeros(len(missed), dtype=np.uint8)
     tiers = _readable(state, session, query)
@@ -78,10 +145,13 @@ def look(
         of_them = tags[missed[unknown]]
         # A query may name a block twice: it is sought once.
         _, firsts = np.unique(of_them, return_index=True)
-        firsts = np.sort(firsts)[: _sought_room(state, session, found)]
+        part = PREFETCH_PART if is_prefetch else 1.0
+        firsts = np.sort(firsts)[: _sought_room(state, session, found, part)]
         if len(firsts):
             rows = unknown[firsts]
-            sought = found or _begin(turn, session, query, tiers, is_prefix=is_prefix)
+            sought = found or _begin(turn, session, query, tiers, is_prefetch=is_prefetch)
+            if query.context.prefetch and not is_prefetch:  # as early as it could be
+                advice.count(state, Hint.PREFETCH, advice.FOLLOWED, len(firsts))
             words = query.keys.words[missed[rows]]
             if _seek(turn, sought, words, of_them[firsts], places[rows], tiers):
                 all_are = len(firsts) == len(unknown)
@@ -153,16 +223,16 @@ def _readable(state: State, session: Session, query: Query) -> list[Tier]:
     ]
 
 
-def _sought_room(state: State, session: Session, sought: Sought | None) -> int:
-    """Blocks that the session may still seek, for this request."""
+def _sought_room(state: State, session: Session, sought: Sought | None, part: float) -> int:
+    """Blocks that the session may still seek, for this request, of this part of the bounds."""
     if sought is not None and len(sought.searches) >= MAX_SEARCHES:
         return 0
     tenant = state.namespace_of(session).tenant.tenant
     return max(
         0,
         min(
-            MAX_SOUGHT_BLOCKS - session.sought_blocks,
-            MAX_TENANT_SOUGHT_BLOCKS - state.below.sought_of.get(tenant, 0),
+            int(MAX_SOUGHT_BLOCKS * part) - session.sought_blocks,
+            int(MAX_TENANT_SOUGHT_BLOCKS * part) - state.below.sought_of.get(tenant, 0),
         ),
     )
 
@@ -186,25 +256,28 @@ def scope_name(state: State, session: Session, account: str, group: int) -> Scop
 
 
 def _begin(
-    turn: Turn, session: Session, query: Query, tiers: list[Tier], *, is_prefix: bool
+    turn: Turn, session: Session, query: Query, tiers: list[Tier], *, is_prefetch: bool
 ) -> Sought:
     state = turn.state
     account, group = query.context.account, query.group
     namespace = state.namespace_of(session)
+    patience_ns = max(tier.terms.seek_ns for tier in tiers)
     sought = Sought(
         session.session,
         query.context.request,
         namespace.classes[group],
         scope_name(state, session, account, group),
         namespaces.scope_seed(state, namespace, session.epoch, account, group),
-        is_prefix,
-        turn.now_ns + max(tier.terms.seek_ns for tier in tiers),
+        query.lease is not LeaseMode.ALL,
+        patience_ns,
+        turn.now_ns + patience_ns,
+        is_prefetch=is_prefetch,
     )
-    if query.context.awaits:
+    if query.context.awaits and not is_prefetch:  # it is lookups that ask again
         shared = [tier.tier for tier in tiers if tier.terms.reach is Reach.CLUSTER]
         sought.shared, sought.wait_ns = tuple(shared), AWAITED_AGAIN_NS
     session.sought.setdefault(sought.request, {})[account, group] = sought
-    state.below.expiring[sought] = None
+    state.below.expiring.add(sought, patience_ns)
     return sought
 
 
@@ -317,8 +390,13 @@ def _tell_watchers(turn: Turn, tier: Tier, search: Search, held: Slots, lacked: 
 
 
 def found(state: State, sought: Sought) -> None:
-    """Some of it is held below: it is brought up from the step's end on."""
-    if not sought.is_found:
+    """Some of it is held below: it is brought up from the step's end on.
+
+    For a hint at once: its engine may have no step to take.
+    """
+    if sought.is_prefetch:
+        state.below.due.append(sought)
+    elif not sought.is_found:
         sought.is_found = True
         state.sessions[sought.session].found_below.append(sought)
 
@@ -339,35 +417,41 @@ def ask_some_others(turn: Turn) -> None:
 
 
 def end(state: State, session: Session, requests: Iterable[RequestId]) -> None:
-    """These requests seek nothing any more."""
+    """These requests seek nothing any more; a hint may be for those that come after them."""
     for request in requests:
-        for sought in session.sought.pop(request, {}).values():
-            _forget(state, sought)
+        for sought in list(session.sought.get(request, {}).values()):
+            if not sought.is_prefetch:
+                _drop(state, session, sought)
 
 
 def end_all(state: State, session: Session) -> None:
-    """The session's requests seek nothing any more."""
-    end(state, session, list(session.sought))
+    """Nothing of the session is sought any more."""
+    for of_request in session.sought.values():
+        for sought in of_request.values():
+            _forget(state, sought)
+    session.sought.clear()
 
 
 def expire(turn: Turn) -> None:
     """Forget what tiers said long ago: it is sought anew when it is asked for again."""
-    state, expiring = turn.state, turn.state.below.expiring
-    for _ in range(EXPIRED_REQUESTS_AT_ONCE):
-        sought = next(iter(expiring), None)
-        if sought is None or sought.until_ns + BELIEVED_NS > turn.now_ns:
-            break
-        session = state.sessions[sought.session]
-        of_request = session.sought[sought.request]
-        del of_request[sought.name.account, sought.name.group]
-        if not of_request:
-            del session.sought[sought.request]
-        _forget(state, sought)
+    state, last_ns = turn.state, turn.now_ns - BELIEVED_NS
+    due = state.below.expiring.due(lambda s: s.until_ns <= last_ns, EXPIRED_REQUESTS_AT_ONCE)
+    for sought in due:
+        _drop(state, state.sessions[sought.session], sought)
+
+
+def _drop(state: State, session: Session, sought: Sought) -> None:
+    """Its request seeks it no longer."""
+    of_request = session.sought[sought.request]
+    del of_request[sought.name.account, sought.name.group]
+    if not of_request:
+        del session.sought[sought.request]
+    _forget(state, sought)
 
 
 def _forget(state: State, sought: Sought) -> None:
     sought.is_over = True
-    del state.below.expiring[sought]
+    state.below.expiring.remove(sought, sought.patience_ns)
     _count(state, sought, -len(sought.blocks))
     sought.blocks = {}
     sought.searches = []

@@ -64,6 +64,7 @@ def namespace_cleared(turn: Turn, event: NamespaceCleared) -> None:
     namespace.scopes = {}
     namespace.cleared_below = ScopeId(state.next_scope)
     namespace.doomed = tally.ready
+    namespace.cleared_ns = turn.now_ns
     turn.orders.append(ClearScopes(event.namespace, namespace.cleared_below))
     tiers.namespace_cleared(turn, namespace)
     for owner in namespace.classes:
@@ -136,7 +137,7 @@ def _give_up(turn: Turn, namespace: Namespace, left: Clear) -> None:
     doomed = np.concatenate(found)
     some = slot_lifecycle.first_of(state, doomed, backlog.BLOCKS_AT_ONCE)
     state.counters.cleared += len(some)
-    reclaim.give_up(turn, owner, some)
+    reclaim.give_up(turn, owner, some, slot_lifecycle.CLEARED)
     if len(some) < len(doomed):
         later = np.unique(doomed[len(some) :] // state.slots_per_extent).tolist()
         waiting = RowId(left.rows[0]) if left.rows else None

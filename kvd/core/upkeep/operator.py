@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvd.core.blocks.row_grants import grant_spare
-from kvd.core.claims import hand_off, lease
+from kvd.core.claims import advice, hand_off, lease
 from kvd.core.errors import EXPIRED, InvalidArgument
 from kvd.core.events import QuotaSet
 from kvd.core.jobs import transfer
@@ -39,6 +39,7 @@ def timer_ticked(turn: Turn) -> None:
     state = turn.state
     lease.expire_leases(turn)
     hand_off.expire(turn)
+    advice.expire(state, turn.now_ns)
     _enforce_deadlines(turn)
     session.end_lingering(turn)
     state.grant_pause.tick()
@@ -57,6 +58,7 @@ def timer_ticked(turn: Turn) -> None:
         for owner in in_use:
             writing.write_ahead(turn, owner)
     recency.write_down(turn)
+    state.gone.count()
 
 
 def _next_in_use(state: State) -> list[SizeClass]:

@@ -256,6 +256,7 @@ def epoch_changed(turn: Turn, event: EpochChanged) -> None:
     lease.end_all(state, session)
     search.end_all(state, session)
     left, session.epoch = session.epoch, event.epoch
+    session.epoch_entered_ns = turn.now_ns
     expiry.enter(turn, session, own=True)
     turn.orders.append(Reply(namespaces.open_epoch(turn, session)))
     if left != session.epoch:

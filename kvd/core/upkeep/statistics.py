@@ -92,6 +92,9 @@ class Statistics:
     tiers: tuple[TierFigures, ...]
     counters: Counters
     curve: ReuseCurve | None  # None while nothing was used
+    ages: tuple[int, ...]  # evicted blocks by how long they were unused, up to AGES_OF_EVICTION
+    age_sum_s: float
+    regrets: tuple[float, ...]  # evicted and used again so soon, by REGRETTED_WITHIN; an estimate
     policies: dict[str, int]  # size classes that evict by each, where auto chooses
 
 
@@ -121,8 +124,15 @@ def gather(state: State) -> Statistics:
         namespaces=_namespaces(state),
         sessions=sessions,
         tiers=_tiers(state),
-        counters=replace(state.counters, refused=dict(state.counters.refused)),
+        counters=replace(
+            state.counters,
+            refused=dict(state.counters.refused),
+            hinted=dict(state.counters.hinted),
+        ),
         curve=state.reuse.curve(),
+        ages=tuple(state.gone.ages.tolist()),
+        age_sum_s=state.gone.age_sum_s,
+        regrets=tuple(state.reuse.regrets),
         policies=Counter(
             owner.policy.live_name
             for owner in state.classes.values()

@@ -27,6 +27,7 @@ from kvd.tiers.disk.size_class import NOWHERE, DiskSizeClass, PlaceState
 from kvd.tiers.disk.slab import HEADER_BYTES, Slab
 from kvd.tiers.disk.space import DiskSpace
 from kvd.tiers.disk.transfers import BlockMove, Transfers
+from kvd.tiers.disk.wiping import steps_of
 from kvd.tiers.sealing import lengths_of
 from kvd.tiers.store import (
     Outcome,
@@ -312,7 +313,10 @@ class Disk:
         self._unwiped.append((size_class, places))
 
     def _wipe_out(self, deadline: float) -> None:
-        """Zero what was deleted, once nobody uses it, have that on the disk, and free it."""
+        """Zero what was deleted, once nobody uses it, have that on the disk, and free it.
+
+        TierTimeout where the time is not enough for all: the next call goes on with what is left.
+        """
         if not self._deleting.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TierTimeout("another deletion is under way")
         try:
@@ -321,22 +325,38 @@ class Disk:
                 while any(size_class.pins[places].any() for size_class, places in leaving):
                     if not self._idle.wait(max(0.0, deadline - time.monotonic())):
                         raise TierTimeout("what is deleted is still being read or written")
-            for size_class, places in leaving:
-                for start, size in _stretches(self._offsets(size_class, places), size_class.stride):
-                    if time.monotonic() >= deadline:
-                        raise TierTimeout("not all that was deleted is wiped")
-                    self.slab.wipe(start, size)
-            if leaving:
+            until = (time.monotonic() + deadline) / 2  # the other half is for the disk to have it
+            wiped: list[tuple[DiskSizeClass, Slots]] = []
+            left = list(leaving)
+            while left and not (wiped and time.monotonic() >= until):
+                size_class, places = left.pop(0)
+                count = self._wipe(size_class, places, until)
+                wiped.append((size_class, places[:count]))
+                if count < len(places):
+                    left.insert(0, (size_class, places[count:]))
+            if wiped:
                 self.slab.sync()
             self._rows.write_now(deadline)
             with self._lock:
-                del self._unwiped[: len(leaving)]
-                for size_class, places in leaving:
+                self._unwiped[: len(leaving)] = left
+                for size_class, places in wiped:
                     size_class.free(places)
+            if left:
+                raise TierTimeout("not all that was deleted is wiped")
         except OSError as error:
             raise TierError(f"what was deleted can't be wiped: {error.strerror}") from error
         finally:
             self._deleting.release()
+
+    def _wipe(self, size_class: DiskSizeClass, places: Slots, until: float) -> int:
+        """Zero some of them, until then: how many of the first."""
+        done = 0
+        for start, size, count in steps_of(self._offsets(size_class, places), size_class.stride):
+            self.slab.wipe(start, size)
+            done = count
+            if time.monotonic() >= until:
+                break
+        return done
 
     # -- the rest ---------------------------------------------------------------------------
 
@@ -519,17 +539,6 @@ def _by_lengths(blocks: Sequence[TierBlock]) -> dict[bytes, Slots]:
     for row, block in enumerate(blocks):
         rows.setdefault(lengths_of(block), []).append(row)
     return {lengths: np.array(found, dtype=np.int64) for lengths, found in rows.items()}
-
-
-def _stretches(offsets: Slots, stride: int) -> list[tuple[int, int]]:
-    """Where neighbouring places begin, and how many bytes they take together."""
-    found: list[tuple[int, int]] = []
-    for offset in np.sort(offsets).tolist():
-        if found and sum(found[-1]) == offset:
-            found[-1] = (found[-1][0], found[-1][1] + stride)
-        else:
-            found.append((offset, stride))
-    return found
 
 
 def _outcome_of_write(reason: TierReason | None) -> Outcome:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from kvd.tiers.gang import Gang
+from kvd.tiers.gang import Flow, Gang
 from kvd.tiers.sealing import (
     has_lengths_of,
     lengths_in,
@@ -28,7 +28,8 @@ from kvd.tiers.valkey.line import Command, Room
 from kvd.tiers.valkey.names import BlockShape, NameBook
 from kvd.tiers.valkey.servers import Servers
 
-UNIT_BYTES = 512 << 10  # what the processor still has in its cache; one piece may have more
+# One piece may have more. Less keeps the interpreter at handing its lock from thread to thread.
+UNIT_BYTES = 2 << 20
 UNIT_NAMES = 512  # of small ones
 
 
@@ -74,6 +75,16 @@ class Move:
         self.reason = self.reason or reason
 
 
+@dataclass(slots=True)
+class _Look:
+    """Which blocks of a run are there."""
+
+    run: Sequence[Move]
+    left: int  # groups of it that were not looked for yet
+    flow: Flow  # of the pieces that write it
+    new: Sequence[Move] = ()  # to be written
+
+
 # Pieces by their numbers, of blocks at one server; of a block that is one value that is number 0.
 Unit = list[tuple[Move, int]]
 
@@ -90,14 +101,21 @@ class Moves:
 
     # -- writing ------------------------------------------------------------------------------
 
-    def write(self, moves: Sequence[Move], deadline: float) -> None:
-        """Write what is not there yet. Each has an outcome or a reason when this returns."""
-        self._look_which_are_there(moves, deadline)
-        new = [move for move in moves if move.outcome is None and move.reason is None]
-        self._gang.do([partial(self._write_unit, unit, deadline) for unit in _units(new)])
+    def write(self, runs: Iterable[Sequence[Move]], deadline: float) -> None:
+        """Write what is not there yet. Each has an outcome or a reason when this returns.
+
+        While one run is looked for, or is made, others are written.
+        """
+        looks: list[_Look] = []
+        with self._gang.flow() as flow:
+            for run in runs:
+                groups = list(_by_home(run, 2 * UNIT_NAMES))
+                looks.append(_Look(run, len(groups), flow))
+                flow.add([partial(self._look, looks[-1], each, deadline) for each in groups])
+        new = [move for look in looks for move in look.new]
         cut = [m for m in new if m.is_cut and m.reason is None and m.outcome is None]
-        groups = _by_home(cut, UNIT_NAMES)
-        self._gang.do([partial(self._write_records, group, deadline) for group in groups])
+        records = _by_home(cut, UNIT_NAMES)
+        self._gang.do([partial(self._write_records, group, deadline) for group in records])
         for move in new:
             if move.reason is None:
                 move.outcome = move.outcome or Outcome.DONE
@@ -105,11 +123,17 @@ class Moves:
                 move.outcome = Outcome.FULL
         self.forget([name for move in new for name in _left_behind(move)], new, deadline)
 
-    def _look_which_are_there(self, moves: Sequence[Move], deadline: float) -> None:
-        groups = list(_by_home(moves, 2 * UNIT_NAMES))
-        self._gang.do([partial(self._look, group, deadline) for group in groups])
+    def _look(self, look: _Look, group: Sequence[Move], deadline: float) -> None:
+        """Once all of a run was looked for, what is to be written of it is."""
+        self._see_which_are_there(group, deadline)
+        with self._lock:
+            look.left -= 1
+            if look.left:
+                return
+        look.new = [m for m in look.run if m.outcome is None and m.reason is None]
+        look.flow.add([partial(self._write_unit, unit, deadline) for unit in _units(look.new)])
 
-    def _look(self, group: Sequence[Move], deadline: float) -> None:
+    def _see_which_are_there(self, group: Sequence[Move], deadline: float) -> None:
         home = group[0].home
         in_pieces: list[Move] = []
         try:
@@ -194,11 +218,15 @@ class Moves:
 
     # -- reading ------------------------------------------------------------------------------
 
-    def read(self, moves: Sequence[Move], deadline: float) -> None:
+    def read(self, runs: Iterable[Sequence[Move]], deadline: float) -> None:
         """Fill the blocks' parts. Each has an outcome or a reason when this returns."""
-        for move in moves:
-            move.left = len(move.shape.spans) or 1
-        self._gang.do([partial(self._read_unit, unit, deadline) for unit in _units(moves)])
+        moves: list[Move] = []
+        with self._gang.flow() as flow:
+            for run in runs:
+                moves += run
+                for move in run:
+                    move.left = len(move.shape.spans) or 1
+                flow.add([partial(self._read_unit, unit, deadline) for unit in _units(run)])
         useless = [
             move
             for move in moves

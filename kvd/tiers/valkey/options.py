@@ -33,7 +33,7 @@ class ValkeyOptions:
     addresses: tuple[str, ...]
     prefix: str = "kvd"
     ttl_seconds: float = 0.0  # 0: until the server makes room
-    threads: int = 4
+    threads: int = 3
     value_bytes: int = 4 << 20
     request_timeout_seconds: float = 1.0
     connect_timeout_seconds: float = 1.0

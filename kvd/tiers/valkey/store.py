@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from kvd.tiers.gang import Gang, require_time
@@ -30,6 +30,8 @@ from kvd.tiers.valkey.servers import Servers
 
 CALLS_AT_ONCE = 4
 NAMES_AT_ONCE = 1024  # that one command asks for or removes
+RUN_BYTES = 16 << 20  # whose names are made and looked for at once, while others move
+LEAST_IN_RUN = 64  # blocks
 _SCAN_COUNT = "1000"
 
 
@@ -80,18 +82,18 @@ class ValkeyStore:
         self._begin_call(deadline)
         first: dict[TierKey, int] = {}
         firsts = [first.setdefault(block.key, number) for number, block in enumerate(blocks)]
-        moves = {number: self._move(number, blocks[number]) for number in first.values()}
-        self._moves.write(list(moves.values()), deadline)
+        moves: dict[int, Move] = {}
+        self._moves.write(self._runs(blocks, list(first.values()), moves), deadline)
         self._count(moves.values())
         return [moves[number].outcome or Outcome.FAILED for number in firsts]
 
     def read(self, blocks: Sequence[TierBlock], deadline: float) -> list[Outcome]:
         require_blocks(blocks, to_fill=True)
         self._begin_call(deadline)
-        moves = [self._move(number, block) for number, block in enumerate(blocks)]
-        self._moves.read(moves, deadline)
-        self._count(moves)
-        return [move.outcome or Outcome.FAILED for move in moves]
+        moves: dict[int, Move] = {}
+        self._moves.read(self._runs(blocks, range(len(blocks)), moves), deadline)
+        self._count(moves.values())
+        return [move.outcome or Outcome.FAILED for move in moves.values()]
 
     def delete(self, keys: Sequence[TierKey], deadline: float) -> None:
         require_keys(keys)
@@ -199,6 +201,19 @@ class ValkeyStore:
             with self._lock:
                 self._errors[error.reason] += 1
             raise
+
+    def _runs(
+        self, blocks: Sequence[TierBlock], numbers: Sequence[int], moves: dict[int, Move]
+    ) -> Iterator[list[Move]]:
+        """The moves of some blocks, a run of them at a time; noted by the blocks' numbers."""
+        at = 0
+        while at < len(numbers):
+            size = max(1, blocks[numbers[at]].nbytes)
+            some = numbers[at : at + max(LEAST_IN_RUN, RUN_BYTES // size)]
+            at += len(some)
+            run = [self._move(number, blocks[number]) for number in some]
+            moves.update(zip(some, run, strict=True))
+            yield run
 
     def _move(self, number: int, block: TierBlock) -> Move:
         name, slot = self._book.place_of(block.key)

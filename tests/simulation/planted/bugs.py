@@ -56,8 +56,8 @@ CORE = (
     _core(
         "eviction of what is held",
         "blocks.slot_lifecycle",
-        "owner.policy.evict(count, lambda slots: pins[slots] == 0, turn.now_ns)",
-        "owner.policy.evict(count, lambda slots: pins[slots] < 99, turn.now_ns)",
+        "owner.policy.evict(count, lambda slots: pins.take(slots) == 0, turn.now_ns)",
+        "owner.policy.evict(count, lambda slots: pins.take(slots) < 99, turn.now_ns)",
     ),
     _core(
         "leases that end early",
@@ -222,7 +222,7 @@ CORE = (
     _core(
         "tags of gone blocks shown",
         "blocks.slot_lifecycle",
-        "    turn.orders.append(RetractTags(owner.namespace, state.slots.tags[slots]))\n",
+        "    turn.orders.append(RetractTags(owner.namespace, tags))\n",
         "",
     ),
     _core(
@@ -234,22 +234,22 @@ CORE = (
     _core(
         "record of a gone block stays",
         "blocks.slot_lifecycle",
-        "    _leave_index(turn, owner, slots)\n    turn.orders.append(WriteFree(slots))\n"
+        "    _leave_index(turn, owner, slots, why)\n    turn.orders.append(WriteFree(slots))\n"
         "    state.slots.move(slots, SlotState.READY, SlotState.FREE)",
-        "    _leave_index(turn, owner, slots)\n"
+        "    _leave_index(turn, owner, slots, why)\n"
         "    state.slots.move(slots, SlotState.READY, SlotState.FREE)",
     ),
     _core(
         "pins that don't add up",
         "blocks.slot_lifecycle",
-        "pins[slots] = before + 1",
-        "pins[slots] = np.maximum(before, 1)",
+        "    pins += 1\n",
+        "    np.maximum(pins, 1, out=pins)\n",
     ),
     _core(
-        "restart that serves a block twice",
+        "restart that gives out slots that hold blocks",
         "upkeep.recovery",
-        "kept[rows] = ~known",
-        "kept[rows] = True",
+        "    owner.free.put(slots[state.slots.state[slots] == FREE])\n",
+        "    owner.free.put(slots)\n",
     ),
     _core(
         "restart that forgets whose bytes they are",
@@ -360,7 +360,7 @@ POOL = (
         "        pass\n",
     ),
     _pool(
-        "record whose state is written first, and whose sum is not looked at",
+        "record that is believed though its sum is wrong",
         "slot_table",
         "mask: npt.NDArray[np.bool_] = right_length & (sums == body[:, _CHECKSUM])",
         "mask: npt.NDArray[np.bool_] = right_length | (sums == body[:, _CHECKSUM])",

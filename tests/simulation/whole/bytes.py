@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 ZEROS = 0  # what a fresh extent holds
+ROTTEN = -1  # nobody's content: what a failed read leaves, or damage
 Content = Any  # of one engine block
 
 
@@ -33,7 +34,9 @@ class PoolBytes:
     def read(self, extent: int, offset: int, width: int) -> list[Content]:
         """The engine blocks' contents that lie there."""
         found = self.extents.get(extent, {}).get(offset)
-        return [ZEROS] * width if found is None else list(found)
+        if found is None:
+            return [ZEROS] * width
+        return list(found) if len(found) == width else [ROTTEN] * width
 
     def write(self, extent: int, offset: int, content: list[Content]) -> None:
         self.extents.setdefault(extent, {})[offset] = content

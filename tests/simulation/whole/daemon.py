@@ -16,6 +16,7 @@ from kvd.config.tenant_rule import TenantRule
 from kvd.config.tiers import TierRule
 from kvd.control.access.peers import TOKEN_KEY, Credentials, Memory, Peer, Peers, Role
 from kvd.control.access.tenants import TenantPolicy
+from kvd.control.errors import OldEngineEnding
 from kvd.control.registration.gpu_capacity import GpuCapacity, GpuTerms
 from kvd.control.registration.rendezvous import Rendezvous
 from kvd.control.services.worker import WorkerServicer
@@ -126,10 +127,9 @@ class Stream:
     async def _serve(self, peer: Peer) -> None:
         try:
             await self._daemon.rooms.serve(self._requests(), self.call, peer)  # type: ignore[arg-type]
-        except KvdError as error:
+        except (KvdError, AssertionError) as error:
             self.error = error
-        except AssertionError as error:  # the edge ends the daemon for it
-            self._daemon.broken(error)
+            self._daemon.check_refusal(error)
         finally:
             if not self._daemon.is_gone:
                 self._daemon.loop.outside(0, self._cut_here)
@@ -194,6 +194,7 @@ class SimDaemon:
         """Open the pool and rebuild the machine from it."""
         settings = self.settings
         self.loop = self.around.loop
+        self.jumps = self.loop.jumps
         config = PoolConfig(
             directory=settings.directory,
             pool_bytes=settings.extent_bytes * settings.extents,
@@ -286,11 +287,18 @@ class SimDaemon:
             error = task.exception()
             if error is None:
                 mover = self.movers[MoverId(task.result().registration_id)]
-            elif not isinstance(error, KvdError):
-                self.broken(error)
+            else:
+                self.check_refusal(error)
         call.end()
         if not call.is_lost:
             self.loop.outside(0.001, then, mover)
+
+    def check_refusal(self, error: BaseException) -> None:
+        """An assertion ends the daemon; and nobody waits in vain for movers that are killed."""
+        if isinstance(error, OldEngineEnding) and self.jumps == self.loop.jumps:
+            error = AssertionError("movers of an earlier start are said to run still")
+        if not isinstance(error, KvdError):
+            self.broken(error)
 
     # -- its end ----------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from kvd.core.keys import JobId, RequestId, SessionId
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.v1 import engine_pb2 as pb
 from kvd_proto.v1 import worker_pb2
-from tests.simulation.whole import messages
+from tests.simulation.whole import messages, worker_life
 from tests.simulation.whole.bytes import Meanings, RankBytes
 from tests.simulation.whole.daemon import Call, SimDaemon, SimPeer, Stream
 from tests.simulation.whole.drawn import (
@@ -52,6 +52,7 @@ class RawEngine:
     meanings: Meanings
     journal: Callable[[str], None]
     excused: Callable[[RawEngine, Found], bool] = lambda _engine, _found: False
+    is_eager: bool = False  # it stores and loads as soon as a rank has registered
     is_plain: bool = False  # it does all that an engine should
     stores_done: int = 0
     loads_done: int = 0
@@ -85,6 +86,7 @@ class RawEngine:
         self.workers: list[SimPeer | None] = [None] * count
         self.movers: dict[int, SimMover] = {}
         self.registering: dict[int, Call] = {}
+        self.away: dict[int, float] = {}  # when these ranks come again
         self.free = [list(range(BLOCKS)) for _ in self.model.widths]
         self.jobs.clear()
         self.found.clear()
@@ -114,7 +116,8 @@ class RawEngine:
         if self.stream is None or self.stream.is_cut:
             self._open()
         for rank in range(len(self.model.ranks)):
-            if rank not in self.movers and rank not in self.registering:
+            here = rank in self.movers or rank in self.registering
+            if not here and self.loop.now >= self.away.get(rank, 0.0):
                 self._register(rank)
 
     def _open(self) -> None:
@@ -174,11 +177,20 @@ class RawEngine:
         self.registering.pop(rank, None)
         if mover is not None and mover.is_alive:
             self.movers[rank] = mover
+            if self.is_eager and self.session is not None:
+                self._use_at_once()
+
+    def _use_at_once(self) -> None:
+        """Not waiting for the word that its ranks are ready."""
+        try:
+            self.random.choice([self.store, self._load])()
+        except KvdError as error:
+            self.journal(f"refused {error.reason}")
 
     def die(self) -> None:
         """All its processes end; whatever wrote to its memory from now on would be a fault."""
         for memory in self.memory:
-            memory.is_withdrawn = True
+            worker_life.withdraw_soon(self, memory)
         daemon = self.daemon
         for call in self.registering.values():
             call.is_lost = True
@@ -252,7 +264,7 @@ class RawEngine:
                 if not mover.is_alive:
                     self._read(mover)
                     if number in self.jobs and rank in job.waiting:
-                        self._acknowledge(number, rank, JobStatus.FAILED)
+                        self.acknowledge(number, rank, JobStatus.FAILED)
         for rank, mover in list(self.movers.items()):
             self._read(mover)
             if not mover.is_alive:
@@ -268,9 +280,9 @@ class RawEngine:
             # A board tells also of jobs that were given up with an earlier registration.
             waiting = job.waiting.items() if job is not None else ()
             for rank in [rank for rank, each in waiting if each is mover]:
-                self._acknowledge(record.job_id, rank, JobStatus(record.status))
+                self.acknowledge(record.job_id, rank, JobStatus(record.status))
 
-    def _acknowledge(self, number: int, rank: int, status: JobStatus) -> None:
+    def acknowledge(self, number: int, rank: int, status: JobStatus) -> None:
         job = self.jobs[number]
         del job.waiting[rank]
         job.failed |= status not in DONE
@@ -286,7 +298,7 @@ class RawEngine:
 
     def _fail(self, number: int) -> None:
         for rank in list(self.jobs[number].waiting):
-            self._acknowledge(number, rank, JobStatus.FAILED)
+            self.acknowledge(number, rank, JobStatus.FAILED)
 
     def _end(self, number: int, job: Job) -> None:
         del self.jobs[number]
@@ -345,7 +357,7 @@ class RawEngine:
         keys = [
             key_of(chain, place, account) for place in range(length if count is None else count)
         ]
-        if random.random() < 0.1:
+        if random.random() < 0.2:
             keys += random.choices(keys, k=2)  # repeated
         return keys
 
@@ -367,7 +379,7 @@ class RawEngine:
             mode = random.choice([LeaseMode.PREFIX, LeaseMode.PREFIX, LeaseMode.ALL])
             queries.append(ev.Query(context, group, batch(keys), mode))
             named.append(keys)
-        answers = self._call(ev.LookupRequested(self._session, tuple(queries)))
+        answers = self.call(ev.LookupRequested(self.session_id, tuple(queries)))
         for query, keys, answer in zip(queries, named, answers, strict=True):
             hits = [key for key, s in zip(keys, answer.statuses, strict=True) if s & 3 == HIT]
             self.journal(f"lookup {''.join(str(s & 3) for s in answer.statuses)}")
@@ -388,23 +400,26 @@ class RawEngine:
                 )
 
     @property
-    def _session(self) -> SessionId:
+    def session_id(self) -> SessionId:
         assert self.session is not None, "it is not connected"
         return self.session
 
-    def _call(self, event: ev.Event) -> Any:
+    def call(self, event: ev.Event) -> Any:
         assert self.daemon is not None
         return self.daemon.driver.call(event)
 
     def _load(self) -> None:
-        """What was found; what is promised must be had."""
+        """What was found; what is promised must be had. Or what nobody has looked for."""
+        if self.random.random() < 0.15:
+            self._load_unasked()
+            return
         if not self.found:
             self._look_up()
         if not self.found:
             return
         found = self.found.pop(self.random.randrange(len(self.found)))
         context = ev.RequestContext(RequestId(found.request), found.account)
-        accepted = self._start(JobKind.LOAD, found.group, found.keys, context)
+        accepted = self.start_job(JobKind.LOAD, found.group, found.keys, context)
         if accepted is not None and self.loop.now < found.until and self.usable:
             reason, ok = accepted
             allowed = ("RANKS_MISSING", "QUEUE_FULL", "DRAINING", "LIMIT_EXCEEDED")
@@ -412,14 +427,26 @@ class RawEngine:
                 f"a load under lease {found.lease} is refused: {reason} (I3)"
             )
         if self.random.random() < 0.7:
-            self._call(ev.LeasesReleased(self._session, (found.lease,)))
+            self.call(ev.LeasesReleased(self.session_id, (found.lease,)))
 
-    def _store(self) -> None:
+    def _load_unasked(self) -> None:
+        """Keys that it may be storing at this moment, or that nobody has."""
+        for job in self.jobs.values():
+            if job.kind is JobKind.STORE and job.epoch == self.epoch:
+                group, keys, account = job.group, job.keys, job.account
+                break
+        else:
+            group, account = self.random.randrange(len(self.model.widths)), ""
+            keys = self.keys(account)
+        context = ev.RequestContext(RequestId("unasked"), account)
+        self.start_job(JobKind.LOAD, group, list(dict.fromkeys(keys)), context)
+
+    def store(self) -> None:
         context, group = self.context(), self.random.randrange(len(self.model.widths))
         keys = self.keys(context.account)
-        self._start(JobKind.STORE, group, keys, context)
+        self.start_job(JobKind.STORE, group, keys, context)
 
-    def _start(
+    def start_job(
         self, kind: JobKind, group: int, keys: list[bytes], context: ev.RequestContext
     ) -> tuple[str, bool] | None:
         width, random = self.model.widths[group], self.random
@@ -438,10 +465,10 @@ class RawEngine:
         if early:
             self.say_ready(number)
         if kind is JobKind.LOAD:
-            event: Any = ev.LoadRequested(self._session, JobId(number), context, (run,))
+            event: Any = ev.LoadRequested(self.session_id, JobId(number), context, (run,))
         else:
-            whole = random.random() < 0.2
-            event = ev.StoreRequested(self._session, JobId(number), context, (run,), whole)
+            whole = random.random() < 0.3
+            event = ev.StoreRequested(self.session_id, JobId(number), context, (run,), whole)
         verdict = self._order(number, event)
         if ready and not early and number in self.jobs:
             self.loop.outside(random.random() * 0.01, self.say_ready, number)
@@ -499,75 +526,40 @@ class RawEngine:
                 mover.mark_ready(JobId(number))
 
     def _end_step(self) -> None:
-        self._call(ev.StepEnded(self._session))
+        self.call(ev.StepEnded(self.session_id))
 
     def _end_requests(self) -> None:
         if self.requests:
             name = self.random.choice(self.requests)
             self.found = [each for each in self.found if each.request != name]
-            self._call(ev.RequestsEnded(self._session, (RequestId(name),)))
+            self.call(ev.RequestsEnded(self.session_id, (RequestId(name),)))
 
     def _release(self) -> None:
         if self.found:
             found = self.found.pop(self.random.randrange(len(self.found)))
-            self._call(ev.LeasesReleased(self._session, (found.lease,)))
+            self.call(ev.LeasesReleased(self.session_id, (found.lease,)))
 
     def _touch(self) -> None:
         context, group = self.context(), self.random.randrange(len(self.model.widths))
         keys = self.keys(context.account)
-        self._call(ev.Touched(self._session, context, group, batch(keys)))
+        self.call(ev.Touched(self.session_id, context, group, batch(keys)))
 
     def _hand_off(self) -> None:
         context, group = self.context(), self.random.randrange(len(self.model.widths))
         keys = self.keys(context.account)
         lasting_ns = self.random.randrange(1, 60_000) * 1_000_000
-        self._call(ev.HandOffRequested(self._session, context, group, batch(keys), lasting_ns))
+        self.call(ev.HandOffRequested(self.session_id, context, group, batch(keys), lasting_ns))
 
     def session_epoch(self, epoch: str) -> None:
         """Its cache is reset: from now on it is in an epoch of its own."""
         self.found.clear()
-        self._call(ev.EpochChanged(self._session, epoch))
+        self.call(ev.EpochChanged(self.session_id, epoch))
         self.epoch = epoch
-
-    def ask_plainly(self) -> None:
-        """Once faults have stopped: store a block of its own, and load it."""
-        if not self.usable:
-            assert self.daemon is not None
-            self.connect(self.daemon)
-            return
-        if self.jobs:
-            return
-        self.is_plain = True
-        keys = [key_of(1_000_000 + hash_of(self.name), 10, "")]
-        context = ev.RequestContext(RequestId("plain"))
-        query = ev.Query(context, 0, batch(keys), LeaseMode.ALL)
-        (answer,) = self._call(ev.LookupRequested(self._session, (query,)))
-        kind = JobKind.LOAD if answer.lease is not None else JobKind.STORE
-        self._start(kind, 0, keys, context)
-        if answer.lease is not None:
-            self._call(ev.LeasesReleased(self._session, (answer.lease,)))
-
-    def press(self) -> None:
-        """Once it was served: store on and on, so that the others have to be served beside it."""
-        if not self.usable:
-            return
-        for group in range(len(self.model.widths)):
-            self.pressed += 1
-            chain = 2_000_000 + hash_of(self.name) * 1_000 + self.pressed
-            keys = [key_of(chain, 10 + place, "") for place in range(LONGEST)]
-            context = ev.RequestContext(RequestId("press"))
-            self._start(JobKind.STORE, group, keys, context)
-
-    def state(self) -> str:
-        """In words, for whoever asks why it is not served."""
-        ranks = f"{len(self.movers)} of {len(self.model.ranks)} ranks"
-        done = f"{self.stores_done} stores, {self.loads_done} loads"
-        return f"session {self.session}, ready {self.is_ready}, {ranks}, {done}"
 
 
 _HABITS: list[tuple[float, Callable[[RawEngine], None]]] = [
     (0.30, RawEngine._look_up),
-    (0.55, RawEngine._store),
+    (0.55, RawEngine.store),
     (0.72, RawEngine._load),
     (0.80, RawEngine._end_step),
     (0.85, RawEngine._end_requests),

@@ -8,7 +8,7 @@ other by tests/core/invariants.py, and with this by `compare`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,14 @@ class Copying:
 
 
 @dataclass
+class Lost:
+    """What was damaged between two daemons: nobody may believe it."""
+
+    slots: set[int] = field(default_factory=set)
+    rows: set[int] = field(default_factory=set)
+
+
+@dataclass
 class Ledger:
     """What one incarnation of the machine has ordered so far."""
 
@@ -54,11 +62,15 @@ class Ledger:
     epochs: dict[int, tuple[int, str]] = field(default_factory=dict)  # of sessions
     ended_now: set[tuple[int, int]] = field(default_factory=set)
     changing: set[int] = field(default_factory=set)  # slots, by the last event's orders
+    changing_rows: set[int] = field(default_factory=set)
+    cleared: dict[int, int] = field(default_factory=dict)  # scopes below these numbers are gone
     read_back: list[int] = field(default_factory=list)
     slots_per_extent: int = 0
+    extents: int = 0
     clearing: int = 0  # the namespace that the last event cleared
     clean: Any = None  # whether an extent holds zeros
     maps: Callable[[int], bool] = lambda _row: False  # whether a living mover maps a row
+    spoilt: set[int] = field(default_factory=set)  # slots that the event said are damaged
     given_up: set[int] = field(default_factory=set)  # rows that are emptied in spite of leases
     excused: dict[Found, int] = field(default_factory=dict)  # when a promised block had to go
     now_ns: int = 0
@@ -66,6 +78,7 @@ class Ledger:
     def observe(self, event: ev.Event, orders: list[Action]) -> None:
         """An event was handled, and these are its orders."""
         self.changing.clear()
+        self.changing_rows.clear()
         self.clearing = 0
         self._before(event)
         for order in orders:
@@ -76,12 +89,18 @@ class Ledger:
                 handle(self, order)
         self._after(event, orders)
 
+    def row_of(self, slot: int) -> act.GrantRow:
+        """The row in which it lies."""
+        rows = self.rows.values()
+        return next(r for r in rows if r.first_slot <= slot < r.first_slot + r.slots)
+
     # -- events -------------------------------------------------------------------------------
 
     def _before(self, event: ev.Event) -> None:
         match event:
             case ev.TransferFinished():
-                self._excuse(set(event.damaged))
+                if ("transfer", event.transfer) in self.copies:
+                    self._spoilt(event.damaged)
                 self._end_copy(("transfer", event.transfer))
             case ev.MoverGone():
                 for name in [n for n, c in self.copies.items() if c.mover == event.mover]:
@@ -89,7 +108,7 @@ class Ledger:
             case ev.TierCopyEnded():
                 copying = self.copies.get(("tier", event.copy))
                 if copying is not None and len(event.damaged) == len(copying.slots):
-                    self._excuse({copying.slots[n] for n in np.flatnonzero(event.damaged)})
+                    self._spoilt([copying.slots[n] for n in np.flatnonzero(event.damaged)])
                 self._end_copy(("tier", event.copy))
             case ev.RowsRecovered():
                 self._recovered(event)
@@ -104,7 +123,15 @@ class Ledger:
             case ev.NamespaceCleared():
                 self._clear(event.namespace)
 
+    def _spoilt(self, slots: Sequence[int]) -> None:
+        """Their bytes are not what was stored: nobody may find them after this event."""
+        self._excuse(set(slots))
+        self.spoilt.update(slots)
+
     def _after(self, event: ev.Event, orders: list[Action]) -> None:
+        for slot in self.spoilt:
+            assert slot not in self.records, f"slot {slot} is damaged, and stays"
+        self.spoilt.clear()
         match event:
             case ev.SessionOpened() | ev.EpochChanged():
                 self._note_epoch(event, _reply(orders))
@@ -172,10 +199,12 @@ class Ledger:
         taken = {extent for row in self.rows.values() for extent in row.extents}
         assert not taken & set(order.extents), "an extent is granted twice"
         self.rows[order.row] = order
+        self.changing_rows.add(order.row)
         self.given_up.discard(order.row)
 
     def _release(self, order: act.ReleaseRow) -> None:
         row = self.rows.pop(order.row)
+        self.changing_rows.add(order.row)
         for slot in range(row.first_slot, row.first_slot + row.slots):
             assert slot not in self.records, f"slot {slot} is READY in a row that is released"
             assert not self.reading[slot], f"slot {slot} is read in a row that is released"
@@ -195,6 +224,8 @@ class Ledger:
 
     def _ready(self, slot: int, scope: int, key: bytes) -> None:
         assert slot not in self.records, f"slot {slot} is READY twice"
+        below = self.cleared.get(self.scopes[scope][0], 0) if scope in self.scopes else 0
+        assert scope >= below, f"slot {slot} is READY in scope {scope}, which was cleared"
         self.changing.add(slot)
         self.records[slot] = (scope, key)
         if scope in self.scopes:
@@ -226,6 +257,9 @@ class Ledger:
         self.clearing = namespace
         for name in [n for n in self.findable if n[0] == namespace]:
             del self.findable[name]
+
+    def _clear_scopes(self, order: act.ClearScopes) -> None:
+        self.cleared[order.namespace] = order.below
 
     def _publish(self, order: act.PublishTags) -> None:
         tags = self.tags.setdefault(order.namespace, Counter())
@@ -327,20 +361,35 @@ class Ledger:
             assert not seen.any(), "the index page shows blocks that are gone (I9)"
         reader.close()
 
-    def check_next(self, later: Ledger, *, all_stay: bool) -> None:
+    def check_next(self, later: Ledger, *, all_stay: bool, lost: Lost) -> None:
         """After a kill: the next incarnation finds what was readable, and nothing else.
 
-        But for what the last event was changing when the power went.
+        But for what the last event was changing when the power went, and what was damaged.
         """
         mine, theirs = dict(self.findable), dict(later.findable)
         for name, slot in theirs.items():
+            assert slot not in lost.slots, f"the record of slot {slot} is damaged, and believed"
             if slot not in self.changing and name[0] != self.clearing:
                 assert self.records.get(slot) == later.records[slot], f"slot {slot} came of nothing"
                 assert mine.get(name) == slot, f"{name} is served and was not readable (I2)"
         if all_stay:
             for name, slot in mine.items():
-                if slot not in self.changing:
+                if slot not in self.changing and slot not in lost.slots:
                     assert name in theirs, f"{name} was readable and is lost"
+        self._check_next_rows(later, lost)
+
+    def _check_next_rows(self, later: Ledger, lost: Lost) -> None:
+        """Rows come of rows, and what is nobody's holds nothing of anybody."""
+        for number, row in later.rows.items():
+            assert number not in lost.rows, f"the header of row {number} is damaged, and believed"
+            if number not in self.changing_rows:
+                before = self.rows.get(number)
+                assert before is not None, f"row {number} was released, and is there again"
+                assert before.extents == row.extents, f"row {number} has other extents"
+        held = {extent for row in later.rows.values() for extent in row.extents}
+        for extent in range(later.extents):
+            clean = extent in held or later.clean is None or later.clean(extent)
+            assert clean, f"extent {extent} is nobody's after a restart, and not zeroed"
 
 
 def _reply(orders: list[Action]) -> Any:
@@ -364,6 +413,7 @@ _ORDERS: dict[type, Any] = {
     act.GrantRow: Ledger._grant,
     act.ReleaseRow: Ledger._release,
     act.OpenScope: Ledger._scope,
+    act.ClearScopes: Ledger._clear_scopes,
     act.WriteReady: Ledger._write_ready,
     act.WriteFree: Ledger._write_free,
     act.PublishTags: Ledger._publish,

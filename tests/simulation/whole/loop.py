@@ -15,6 +15,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
+BUSY_S = 0.002  # what others do within that may come before the daemon's next call
 LONGEST_RUN = 200_000  # calls at one moment: something goes round and round
 
 
@@ -53,7 +54,9 @@ class SimLoop:
         self._timers: list[tuple[float, int, Call]] = []
         self._number = 0
         self._tasks: dict[asyncio.Task[Any], None] = {}
+        self.jumps = 0
         self.after_call: Callable[[], None] = lambda: None  # of the daemon's
+        self.is_busy: Callable[[], bool] = lambda: False  # the daemon's next call comes later
 
     # -- what asyncio asks for --------------------------------------------------------------
 
@@ -143,9 +146,13 @@ class SimLoop:
                     raise Stuck(
                         f"{LONGEST_RUN} calls without time passing; the last: {call.called}"
                     )
+                if timers and timers[0][0] <= self.now + BUSY_S and self.is_busy():
+                    break  # what others do meanwhile comes between two calls of the daemon's
             if done is not None and done():
                 return
             if not timers or timers[0][0] > end:
+                if ready:
+                    continue
                 self.now = max(self.now, end)
                 return
             when, _, call = heapq.heappop(timers)
@@ -161,6 +168,7 @@ class SimLoop:
 
     def jump(self, seconds: float) -> None:
         """Time passes while the daemon is stopped, and nobody calls anything."""
+        self.jumps += 1
         self.now += seconds
 
     def forget_daemon(self) -> None:

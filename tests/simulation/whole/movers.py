@@ -18,7 +18,7 @@ from kvd.mover.process import Finished, MoverSink
 from kvd_client.worker.registration import Registration
 from kvd_proto.board import BoardRecord
 from kvd_proto.layout import NULL_ENGINE_BLOCK
-from tests.simulation.whole.bytes import Content, Meanings, PoolBytes, RankBytes
+from tests.simulation.whole.bytes import ROTTEN, Content, Meanings, PoolBytes, RankBytes
 from tests.simulation.whole.loop import SimLoop
 
 FIRST_PID = 4_194_304  # above the largest that Linux gives: never a real process
@@ -54,9 +54,8 @@ class Surroundings:
     temper: Temper
     pool: PoolBytes
     meanings: Meanings
-    # Told of each store's end, as its job names it: mover, job, the blocks' keys come from there.
     memories: dict[int, RankBytes] = field(default_factory=dict)  # by memory token
-    moved: Callable[[str], None] = lambda _line: None
+    after_store: Callable[[], None] | None = None  # done once, right after a store's end is told
 
 
 @dataclass(eq=False)
@@ -85,10 +84,10 @@ class SimMover:
     board: deque[BoardRecord] = field(default_factory=deque)
     is_alive: bool = True
     is_heard: bool = True  # its daemon lives
-    ring_fd: int = -1
-    board_fd: int = -1
-    event_fd: int = -1
-    pidfd: int = -1
+    ring_fd: int = ROTTEN
+    board_fd: int = ROTTEN
+    event_fd: int = ROTTEN
+    pidfd: int = ROTTEN
 
     def __post_init__(self) -> None:
         self.mover: MoverId = self.config.mover
@@ -97,6 +96,12 @@ class SimMover:
         self.abandoned: set[int] = set()
         self.orders: dict[TransferId, Order] = {}
         self.extents: dict[RowId, int] = {}
+        self.unsaid = 0  # orders that it gave up, and is about to say so
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it copies, or has yet to say what became of an order."""
+        return bool(self.unsaid) or any(each.started for each in self.orders.values())
 
     # -- what the daemon orders ---------------------------------------------------------------
 
@@ -142,6 +147,7 @@ class SimMover:
         order = self.orders.get(transfer)
         if order is not None and not order.started:
             del self.orders[transfer]
+            self.unsaid += 1
             self._later(self._report, order, Finished(transfer, TransferOutcome.REVOKED))
 
     def post(
@@ -248,16 +254,27 @@ class SimMover:
         """Numbers of a load's slots whose bytes are not those that were stored."""
         if order.kind is JobKind.STORE or order.sums is None:
             return []
-        return [n for n, b in enumerate(order.blocks) if self._sum(b) != order.sums[n]]
+        wrong = [n for n, b in enumerate(order.blocks) if self._sum(b) != order.sums[n]]
+        for number in wrong:
+            _, extent, offset, blocks = order.blocks[number]
+            rotten = ROTTEN in self.around.pool.read(extent, offset, len(blocks))
+            assert rotten, f"sums of block {number} of job {order.job} are not those of its bytes"
+        return wrong
 
     def _tell_worker(self, order: Order, status: JobStatus) -> None:
         self.board.append(BoardRecord(order.job, order.kind, status, len(order.blocks), 1000))
 
     def _report(self, order: Order, finished: Finished) -> None:
+        if finished.outcome is TransferOutcome.REVOKED:
+            self.unsaid -= 1
         if self.is_alive:
             if order.kind is JobKind.LOAD and finished.outcome is TransferOutcome.REVOKED:
                 self._tell_worker(order, JobStatus.FAILED)
             self.sink.transfer_finished(self.mover, finished)
+            then = self.around.after_store
+            if then is not None and order.kind is JobKind.STORE:
+                self.around.after_store = None
+                then()
 
 
 def _kept(content: Content) -> Content:

@@ -13,7 +13,7 @@ from kvd.processes.parent import ProcessStartError
 from kvd.tiers.frames import OrderEnd, OrderId, PlacedBlocks, ScopedKeys, TierAnswer, TierLeft
 from kvd.tiers.process import TierConfig, TierSink
 from kvd.tiers.store import Outcome, TierUsage
-from tests.simulation.whole.bytes import Content
+from tests.simulation.whole.bytes import ROTTEN, Content
 from tests.simulation.whole.movers import FIRST_PID, Surroundings
 
 Name = tuple[bytes, bytes]  # scope, key
@@ -36,9 +36,11 @@ class TierTemper:
     hang: float = 0.01
     full: float = 0.05
     forget: float = 0.05
+    lack: float = 0.25  # one of the blocks that are read has just gone
 
     def calm(self) -> None:
-        self.fail = self.slow = self.hang = self.full = self.forget = 0.0
+        self.fail = self.slow = self.hang = self.full = 0.0
+        self.forget = self.lack = 0.0
 
 
 @dataclass(eq=False)
@@ -160,11 +162,14 @@ class SimTier:
 
     def _read(self, order: OrderId, what: Sequence[PlacedBlocks]) -> TierAnswer:
         values, sums = [], []
+        names = [name for part in what for name in _names(part)]
+        if self.around.random.random() < self.temper.lack:
+            self.store.blocks.pop(self.around.random.choice(names), None)
         for part in what:
             for place, name in enumerate(_names(part)):
                 kept = self.store.blocks.get(name)
                 values.append(Outcome.MISSING if kept is None else Outcome.DONE)
-                shards = kept or [[-1]] * len(part.extents)  # what a failed read leaves
+                shards = kept or [[ROTTEN]] * len(part.extents)  # what a failed read leaves
                 for shard, content in enumerate(shards):
                     extent, offset = (
                         int(part.extents[shard][place]),

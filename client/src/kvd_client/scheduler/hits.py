@@ -44,6 +44,27 @@ def used_blocks(group: Group, computed_tokens: int, hit_tokens: int) -> range:
     return range(loaded.start if loaded else proof, proof + 1)
 
 
+def uses(groups: Sequence[Group], statuses: Sequence[Statuses], status: int, tokens: range) -> bool:
+    """Whether a hit of these tokens needs a block with this status."""
+    if not tokens:
+        return False
+    for group, row in zip(groups, statuses, strict=True):
+        used = used_blocks(group, tokens.start, tokens.stop)
+        if (row[used.start : used.stop] == status).any():
+            return True
+    return False
+
+
+def make_misses(statuses: Sequence[Statuses], status: int) -> bool:
+    """Take what has this status as a miss; whether there was any."""
+    had_any = False
+    for row in statuses:
+        late = (row & np.uint8(STATUS_BITS)) == status
+        had_any |= bool(late.any())
+        row[late] = MISS
+    return had_any
+
+
 def loaded_blocks(group: Group, computed_tokens: int, hit_tokens: int) -> range:
     """Blocks of the group that a hit of `hit_tokens` loads: those not already on the device."""
     width = group.tokens_per_block

@@ -22,7 +22,7 @@ from kvd_client.identity import NamespaceFields
 from kvd_client.scheduler import hits, shown
 from kvd_client.scheduler.pace import TokenPace
 from kvd_client.scheduler.params import SchedulerOptions
-from kvd_client.scheduler.request import Lookup, LookupState, Request
+from kvd_client.scheduler.request import GivenUp, Lookup, LookupState, Request
 from kvd_client.session import Lookups, SessionView
 from kvd_proto.groups import GroupKind
 from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
@@ -32,15 +32,7 @@ LEASE_MARGIN = 0.7  # of the daemon's time: both clocks start at different momen
 UNMEASURED_S = 1.0  # what a hit is worth waiting for before anything was computed
 ASK_AGAIN_SHARE = 1 / 8  # of the time that a request has been deferred
 ASK_AGAIN_MAX_S = 0.05
-
-
-class GivenUp(enum.StrEnum):
-    """Why a request is computed that the daemon might have had blocks of."""
-
-    UNANSWERED = "unanswered"  # the lookup, for longer than it was worth
-    NO_SESSION = "no_session"  # absent, not registered yet, or left alone for its silence
-    RETRY = "retry"  # the daemon could not say for sure, for too long
-    PENDING = "pending"  # they are being stored, for too long
+HEARD_WITHIN_S = 0.5  # who trusts the page must have heard the daemon so lately
 
 
 class Knowledge(enum.Enum):
@@ -118,8 +110,10 @@ class LookupQueue:
             return Knowledge.NOTHING
         if session is None:
             self.forget(request)
-            self.given_up[GivenUp.NO_SESSION] += 1
+            self.give_up(request, GivenUp.NO_SESSION)
             return Knowledge.NOTHING
+        if lookup.is_shown and lookup.calls:
+            self._take(request)  # before it is too old: the answer may have come
         if lookup.state is not LookupState.NEW and not self._is_fresh(lookup, session):
             self._outdate(request)
         known = self._ask_or_take(request, session, computed_tokens)
@@ -143,8 +137,7 @@ class LookupQueue:
         ):
             closed = request.lookup.state is LookupState.CLOSED
             return Knowledge.NOTHING if closed else Knowledge.UNANSWERED
-        lookup = request.lookup
-        missed = lookup.missed_page and not lookup.answered
+        missed = request.lookup.missed_page and not request.lookup.answered
         return Knowledge.NOTHING if missed else Knowledge.STATUSES
 
     def step_ended(self, was_sent: bool, *, has_run: bool = True) -> None:
@@ -160,17 +153,24 @@ class LookupQueue:
             self._renewed_s = self._clock()
             self._renewed_generation = session.generation
 
+    def give_up(self, request: Request, why: GivenUp) -> None:
+        """It is computed, whatever the daemon may have of it."""
+        self.given_up[why] += 1
+        request.gave_up = why
+
     def forget(self, request: Request) -> None:
         """Give up what was asked and leased; the request may look up again."""
         lookup = request.lookup
+        self._give_up_calls(lookup)
+        self.released_leases += lookup.leases
+        is_closed = lookup.state is LookupState.CLOSED
+        request.lookup = Lookup(LookupState.CLOSED if is_closed else LookupState.NEW)
+
+    def _give_up_calls(self, lookup: Lookup) -> None:
         for call_id in (*lookup.calls, *lookup.alone.values()):
             self._unanswered.pop(call_id, None)
             self._connection.give_up(call_id)
-        self.released_leases += lookup.leases
-        closed = lookup.state is LookupState.CLOSED
-        request.lookup = Lookup()
-        if closed:
-            request.lookup.state = LookupState.CLOSED
+        lookup.calls, lookup.alone = {}, {}
 
     def _outdate(self, request: Request) -> None:
         """Give up answers that are too old. For how long they deferred it still counts."""
@@ -179,10 +179,20 @@ class LookupQueue:
         request.lookup.doubts, request.lookup.looks = doubts, looks
 
     def release(self, request: Request) -> None:
-        """Its leases are needed no more; what was learned about admission stays known."""
+        """It loads: its leases are needed no more, and what was learned about admission stays."""
+        request.shown_load_s = None
+        if request.lookup.is_shown:
+            request.shown_load_s = self._clock()
+            self._give_up_calls(request.lookup)
         self.released_leases += request.lookup.leases
         request.lookup.leases = []
         request.lookup.asked_s = float("-inf")  # asked again, it looks up again
+
+    def load_failed(self, request: Request) -> None:
+        """It misses from now on, or it would fail for ever; once, a wrong page is asked about."""
+        self.forget(request)
+        if not request.was_refused(self._clock()):
+            request.lookup.state = LookupState.CLOSED
 
     def session_lost(self) -> None:
         """Leases of a session that is gone need no release."""
@@ -196,13 +206,16 @@ class LookupQueue:
         Where tiers may hold what the page doesn't show, the question is asked anyway; and with a
         reuse filter, for the admission verdicts.
         """
+        request.gave_up = None
         lookup = request.lookup
         lookup.generation = session.generation
         lookup.asked_s = lookup.first_asked_s = self._clock()
         # With a reuse filter all are asked for: stores need the others' admission verdicts, too.
         lookup.asked_tokens = 0 if session.store_threshold > 1 else computed_tokens
         if session.page_hides_some:
-            lookup.first_tokens = self._first_tokens(request, session, computed_tokens)
+            lookup.first_tokens = shown.first_tokens(
+                request, session, self._unbroken, self._known_counts(request), computed_tokens
+            )
             self._ask(request)
             return
         cap = self._cap_tokens(request, computed_tokens)
@@ -225,24 +238,6 @@ class LookupQueue:
         elif computed_tokens or nothing_there:
             self._know_miss(request)
         # Else the device's own prefix may make a hit of what lies beyond it: ask when known.
-
-    def _first_tokens(
-        self, request: Request, session: SessionView, computed_tokens: int
-    ) -> int | None:
-        """Up to where to ask first. None: for all, since most is shown, or no miss ends a hit.
-
-        A reuse filter is to say of every block whether it may be stored.
-        """
-        if not self._unbroken or session.store_threshold > 1:
-            return None
-        counts = self._known_counts(request)
-        end = max(counts[group] * width for group, width, _ in self._unbroken)
-        first = end
-        for group, width, _ in self._unbroken:
-            start = min(computed_tokens // width, counts[group])
-            lead = shown.lead(request, session, group, range(start, counts[group]))
-            first = min(first, (lead + shown.FIRST_BLOCKS) * width)
-        return first if first < end else None
 
     def _wants_rest(self, request: Request, computed_tokens: int) -> bool:
         """Ask for all blocks where the first ones end no hit. What is only sought yet may."""
@@ -333,15 +328,37 @@ class LookupQueue:
 
     def _collect(self, request: Request) -> bool:
         """Take this request's answers, waiting if this step has not waited yet."""
-        if self._take(request):
+        if self._take(request) or self._take_shown(request):
             return True
         if self._wait() and self._take(request):
             return True
         if self.is_too_late(request.lookup.first_asked_s, self._options.lookup_give_up_s):
             self.forget(request)
             request.lookup.state = LookupState.CLOSED
-            self.given_up[GivenUp.UNANSWERED] += 1
+            self.give_up(request, GivenUp.UNANSWERED)
         return False
+
+    def _take_shown(self, request: Request) -> bool:
+        """Take the page's word, where it shows all: the answer that is due can't find more."""
+        lookup, session, options = request.lookup, self._connection.session, self._options
+        may_trust = options.trusts_page and not request.page_was_wrong
+        if not may_trust or session is None or session.store_threshold > 1:
+            return False  # a reuse filter's verdicts are wanted, too
+        is_prompt = self._connection.is_prompt(HEARD_WITHIN_S, options.lookup_deadline_s)
+        if lookup.first_tokens is not None or lookup.doubts or not is_prompt:
+            return False  # who was told to wait wants to know what for: it comes from a tier
+        asked = [
+            (group, range(self._first_asked(request, group), count))
+            for group, count in enumerate(self._asked_counts(request))
+        ]
+        is_begun = len(lookup.calls) * KEYS_PER_CALL < sum(len(blocks) for _, blocks in asked)
+        if is_begun or not shown.is_whole(request, session, asked):
+            return False  # what is answered in part counts before the page
+        lookup.state, lookup.statuses = LookupState.KNOWN, self._nothing_known(request)
+        for group, blocks in asked:
+            lookup.statuses[group][blocks.start : blocks.stop] = hits.HIT
+        lookup.answered = lookup.is_shown = True
+        return True
 
     def _wait(self) -> bool:
         """Wait for all that is unanswered, once in a step. False: this step has waited already.
@@ -383,8 +400,7 @@ class LookupQueue:
         cap = self._cap_tokens(request, computed_tokens)
         sure = self._longest_hit([row == hits.HIT for row in statuses], computed_tokens, cap)
         hoped = self._longest_hit([row != hits.MISS for row in statuses], computed_tokens, cap)
-        seconds = self.pace.seconds_for(hoped - sure) or 0.0
-        return waited_s >= min(seconds, self._options.patience_s)
+        return waited_s >= min(self.pace.seconds_for(hoped - sure) or 0.0, options.patience_s)
 
     def _at_stake_s(self) -> float:
         """What computing would take of what all who wait may be told, within `patience_s`.
@@ -444,7 +460,7 @@ class LookupQueue:
         lookup.state = LookupState.KNOWN
         lookup.statuses = statuses
         lookup.leases += leases
-        lookup.answered = True
+        lookup.answered, lookup.is_shown = True, False
         return True
 
     def admitted(self, request: Request, group: int, block: int) -> bool:
@@ -471,40 +487,27 @@ class LookupQueue:
         now = self._clock()
         for doubtful in (hits.RETRY, hits.PENDING):
             found = self._longest_hit([row != hits.MISS for row in statuses], computed_tokens, cap)
-            if not self._uses(statuses, doubtful, computed_tokens, found):
+            if not hits.uses(self._groups, statuses, doubtful, range(computed_tokens, found)):
                 lookup.doubts.pop(doubtful, None)
                 continue
             lookup.doubts.setdefault(doubtful, now)
             if not self.is_doubt_too_late(request, computed_tokens, doubtful):
                 self.ask_again(request, now)
                 return None
-            self.give_up_doubtful(statuses, doubtful)  # too late: the run is cut before it
+            self.give_up_doubtful(request, statuses, doubtful)  # too late: the run is cut before it
         return self._longest_hit([row == hits.HIT for row in statuses], computed_tokens, cap)
 
     def _longest_hit(self, usable: list[hits.Flags], computed_tokens: int, cap: int) -> int:
         boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
         return hits.longest_hit(self._groups, usable, computed_tokens, boundaries)
 
-    def give_up_doubtful(self, statuses: list[hits.Statuses], doubtful: int) -> None:
+    def give_up_doubtful(
+        self, request: Request, statuses: list[hits.Statuses], doubtful: int
+    ) -> None:
         """Take as a miss what has been doubtful in this way for too long."""
-        had_any = False
-        for row in statuses:
-            late = (row & np.uint8(hits.STATUS_BITS)) == doubtful
-            had_any |= bool(late.any())
-            row[late] = hits.MISS
-        if had_any:
-            self.given_up[GivenUp.RETRY if doubtful == hits.RETRY else GivenUp.PENDING] += 1
-
-    def _uses(
-        self, statuses: list[hits.Statuses], status: int, computed_tokens: int, found: int
-    ) -> bool:
-        if found <= computed_tokens:
-            return False
-        for group, row in zip(self._groups, statuses, strict=True):
-            used = hits.used_blocks(group, computed_tokens, found)
-            if (row[used.start : used.stop] == status).any():
-                return True
-        return False
+        if hits.make_misses(statuses, doubtful):
+            why = GivenUp.RETRY if doubtful == hits.RETRY else GivenUp.PENDING
+            self.give_up(request, why)
 
     def ask_alone(self, request: Request, run: BlockRun) -> int:
         """The status of one block that is none of the request's; RETRY while it is not answered.

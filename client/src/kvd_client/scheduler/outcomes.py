@@ -11,7 +11,7 @@ from kvd_client.scheduler.jobs import JobTable, Load, RequestJob
 from kvd_client.scheduler.lookup import LookupQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.plan import StepOutcome, StoredKeys, WorkerReport
-from kvd_client.scheduler.request import LookupState, Request
+from kvd_client.scheduler.request import Request
 
 
 class JobEnds:
@@ -130,8 +130,7 @@ class JobEnds:
         request.loading_job = 0
         if failed:
             # It computes everything now; another lookup could find the same bad block again.
-            self._queue.forget(request)
-            request.lookup.state = LookupState.CLOSED
+            self._queue.load_failed(request)
             request.store_from_start()
 
     def _note_stored(self, job: RequestJob, run: BlockRun) -> None:

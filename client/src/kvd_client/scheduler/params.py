@@ -59,6 +59,9 @@ class SchedulerOptions:
     share_loads: bool = True
     keeps_every_state: bool = False
     retention_tokens: int | None = None
+    # Load what the index page shows whole, without waiting for the answer. For engines that can
+    # compute a request whose load was refused, and whose own side says so by `load_failed`.
+    trusts_page: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

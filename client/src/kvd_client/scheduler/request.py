@@ -12,6 +12,8 @@ from kvd_client.scheduler.hits import Statuses
 from kvd_client.scheduler.params import RequestParams, SchedulerOptions
 from kvd_proto.v1 import common_pb2
 
+REFUSED_WITHIN_S = 1.0  # a load by the page's word that fails later had begun
+
 Alone = tuple[int, bytes]  # group, block hash
 
 
@@ -22,6 +24,15 @@ class LookupState(enum.Enum):
     ASKED = "asked"  # answers are on their way
     KNOWN = "known"  # statuses are from the daemon, hits are leased
     CLOSED = "closed"  # miss from now on: nothing there, or a load of it failed
+
+
+class GivenUp(enum.StrEnum):
+    """Why a request is computed that the daemon might have had blocks of."""
+
+    UNANSWERED = "unanswered"  # the lookup, for longer than it was worth
+    NO_SESSION = "no_session"  # absent, not registered yet, or left alone for its silence
+    RETRY = "retry"  # the daemon could not say for sure, for too long
+    PENDING = "pending"  # they are being stored, for too long
 
 
 @dataclass(slots=True)
@@ -41,6 +52,7 @@ class Lookup:
     sources: dict[int, Statuses] = field(default_factory=dict)
     missed_page: bool = False  # nothing was asked for but admission verdicts
     answered: bool = False  # the statuses are the daemon's, with its admission verdicts
+    is_shown: bool = False  # the statuses are the page's: the daemon's are on their way
     leases: list[int] = field(default_factory=list)
     worth_tokens: int | None = None  # what the page shows of it, once somebody had to know
     was_waited_for: bool = False  # by a step; while the engine is busy no other one waits again
@@ -77,8 +89,17 @@ class Request:
     known_hashes: Sequence[int] = ()  # by group, so many were known to that step
     awaited_load: int = 0  # another request's, that brings what this one would load
     sharing_since_s: float | None = None  # since when such loads have deferred it
+    gave_up: GivenUp | None = None  # why it is computed, though the daemon may have it
+    shown_load_s: float | None = None  # when its load began, if by the page's word
+    page_was_wrong: bool = False  # about such a load: never again
     was_counted: bool = False  # among the lookups that the daemon is told of
     deferred_since_s: float | None = None  # since when it has had no answer, for whatever reason
+
+    def was_refused(self, now: float) -> bool:
+        """Whether a load that failed was refused, since the page was wrong about it."""
+        began_s, self.shown_load_s = self.shown_load_s, None
+        self.page_was_wrong |= began_s is not None
+        return began_s is not None and now - began_s < REFUSED_WITHIN_S
 
     def begin_again(self, widths: Sequence[int]) -> None:
         """Nothing of it is on the device: look up and store from the first block on."""

@@ -160,8 +160,13 @@ class Scheduler:
             raise ValueError(f"request {request_id} is loading already")
         self._fences.cover(request, block_ids)
         if not request.params.skip_lookup:
-            boundary = self._namespace.boundary_tokens
-            count_found(self._step.lookups, request, boundary, max(0, num_external_tokens))
+            count_found(
+                self._step.lookups,
+                request,
+                self._namespace,
+                max(0, num_external_tokens),
+                tells_prompt=self._connection.tells_prompts,
+            )
         if num_external_tokens <= 0:
             self._queue.release(request)
             return

@@ -46,6 +46,40 @@ def lead(request: Request, session: SessionView, group: int, blocks: range) -> i
     return blocks.stop
 
 
+def is_whole(request: Request, session: SessionView, blocks: Iterable[tuple[int, range]]) -> bool:
+    """Whether the page shows all of these, named by group."""
+    for group, wanted in blocks:
+        hashes = request.hashes[group][wanted.start : wanted.stop]
+        if wanted and not session.present(group, request.account, hashes).all():
+            return False
+    return True
+
+
+def first_tokens(
+    request: Request,
+    session: SessionView,
+    unbroken: Sequence[tuple[int, int, int]],
+    counts: Sequence[int],
+    computed_tokens: int,
+) -> int | None:
+    """Up to where to ask first. None: for all, since most is shown, or no miss ends a hit.
+
+    `counts` are of known blocks, by group. A reuse filter is to say of every block whether it may
+    be stored.
+    """
+    if not unbroken or session.store_threshold > 1:
+        return None
+    end = max(counts[group] * width for group, width, _ in unbroken)
+    first = end
+    for group, width, _ in unbroken:
+        start = min(computed_tokens // width, counts[group])
+        first = min(
+            first,
+            (lead(request, session, group, range(start, counts[group])) + FIRST_BLOCKS) * width,
+        )
+    return first if first < end else None
+
+
 def present(request: Request, session: SessionView, widths: Sequence[int]) -> list[Flags]:
     """What the page shows of the request's known blocks, by group."""
     return [

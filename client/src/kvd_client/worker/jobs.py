@@ -71,6 +71,11 @@ class JobLedger:
         return self._open.get(job_id)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether a load has not ended."""
+        return any(job.half is Half.LOAD for job in self._open.values())
+
+    @property
     def has_ended(self) -> bool:
         """Whether there is something to report."""
         return bool(self._ended)

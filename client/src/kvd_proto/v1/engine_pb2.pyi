@@ -20,6 +20,14 @@ class LeaseMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     LEASE_MODE_UNSPECIFIED: _ClassVar[LeaseMode]
     LEASE_MODE_PREFIX: _ClassVar[LeaseMode]
     LEASE_MODE_ALL: _ClassVar[LeaseMode]
+
+class GivenUp(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GIVEN_UP_UNSPECIFIED: _ClassVar[GivenUp]
+    GIVEN_UP_NO_SESSION: _ClassVar[GivenUp]
+    GIVEN_UP_UNANSWERED: _ClassVar[GivenUp]
+    GIVEN_UP_RETRY: _ClassVar[GivenUp]
+    GIVEN_UP_PENDING: _ClassVar[GivenUp]
 GROUP_KIND_UNSPECIFIED: GroupKind
 GROUP_KIND_FULL_ATTENTION: GroupKind
 GROUP_KIND_SLIDING_WINDOW: GroupKind
@@ -27,6 +35,11 @@ GROUP_KIND_RECURRENT_STATE: GroupKind
 LEASE_MODE_UNSPECIFIED: LeaseMode
 LEASE_MODE_PREFIX: LeaseMode
 LEASE_MODE_ALL: LeaseMode
+GIVEN_UP_UNSPECIFIED: GivenUp
+GIVEN_UP_NO_SESSION: GivenUp
+GIVEN_UP_UNANSWERED: GivenUp
+GIVEN_UP_RETRY: GivenUp
+GIVEN_UP_PENDING: GivenUp
 
 class SessionRequest(_message.Message):
     __slots__ = ("open", "step", "lookup", "reset_cache", "close")
@@ -43,7 +56,7 @@ class SessionRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[OpenSession, _Mapping]] = ..., step: _Optional[_Union[Step, _Mapping]] = ..., lookup: _Optional[_Union[LookupCall, _Mapping]] = ..., reset_cache: _Optional[_Union[ResetCache, _Mapping]] = ..., close: _Optional[_Union[CloseSession, _Mapping]] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("opened", "ranks_ready", "lookup", "step", "jobs_ended", "epoch", "rank_lost", "refused")
+    __slots__ = ("opened", "ranks_ready", "lookup", "step", "jobs_ended", "epoch", "rank_lost", "refused", "recording")
     OPENED_FIELD_NUMBER: _ClassVar[int]
     RANKS_READY_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +65,7 @@ class SessionResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RANK_LOST_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RECORDING_FIELD_NUMBER: _ClassVar[int]
     opened: SessionOpened
     ranks_ready: RanksReady
     lookup: LookupReply
@@ -60,7 +74,8 @@ class SessionResponse(_message.Message):
     epoch: EpochOpened
     rank_lost: RankLost
     refused: StepRefused
-    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., ranks_ready: _Optional[_Union[RanksReady, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., step: _Optional[_Union[StepReply, _Mapping]] = ..., jobs_ended: _Optional[_Union[JobsEnded, _Mapping]] = ..., epoch: _Optional[_Union[EpochOpened, _Mapping]] = ..., rank_lost: _Optional[_Union[RankLost, _Mapping]] = ..., refused: _Optional[_Union[StepRefused, _Mapping]] = ...) -> None: ...
+    recording: Recording
+    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., ranks_ready: _Optional[_Union[RanksReady, _Mapping]] = ..., lookup: _Optional[_Union[LookupReply, _Mapping]] = ..., step: _Optional[_Union[StepReply, _Mapping]] = ..., jobs_ended: _Optional[_Union[JobsEnded, _Mapping]] = ..., epoch: _Optional[_Union[EpochOpened, _Mapping]] = ..., rank_lost: _Optional[_Union[RankLost, _Mapping]] = ..., refused: _Optional[_Union[StepRefused, _Mapping]] = ..., recording: _Optional[_Union[Recording, _Mapping]] = ...) -> None: ...
 
 class EngineIdentity(_message.Message):
     __slots__ = ("engine_id", "boot_nonce")
@@ -125,20 +140,22 @@ class GroupSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[GroupKind, str]] = ..., tokens_per_block: _Optional[int] = ..., blocks_per_block: _Optional[int] = ..., sliding_window_tokens: _Optional[int] = ..., shard_bytes: _Optional[_Iterable[int]] = ..., drafter: bool = ...) -> None: ...
 
 class OpenSession(_message.Message):
-    __slots__ = ("identity", "namespace", "world_size", "capabilities", "epoch", "own_epoch")
+    __slots__ = ("identity", "namespace", "world_size", "capabilities", "epoch", "own_epoch", "unserved_seconds")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     OWN_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UNSERVED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     identity: EngineIdentity
     namespace: NamespaceFields
     world_size: int
     capabilities: _containers.RepeatedScalarFieldContainer[str]
     epoch: str
     own_epoch: bool
-    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., namespace: _Optional[_Union[NamespaceFields, _Mapping]] = ..., world_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., epoch: _Optional[str] = ..., own_epoch: bool = ...) -> None: ...
+    unserved_seconds: float
+    def __init__(self, identity: _Optional[_Union[EngineIdentity, _Mapping]] = ..., namespace: _Optional[_Union[NamespaceFields, _Mapping]] = ..., world_size: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., epoch: _Optional[str] = ..., own_epoch: bool = ..., unserved_seconds: _Optional[float] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
     __slots__ = ("session_id", "namespace_fingerprint", "namespace_id", "epoch", "capabilities", "lease_ttl_ms", "store_threshold", "isolated")
@@ -298,8 +315,46 @@ class LookupCounts(_message.Message):
     tokens_found: int
     def __init__(self, requests: _Optional[int] = ..., requests_found: _Optional[int] = ..., blocks: _Optional[int] = ..., blocks_found: _Optional[int] = ..., tokens: _Optional[int] = ..., tokens_found: _Optional[int] = ...) -> None: ...
 
+class RequestLookup(_message.Message):
+    __slots__ = ("request_id", "account", "prompt_tokens", "device_tokens", "found_tokens", "missed", "given_up", "prompt_hashes")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_UP_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_HASHES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    account: str
+    prompt_tokens: int
+    device_tokens: int
+    found_tokens: int
+    missed: MissedBlock
+    given_up: GivenUp
+    prompt_hashes: bytes
+    def __init__(self, request_id: _Optional[str] = ..., account: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., device_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., missed: _Optional[_Union[MissedBlock, _Mapping]] = ..., given_up: _Optional[_Union[GivenUp, str]] = ..., prompt_hashes: _Optional[bytes] = ...) -> None: ...
+
+class Recording(_message.Message):
+    __slots__ = ("prompts",)
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    prompts: bool
+    def __init__(self, prompts: bool = ...) -> None: ...
+
+class MissedBlock(_message.Message):
+    __slots__ = ("group", "block", "hash", "status")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_FIELD_NUMBER: _ClassVar[int]
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    block: int
+    hash: bytes
+    status: int
+    def __init__(self, group: _Optional[int] = ..., block: _Optional[int] = ..., hash: _Optional[bytes] = ..., status: _Optional[int] = ...) -> None: ...
+
 class Step(_message.Message):
-    __slots__ = ("sequence", "touches", "loads", "stores", "hand_offs", "released_leases", "preempted_request_ids", "finished_request_ids", "end_step", "lookups")
+    __slots__ = ("sequence", "touches", "loads", "stores", "hand_offs", "released_leases", "preempted_request_ids", "finished_request_ids", "end_step", "lookups", "requests")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TOUCHES_FIELD_NUMBER: _ClassVar[int]
     LOADS_FIELD_NUMBER: _ClassVar[int]
@@ -310,6 +365,7 @@ class Step(_message.Message):
     FINISHED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
     END_STEP_FIELD_NUMBER: _ClassVar[int]
     LOOKUPS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     touches: _containers.RepeatedCompositeFieldContainer[Touch]
     loads: _containers.RepeatedCompositeFieldContainer[LoadJob]
@@ -320,7 +376,8 @@ class Step(_message.Message):
     finished_request_ids: _containers.RepeatedScalarFieldContainer[str]
     end_step: bool
     lookups: LookupCounts
-    def __init__(self, sequence: _Optional[int] = ..., touches: _Optional[_Iterable[_Union[Touch, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadJob, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreJob, _Mapping]]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., released_leases: _Optional[_Iterable[int]] = ..., preempted_request_ids: _Optional[_Iterable[str]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., end_step: bool = ..., lookups: _Optional[_Union[LookupCounts, _Mapping]] = ...) -> None: ...
+    requests: _containers.RepeatedCompositeFieldContainer[RequestLookup]
+    def __init__(self, sequence: _Optional[int] = ..., touches: _Optional[_Iterable[_Union[Touch, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[LoadJob, _Mapping]]] = ..., stores: _Optional[_Iterable[_Union[StoreJob, _Mapping]]] = ..., hand_offs: _Optional[_Iterable[_Union[HandOff, _Mapping]]] = ..., released_leases: _Optional[_Iterable[int]] = ..., preempted_request_ids: _Optional[_Iterable[str]] = ..., finished_request_ids: _Optional[_Iterable[str]] = ..., end_step: bool = ..., lookups: _Optional[_Union[LookupCounts, _Mapping]] = ..., requests: _Optional[_Iterable[_Union[RequestLookup, _Mapping]]] = ...) -> None: ...
 
 class JobVerdict(_message.Message):
     __slots__ = ("job_id", "kind", "accepted", "reason", "blocks", "message")

@@ -14,11 +14,50 @@ class VerifyPart(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERIFY_PART_BLOCKS: _ClassVar[VerifyPart]
     VERIFY_PART_EXTENTS: _ClassVar[VerifyPart]
     VERIFY_PART_REGISTRY: _ClassVar[VerifyPart]
+
+class MissCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_CAUSE_UNSPECIFIED: _ClassVar[MissCause]
+    MISS_CAUSE_NEVER_STORED: _ClassVar[MissCause]
+    MISS_CAUSE_EVICTED: _ClassVar[MissCause]
+    MISS_CAUSE_ROW_TAKEN: _ClassVar[MissCause]
+    MISS_CAUSE_QUOTA_LOWERED: _ClassVar[MissCause]
+    MISS_CAUSE_CLEARED: _ClassVar[MissCause]
+    MISS_CAUSE_UNUSABLE: _ClassVar[MissCause]
+    MISS_CAUSE_DAMAGED: _ClassVar[MissCause]
+    MISS_CAUSE_FILTERED: _ClassVar[MissCause]
+    MISS_CAUSE_REFUSED: _ClassVar[MissCause]
+    MISS_CAUSE_FAILED: _ClassVar[MissCause]
+    MISS_CAUSE_EPOCH: _ClassVar[MissCause]
+    MISS_CAUSE_NAMESPACE_CLEARED: _ClassVar[MissCause]
+    MISS_CAUSE_PENDING: _ClassVar[MissCause]
+    MISS_CAUSE_LEASES: _ClassVar[MissCause]
+    MISS_CAUSE_NO_SESSION: _ClassVar[MissCause]
+    MISS_CAUSE_UNANSWERED: _ClassVar[MissCause]
+    MISS_CAUSE_NOT_TAKEN: _ClassVar[MissCause]
 VERIFY_PART_UNSPECIFIED: VerifyPart
 VERIFY_PART_ACCOUNTS: VerifyPart
 VERIFY_PART_BLOCKS: VerifyPart
 VERIFY_PART_EXTENTS: VerifyPart
 VERIFY_PART_REGISTRY: VerifyPart
+MISS_CAUSE_UNSPECIFIED: MissCause
+MISS_CAUSE_NEVER_STORED: MissCause
+MISS_CAUSE_EVICTED: MissCause
+MISS_CAUSE_ROW_TAKEN: MissCause
+MISS_CAUSE_QUOTA_LOWERED: MissCause
+MISS_CAUSE_CLEARED: MissCause
+MISS_CAUSE_UNUSABLE: MissCause
+MISS_CAUSE_DAMAGED: MissCause
+MISS_CAUSE_FILTERED: MissCause
+MISS_CAUSE_REFUSED: MissCause
+MISS_CAUSE_FAILED: MissCause
+MISS_CAUSE_EPOCH: MissCause
+MISS_CAUSE_NAMESPACE_CLEARED: MissCause
+MISS_CAUSE_PENDING: MissCause
+MISS_CAUSE_LEASES: MissCause
+MISS_CAUSE_NO_SESSION: MissCause
+MISS_CAUSE_UNANSWERED: MissCause
+MISS_CAUSE_NOT_TAKEN: MissCause
 
 class StatusRequest(_message.Message):
     __slots__ = ("after_session_id", "after_namespace_id")
@@ -407,3 +446,105 @@ class UndrainResponse(_message.Message):
     WAS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     was_draining: bool
     def __init__(self, was_draining: bool = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[ExplainedRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[ExplainedRequest, _Mapping]]] = ...) -> None: ...
+
+class ExplainedRequest(_message.Message):
+    __slots__ = ("request_id", "engine_id", "tenant", "namespace_id", "epoch", "account", "age_seconds", "prompt_tokens", "device_tokens", "found_tokens", "missed_group", "missed_block", "missed_hash", "cause", "reason", "cause_seconds", "unused_seconds", "by_namespace_id", "by_tenant", "all_known", "elsewhere")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISSED_GROUP_FIELD_NUMBER: _ClassVar[int]
+    MISSED_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    MISSED_HASH_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BY_NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    BY_TENANT_FIELD_NUMBER: _ClassVar[int]
+    ALL_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    engine_id: str
+    tenant: str
+    namespace_id: int
+    epoch: str
+    account: str
+    age_seconds: float
+    prompt_tokens: int
+    device_tokens: int
+    found_tokens: int
+    missed_group: int
+    missed_block: int
+    missed_hash: bytes
+    cause: MissCause
+    reason: str
+    cause_seconds: float
+    unused_seconds: float
+    by_namespace_id: int
+    by_tenant: str
+    all_known: bool
+    elsewhere: _containers.RepeatedCompositeFieldContainer[FoundElsewhere]
+    def __init__(self, request_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., tenant: _Optional[str] = ..., namespace_id: _Optional[int] = ..., epoch: _Optional[str] = ..., account: _Optional[str] = ..., age_seconds: _Optional[float] = ..., prompt_tokens: _Optional[int] = ..., device_tokens: _Optional[int] = ..., found_tokens: _Optional[int] = ..., missed_group: _Optional[int] = ..., missed_block: _Optional[int] = ..., missed_hash: _Optional[bytes] = ..., cause: _Optional[_Union[MissCause, str]] = ..., reason: _Optional[str] = ..., cause_seconds: _Optional[float] = ..., unused_seconds: _Optional[float] = ..., by_namespace_id: _Optional[int] = ..., by_tenant: _Optional[str] = ..., all_known: bool = ..., elsewhere: _Optional[_Iterable[_Union[FoundElsewhere, _Mapping]]] = ...) -> None: ...
+
+class FoundElsewhere(_message.Message):
+    __slots__ = ("namespace_id", "epoch", "other_account", "differs")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OTHER_ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    DIFFERS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    epoch: str
+    other_account: bool
+    differs: str
+    def __init__(self, namespace_id: _Optional[int] = ..., epoch: _Optional[str] = ..., other_account: bool = ..., differs: _Optional[str] = ...) -> None: ...
+
+class RecordRequest(_message.Message):
+    __slots__ = ("namespace_id",)
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: int
+    def __init__(self, namespace_id: _Optional[int] = ...) -> None: ...
+
+class RecordResponse(_message.Message):
+    __slots__ = ("requests", "lost")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RecordedRequest]
+    lost: int
+    def __init__(self, requests: _Optional[_Iterable[_Union[RecordedRequest, _Mapping]]] = ..., lost: _Optional[int] = ...) -> None: ...
+
+class RecordedRequest(_message.Message):
+    __slots__ = ("at_ms", "namespace_id", "epoch", "account", "prompt_tokens", "hash_bytes", "hashes")
+    AT_MS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ACCOUNT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HASH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    at_ms: int
+    namespace_id: int
+    epoch: str
+    account: str
+    prompt_tokens: int
+    hash_bytes: int
+    hashes: bytes
+    def __init__(self, at_ms: _Optional[int] = ..., namespace_id: _Optional[int] = ..., epoch: _Optional[str] = ..., account: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., hash_bytes: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...

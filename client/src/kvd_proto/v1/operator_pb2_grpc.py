@@ -70,6 +70,16 @@ class OperatorServiceStub(object):
                 request_serializer=kvd_dot_v1_dot_operator__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=kvd_dot_v1_dot_operator__pb2.UndrainResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvd.v1.OperatorService/Explain',
+                request_serializer=kvd_dot_v1_dot_operator__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvd_dot_v1_dot_operator__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/kvd.v1.OperatorService/Record',
+                request_serializer=kvd_dot_v1_dot_operator__pb2.RecordRequest.SerializeToString,
+                response_deserializer=kvd_dot_v1_dot_operator__pb2.RecordResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -118,6 +128,18 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Record(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -155,6 +177,16 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=kvd_dot_v1_dot_operator__pb2.UndrainRequest.FromString,
                     response_serializer=kvd_dot_v1_dot_operator__pb2.UndrainResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvd_dot_v1_dot_operator__pb2.ExplainRequest.FromString,
+                    response_serializer=kvd_dot_v1_dot_operator__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=kvd_dot_v1_dot_operator__pb2.RecordRequest.FromString,
+                    response_serializer=kvd_dot_v1_dot_operator__pb2.RecordResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -347,6 +379,60 @@ class OperatorService(object):
             '/kvd.v1.OperatorService/Undrain',
             kvd_dot_v1_dot_operator__pb2.UndrainRequest.SerializeToString,
             kvd_dot_v1_dot_operator__pb2.UndrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvd.v1.OperatorService/Explain',
+            kvd_dot_v1_dot_operator__pb2.ExplainRequest.SerializeToString,
+            kvd_dot_v1_dot_operator__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvd.v1.OperatorService/Record',
+            kvd_dot_v1_dot_operator__pb2.RecordRequest.SerializeToString,
+            kvd_dot_v1_dot_operator__pb2.RecordResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ from kvd_client.worker import GroupLayout, SharedMemory
 log = logging.getLogger(__name__)
 
 KV = str(PoolName.KV.value)
+# How often the engine that has this pool has cleared: the pool stays while backends come and go.
+_clears: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class ServedPool:
@@ -63,11 +66,11 @@ class KvdHiCache(HiCacheStorage):
         if storage_config.should_split_heads:
             log.warning("kvd: pages are kept for this tensor-parallel size alone (tp_lcm_size)")
         self.registered_pools: dict[str, Any] = {}
+        self.mem_pool_host: Any = None
         self._places: dict[str, ServedPool] = {}
         self._opened: list[BlockBatches] = []
         self._is_anchor_logical = False
         self._is_complete = False
-        self._clears = 0
         self._lock = threading.Lock()
 
     # -- pools ------------------------------------------------------------------------------
@@ -115,7 +118,7 @@ class KvdHiCache(HiCacheStorage):
         }
 
     def _open(self, pools: Sequence[HostPool]) -> None:
-        """One namespace and one mover for these pools."""
+        """One namespace and one mover for these pools, where what was cleared is not found."""
         is_replicated = self._is_replicated(pools[0])
         part = ("shared-" if is_replicated else "") + "-".join(each.name for each in pools)
         batches = BlockBatches(
@@ -124,6 +127,8 @@ class KvdHiCache(HiCacheStorage):
             build_namespace(self.storage_config, pools, self.options, is_replicated=is_replicated),
             self.options.batch_options(),
         )
+        if clears := _clears.get(self.mem_pool_host, 0):
+            batches.reset(_epoch(clears))
         self._opened.append(batches)
         memories: list[SharedMemory] = []
         groups: list[GroupLayout] = []
@@ -290,9 +295,12 @@ class KvdHiCache(HiCacheStorage):
 
     def clear(self) -> bool:
         """Find nothing of what was stored by now; other engines' pages stay theirs."""
-        self._clears += 1
+        if self.mem_pool_host is None:
+            return True  # nothing was stored yet
+        clears = _clears.get(self.mem_pool_host, 0) + 1
+        _clears[self.mem_pool_host] = clears
         for batches in list(self._opened):
-            batches.reset(f"sglang-{launch_id()}-{self._clears}")
+            batches.reset(_epoch(clears))
         return True
 
     def get(
@@ -320,6 +328,11 @@ class KvdHiCache(HiCacheStorage):
         target_sizes: Any = None,
     ) -> bool:
         return False
+
+
+def _epoch(clears: int) -> str:
+    """Where all ranks of this engine are after so many clears."""
+    return f"sglang-{launch_id()}-{clears}"
 
 
 def _name(name: Any) -> str:

@@ -46,27 +46,34 @@ SHAPING_ARGUMENTS = (
     "speculative_draft_model_quantization",
 )
 
+# And of those that tell one start from another, alike on all of its ranks on this machine.
+STARTING_ARGUMENTS = ("random_seed", "port", "nccl_port", "dist_init_addr", "base_gpu_id")
+
 
 def key_of(key: str) -> bytes:
     """A key of SGLang's as the daemon takes it: the digest itself, or one of another text."""
-    if len(key) == HEX_DIGITS and key.isalnum():  # without the spaces that `fromhex` skips
-        try:
-            return bytes.fromhex(key)
-        except ValueError:
-            pass
-    return hashlib.sha256(b"text:" + key.encode()).digest()
+    digests = _digests(key, 1)
+    if digests is not None:
+        return digests
+    return hashlib.sha256(b"text:" + key.encode(errors="surrogatepass")).digest()
 
 
 def keys_of(keys: Sequence[str]) -> list[bytes]:
     """`key_of` each of them, at once where all look like digests."""
-    joined = "".join(keys)
-    if set(map(len, keys)) == {HEX_DIGITS} and joined.isalnum():
-        try:
-            digests = bytes.fromhex(joined)
-        except ValueError:
-            return [key_of(key) for key in keys]
-        return [digests[at : at + HASH_BYTES] for at in range(0, len(digests), HASH_BYTES)]
+    if set(map(len, keys)) == {HEX_DIGITS}:
+        digests = _digests("".join(keys), len(keys))
+        if digests is not None:
+            return [digests[at : at + HASH_BYTES] for at in range(0, len(digests), HASH_BYTES)]
     return [key_of(key) for key in keys]
+
+
+def _digests(text: str, count: int) -> bytes | None:
+    """So many digests; None where the text is anything else."""
+    try:
+        digests = bytes.fromhex(text)  # which takes capitals and spaces, too
+    except ValueError:
+        return None
+    return digests if len(digests) == count * HASH_BYTES and digests.hex() == text else None
 
 
 def build_namespace(
@@ -122,15 +129,17 @@ def rank_identity(storage_config: Any, options: HiCacheOptions, part: str) -> En
 def launch_id() -> str:
     """The same for all ranks of one start of an engine on this machine, and for no other.
 
-    Ranks are children of one process.
+    Ranks are children of one process, which may start several engines: SGLang draws a seed for
+    each, and those that run side by side have different ports or devices.
     """
-    parent = os.getppid()
+    parent, arguments = os.getppid(), server_arguments()
     try:
         began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except (OSError, IndexError):
         began = boot = ""
-    return hashlib.blake2b(f"{boot} {parent} {began}".encode(), digest_size=12).hexdigest()
+    own = [str(getattr(arguments, name, None)) for name in STARTING_ARGUMENTS]
+    return digest_of([boot, parent, began, own])
 
 
 def server_arguments() -> Any:
@@ -185,7 +194,11 @@ def _shaping(arguments: Any) -> dict[str, str]:
 
 
 def _dtype_of(pool: Any) -> str:
-    return str(getattr(pool, "dtype", "") or getattr(pool, "conv_dtype", "")).removeprefix("torch.")
+    """Of a pool that has none: of its table, of which it has at least one; or plain bytes."""
+    tables = getattr(pool, "kv_buffer", None)
+    table = tables[0] if isinstance(tables, (list, tuple)) and tables else tables
+    named = getattr(pool, "dtype", None) or getattr(pool, "conv_dtype", None)
+    return str(named or getattr(table, "dtype", "bytes")).removeprefix("torch.")
 
 
 def _place(place: Any, *, is_replicated: bool) -> str:

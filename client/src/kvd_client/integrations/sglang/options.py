@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvd_client.batches import BatchOptions
-from kvd_client.integrations.option_fields import read, seconds, switch, text
+from kvd_client.integrations.engine_options import EngineOptions
+from kvd_client.integrations.option_fields import read, seconds
 
 WHERE = "hicache_storage_backend_extra_config"
 
@@ -29,32 +30,10 @@ SGLANG_KEYS = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HiCacheOptions:
+class HiCacheOptions(EngineOptions):
     """The backend's options. Every `_s` is in seconds; `metadata` has meanings and ranges."""
 
-    socket_path: str = text(
-        meaning="the daemon's Unix socket; empty: KVD_SOCKET, else /run/kvd/kvd.sock"
-    )
-    tenant: str = text(meaning="whose quota; empty: as the daemon's file says for this user")
-    account: str = text(meaning="cache salt of all that this engine stores")
-    weights_id: str = text(
-        meaning="name of these exact weights; empty: found out from revision or local files"
-    )
-    lora_id: str = text(
-        meaning="name of the adapters' contents, for engines with LoRA that shall share;"
-        " change it whenever an adapter is replaced under its old name"
-    )
-    engine_name: str = text(
-        meaning="the engine's name over its restarts; empty: a new one at each start"
-    )
-    unshared: bool = switch(False, "share no page with any other engine, nor with a later start")
-    register_wait_s: float = seconds(
-        5.0, 600.0, "how long the start waits for the daemon; it goes on without one"
-    )
     lookup_deadline_s: float = seconds(0.5, 60.0, "an answer that takes longer is a miss")
-    silent_after_s: float = seconds(
-        0.1, 60.0, "a daemon silent for so long is left alone for a second", at_least=0.001
-    )
     retry_deadline_s: float = seconds(
         0.1, 60.0, "how long 'ask again' is asked again, and what was not taken offered again"
     )

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from kvd_client.integrations.option_fields import choice, read, seconds, switch, text
+from kvd_client.integrations.engine_options import EngineOptions
+from kvd_client.integrations.option_fields import choice, read, seconds, switch
 from kvd_client.scheduler import SchedulerOptions
 from kvd_client.scheduler.params import StoreMode
 
@@ -48,25 +49,9 @@ FOREIGN_KEYS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KvdOptions:
+class KvdOptions(EngineOptions):
     """The connector's options. Every `_s` is in seconds; `metadata` has meanings and ranges."""
 
-    socket_path: str = text(
-        meaning="the daemon's Unix socket; empty: KVD_SOCKET, else /run/kvd/kvd.sock"
-    )
-    tenant: str = text(meaning="whose quota; empty: as the daemon's file says for this user")
-    account: str = text(meaning="cache salt of all requests that bring none of their own")
-    weights_id: str = text(
-        meaning="name of these exact weights; empty: found out from revision or local files"
-    )
-    lora_id: str = text(
-        meaning="name of the adapters' contents, for engines with LoRA that shall share;"
-        " change it whenever an adapter is replaced under its old name"
-    )
-    engine_name: str = text(
-        meaning="the engine's name over its restarts; empty: vLLM's engine id, new at each start"
-    )
-    unshared: bool = switch(False, "share no block with any other engine, nor with a later start")
     store_mode: str = choice(
         StoreMode.EAGER.value,
         tuple(mode.value for mode in StoreMode),
@@ -78,6 +63,9 @@ class KvdOptions:
     watch_tiers: bool = switch(
         True, "with that: pass on, too, which of this engine's blocks the daemon's tiers hold"
     )
+    trust_page: bool = switch(
+        True, "load what the index page shows whole, without waiting for the daemon's answer"
+    )
     lookup_deadline_s: float = seconds(0.005, 1.0, "the one wait of a step for lookups")
     patience_s: float = seconds(
         10.0,
@@ -86,15 +74,9 @@ class KvdOptions:
         " the least, whatever is at stake",
     )
     lookup_give_up_s: float = seconds(0.1, 60.0, "a lookup unanswered for so long is a miss")
-    silent_after_s: float = seconds(
-        0.1, 60.0, "a daemon silent for so long is left alone for a second", at_least=0.001
-    )
     retry_deadline_s: float = seconds(0.1, 60.0, "how long 'ask again' may defer a request")
     pending_deadline_s: float = seconds(
         2.0, 600.0, "how long blocks that are being stored may defer a request"
-    )
-    register_wait_s: float = seconds(
-        5.0, 600.0, "how long a rank's start waits for the daemon; it goes on without one"
     )
     flush_timeout_s: float = seconds(
         1.0, 60.0, "how long a flush waits for stores, which are then given up"
@@ -137,4 +119,5 @@ class KvdOptions:
             pending_deadline_s=self.pending_deadline_s,
             patience_s=self.patience_s,
             hand_off_s=self.hand_off_s,
+            trusts_page=self.trust_page,
         )

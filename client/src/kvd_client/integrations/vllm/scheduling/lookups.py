@@ -71,7 +71,7 @@ class RequestLookups:
         lookup = tracked.request.lookup
         for doubtful in sorted(lookup.doubts, reverse=True):  # RETRY first
             if queue.is_doubt_too_late(tracked.request, computed_tokens, doubtful):
-                queue.give_up_doubtful(lookup.statuses, doubtful)
+                queue.give_up_doubtful(tracked.request, lookup.statuses, doubtful)
 
     def defer(self, tracked: TrackedRequest, queue: LookupQueue) -> None:
         """VLLM put the request off: what was doubtful is asked again, and its time runs."""

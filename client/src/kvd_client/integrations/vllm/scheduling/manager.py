@@ -59,9 +59,9 @@ from kvd_client.integrations.vllm.stats import (
     KvdStats,
 )
 from kvd_client.scheduler.found import count_found
-from kvd_client.scheduler.lookup import GivenUp, Knowledge, LookupQueue
+from kvd_client.scheduler.lookup import Knowledge, LookupQueue
 from kvd_client.scheduler.pace import TokenPace
-from kvd_client.scheduler.request import LookupState
+from kvd_client.scheduler.request import GivenUp, LookupState
 from kvd_client.session import Connection, SessionView
 
 
@@ -158,7 +158,7 @@ class KvdManager(OffloadingManager):
         if self._queue is None:
             return Knowledge.NOTHING
         if self.enter_session() is None:
-            self._queue.given_up[GivenUp.NO_SESSION] += 1
+            self._queue.give_up(tracked.request, GivenUp.NO_SESSION)
             return Knowledge.NOTHING
         return self._lookups.begin(tracked, prompt, self._queue)
 
@@ -216,8 +216,14 @@ class KvdManager(OffloadingManager):
         """VLLM has begun a request, and loads so many of its tokens: tell the daemon."""
         request = self.tracked(req_context).request
         if self.steps is not None and self._connection is not None and request.num_tokens:
-            boundary = self._connection.namespace.boundary_tokens
-            count_found(self.steps.draft.lookups, request, boundary, external_tokens)
+            namespace = self._connection.namespace
+            count_found(
+                self.steps.draft.lookups,
+                request,
+                namespace,
+                external_tokens,
+                tells_prompt=self._connection.tells_prompts,
+            )
 
     # -- loads and stores -------------------------------------------------------------------
 
@@ -233,10 +239,9 @@ class KvdManager(OffloadingManager):
         """Nothing to do: pins end when every rank's copy is known to have ended."""
 
     def fail_load(self, tracked: TrackedRequest) -> None:
-        """A load of the request has failed: it misses from now on, or it would fail for ever."""
+        """A load of the request has failed: it is computed, or looked up once more."""
         if self._queue is not None:
-            self._queue.forget(tracked.request)
-        tracked.request.lookup.state = LookupState.CLOSED
+            self._queue.load_failed(tracked.request)
         self.stats.counts[FAILED_LOADS] += 1
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:

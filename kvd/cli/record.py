@@ -1,0 +1,141 @@
+"""`kvd record`: an anonymised trace of what engines ask a running daemon for."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+import click
+import grpc
+
+from kvd.cli.calls import linked
+from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, Failure
+from kvd.cli.options import Checked, json_option, socket_options, timeout_option
+from kvd.cli.printing import duration, show_json
+from kvd.config.values import number
+from kvd_proto.v1 import operator_pb2 as pb
+
+MAX_RECORD_SECONDS = 7 * 86400.0
+MAX_REQUESTS_RECORDED = 10_000_000
+_ID_BITS = 63  # what a trace may have
+
+
+@dataclass(slots=True)
+class Trace:
+    """Requests on their way to a file. The key is nowhere else, and goes with this object."""
+
+    file: IO[bytes]
+    key: bytes
+    requests: int = 0
+    blocks: int = 0
+    lost: int = 0
+    last_ms: int = 0
+
+    def add(self, message: pb.RecordedRequest) -> None:
+        """Write a request as a line, its blocks under keyed numbers."""
+        width = message.hash_bytes
+        scope = f"{message.namespace_id}/{message.epoch!r}/{message.account!r}/".encode()
+        ids = dict.fromkeys(
+            self._number(scope + message.hashes[at : at + width])
+            for at in range(0, len(message.hashes), width)
+        )
+        self.last_ms = max(self.last_ms, message.at_ms)
+        line = {
+            "timestamp": self.last_ms,
+            "input_length": message.prompt_tokens,
+            "output_length": 0,
+            "hash_ids": list(ids),
+        }
+        self.file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        self.requests += 1
+        self.blocks += len(ids)
+
+    def _number(self, name: bytes) -> int:
+        digest = hashlib.blake2b(name, digest_size=8, key=self.key).digest()
+        return int.from_bytes(digest, "little") >> (64 - _ID_BITS)
+
+
+@click.command("record")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--seconds",
+    type=Checked(number(0.001, MAX_RECORD_SECONDS), "seconds"),
+    metavar="SECONDS",
+    help="How long (default: until Ctrl-C).",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(1, MAX_REQUESTS_RECORDED),
+    default=MAX_REQUESTS_RECORDED,
+    metavar="N",
+    help="End after so many requests (default 10000000).",
+)
+@click.option(
+    "--namespace", type=click.IntRange(min=1), default=None, metavar="ID", help="This one alone."
+)
+@socket_options
+@timeout_option(5.0)
+@json_option
+def command(**flags: Any) -> int:
+    """Record what engines ask for to FILE, as a trace that `kvd replay` reads.
+
+    A line has when a request began, its tokens and its blocks. Blocks are numbers under a key that
+    is thrown away: equal blocks have equal numbers, and nothing tells what was in them. FILE must
+    be new; where its name ends in .gz it is packed. A request that this command is too slow for is
+    left out and counted. Ctrl-C ends the recording; the file is whole.
+    """
+    given = SimpleNamespace(**flags)
+    began = time.monotonic()
+    try:
+        opened = os.open(given.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        raise Failure(f"{given.file} can't be made: {error.strerror}", EXIT_MISUSED) from None
+    with os.fdopen(opened, "wb") as plain:
+        packed = gzip.GzipFile(fileobj=plain, mode="wb") if given.file.suffix == ".gz" else None
+        trace = Trace(packed or plain, secrets.token_bytes(32))  # type: ignore[arg-type]
+        try:
+            _record(given, trace)
+        except KeyboardInterrupt:
+            pass  # the usual end
+        except OSError as error:
+            raise Failure(f"{given.file} can't be written: {error.strerror}", EXIT_FAILED) from None
+        finally:
+            if packed is not None:
+                packed.close()
+    seconds = time.monotonic() - began
+    if given.json:
+        said = {"requests": trace.requests, "blocks": trace.blocks, "lost": trace.lost}
+        show_json(said | {"seconds": seconds, "file": str(given.file)})
+    else:
+        click.echo(
+            f"{trace.requests} requests with {trace.blocks} blocks in {duration(seconds)};"
+            f" {trace.lost} left out"
+        )
+    return 0
+
+
+def _record(given: SimpleNamespace, trace: Trace) -> None:
+    with linked(given, "kvd record") as daemon:
+        request = pb.RecordRequest(namespace_id=given.namespace or 0)
+        stream = daemon.operator.Record(request, metadata=daemon.metadata, timeout=given.seconds)
+        try:
+            for message in stream:
+                trace.lost = message.lost
+                for each in message.requests:
+                    trace.add(each)
+                    if trace.requests == given.requests:
+                        return
+        except grpc.RpcError as error:
+            is_over = given.seconds and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            if not is_over:
+                raise
+        finally:
+            stream.cancel()

@@ -1,0 +1,75 @@
+"""What a line of the daemon's log says beside its message: whom it is about, and its priority."""
+
+from __future__ import annotations
+
+import json
+import logging
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.observability.logs import JournalFormatter, TextFormatter, goes_to_journal
+from tests.control.daemon_rig import RawEngine, identity
+from tests.control.running_daemon import RunningDaemon, daemon
+
+LEVELS = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}
+
+
+def lines_of(running: RunningDaemon) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in running.log.read_text().splitlines()]
+
+
+def test_lines_about_a_session_and_a_rank_name_them_in_json() -> None:
+    with daemon("--log-format", "json") as running:
+        engine = RawEngine(running.socket, identity=identity("some-engine"))
+        number = engine.scheduler.opened.session_id
+        engine.close()
+        running.stop()
+        said = lines_of(running)
+    opened, *ends = [line for line in said if line.get("session") == number]
+    assert "namespace" in opened["message"]
+    assert ends, "its end is about it, too"
+    for line in (opened, *ends):
+        assert (line["engine"], line["tenant"]) == ("some-engine", "default")
+        assert (line["user"], line["namespace"]) == (0, 1)
+    ranks = [
+        line["rank"] for line in said if line.get("engine") == "some-engine" and "rank" in line
+    ]
+    assert ranks
+    assert set(ranks) == {0}
+    assert all("session" not in line for line in said if "serves on" in line["message"])
+
+
+def test_the_journal_gets_a_priority_in_front_of_each_line(tmp_path: Path) -> None:
+    running = RunningDaemon()
+    try:
+        running.log.touch()
+        status = running.log.stat()
+        running.environment = {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}
+        running.start()
+        running.stop()
+        lines = running.log.read_text().splitlines()
+    finally:
+        running.remove()
+    assert lines
+    for line in lines:
+        level = line.split()[1]
+        assert line.startswith(f"<{LEVELS[level]}>20"), line
+
+
+def test_nobody_else_gets_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert not goes_to_journal(log)
+        monkeypatch.setenv("JOURNAL_STREAM", "1:2")
+        assert not goes_to_journal(log)
+        assert not goes_to_journal(StringIO())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_line_of_a_record_has_its_priority(level: str) -> None:
+    record = logging.LogRecord("kvd", getattr(logging, level), "", 1, "one\ntwo", (), None)
+    lines = JournalFormatter(TextFormatter()).format(record).split("\n")
+    assert len(lines) == 2
+    assert all(line.startswith(f"<{LEVELS[level]}>") for line in lines)

@@ -1,0 +1,212 @@
+"""A recording of a running daemon: what is in it, what is not, and that it is replayed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.cli.record import Trace
+from kvd.cli.replay.trace import read_trace
+from kvd.core.errors import LimitExceeded
+from kvd.core.keys import NamespaceId
+from kvd.runtime.recorder import (
+    MAX_RECORDED_BYTES,
+    MAX_RECORDED_WAITING,
+    MAX_RECORDINGS,
+    Recorder,
+    Recording,
+    RequestRecord,
+)
+from kvd_proto.limits import MAX_REQUESTS_TOLD
+from kvd_proto.v1 import engine_pb2, operator_pb2
+from tests.control.daemon_rig import (
+    Caller,
+    RawScheduler,
+    RunningDaemon,
+    daemon,
+    hashes,
+    identity,
+    namespace,
+    refusal,
+)
+
+NAMESPACE = NamespaceId(1)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningDaemon]:
+    with daemon() as started:
+        yield started
+
+
+def told(request: str, *blocks: int, tokens: int = 0) -> engine_pb2.RequestLookup:
+    """A request with these blocks, as a client tells of it while somebody records."""
+    return engine_pb2.RequestLookup(
+        request_id=request,
+        prompt_tokens=tokens or 16 * len(blocks) + 1,
+        prompt_hashes=hashes(*blocks),
+    )
+
+
+def recording(running: RunningDaemon, file: Path, *more: str) -> subprocess.Popen[str]:
+    words = ["record", str(file), "--socket", running.socket, *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvd", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+def test_a_run_is_recorded_and_replayed(running: RunningDaemon, tmp_path: Path, name: str) -> None:
+    engine = RawScheduler(running.socket, capabilities=["prompts"], identity=identity(name))
+    other = RawScheduler(
+        running.socket, namespace=namespace(model="other"), identity=identity(f"other-{name}")
+    )
+    process = recording(running, tmp_path / name, "--requests", "4", "--json")
+    assert engine.next("recording").prompts
+    engine.step(requests=[told("a", 1, 2, 3), told("b", 1, 2, 4)], end_step=True)
+    other.step(requests=[told("c", 1)], end_step=True)
+    engine.step(requests=[told("short", tokens=5)], end_step=True)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert {k: json.loads(out)[k] for k in ("requests", "blocks", "lost")} == {
+        "requests": 4,
+        "blocks": 7,
+        "lost": 0,
+    }
+    assert not engine.next("recording").prompts
+    first, second, third, short = read_trace(tmp_path / name)
+    assert first.blocks[:2].tolist() == second.blocks[:2].tolist()
+    assert first.blocks[2] != second.blocks[2]
+    assert third.blocks[0] not in first.blocks, "another namespace's block is another block"
+    assert (first.input_tokens, short.blocks.size) == (49, 0)
+    assert hashes(1)[:8].hex() not in (tmp_path / name).read_bytes().hex()
+    assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    replay = [sys.executable, "-m", "kvd", "replay", "--trace", str(tmp_path / name)]
+    replay += ["--policy", "lru", "--capacity-blocks", "8"]
+    said = subprocess.run(replay, capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 0, said.stderr
+    engine.close()
+    other.close()
+
+
+def test_interrupted_the_file_is_whole(running: RunningDaemon, tmp_path: Path) -> None:
+    engine = RawScheduler(running.socket, capabilities=["prompts"])
+    process = recording(running, tmp_path / "trace.gz")
+    engine.next("recording")
+    engine.step(requests=[told("a", 1)], end_step=True)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "left out" in out
+    assert not engine.next("recording").prompts
+    engine.close()
+
+
+def test_a_recording_ends_by_itself_and_never_overwrites(
+    running: RunningDaemon, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace"
+    process = recording(running, file, "--seconds", "0.5")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    again = recording(running, file, "--seconds", "0.5")
+    _, err = again.communicate(timeout=60)
+    assert again.returncode == 2
+    assert "File exists" in err
+
+
+def test_an_engine_that_comes_while_somebody_records_is_told(
+    running: RunningDaemon, tmp_path: Path
+) -> None:
+    first = RawScheduler(running.socket, capabilities=["prompts"], identity=identity("first"))
+    old = RawScheduler(running.socket, identity=identity("old"))
+    process = recording(running, tmp_path / "trace", "--requests", "1")
+    assert first.next("recording").prompts
+    second = RawScheduler(running.socket, capabilities=["prompts"], identity=identity("second"))
+    assert second.next("recording").prompts
+    old.step(requests=[told("old", tokens=100)], end_step=True)  # no prompt: left out
+    second.step(requests=[told("new", 1)], end_step=True)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "1 requests with 1 blocks" in out
+    assert "; 1 left out" in out
+    for each in (first, second, old):
+        each.close()
+
+
+def record(size: int = 32, *, is_told: bool = True) -> RequestRecord:
+    return RequestRecord(1, NAMESPACE, "", "", 17, 32, bytes(size), is_told)
+
+
+def test_a_reader_that_is_too_slow_loses_whole_requests_and_is_told() -> None:
+    slow = Recording(NAMESPACE)
+    for _ in range(MAX_RECORDED_WAITING + 3):
+        slow.put(record())
+    assert (len(slow.waiting), slow.lost) == (MAX_RECORDED_WAITING, 3)
+    taken = asyncio.run(slow.take(MAX_REQUESTS_TOLD))
+    assert len(taken) == MAX_REQUESTS_TOLD
+    slow.put(record())
+    assert slow.lost == 3
+
+
+def test_bytes_that_wait_are_bounded_too() -> None:
+    slow = Recording(NAMESPACE)
+    slow.put(record(MAX_RECORDED_BYTES))
+    slow.put(record())
+    assert (len(slow.waiting), slow.lost) == (1, 1)
+    asyncio.run(slow.take(1))
+    slow.put(record())
+    assert slow.lost == 1
+
+
+def test_so_many_record_at_once_and_clients_are_told_of_the_first_and_the_last() -> None:
+    told_clients: list[bool] = []
+    recorder = Recorder(told_clients.append)
+    held = [recorder.recording(NAMESPACE) for _ in range(MAX_RECORDINGS)]
+    for each in held:
+        each.__enter__()
+    with pytest.raises(LimitExceeded), recorder.recording(NAMESPACE):
+        pass
+    for each in held:
+        each.__exit__(None, None, None)
+    assert told_clients == [True, False]
+
+
+def test_one_namespace_alone_is_recorded() -> None:
+    recorder = Recorder(lambda _: None)
+    with recorder.recording(NamespaceId(2)) as two, recorder.recording(NamespaceId(0)) as every:
+        recorder.put(record())
+    assert (len(two.waiting), len(every.waiting)) == (0, 1)
+
+
+def test_a_namespace_that_is_not_there_is_refused(running: RunningDaemon) -> None:
+    tool = Caller(running.socket)
+
+    def first() -> object:
+        request = operator_pb2.RecordRequest(namespace_id=99)
+        return next(iter(tool.operator.Record(request, metadata=tool.metadata, timeout=20)))
+
+    assert refusal(first)[1] == "UNKNOWN_NAMESPACE"
+    tool.close()
+
+
+def test_numbers_of_two_recordings_have_nothing_in_common(tmp_path: Path) -> None:
+    message = operator_pb2.RecordedRequest(
+        namespace_id=1, prompt_tokens=33, hash_bytes=32, hashes=hashes(1, 2)
+    )
+    lines = []
+    for key in (b"one", b"two"):
+        with (tmp_path / key.decode()).open("wb") as file:
+            Trace(file, key).add(message)
+        lines += read_trace(tmp_path / key.decode())
+    assert not set(lines[0].blocks.tolist()) & set(lines[1].blocks.tolist())

@@ -1,0 +1,291 @@
+"""The chart's modes and what it makes beside the daemon: Kubernetes' own schemas take all of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd_client.integrations.vllm.options import KvdOptions
+from tests.deploy.test_chart import CHART, chart, helm, objects, pod, settings
+from tests.deploy.test_chart_tiers import CLUSTER, DISK
+
+if importlib.util.find_spec("kubernetes_validate") is None and not os.environ.get("CI"):
+    pytest.skip("kubernetes-validate is missing: .ci/venv charts", allow_module_level=True)
+
+import kubernetes_validate  # only once it is known to be there
+
+__all__ = ["chart"]
+
+ROOT = CHART.parents[1]
+SIDECAR: dict[str, Any] = {"mode": "sidecar", "pool": {"sizeGiB": 4}}
+EVERYTHING: dict[str, Any] = {
+    "gpu": {"enabled": True},
+    "engine": {"enabled": True, "resources": {"limits": {"nvidia.com/gpu": 1}}},
+    "tiers": [DISK, CLUSTER],
+    "networkPolicy": {
+        "enabled": True,
+        "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+        "egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}],
+    },
+    "metrics": {
+        "service": {"enabled": True},
+        "serviceMonitor": {"enabled": True},
+        "podMonitor": {"enabled": True},
+        "prometheusRule": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboards": {"enabled": True},
+    },
+    "extraEnv": [{"name": "KVD_LOG_LEVEL", "value": "debug"}],
+    "nodeSelector": {"kvd": "yes"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {}},
+    "priorityClassName": "high",
+    "imagePullSecrets": [{"name": "registry"}],
+}
+IN_SIDECARS = {
+    **EVERYTHING,
+    "mode": "sidecar",
+    "networkPolicy": {"enabled": False},
+    "pool": {"sizeGiB": 4, "hugePages": {"size": "2Mi"}},
+}
+OPERATORS = {"PodMonitor", "ServiceMonitor", "PrometheusRule"}  # no kinds of Kubernetes' own
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])  # native sidecars are on since 1.29
+@pytest.mark.parametrize(
+    "values",
+    [{}, EVERYTHING, SIDECAR, IN_SIDECARS],
+    ids=["default", "everything", "sidecar", "everything-in-sidecars"],
+)
+def test_kubernetes_schemas_take_what_is_rendered(
+    chart: helm.Chart, values: dict[str, Any], version: str
+) -> None:
+    checked = 0
+    for document in objects(chart, values).values():
+        if document["kind"] not in OPERATORS:
+            kubernetes_validate.validate(document, version, strict=True)
+            checked += 1
+    assert checked >= 4
+
+
+def test_a_wrong_manifest_would_be_found(chart: helm.Chart) -> None:
+    wrong = objects(chart)["DaemonSet"]
+    wrong["spec"]["template"]["spec"]["containers"][0]["readinessprobe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, "1.37", strict=True)
+
+
+def test_nothing_but_the_daemon_is_made_unless_asked(chart: helm.Chart) -> None:
+    assert not objects(chart).keys() & {
+        "Deployment-engine", "NetworkPolicy", "PodMonitor", "ServiceMonitor", "PrometheusRule",
+        "ConfigMap-dashboard", "Service",
+    }  # fmt: skip
+
+
+# -- sidecars -----------------------------------------------------------------------------------
+
+
+def engine(chart: helm.Chart, values: dict[str, Any]) -> Any:
+    return objects(chart, values)["Deployment-engine"]["spec"]["template"]["spec"]
+
+
+def test_a_sidecar_is_native_starts_before_its_engine_and_keeps_no_engine_unready(
+    chart: helm.Chart,
+) -> None:
+    made = objects(chart, SIDECAR)
+    assert "DaemonSet" not in made
+    spec = engine(chart, SIDECAR)
+    own, daemon = spec["initContainers"]
+    assert (own["name"], daemon["name"]) == ("own-directories", "kvd")
+    assert "restartPolicy" not in own
+    assert daemon["restartPolicy"] == "Always"
+    assert "livenessProbe" in daemon
+    assert not daemon.keys() & {"readinessProbe", "startupProbe"}
+    assert [each["name"] for each in spec["containers"]] == ["vllm"]
+
+
+def test_a_sidecar_needs_no_node_no_privileges_and_no_root(chart: helm.Chart) -> None:
+    spec = engine(chart, SIDECAR)
+    own, daemon = spec["initContainers"]
+    assert "hostPath" not in json.dumps(spec)
+    assert not spec.keys() & {"hostPID", "hostIPC", "hostNetwork"}
+    assert spec["shareProcessNamespace"] is True
+    assert "privileged" not in own["securityContext"]
+    assert daemon["securityContext"] == {
+        "runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10001,
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+
+
+def test_a_sidecars_pool_outlives_its_container_in_memory_of_its_own(
+    chart: helm.Chart, tmp_path: Path
+) -> None:
+    spec = engine(chart, SIDECAR)
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes["pool"]["emptyDir"]["medium"] == "Memory"
+    mebibytes = int(volumes["pool"]["emptyDir"]["sizeLimit"].removesuffix("Mi"))
+    read = settings(chart, tmp_path, SIDECAR)
+    assert mebibytes << 20 > read.pool_bytes * 29 // 28
+    for container in (spec["initContainers"][1], *spec["containers"]):
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts["run"] == str(read.socket.parent)
+    huge = {volume["name"]: volume for volume in engine(chart, IN_SIDECARS)["volumes"]}
+    assert huge["extents"]["emptyDir"] == {"medium": "HugePages-2Mi"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give directories away")
+def test_a_sidecar_starts_in_directories_as_the_kubelet_makes_them(
+    chart: helm.Chart, tmp_path: Path
+) -> None:
+    """The init container's script, then the daemon's own check, over directories of mode 0777."""
+    from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
+
+    tmp_path.chmod(0o755)
+    pool, run = tmp_path / "pool", tmp_path / "run"
+    for each in (pool, run):
+        each.mkdir()
+        each.chmod(0o777)
+    with pytest.raises(NotTrustedError):
+        require_own(Wanted("pool_directory", pool))
+    script = engine(chart, {**SIDECAR, "user": 1})["initContainers"][0]["command"][-1]
+    script = script.replace("/var/lib/kvd/pool", str(pool)).replace("/run/kvd", str(run))
+    subprocess.run(["/bin/sh", "-euc", script.replace("-o 1 ", "-o 0 ")], check=True)
+    require_own(Wanted("pool_directory", pool))
+    assert run.stat().st_mode & 0o777 == 0o750
+
+
+def test_a_policy_for_the_engines_pod_is_refused(chart: helm.Chart) -> None:
+    with pytest.raises(helm.HelmError, match="is for mode daemonset"):
+        objects(chart, {**SIDECAR, "networkPolicy": {"enabled": True}})
+    with pytest.raises(helm.HelmValuesError):
+        chart.validate_schema({"mode": "both"})
+
+
+# -- an engine's pod ----------------------------------------------------------------------------
+
+
+def transfer(chart: helm.Chart, values: dict[str, Any]) -> Any:
+    return json.loads(objects(chart, values)["ConfigMap-connection"]["data"]["kv-transfer-config"])
+
+
+@pytest.mark.parametrize("values", [{}, SIDECAR], ids=["daemonset", "sidecar"])
+def test_the_connection_is_what_the_connector_takes_and_finds_the_socket(
+    chart: helm.Chart, values: dict[str, Any], tmp_path: Path
+) -> None:
+    said = transfer(chart, values)
+    assert (said["kv_connector"], said["kv_load_failure_policy"]) == ("KvdConnector", "recompute")
+    extra = said["kv_connector_extra_config"]
+    assert extra == {"socket_path": str(settings(chart, tmp_path, values).socket)}
+    assert extra.keys() <= set(KvdOptions.__dataclass_fields__)
+    more = transfer(chart, {**values, "connection": {"vllm": {"store_mode": "lazy"}}})
+    assert more["kv_connector_extra_config"] == {**extra, "store_mode": "lazy"}
+
+
+def test_an_engines_pod_finds_socket_group_and_flag(chart: helm.Chart) -> None:
+    values = {"engine": {"enabled": True}, "gpu": {"enabled": True}, "runDirectory": "/srv/kvd"}
+    spec = engine(chart, values)
+    (vllm,) = spec["containers"]
+    assert vllm["args"][0] == "Qwen/Qwen3-0.6B"
+    assert "--kv-transfer-config=$(KV_TRANSFER_CONFIG)" in vllm["args"]
+    (variable,) = vllm["env"]
+    reference = variable["valueFrom"]["configMapKeyRef"]
+    connection = objects(chart, values)["ConfigMap-connection"]
+    assert reference["name"] == connection["metadata"]["name"]
+    assert reference["key"] in connection["data"]
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes["run"]["hostPath"] == {"path": "/srv/kvd", "type": "DirectoryOrCreate"}
+    assert spec["securityContext"]["supplementalGroups"] == [10001]
+    assert (spec["hostPID"], spec["runtimeClassName"]) == (True, "nvidia")
+
+
+def test_the_guides_pod_is_the_one_that_the_chart_makes(chart: helm.Chart) -> None:
+    import yaml
+
+    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    (written,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    guides = yaml.safe_load(written)["spec"]
+    made = engine(chart, {"engine": {"enabled": True}})
+    (vllm,), (ours,) = guides["containers"], made["containers"]
+    assert guides["securityContext"].items() <= made["securityContext"].items()
+    assert vllm["command"] == ours["command"]
+    assert set(vllm["args"]) <= set(ours["args"])
+    assert vllm["volumeMounts"][0] in ours["volumeMounts"]
+    assert guides["volumes"][0] in made["volumes"]
+    (reference,) = (each["valueFrom"]["configMapKeyRef"]["key"] for each in vllm["env"])
+    assert reference == ours["env"][0]["valueFrom"]["configMapKeyRef"]["key"]
+
+
+def test_an_engines_pods_are_not_the_daemonsets(chart: helm.Chart) -> None:
+    made = objects(chart, {"engine": {"enabled": True}})
+    wanted = made["DaemonSet"]["spec"]["selector"]["matchLabels"]
+    theirs = made["Deployment-engine"]["spec"]["template"]["metadata"]["labels"]
+    assert not wanted.items() <= theirs.items()
+    assert made["Deployment-engine"]["spec"]["selector"]["matchLabels"].items() <= theirs.items()
+
+
+# -- monitoring ---------------------------------------------------------------------------------
+
+
+def test_the_rules_are_the_alerts_for_the_job_that_the_monitors_name(chart: helm.Chart) -> None:
+    import yaml
+
+    written = yaml.safe_load((ROOT / "deploy/prometheus/kvd-alerts.yaml").read_text())
+    made = objects(chart, EVERYTHING)
+    assert made["PrometheusRule"]["spec"] == written
+    assert made["PrometheusRule"]["metadata"]["labels"]["release"] == "prometheus"
+    renamed = objects(
+        chart, {**EVERYTHING, "nameOverride": "cache", "fullnameOverride": "demo-kvd"}
+    )
+    down = renamed["PrometheusRule"]["spec"]["groups"][0]["rules"][0]
+    assert down["expr"] == 'up{job="cache"} == 0'
+    labels = renamed["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
+    for kind in ("PodMonitor", "ServiceMonitor"):
+        assert labels[renamed[kind]["spec"]["jobLabel"]] == "cache"
+
+
+def test_the_dashboard_is_found_by_its_label(chart: helm.Chart) -> None:
+    made = objects(chart, EVERYTHING)["ConfigMap-dashboard"]
+    assert made["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(made["data"]["kvd.json"])["title"]
+
+
+def test_the_daemons_pods_are_closed_but_for_who_reads_metrics(chart: helm.Chart) -> None:
+    made = objects(chart, EVERYTHING)
+    policy = made["NetworkPolicy"]["spec"]
+    labels = made["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
+    (rule,) = policy["ingress"]
+    assert rule["ports"] == [{"port": "http", "protocol": "TCP"}]
+    assert rule["from"] == EVERYTHING["networkPolicy"]["metricsFrom"]
+    closed = objects(chart, {"networkPolicy": {"enabled": True}})["NetworkPolicy"]["spec"]
+    assert (closed["ingress"], closed["egress"]) == ([], [])
+
+
+def test_security_contexts_may_be_changed_one_field_at_a_time(chart: helm.Chart) -> None:
+    spec = pod(chart, {
+        "podSecurityContext": {"fsGroup": 7},
+        "containerSecurityContext": {"capabilities": {"add": ["SYS_NICE"]}},
+    })  # fmt: skip
+    assert spec["securityContext"] == {
+        "runAsNonRoot": True, "runAsUser": 10001, "runAsGroup": 10001, "fsGroup": 7,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }  # fmt: skip
+    assert spec["containers"][0]["securityContext"]["capabilities"] == {
+        "drop": ["ALL"], "add": ["SYS_NICE"],
+    }  # fmt: skip
+
+
+def test_the_chart_packs_with_its_files_and_renders_from_the_archive(tmp_path: Path) -> None:
+    archive = helm.package(str(CHART), destination=str(tmp_path))
+    path = Path(str(archive))
+    assert re.fullmatch(r"kvd-[\d.]+\.tgz", path.name)
+    with helm.Chart.load(str(path)) as packed:
+        assert objects(packed, EVERYTHING)["PrometheusRule"]["spec"]["groups"]

@@ -1,0 +1,185 @@
+"""What may go wrong between SGLang and the daemon: no wrong byte, no thread that hangs."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.daemon_process import DaemonProcess
+from tests.daemons import ROOT
+from tests.sglang.conftest import StartRank
+from tests.sglang.prompts import PAGES, keys, prompt
+from tests.sglang.rig import HURRIED, PAGE_TOKENS, Rank, wait_for
+
+LONG_S = 60.0  # no test's threads may take so long, on however slow a machine
+
+
+def come(rank: Rank, number: int) -> int:
+    """How many pages of a prompt are found and come; each of them has the prompt's bytes."""
+    found = rank.backend.batch_exists(keys(number))
+    room = rank.pool.alloc(PAGES * PAGE_TOKENS)
+    done = rank.backend.batch_get_v1(keys(number)[:found], room[: found * PAGE_TOKENS])
+    leading = done.index(False) if False in done else len(done)
+    assert not rank.wrong_pages(room, leading * PAGE_TOKENS, seed=number)
+    for place, ok in enumerate(done):
+        if ok:
+            page = rank.pool.get_data_page(int(room[place * PAGE_TOKENS])).flatten()
+            assert torch.equal(page, rank.content(number, place))
+    rank.free(room)
+    return sum(done)
+
+
+@pytest.fixture
+def small(make_daemon: Callable[[], DaemonProcess]) -> Iterator[DaemonProcess]:
+    """A daemon whose pool holds a few of the prompts."""
+    daemon = make_daemon()
+    daemon.pool_bytes = 8 << 20
+    daemon.start()
+    yield daemon
+    daemon.thaw()
+
+
+def test_pages_that_are_evicted_meanwhile_are_misses_or_right(small: DaemonProcess) -> None:
+    ranks = [Rank(small.socket) for _ in range(2)]
+    pages: list[int] = []
+    try:
+        for each in ranks:
+            each.wait_usable()
+
+        def work(rank: Rank, seed: int) -> int:
+            draw, came = random.Random(seed), 0
+            for _ in range(40):
+                number = draw.randrange(40)
+                stored = rank.fill(prompt(number), seed=number)
+                rank.backend.batch_set_v1(keys(number), stored)
+                rank.free(stored)
+                came += come(rank, draw.randrange(40))
+            return came
+
+        with ThreadPoolExecutor(2) as threads:
+            pages = list(threads.map(work, ranks, (1, 2), timeout=LONG_S))
+    finally:
+        for each in ranks:
+            each.close()
+    assert sum(pages)
+
+
+def test_two_that_store_the_same_pages_at_once_both_have_them(start_rank: StartRank) -> None:
+    ranks = [start_rank(), start_rank()]
+    for number in range(1, 6):
+        stored = [rank.fill(prompt(number), seed=number) for rank in ranks]
+        with ThreadPoolExecutor(2) as threads:
+            done = threads.map(
+                lambda rank, indices, which=number: rank.backend.batch_set_v1(keys(which), indices),
+                ranks,
+                stored,
+                timeout=LONG_S,
+            )
+            assert all(all(each) for each in done)
+        for rank, indices in zip(ranks, stored, strict=True):
+            assert come(rank, number) == PAGES
+            rank.free(indices)
+
+
+def test_a_batch_may_name_a_page_twice(start_rank: StartRank) -> None:
+    rank, (one, other) = start_rank(), keys(6, 2)
+    stored = rank.fill(prompt(6, 2), seed=6)
+    assert rank.backend.batch_set_v1([one, other, one], torch.cat([stored, stored[:PAGE_TOKENS]]))
+    repeated = [one, other, other, one]
+    assert rank.backend.batch_exists(repeated) == len(repeated)
+    room = rank.pool.alloc(len(repeated) * PAGE_TOKENS)
+    assert rank.backend.batch_get_v1(repeated, room) == [True] * len(repeated)
+    got = [rank.pool.get_data_page(int(index)).flatten() for index in room[::PAGE_TOKENS]]
+    expected = [rank.content(6, place) for place in (0, 1, 1, 0)]
+    assert all(map(torch.equal, got, expected))
+
+
+def test_a_hundred_thousand_pages_may_be_asked_for_at_once(start_rank: StartRank) -> None:
+    rank = start_rank()
+    there, unknown = keys(7, 2), [f"{number:064x}" for number in range(100_000)]
+    assert all(rank.backend.batch_set_v1(there, rank.fill(prompt(7, 2), seed=7)))
+    assert rank.backend.batch_exists(unknown) == 0
+    assert rank.backend.batch_exists(there + unknown) == 2
+    assert rank.backend.batch_exists([*there[:1], *unknown, there[1]]) == 1
+
+
+def test_memory_that_shrinks_under_the_daemon_costs_its_own_rank_alone(
+    start_rank: StartRank,
+) -> None:
+    rank, other = start_rank(options=HURRIED), start_rank()
+    stored = rank.fill(prompt(8), seed=8)
+    assert all(rank.backend.batch_set_v1(keys(8), stored))
+    memory = rank.pool.allocator.fds[0]
+    size = os.fstat(memory).st_size
+    os.ftruncate(memory, 4096)
+    assert not any(rank.backend.batch_get_v1(keys(8), stored))
+    assert not any(rank.backend.batch_set_v1(keys(9), stored))
+    assert come(other, 8) == PAGES
+    os.ftruncate(memory, size)
+    stored = rank.fill(prompt(9), seed=9)
+    wait_for(lambda: all(rank.backend.batch_set_v1(keys(9), stored)))
+    assert come(other, 9) == PAGES
+
+
+def test_an_engine_killed_in_mid_set_leaves_whole_pages_or_none(
+    start_rank: StartRank, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    reader = start_rank()
+    began = tmp_path_factory.mktemp("killed") / "began"
+    socket = reader.backend.options.socket_path
+    command = [sys.executable, "-m", "tests.sglang.storing_engine", socket, str(began), "100"]
+    engine = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        wait_for(began.exists, LONG_S)
+        wait_for(lambda: reader.backend.batch_exists(keys(101)) > 0, LONG_S)
+    finally:
+        engine.kill()
+        engine.wait()
+    last = 100
+    while come(reader, last) == PAGES:  # checks every byte
+        last += 1
+    assert last > 100  # the first was stored before
+    stored = reader.fill(prompt(last), seed=last)
+    wait_for(lambda: all(reader.backend.batch_set_v1(keys(last), stored)))
+    assert come(reader, last) == PAGES
+
+
+def test_a_daemon_that_stops_in_mid_get_gives_right_pages_or_none(
+    make_daemon: Callable[[], DaemonProcess],
+) -> None:
+    daemon = make_daemon()
+    daemon.start()
+    rank = Rank(daemon.socket, options=HURRIED)
+    try:
+        rank.wait_usable()
+        for number in range(1, 4):
+            stored = rank.fill(prompt(number), seed=number)
+            assert all(rank.backend.batch_set_v1(keys(number), stored))
+            rank.free(stored)
+        draw, until = random.Random(3), time.monotonic() + 2.5
+
+        def interrupt() -> None:
+            while time.monotonic() < until:
+                time.sleep(draw.uniform(0.0, 0.2))
+                daemon.freeze()
+                time.sleep(draw.choice([0.001, 0.05, 0.8]))
+                daemon.thaw()
+
+        interrupter = threading.Thread(target=interrupt)
+        interrupter.start()
+        while interrupter.is_alive():
+            come(rank, draw.randrange(1, 4))
+        interrupter.join()
+        wait_for(lambda: come(rank, 1) == PAGES, LONG_S)
+    finally:
+        daemon.thaw()
+        rank.close()

@@ -1,0 +1,70 @@
+"""What SGLang's "clear the storage" reaches, and what it leaves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvd_client.integrations.sglang import namespace
+from tests.sglang.conftest import StartRank
+from tests.sglang.prompts import PAGES, keys, prompt
+from tests.sglang.rig import PAGE_TOKENS, Rank, extra_config, parallel
+
+
+def store(rank: Rank, number: int) -> None:
+    stored = rank.fill(prompt(number), seed=number)
+    assert all(rank.backend.batch_set_v1(keys(number), stored))
+    rank.free(stored)
+
+
+def clear(rank: Rank) -> None:
+    assert rank.backend.clear()
+    rank.wait_usable()
+
+
+def started_with(**arguments: Any) -> SimpleNamespace:
+    """SGLang's arguments, as far as they matter here."""
+    return SimpleNamespace(model_path="m", **{"random_seed": 1, "port": 30000} | arguments)
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"random_seed": 2}, {"port": 30001}], ids=["alike", "seed", "port"]
+)
+def test_ranks_of_one_start_meet_after_a_clear_and_other_starts_do_not(
+    start_rank: StartRank, monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    """Also where one process starts both."""
+    ranks, number = (start_rank(), start_rank()), 10 + len(str(other))
+    monkeypatch.setattr(namespace, "server_arguments", started_with)
+    clear(ranks[0])
+    store(ranks[0], number)
+    monkeypatch.setattr(namespace, "server_arguments", lambda: started_with(**other))
+    clear(ranks[1])
+    assert ranks[1].backend.batch_exists(keys(number)) == (0 if other else PAGES)
+
+
+def test_a_backend_that_is_attached_anew_finds_nothing_of_before_the_clear(
+    start_rank: StartRank,
+) -> None:
+    rank, other = start_rank(), start_rank()
+    store(rank, 40)
+    clear(rank)
+    socket = rank.backend.options.socket_path
+    rank.controller.detach_storage_backend()
+    with parallel():
+        rank.controller.attach_storage_backend(
+            "dynamic",
+            prefetch_threshold=PAGE_TOKENS,
+            model_name="a-model",
+            storage_backend_extra_config=extra_config(socket),
+        )
+    rank.backend = rank.controller.storage_backend
+    rank.wait_usable()
+    assert rank.backend.batch_exists(keys(40)) == 0
+    store(rank, 41)
+    assert rank.backend.batch_exists(keys(41)) == PAGES
+    clear(rank)
+    assert rank.backend.batch_exists(keys(41)) == 0
+    assert other.backend.batch_exists(keys(40)) == PAGES

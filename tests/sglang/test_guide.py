@@ -1,0 +1,32 @@
+"""The guide's flags and its example's are those of the SGLang that is tested with."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from sglang.srt.arg_groups.fields import memory
+from sglang.srt.server_args import ServerArgs
+
+from tests.daemons import ROOT
+
+FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
+OURS = {"socket", "pool-directory", "pool-bytes", "checkout"}
+VALUES = ("page_first", "page_first_direct", "page_first_kv_split", "layer_first", "page_head")
+
+
+@pytest.mark.parametrize("page", ["docs/sglang.md", "examples/sglang/run.sh"])
+def test_every_flag_is_one_of_sglangs(page: str) -> None:
+    named = set(FLAG.findall((ROOT / page).read_text())) - OURS
+    assert "hicache-storage-backend-extra-config" in named
+    known = {name for kind in ServerArgs.__mro__ for name in vars(kind).get("__annotations__", {})}
+    assert {flag for flag in named if flag.replace("-", "_") not in known} == set()
+
+
+def test_what_the_guide_says_of_layouts_and_modes_sglang_takes() -> None:
+    taken = Path(memory.__file__).read_text()
+    said = (ROOT / "docs" / "sglang.md").read_text()
+    for value in (*VALUES, "buffer_only"):
+        assert f'"{value}"' in taken
+        assert value in said

@@ -1,0 +1,190 @@
+"""A world's end: faults stop, everybody who asks is served, all leave, and nothing stays behind."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvd.core import events as ev
+from kvd.core.events import JobKind, LeaseMode
+from kvd.core.keys import RequestId, TenantId
+from kvd.runtime.verify import Stage, Verifier
+from tests.core import invariants
+from tests.simulation.whole.drawn import LONGEST, batch, hash_of, key_of
+
+if TYPE_CHECKING:
+    from tests.simulation.whole.engine import RawEngine
+    from tests.simulation.whole.world import World
+
+DEADLINES_S = 66.0  # past every deadline of what was in flight
+PRESSED_S = 4.0  # so long the quick ones have the pool for themselves
+SETTLE_S = 75.0
+SERVED_S = 30.0  # within which everybody who asks is served, once faults have stopped
+TURN_S = 0.02
+TURNS_A_PRESS = 6  # what was stored is asked for before all of its group is stored over
+VERIFIED_S = 20.0
+
+
+def settle(world: World) -> None:
+    """Faults stop."""
+    if world.hazards.is_dead:
+        world.restart()
+    else:
+        world.hazards.begin_again()
+    world.around.temper.calm()
+    world.tiers.temper.calm()
+    for tenant in ("red", "blue"):
+        token = world.daemon.driver.next_token()
+        world.daemon.driver.call(ev.QuotaSet(token, TenantId(tenant), 0))
+    _serve_all(world)
+    for engine in world.engines:
+        engine.look()
+        engine.die()
+    world.loop.run_for(SETTLE_S)
+    _check_rest(world)
+
+
+# -- everybody is served --------------------------------------------------------------------------
+
+
+def _serve_all(world: World) -> None:
+    """Liveness and fairness: some fill the pool and store on and on, then the others come.
+
+    A store and a load of everybody's, in each group, end well within a bound.
+    """
+    world.loop.run_for(DEADLINES_S)
+    order = world.random.sample(world.engines, len(world.engines))
+    quick = order[: world.random.randrange(len(order))]
+    _run_until(world, PRESSED_S, lambda: _take_turns(world, quick, []))
+    asking = {e.name: Asking(e) for e in world.engines}
+    waiting = [e for e in world.engines if e not in quick] + quick
+
+    def everybody() -> bool:
+        _take_turns(world, quick, [asking[e.name] for e in waiting])
+        for engine in list(waiting):
+            if asking[engine.name].is_served:
+                waiting.remove(engine)
+                quick.append(engine)
+        return not waiting
+
+    _run_until(world, SERVED_S, everybody)
+    names = ", ".join(f"{e.name} ({asking[e.name].told()})" for e in waiting)
+    assert not waiting, f"not served within {SERVED_S:.0f} s: {names}"
+
+
+def _run_until(world: World, seconds: float, turn: Any) -> None:
+    end = world.loop.now + seconds
+    while world.loop.now < end and not turn():
+        world.loop.run_for(TURN_S)
+        if world.error is not None:
+            raise world.error
+
+
+def _take_turns(world: World, quick: list[RawEngine], asking: list[Asking]) -> bool:
+    presses = int(world.loop.now / TURN_S) % TURNS_A_PRESS == 0
+    for engine in quick if presses else ():
+        if _is_there(world, engine):
+            _press(engine)
+    for each in asking:
+        if _is_there(world, each.engine):
+            each.ask()
+    return False
+
+
+def _is_there(world: World, engine: RawEngine) -> bool:
+    engine.is_plain = True
+    if engine.daemon is world.daemon:
+        engine.look()
+    if engine.daemon is not world.daemon or not engine.usable:
+        engine.connect(world.daemon)
+        return False
+    return True
+
+
+def _press(engine: RawEngine) -> None:
+    """Store on and on, so that the others have to be served beside it."""
+    for group in range(len(engine.model.widths)):
+        engine.pressed += 1
+        chain = 2_000_000 + hash_of(engine.name) * 1_000 + engine.pressed
+        keys = [key_of(chain, 10 + place, "") for place in range(LONGEST)]
+        context = ev.RequestContext(RequestId("press"))
+        engine.start_job(JobKind.STORE, group, keys, context)
+
+
+class Asking:
+    """One engine that wants a block of its own stored and loaded in each group."""
+
+    def __init__(self, engine: RawEngine) -> None:
+        self.engine = engine
+        self._left = list(range(len(engine.model.widths)))
+        self._loads = 0
+        self._job = 0
+        self._is_loading = False
+
+    @property
+    def is_served(self) -> bool:
+        return not self._left
+
+    def ask(self) -> None:
+        """Go on with the first group of which nothing was loaded."""
+        engine = self.engine
+        if self._job in engine.jobs:
+            return
+        if self._is_loading and engine.loads_done > self._loads:
+            self._left.pop(0)
+        self._is_loading = False
+        if not self._left:
+            return
+        keys = [key_of(1_000_000 + hash_of(engine.name), 10 + self._left[0], "")]
+        context = ev.RequestContext(RequestId("plain"))
+        query = ev.Query(context, self._left[0], batch(keys), LeaseMode.ALL)
+        (answer,) = engine.call(ev.LookupRequested(engine.session_id, (query,)))
+        self._is_loading = answer.lease is not None
+        self._loads = engine.loads_done
+        kind = JobKind.LOAD if self._is_loading else JobKind.STORE
+        engine.start_job(kind, self._left[0], keys, context)
+        self._job = engine.last_job
+        if answer.lease is not None:
+            engine.call(ev.LeasesReleased(engine.session_id, (answer.lease,)))
+
+    def told(self) -> str:
+        """For whoever asks why it is not served."""
+        engine = self.engine
+        ranks = f"{len(engine.movers)} of {len(engine.model.ranks)} ranks"
+        return f"session {engine.session}, ready {engine.is_ready}, {ranks}, groups {self._left}"
+
+
+# -- nothing stays behind -------------------------------------------------------------------------
+
+
+def _check_rest(world: World) -> None:
+    if world.error is not None:
+        raise world.error
+    machine, daemon = world.daemon.machine, world.daemon
+    found = machine.statistics()
+    assert found.slots.reserved == 0, "a reserved slot was never freed"
+    assert found.slots.quarantined == 0, "a quarantined slot was never freed"
+    in_flight = (found.transfers, found.leases, found.followed_keys)
+    assert in_flight == (0, 0, 0), "something never ended"
+    assert (found.hand_offs, found.handed_off_blocks) == (0, 0), "held for ever"
+    assert found.rows_retiring == 0, "a row was never taken back"
+    assert not world.ledger.jobs, "a job never ended"
+    assert not daemon.driver.fleet.running(), "a mover runs for nobody"
+    assert not daemon.driver.sessions, "a session stays"
+    assert not daemon.rooms.sessions.by_id, "a session stays in control"
+    unshared = [n for n in machine.state.namespaces.values() if n.spec.unshared]
+    assert not unshared, "a private namespace stayed"
+    assert {s.epoch for s in machine.state.scopes.values()} <= {""}, "an own epoch stayed"
+    invariants.check(machine)
+    world.ledger.compare(machine, daemon.pool)
+    _verify(world)
+
+
+def _verify(world: World) -> None:
+    """`kvd verify` finds nothing."""
+    daemon = world.daemon
+    verifier = Verifier(daemon.machine, daemon.pool, daemon.driver.turns)
+    for stage in (Stage.ACCOUNTS, Stage.BLOCKS, Stage.EXTENTS, Stage.REGISTRY):
+        task = world.loop.create_task(verifier.look(stage, 0, with_bytes=False))
+        world.loop.run_until(world.loop.now + VERIFIED_S, task.done)
+        found = task.result().findings
+        assert not found, f"kvd verify finds {found[0]}"

@@ -1,0 +1,89 @@
+"""Threads that do a call's pieces at once: nothing of a call goes on when it has ended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+
+import pytest
+
+from kvd.tiers.gang import Flow, Gang
+
+
+@pytest.fixture
+def gang() -> Iterator[Gang]:
+    with closing(Gang("test", 3)) as gang:
+        yield gang
+
+
+def test_a_flow_ends_when_what_its_pieces_added_has_ended(gang: Gang) -> None:
+    done: list[int] = []
+
+    def descend(flow: Flow, depth: int) -> None:
+        done.append(depth)
+        if depth:
+            flow.add([partial(descend, flow, depth - 1)] * 2)
+
+    with gang.flow() as flow:
+        flow.add([partial(descend, flow, 6)])
+    assert sorted(done) == sorted(6 - depth for depth in range(7) for _ in range(2**depth))
+
+
+def test_pieces_begin_while_others_are_still_added(gang: Gang) -> None:
+    began = threading.Event()
+    with gang.flow() as flow:
+        flow.add([began.set])
+        assert began.wait(20)
+        flow.add([began.clear])
+    assert not began.is_set()
+
+
+def test_calls_of_many_threads_end_each_with_its_own_pieces(gang: Gang) -> None:
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        done: list[int] = []
+        with gang.flow() as flow:
+            for _ in range(50):
+                flow.add([partial(done.append, number)] * 3)
+        if done != [number] * 150:
+            wrong.append(number)
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_piece_that_breaks_is_told_once_the_others_have_ended(gang: Gang) -> None:
+    done: list[int] = []
+    with pytest.raises(AssertionError, match="a piece of a call broke"), gang.flow() as flow:
+        flow.add([lambda: done.append(1 // 0), *[partial(done.append, n) for n in range(9)]])
+    assert sorted(done) == list(range(9))
+
+
+def test_who_breaks_while_he_adds_waits_for_what_he_added(gang: Gang) -> None:
+    may, done = threading.Event(), list[int]()
+
+    def late() -> None:
+        may.wait(20)
+        done.append(1)
+
+    def call() -> None:
+        with gang.flow() as flow:
+            flow.add([late, may.set])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        call()
+    assert done == [1]
+
+
+def test_nothing_to_do_is_done(gang: Gang) -> None:
+    gang.do([])
+    with gang.flow() as flow:
+        flow.add([])
