@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import leaks
+from tests import hangs, leaks
 from tests.daemon_process import DaemonProcess
 
 # No example is judged by how long it took: these machines stall. CI draws the same examples each
@@ -35,6 +35,10 @@ if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
 
 # These run in environments of their own: `make test-vllm`, `make test-sglang`.
 collect_ignore = [each for each in ("vllm", "sglang") if importlib.util.find_spec(each) is None]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(hangs, "tests.hangs")
 
 
 def pytest_report_header() -> list[str]:
