@@ -1,8 +1,8 @@
 """A test that hangs fails, and every thread's stack is told.
 
-pytest-timeout and pytest's own `faulthandler_timeout` set one timer for all of a test, and take it away
-at its first failure: a teardown after a failure, and the run after that, may hang for ever. Here each
-phase has a timer of its own.
+pytest-timeout and pytest's own `faulthandler_timeout` set one timer for all of a test, and take it
+away at its first failure: a teardown after a failure, and the run after that, may hang for ever.
+Here each phase has a timer of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 import pytest
 
 SECONDS = float(os.environ.get("TEST_HANG_SECONDS", "300"))
-"""What no set-up, call or teardown takes: the slowest takes 40 s, and a busy machine's are slower."""
+"""What no set-up, call or teardown takes: the slowest takes 40 s, on a busy machine longer."""
 GRACE_SECONDS = SECONDS / 5
 """After so long more the process ends: no signal is heeded where the thread hangs."""
 
@@ -26,7 +26,7 @@ _STDERR = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep the real stderr: while a test runs, descriptor 2 is a file that goes with the process."""
+    """Keep the real stderr: while a test runs, descriptor 2 is a file that ends with it."""
     config.stash[_STDERR] = os.dup(2)
 
 

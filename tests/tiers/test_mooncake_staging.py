@@ -309,8 +309,8 @@ def test_a_real_cluster_keeps_blocks_of_every_shape_and_loses_them_with_its_node
         assert set(others.read(came, soon())) == {DONE}
         same = [bytes_of(each) for each in came] == [bytes_of(each) for each in blocks]
         assert same
-        # Between two calls: where a node dies while bytes come, Mooncake may wait for 60 s, and then
-        # the store never returns. tests/tiers/test_mooncake_faults.py has that, in a process of its own.
+        # Between two calls: where it dies while bytes come, Mooncake may wait for 60 s, and then
+        # the store never returns. test_mooncake_faults.py has that, in a process of its own.
         end(cluster.nodes[0])
         outcomes, began = [DONE], time.monotonic()
         while DONE in outcomes:
