@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import threading
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from examples.cluster.mooncake import MooncakeCluster, end, free_port
 from kvd.tiers.process import OrderEnd, TierProcess, TierRefused
-from kvd.tiers.store import Outcome, TierError, TierReason
-from tests.tiers.contract import BLOCK_BYTES, ONE, content, key, source, target
-from tests.tiers.mooncake_cluster import freeze, mooncake_cluster, opened, options_of
+from kvd.tiers.store import Outcome, TierReason
+from tests.tiers.mooncake_cluster import freeze, mooncake_cluster, options_of
+from tests.tiers.mooncake_reader import THREADS, WatchedReader
 from tests.tiers.tier_rig import TierRig, keys, on_loop, placed, soon, tier_rig, until
 from tests.waiting import wait_until
 
@@ -191,38 +188,17 @@ async def test_without_a_master_the_process_does_not_start_and_says_why() -> Non
 
 
 def test_no_wrong_byte_while_nodes_come_and_go_and_blocks_are_evicted(tmp_path: Path) -> None:
-    """Many blocks, little room, two nodes of which one is always about to be killed."""
+    """Many blocks, little room, two nodes of which one is killed while all goes well."""
+
+    def a_hundred_more() -> None:
+        wanted = reader.right + 100
+        wait_until(lambda: reader.look() >= wanted, "a hundred blocks to be read", 60)
+
     with mooncake_cluster(tmp_path, megabytes=16, nodes=2) as cluster:
-        store = opened(cluster, calls=3)
-        ended = threading.Event()
-        done: list[int] = []
-        wrong: list[int] = []
-
-        def work(seed: int) -> None:
-            draw = np.random.default_rng(seed)
-            while not ended.is_set():
-                some = [int(n) for n in draw.choice(1000, 24, replace=False)]
-                with contextlib.suppress(TierError):
-                    store.write([source(key(n), content((n, ONE))) for n in some], soon())
-                    blocks = [target(key(n), BLOCK_BYTES) for n in some]
-                    outcomes = store.read(blocks, soon())
-                    for n, block, outcome in zip(some, blocks, outcomes, strict=True):
-                        if outcome is DONE:
-                            same = bytes(block.parts[0]) == content((n, ONE))
-                            (done if same else wrong).append(n)
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        for _ in range(2):
-            time.sleep(1.0)
-            end(cluster.nodes.pop(0))
-            cluster.start_node()
-        try:
-            wait_until(lambda: len(done) > 100, "a hundred blocks to be read")
-        finally:
-            ended.set()
-            for thread in threads:
-                thread.join()
-        assert wrong == []
-        store.close()
+        with WatchedReader(options_of(cluster, calls=THREADS)) as reader:
+            for _ in range(3):
+                a_hundred_more()
+                end(cluster.nodes.pop(0))
+                cluster.start_node()
+            a_hundred_more()
+        assert reader.wrong == 0
