@@ -8,8 +8,9 @@ SHELL := /bin/bash
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # Most tests wait more than they compute: so many modules run at a time, on two processors too.
-# Those with slow tests come first (tests/conftest.py).
-BESIDE := --dist loadfile --no-loadscope-reorder -n
+# Those with slow tests come first (tests/conftest.py). A worker that a hang ended is not replaced:
+# another one might wait for ever for its work.
+BESIDE := --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -n
 TESTS_BESIDE ?= 3
 VLLM_TESTS_BESIDE ?= 2
 

@@ -18,7 +18,7 @@ import pytest
 
 SECONDS = float(os.environ.get("TEST_HANG_SECONDS", "300"))
 """What no set-up, call or teardown takes: the slowest takes 40 s, on a busy machine longer."""
-GRACE_SECONDS = SECONDS / 5
+GRACE_SECONDS = max(5, SECONDS / 5)
 """After so long more the process ends: no signal is heeded where the thread hangs."""
 
 

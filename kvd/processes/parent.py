@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import enum
 import os
+import socket
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import ClassVar
 
 from kvd.core.lifecycle import step
-from kvd.processes.framing import BadFrame, FrameReader, frame
+from kvd.processes.framing import MAX_FRAME_BYTES, BadFrame, FrameReader, frame
 from kvd.processes.launch import Launched, how_it_ended
 
 MAX_BYTES_UNREAD = 64 << 20  # a process that lets this much lie hangs, and is ended
 STOP_S = 3.0
 _LAST_WORDS_S = 1.0  # for what a dead process wrote to be read
+_READ_BYTES = 1 << 18
 
 
 class StartStage(enum.Enum):
@@ -69,7 +72,10 @@ class Channel(asyncio.Protocol):
         except (BadFrame, TypeError, ValueError, RecursionError, struct.error) as error:
             self._owner.end_because(f"wrote nonsense: {error}")
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - asyncio's name
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:  # a write to a dead process failed before its last words were read
+            for data in self._owner.left_unread():
+                self.data_received(data)
         self._owner.channel_closed()
 
 
@@ -91,6 +97,7 @@ class OwnedProcess(ABC):
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._gone: asyncio.Future[None] = self._loop.create_future()
         self._transport: asyncio.WriteTransport | None = None
+        self._end_of_ours: socket.socket | None = None  # outlives its transport
         self._reason = ""  # of its end; what it said of that itself, or why control ended it
         self._how_ended = ""  # what the system says of its end, where nobody says more
         self._start_stage = StartStage.STARTING
@@ -169,6 +176,14 @@ class OwnedProcess(ABC):
             self._reason = self._reason or reason
             self._child.kill()
 
+    def left_unread(self) -> Iterator[bytes]:
+        """What the channel still holds once its transport is closed; a frame's length at most."""
+        with suppress(OSError):
+            for _ in range(MAX_FRAME_BYTES // _READ_BYTES):
+                if self._end_of_ours is None:
+                    return
+                yield self._end_of_ours.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+
     def channel_closed(self) -> None:
         """The process has closed its end, which it does only by ending."""
         if self._end_signs is EndSigns.RUNNING:
@@ -192,6 +207,7 @@ class OwnedProcess(ABC):
     ) -> None:
         """From a process that waits to one that serves."""
         try:
+            self._end_of_ours = launched.end.dup()
             self._note_start()
             self._start_stage = step(START_STEPS, self._start_stage, StartStage.NOTED)
             transport, _ = await self._loop.create_unix_connection(
@@ -242,6 +258,9 @@ class OwnedProcess(ABC):
     def _close(self) -> None:
         if self._transport is not None:
             self._transport.close()
+        if self._end_of_ours is not None:
+            self._end_of_ours.close()
+            self._end_of_ours = None
         self._let_go()
         if self.pidfd >= 0:
             os.close(self.pidfd)

@@ -103,7 +103,9 @@ class SharedExtents:
 
         Whoever keeps a view of one keeps that very array alive.
         """
-        return {extent: np.frombuffer(self._mapped[extent].mapped, np.uint8) for extent in extents}
+        with self._lock:  # `use` takes what is wanted out for a moment, to put it last
+            mapped = {extent: self._mapped[extent].mapped for extent in extents}
+        return {extent: np.frombuffer(each, np.uint8) for extent, each in mapped.items()}
 
     def _make_room(self, count: int, wanted: frozenset[int]) -> None:
         excess = len(self._mapped) + count - self._most

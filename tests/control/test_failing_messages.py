@@ -12,6 +12,7 @@ import pytest
 from kvd.control.sessions.outbox import Outbox
 from kvd.control.sessions.session import SchedulerSession
 from kvd_proto.v1 import engine_pb2 as pb
+from tests.control.live_session import live_session
 
 
 class FailingVerbs:
@@ -33,10 +34,9 @@ async def handle(error: Exception) -> Outbox:
         verbs=FailingVerbs(error), refused=lambda _reason: None, time_message=lambda *_: None
     )
     outbox = Outbox()
-    live: Any = SimpleNamespace(id=1, peer=SimpleNamespace(uid=0))
     none: Any = None
     session = SchedulerSession(none, rooms, outbox)  # type: ignore[arg-type]
-    session.live = live
+    session.live = live_session()
 
     async def requests() -> AsyncIterator[pb.SessionRequest]:
         yield pb.SessionRequest(step=pb.Step(sequence=4))

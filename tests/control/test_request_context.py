@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from google.protobuf import struct_pb2
 
 from kvd.control import convert
-from kvd.control.sessions.verbs import LiveSession, Verbs
+from kvd.control.sessions.verbs import Verbs
 from kvd.core import events as ev
 from kvd.core.actions import Answer, Verdict
 from kvd.core.errors import InvalidArgument
-from kvd.core.keys import NamespaceId, SessionId, TenantId
-from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd.core.keys import SessionId
 from kvd.runtime.batching import PIECE_TOLD
 from kvd.runtime.recorder import Recorder
 from kvd.runtime.told_lookups import ToldLookups
 from kvd.runtime.turns import FairQueue
-from kvd_proto.groups import GroupKind
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 from tests.control.daemon_rig import hashes, load_job, store_job
-
-SPEC = NamespaceSpec(
-    "ns", TenantId("default"), 32, (GroupSpec(GroupKind.FULL_ATTENTION, 1, (4096,)),)
-)
+from tests.control.live_session import live_session
 
 
 def struct(**fields: Any) -> struct_pb2.Struct:
@@ -77,11 +71,6 @@ class ListeningDriver:
         return [Answer(b"", None) for _ in queries]
 
 
-def live() -> LiveSession:
-    peer: Any = SimpleNamespace(uid=0)
-    return LiveSession(SessionId(1), NamespaceId(1), SPEC, peer, "engine", 1)
-
-
 def with_context(job: Any) -> Any:
     job.context.CopyFrom(full_context())
     return job
@@ -108,7 +97,9 @@ async def test_every_part_of_a_step_carries_its_requests_context(verb: str) -> N
     driver: Any = ListeningDriver()
     step = STEPS[verb]()
     step.sequence = 1
-    await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).step(live(), step)
+    await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).step(
+        live_session(), step
+    )
     (event,) = driver.events
     check(event.context)
 
@@ -122,7 +113,9 @@ async def test_others_get_on_while_a_step_tells_of_many_requests() -> None:
     driver.let_others_in = let_others_in
     many = [pb.RequestLookup(request_id=f"r{n}") for n in range(2 * PIECE_TOLD + 1)]
     step = pb.Step(sequence=1, requests=many)
-    await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).step(live(), step)
+    await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).step(
+        live_session(), step
+    )
     first, one, second, two, rest = driver.events
     assert (one, two) == ("others", "others")
     told = [each.request for piece in (first, second, rest) for each in piece.requests]
@@ -133,7 +126,7 @@ async def test_lookup_carries_its_requests_context() -> None:
     driver: Any = ListeningDriver()
     run = common_pb2.KeyRun(hashes=hashes(1))
     await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).lookup(
-        live(), [pb.Query(context=full_context(), run=run)]
+        live_session(), [pb.Query(context=full_context(), run=run)]
     )
     (query,) = driver.events
     check(query.context)

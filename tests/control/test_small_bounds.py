@@ -31,6 +31,7 @@ from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.runtime import damage
 from kvd_proto.v1 import engine_pb2
+from tests.control.live_session import live_session
 from tests.control.running_daemon import RunningDaemon
 
 SHORT_S = 0.05
@@ -76,9 +77,8 @@ class SlowDriver:
 
 def slow_session(told: list[Any]) -> SchedulerSession:
     rooms = cast("SessionContext", SimpleNamespace(driver=SlowDriver()))
-    live: Any = SimpleNamespace(id=SessionId(1), peer=SimpleNamespace(uid=0))
     session = SchedulerSession(cast("Any", None), rooms, cast("Any", Outbox(told)))
-    session.live = live
+    session.live = live_session()
     return session
 
 

@@ -9,15 +9,13 @@ import pytest
 from google.protobuf import struct_pb2
 
 from kvd.control.sessions import wire
-from kvd.control.sessions.verbs import LiveSession, step_parts
+from kvd.control.sessions.verbs import step_parts
 from kvd.core.errors import KvdError
-from kvd.core.keys import SessionId, TenantId
-from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.runtime.turns import FairQueue, Pace
-from kvd_proto.groups import GroupKind
 from kvd_proto.limits import MAX_IDS
 from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
+from tests.control.live_session import live_session
 from tests.control.test_malformed_requests import scrambled
 
 HASH = bytes(range(32))
@@ -142,12 +140,6 @@ def test_a_structure_that_is_nested_too_deeply_is_unreadable_and_its_number_is_f
 @pytest.mark.parametrize("content", [b"", b"\xff" * 9, b"\x12", b"\x12\x05\x08", _part(4, b"\x08")])
 def test_a_number_that_can_not_be_found_is_none(content: bytes) -> None:
     assert wire.unreadable_request(content, KvdError("why")).number == 0
-
-
-def live_session() -> LiveSession:
-    group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (4096,))
-    spec = NamespaceSpec("f", TenantId("t"), 32, (group,), False)
-    return LiveSession(SessionId(1), 1, spec, None, "e", 1)  # type: ignore[arg-type]
 
 
 def test_the_largest_legal_steps_are_checked_in_small_pieces() -> None:

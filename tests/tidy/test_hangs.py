@@ -1,8 +1,9 @@
-"""A test that hangs ends, wherever it hangs, and the rest is run."""
+"""A test that hangs ends, wherever it hangs, and so does the run."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,23 +28,25 @@ def never_torn_down():
 def test_teardown_after_a_failure(never_torn_down):
     assert False
 
+def test_good():
+    pass
+"""
+DEAF = """
+import signal, time
+
 def test_deaf():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
     place_without_signals()
 
 def place_without_signals():
     time.sleep(600)
-
-def test_good():
-    pass
 """
 
 
-def test_hangs_are_told_and_ended(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text(HANGS)
-    words = ["-p", "tests.hangs", "-p", "no:cacheprovider", "-c", "/dev/null", "--reruns", "1"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "pytest", *words, "-n", "1", "--rootdir", tmp_path, tmp_path],
+def run_of(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    words = ("-p", "tests.hangs", "-p", "no:cacheprovider", "-c", "/dev/null", *words)
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *words, "--rootdir", place, place],
         cwd=ROOT,
         env={**os.environ, "TEST_HANG_SECONDS": "1"},
         check=False,
@@ -51,9 +54,26 @@ def test_hangs_are_told_and_ended(tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
+
+
+def test_hangs_are_told_and_ended(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(HANGS)
+    ran = run_of(tmp_path, "--reruns", "1", "-n", "1")
     assert "in name_of_the_place" in ran.stdout
     assert "hung for 1 s" in ran.stdout
-    assert "in place_without_signals" in ran.stderr
-    for name in ("test_call", "test_teardown_after_a_failure", "test_deaf"):
+    for name in ("test_call", "test_teardown_after_a_failure"):
         assert f"test_it.py::{name}" in ran.stdout
     assert "1 passed" in ran.stdout.splitlines()[-1], ran.stdout
+
+
+def test_a_hang_that_no_signal_reaches_ends_its_worker_and_the_run_fails(tmp_path: Path) -> None:
+    (tmp_path / "test_deaf.py").write_text(DEAF)
+    for n in range(5):
+        (tmp_path / f"test_good_{n}.py").write_text("def test_good():\n    pass\n")
+    beside = re.search(r"^BESIDE := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert beside is not None
+    ran = run_of(tmp_path, *beside.group(1).split(), "2")
+    assert ran.returncode == 1, ran.stdout
+    assert "in place_without_signals" in ran.stderr
+    assert "test_deaf.py::test_deaf" in ran.stdout
+    assert "1 failed" in ran.stdout.splitlines()[-1], ran.stdout

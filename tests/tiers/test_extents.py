@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvd.core.keys import RowId
 from kvd.linux.proc import mapped_inodes
-from kvd.processes.mappings import ExtentFiles
+from kvd.processes.mappings import ExtentFiles, Mapping
 from kvd.tiers.extents import MAX_MAPPED_EXTENTS, SharedExtents, most_mapped
 from kvd.tiers.store import TierError
 
@@ -146,3 +149,31 @@ def test_a_store_that_must_know_the_memory_is_told_of_all_that_is_mapped(
     assert 0 not in rig.mapped()
     rig.close()
     assert told.known == {}
+
+
+class SlowToPut(dict[int, Mapping]):
+    """What is taken out is put back a little later."""
+
+    def __init__(self, mapped: dict[int, Mapping]) -> None:
+        super().__init__(mapped)
+        self.taken = threading.Event()
+
+    def pop(self, *sought: Any) -> Any:
+        found = super().pop(*sought)
+        self.taken.set()
+        time.sleep(0.1)
+        return found
+
+
+def test_extents_are_lent_while_others_begin_to_use_them(rig: Rig) -> None:
+    rig.use(0, 1)
+    slow = rig.extents._mapped = SlowToPut(rig.extents._mapped)
+    user = threading.Thread(target=rig.use, args=(0, 1))
+    user.start()
+    try:
+        assert slow.taken.wait(30)
+        assert sorted(rig.extents.lend([0, 1])) == [0, 1]
+    finally:
+        user.join()
+    for _ in range(2):
+        rig.extents.release([0, 1])

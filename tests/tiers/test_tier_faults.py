@@ -237,10 +237,12 @@ async def test_what_a_store_forks_maps_no_extent_and_hides_no_end() -> None:
             os.kill(forked, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("written", [False, True])
 @on_loop
 async def test_a_last_word_counts_though_the_process_had_ended_before_it_was_read(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, written: bool
 ) -> None:
+    """Also where control writes to it before that, which fails and closes the transport."""
     monkeypatch.setattr(parent, "_LAST_WORDS_S", 10.0)
     async with tier_rig() as r:
         tier = await r.start(BAD + "KeepsMemory", how="block")
@@ -252,7 +254,10 @@ async def test_a_last_word_counts_though_the_process_had_ended_before_it_was_rea
         await until(lambda: tier._end_signs is parent.EndSigns.REAPED)
         assert tier.ending
         assert not r.sink.gone
-        unread.resume_reading()
+        if written:
+            unread.write(bytes(8))
+        else:
+            unread.resume_reading()
         await r.sink.until(lambda: r.sink.gone)
         assert r.sink.gone == ["its store kept hold of memory after a call had returned"]
 

@@ -37,6 +37,7 @@ from tests.tiers.contract import BLOCK_BYTES, content, has, keep, key, soon, sou
 from tests.tiers.valkey_rig import ValkeyServer, server_binary, until
 
 SECONDS = 0.5
+PATIENT_S = 30.0  # where an answer comes
 VALUE = bytes(range(256)) * 40
 needs_server = pytest.mark.skipif(server_binary() is None, reason="no Valkey server is here")
 
@@ -59,7 +60,7 @@ def one_that_says(*pieces: bytes, hangs_up: bool = False) -> Iterator[Line]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         speaker = threading.Thread(target=say)
         speaker.start()
-        line = Line("127.0.0.1", listener.getsockname()[1], SECONDS)
+        line = Line("127.0.0.1", listener.getsockname()[1], PATIENT_S)
         try:
             yield line
         finally:
@@ -77,8 +78,8 @@ def halves(room: bytearray) -> Room:
     return view[: len(room) // 2], view[len(room) // 2 :]
 
 
-def asked(line: Line, count: int, *into: Room) -> list[Answer]:
-    return line.run([["GET", b"name"]] * count, SECONDS, into)
+def asked(line: Line, count: int, *into: Room, seconds: float = PATIENT_S) -> list[Answer]:
+    return line.run([["GET", b"name"]] * count, seconds, into)
 
 
 def cut(stream: bytes, size: int) -> list[bytes]:
@@ -153,7 +154,7 @@ def test_what_is_just_in_the_bounds_is_told() -> None:
         assert told == [1]
     for length, kept in ((MAX_TOLD_BYTES, MAX_TOLD_BYTES), (MAX_TOLD_BYTES + 1, 0)):
         with one_that_says(bulk(bytes(length)), b"+OK\r\n") as line:
-            value, ok = line.run([["GET", b"name"]] * 2, 5)
+            value, ok = line.run([["GET", b"name"]] * 2, PATIENT_S)
             assert (len(value), ok) == (kept, b"OK")
 
 
@@ -162,9 +163,9 @@ def test_all_answers_of_a_run_have_in_all_what_one_may_have_and_the_next_run_as_
 ):
     half = bulk(bytes(MAX_TOLD_BYTES // 2))
     with one_that_says(half + b"*2\r\n" + half + bulk(b"x"), half) as line:
-        one, (other, short) = line.run([["MGET", b"name"]] * 2, 5)
+        one, (other, short) = line.run([["MGET", b"name"]] * 2, PATIENT_S)
         assert (len(one), len(other), short) == (MAX_TOLD_BYTES // 2, MAX_TOLD_BYTES // 2, b"")
-        (again,) = line.run([["GET", b"name"]], 5)
+        (again,) = line.run([["GET", b"name"]], PATIENT_S)
         assert len(again) == MAX_TOLD_BYTES // 2
 
 
@@ -174,9 +175,9 @@ def test_lines_in_lists_are_bounded_in_sum(kind: str, monkeypatch: pytest.Monkey
     four = f"{kind}1234\r\n".encode()
     with one_that_says(b"*2\r\n" + 2 * four, b"*2\r\n" + 2 * four) as line:
         for _ in range(2):
-            assert len(line.run([["SCAN", b"0"]], 5)[0]) == 2
+            assert len(line.run([["SCAN", b"0"]], PATIENT_S)[0]) == 2
     with one_that_says(b"*3\r\n" + 3 * four) as line, pytest.raises(ConnectionError):
-        line.run([["SCAN", b"0"]], 5)
+        line.run([["SCAN", b"0"]], PATIENT_S)
 
 
 def test_lists_that_are_just_in_the_bounds_together_are_told(
@@ -185,10 +186,10 @@ def test_lists_that_are_just_in_the_bounds_together_are_told(
     monkeypatch.setattr("kvd.tiers.valkey.line.MAX_TOLD_VALUES", 5)
     nested = b"*2\r\n*1\r\n:1\r\n*2\r\n:2\r\n:3\r\n"
     with one_that_says(nested, nested + b"*0\r\n", nested + b"*1\r\n:1\r\n") as line:
-        assert line.run([["SCAN", b"0"]], 5) == [[[1], [2, 3]]]
-        assert line.run([["SCAN", b"0"]] * 2, 5) == [[[1], [2, 3]], []]
+        assert line.run([["SCAN", b"0"]], PATIENT_S) == [[[1], [2, 3]]]
+        assert line.run([["SCAN", b"0"]] * 2, PATIENT_S) == [[[1], [2, 3]], []]
         with pytest.raises(ConnectionError):
-            line.run([["SCAN", b"0"]] * 2, 5)
+            line.run([["SCAN", b"0"]] * 2, PATIENT_S)
 
 
 @pytest.mark.parametrize("hangs_up", [False, True])
@@ -198,7 +199,7 @@ def test_a_server_that_stops_speaking_is_waited_for_once(said: bytes, *, hangs_u
     failure = ConnectionError if hangs_up else TimeoutError
     room = memoryview(bytearray(len(VALUE)))
     with one_that_says(said, hangs_up=hangs_up) as line, pytest.raises(failure):
-        asked(line, 2, (room,), (room,))
+        asked(line, 2, (room,), (room,), seconds=SECONDS)
     assert time.monotonic() - began < 2 * SECONDS + 0.5
 
 
@@ -427,7 +428,8 @@ def test_blocks_go_encrypted_where_both_sides_trust(server: ValkeyServer, tmp_pa
     known = {"cert_file": str(mine[0]), "key_file": str(mine[1])}
     stranger = dict(zip(known, map(str, certificate(tmp_path, "stranger")), strict=True))
     with encrypted(server, context) as address:
-        with opened(server, addresses=[address], **trust, **known) as store:
+        patient = {f"{what}_timeout_seconds": PATIENT_S for what in ("request", "connect")}
+        with opened(server, addresses=[address], **trust, **known, **patient) as store:
             keep(store, range(8))
             large = source(key(99), content(99, 3 << 20), content(98, 8))
             assert store.write([large], soon()) == [Outcome.DONE]
