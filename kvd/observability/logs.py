@@ -68,7 +68,7 @@ class JsonFormatter(logging.Formatter):
             fields["audit"] = audited
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        return json.dumps(fields, ensure_ascii=False)
+        return json.dumps(fields)  # in ASCII: a name's characters move no terminal's cursor
 
 
 class JournalFormatter(logging.Formatter):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvd.observability.logs import JournalFormatter, TextFormatter, goes_to_journal
+from kvd.observability.logs import JournalFormatter, JsonFormatter, TextFormatter, goes_to_journal
 from tests.control.daemon_rig import RawEngine, identity
 from tests.control.running_daemon import RunningDaemon, daemon
 
@@ -73,3 +73,12 @@ def test_every_line_of_a_record_has_its_priority(level: str) -> None:
     lines = JournalFormatter(TextFormatter()).format(record).split("\n")
     assert len(lines) == 2
     assert all(line.startswith(f"<{LEVELS[level]}>") for line in lines)
+
+
+@pytest.mark.parametrize("name", ["\x9b31m", "\u2028", "\udc80", "\x1b[2J", "é"])
+def test_what_a_name_holds_reaches_no_terminal_by_json(name: str) -> None:
+    record = logging.LogRecord("kvd", logging.INFO, "", 1, "tenant %s", (name,), None)
+    line = JsonFormatter().format(record)
+    assert line.isprintable()
+    assert line.isascii()
+    assert json.loads(line)["message"] == f"tenant {name}"

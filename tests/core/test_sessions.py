@@ -170,6 +170,16 @@ def test_movers_whose_copies_run_on_end_when_the_grace_has_passed(bench: Bench) 
     assert bench.machine.statistics().slots.quarantined == 0
 
 
+def test_only_ranks_whose_copies_run_on_are_called_late(bench: Bench) -> None:
+    bench.open(ranks=2)
+    _, second = only(bench.store([1]), act.StartTransfer)
+    bench.finish([second], DONE)
+    bench.close()
+    kills = only(bench.tick(CLOSE_GRACE_NS), act.KillMover)
+    assert {kill.mover: kill.is_late for kill in kills} == {100: True, 101: False}
+    assert [kill.mover for kill in kills if "a copy ran on" in kill.reason] == [100]
+
+
 def test_closed_session_that_closes_again_has_no_longer_grace(bench: Bench) -> None:
     bench.open()
     bench.store([1])

@@ -227,8 +227,11 @@ def end_lingering(turn: Turn) -> None:
     closed_by = turn.now_ns - CLOSE_GRACE_NS
     for session in state.sessions.values():
         if session.is_winding_up and session.closed_ns <= closed_by:
+            late = {mover.mover for mover in transfer.ranks(session) if mover.transfers}
             for mover in transfer.ranks(session):
-                end_mover(turn, mover, f"{SESSION_ENDED}, and a copy ran on", is_late=True)
+                ran_on = mover.mover in late
+                reason = f"{SESSION_ENDED}, and a copy ran on" if ran_on else SESSION_ENDED
+                end_mover(turn, mover, reason, is_late=ran_on)
 
 
 def mover_gone(turn: Turn, event: MoverGone) -> None:
