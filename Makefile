@@ -2,7 +2,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-sglang conformance-vllm lint type sim planted fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
+.PHONY: help venv demo demo-gpu test test-vllm test-sglang conformance-sglang conformance-vllm lint type sim planted mutants fuzz chaos bench bench-lmcache bench-vllm bench-sglang proto \
   gpu-check cluster-up cluster-down release clean
 
 BIN := .venv/bin
@@ -75,6 +75,10 @@ sim: ## Simulation of the whole (SEEDS=how many, 200; STEPS=of each, 2000; SEED=
 planted: ## Whether the simulation catches each planted bug, and with how many seeds (ARGS=--seeds 10)
 	@.ci/venv dev
 	@$(BIN)/python -m tests.simulation.planted $(ARGS)
+
+mutants: ## Whether the core's tests see each small change of kvd/core (ARGS='--sample 400 --seed 1')
+	@.ci/venv dev mutation
+	@$(BIN)/python -m tests.mutation $(ARGS)
 
 fuzz: ## What may not be sent, at every parser and a real daemon (MINUTES=how long, 5)
 	@.ci/venv dev
