@@ -104,9 +104,9 @@ def traces(items: dict[str, pytest.Item], processes: int) -> dict[str, Seen]:
         if seen is None:
             sys.exit(f"{name} fails without any mutant")
         known[name] = {"mark": marks[name], **asdict(seen)}
-        if number % 100 == 0:
+        if number % 50 == 0 or number == len(missing):
+            save("traces.json", known)
             print(f"{number} of {len(missing)} tests", flush=True)
-    save("traces.json", known)
     return {name: Seen(known[name]["seconds"], known[name]["lines"]) for name in items}
 
 

@@ -33,7 +33,7 @@ TESTS = (
     )),
 )  # fmt: skip
 """Tests of kvd/core alone."""
-SLOW_S = 4.0
+SLOW_S = 1.0
 """Of the processor, while its lines are traced: a test that takes longer counts as one that runs
 every line, and comes last."""
 PATIENCE = 10
