@@ -158,6 +158,7 @@ def test_one_request_s_hand_offs_are_one_with_the_later_deadline(bench: Bench) -
     hand_off(bench, range(4), seconds=10)
     hand_off(bench, range(2, 6), seconds=5)
     assert (figures(bench).hand_offs, figures(bench).handed_off_blocks) == (1, 6)
+    assert figures(bench).counters.handed_off == 6
     bench.tick(9 * SECOND)
     assert figures(bench).handed_off_blocks == 6
     load(bench, range(6))

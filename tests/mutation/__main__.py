@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 
 from tests.mutation.mutants import CORE, Mutant, all_mutants, sample
-from tests.mutation.trials import Seen, collect_and, traced, tried
+from tests.mutation.trials import TESTS, Seen, collect_and, traced, tried
 from tests.tidy.source import ROOT
 
 CACHE = ROOT / ".cache" / "mutation"
@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=0, help="how many; all, where not told")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", nargs="*", type=Path, default=[], help="modules or directories")
+    parser.add_argument("--tests", nargs="*", default=TESTS, help="of the core's, all")
     parser.add_argument("--again", action="store_true", help="try survivors again")
     parser.add_argument("--tell", action="store_true", help="only what is known already")
     parser.add_argument("--seconds", type=float, default=20.0, help="of processor, for one mutant")
@@ -59,7 +60,8 @@ def main() -> int:
     if due and not asked.tell:
         os.environ["CI"] = "1"  # the same examples at each run
         status = collect_and(
-            lambda items: try_all(due, items, ledger, asked.seconds, asked.processes)
+            lambda items: try_all(due, items, ledger, asked.seconds, asked.processes),
+            asked.tests,
         )
     told = {mutant.key: ledger[mutant.key] for mutant in chosen if mutant.key in ledger}
     report(told)

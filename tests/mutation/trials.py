@@ -82,9 +82,11 @@ class Session:
         return True
 
 
-def collect_and(work: Callable[[dict[str, pytest.Item]], None]) -> int:
+def collect_and(
+    work: Callable[[dict[str, pytest.Item]], None], tests: Sequence[str] = TESTS
+) -> int:
     """The exit status of pytest."""
-    words = [*TESTS, "-qq", "--tb=native", "--no-header", "-p", "no:cacheprovider"]
+    words = [*tests, "-qq", "--tb=native", "--no-header", "-p", "no:cacheprovider"]
     return int(pytest.main([*words, "--rootdir", str(ROOT)], plugins=[Session(work)]))
 
 
@@ -157,7 +159,7 @@ def _try(
         if left <= 0:
             break
         if usual.lines is None:
-            _after_seconds(left, partial(tell, verdict="survived", tests=ran))
+            _after_seconds(left, partial(tell, verdict="survived", tests=ran, finished=False))
         else:
             hung = partial(tell, verdict="killed", by=f"{item.nodeid}, which hung")
             _after_seconds(PATIENCE * usual.seconds + SPARE_S, hung)
