@@ -12,8 +12,9 @@ from kvd.core import events as ev
 from kvd.core.blocks import slot_lifecycle
 from kvd.core.claims import prefix
 from kvd.core.events import LeaseMode
-from kvd.core.keys import RequestId, SessionId, TenantId
-from kvd.core.policy import TurnsPolicy
+from kvd.core.keys import U64, RequestId, SessionId, Slots, TenantId
+from kvd.core.policy import LruPolicy, Sight, TurnsPolicy
+from kvd.core.policy.base import UNKNOWN
 from tests.core.bench import Bench, context, engine_blocks, keys, small
 
 
@@ -155,6 +156,26 @@ def test_policy_is_told_by_which_request_and_behind_which_block() -> None:
         store_for(bench, "b", range(first, first + 2))
     end(bench, "b")
     assert turns(bench) == [2] * 12
+
+
+def test_policy_is_told_of_the_block_before_though_it_is_the_only_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = small(extents=1)
+    bench.open()
+    store_for(bench, "a", [0])
+    (owner,) = bench.machine.state.classes.values()
+    first = int(owner.policy.coldest(1)[0])
+    parents = []
+    sound = LruPolicy.insert
+
+    def insert(self: LruPolicy, slots: Slots, tags: U64, sight: Sight = UNKNOWN) -> None:
+        parents.append(sight.parent)
+        sound(self, slots, tags, sight)
+
+    monkeypatch.setattr(LruPolicy, "insert", insert)
+    store_for(bench, "a", [1])
+    assert parents == [first]
 
 
 def turns(bench: Bench) -> list[int]:
