@@ -17,7 +17,7 @@ frequent. A ghost moves the target once, when it is first missed or when it come
 however often it is asked for in between. Within a batch the tail of the prefix is put in
 first, so that it leaves before its head.
 
-Memory: 16 bytes a slot, rings of 4 to 16 bytes a resident block, 72 to 280 bytes a ghost.
+Memory: 16 bytes a slot, rings of 4 to 16 bytes a resident block, 68 to 264 bytes a ghost.
 """
 
 from __future__ import annotations
@@ -57,11 +57,13 @@ class ArcPolicy:
         del sight  # neither the time nor the request matters here
         slots, tags = slots[::-1], tags[::-1]
         was_ghost, ghosts = self._ghosts.find(tags)
-        self._learn(ghosts)
-        self._ghosts.forget(ghosts)
         self._tags[slots] = tags
-        self._recent.append(slots[~was_ghost])
-        self._frequent.append(slots[was_ghost])
+        if ghosts.size:
+            self._learn(ghosts)
+            self._ghosts.forget(ghosts)
+            self._frequent.append(slots[was_ghost])
+            slots = slots[~was_ghost]
+        self._recent.append(slots)
         self._trim_ghosts()
 
     def touch(self, slots: Slots, sight: Sight = UNKNOWN, *, as_use: bool = True) -> None:
@@ -103,10 +105,10 @@ class ArcPolicy:
 
     def _learn(self, ghosts: Slots) -> None:
         if ghosts.size:
-            ghosts = each_once(ghosts[~self._ghosts.counted[ghosts]])
+            ghosts = each_once(self._ghosts.unmarked(ghosts))
         if ghosts.size == 0:
             return
-        self._ghosts.counted[ghosts] = True
+        self._ghosts.mark(ghosts)  # it has moved the target
         of_frequent = int(self._ghosts.list_of(ghosts).sum())
         of_recent = int(ghosts.size) - of_frequent
         recent, frequent = self._ghosts.count(RECENT), self._ghosts.count(FREQUENT)
@@ -134,8 +136,7 @@ class ArcPolicy:
         return min(max(room, 0), count)
 
     def _remember(self, which: int, victims: Slots) -> None:
-        added = self._ghosts.add(which, self._tags[victims])
-        self._ghosts.counted[added] = False  # has not moved the target
+        self._ghosts.add(which, self._tags.take(victims))
 
     def _trim_ghosts(self) -> None:
         capacity = min(self._capacity(), self._ghosts.limit)

@@ -73,7 +73,8 @@ class Shadow:
                 slot = int(at[place])
                 self._slots[names[place]] = slot
                 self._tags[slot] = names[place]
-        self._policy.touch(at, sight, as_use=False)
+        if there.any():  # else they came in in the order of the prompt
+            self._policy.touch(at, sight, as_use=False)
         return leading
 
     def _make_room(self, count: int, used: Slots) -> list[int]:
@@ -142,13 +143,15 @@ class Duel:
     def marks_of(tags: U64, before: int) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
         """The mark of each block's segment; `before`: that of the block before them, -1: none."""
         spread = tags * _SPREAD
-        own = (spread >> _MARK_SHIFT).astype(np.uint16)
         begins = spread >> _HEAD_SHIFT & np.uint64(SEGMENT - 1) == 0
         if before < 0:
             begins[0] = True
-        begin = np.where(begins, np.arange(tags.size), -1)
-        np.maximum.accumulate(begin, out=begin)
-        return np.where(begin >= 0, own[begin], np.uint16(max(before, 0)))
+        heads = np.flatnonzero(begins)
+        own = (spread.take(heads) >> _MARK_SHIFT).astype(np.uint16)
+        if not heads.size or heads[0]:
+            heads = np.concatenate(([0], heads))
+            own = np.concatenate((np.array([max(before, 0)], np.uint16), own))
+        return own.repeat(np.diff(heads, append=tags.size))
 
     def use(self, tags: U64, marks: np.ndarray, sight: Sight) -> None:
         """A request uses these, those that it brings too."""

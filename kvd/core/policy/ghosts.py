@@ -1,10 +1,10 @@
 """Memory of what has left: tags of evicted blocks, in a table as large as their class.
 
-A ghost is a 64-bit tag in a bucket of eight ways; its number (bucket and way) stands in one of
-up to four queues, so that each list of ghosts has an exact order and length. A bucket that is
-full forgets its oldest ghost: at half load, which is the most that a policy may ask for, that
-happens to fewer than one ghost in a hundred. Forgetting a ghost costs a little of the
-policy's judgement and nothing else.
+A ghost is 63 bits of a tag and a mark, in a bucket of eight ways; the tag's highest bit follows
+from its bucket. The ghost's number (bucket and way) stands in one of up to four queues, so that
+each list of ghosts has an exact order and length. A bucket that is full forgets its oldest ghost:
+at half load, which is the most that a policy may ask for, that happens to fewer than one ghost in
+a hundred. Forgetting a ghost costs a little of the policy's judgement and nothing else.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U64, Slots, each_once
-from kvd.core.policy.slot_queue import NO_SLOTS, NUMBER_MASK, Capacity, Places, SlotQueue
-from kvd.core.sparse import sparse_zeros
+from kvd.core.policy.slot_queue import (
+    NO_SLOTS,
+    NUMBER_MASK,
+    Capacity,
+    Places,
+    SlotQueue,
+    whoever,
+)
 
 WAYS = 8
 GHOSTS_MAX = 1 << 20  # most ghosts of one policy
@@ -22,7 +28,9 @@ LEAST_GHOSTS = 64  # that a table is made for
 LOAD = 4  # a new table has so many places for each ghost that there may be now
 GROWS_AT = 2  # times as many ghosts as it was made for: then it is half full at most
 SHRINKS_AT = 16  # times fewer
+_STRIDE = 2 * WAYS  # from one bucket's numbers to the next one's
 _WAY_NUMBERS = np.arange(WAYS).reshape(WAYS, 1)
+_MARK = np.uint64(1 << 63)  # in the place of a tag's highest bit
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the top bits choose the bucket
 
 
@@ -39,6 +47,11 @@ class Ghosts:
         """Most that may be remembered."""
         return min(self._count * self._capacity(), GHOSTS_MAX)
 
+    @property
+    def bytes_used(self) -> int:
+        """Bytes of the table, where all of it is touched."""
+        return self._places.nbytes
+
     def forget_all(self) -> None:
         """Remember nothing, and take no memory until there is something to remember."""
         self._make(0)
@@ -47,11 +60,11 @@ class Ghosts:
         self._made_for = limit
         bits = max(1, (LOAD * limit - 1).bit_length() - 3) if limit else 0
         self._shift = np.uint64(64 - bits)
-        self._tags = sparse_zeros((1 << bits, WAYS), np.uint64)
-        places = Places(WAYS << bits)
+        # A bucket's places and then its tags: what is asked of one bucket lies together.
+        places = Places(_STRIDE << bits)
         self._places = places.array
+        self._tags = places.array.view(np.uint64)
         self._lists = [SlotQueue(places) for _ in range(self._count)]
-        self.counted = sparse_zeros(WAYS << bits, np.bool_)  # a mark for whoever asks
 
     def _fit(self) -> None:
         """Follow the class: one that outgrew its table by far begins with a larger one, empty.
@@ -71,10 +84,11 @@ class Ghosts:
         if tags.size == 0 or not self._made_for:
             return np.zeros(tags.size, np.bool_), NO_SLOTS
         buckets = self._buckets(tags)
-        rows = self._tags.take(buckets, axis=0).ravel()
-        at = np.flatnonzero(rows == tags.repeat(WAYS))
+        rows = self._tags.reshape(-1, WAYS).take(2 * buckets + 1, axis=0).ravel()
+        rows |= _MARK
+        at = np.flatnonzero(rows == (tags | _MARK).repeat(WAYS))
         row = at // WAYS
-        numbers = buckets.take(row) * WAYS + at % WAYS
+        numbers = buckets.take(row) * _STRIDE + at % WAYS
         held = self._places.take(numbers) != 0
         row, numbers = row[held], numbers[held]
         found = np.zeros(tags.size, np.bool_)
@@ -91,23 +105,31 @@ class Ghosts:
             found[places == queue.number] = which
         return found
 
-    def add(self, which: int, tags: U64) -> Slots:
-        """Remember tags at the young end of a list, the first of them oldest. Their numbers.
+    def unmarked(self, numbers: Slots) -> Slots:
+        """Those of these ghosts that were not marked since they were added."""
+        marked = self._tags.take(numbers + WAYS) >= _MARK
+        return numbers[~marked]
+
+    def mark(self, numbers: Slots) -> None:
+        """Mark these ghosts, for whoever asks; a number comes once."""
+        self._tags[numbers + WAYS] |= _MARK
+
+    def add(self, which: int, tags: U64) -> None:
+        """Remember tags at the young end of a list, the first of them oldest.
 
         None of them is remembered already (one that is stands twice for a while, no more).
         What a bucket can't hold is left out.
         """
         if tags.size == 0:
-            return NO_SLOTS
+            return
         self._fit()
         numbers = self._places_for(self._buckets(tags))
         taken = numbers >= 0
         if not taken.all():
             numbers, tags = numbers[taken], tags[taken]
         self.forget(numbers[self._places.take(numbers) != 0])
-        self._tags.reshape(-1)[numbers] = tags
+        self._tags[numbers + WAYS] = tags & ~_MARK
         self._lists[which].append(numbers)
-        return numbers
 
     def _places_for(self, buckets: Slots) -> Slots:
         """A place in each bucket, none of them twice; -1 for what the bucket can't hold.
@@ -119,11 +141,14 @@ class Ghosts:
         places = np.ascontiguousarray(self._ways(buckets).T)
         places &= ~(WAYS - 1)
         places |= _WAY_NUMBERS
-        numbers = buckets * WAYS
+        numbers = buckets * _STRIDE
         numbers += places.min(axis=0) & (WAYS - 1)
         # Several want one bucket: by its number and their order, which fit into one word.
         bits = buckets.size.bit_length()
-        grouped = np.sort(buckets << bits | np.arange(buckets.size))
+        grouped = buckets << bits | np.arange(buckets.size)
+        if 64 - int(self._shift) + bits < 32:
+            grouped = grouped.astype(np.int32)  # sorted twice as fast
+        grouped.sort()
         row = grouped & (1 << bits) - 1
         grouped >>= bits
         again = np.flatnonzero(grouped[1:] == grouped[:-1]) + 1
@@ -132,7 +157,7 @@ class Ghosts:
             row = row[again]
             ranked = np.argsort(places[:, row], axis=0)  # the smallest is its first
             way = ranked[np.minimum(nth, WAYS - 1), np.arange(row.size)]
-            numbers[row] = np.where(nth < WAYS, buckets[row] * WAYS + way, -1)
+            numbers[row] = np.where(nth < WAYS, buckets[row] * _STRIDE + way, -1)
         return numbers
 
     def forget(self, numbers: Slots) -> None:
@@ -148,10 +173,10 @@ class Ghosts:
         queue = self._lists[which]
         surplus = len(queue) - max(0, count)
         if surplus > 0:
-            queue.drop(queue.first(surplus))
+            queue.commit(queue.scan(surplus, whoever))
 
     def _buckets(self, tags: U64) -> Slots:
         return ((tags * _SPREAD) >> self._shift).astype(np.int64)
 
     def _ways(self, buckets: Slots) -> npt.NDArray[np.int64]:
-        return self._places.reshape(-1, WAYS).take(buckets, axis=0)
+        return self._places.reshape(-1, WAYS).take(2 * buckets, axis=0)

@@ -15,7 +15,7 @@ WALK blocks in one call; after that the oldest leave whatever their counter, so 
 time is bounded. Blocks that may not be evicted go to the young end of their queue. Within a
 batch the tail of the prefix is put in first, so that it leaves before its head.
 
-Memory: 17 bytes a slot, rings of 4 to 16 bytes a resident block, 72 to 280 bytes a ghost.
+Memory: 17 bytes a slot, rings of 4 to 16 bytes a resident block, 68 to 264 bytes a ghost.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ class S3FifoPolicy:
         del sight  # neither the time nor the request matters here
         slots, tags = slots[::-1], tags[::-1]
         was_ghost, ghosts = self._ghosts.find(tags)
-        self._ghosts.forget(ghosts)
         self._tags[slots] = tags
         self._uses[slots] = 0
-        self._small.append(slots[~was_ghost])
-        self._main.append(slots[was_ghost])
+        if ghosts.size:
+            self._ghosts.forget(ghosts)
+            self._main.append(slots[was_ghost])
+            slots = slots[~was_ghost]
+        self._small.append(slots)
 
     def touch(self, slots: Slots, sight: Sight = UNKNOWN, *, as_use: bool = True) -> None:
         del sight
@@ -161,6 +163,6 @@ class S3FifoPolicy:
         return joined(victims)
 
     def _remember(self, victims: Slots) -> None:
-        self._ghosts.add(0, self._tags[victims])
+        self._ghosts.add(0, self._tags.take(victims))
         capacity = self._capacity()
         self._ghosts.trim(0, min(capacity - capacity // SMALL_SHARE, self._ghosts.limit))

@@ -32,6 +32,7 @@ Capacity = Callable[[], int]  # slots that the size class may have in use now
 PIECE = 65536  # most positions that are looked at in one go
 STRETCH = 256  # positions of a small queue's stretches; one that holds nothing has none
 LEAST_SQUEEZED = 1024  # positions in one go: fewer take as long
+LEAST_TRIMMED = 128  # mentions of the old end that are looked at in one go
 SLACK = 256  # stale mentions that are not worth squeezing out
 # A place is a position and the number of its queue. Positions go round: they only have to differ
 # within one queue, which holds fewer than 2**31 slots.
@@ -385,11 +386,18 @@ class SlotQueue:
 
     def _trim(self, size: int) -> None:
         """Drop stale mentions at the old end, looking at up to `size`."""
-        size = min(size, self._next - self._first)
-        if not size or self._is_live(self._first):
+        end = min(self._first + size, self._next)
+        if self._first == end or self._is_live(self._first):
             return
-        live, _ = self._live_mentions(self._first, size)
-        self._first += int(live[0]) if live.size else size
+        step = LEAST_TRIMMED  # mostly few are stale, and those behind them need not be looked at
+        while self._first < end:
+            step = min(step, end - self._first)
+            live, _ = self._live_mentions(self._first, step)
+            if live.size:
+                self._first += int(live[0])
+                return
+            self._first += step
+            step *= 4
 
     def _squeeze_piece(self, size: int) -> None:
         """Slide the live mentions of the next `size` positions up; ends the pass at the old end."""
@@ -410,6 +418,11 @@ class SlotQueue:
 def _are_all(marks: npt.NDArray[np.bool_]) -> bool:
     """As marks.all(), in a third of the time."""
     return int(np.count_nonzero(marks)) == marks.size
+
+
+def whoever(slots: Slots) -> npt.NDArray[np.bool_]:
+    """As `evictable`: each of them may go."""
+    return np.ones(slots.size, np.bool_)
 
 
 def joined(batches: list[Slots]) -> Slots:

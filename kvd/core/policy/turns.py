@@ -50,6 +50,7 @@ from kvd.core.policy.slot_queue import (
     SlotQueue,
     joined,
     nth_true,
+    whoever,
 )
 from kvd.core.policy.turn_ghosts import TurnGhosts
 
@@ -182,7 +183,7 @@ class TurnsPolicy:
         return victims
 
     def coldest(self, count: int) -> Slots:
-        _, order = self._choose(count, _whoever)
+        _, order = self._choose(count, whoever)
         return joined(order)[:count]
 
     def _choose(self, count: int, evictable: Evictable) -> tuple[list[_Walk], list[Slots]]:
@@ -358,10 +359,6 @@ def _next(walks: list[_Walk], scores: list[list[float]]) -> tuple[_Walk, float, 
             if at != chosen:
                 youngest = max(youngest, walk.age + (at < chosen))
     return walks[chosen], youngest, eldest if bins[chosen] < BINS - 1 else math.inf
-
-
-def _whoever(slots: Slots) -> Bools:
-    return np.ones(slots.size, np.bool_)
 
 
 def _weight(blocks: int) -> int:
