@@ -29,7 +29,6 @@ LOAD = 4  # a new table has so many places for each ghost that there may be now
 GROWS_AT = 2  # times as many ghosts as it was made for: then it is half full at most
 SHRINKS_AT = 16  # times fewer
 _STRIDE = 2 * WAYS  # from one bucket's numbers to the next one's
-_WAY_NUMBERS = np.arange(WAYS).reshape(WAYS, 1)
 _MARK = np.uint64(1 << 63)  # in the place of a tag's highest bit
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the top bits choose the bucket
 
@@ -136,13 +135,9 @@ class Ghosts:
 
         Free ways come first (their place is 0), then the oldest ghosts.
         """
-        # By way, each with its number in place of the lowest bits, which say little: the smallest
-        # is so found ten times faster than by argmin, and no two are alike.
-        places = np.ascontiguousarray(self._ways(buckets).T)
-        places &= ~(WAYS - 1)
-        places |= _WAY_NUMBERS
+        places = self._ways(buckets)
         numbers = buckets * _STRIDE
-        numbers += places.min(axis=0) & (WAYS - 1)
+        numbers += places.argmin(axis=1)
         # Several want one bucket: by its number and their order, which fit into one word.
         bits = buckets.size.bit_length()
         grouped = buckets << bits | np.arange(buckets.size)
@@ -155,8 +150,8 @@ class Ghosts:
         if again.size:
             nth = again - np.searchsorted(grouped, grouped[again])  # in its bucket
             row = row[again]
-            ranked = np.argsort(places[:, row], axis=0)  # the smallest is its first
-            way = ranked[np.minimum(nth, WAYS - 1), np.arange(row.size)]
+            ranked = np.argsort(places[row], axis=1, kind="stable")  # the smallest is its first
+            way = ranked[np.arange(row.size), np.minimum(nth, WAYS - 1)]
             numbers[row] = np.where(nth < WAYS, buckets[row] * _STRIDE + way, -1)
         return numbers
 
