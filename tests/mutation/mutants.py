@@ -38,7 +38,8 @@ class Mutant:
         """The whole module with the change in it."""
         changed = self.source.tree.deep_replace(self.change.original_node, self.change.mutated_node)
         assert isinstance(changed, libcst.Module)
-        return changed.code
+        code: str = changed.code  # Any where libcst is not installed
+        return code
 
     @cached_property
     def difference(self) -> list[str]:
