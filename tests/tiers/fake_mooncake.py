@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvd.tiers.mooncake import codes
-from kvd.tiers.mooncake.client import MooncakeClient
+from kvd.tiers.mooncake.client import LOOK_NS_PER_BYTE, MooncakeClient
 from kvd.tiers.mooncake.options import MooncakeOptions
 from kvd.tiers.mooncake.store import MooncakeStore
 from kvd.tiers.store import OptionValue
@@ -240,7 +240,7 @@ class FakeLibrary:
 
 
 def store_over(library: FakeLibrary, **options: OptionValue) -> MooncakeStore:
-    def connect(_: MooncakeOptions) -> MooncakeClient:
-        return MooncakeClient(library, None)
+    def connect(given: MooncakeOptions) -> MooncakeClient:
+        return MooncakeClient(library, None, LOOK_NS_PER_BYTE[given.protocol])
 
     return MooncakeStore({"master": "127.0.0.1:1", **options}, connect)

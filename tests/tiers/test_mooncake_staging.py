@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from examples.cluster.mooncake import end
+from kvd.linux.calls import set_timer_slack
 from kvd.tiers.mooncake import client, codes, staging
 from kvd.tiers.mooncake.moves import MAX_STAGED_BYTES, name_of
 from kvd.tiers.mooncake.store import STAGED_PART_BYTES, MooncakeStore
@@ -21,6 +23,7 @@ from tests.tiers.contract import content, key, memory, soon, source, target
 from tests.tiers.fake_mooncake import FakeLibrary, store_over
 
 LIMIT = STAGED_PART_BYTES["tcp"]
+_PR_GET_TIMERSLACK = 30  # linux/prctl.h
 NEVER_S = 15.0  # the library alone would take a second for each value
 DONE, FAILED = Outcome.DONE, Outcome.FAILED
 # Parts of a block, and of how many stretches of memory it is written.
@@ -240,6 +243,35 @@ def test_after_a_while_values_move_in_turn_again(
     assert store.write([source(key(1), content(1))], soon()) == [DONE]
     assert len(library.names_of("put")) == 2
     assert not library.names_of("put at once")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "nbytes", "look_ns"),
+    [
+        ("tcp", 4096, client.LEAST_LOOK_NS),
+        ("tcp", 4 << 20, (4 << 20) // 16),
+        ("tcp", 1 << 30, client.MOST_LOOK_NS),
+        ("rdma", 1 << 30, client.LEAST_LOOK_NS),
+    ],
+)
+def test_who_waits_for_many_bytes_looks_less_often_for_their_end(
+    library: FakeLibrary, protocol: str, nbytes: int, look_ns: int
+) -> None:
+    slack_ns: list[int] = []
+
+    def fault(*_: str) -> int:
+        slack_ns.append(ctypes.CDLL(None).prctl(_PR_GET_TIMERSLACK))
+        return codes.NOT_FOUND
+
+    library.fault = fault
+    library.found.add("one")
+    own = client.MooncakeClient(library, None, client.LOOK_NS_PER_BYTE[protocol])
+    try:
+        assert own.get(["one"], [[0]], [[nbytes]]) == [codes.NOT_FOUND]
+        assert own.put(["one"], [[0]], [[nbytes]]) == [codes.NOT_FOUND]
+    finally:
+        set_timer_slack(0)
+    assert slack_ns == [look_ns] * 2
 
 
 # -- the same blocks in several calls ---------------------------------------------------------
