@@ -89,8 +89,9 @@ async def test_blocks_outlive_the_tiers_process(tmp_path: Path) -> None:
 
 @on_loop
 async def test_a_killed_node_costs_its_blocks_and_no_more(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("MC_LOG_LEVEL", raising=False)  # set by any store of this very process
     async with served(tmp_path) as (cluster, r, tier):
         end(cluster.nodes[0])
         assert DONE not in await read_back(r, tier)
