@@ -96,14 +96,16 @@ class Heard:
 
 
 @contextlib.asynccontextmanager
-async def kept(r: TierRig, heard: Heard, store: str = MEMORY) -> AsyncIterator[TierKeeper]:
+async def kept(
+    r: TierRig, heard: Heard, store: str = MEMORY, **options: str | float | bool
+) -> AsyncIterator[TierKeeper]:
     """A keeper whose process is gone afterwards."""
 
     def launch(*about: Any) -> Coroutine[Any, Any, TierProcess]:
         heard.launches += 1
         return TierProcess.start(*about)
 
-    keeper = TierKeeper(r.config(store), heard, heard, launch=launch)
+    keeper = TierKeeper(r.config(store, **options), heard, heard, launch=launch)
     try:
         yield keeper
     finally:

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from examples.cluster.mooncake import MooncakeCluster, end, free_port
-from kvd.tiers.process import OrderEnd, TierProcess, TierRefused
+from kvd.tiers.process import OrderEnd, TierAnswer, TierId, TierProcess, TierRefused
 from kvd.tiers.store import Outcome, TierReason
+from tests.daemon_process import is_alive
 from tests.tiers.mooncake_cluster import freeze, mooncake_cluster, options_of
 from tests.tiers.mooncake_reader import THREADS, WatchedReader
+from tests.tiers.test_keeper import Heard, kept
 from tests.tiers.tier_rig import TierRig, keys, on_loop, placed, soon, tier_rig, until
 from tests.waiting import wait_until
 
@@ -147,6 +149,52 @@ async def test_a_frozen_node_costs_the_process_in_time_and_no_slot(tmp_path: Pat
         again = await r.start(MOONCAKE, **options_of(cluster))  # type: ignore[arg-type]
         await serves(r, again)  # the master may have given the node up meanwhile, and its blocks
         r.sink.gone.append("counted")
+
+
+class HeardByRig(Heard):
+    """Heard of a keeper; the rig's sink hears of what its processes answer."""
+
+    def __init__(self, r: TierRig) -> None:
+        super().__init__()
+        self._sink = r.sink
+
+    def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
+        super().order_ended(tier, answer)
+        self._sink.order_ended(tier, answer)
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@on_loop
+async def test_a_node_that_dies_in_mid_read_costs_its_blocks_and_the_process_starts_again(
+    tmp_path: Path,
+) -> None:
+    """As where its machine loses its power. Mooncake would take 60 s, and then never return."""
+    with mooncake_cluster(tmp_path / "mooncake") as cluster:
+        async with tier_rig() as r:
+            heard = HeardByRig(r)
+            async with kept(r, heard, MOONCAKE, **options_of(cluster)) as keeper:  # type: ignore[arg-type]
+                await until(lambda: heard.started)
+                first = heard.started[0]
+                first.late_s = 0.5
+                assert await written(r, first) == [DONE] * len(BLOCKS)
+                held = descriptors()
+                freeze(cluster.nodes[0])
+                order = r.next_order()
+                assert first.read(order, placed(BLOCKS, range(20, 28)), soon(1.0))
+                assert (await r.sink.answer(order)).end is not OrderEnd.ANSWERED
+                assert not is_alive(first.pid), "it may still write into the slots"
+                await until(lambda: len(heard.started) == 2)
+                assert heard.gone == ["read of 8 did not end within 0.5 s of its deadline"]
+                end(cluster.nodes.pop())
+                cluster.start_node()
+                assert keeper.process is heard.started[1]
+                await serves(r, heard.started[1])
+                assert list(heard.noted) == [heard.started[1].pid]
+                await until(lambda: descriptors() <= held)
 
 
 @on_loop
