@@ -6,7 +6,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
 import pytest
@@ -364,12 +364,27 @@ def test_the_first_steps_that_only_wait_for_a_load_rest_for_a_moment(
     assert slept.seconds == [], "a store is waited for by nobody"
     bench.worker.start_step(StepPlan(loads=(2,)))
     bench.worker.rest()
-    assert 0.0009 < sum(slept.seconds) < 0.0011
+    assert 0.0039 < sum(slept.seconds) < 0.0041, "until the load is so old"
     assert max(slept.seconds) < 0.0003, "it looks for the end meanwhile"
+    slept.seconds.clear()
+    bench.worker.rest()
+    assert 0.0009 < sum(slept.seconds) < 0.0011, "the load is old now"
     slept.seconds.clear()
     mover.post(2, LOAD)
     bench.worker.rest()
     assert slept.seconds == []
+
+
+def test_a_step_that_only_waits_ends_with_a_new_load(
+    mover: MoverStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(mover)
+    slept = Sleeps(monkeypatch)
+    bench.worker.start_step(StepPlan(loads=(1,)))
+    slept.after(0.0025, lambda: mover.post(1, LOAD))
+    bench.worker.rest()
+    assert 0.0024 < sum(slept.seconds) < 0.0028
+    assert bench.ended() == [(1, True)], "the step that began the load says that it has ended"
 
 
 def test_open_loads_are_looked_for_under_the_lock(
@@ -379,11 +394,11 @@ def test_open_loads_are_looked_for_under_the_lock(
     bench.worker.start_step(StepPlan(loads=(1,)))
     looked = []
 
-    def is_loading(_: JobLedger) -> bool:
+    def newest_load_s(_: JobLedger) -> float:
         looked.append(bench.worker._lock.locked())
-        return True
+        return slept.now
 
-    monkeypatch.setattr(JobLedger, "is_loading", property(is_loading))
+    monkeypatch.setattr(JobLedger, "newest_load_s", property(newest_load_s))
     bench.worker.rest()
     assert looked == [True]
     assert slept.seconds
@@ -405,7 +420,9 @@ class Sleeps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = time.monotonic()
         self.seconds: list[float] = []
+        self._events: list[tuple[float, Callable[[], None]]] = []
         monkeypatch.setattr("kvd_client.worker.worker.time", self)
+        monkeypatch.setattr("kvd_client.worker.jobs.time", self)
 
     def monotonic(self) -> float:
         return self.now
@@ -413,6 +430,12 @@ class Sleeps:
     def sleep(self, seconds: float) -> None:
         self.seconds.append(seconds)
         self.now += seconds
+        while self._events and self._events[0][0] <= self.now:
+            self._events.pop(0)[1]()
+
+    def after(self, seconds: float, happens: Callable[[], None]) -> None:
+        """Call it in the sleep that reaches that moment."""
+        self._events.append((self.now + seconds, happens))
 
 
 def test_jobs_that_nobody_will_end_are_written_off_once(mover: MoverStandIn) -> None:

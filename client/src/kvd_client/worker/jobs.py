@@ -71,9 +71,10 @@ class JobLedger:
         return self._open.get(job_id)
 
     @property
-    def is_loading(self) -> bool:
-        """Whether a load has not ended."""
-        return any(job.half is Half.LOAD for job in self._open.values())
+    def newest_load_s(self) -> float | None:
+        """When the last of the loads began that have not ended; None: there is none."""
+        since = (job.since_s for job in self._open.values() if job.half is Half.LOAD)
+        return max(since, default=None)
 
     @property
     def has_ended(self) -> bool:

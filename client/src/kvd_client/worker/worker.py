@@ -43,6 +43,7 @@ POLL_SHARE = 1 / 16  # of the time waited so far: a long wait looks less often
 POLL_MAX_S = 0.005
 REST_SHARE = 1 / 8  # of the time that an engine has had nothing to run
 REST_FOR_A_LOAD_S = 0.001  # at least: a step of the engine's costs more than these looks
+REST_FOR_A_NEW_LOAD_S = 0.004  # since it began: most end by then, and need no step to be seen
 REST_MAX_S = 0.01  # what a request that arrives meanwhile may wait
 ARRIVAL_WAIT_S = 0.05  # of a registration that the scheduler knows of already
 POLL_TO_BURY_S = 1.0  # for the registrar's thread to see that a mover has ended
@@ -221,7 +222,8 @@ class Worker:
 
         At most an eighth of the time since the last step that ran something or brought an end,
         and REST_MAX_S: an engine that waits for a load that takes long, or for an answer of the
-        daemon's, doesn't spin. For a load up to REST_FOR_A_LOAD_S from the first such step on.
+        daemon's, doesn't spin. For a load REST_FOR_A_LOAD_S at least, and until the newest one is
+        REST_FOR_A_NEW_LOAD_S old, from the first such step on.
         """
         if has_run:
             self._resting_since_s = None
@@ -231,11 +233,13 @@ class Worker:
             self._resting_since_s = now
         rest_s = (now - self._resting_since_s) * REST_SHARE
         with self._lock:
-            is_loading = self._jobs.is_loading
-        if is_loading:
-            rest_s = max(rest_s, REST_FOR_A_LOAD_S)
+            load_began_s = self._jobs.newest_load_s
+        pause_s = POLL_MAX_S
+        if load_began_s is not None:
+            least_s = max(REST_FOR_A_LOAD_S, load_began_s + REST_FOR_A_NEW_LOAD_S - now)
+            if rest_s <= least_s:
+                rest_s, pause_s = least_s, POLL_S
         deadline = now + min(REST_MAX_S, rest_s)
-        pause_s = POLL_S if rest_s <= REST_FOR_A_LOAD_S else POLL_MAX_S
         self._poll()
         while now < deadline and not self._jobs.has_ended:
             time.sleep(min(pause_s, deadline - now))
