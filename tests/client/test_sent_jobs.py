@@ -66,5 +66,15 @@ def test_a_new_session_ends_what_was_sent_before_and_forgets_what_was_told(
     assert jobs.enter(4)
     jobs.add(9, SentJob(generation=4, parts=[4]))
     jobs.add(10, SentJob(generation=NEVER_SENT, parts=[5]))
-    assert jobs.of_earlier_sessions() == [1, 2, 3]
+    assert jobs.of_earlier_sessions() == jobs.of_earlier_sessions() == [1, 2, 3]
     assert jobs.overdue(10.0 + LATER_S) == []
+
+
+def test_a_job_of_an_earlier_session_is_told_until_it_is_dropped(jobs: SentJobs[SentJob]) -> None:
+    assert jobs.of_earlier_sessions() == []
+    jobs.add(9, SentJob(generation=2, parts=[4]))
+    assert jobs.of_earlier_sessions() == [4]
+    jobs.drop(9)
+    assert jobs.of_earlier_sessions() == []
+    jobs.add(10, SentJob(generation=2, parts=[5]))
+    assert jobs.of_earlier_sessions() == [5]

@@ -182,14 +182,14 @@ def side(kind: type[Any], configuration: Configuration) -> Any:
 
 
 def books(made: Any) -> dict[str, Any]:
-    """The books of either, by value."""
+    """The books of either, by value. Of keys those that are stored: ours makes them for that."""
     return {
         "requests": {
             name: [
-                (each.offload_keys, each.block_ids, each.next_stored_chunk_idx)
+                (keys_of(status, each), each.block_ids, each.next_stored_chunk_idx)
                 for each in status.group_states
             ]
-            + [status.req_context._offload_key_positions, status.transfer_jobs]
+            + [status.transfer_jobs]
             for name, status in made._req_status.items()
         },
         "jobs": {
@@ -199,6 +199,12 @@ def books(made: Any) -> dict[str, Any]:
         "fenced": fences(made),
         "allocated": made._current_batch_allocated_block_ids,
     }
+
+
+def keys_of(status: Any, state: Any) -> list[tuple[Any, int]]:
+    """What is stored of the request, with the end of each block."""
+    positions = status.req_context._offload_key_positions
+    return [(key, positions[key]) for key in state.offload_keys[: state.next_stored_chunk_idx]]
 
 
 def fences(made: Any) -> dict[int, set[int]]:
@@ -317,5 +323,22 @@ def test_books_of_an_engine_with_blocks_of_several_are_vllms(
         each._req_status["r"].update_offload_keys()
         request.grow_to(9 * BLOCK_TOKENS)
         each._req_status["r"].update_offload_keys()
-    assert books(made) == books(plain)
-    assert len(made._req_status["r"].group_states[0].offload_keys) == 4
+    ours, theirs = (each._req_status["r"] for each in (made, plain))
+    assert ours.group_states[0].offload_keys == theirs.group_states[0].offload_keys
+    assert ours.req_context._offload_key_positions == theirs.req_context._offload_key_positions
+    assert len(ours.group_states[0].offload_keys) == 4
+
+
+def test_a_block_whose_last_token_is_not_known_is_not_due(tmp_path: Path) -> None:
+    extra = {"offload_prompt_only": False}
+    decoding = configure(Path(write_model(tmp_path)), extra, skip_tokenizer_init=True)
+    made = side(KvdConnectorScheduler, decoding)
+    request = ScriptedRequest("r", 2)
+    made.on_new_request(request)
+    made._req_status["r"].group_states[0].next_stored_chunk_idx = 2
+    request.num_computed_tokens = 3 * BLOCK_TOKENS - 1
+    request.grow_to(3 * BLOCK_TOKENS - 1)
+    assert made._due({"r": 1}) == {}, "the step before has not told its token yet"
+    request.grow_to(3 * BLOCK_TOKENS)
+    assert made._due({"r": 1}) == {"r": 1}
+    assert len(made._req_status["r"].group_states[0].offload_keys) == 3

@@ -41,6 +41,7 @@ class SentJobs(Generic[JobT]):
         self._owners: dict[int, int] = {}  # the daemon's job -> the one that it is a part of
         self._told: dict[int, tuple[bool, float]] = {}  # by the daemon: whether done, and when
         self.generation = 0
+        self._may_have_strays = False  # of other sessions than this; else nobody need look
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -56,6 +57,7 @@ class SentJobs(Generic[JobT]):
     def add(self, number: int, job: JobT) -> None:
         job.reports_left = self._world_size
         self._jobs[number] = job
+        self._may_have_strays |= job.generation != self.generation
         self._owners.update(dict.fromkeys(job.parts, number))
 
     def drop(self, number: int) -> JobT:
@@ -84,6 +86,7 @@ class SentJobs(Generic[JobT]):
         if generation == self.generation:
             return False
         self.generation = generation
+        self._may_have_strays = bool(self._jobs)
         self._told.clear()
         return True
 
@@ -107,10 +110,14 @@ class SentJobs(Generic[JobT]):
 
     def of_earlier_sessions(self) -> list[int]:
         """The daemon's jobs that were sent in another session than this."""
+        if not self._may_have_strays:
+            return []
         current = (self.generation, NEVER_SENT)
-        return [
+        strays = [
             part
             for job in self._jobs.values()
             if job.generation not in current
             for part in job.parts
         ]
+        self._may_have_strays = bool(strays)
+        return strays

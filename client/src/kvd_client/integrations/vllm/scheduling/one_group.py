@@ -8,10 +8,10 @@ compares the two.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.utils import yield_req_data
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
@@ -104,19 +104,19 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
             )
 
     def _note_scheduled(self, scheduler_output: SchedulerOutput) -> None:
-        """VLLM's `_update_req_states` for one group."""
-        (group,) = self.config.kv_group_configs
-        place, each = group.group_idx, group.hashes_per_chunk
+        """VLLM's `_update_req_states` for one group, but for the keys: who stores makes them."""
+        place = self.config.kv_group_configs[0].group_idx
         allocated = self._current_batch_allocated_block_ids
-        for req_id, blocks, is_anew in yield_req_data(scheduler_output):
-            status = self._req_status[req_id]
-            (state,) = status.group_states
-            if len(status.req.block_hashes) >= each * (len(state.offload_keys) + 1):
-                status.update_offload_keys()
-            if is_anew:
-                state.block_ids.clear()
+        cached = scheduler_output.scheduled_cached_reqs
+        for req_id in cached.resumed_req_ids:
+            self._req_status[req_id].group_states[0].block_ids.clear()
+        given = chain(
+            ((new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs),
+            zip(cached.req_ids, cached.new_block_ids, strict=True),
+        )
+        for req_id, blocks in given:  # every running request, in every step
             if blocks:
-                state.block_ids += blocks[place]
+                self._req_status[req_id].group_states[0].block_ids += blocks[place]
                 allocated.update(blocks[place])
         for copied in scheduler_output.kv_cache_block_copies or ():
             allocated.add(copied.dst_block_id)
@@ -179,7 +179,7 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
             tokens = self._calc_num_offloadable_tokens(status, req.num_computed_tokens + scheduled)
             first, known = state.next_stored_chunk_idx, len(state.offload_keys)
             end = min(tokens // group.tokens_per_chunk, len(state.block_ids), known)
-            if end <= first:  # its token, and so its hash, is not known yet
+            if end <= first:  # it may store no more
                 del due[req_id]
                 continue
             row = state.block_ids[first:end]

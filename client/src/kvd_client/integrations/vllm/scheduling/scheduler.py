@@ -320,6 +320,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
             first = request.next_store[place]
             if tokens // group.tokens_per_chunk <= first:
                 continue
+            status.update_offload_keys()
             end = status.storable_chunks(group, state, tokens)
             self._device.note(state.block_ids[first:end], state.offload_keys[first:end])
             request.next_store[place] = max(first, end)
@@ -366,7 +367,10 @@ class KvdConnectorScheduler(OneGroupScheduler):
         ]
 
     def _due(self, scheduled: Mapping[str, int]) -> dict[str, int]:
-        """Of the tokens scheduled for each request, those of requests that may have a new block."""
+        """Of the tokens scheduled for each request, those of requests that may have a new block.
+
+        Their keys are made. A block whose last token is not known yet can't be stored.
+        """
         prompt_only = self.config.offload_prompt_only
         sizes = [group.tokens_per_block for group in self._kvd_groups.values()]
         first, others = sizes[0], sizes[1:]
@@ -375,17 +379,16 @@ class KvdConnectorScheduler(OneGroupScheduler):
             status = self._req_status.get(req_id)
             if status is None:
                 continue
-            tokens = status.req.num_computed_tokens + count
-            if prompt_only:
-                tokens = min(tokens, status.req.num_prompt_tokens)
-            states = status.group_states
-            if tokens // first > states[0].next_stored_chunk_idx or (
-                others
-                and any(
-                    tokens // size > state.next_stored_chunk_idx
-                    for size, state in zip(others, states[1:], strict=True)
-                )
+            request, states = status.req, status.group_states
+            tokens = request.num_computed_tokens + count
+            if not others and tokens // first <= states[0].next_stored_chunk_idx:
+                continue
+            tokens = min(tokens, request.num_prompt_tokens if prompt_only else request.num_tokens)
+            if any(
+                tokens // size > state.next_stored_chunk_idx
+                for size, state in zip(sizes, states, strict=True)
             ):
+                status.update_offload_keys()
                 due[req_id] = count
         return due
 
