@@ -70,6 +70,20 @@ def test_prefix_lease_ends_at_the_first_miss(bench: Bench) -> None:
     assert bench.leased(answer) == 3
 
 
+def test_later_piece_of_a_lookup_joins_the_lease_of_the_first(bench: Bench) -> None:
+    fill(bench)
+    first = bench.lookup(range(4), lease=PREFIX)
+    later = ev.Query(context(), 0, keys(*range(2, 8)), PREFIX, extends=first.lease)
+    (second,) = only(bench.feed(ev.LookupRequested(SessionId(1), (later,))), act.Reply)
+    assert isinstance(second.payload, tuple)
+    assert [answer.lease for answer in second.payload] == [first.lease]
+    assert bench.leased(first) == 8
+    assert first.lease is not None
+    bench.release(first.lease)
+    bench.stored(range(100, 116))
+    assert bench.statuses(range(8)) == "M" * 8
+
+
 def test_miss_takes_no_lease(bench: Bench) -> None:
     answer = bench.lookup([1], lease=PREFIX)
     assert answer.lease is None

@@ -216,6 +216,17 @@ def test_request_that_never_ends_is_remembered_up_to_a_bound(
     assert bench.statuses(range(60, 64)) == "HHHH"
 
 
+def test_oldest_of_a_session_s_requests_is_forgotten_for_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix, "MAX_PREFIXES", 2)
+    bench = small(extents=1)
+    bench.open()
+    for number, request in enumerate("abc"):
+        store_for(bench, request, [number])
+    assert list(bench.machine.state.sessions[SessionId(1)].prefixes) == ["b", "c"]
+
+
 def test_what_is_remembered_of_requests_that_never_end_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -225,10 +236,12 @@ def test_what_is_remembered_of_requests_that_never_end_is_bounded(
     bench.open(1)
     bench.open(2)
     for first in range(0, 60, 6):
-        bench.stored(range(first, first + 6), 1)
-        assert bench.machine.state.sessions[SessionId(1)].remembered.blocks <= 20
-    sessions = bench.machine.state.sessions
-    assert sessions[SessionId(1)].remembered.blocks == 18, "of its three newest requests"
+        started = bench.store(range(first, first + 6), 1)
+        sessions = bench.machine.state.sessions
+        remembered = sessions[SessionId(1)].remembered.blocks
+        assert remembered == min(18, first + 6), "of its three newest requests"
+        bench.finish(started)
+        assert sessions[SessionId(1)].remembered.blocks == remembered
     for first in range(60, 120, 6):
         bench.stored(range(first, first + 6), 2)
     tenant = bench.machine.state.tenants[TenantId("tenant")]
