@@ -35,6 +35,7 @@ from kvd.linux import signals
 from kvd.linux.calls import ask_for_short_slices
 from kvd.linux.own_directory import NotTrustedError
 from kvd.mover.checksum_cost import why_checksums_cost
+from kvd.native import key_index
 from kvd.observability import logs, metrics, status_page
 from kvd.observability.floods import Floods
 from kvd.pool.config import COMFORTABLE_EXTENTS, Checksums, PoolConfig, PoolError
@@ -165,7 +166,8 @@ class Daemon:
                 tag_secret=pool.tag_secret,
                 namespaces=descriptors.most_namespaces(MAX_NAMESPACES),
                 tiers=terms_of(config.tiers, pool.extents * pool.extent_bytes),
-            )
+            ),
+            key_index.maker(),
         )
         driver = Driver(machine, pool, self.metrics, tiers=config.tiers)
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Copies, checksums and tables of tags in C, where the library of `copies.c` was built.
+"""Copies, checksums, tables of tags and an index in C, where the library of `copies.c` was built.
 
 Nothing needs it: without it, and where KVD_NATIVE says "off", numpy does the same, more slowly.
 `hatch_build.py` builds it when the package is installed or put into a wheel.
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
@@ -45,6 +46,24 @@ _ON_TABLE = ctypes.PYFUNCTYPE(
     ctypes.c_void_p,
     ctypes.c_uint64,
     ctypes.c_void_p,
+)
+# The same, of an index: all keys and their width; words, how many, seed and scope of those sought;
+# where tags and slots go.
+_FIND_KEYS = ctypes.PYFUNCTYPE(
+    None,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_uint64,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
+)
+# Slots, how many, and where those without a place go; how many these are.
+_INSERT_KEYS = ctypes.PYFUNCTYPE(
+    ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p
 )
 
 # Rows of these are what copies.c calls struct row and struct block.
@@ -164,6 +183,8 @@ class Library:
         self._loaded = loaded
         self._insert_tags = _ON_TABLE(("kvd_tags_insert", loaded))
         self._remove_tags = _ON_TABLE(("kvd_tags_remove", loaded))
+        self.find_keys = _FIND_KEYS(("kvd_index_find", loaded))  # see kvd/native/key_index.py
+        self.insert_keys = _INSERT_KEYS(("kvd_index_insert", loaded))
         self._run, self._sum = loaded.kvd_run, loaded.kvd_sum
         self._move = loaded.kvd_move
         self._number = LEVELS.index(level)

@@ -1,6 +1,6 @@
 /* Copies between engine memory and slots of the pool, and checksums of what is copied, in one pass;
  * blocks moved between memory and a file, by several threads, and proved meanwhile; and, at the
- * end, the tables of tags that clients read.
+ * end, the tables of tags that clients read, and the index in which control finds a key's slot.
  *
  * Without any library but the system's and without Python: kvd/native loads it by ctypes, which
  * lets go of the interpreter's lock. Stretches of memory are copied LANES at a time, a few cache
@@ -687,4 +687,106 @@ void kvd_tags_remove(uint64_t *words, uint64_t mask, const uint64_t *tags, uint6
     stood[n] = place < BUCKET ? (int64_t)bucket : NOWHERE;
     if (place < BUCKET) __atomic_store_n(&words[bucket * BUCKET + place], 0, __ATOMIC_RELEASE);
   }
+}
+
+/* The index of kvd/core/model/index.py, which says what its arrays are: the slots of many keys, and
+ * entries for new slots. A bucket has WAYS entries; of a round's buckets the first `split` have their
+ * twins already. */
+#define WAYS 4
+#define KEYS_AHEAD 32 /* whose buckets, and then whose keys, are fetched together */
+#define SLOT_BITS 0xFFFFFFFFull
+
+struct index {
+  uint64_t *entries;
+  int64_t *places;
+  const uint64_t *tags;
+  const uint32_t *scopes;
+  uint64_t round, split;
+};
+
+static inline uint64_t *bucket_of(const struct index *index, uint64_t hash) {
+  uint64_t bucket = hash & (2 * index->round - 1);
+  if (bucket >= index->round + index->split) bucket -= index->round;
+  return index->entries + bucket * WAYS;
+}
+
+static inline uint64_t second_hash(uint64_t tag) { return tag * 0x9E3779B97F4A7C15ull >> 36; }
+
+/* As in kvd_proto/tags.py. */
+static inline uint64_t tag_of(const uint64_t *words, uint64_t width, uint64_t seed) {
+  uint64_t tag = seed;
+  for (uint64_t n = 0; n < width; n++) {
+    tag = (tag + 0x9E3779B97F4A7C15ull) ^ words[n];
+    tag = (tag ^ tag >> 30) * 0xBF58476D1CE4E5B9ull;
+    tag = (tag ^ tag >> 27) * 0x94D049BB133111EBull;
+    tag ^= tag >> 31;
+  }
+  return tag ? tag : 1;
+}
+
+/* The slot + 1 of an entry with this tag's high half; 0: it is none. */
+static inline uint64_t slot_of(uint64_t entry, uint64_t tag) {
+  return entry >> 32 == tag >> 32 ? entry & SLOT_BITS : 0;
+}
+
+void kvd_index_find(const struct index *index, const uint64_t *keys, uint64_t width,
+                    const uint64_t *words, uint64_t count, uint64_t seed, uint64_t scope,
+                    uint64_t *tags, int64_t *slots) {
+  for (uint64_t start = 0; start < count; start += KEYS_AHEAD) {
+    uint64_t end = start + KEYS_AHEAD < count ? start + KEYS_AHEAD : count;
+    const uint64_t *both[KEYS_AHEAD][2];
+    for (uint64_t n = start; n < end; n++) {
+      tags[n] = tag_of(words + n * width, width, seed);
+      both[n - start][0] = bucket_of(index, tags[n]);
+      both[n - start][1] = bucket_of(index, second_hash(tags[n]));
+      for (int which = 0; which < 2; which++) __builtin_prefetch(both[n - start][which]);
+    }
+    for (uint64_t n = start; n < end; n++)
+      for (int way = 0; way < 2 * WAYS; way++) {
+        uint64_t slot = slot_of(both[n - start][way / WAYS][way % WAYS], tags[n]);
+        if (!slot) continue;
+        __builtin_prefetch(keys + (slot - 1) * width);
+        __builtin_prefetch(index->scopes + slot - 1);
+      }
+    for (uint64_t n = start; n < end; n++) {
+      slots[n] = NOWHERE;
+      for (int way = 0; way < 2 * WAYS; way++) {
+        uint64_t slot = slot_of(both[n - start][way / WAYS][way % WAYS], tags[n]);
+        if (slot && index->scopes[slot - 1] == scope &&
+            !memcmp(keys + (slot - 1) * width, words + n * width, width * sizeof *words))
+          slots[n] = (int64_t)slot - 1;
+      }
+    }
+  }
+}
+
+/* How many found both their buckets full: those slots are the first in `full`. */
+uint64_t kvd_index_insert(const struct index *index, const int64_t *slots, uint64_t count,
+                          int64_t *full) {
+  uint64_t left = 0;
+  for (uint64_t start = 0; start < count; start += KEYS_AHEAD) {
+    uint64_t end = start + KEYS_AHEAD < count ? start + KEYS_AHEAD : count;
+    uint64_t *both[KEYS_AHEAD][2];
+    for (uint64_t n = start; n < end; n++) {
+      uint64_t tag = index->tags[slots[n]];
+      both[n - start][0] = bucket_of(index, tag);
+      both[n - start][1] = bucket_of(index, second_hash(tag));
+      for (int which = 0; which < 2; which++) __builtin_prefetch(both[n - start][which], 1);
+      __builtin_prefetch(index->places + slots[n], 1);
+    }
+    for (uint64_t n = start; n < end; n++) {
+      int empty[2] = {0, 0}, first[2] = {0, 0};
+      for (int which = 0; which < 2; which++)
+        for (int way = WAYS - 1; way >= 0; way--)
+          if (!both[n - start][which][way]) empty[which]++, first[which] = way;
+      int which = empty[1] > empty[0];
+      uint64_t *entry = both[n - start][which] + first[which];
+      index->places[slots[n]] = empty[which] ? entry - index->entries : NOWHERE;
+      if (empty[which])
+        *entry = (index->tags[slots[n]] & ~SLOT_BITS) | ((uint64_t)slots[n] + 1);
+      else
+        full[left++] = slots[n];
+    }
+  }
+  return left;
 }

@@ -82,6 +82,36 @@ static void tag_table(void) {
   free(words), free(tags), free(went);
 }
 
+/* An index without a byte to spare, in the midst of a round: what has a place is found, under its
+ * own key and scope. */
+static void key_index(void) {
+  enum { SLOTS = 150, WIDTH = 3, ROUND = 8 };
+  uint64_t split = draw(ROUND), seed = draw(1u << 31), left, standing = 0;
+  uint64_t *entries = calloc((ROUND + split) * WAYS, 8), *keys = malloc(8 * WIDTH * SLOTS);
+  uint64_t *tags = malloc(8 * SLOTS), *told = malloc(8 * SLOTS);
+  uint32_t *scopes = malloc(4 * SLOTS);
+  int64_t *places = malloc(8 * SLOTS), *slots = malloc(8 * SLOTS), *found = malloc(8 * SLOTS);
+  struct index index = {entries, places, tags, scopes, ROUND, split};
+  for (uint64_t n = 0; n < WIDTH * SLOTS; n++) keys[n] = draw(1u << 31);
+  for (uint64_t n = 0; n < SLOTS; n++) {
+    tags[n] = tag_of(keys + n * WIDTH, WIDTH, seed), scopes[n] = n % 2;
+    slots[n] = (int64_t)n;
+  }
+  uint64_t count = draw(SLOTS);
+  left = kvd_index_insert(&index, slots, count, found);
+  for (uint64_t n = 0; n < (ROUND + split) * WAYS; n++) standing += entries[n] != 0;
+  check(standing + left == count, "slots that were put in");
+  for (uint32_t scope = 0; scope < 2; scope++) {
+    kvd_index_find(&index, keys, WIDTH, keys, SLOTS, seed, scope, told, found);
+    for (uint64_t n = 0; n < SLOTS; n++) {
+      int is_there = n < count && scopes[n] == scope && places[n] != NOWHERE;
+      check(told[n] == tags[n] && found[n] == (is_there ? (int64_t)n : NOWHERE), "a key's slot");
+    }
+  }
+  free(entries), free(keys), free(tags), free(told), free(scopes);
+  free(places), free(slots), free(found);
+}
+
 /* Parts of memory to a file and back, on more threads than there are stages. */
 static void to_a_file_and_back(int level) {
   enum { RUNS = 4, PARTS = 5 };
@@ -120,7 +150,7 @@ int main(int count, char **given) {
   for (int n = 0; n < LINE_WORDS; n++) word_keys[n] = draw(1u << 31) << 20 | 1;
   for (int n = 0; n < LINES; n++) line_keys[n] = draw(1u << 31) << 20 | 1;
   for (int level = 0; level <= kvd_level(); level++)
-    for (int n = 0; n < rounds; n++) one(level), tag_table(), to_a_file_and_back(level);
+    for (int n = 0; n < rounds; n++) one(level), tag_table(), key_index(), to_a_file_and_back(level);
   printf("%d levels are clean\n", kvd_level() + 1);
   return 0;
 }

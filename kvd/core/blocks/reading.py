@@ -58,8 +58,7 @@ def locate(state: State, session: Session, account: str, group: int, words: U64)
     """Tags and slots of the keys."""
     scope = namespaces.find_scope(state, session, account, group)
     if scope is not None:
-        tags = tags_of(words, scope.seed)
-        return Located(scope.scope, tags, state.index.find(tags, words, scope.scope))
+        return Located(scope.scope, *state.index.locate(words, scope.seed, scope.scope))
     namespace = state.namespace_of(session)
     seed = namespaces.scope_seed(state, namespace, session.epoch, account, group)
     return Located(None, tags_of(words, seed), np.full(len(words), NOWHERE, dtype=np.int64))

@@ -9,6 +9,7 @@ entries come, so there is no pause in which everything is hashed anew. Tags are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, Slots
 from kvd.core.sparse import sparse_zeros
+from kvd_proto.tags import tags_of
 
 WAYS = 4
 _FIRST_BUCKETS = 64
@@ -85,10 +87,27 @@ class KeyTable(Protocol):
         """The key, of so many words. Shape [slots, width]."""
 
 
+class KeyProbe(Protocol):
+    """Does an index's work on its arrays, key by key: handed in, for numpy does it as well."""
+
+    def resize(self, first_buckets: int, split: int) -> None:
+        """Buckets at the start of this round of splits, and how many of them were split."""
+
+    def find(self, keys: U64, words: U64, seed: int, scope: int) -> tuple[U64, Slots]:
+        """`Index.locate` but for what was spilled. `keys`: of all slots. At least one is sought."""
+
+    def insert(self, slots: Slots) -> Slots:
+        """Give slots places; those that found both their buckets full, and have none."""
+
+
+# Of entries and places, and of the slot table's tags and scopes.
+MakeKeyProbe = Callable[[U64, Slots, U64, U32], KeyProbe]
+
+
 class Index:
     """Holds the slots whose tag, key and scope stand in the slot table."""
 
-    def __init__(self, table: KeyTable) -> None:
+    def __init__(self, table: KeyTable, make_probe: MakeKeyProbe | None = None) -> None:
         self._table = table
         buckets = _FIRST_BUCKETS
         while buckets * WAYS * _LOAD_NUMERATOR < (table.size + 1) * _LOAD_DENOMINATOR:
@@ -103,9 +122,23 @@ class Index:
         self._count = 0
         self._spill: dict[int, list[int]] = {}  # tag -> slots that found both buckets full
         self._spill_marks = np.zeros(_SPILL_MARKS, np.bool_)  # at the low bits of its tags
+        self._probe: KeyProbe | None = None
+        if make_probe is not None:
+            self._probe = make_probe(self._entries, self._places, table.tags, table.scopes)
+            self._probe.resize(self._round, self._split)
 
     def __len__(self) -> int:
         return self._count
+
+    def locate(self, words: U64, seed: int, scope: int) -> tuple[U64, Slots]:
+        """Tags of keys in the scope with this seed, and their slots there, as `find` says them."""
+        if self._probe is None or not len(words):
+            tags = tags_of(words, seed)
+            return tags, self.find(tags, words, scope)
+        tags, found = self._probe.find(self._table.keys(words.shape[1]), words, seed, scope)
+        if self._spill:
+            self._find_spilled(found, tags, words, scope)
+        return tags, found
 
     def find(self, tags: U64, words: U64, scope: int | U32) -> Slots:
         """The slot of each key in this scope, or in that of its own, NOWHERE where there is none.
@@ -140,6 +173,9 @@ class Index:
         """Add distinct slots, none of them in the index, by the tags in the slot table."""
         self._count += len(slots)
         self._grow()
+        if self._probe is not None:
+            self._spill_all(self._probe.insert(slots))
+            return
         tags = self._table.tags[slots]
         while len(slots):
             count = len(slots)
@@ -227,7 +263,7 @@ class Index:
 
     def _place_each(self, slots: Slots, tags: U64) -> None:
         """Put slots in one by one; those that find both buckets full are spilled."""
-        spilled = False
+        full = []
         rows = (slots.tolist(), tags.tolist(), *self._buckets(tags).tolist())
         for slot, tag, first, second in zip(*rows, strict=True):
             ways, others = self._entries[first].tolist(), self._entries[second].tolist()
@@ -239,11 +275,17 @@ class Index:
                 self._entries[bucket, way] = tag >> 32 << 32 | slot + 1
                 self._places[slot] = bucket * WAYS + way
             else:
-                spilled = True
-                self._spill.setdefault(tag, []).append(slot)
+                full.append(slot)
                 self._places[slot] = NOWHERE
-        if spilled:
-            self._note_spill()
+        self._spill_all(np.array(full, dtype=np.int64))
+
+    def _spill_all(self, slots: Slots) -> None:
+        """Remember those that have no place."""
+        if not len(slots):
+            return
+        for slot, tag in zip(slots.tolist(), self._table.tags[slots].tolist(), strict=True):
+            self._spill.setdefault(tag, []).append(slot)
+        self._note_spill()
 
     def _grow(self) -> None:
         wanted = -(-self._count * _LOAD_DENOMINATOR // (WAYS * _LOAD_NUMERATOR))
@@ -252,6 +294,8 @@ class Index:
         while self._round + self._split < wanted:
             missing = wanted - self._round - self._split
             self._split_next(min(missing, self._round - self._split, _SPLIT_AT_ONCE))
+        if self._probe is not None:
+            self._probe.resize(self._round, self._split)
         if self._spill:
             self._place_spilled()
 
