@@ -696,6 +696,10 @@ void kvd_tags_remove(uint64_t *words, uint64_t mask, const uint64_t *tags, uint6
 #define KEYS_AHEAD 32 /* whose buckets, and then whose keys, are fetched together */
 #define SLOT_BITS 0xFFFFFFFFull
 
+/* Of a bucket's empty ways, as bits: how many, and the first of them. */
+static const uint8_t EMPTY_WAYS[1 << WAYS] = {0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4};
+static const uint8_t FIRST_EMPTY[1 << WAYS] = {0, 0, 1, 0, 2, 0, 1, 0, 3, 0, 1, 0, 2, 0, 1, 0};
+
 struct index {
   uint64_t *entries;
   int64_t *places;
@@ -775,12 +779,14 @@ uint64_t kvd_index_insert(const struct index *index, const int64_t *slots, uint6
       __builtin_prefetch(index->places + slots[n], 1);
     }
     for (uint64_t n = start; n < end; n++) {
-      int empty[2] = {0, 0}, first[2] = {0, 0};
-      for (int which = 0; which < 2; which++)
-        for (int way = WAYS - 1; way >= 0; way--)
-          if (!both[n - start][which][way]) empty[which]++, first[which] = way;
-      int which = empty[1] > empty[0];
-      uint64_t *entry = both[n - start][which] + first[which];
+      /* Without a branch: which ways are empty can't be foreseen. */
+      uint32_t empty[2];
+      for (int which = 0; which < 2; which++) {
+        const uint64_t *bucket = both[n - start][which];
+        empty[which] = !bucket[0] | !bucket[1] << 1 | !bucket[2] << 2 | !bucket[3] << 3;
+      }
+      int which = EMPTY_WAYS[empty[1]] > EMPTY_WAYS[empty[0]];
+      uint64_t *entry = both[n - start][which] + FIRST_EMPTY[empty[which]];
       index->places[slots[n]] = empty[which] ? entry - index->entries : NOWHERE;
       if (empty[which])
         *entry = (index->tags[slots[n]] & ~SLOT_BITS) | ((uint64_t)slots[n] + 1);

@@ -30,7 +30,7 @@ AGES_OF_EVICTION = (1, 10, 60, 300, 900, 3600, 14400, 86400)  # upper bounds of 
 _AGE_BOUNDS = np.array([age / SECONDS_A_STAMP for age in AGES_OF_EVICTION])
 _LOW = 1 << 16
 AGES_ONE_IN = 8  # whose age is looked at
-COUNTED_AT_ONCE = 4096  # blocks, where no tick comes before
+COUNTED_AT_ONCE = 1 << 14  # blocks, where no tick comes before
 _NO_REASON = ""
 NOBODY = NamespaceId(0)
 
@@ -159,7 +159,10 @@ class GoneRing:
         firsts = np.maximum(np.frombuffer(self.firsts, dtype=np.int64)[places], number)
         stamps = np.frombuffer(self.stamps, dtype=np.int64)[places]
         codes = np.frombuffer(self.codes, dtype=np.int64)[places]
-        return np.diff(firsts, append=end), stamps, codes
+        counts = np.empty_like(firsts)
+        np.subtract(firsts[1:], firsts[:-1], out=counts[:-1])
+        counts[-1] = end - firsts[-1]
+        return counts, stamps, codes
 
 
 class GoneBlocks:

@@ -30,6 +30,7 @@ _TAG_BITS = np.array(0xFFFFFFFF00000000, dtype=np.uint64)
 _FEW = 64  # are put in one by one
 _SPLIT_AT_ONCE = 4096
 _SPILL_MARKS = 1 << 15
+_SPILL_BITS = np.array(_SPILL_MARKS - 1, dtype=np.uint64)
 NOWHERE = -1  # in arrays of slots: no such block
 
 # Which ways of a bucket are empty, as the bits of a number: how many, and the first of them.
@@ -56,7 +57,7 @@ def _second(tags: U64) -> U64:
 
 def _spill_mark(tags: U64) -> npt.NDArray[np.int64]:
     """Where a spilled tag leaves its mark."""
-    return (tags & np.uint64(_SPILL_MARKS - 1)).view(np.int64)
+    return (tags & _SPILL_BITS).view(np.int64)
 
 
 def _all_of_each(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
@@ -333,11 +334,9 @@ class Index:
 
     def _find_spilled(self, found: Slots, tags: U64, words: U64, scope: int | U32) -> None:
         keys = self._table.keys(words.shape[1])
-        (missing,) = (found == NOWHERE).nonzero()
-        if not len(missing):
-            return
-        marked = self._spill_marks.take(_spill_mark(tags.take(missing)))
-        for row in missing[marked].tolist():
+        marked = self._spill_marks.take(_spill_mark(tags))
+        marked &= found == NOWHERE
+        for row in marked.nonzero()[0].tolist():
             wanted = scope if isinstance(scope, int) else int(scope[row])
             for slot in self._spill.get(int(tags[row]), ()):
                 same = bool((keys[slot] == words[row]).all())
