@@ -142,6 +142,14 @@ def test_a_number_that_can_not_be_found_is_none(content: bytes) -> None:
     assert wire.unreadable_request(content, KvdError("why")).number == 0
 
 
+@pytest.mark.parametrize("last", [1, 2, 0x7F])
+def test_a_number_of_more_bits_than_it_has_is_read_as_protobuf_reads_it(last: int) -> None:
+    number = b"\x08" + b"\x85" + b"\x80" * 8 + bytes([last])
+    content = _part(2, number + _part(4, b"\xff"))
+    found = wire.unreadable_request(content, KvdError("why"))
+    assert (found.kind, found.number) == ("step", pb.Step.FromString(number).sequence)
+
+
 def test_the_largest_legal_steps_are_checked_in_small_pieces() -> None:
     run = common_pb2.KeyRun(hashes=HASH)
     transfer = common_pb2.TransferRun(hashes=HASH, engine_blocks=bytes(4))

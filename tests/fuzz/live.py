@@ -38,6 +38,7 @@ WARM_ROUNDS = 4
 SPARE_DESCRIPTORS = 64
 VICTIM_ROUNDS = 6  # after which the engine whose ids are used is another
 MOST_BYTES = 400  # of an input that is worth keeping
+LOG_CHARACTERS = 8000  # of the daemon, where it failed
 METHODS = tuple(
     f"{service}.{method.name}"
     for service, module in SERVICES.items()
@@ -207,7 +208,10 @@ class Live:
             return error.code().name, ""
         reason = info.reason if info is not None else ""
         if reason == INTERNAL or STATUS_OF.get(reason) is not error.code():
-            raise Untyped(f"{method}: {error.code()} {reason} {error.details()}: {content!r}")
+            log = self._scene.daemon.log.read_text(errors="replace")[-LOG_CHARACTERS:]
+            raise Untyped(
+                f"{method}: {error.code()} {reason} {error.details()}: {content!r}\n{log}"
+            )
         return error.code().name, reason
 
     def _keep(self, method: str, answer: tuple[str, str], content: bytes) -> None:

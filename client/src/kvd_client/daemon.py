@@ -13,6 +13,8 @@ from kvd_proto.v1 import companion_pb2
 
 CONNECT_TIMEOUT_S = 1.0
 CHANNEL_OPTIONS = (
+    # A stream that gRPC begins anew by itself while a daemon stops may never end, cancelled or not.
+    ("grpc.enable_retries", 0),
     # Channels would share one backoff through the global pool: a restarted daemon is found late.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.max_receive_message_length", 16 << 20),

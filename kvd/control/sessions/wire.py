@@ -148,6 +148,7 @@ def _varint(content: memoryview, at: int) -> tuple[int, int]:
         shift += 7
 
 
+_ALL_BITS = (1 << 64) - 1
 # The number by which the sender knows its message, by the field of SessionRequest.
 _REQUEST = engine_pb2.SessionRequest.DESCRIPTOR.fields_by_name
 _NUMBERED = {
@@ -178,7 +179,8 @@ def unreadable_request(content: bytes, error: KvdError) -> UnreadableRequest:
             inside = whole[outer.value : outer.end]
             first = next(_fields(inside))
             if (first.number, first.wire_type) == (wanted, _VARINT):
-                return UnreadableRequest(error, kind, _varint(inside, first.value)[0])
+                number, _ = _varint(inside, first.value)
+                return UnreadableRequest(error, kind, number & _ALL_BITS)  # as protobuf reads it
     except (Unreadable, StopIteration):
         pass
     return UnreadableRequest(error)
