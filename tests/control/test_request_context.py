@@ -71,6 +71,10 @@ class ListeningDriver:
         return [Answer(b"", None) for _ in queries]
 
 
+def verbs(driver: Any) -> Verbs:
+    return Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None))
+
+
 def with_context(job: Any) -> Any:
     job.context.CopyFrom(full_context())
     return job
@@ -97,9 +101,7 @@ async def test_every_part_of_a_step_carries_its_requests_context(verb: str) -> N
     driver: Any = ListeningDriver()
     step = STEPS[verb]()
     step.sequence = 1
-    await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).step(
-        live_session(), step
-    )
+    await verbs(driver).step(live_session(), step)
     (event,) = driver.events
     check(event.context)
 
@@ -113,9 +115,7 @@ async def test_others_get_on_while_a_step_tells_of_many_requests() -> None:
     driver.let_others_in = let_others_in
     many = [pb.RequestLookup(request_id=f"r{n}") for n in range(2 * PIECE_TOLD + 1)]
     step = pb.Step(sequence=1, requests=many)
-    await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).step(
-        live_session(), step
-    )
+    await verbs(driver).step(live_session(), step)
     first, one, second, two, rest = driver.events
     assert (one, two) == ("others", "others")
     told = [each.request for piece in (first, second, rest) for each in piece.requests]
@@ -125,9 +125,7 @@ async def test_others_get_on_while_a_step_tells_of_many_requests() -> None:
 async def test_lookup_carries_its_requests_context() -> None:
     driver: Any = ListeningDriver()
     run = common_pb2.KeyRun(hashes=hashes(1))
-    await Verbs(driver, ToldLookups(lambda _: True), Recorder(lambda _: None)).lookup(
-        live_session(), [pb.Query(context=full_context(), run=run)]
-    )
+    await verbs(driver).lookup(live_session(), [pb.Query(context=full_context(), run=run)])
     (query,) = driver.events
     check(query.context)
 
