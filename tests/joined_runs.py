@@ -4,6 +4,10 @@ The first runs are given `--reports-to FILE`, the last `--reports-from FILE` for
 counts what they reported among its own, failures with their text, so that its last line speaks for
 all. Each may spread its tests over processes (pytest-xdist): the one that gathers their reports
 does this, too.
+
+With `--again-from FILE` the last run has no tests but those that failed in that run. It runs them
+once more, in fresh processes and with nothing beside them, and counts what they do now; that they
+failed before is told as a rerun.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from pathlib import Path
 import pytest
 
 ENDED = "ended"
+RERUN = "rerun"  # as pytest-rerunfailures has it
+WHOLE = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="count another run's reports among ours",
     )
+    parser.addoption(
+        "--again-from", type=Path, help="run what failed in another run, and count all of its tests"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Writer(config, written))
     for path in read:
         config.pluginmanager.register(Reader(path))
+    again = config.getoption("again_from")
+    if again is not None:
+        config.pluginmanager.register(Again(again))
 
 
 class Writer:
@@ -73,7 +85,7 @@ class Reader:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         result = yield
-        reports = list(self._reports(session.config))
+        reports = list(self._reports(session))
         session.testscollected += len({report.nodeid for report in reports})
         for report in reports:
             if isinstance(report, pytest.CollectReport):
@@ -82,22 +94,31 @@ class Reader:
                 session.config.hook.pytest_runtest_logreport(report=report)
         return result
 
-    def _reports(self, config: pytest.Config) -> Iterator[pytest.TestReport | pytest.CollectReport]:
+    def _reports(
+        self, session: pytest.Session
+    ) -> Iterator[pytest.TestReport | pytest.CollectReport]:
         if not self._path.exists():
             yield self._of_the_whole_run("skipped", "the other environment can't be made here")
             return
-        ended = False
-        for line in self._path.read_text().splitlines():
+        yield from self._written(session.config)
+
+    def _written(self, config: pytest.Config) -> Iterator[pytest.TestReport | pytest.CollectReport]:
+        ended = None
+        for line in self._path.read_text().splitlines() if self._path.exists() else ():
             try:
                 plain = json.loads(line)
             except ValueError:  # torn: killed while it wrote
                 break
-            ended = ENDED in plain
-            if not ended:
+            ended = plain.get(ENDED)
+            if ended is None:
                 yield config.hook.pytest_report_from_serializable(config=config, data=plain)
-        if not ended:
+        if ended is None:
             yield self._of_the_whole_run(
                 "failed", f"{self._path}: the other run ended without a word"
+            )
+        elif ended not in WHOLE:
+            yield self._of_the_whole_run(
+                "failed", f"{self._path}: the other run broke off (pytest's code {ended})"
             )
 
     def _of_the_whole_run(self, outcome: str, why: str) -> pytest.TestReport:
@@ -111,3 +132,24 @@ class Reader:
             longrepr=(tests, 0, why) if outcome == "skipped" else why,
             when="call",
         )
+
+
+class Again(Reader):
+    """Runs what failed in the other run, and reports the rest of it as a `Reader` does."""
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        failed = {report.nodeid for report in self._written(config) if report.failed}
+        items[:] = [item for item in items if item.nodeid in failed]
+
+    def _reports(
+        self, session: pytest.Session
+    ) -> Iterator[pytest.TestReport | pytest.CollectReport]:
+        run = {item.nodeid for item in session.items}
+        for report in self._written(session.config):
+            if report.nodeid not in run:
+                yield report
+            elif report.failed:
+                report.outcome = RERUN  # type: ignore[assignment]
+                yield report

@@ -69,3 +69,67 @@ def test_a_first_run_that_never_was_is_skipped_with_a_reason(tmp_path: Path) -> 
     assert "1 passed, 1 skipped" in second.stdout.splitlines()[-1]
     assert "the other environment can't be made here" in second.stdout
     assert second.returncode == 0
+
+
+def test_what_failed_is_run_once_more_and_told_as_a_rerun_where_it_passes(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    flag = tmp_path / "there"
+    source = (
+        "import pathlib\n"
+        "def test_good(): assert not pathlib.Path(__file__).with_name('there').exists()\n"
+        "def test_once(): assert pathlib.Path(__file__).with_name('there').exists()\n"
+    )
+    run(tmp_path, source, "--reports-to", reports)
+    flag.touch()
+    second = run(tmp_path, source, "--again-from", reports, "-p", "tests.shown_reruns")
+    assert "2 passed, 1 rerun" in second.stdout.splitlines()[-1], second.stdout
+    assert "run once more: test_it.py::test_once (call)" in second.stdout
+    assert second.returncode == 0
+
+
+def test_what_fails_again_is_a_failure(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    run(tmp_path, FIRST, "--reports-to", reports)
+    second = run(tmp_path, FIRST, "--again-from", reports)
+    assert "1 failed, 1 passed, 1 rerun" in second.stdout.splitlines()[-1], second.stdout
+    assert second.returncode == 1
+
+
+def test_nothing_is_run_once_more_where_all_passed(tmp_path: Path) -> None:
+    reports = tmp_path / "reports"
+    run(tmp_path, SECOND, "--reports-to", reports)
+    second = run(tmp_path, "def test_fine(): assert False\n", "--again-from", reports)
+    assert "1 passed" in second.stdout.splitlines()[-1], second.stdout
+    assert second.returncode == 0
+
+
+@pytest.mark.parametrize("left", ["nothing", "a torn end", "the end of one that broke off"])
+def test_a_run_that_did_not_get_to_its_end_is_a_failure_though_all_passed(
+    tmp_path: Path, left: str
+) -> None:
+    reports = tmp_path / "reports"
+    run(tmp_path, SECOND, "--reports-to", reports)
+    if left == "nothing":
+        reports.unlink()
+    else:
+        *lines, _ = reports.read_text().splitlines()
+        end = '{"end' if left == "a torn end" else f'{{"ended": {pytest.ExitCode.INTERRUPTED:d}}}'
+        reports.write_text("\n".join([*lines, end]))
+    second = run(tmp_path, SECOND, "--again-from", reports)
+    assert "1 failed" in second.stdout.splitlines()[-1], second.stdout
+    assert second.returncode == 1
+
+
+@pytest.mark.parametrize("flags", [[], ["-n", "1"]])
+def test_what_breaks_outside_of_a_test_is_not_made_good_by_running_it_again(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    """Neither a file that can't be read nor a process that ends in its midst."""
+    if flags:
+        pytest.importorskip("xdist")
+    reports = tmp_path / "reports"
+    source = "import os\ndef test_end(): os._exit(3)\n" if flags else "raise ValueError\n"
+    run(tmp_path, source, "--reports-to", reports, "--max-worker-restart", "0", *flags)
+    second = run(tmp_path, SECOND, "--again-from", reports)
+    assert "failed" in second.stdout.splitlines()[-1] or "error" in second.stdout.splitlines()[-1]
+    assert second.returncode != 0

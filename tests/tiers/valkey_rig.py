@@ -125,6 +125,43 @@ class ValkeyCluster:
         said = server.try_call("CLUSTER", "INFO") or ""
         return "cluster_state:ok" in said and known in said
 
+    def begin_move(self, slots: Sequence[int], giver: int, taker: int) -> None:
+        """Let the taker of some slots import from their giver, by the servers' numbers."""
+        ids = self._ids()
+        for slot in slots:
+            self.servers[taker].call("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[giver])
+            self.servers[giver].call("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[taker])
+
+    def end_move(self, slots: Sequence[int], taker: int) -> None:
+        """Make an importer the slots' owner, and wait until all servers say so.
+
+        The taker is told first: as an importer it takes a newer epoch then, so that what the giver
+        said of its slots before, which may still be under way, is too old to count.
+        """
+        taken = self._ids()[taker]
+        others = [server for server in self.servers if server is not self.servers[taker]]
+        for slot in slots:
+            for server in (self.servers[taker], *others):
+                server.call("CLUSTER", "SETSLOT", slot, "NODE", taken)
+        for server in self.servers:
+            until(partial(self._is_owner, server, taken, slots))
+
+    def _ids(self) -> list[str]:
+        return [server.call("CLUSTER", "MYID").split("\r\n")[1] for server in self.servers]
+
+    def _is_owner(self, server: ValkeyServer, taken: str, slots: Sequence[int]) -> bool:
+        """Whether a server names one as the owner of all the slots, and none as on the move."""
+        owned: set[int] = set()
+        for line in server.call("CLUSTER", "NODES").splitlines():
+            fields = line.split()
+            if fields[:1] == [taken]:
+                ranges = [field.partition("-") for field in fields[8:]]
+                if any(begin.startswith("[") for begin, _, _ in ranges):
+                    return False
+                for begin, _, end in ranges:
+                    owned.update(range(int(begin), int(end or begin) + 1))
+        return owned.issuperset(slots)
+
     def empty(self) -> None:
         for server in self.servers:
             server.call("FLUSHALL")
