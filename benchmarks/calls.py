@@ -4,8 +4,9 @@ Three parts. Round trip of each RPC, one small call at a time, by a synchronous 
 16, 256 and 2048 keys, hit and miss: as an engine sees them through the scheduler side (a miss ends
 with a probe, a hit takes a lease by a call); and what they consist of: the index page from a list
 of bytes, the call on the session's stream, and beside them the floor, an in-process dict probe.
-Calls come every 2 ms, so that none waits for the lease that the one before gave back. And the
-time that `send_step` takes on the calling thread.
+Calls come every 2 ms, so that none waits for the lease that the one before gave back. The same
+lookups that find all, in turn with as many calls of `Health.Check` that come as far apart: the least
+that a call by gRPC takes here. And the time that `send_step` takes on the calling thread.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ SIZES = (16, 256, 2048)
 STORED = 2048
 SMALL_BLOCK = 4096
 PAUSE_SECONDS = 0.002  # a step of an engine that decodes
+PAIRS = 15
+BARS = {16: 1.6, 2048: 4.0}  # of a lookup, over `Health.Check`
 
 
 def timed(call: Callable[[], Any], rounds: int) -> dict[str, float]:
@@ -165,6 +168,37 @@ def _through(scheduler: Scheduler, asked: list[bytes], outcome: str) -> float:
     return millis
 
 
+def beside_health(socket: str, engine: BenchEngine, rounds: int) -> list[dict[str, Any]]:
+    """Lookups that find all and take a lease, over `Health.Check`: p50 of spells in turn."""
+    there = keys(1, STORED)
+    caller = raw.Caller(socket, "SCHEDULER")
+    health: Any = health_pb2_grpc.HealthStub(caller.channel)
+
+    def check() -> float:
+        began = time.perf_counter()
+        health.Check(health_pb2.HealthCheckRequest(), metadata=caller.metadata)
+        return (time.perf_counter() - began) * 1e3
+
+    rows = []
+    for size, bar in BARS.items():
+        sides = [partial(ask, engine, there[:size]), check]
+        taken: list[list[float]] = [[], []]
+        for pair in range(PAIRS):
+            for side in ((0, 1), (1, 0))[pair % 2]:
+                taken[side].append(told(sides[side], rounds // PAIRS, PAUSE_SECONDS)["p50_ms"])
+        rows.append(
+            {
+                "keys": size,
+                "lookup_ms": report.Spread.of(taken[0]),
+                "health_ms": report.Spread.of(taken[1]),
+                "ratio": report.ratios(*taken),
+                "bar": bar,
+            }
+        )
+    caller.close()
+    return rows
+
+
 def step_cost(engine: BenchEngine, rounds: int) -> list[dict[str, Any]]:
     """Time of `send_step` on the calling thread, every 2.4 ms, as in a decoding engine."""
     rows = []
@@ -199,6 +233,7 @@ def main() -> None:
         results = {"round_trips": round_trips(running.socket, rounds)}
         engine = BenchEngine(running.socket, "lookups", 512, SMALL_BLOCK)
         results["lookups"] = lookups(engine, rounds)
+        results["beside_health"] = beside_health(running.socket, engine, rounds)
         results["step_on_the_calling_thread"] = step_cost(engine, rounds)
         engine.close()
     for title, rows in results.items():

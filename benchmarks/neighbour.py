@@ -23,7 +23,7 @@ from kvd_proto.v1 import common_pb2
 BLOCK = 64 * 1024
 SMALL_KEYS = 16
 BIG_KEYS = 2048
-BAR = 4.0
+BAR = 2.5
 
 
 def ask(engine: BenchEngine, hashes: list[bytes]) -> float:

@@ -33,12 +33,12 @@ DECODERS = 256
 WARM_UP = 2
 POOL_BYTES = 512 * MIB
 BARS = {
-    "cold": 1.0,
-    "warm": 1.5,
-    "decode": 1.0,
-    "decode, storing step": 1.0,
+    "cold": 0.6,
+    "warm": 0.7,
+    "decode": 0.9,
+    "decode, storing step": 0.9,
 }
-CPU_BAR = 1.2
+CPU_BAR = 0.9
 
 Answer = dict[str, Any]
 Pair = tuple[Answer, Answer]
