@@ -5,8 +5,8 @@ Three parts. Round trip of each RPC, one small call at a time, by a synchronous 
 with a probe, a hit takes a lease by a call); and what they consist of: the index page from a list
 of bytes, the call on the session's stream, and beside them the floor, an in-process dict probe.
 Calls come every 2 ms, so that none waits for the lease that the one before gave back. The same
-lookups that find all, in turn with as many calls of `Health.Check` that come as far apart: the least
-that a call by gRPC takes here. And the time that `send_step` takes on the calling thread.
+lookups that find all, in turn with as many calls of `Health.Check` that come as far apart: the
+least that a call by gRPC takes here. And the time that `send_step` takes on the calling thread.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def beside_health(socket: str, engine: BenchEngine, rounds: int) -> list[dict[st
 
     rows = []
     for size, bar in BARS.items():
-        sides = [partial(ask, engine, there[:size]), check]
+        sides: list[Callable[[], float]] = [partial(ask, engine, there[:size]), check]
         taken: list[list[float]] = [[], []]
         for pair in range(PAIRS):
             for side in ((0, 1), (1, 0))[pair % 2]:
