@@ -180,6 +180,51 @@ def test_no_request_shows_more_than_its_bound(monkeypatch: pytest.MonkeyPatch) -
     assert shown == [SHADOWED_AT_ONCE]
 
 
+def test_window_counts_what_each_of_its_requests_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One policy finds much at first, the other a little at last, as each window goes."""
+    slots = 64
+    duel = Duel(("lru", "s3fifo"), lambda: slots, make_policy)
+    duel.fit()
+    (first, _) = duel._shadows
+    shows = [0, 0]
+
+    def show(shadow: Shadow, tags: npt.NDArray[np.uint64], __: Sight) -> int:
+        number = int(shadow is not first)
+        shows[number] += 1
+        begins = shows[number] % 2 == 1
+        return (16 if begins else 0) if number == 0 else (0 if begins else 4)
+
+    monkeypatch.setattr(Shadow, "show", show)
+    half = np.arange(1, slots // 2 + 1, dtype=np.uint64)
+    for request in range(1, 42):
+        assert duel.better_than("lru") is None
+        duel.use(half, np.zeros(half.size, np.uint16), Sight(request, request))
+    assert shows == [40, 40], "each request is shown once the next one has come"
+    assert duel.better_than("s3fifo") == "lru"
+
+
+@pytest.mark.parametrize(("more", "noise", "winner"), [(1, 20, None), (1, 0, None), (3, 0, "lru")])
+def test_only_more_than_chance_and_a_hundredth_wins(
+    more: int, noise: int, winner: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One policy finds so many more in each window than the other, which finds 200 or so."""
+    slots = 64
+    duel = Duel(("s3fifo", "lru"), lambda: slots, make_policy)
+    duel.fit()
+    (_, better) = duel._shadows
+    rng = np.random.default_rng(1)
+
+    def show(shadow: Shadow, *_: object) -> int:
+        return 200 + int(rng.integers(0, noise + 1)) + more * (shadow is better)
+
+    monkeypatch.setattr(Shadow, "show", show)
+    whole = np.arange(1, slots + 1, dtype=np.uint64)
+    for request in range(1, 32):
+        duel.use(whole, np.zeros(whole.size, np.uint16), Sight(request, request))
+    assert duel.better_than("s3fifo") == winner
+    assert duel.better_than("lru") is None
+
+
 def test_segment_is_in_the_sample_again_when_it_comes_back_in_other_batches() -> None:
     tags = np.random.default_rng(1).integers(1, 1 << 62, 200, np.uint64)
     whole = Duel.marks_of(tags, -1)

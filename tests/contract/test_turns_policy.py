@@ -272,6 +272,49 @@ def test_ghosts_take_eight_bytes_a_place_and_no_more_places_than_their_bound(
     assert ghosts.bytes_used <= 8 * MAX_GHOST_PLACES
 
 
+def test_ghost_of_another_block_at_the_same_place_is_neither_found_nor_lost() -> None:
+    ghosts = TurnGhosts(lambda: 100)
+    ghosts.fit()
+    here, elsewhere = tags(1 << 60), tags(2 << 60)
+    other = here ^ tags(1 << 21)  # the same place, another check
+    assert ghosts.add(here, batch(5)).tolist() == []
+    assert [found.tolist() for found in ghosts.take(other)] == [[], []]
+    assert [found.tolist() for found in ghosts.take(elsewhere)] == [[], []]
+    assert [found.tolist() for found in ghosts.take(tags(2 << 60, 1 << 60))] == [[1], [5]]
+    assert [found.tolist() for found in ghosts.take(here)] == [[], []], "it was taken"
+
+
+def test_ghost_that_takes_another_s_place_says_whose_word_is_lost() -> None:
+    ghosts = TurnGhosts(lambda: 100)
+    ghosts.fit()
+    here = tags(1 << 60)
+    other = here ^ tags(1 << 21)
+    ghosts.add(here, batch(5))
+    assert ghosts.add(other, batch(6)).tolist() == [5]
+    assert [found.tolist() for found in ghosts.take(here)] == [[], []]
+    assert [found.tolist() for found in ghosts.take(other)] == [[0], [6]]
+    assert ghosts.add(np.concatenate([here, other]), batch(7, 8)).tolist() == [7], "of one batch"
+    assert [found.tolist() for found in ghosts.take(other)] == [[0], [8]]
+
+
+def test_ghosts_are_kept_while_the_class_grows_or_shrinks_a_little() -> None:
+    capacity = [1600]
+    ghosts = TurnGhosts(lambda: capacity[0])
+    ghosts.fit()
+    kept = ghosts.bytes_used
+    for size in (1600, 3200, 100):  # twice as large, and 16 times smaller
+        capacity[0] = size
+        ghosts.add(tags(1 << 60), batch(5))
+        assert not ghosts.fit()
+        assert ghosts.bytes_used == kept
+        assert ghosts.take(tags(1 << 60))[1].tolist() == [5]
+    for size in (3201, 200):
+        capacity[0] = size
+        ghosts.add(tags(1 << 60), batch(5))
+        assert ghosts.fit()
+        assert ghosts.take(tags(1 << 60))[1].tolist() == []
+
+
 def test_silence_longer_than_the_longest_counts_as_that() -> None:
     policy = made()
     policy.insert(batch(0), tags(1), Sight(SECOND, 1))

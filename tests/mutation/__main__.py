@@ -12,6 +12,7 @@ that survived are in survivors.json beside it, with place and difference.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import math
@@ -20,7 +21,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,12 @@ def traces(items: dict[str, pytest.Item], processes: int) -> dict[str, Seen]:
     for number, (name, seen) in enumerate(traced(missing, processes), 1):
         if seen is None:
             sys.exit(f"{name} fails without any mutant")
-        known[name] = {"mark": marks[name], **asdict(seen)}
+        known[name] = {"mark": marks[name], **dataclasses.asdict(seen)}
         if number % 50 == 0 or number == len(missing):
             save("traces.json", known)
             print(f"{number} of {len(missing)} tests", flush=True)
-    return {name: Seen(known[name]["seconds"], known[name]["lines"]) for name in items}
+    fields = [field.name for field in dataclasses.fields(Seen)]
+    return {name: Seen(**{field: known[name][field] for field in fields}) for name in items}
 
 
 # -- the report ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ pytest.importorskip("mutmut", reason="the set `mutation` is not installed")
 
 from tests.mutation.__main__ import interval
 from tests.mutation.mutants import CORE, MutatedModule, all_mutants, sample, statement_around
-from tests.mutation.trials import Seen, forked, plant
+from tests.mutation.trials import Seen, after_others, forked, plant
 
 SHARES = CORE / "shares.py"
 
@@ -35,10 +35,17 @@ def test_a_larger_sample_has_the_smaller_one_in_it() -> None:
 def test_who_runs_no_line_of_the_changed_statement_is_not_asked() -> None:
     mutant = all_mutants([SHARES])[0]
     inside, outside = mutant.lines.start, mutant.lines.stop
-    assert Seen(0.1, {mutant.path: [inside]}).runs(mutant)
-    assert not Seen(0.1, {mutant.path: [outside]}).runs(mutant)
-    assert not Seen(0.1, {}).runs(mutant)
-    assert Seen(9.0, None).runs(mutant), "a slow test is asked about all"
+    assert Seen(0.1, {mutant.path: [inside]}).may_run(mutant)
+    assert not Seen(0.1, {mutant.path: [outside]}).may_run(mutant)
+    assert not Seen(0.1, {}).may_run(mutant)
+    assert Seen(9.0, {}, slow=True).may_run(mutant), "a slow test is asked about all"
+
+
+def test_quick_tests_come_first_and_then_slow_ones_that_were_seen_to_run_the_line() -> None:
+    mutant = all_mutants([SHARES])[0]
+    its = {mutant.path: [mutant.lines.start]}
+    tests = [Seen(0.5, {}, slow=True), Seen(0.5, its, slow=True), Seen(0.4, its), Seen(0.1, its)]
+    assert sorted(tests, key=lambda seen: after_others(seen, mutant)) == tests[::-1]
 
 
 def test_a_statement_has_its_own_lines_and_a_compound_one_its_head() -> None:

@@ -33,9 +33,9 @@ TESTS = (
     )),
 )  # fmt: skip
 """Tests of kvd/core alone."""
-SLOW_S = 1.0
+SLOW_S = 0.5
 """Of the processor, while its lines are traced: a test that takes longer counts as one that runs
-every line, and comes last."""
+every line, and comes last; first of these come those that ran the line within that time."""
 PATIENCE = 10
 """A test hangs that takes so many times what it takes without a mutant, and SPARE_S."""
 SPARE_S = 3.0
@@ -49,15 +49,18 @@ Job = tuple[str, Callable[[Tell], None]]
 
 @dataclass(frozen=True)
 class Seen:
-    """What one test does without a mutant: processor time, and lines by module; none where slow."""
+    """What one test does without a mutant: processor time, and lines by module; a slow one's are
+    those of its first SLOW_S."""
 
     seconds: float
-    lines: Lines | None
+    lines: Lines
+    slow: bool = False
 
-    def runs(self, mutant: Mutant) -> bool:
-        if self.lines is None:
-            return True
+    def is_seen_to_run(self, mutant: Mutant) -> bool:
         return not set(mutant.lines).isdisjoint(self.lines.get(mutant.path, ()))
+
+    def may_run(self, mutant: Mutant) -> bool:
+        return self.slow or self.is_seen_to_run(mutant)
 
 
 class Session:
@@ -100,19 +103,25 @@ def traced(items: Iterable[pytest.Item], processes: int) -> Iterator[tuple[str, 
         if said.get("failed"):
             yield name, None
         else:
-            yield name, Seen(said.get("seconds", SLOW_S), said.get("lines"))
+            lines, slow = said.get("lines", {}), said.get("slow", True)
+            yield name, Seen(said.get("seconds", SLOW_S), lines, slow)
 
 
 def _trace(item: pytest.Item, tell: Tell) -> None:
-    _after_seconds(SLOW_S, lambda: tell(slow=True))
     tracer = coverage.Coverage(data_file=None, include=[f"{CORE}/*"], config_file=False)
     tracer.set_option("run:disable_warnings", ["no-data-collected"])  # a test of a test's parts
+
+    def end(failed: bool, slow: bool) -> None:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.alarm(30)  # ends it: the tracer may have been stopped with a lock of its own held
+        tracer.stop()
+        data = tracer.get_data()
+        lines = {os.path.relpath(f, ROOT): data.lines(f) for f in data.measured_files()}
+        tell(failed=failed, seconds=time.process_time(), lines=lines, slow=slow)
+
+    _after_seconds(SLOW_S, lambda: end(failed=False, slow=True))
     tracer.start()
-    failed = _fails(item)
-    tracer.stop()
-    data = tracer.get_data()
-    lines = {os.path.relpath(f, ROOT): data.lines(f) for f in data.measured_files()}
-    tell(failed=failed, seconds=time.process_time(), lines=lines)
+    end(failed=_fails(item), slow=False)
 
 
 def tried(
@@ -128,16 +137,22 @@ def tried(
     """
     functions = _functions()
     by_key = {mutant.key: mutant for mutant in mutants}
-    quick = sorted(seen, key=lambda name: (seen[name].lines is None, seen[name].seconds))
 
     def work() -> Iterator[Job]:
         for mutant in mutants:
-            tests = [(items[name], seen[name]) for name in quick if seen[name].runs(mutant)]
+            usual = [(name, each) for name, each in seen.items() if each.may_run(mutant)]
+            usual.sort(key=lambda one: after_others(one[1], mutant))
+            tests = [(items[name], each) for name, each in usual]
             its = functions[mutant.path, mutant.function]
             yield mutant.key, partial(_try, mutant, its, tests, seconds)
 
     for key, said in forked(work(), processes):
         yield by_key[key], said or {"verdict": "killed", "by": "the process died or hung"}
+
+
+def after_others(seen: Seen, mutant: Mutant) -> tuple[bool, bool, float]:
+    """By this tests are put in order: those that are the likeliest to see a mutant soon first."""
+    return seen.slow, not seen.is_seen_to_run(mutant), seen.seconds
 
 
 def _try(
@@ -158,7 +173,7 @@ def _try(
         left = seconds - (time.process_time() - begun)
         if left <= 0:
             break
-        if usual.lines is None:
+        if usual.slow:
             _after_seconds(left, partial(tell, verdict="survived", tests=ran, finished=False))
         else:
             hung = partial(tell, verdict="killed", by=f"{item.nodeid}, which hung")
