@@ -44,8 +44,8 @@ def test_who_runs_no_line_of_the_changed_statement_is_not_asked() -> None:
 def test_quick_tests_come_first_and_then_slow_ones_that_were_seen_to_run_the_line() -> None:
     mutant = all_mutants([SHARES])[0]
     its = {mutant.path: [mutant.lines.start]}
-    tests = [Seen(0.5, {}, slow=True), Seen(0.5, its, slow=True), Seen(0.4, its), Seen(0.1, its)]
-    assert sorted(tests, key=lambda seen: after_others(seen, mutant)) == tests[::-1]
+    asked = [Seen(0.5, {}, slow=True), Seen(0.5, its, slow=True), Seen(0.4, its), Seen(0.1, its)]
+    assert sorted(asked, key=lambda seen: after_others(seen, mutant)) == asked[::-1]
 
 
 def test_a_statement_has_its_own_lines_and_a_compound_one_its_head() -> None:
