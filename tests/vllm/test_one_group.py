@@ -342,3 +342,116 @@ def test_a_block_whose_last_token_is_not_known_is_not_due(tmp_path: Path) -> Non
     request.grow_to(3 * BLOCK_TOKENS)
     assert made._due({"r": 1}) == {"r": 1}
     assert len(made._req_status["r"].group_states[0].offload_keys) == 3
+
+
+class CountedLooks(dict[str, Any]):
+    """vLLM's records of requests, which count how often each was asked for."""
+
+    def __init__(self, records: dict[str, Any]) -> None:
+        super().__init__(records)
+        self.looks: dict[str, int] = {}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.looks[name] = self.looks.get(name, 0) + 1
+        return super().get(name, default)
+
+
+@pytest.fixture
+def decoding(tmp_path: Path) -> tuple[Any, ScriptedRequest]:
+    """A scheduler that stores what is generated, and a request at the start of its third block."""
+    extra = {"offload_prompt_only": False}
+    configuration = configure(Path(write_model(tmp_path)), extra, skip_tokenizer_init=True)
+    made = side(KvdConnectorScheduler, configuration)
+    request = ScriptedRequest("r", 1)
+    made.on_new_request(request)
+    made._req_status["r"].group_states[0].next_stored_chunk_idx = 2
+    request.num_computed_tokens = 2 * BLOCK_TOKENS
+    request.grow_to(4 * BLOCK_TOKENS)
+    return made, request
+
+
+def steps_until_due(made: Any, request: ScriptedRequest, tokens: int) -> int:
+    """Steps of so many tokens each until the request has a new block."""
+    for step in range(1, BLOCK_TOKENS + 1):
+        if made._due({"r": tokens}):
+            return step
+        request.num_computed_tokens += tokens
+    raise AssertionError("the block is never stored")
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_who_decodes_is_looked_at_only_when_its_block_may_be_full(
+    decoding: tuple[Any, ScriptedRequest], tokens: int
+) -> None:
+    made, request = decoding
+    made._decode_tokens = tokens
+    made._req_status = CountedLooks(made._req_status)
+    assert steps_until_due(made, request, tokens) == -(-BLOCK_TOKENS // tokens)
+    assert made._req_status.looks["r"] == 2, "in its first step, and in its last"
+    assert made._due({"r": tokens}) == {"r": tokens}, "it has not been dealt with"
+
+
+def test_who_decodes_fewer_tokens_than_it_may_is_due_in_time(
+    decoding: tuple[Any, ScriptedRequest],
+) -> None:
+    made, request = decoding
+    made._decode_tokens = 5
+    assert steps_until_due(made, request, 1) == BLOCK_TOKENS
+
+
+def test_a_step_of_more_tokens_than_a_drafter_gives_is_looked_at(
+    decoding: tuple[Any, ScriptedRequest],
+) -> None:
+    made, request = decoding
+    assert made._due({"r": 1}) == {}
+    request.num_computed_tokens += 1
+    assert made._due({"r": BLOCK_TOKENS}) == {"r": BLOCK_TOKENS}
+    assert made._due({"r": BLOCK_TOKENS - 2}) == {}
+    assert made._due({"r": BLOCK_TOKENS - 1}) == {"r": BLOCK_TOKENS - 1}
+
+
+def test_whose_blocks_are_offered_again_is_looked_at(
+    decoding: tuple[Any, ScriptedRequest],
+) -> None:
+    made, _request = decoding
+    assert made._due({"r": 1}) == {}
+    status = made._req_status["r"]
+    made.manager.block_of = lambda _key, _context: 1
+    status.update_offload_keys()
+    made._rewind(status, {status.group_states[0].offload_keys[1]})
+    assert made._due({"r": 1}) == {"r": 1}
+    made._req_status["r"].group_states[0].next_stored_chunk_idx = 2
+    assert made._due({"r": 1}) == {}
+    made.reset_cache()
+    assert made._due({"r": 1}) == {"r": 1}
+
+
+@pytest.mark.parametrize("comes_back", ["new", "resumed"])
+def test_who_comes_back_with_more_tokens_is_looked_at(
+    decoding: tuple[Any, ScriptedRequest], comes_back: str
+) -> None:
+    made, request = decoding
+    assert made._due({"r": 1}) == {}
+    request.num_computed_tokens = 3 * BLOCK_TOKENS + 4
+    made._req_status["r"].group_states[0].block_ids += [1, 2, 3, 4]
+    new = [SimpleNamespace(req_id="r")] if comes_back == "new" else []
+    resumed = {"r"} if comes_back == "resumed" else set()
+    output = SimpleNamespace(
+        scheduled_new_reqs=new,
+        scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=resumed),
+        num_scheduled_tokens={"r": 1},
+        finished_req_ids=set(),
+    )
+    made._build_store_jobs(output)
+    status = made._req_status["r"]
+    offered = status.group_states[0].offload_keys
+    assert len(offered) == 4, "its keys were made: it was due"
+
+
+def test_nothing_is_kept_of_who_has_ended(decoding: tuple[Any, ScriptedRequest]) -> None:
+    made, request = decoding
+    assert made._due({"r": 1}) == {}
+    assert made._next_look
+    request.status = RequestStatus.FINISHED_STOPPED
+    made.request_finished(request)
+    assert not made._next_look

@@ -23,6 +23,7 @@ def scheduler_of(window: int | None, *, recurrent: bool = False) -> Any:
     made.config = SimpleNamespace(kv_group_configs=[group])
     made._req_status = {"r": SimpleNamespace(group_states=[state], req_context=CONTEXT)}
     made._width = WIDTH
+    made._next_look = {}
     made.manager = SimpleNamespace(
         groups={0: SimpleNamespace(index=0)}, block_of=lambda _key, _context: 1
     )

@@ -96,6 +96,10 @@ class KvdConnectorScheduler(OneGroupScheduler):
         self._job_ids = itertools.count(1)
         if self._width > 1 or self._sliding_window_groups:
             self.manager.leave_out_gaps(self._is_whole)
+        # By request: before this step, counted in `_steps_built`, a decoding one has no new block.
+        self._next_look: dict[str, int] = {}
+        self._steps_built = 0
+        self._decode_tokens = 1 + vllm_config.num_speculative_tokens  # at most, in a step
         self._device: BlocksOnDevice | None = None
         if self.manager.stores_lazily:
             check_lazy(vllm_config, self.config)
@@ -202,6 +206,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
 
     def request_finished(self, request: Request, *tables: Any) -> Any:
         self._prompt_times.ended(request, self.manager.pace)
+        self._next_look.pop(request.request_id, None)
         return super().request_finished(request, *tables)
 
     # -- the step ---------------------------------------------------------------------------
@@ -277,6 +282,9 @@ class KvdConnectorScheduler(OneGroupScheduler):
 
         For the others it would do nothing, and it would take its time for that in every step.
         """
+        began = (new.req_id for new in scheduler_output.scheduled_new_reqs)
+        for req_id in (*began, *scheduler_output.scheduled_cached_reqs.resumed_req_ids):
+            self._next_look.pop(req_id, None)  # it may have loaded any number of tokens
         due = self._due(scheduler_output.num_scheduled_tokens)
         made: dict[int, TransferJob] = {}
         if self._device is not None:
@@ -353,6 +361,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
 
     def reset_cache(self) -> None:
         super().reset_cache()
+        self._next_look.clear()
         if self._device is not None:
             self._current_batch_jobs_to_flush.update(self._device.jobs)
             self._device.clear()
@@ -369,20 +378,33 @@ class KvdConnectorScheduler(OneGroupScheduler):
     def _due(self, scheduled: Mapping[str, int]) -> dict[str, int]:
         """Of the tokens scheduled for each request, those of requests that may have a new block.
 
-        Their keys are made. A block whose last token is not known yet can't be stored.
+        Their keys are made. A block whose last token is not known yet can't be stored. One that
+        decodes gets a few tokens a step at most: it is left alone until these can fill its block.
         """
         prompt_only = self.config.offload_prompt_only
         sizes = [group.tokens_per_block for group in self._kvd_groups.values()]
-        first, others = sizes[0], sizes[1:]
+        self._steps_built += 1
+        now, most, next_look = self._steps_built, self._decode_tokens, self._next_look
+        looked = [
+            (req_id, count)
+            for req_id, count in scheduled.items()  # every running request, in every step
+            if next_look.get(req_id, 0) <= now or count > most
+        ]
         due: dict[str, int] = {}
-        for req_id, count in scheduled.items():  # every running request, in every step
+        for req_id, count in looked:
             status = self._req_status.get(req_id)
             if status is None:
                 continue
             request, states = status.req, status.group_states
             tokens = request.num_computed_tokens + count
-            if not others and tokens // first <= states[0].next_stored_chunk_idx:
+            lacking = min(
+                size * (state.next_stored_chunk_idx + 1) - tokens
+                for size, state in zip(sizes, states, strict=True)
+            )
+            if lacking > 0:
+                next_look[req_id] = now - (-lacking // most)
                 continue
+            next_look.pop(req_id, None)  # until what is due is dealt with
             tokens = min(tokens, request.num_prompt_tokens if prompt_only else request.num_tokens)
             if any(
                 tokens // size > state.next_stored_chunk_idx
@@ -481,6 +503,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         Not in a group with a window: what was offered there may be another request's by now,
         and vLLM does not look back for that.
         """
+        self._next_look.pop(status.req_context.req_id, None)
         for key in keys:
             group = self.manager.groups[get_offload_group_idx(key)].index
             if self._has_window(group):
