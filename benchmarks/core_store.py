@@ -20,7 +20,7 @@ from kvd.core import actions, events, keys
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.policy import POLICY_NAMES
 from kvd.core.spec import GroupSpec, NamespaceSpec
-from kvd.native import key_index
+from kvd.runtime.probes import native_probes
 from kvd_proto.groups import GroupKind
 
 BATCH = 2048
@@ -53,7 +53,7 @@ class Filled:
         config = MachineConfig(
             extents, slots * BLOCK_BYTES, policy=self.policy, tag_secret=b"bench" * 3
         )
-        self.machine = Machine(config, key_index.maker())
+        self.machine = Machine(config, native_probes())
         group = GroupSpec(GroupKind.FULL_ATTENTION, 1, (BLOCK_BYTES,))
         spec = NamespaceSpec("bench", keys.TenantId("bench"), HASH_BYTES, (group,))
         self.machine.handle(events.SessionOpened(SESSION, spec, "", 1), 0)

@@ -41,6 +41,7 @@ from kvd.core.machine import Machine, MachineConfig
 from kvd.pool import Pool, PoolConfig
 from kvd.pool.registry import Registry
 from kvd.pool.reserve import Reserve
+from kvd.runtime.probes import native_probes
 from kvd_client import EngineIdentity, Group, NamespaceFields, SchedulerConnection
 from kvd_client.draft import BlockRun, QueryDraft
 from kvd_proto.v1 import common_pb2
@@ -219,7 +220,8 @@ def rebuild(directory: Path, slots: int, started: float) -> dict[str, float]:
     machine = Machine(
         MachineConfig(
             extents=pool.extents, extent_bytes=pool.extent_bytes, tag_secret=pool.tag_secret
-        )
+        ),
+        native_probes(),
     )
     for event in found_events:
         carry_out(pool, machine.handle(event, 0))

@@ -22,6 +22,7 @@ from kvd.observability.metrics import Metrics
 from kvd.pool import Pool, PoolConfig
 from kvd.runtime.batching import run_pieces
 from kvd.runtime.driver import Driver, OpenSessionRecord
+from kvd.runtime.probes import native_probes
 from kvd.runtime.tiers import TierOrder
 from kvd_proto.groups import GroupKind
 from kvd_proto.limits import MAX_GROUPS
@@ -215,7 +216,7 @@ class Rig:
             tag_secret=self.pool.tag_secret,
             tiers=(TierTerms("tier"),),
         )
-        self.machine = Machine(config)
+        self.machine = Machine(config, native_probes())
         self.driver = LoneDriver(self.machine, self.pool, Metrics("rig"), self.clock)
         self.driver.timed = self.timed
         self.driver.fleet = self.fleet  # type: ignore[assignment]

@@ -35,7 +35,6 @@ from kvd.linux import signals
 from kvd.linux.calls import ask_for_short_slices
 from kvd.linux.own_directory import NotTrustedError
 from kvd.mover.checksum_cost import why_checksums_cost
-from kvd.native import key_index
 from kvd.observability import logs, metrics, status_page
 from kvd.observability.floods import Floods
 from kvd.pool.config import COMFORTABLE_EXTENTS, Checksums, PoolConfig, PoolError
@@ -43,6 +42,7 @@ from kvd.pool.header import NO_POOL
 from kvd.pool.pool import Pool
 from kvd.processes import release
 from kvd.runtime.driver import Driver
+from kvd.runtime.probes import native_probes
 from kvd.runtime.tiers import terms_of
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class Daemon:
                 namespaces=descriptors.most_namespaces(MAX_NAMESPACES),
                 tiers=terms_of(config.tiers, pool.extents * pool.extent_bytes),
             ),
-            key_index.maker(),
+            native_probes(),
         )
         driver = Driver(machine, pool, self.metrics, tiers=config.tiers)
         began = time.perf_counter()

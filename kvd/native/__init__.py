@@ -1,4 +1,4 @@
-"""Copies, checksums, tables of tags and an index in C, where the library of `copies.c` was built.
+"""Copies, checksums and tables of keys in C, where the library of `copies.c` was built.
 
 Nothing needs it: without it, and where KVD_NATIVE says "off", numpy does the same, more slowly.
 `hatch_build.py` builds it when the package is installed or put into a wheel.
@@ -64,6 +64,25 @@ _FIND_KEYS = ctypes.PYFUNCTYPE(
 # Slots, how many, and where those without a place go; how many these are.
 _INSERT_KEYS = ctypes.PYFUNCTYPE(
     ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p
+)
+# Of a policy's ghosts: the table and its shift, tags, how many, and where their numbers go.
+_FIND_GHOSTS = ctypes.PYFUNCTYPE(
+    None,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+)
+# The same, and room for a word of each.
+_PLACE_GHOSTS = ctypes.PYFUNCTYPE(
+    None,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+    ctypes.c_uint64,
+    ctypes.c_void_p,
+    ctypes.c_void_p,
 )
 
 # Rows of these are what copies.c calls struct row and struct block.
@@ -185,6 +204,8 @@ class Library:
         self._remove_tags = _ON_TABLE(("kvd_tags_remove", loaded))
         self.find_keys = _FIND_KEYS(("kvd_index_find", loaded))  # see kvd/native/key_index.py
         self.insert_keys = _INSERT_KEYS(("kvd_index_insert", loaded))
+        self.find_ghosts = _FIND_GHOSTS(("kvd_ghosts_find", loaded))  # kvd/native/ghost_table.py
+        self.place_ghosts = _PLACE_GHOSTS(("kvd_ghosts_place", loaded))
         self._run, self._sum = loaded.kvd_run, loaded.kvd_sum
         self._move = loaded.kvd_move
         self._number = LEVELS.index(level)

@@ -796,3 +796,58 @@ uint64_t kvd_index_insert(const struct index *index, const int64_t *slots, uint6
   }
   return left;
 }
+
+/* The ghosts of kvd/core/policy/ghosts.py: a bucket is the places of GHOST_WAYS ghosts, 0 where there
+ * is none, and then their tags, whose highest bit is a mark. */
+#define GHOST_WAYS 8
+#define GHOST_WORDS (2 * GHOST_WAYS)
+#define GHOST_MARK (1ull << 63)
+#define CHOSEN UINT64_MAX /* no ghost's place */
+
+static inline uint64_t ghost_bucket(uint64_t tag, uint64_t shift) {
+  return (tag * 0x9E3779B97F4A7C15ull >> shift) * GHOST_WORDS;
+}
+
+/* The number of each tag's ghost: where its place is. */
+void kvd_ghosts_find(const uint64_t *table, uint64_t shift, const uint64_t *tags, uint64_t count,
+                     int64_t *numbers) {
+  for (uint64_t start = 0; start < count; start += KEYS_AHEAD) {
+    uint64_t end = start + KEYS_AHEAD < count ? start + KEYS_AHEAD : count;
+    for (uint64_t n = start; n < end; n++)
+      __builtin_prefetch(table + ghost_bucket(tags[n], shift) + GHOST_WAYS);
+    for (uint64_t n = start; n < end; n++) {
+      const uint64_t *places = table + ghost_bucket(tags[n], shift);
+      unsigned alike = 0;
+      for (int way = 0; way < GHOST_WAYS; way++)
+        alike |= (unsigned)!((places[GHOST_WAYS + way] ^ tags[n]) & ~GHOST_MARK) << way;
+      numbers[n] = NOWHERE;
+      for (int way = 0; alike >> way && numbers[n] == NOWHERE; way++)
+        if (alike >> way & 1 && places[way]) numbers[n] = places + way - table;
+    }
+  }
+}
+
+/* A number for each tag, which is written there: of its bucket's that were not chosen yet the one
+ * with the smallest place. */
+void kvd_ghosts_place(uint64_t *table, uint64_t shift, const uint64_t *tags, uint64_t count,
+                      int64_t *numbers, uint64_t *places) {
+  for (uint64_t start = 0; start < count; start += KEYS_AHEAD) {
+    uint64_t end = start + KEYS_AHEAD < count ? start + KEYS_AHEAD : count;
+    for (uint64_t n = start; n < end; n++) {
+      __builtin_prefetch(table + ghost_bucket(tags[n], shift), 1);
+      __builtin_prefetch(table + ghost_bucket(tags[n], shift) + GHOST_WAYS, 1);
+    }
+    for (uint64_t n = start; n < end; n++) {
+      uint64_t *bucket = table + ghost_bucket(tags[n], shift), *least = bucket;
+      for (int way = 1; way < GHOST_WAYS; way++)
+        if (bucket[way] < *least) least = bucket + way;
+      places[n] = *least;
+      numbers[n] = *least == CHOSEN ? NOWHERE : least - table;
+      if (*least == CHOSEN) continue;
+      *least = CHOSEN;
+      least[GHOST_WAYS] = tags[n] & ~GHOST_MARK;
+    }
+  }
+  for (uint64_t n = 0; n < count; n++)
+    if (numbers[n] != NOWHERE) table[numbers[n]] = places[n];
+}

@@ -112,6 +112,38 @@ static void key_index(void) {
   free(places), free(slots), free(found);
 }
 
+/* A table of ghosts without a byte to spare: each tag has a place of its own or its bucket is full of
+ * chosen ones, places stay as they were, and what has a place is found. */
+static void ghosts(void) {
+  enum { TAGS = 40 };
+  uint64_t bits = 1 + draw(2), words = (uint64_t)GHOST_WORDS << bits, count = draw(TAGS);
+  uint64_t *table = malloc(8 * words), *tags = malloc(8 * count), *places = malloc(8 * count);
+  uint64_t *before = malloc(8 * words);
+  int64_t *numbers = malloc(8 * count), *found = malloc(8 * count);
+  for (uint64_t n = 0; n < words; n++)
+    table[n] = n % GHOST_WORDS < GHOST_WAYS ? draw(4) : draw(4) ? GHOST_MARK : ~GHOST_MARK;
+  for (uint64_t n = 0; n < count; n++) tags[n] = (uint64_t)draw(1u << 31) << 33 | (n + 1);
+  memcpy(before, table, 8 * words);
+  kvd_ghosts_place(table, 64 - bits, tags, count, numbers, places);
+  kvd_ghosts_find(table, 64 - bits, tags, count, found);
+  for (uint64_t n = 0; n < count; n++) {
+    uint64_t bucket = ghost_bucket(tags[n], 64 - bits), alike = 0;
+    for (uint64_t m = 0; m < n; m++) {
+      check(numbers[n] == NOWHERE || numbers[n] != numbers[m], "one place for two ghosts");
+      alike += ghost_bucket(tags[m], 64 - bits) == bucket;
+    }
+    check((numbers[n] == NOWHERE) == (alike >= GHOST_WAYS), "a ghost without a place");
+    if (numbers[n] == NOWHERE) continue;
+    uint64_t place = table[numbers[n]];
+    check((uint64_t)numbers[n] - bucket < GHOST_WAYS, "a ghost in another's bucket");
+    check(table[numbers[n] + GHOST_WAYS] == (tags[n] & ~GHOST_MARK), "a ghost's tag");
+    check(found[n] == (place ? numbers[n] : NOWHERE), "a ghost that is found");
+  }
+  for (uint64_t n = 0; n < words; n++)
+    check(n % GHOST_WORDS >= GHOST_WAYS || table[n] == before[n], "a place that was changed");
+  free(table), free(tags), free(places), free(before), free(numbers), free(found);
+}
+
 /* Parts of memory to a file and back, on more threads than there are stages. */
 static void to_a_file_and_back(int level) {
   enum { RUNS = 4, PARTS = 5 };
@@ -150,7 +182,7 @@ int main(int count, char **given) {
   for (int n = 0; n < LINE_WORDS; n++) word_keys[n] = draw(1u << 31) << 20 | 1;
   for (int n = 0; n < LINES; n++) line_keys[n] = draw(1u << 31) << 20 | 1;
   for (int level = 0; level <= kvd_level(); level++)
-    for (int n = 0; n < rounds; n++) one(level), tag_table(), key_index(), to_a_file_and_back(level);
+    for (int n = 0; n < rounds; n++) one(level), tag_table(), key_index(), ghosts(), to_a_file_and_back(level);
   printf("%d levels are clean\n", kvd_level() + 1);
   return 0;
 }

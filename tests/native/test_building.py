@@ -123,6 +123,7 @@ def test_a_wheel_carries_the_library_and_says_its_platform(tmp_path: Path) -> No
         "copies.c",
         "copies.so",
         "file_moves.py",
+        "ghost_table.py",
         "hatch_build.py",
         "key_index.py",
     ]
@@ -131,7 +132,14 @@ def test_a_wheel_carries_the_library_and_says_its_platform(tmp_path: Path) -> No
 def test_a_wheel_without_a_compiler_is_for_any_platform(tmp_path: Path) -> None:
     name, files = wheel(tmp_path, CC="false")
     assert name.endswith("-py3-none-any.whl")
-    assert files == ["__init__.py", "copies.c", "file_moves.py", "hatch_build.py", "key_index.py"]
+    assert files == [
+        "__init__.py",
+        "copies.c",
+        "file_moves.py",
+        "ghost_table.py",
+        "hatch_build.py",
+        "key_index.py",
+    ]
 
 
 @needs_a_compiler

@@ -30,6 +30,7 @@ from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.reuse import ReuseCurve
 from kvd.core.spec import GroupSpec, NamespaceSpec
+from kvd.runtime.probes import native_probes
 from kvd_proto.groups import GroupKind
 
 BLOCK_BYTES = 4096  # the smallest that fills a slot; no byte of it exists
@@ -76,7 +77,7 @@ class ReplayEngine:
             tag_secret=bytes(16),
             tiers=self._below.terms(pool_bytes),
         )
-        self._machine = Machine(config)
+        self._machine = Machine(config, native_probes())
         self._now_ns = 0
         self._ticked_ns = 0
         self._requests = 0

@@ -30,9 +30,10 @@ from kvd.core.model.admission import ReuseFilter
 from kvd.core.model.backlog import Backlog
 from kvd.core.model.extents import FreeExtents
 from kvd.core.model.gone import GoneBlocks
-from kvd.core.model.index import Index, MakeKeyProbe
+from kvd.core.model.index import Index
 from kvd.core.model.job import Filling, Job, Prefix, Transfer, Wait
 from kvd.core.model.leases import HandOff, Lease
+from kvd.core.model.probes import BY_NUMPY, Probes
 from kvd.core.model.reuse import ReuseSample
 from kvd.core.model.rights import Rights
 from kvd.core.model.row_claims import Claims
@@ -314,7 +315,7 @@ class Counters:
 class State:
     """Plain tables. Changed only by the functions that `Machine.handle` calls."""
 
-    def __init__(self, config: MachineConfig, make_probe: MakeKeyProbe | None = None) -> None:
+    def __init__(self, config: MachineConfig, probes: Probes = BY_NUMPY) -> None:
         self.config = config
         self.pool_bytes = config.extents * config.extent_bytes
         self.slots_per_extent = max(1, config.extent_bytes // MIN_SLOT_BYTES)
@@ -322,8 +323,8 @@ class State:
         self.reuse = ReuseSample(self.pool_bytes)
         self.gone = GoneBlocks(self.reuse)
         self.slots = SlotTable(config.extents * self.slots_per_extent, self.story)
-        self.policy_memory = PolicyMemory(self.slots.size)
-        self.index = Index(self.slots, make_probe)
+        self.policy_memory = PolicyMemory(self.slots.size, probes.ghosts)
+        self.index = Index(self.slots, probes.keys)
         self.admission = ReuseFilter(config.store_threshold, config.tracker_blocks)
         self.free_extents = FreeExtents(config.extents, config.extent_nodes)
         # Those that a search for one to take back looks at next come first.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvd.core.policy.arc import ArcPolicy
 from kvd.core.policy.auto import AutoPolicy
-from kvd.core.policy.base import UNKNOWN, Evictable, EvictionPolicy, Sight
+from kvd.core.policy.base import UNKNOWN, Evictable, EvictionPolicy, MakeGhostProbe, Sight
 from kvd.core.policy.lru import LruPolicy
 from kvd.core.policy.s3fifo import S3FifoPolicy
 from kvd.core.policy.slot_queue import Capacity, PolicyMemory
@@ -43,6 +43,7 @@ __all__ = [
     "Evictable",
     "EvictionPolicy",
     "LruPolicy",
+    "MakeGhostProbe",
     "PolicyMemory",
     "S3FifoPolicy",
     "Sight",

@@ -42,7 +42,7 @@ class ArcPolicy:
         self._recent = SlotQueue(memory.places)
         self._frequent = SlotQueue(memory.places)
         self._tags = memory.tags
-        self._ghosts = Ghosts(capacity, lists=2)
+        self._ghosts = Ghosts(capacity, 2, memory.make_ghost_probe)
         self._target = 0.0  # the paper's p: how many blocks recent should hold
 
     def __len__(self) -> int:

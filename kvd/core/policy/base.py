@@ -66,3 +66,18 @@ class EvictionPolicy(Protocol):
 
     def coldest(self, count: int) -> Slots:
         """Up to `count` known slots near the eviction end, evictable or not; changes nothing."""
+
+
+class GhostProbe(Protocol):
+    """Does the work of a table of ghosts one by one: handed in, for numpy does it as well."""
+
+    def find(self, tags: U64) -> Slots:
+        """The number of each tag's ghost, below 0 where there is none."""
+
+    def place(self, tags: U64) -> Slots:
+        """Write tags, without marks, where there is room or the oldest ghosts are, no two of them
+        at one place; their numbers, below 0 for what its bucket can't hold."""
+
+
+# Of the table and the number of bits that tell a bucket.
+MakeGhostProbe = Callable[[npt.NDArray[np.int64], int], GhostProbe]

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U64, Slots, each_once
+from kvd.core.policy.base import GhostProbe, MakeGhostProbe
 from kvd.core.policy.slot_queue import (
     NO_SLOTS,
     NUMBER_MASK,
@@ -36,9 +37,12 @@ _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the top bits choos
 class Ghosts:
     """Up to `limit` remembered tags in `lists` ordered lists."""
 
-    def __init__(self, capacity: Capacity, lists: int = 1) -> None:
+    def __init__(
+        self, capacity: Capacity, lists: int = 1, make_probe: MakeGhostProbe | None = None
+    ) -> None:
         self._capacity = capacity
         self._count = lists
+        self._make_probe = make_probe
         self.forget_all()
 
     @property
@@ -64,6 +68,9 @@ class Ghosts:
         self._places = places.array
         self._tags = places.array.view(np.uint64)
         self._lists = [SlotQueue(places) for _ in range(self._count)]
+        self._probe: GhostProbe | None = None
+        if self._make_probe is not None and bits:
+            self._probe = self._make_probe(self._places, bits)
 
     def _fit(self) -> None:
         """Follow the class: one that outgrew its table by far begins with a larger one, empty.
@@ -82,6 +89,10 @@ class Ghosts:
         """Which tags are remembered, and the ghosts' numbers (only for those found, in order)."""
         if tags.size == 0 or not self._made_for:
             return np.zeros(tags.size, np.bool_), NO_SLOTS
+        if self._probe is not None:
+            numbers = self._probe.find(tags)
+            found = numbers >= 0
+            return found, numbers[found]
         buckets = self._buckets(tags)
         rows = self._tags.reshape(-1, WAYS).take(2 * buckets + 1, axis=0).ravel()
         rows |= _MARK
@@ -122,13 +133,18 @@ class Ghosts:
         if tags.size == 0:
             return
         self._fit()
+        numbers = self._place(tags) if self._probe is None else self._probe.place(tags)
+        if (numbers < 0).any():
+            numbers = numbers[numbers >= 0]
+        self.forget(numbers[self._places.take(numbers) != 0])
+        self._lists[which].append(numbers)
+
+    def _place(self, tags: U64) -> Slots:
+        """As a probe does."""
         numbers = self._places_for(self._buckets(tags))
         taken = numbers >= 0
-        if not taken.all():
-            numbers, tags = numbers[taken], tags[taken]
-        self.forget(numbers[self._places.take(numbers) != 0])
-        self._tags[numbers + WAYS] = tags & ~_MARK
-        self._lists[which].append(numbers)
+        self._tags[numbers[taken] + WAYS] = tags[taken] & ~_MARK
+        return numbers
 
     def _places_for(self, buckets: Slots) -> Slots:
         """A place in each bucket, none of them twice; -1 for what the bucket can't hold.

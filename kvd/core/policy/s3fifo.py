@@ -42,7 +42,7 @@ class S3FifoPolicy:
         self._main = SlotQueue(memory.places)
         self._tags = memory.tags
         self._uses = memory.uses
-        self._ghosts = Ghosts(capacity)
+        self._ghosts = Ghosts(capacity, 1, memory.make_ghost_probe)
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import U64, Slots
-from kvd.core.policy.base import Evictable
+from kvd.core.policy.base import Evictable, MakeGhostProbe
 from kvd.core.sparse import sparse_zeros
 
 Positions = npt.NDArray[np.int64]
@@ -76,8 +76,9 @@ class Places:
 class PolicyMemory:
     """Arrays by slot that all policies of one pool share: a slot is of one size class at a time."""
 
-    def __init__(self, max_slots: int) -> None:
+    def __init__(self, max_slots: int, make_ghost_probe: MakeGhostProbe | None = None) -> None:
         self.max_slots = max_slots
+        self.make_ghost_probe = make_ghost_probe
         self.places = Places(max_slots)
 
     @cached_property

@@ -13,7 +13,7 @@ from kvd.core.actions import Action
 from kvd.core.machine import Machine
 from kvd.core.model.row_claims import FIRST_NS, Claim
 from kvd.core.model.state import MachineConfig, Session
-from kvd.native import key_index
+from kvd.runtime.probes import native_probes
 from tests.core import invariants
 from tests.simulation.whole.hazards import PowerCut
 
@@ -30,7 +30,7 @@ class CheckedMachine(Machine):
     """The real machine, with somebody who looks at what it does."""
 
     def __init__(self, world: World, config: MachineConfig) -> None:
-        super().__init__(config, key_index.maker())
+        super().__init__(config, native_probes())
         self._world = world
         self._zeroing: dict[int, int] = {}  # ticks that each row's zeroing has taken
 
