@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks import report
-from benchmarks.footprint import private_mib
+from benchmarks.footprint import anonymous_mib
 from benchmarks.rig import MIB, daemon
 from benchmarks.soak.trend import LEAST_WINDOWS, by_windows, trend
 from tests.daemon_process import DaemonProcess
@@ -222,7 +222,7 @@ def _watch(
 def _of_daemon(running: DaemonProcess) -> dict[str, float]:
     """Memory, descriptors and processes of control and its movers; files of pool and socket."""
     read: dict[str, float] = {
-        "control_mib": private_mib(running.pid),
+        "control_mib": anonymous_mib(running.pid),
         "control_descriptors": count_descriptors(running.pid),
         "files": sum(len(files) for _, _, files in os.walk(running.pool)),
     }
@@ -231,7 +231,7 @@ def _of_daemon(running: DaemonProcess) -> dict[str, float]:
     read["movers_mib"] = 0.0
     for pid in movers:
         with contextlib.suppress(OSError):  # it has just ended
-            read["movers_mib"] += private_mib(pid)
+            read["movers_mib"] += anonymous_mib(pid)
     return read
 
 

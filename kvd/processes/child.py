@@ -13,7 +13,7 @@ from kvd.linux import calls, signals
 from kvd.processes.framing import BadFrame, FrameReader, Kind, frame
 
 EXIT_BROKEN = 70  # EX_SOFTWARE of sysexits.h
-_RECEIVE_BYTES = 256 << 10
+_RECEIVE_BYTES = 64 << 10
 
 
 class ChannelToControl:
@@ -23,6 +23,9 @@ class ChannelToControl:
         end.set_inheritable(False)  # whatever a library starts must not speak for us
         self.socket = end
         self._lock = threading.Lock()
+        # Kept: new memory for each receipt leaves a hole once it is cut to what came, and the
+        # heap grows from hole to hole.
+        self._received = memoryview(bytearray(_RECEIVE_BYTES))
 
     def send(self, kind: enum.IntEnum, body: bytes = b"") -> None:
         """Returns once the kernel has it all."""
@@ -32,15 +35,18 @@ class ChannelToControl:
         except OSError:
             os._exit(0)  # nobody is left to work for
 
-    def receive(self) -> bytes:
-        """What control has written; the process ends with control."""
+    def receive(self) -> memoryview:
+        """What control has written, until the next call; the process ends with control.
+
+        One thread receives.
+        """
         try:
-            received = self.socket.recv(_RECEIVE_BYTES)
+            size = self.socket.recv_into(self._received)
         except ConnectionResetError:  # it died with words of ours unread
-            received = b""
-        if not received:
+            size = 0
+        if not size:
             os._exit(0)
-        return received
+        return self._received[:size]
 
     def receive_first(self, wanted: Kind) -> bytes:
         """The body of the first frame, after which control waits for an answer. BadFrame."""

@@ -39,7 +39,7 @@ class FrameReader(Generic[Kind]):
         self._kinds = kinds
         self._pending = bytearray()
 
-    def feed(self, received: bytes) -> Iterator[tuple[Kind, bytes]]:
+    def feed(self, received: bytes | memoryview) -> Iterator[tuple[Kind, bytes]]:
         """Frames that are complete now. Raises BadFrame."""
         self._pending += received
         start = 0
