@@ -19,7 +19,7 @@ from kvd_proto.layout import RING_ENTRIES
 
 # The last jobs that the worker said ready for, whether orders of them still come or not: nobody
 # tells a mover that a store has had its last piece. A store of which a further piece comes after
-# this many other jobs expires.
+# twice as many other jobs expires, and may from this many on.
 MAX_READY_JOBS = RING_ENTRIES
 
 
@@ -56,6 +56,32 @@ class TransferProgress:
         self.state = step(PROGRESS_STEPS, self.state, new)
 
 
+class ReadyJobs:
+    """The last MAX_READY_JOBS jobs that the worker said ready for, and at most as many before them.
+
+    In two tables, and the older is dropped as a whole. From one, which loses its oldest job to
+    each new one, nothing is freed: it is built anew every some thousand jobs, twice as large once.
+    """
+
+    def __init__(self) -> None:
+        self._young: dict[int, None] = {}  # takes half as much as a set
+        self._old: dict[int, None] = {}
+        self._added = 0  # to the young
+
+    def add(self, job: int) -> None:
+        if self._added == MAX_READY_JOBS:
+            self._old, self._young, self._added = self._young, {}, 0
+        self._young[job] = None
+        self._added += 1
+
+    def discard(self, job: int) -> None:
+        self._young.pop(job, None)
+        self._old.pop(job, None)
+
+    def __contains__(self, job: int) -> bool:
+        return job in self._young or job in self._old
+
+
 class TransferQueue:
     """Joins the halves of each transfer and hands it to the copying threads. For any thread.
 
@@ -67,7 +93,7 @@ class TransferQueue:
         self._closed = False
         self._transfers: dict[int, TransferProgress] = {}
         self._waiting: dict[int, list[TransferProgress]] = {}
-        self._ready: dict[int, None] = {}  # in order of arrival
+        self._ready = ReadyJobs()
         self._queues: dict[JobKind, queue.SimpleQueue[TransferProgress | None]] = {
             kind: queue.SimpleQueue() for kind in JobKind
         }
@@ -87,11 +113,9 @@ class TransferQueue:
         """The worker's half of these jobs is there, also for orders still to come."""
         with self._lock:
             for job in jobs:
-                self._ready[job] = None
+                self._ready.add(job)
                 for transfer in self._waiting.pop(job, ()):
                     self._enqueue(transfer)
-            while len(self._ready) > MAX_READY_JOBS:
-                del self._ready[next(iter(self._ready))]
 
     def revoke(self, number: int) -> TransferProgress | None:
         """End a transfer that has not started, and return it; None when it's too late."""
@@ -125,7 +149,7 @@ class TransferQueue:
             transfer.move(TransferState.ENDED)
             del self._transfers[transfer.order.transfer]
             if transfer.order.kind is JobKind.LOAD:
-                self._ready.pop(transfer.order.job, None)
+                self._ready.discard(transfer.order.job)
 
     def close(self) -> None:
         """Send the copying threads home; what is queued is dropped."""

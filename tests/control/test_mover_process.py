@@ -127,12 +127,16 @@ async def test_every_piece_of_a_ready_store_starts_until_thousands_of_jobs_came_
         assert await r.sink.outcome(4) is DONE
         give_piece(5, job=7)
         assert await r.sink.outcome(5) is DONE
-        worker.ring.mark_ready([last + 1])
-        give_piece(6, job=last + 1)
+        worker.ring.mark_ready(range(last + 1, last + MAX_READY_JOBS + 1))
+        last += MAX_READY_JOBS
+        give_piece(6, job=last)
         assert await r.sink.outcome(6) is DONE
-        give_piece(7, job=7)
+        worker.ring.mark_ready([last + 1])
+        give_piece(7, job=last + 1)
+        assert await r.sink.outcome(7) is DONE
+        give_piece(8, job=7)
         await asyncio.sleep(0.1)
-        assert 7 not in r.sink.outcomes
+        assert 8 not in r.sink.outcomes
 
 
 @on_loop
