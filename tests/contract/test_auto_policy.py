@@ -232,3 +232,39 @@ def test_segment_is_in_the_sample_again_when_it_comes_back_in_other_batches() ->
     rest = Duel.marks_of(tags[77:], int(first[-1]))
     assert whole.tolist() == [*first.tolist(), *rest.tolist()]
     assert 5 < len(set(whole.tolist())) < 60
+
+
+@pytest.mark.parametrize("first", DUELLISTS)
+def test_cleared_class_begins_anew(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each policy remembers of blocks that left, the one from before too, and the duel's."""
+    policy = auto(first=first)
+    policy.insert(np.arange(40), tags_of(np.arange(40)), Sight(1, 1))
+    switch(policy, next(name for name in DUELLISTS if name != first), monkeypatch)
+    before, live, duel = policy._before, policy._live, policy._duel
+    forgotten: list[object] = []
+
+    def forget_gone(self: object) -> None:
+        forgotten.append(self)
+
+    for one in (before, live):
+        monkeypatch.setattr(type(one), "forget_gone", forget_gone)
+    assert duel.shadow_slots > 0
+    policy.forget_gone()
+    assert forgotten == [live, before]
+    assert duel.shadow_slots == 0
+    assert len(policy) == 40, "what is there stays"
+
+
+def test_block_that_leaves_after_a_switch_leaves_whichever_policy_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = auto(first="lru")
+    policy.insert(np.arange(10), tags_of(np.arange(10)), Sight(1, 1))
+    switch(policy, "s3fifo", monkeypatch)
+    policy.insert(batch(20, 21), tags_of(batch(20, 21)), Sight(2, 2))
+    policy.remove(batch(3, 20, 4))
+    assert sorted(policy.coldest(100).tolist()) == [0, 1, 2, 5, 6, 7, 8, 9, 21]
+    assert len(policy) == 9
+    policy.remove(batch(0, 1, 2, 5, 6, 7, 8, 9))
+    assert policy.coldest(100).tolist() == [21]
+    assert policy._before is None, "it has nothing left"

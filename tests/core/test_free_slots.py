@@ -46,3 +46,13 @@ def test_no_call_moves_all_that_is_free() -> None:
     free.drop(0, STACK_PIECE)
     assert [piece for _, _, piece in free._full if all(piece is not c for c in pieces)] == []
     assert len(free) == 63 * STACK_PIECE
+
+
+def test_more_than_a_piece_is_taken_from_several() -> None:
+    free, slots = FreeSlots(), np.arange(3 * STACK_PIECE, dtype=np.int64)
+    free.put(slots)
+    assert free.take(5).tolist() == slots[:5].tolist()
+    assert free.take(2 * STACK_PIECE).tolist() == slots[5 : 5 + 2 * STACK_PIECE].tolist()
+    assert len(free) == STACK_PIECE - 5
+    assert free.take(STACK_PIECE - 5).tolist() == slots[5 + 2 * STACK_PIECE :].tolist()
+    assert len(free) == 0

@@ -18,7 +18,7 @@ from kvd.core.keys import JobId, MoverId, SessionId
 from kvd.core.model.job import JobState
 from kvd.core.model.state import MAX_ENGINE_BLOCKS, MoverState, SessionState
 from kvd.core.upkeep.session import CLOSE_GRACE_NS
-from tests.core.bench import SECOND, Bench, only, small, spec, verdict
+from tests.core.bench import BLOCK, SECOND, Bench, only, small, spec, verdict
 
 DONE, FAILED, REVOKED = (
     ev.TransferOutcome.DONE,
@@ -421,3 +421,29 @@ def test_session_may_come_back_to_its_own_epoch(bench: Bench) -> None:
     bench.close(1)
     bench.open(2, epoch="mine")
     assert bench.statuses([1], 2) == "H"
+
+
+def test_job_that_waits_for_its_next_piece_fails_with_its_session(bench: Bench) -> None:
+    bench.open()
+    assert verdict(bench.store([1], job=4, last=False)).accepted
+    bench.finish()
+    (ended,) = only(bench.close(), act.EndJob)
+    assert (ended.job, ended.status, ended.reason) == (4, ev.JobStatus.FAILED, "SESSION_CLOSED")
+    bench.gone(100)
+    assert not bench.machine.state.sessions
+
+
+def test_load_fails_with_the_mover_that_is_told_to_end_and_pins_stay_until_it_has(
+    bench: Bench,
+) -> None:
+    bench.open()
+    bench.stored([1])
+    bench.load([1], job=9)
+    killed = bench.feed(ev.RankEnding(MoverId(100), "")) + bench.work_off()
+    assert only(killed, act.KillMover) == [act.KillMover(MoverId(100), "MOVER_GONE", False)]
+    assert not only(killed, act.EndJob), "the copy may run on"
+    assert bench.machine.statistics().tenants[0].evictable_bytes == 0
+    (ended,) = only(bench.gone(100), act.EndJob)
+    assert (ended.job, ended.kind, ended.status) == (9, ev.JobKind.LOAD, ev.JobStatus.FAILED)
+    assert ended.reason == "MOVER_GONE"
+    assert bench.machine.statistics().tenants[0].evictable_bytes == BLOCK

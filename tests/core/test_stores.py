@@ -512,3 +512,50 @@ def test_lookup_is_no_sighting() -> None:
     bench.open()
     for _ in range(3):
         assert bench.statuses([1]) == "m"
+
+
+def several(*runs: ev.Run, job: int = 1) -> ev.StoreRequested:
+    return ev.StoreRequested(SessionId(1), JobId(job), context(), runs)
+
+
+def placed(actions: list[act.Action]) -> list[tuple[int, list[list[int]]]]:
+    """The engine blocks that each part of the first rank's order takes from, by group."""
+    order = only(actions, act.StartTransfer)[0]
+    return [(part.group, part.engine_blocks.tolist()) for part in order.parts]
+
+
+def test_runs_of_one_group_are_stored_as_one_in_their_order(bench: Bench) -> None:
+    bench.open(namespace=spec(groups=2))
+    made = bench.feed(
+        several(
+            ev.Run(1, keys(5, 6), engine_blocks([50, 60]), first_block=4),
+            ev.Run(0, keys(1), engine_blocks([10])),
+            ev.Run(0, keys(), engine_blocks([])),
+            ev.Run(1, keys(9), engine_blocks([90]), first_block=8),
+        )
+    )
+    assert placed(made) == [(1, [[50], [60], [90]]), (0, [[10]])]
+    assert verdict(made).blocks == 4
+    bench.finish(made)
+    assert bench.statuses([1]) == "H"
+    assert bench.lookup([5, 6, 9, 1], group=1).statuses == bytes([1, 1, 1, 4])
+
+
+def test_key_that_is_named_twice_is_copied_from_where_it_stands_first(bench: Bench) -> None:
+    bench.open()
+    made = bench.feed(
+        several(
+            ev.Run(0, keys(1, 2, 1), engine_blocks([10, 20, 11])),
+            ev.Run(0, keys(2, 3), engine_blocks([21, 30]), first_block=3),
+        )
+    )
+    assert placed(made) == [(0, [[10], [20], [30]])]
+    bench.finish(made)
+    assert bench.statuses([1, 2, 3]) == "HHH"
+
+
+def test_store_of_nothing_ends_at_once(bench: Bench) -> None:
+    bench.open()
+    made = bench.feed(several())
+    assert verdict(made).blocks == 0
+    assert [(each.status, each.left) for each in only(made, act.EndJob)] == [(ev.JobStatus.DONE, 0)]
