@@ -25,7 +25,12 @@ def order_of(queue: SlotQueue) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_order_is_that_of_the_last_mention(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("goes_round", [False, True])
+def test_order_is_that_of_the_last_mention(
+    seed: int, goes_round: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if goes_round:  # the positions do, several times
+        monkeypatch.setattr(slot_queue, "POSITION_MASK", (1 << 12) - 1)
     monkeypatch.setattr(slot_queue, "PIECE", 64)  # so that a queue has many stretches
     monkeypatch.setattr(slot_queue, "STRETCH", 16)
     monkeypatch.setattr(slot_queue, "SLACK", 8)

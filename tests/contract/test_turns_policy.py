@@ -320,3 +320,32 @@ def test_silence_longer_than_the_longest_counts_as_that() -> None:
     policy.insert(batch(0), tags(1), Sight(SECOND, 1))
     policy.evict(0, all_may_go, SECOND + 100 * LONGEST_SILENCE_NS)
     assert policy.stamp == LONGEST_SILENCE_NS >> STAMP_SHIFT
+
+
+def learnt(times: int, weight: int) -> Hazards:
+    """Of two classes: blocks that came back, and others that left."""
+    hazards = Hazards()
+    classes = np.array([0, 3, 3])
+    hazards.begin(1, classes, weight)
+    seen = Seen(np.ones(3, np.int64), classes, np.full(3, weight))
+    hazards.end(40, seen.only(np.array([True, True, False])), returned=True)
+    hazards.end(90, seen.only(np.array([False, False, True])), returned=False)
+    for _ in range(times):
+        hazards.request_came(100)
+    assert hazards.under_way == 0
+    return hazards
+
+
+def test_what_was_learnt_counts_half_after_so_many_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hazard, "HALVED_EVERY", 2 * hazard.SCORED_EVERY)
+    fresh, halved = learnt(hazard.SCORED_EVERY, 0), learnt(2 * hazard.SCORED_EVERY, 0)
+    assert np.abs(np.array(fresh.scores) - np.array(halved.scores)).max() > 0
+    assert halved.scores == learnt(hazard.SCORED_EVERY, 1).scores
+    assert learnt(4 * hazard.SCORED_EVERY, 0).scores == learnt(hazard.SCORED_EVERY, 2).scores
+
+
+def test_scores_are_made_anew_now_and_then_only() -> None:
+    assert learnt(hazard.SCORED_EVERY - 1, 0).scores == Hazards().scores
+    assert learnt(hazard.SCORED_EVERY, 0).scores != Hazards().scores

@@ -573,3 +573,30 @@ def test_row_that_an_orphaned_mover_may_write_keeps_its_namespace_but_no_block()
 def _stored_again(bench: Bench) -> list[act.Action]:
     bench.open(5, PRIVATE)
     return bench.store([1], 5)
+
+
+def test_what_is_being_taken_apart_counts_as_room(few_namespaces: int) -> None:
+    bench = small(extents=16)
+    for number in range(few_namespaces):
+        bench.open(number + 1, spec(f"ns {number}"))
+        bench.leave(number + 1)
+    for _ in range(3):
+        bench.feed(ev.TimerTicked())
+    bench.settle(bench.work_off())
+    bench.work_off()
+    assert known(bench) == [f"ns {number}" for number in range(2, few_namespaces)]
+
+
+def test_private_namespace_goes_with_the_epochs_that_its_engine_made() -> None:
+    bench = small()
+    bench.open(1, PRIVATE)
+    bench.stored([1])
+    reset(bench, "mine")
+    bench.stored([2])
+    bench.leave(1, gone=True)
+    for _ in range(3):
+        bench.tick()
+    state = bench.machine.state
+    assert known(bench) == []
+    assert (state.expiring.epochs, state.expiring.sweep, state.scopes) == ({}, None, {})
+    assert bench.machine.statistics().counters.dropped == 2

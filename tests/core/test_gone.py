@@ -364,3 +364,32 @@ def test_metrics_show_ages_and_regrets() -> None:
     assert 'kvd_evicted_unused_seconds_bucket{le="60.0"} 10.0' in page
     assert "kvd_evicted_unused_seconds_count 10.0" in page
     assert 'kvd_evicted_used_again_blocks_total{minutes="10"} 0.0' in page
+
+
+def test_ring_goes_on_at_its_beginning_and_forgets_the_oldest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gone, "MAX_GONE_BLOCKS", 8)
+    ring = gone.GoneRing()
+
+    def put(first: int, count: int, stamp: int) -> None:
+        tags = np.arange(first, first + count, dtype=np.uint64)
+        ring.put(tags, (tags * 10).astype(np.uint32), stamp, code=stamp + 100)
+
+    put(1, 6, stamp=1)
+    assert (ring.is_whole, ring.oldest) == (True, 0)
+    put(7, 2, stamp=2)
+    assert (ring.is_whole, ring.oldest) == (True, 0)
+    put(9, 1, stamp=2)
+    assert (ring.is_whole, ring.oldest) == (False, 1)
+    put(10, 6, stamp=3)
+    assert (ring.blocks, ring.notes, ring.oldest) == (15, 3, 7)
+    assert ring.tags.tolist() == [9, 10, 11, 12, 13, 14, 15, 8]
+    assert ring.used.tolist() == [90, 100, 110, 120, 130, 140, 150, 80]
+    notes = ring.notes_of(np.array([7, 8, 9, 14]))
+    assert [ring.stamps[note] for note in notes.tolist()] == [2, 2, 3, 3]
+    assert [ring.codes[note] for note in notes.tolist()] == [102, 102, 103, 103]
+    counts, stamps, codes = ring.notes_of_run(7, 8)
+    assert (counts.tolist(), stamps.tolist(), codes.tolist()) == ([2, 6], [2, 3], [102, 103])
+    counts, stamps, codes = ring.notes_of_run(7, 2)
+    assert (counts.tolist(), stamps.tolist(), codes.tolist()) == ([2], [2], [102])

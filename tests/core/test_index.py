@@ -150,3 +150,29 @@ def test_reuse_filter_counts_to_its_threshold() -> None:
     tracked = ReuseFilter(threshold=3, tracker_blocks=64)
     tags = np.array([11, 12], dtype=np.uint64)
     assert [tracked.offer(tags).all() for _ in range(4)] == [False, False, True, True]
+
+
+def test_reuse_filter_of_one_set_remembers_four_and_forgets_who_came_longest_ago() -> None:
+    tracked = ReuseFilter(threshold=2, tracker_blocks=4)
+    four = np.array([11, 12, 13, 14], dtype=np.uint64)
+    for tag in four:
+        assert not tracked.offer(np.array([tag])).any()
+    assert tracked.would_admit(four).all()
+    assert tracked.offer(four[:1]).all(), "it is renewed"
+    assert not tracked.offer(np.array([15], dtype=np.uint64)).any()
+    assert tracked.would_admit(four).tolist() == [True, False, True, True]
+
+
+def test_reuse_filter_that_wants_no_second_sighting_remembers_none() -> None:
+    tracked = ReuseFilter(threshold=1, tracker_blocks=1 << 16)
+    tags = np.array([11, 12], dtype=np.uint64)
+    assert tracked.would_admit(tags).all()
+    assert tracked.offer(tags).all()
+    assert tracked._tags.size < 16, "and takes no memory for it"
+
+
+def test_reuse_filter_keeps_count_beyond_what_it_can_count() -> None:
+    tracked = ReuseFilter(threshold=200, tracker_blocks=64)
+    tags = np.array([11], dtype=np.uint64)
+    seen = [bool(tracked.offer(tags)[0]) for _ in range(400)]
+    assert seen == [False] * 199 + [True] * 201

@@ -66,3 +66,49 @@ def test_namespace_whose_payer_leaves_is_charged_to_one_who_stays() -> None:
     assert (rights.shards, rights.widest) == (0, 0)
     rights.hold(A, -3)
     assert not rights.uses
+
+
+def crowd(*, held: tuple[int, int], classes: tuple[int, int] = (6, 6)) -> Rights:
+    """A's payer and B's, each with a share of 4 of 8 extents; C is the second namespace of A's."""
+    rights = Rights()
+    rights.session_came(A, "mine", classes[0] - 1, 1)
+    rights.session_came(C, "mine", 1, 1)
+    rights.session_came(B, "theirs", classes[1], 1)
+    rights.hold(A, held[0])
+    rights.hold(B, held[1])
+    assert [rights.share(payer, 8) for payer in rights.payers.values()] == [4, 4]
+    return rights
+
+
+def pushes(rights: Rights, asking: NamespaceId, owner: NamespaceId) -> list[bool]:
+    """Whether it may take a row that is safe, and one that is not any more."""
+    return [rights.may_push(asking, owner, 8, safe=safe) for safe in (True, False)]
+
+
+def test_a_payer_within_its_share_pushes_one_beyond_its_own_at_once() -> None:
+    assert pushes(crowd(held=(3, 5)), A, B) == [True, True]
+    assert pushes(crowd(held=(3, 4)), A, B) == [False, True], "in turns: it has no more than that"
+    assert pushes(crowd(held=(3, 3)), A, B) == [False, False], "it has as little"
+
+
+def test_a_payer_at_its_share_pushes_in_turns_and_only_where_it_is_crowded_itself() -> None:
+    assert pushes(crowd(held=(4, 5)), A, B) == [False, True]
+    assert pushes(crowd(held=(4, 5), classes=(4, 6)), A, B) == [False, False]
+
+
+def test_nobody_pushes_one_that_is_not_crowded_or_that_nobody_uses() -> None:
+    assert pushes(crowd(held=(3, 5), classes=(6, 4)), A, B) == [False, False]
+    unused = crowd(held=(3, 5))
+    unused.session_went(B, "theirs")
+    assert pushes(unused, A, B) == [False, False]
+    assert pushes(unused, B, A) == [False, False]
+
+
+def test_classes_of_a_crowded_payer_push_one_another_in_turns() -> None:
+    assert pushes(crowd(held=(8, 0)), C, A) == [False, True]
+
+
+def test_others_want_all_where_a_row_for_each_of_theirs_leaves_no_more_than_a_share() -> None:
+    for theirs, expected in ((4, False), (5, True)):
+        rights = crowd(held=(0, 0), classes=(2, theirs))
+        assert rights.others_want_all(rights.payers["mine"], 8) is expected
