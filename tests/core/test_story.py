@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvd.core import events as ev
 from kvd.core.blocks import slot_lifecycle
 from kvd.core.model import story
+from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.slots import SlotState
 from kvd.core.model.story import BrokenSlots, Story
+from kvd.core.model.turn import Turn
 from tests.core.bench import small
 
 
@@ -94,3 +97,56 @@ def test_machine_tells_how_the_slots_came_to_where_they_are() -> None:
         f"ABSENT -> FREE [{slot}]; FREE -> RESERVED [{slot}]; pinned [{slot}]",
         f"unpinned [{slot}]; RESERVED -> READY [{slot}]; unpinned [{slot}]",
     ]
+
+
+def test_slots_of_an_event_are_named_once_and_none_of_those_before() -> None:
+    told = Story()
+    told.begin(1, "First", None)
+    told.changed("came", some(9))
+    told.begin(2, "Second", None)
+    assert told.touched_now().tolist() == []
+    told.changed("came", some(5, 3))
+    told.changed("went", some(3, 4))
+    assert told.touched_now().tolist() == [3, 4, 5]
+    assert told.changes == 3
+
+
+def test_a_step_that_is_our_own_fault_names_the_slots_that_are_wrong_and_no_other() -> None:
+    """And a pinned block stays, whoever wants it gone."""
+    bench = small()
+    bench.open()
+    bench.stored([1, 2, 3])
+    bench.lookup([2], lease=ev.LeaseMode.PREFIX)
+    state = bench.machine.state
+    turn, owner = Turn(state, bench.now_ns), next(iter(state.classes.values()))
+    ready = np.flatnonzero(state.slots.state == SlotState.READY)
+    pinned = ready[state.slots.pins[ready] > 0]
+    unpinned = ready[state.slots.pins[ready] == 0]
+    why = WhyGone(Fate.EVICTED)
+    for words, slots, step in (
+        (
+            "a pinned block was evicted",
+            pinned,
+            lambda: slot_lifecycle.forget_ready(turn, owner, ready, why),
+        ),
+        (
+            "an unpinned block needs no quarantine",
+            unpinned,
+            lambda: slot_lifecycle.quarantine_ready(turn, owner, ready, why),
+        ),
+        (
+            "a pin was taken away twice",
+            unpinned,
+            lambda: slot_lifecycle.unpin(state, owner, ready),
+        ),
+        (
+            "a slot was not RESERVED",
+            ready,
+            lambda: state.slots.move(ready, SlotState.RESERVED, SlotState.READY),
+        ),
+    ):
+        with pytest.raises(BrokenSlots, match=f"^{words}") as broken:
+            step()
+        assert broken.value.slots.tolist() == slots.tolist()
+    assert turn.orders == []
+    assert bench.statuses([1, 2, 3]) == "HHH"
