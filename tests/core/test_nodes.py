@@ -193,3 +193,12 @@ def test_spare_rows_stay_within_their_share_of_the_pool() -> None:
     assert bench.machine.statistics().rows == 0, "a row of 4 extents is more than 1/8 of 16"
     bench.stored(range(3))
     assert bench.machine.statistics().rows == 1
+
+
+def test_the_share_of_spare_rows_is_divided_among_the_groups_in_use() -> None:
+    bench = small(64, spare_bytes=8 * EXTENT)
+    bench.open(1, spec("a", groups=4))
+    rows = [len(owner.rows) for owner in bench.machine.state.classes.values()]
+    assert rows == [2, 2, 2, 2], "of 1/8 of 64 extents"
+    bench.open(2, spec("b"))
+    assert len(bench.machine.state.classes[NamespaceId(2), 0].rows) == 4, "the half of that"

@@ -57,6 +57,7 @@ def test_leases_in_every_row_keep_nobody_out_for_ever() -> None:
     waited = seconds_until_stored(bench, 2, 10)
     assert waited >= reclaim.PROMISED_NS / SECOND, "what was promised is kept for a while"
     assert len(bench.machine.state.sessions[SessionId(1)].leases) == 3
+    assert bench.machine.statistics().counters.leases_expired == 1
 
 
 def test_row_without_leases_is_taken_instead() -> None:

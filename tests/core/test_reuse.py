@@ -10,6 +10,7 @@ from kvd.cli.replay.device import StoreRule
 from kvd.cli.replay.engine import ReplayEngine
 from kvd.core.model import reuse
 from kvd.core.model.reuse import MAX_SAMPLED_BLOCKS, ReuseSample
+from kvd.core.model.slots import SECONDS_A_STAMP, STAMP_SHIFT
 from tests.core.test_replay import conversations
 
 BLOCK = 4096
@@ -100,3 +101,44 @@ def test_a_replay_at_those_sizes_finds_as_much(seed: int, monkeypatch: pytest.Mo
     for scale in (0.5, 2.0):
         there = replay.replay(requests, "lru", round(blocks * scale)).hit_ratio
         assert dict(curve.points)[scale] == pytest.approx(there, abs=0.02)
+
+
+def seconds(count: float) -> int:
+    """As coarse times go."""
+    return round(count / SECONDS_A_STAMP)
+
+
+@pytest.mark.parametrize("told_late", [False, True], ids=["told before", "told after its use"])
+@pytest.mark.parametrize(
+    ("after_s", "regrets"),
+    [(50, [1, 1, 1]), (70, [0, 1, 1]), (700, [0, 0, 1]), (4000, [0, 0, 0])],
+)
+@pytest.mark.usefixtures("every")
+def test_an_evicted_block_that_is_used_again_so_soon_is_regretted(
+    after_s: int, regrets: list[int], told_late: bool
+) -> None:
+    sample, begin = ReuseSample(4 * BLOCK), seconds(1000)
+    sample.use(tags(1, 2), BLOCK, begin << STAMP_SHIFT)
+    evicted = begin + seconds(5)
+    again_ns = (evicted + seconds(after_s)) << STAMP_SHIFT
+    if not told_late:
+        sample.evicted(tags(1, 7), np.array([evicted, evicted]))
+        assert sample.regrets == [0, 0, 0]
+    sample.use(tags(1), BLOCK, again_ns)
+    if told_late:
+        sample.evicted(tags(1), np.array([evicted]))
+    assert sample.regrets == regrets
+    sample.use(tags(1), BLOCK, again_ns)
+    assert sample.regrets == regrets, "once"
+
+
+def test_a_sampled_regret_stands_for_as_many_as_were_not_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reuse, "FIRST_SHARE", 0.5)
+    sample, blocks = ReuseSample(4 * BLOCK), tags(*range(1000))
+    sample.use(blocks, BLOCK, 0)
+    sample.evicted(blocks, np.full(1000, 1))
+    sample.use(blocks, BLOCK, 2 << STAMP_SHIFT)
+    assert sample.regrets[0] == 2 * sample.blocks
+    assert 400 < sample.blocks < 600

@@ -143,3 +143,25 @@ def test_scope_that_is_forgotten_for_another_of_the_same_store_is_opened_again()
     bench.finish(orders)
     assert bench.pool.scopes.keys() == state.scopes.keys()
     replay(bench)
+
+
+def test_an_epoch_of_another_that_may_hold_blocks_is_not_forgotten_for_a_greedy_payer() -> None:
+    bench = small(extents=8)
+    bench.open(1, spec("b"), payer="other", epoch="left with a block")
+    bench.stored([1], account="somebody")
+    for epoch in ("left", "left too", "entered"):
+        bench.feed(ev.EpochChanged(SessionId(1), epoch))
+    bench.open(2, spec("a"), payer="greedy")
+    for number in range(10, 10 + 2 * MOST):
+        bench.store([number], 2, account=f"account {number}")
+        bench.finish()
+    of_other = {
+        (scope.epoch, scope.account)
+        for scope in bench.machine.state.scopes.values()
+        if scope.namespace == 1
+    }
+    assert of_other == {
+        ("left with a block", ""),
+        ("left with a block", "somebody"),
+        ("entered", ""),
+    }

@@ -559,3 +559,23 @@ def test_store_of_nothing_ends_at_once(bench: Bench) -> None:
     made = bench.feed(several())
     assert verdict(made).blocks == 0
     assert [(each.status, each.left) for each in only(made, act.EndJob)] == [(ev.JobStatus.DONE, 0)]
+
+
+@pytest.mark.parametrize("account", ["", "somebody"])
+def test_tail_of_a_request_makes_no_room_for_itself_by_its_own_head(account: str) -> None:
+    bench = small(extents=1)
+    bench.open()
+
+    def stored(request: str, numbers: list[int], job: int) -> list[act.Action]:
+        run = ev.Run(0, keys(*numbers), engine_blocks(numbers), first_block=numbers[0])
+        event = ev.StoreRequested(SessionId(1), JobId(job), context(account, request), (run,))
+        made = bench.feed(event)
+        return made + bench.finish(made)
+
+    stored("long", list(range(10)), 1)
+    stored("other", list(range(20, 26)), 2)
+    made = stored("long", list(range(10, 14)), 3)
+    assert verdict(made).blocks == 4
+    assert bench.statuses(range(14), account=account) == "H" * 14
+    assert bench.statuses(range(20, 26), account=account).count("H") == 2
+    assert verdict(stored("long", list(range(14, 18)), 4)).reason == "NO_ROOM"

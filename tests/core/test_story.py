@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from kvd.core import events as ev
 from kvd.core.blocks import slot_lifecycle
+from kvd.core.keys import Slots
 from kvd.core.model import story
 from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.slots import SlotState
@@ -123,7 +126,7 @@ def test_a_step_that_is_our_own_fault_names_the_slots_that_are_wrong_and_no_othe
     pinned = ready[state.slots.pins[ready] > 0]
     unpinned = ready[state.slots.pins[ready] == 0]
     why = WhyGone(Fate.EVICTED)
-    for words, slots, step in (
+    steps: list[tuple[str, Slots, Callable[[], object]]] = [
         (
             "a pinned block was evicted",
             pinned,
@@ -144,7 +147,8 @@ def test_a_step_that_is_our_own_fault_names_the_slots_that_are_wrong_and_no_othe
             ready,
             lambda: state.slots.move(ready, SlotState.RESERVED, SlotState.READY),
         ),
-    ):
+    ]
+    for words, slots, step in steps:
         with pytest.raises(BrokenSlots, match=f"^{words}") as broken:
             step()
         assert broken.value.slots.tolist() == slots.tolist()

@@ -109,3 +109,18 @@ def test_what_a_tier_reads_is_not_used_by_that() -> None:
     end(on, order)
     assert stamps[order.slots].tolist() == before
     assert owner.policy.coldest(16).tolist() == coldest
+
+
+def test_what_was_stored_meanwhile_keeps_nothing_that_another_tier_holds_from_coming() -> None:
+    on = stage(DISK, FAR)
+    on.bring_down(1, 2)
+    for tier, number in ((0, 2), (1, 1)):  # each holds one of them
+        on.held[tier] = {each for each in on.held[tier] if each[1] != number}
+    assert on.look(1, 2) == "PP"
+    on.answer()
+    on.store(1)
+    on.step()
+    assert [(read.tier, numbers_of(read.keys)) for read in on.reads] == [(1, [2])]
+    on.read()
+    assert on.look(1, 2) == "HH"
+    assert not on.bench.machine.state.below.stalled

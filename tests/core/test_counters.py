@@ -1,0 +1,104 @@
+"""What is counted, each in the one scenario that it is for; all else stays as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from kvd.core import events as ev
+from tests.core.bench import BLOCK, EXTENT, SECOND, Bench, small
+
+FAILED = ev.TransferOutcome.FAILED
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """Two engines of one namespace; blocks 1 to 4 are there."""
+    bench = small()
+    bench.open(1)
+    bench.open(2)
+    bench.stored([1, 2, 3, 4])
+    return bench
+
+
+def counted(bench: Bench, work: Callable[[], object]) -> dict[str, Any]:
+    """What the work added, by counter; for a counter by reason all that it says."""
+
+    def now() -> dict[str, Any]:
+        return asdict(bench.machine.statistics().counters)
+
+    before = now()
+    work()
+    return {
+        name: value if isinstance(value, dict) else value - before[name]
+        for name, value in now().items()
+        if value != before[name]
+    }
+
+
+def test_a_store_counts_its_blocks_and_the_bytes_that_each_mover_copied(bench: Bench) -> None:
+    assert counted(bench, lambda: bench.stored([5, 6, 7])) == {"stored": 3, "store_bytes": BLOCK}
+
+
+def test_a_load_counts_its_blocks_and_bytes(bench: Bench) -> None:
+    bench.load([1, 2])
+    assert counted(bench, bench.finish) == {"loaded": 2, "load_bytes": BLOCK}
+
+
+def test_what_is_there_or_on_its_way_is_counted_as_stored_once(bench: Bench) -> None:
+    bench.store([5, 6], session=1)
+    work = counted(bench, lambda: bench.store([2, 5, 6], session=2))
+    assert work == {"deduplicated": 3}
+
+
+def test_each_key_of_an_answer_is_counted_as_what_it_was(bench: Bench) -> None:
+    bench.store([5])
+    work = counted(bench, lambda: bench.lookup([1, 2, 5, 8, 9]))
+    assert work == {"hits": 2, "pending": 1, "misses": 2}
+
+
+def test_what_may_not_be_leased_any_more_is_counted_as_a_retry(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.core.claims.lease.MAX_LEASES_PER_SESSION", 1)
+    prefix = ev.LeaseMode.PREFIX
+    assert counted(bench, lambda: bench.lookup([1, 2], lease=prefix)) == {"hits": 2}
+    work = counted(bench, lambda: bench.lookup([1, 2, 3, 9], lease=prefix, request="other"))
+    assert work == {"retries": 3, "misses": 1}
+
+
+def test_leases_that_nobody_renews_are_counted_when_they_end(bench: Bench) -> None:
+    for request in ("one", "other"):
+        bench.lookup([1, 2], lease=ev.LeaseMode.PREFIX, request=request)
+    assert counted(bench, lambda: bench.tick(1 * SECOND)) == {}
+    assert counted(bench, lambda: bench.tick(60 * SECOND)) == {"leases_expired": 2}
+
+
+def test_a_mover_whose_copy_is_late_is_counted_once(bench: Bench) -> None:
+    config = bench.config
+    bench.load([1, 2])
+    bench.load([3])
+    late = config.submit_deadline_ns + config.copy_deadline_ns
+    assert "movers_killed" not in counted(bench, lambda: bench.tick(late - 1))
+    assert counted(bench, lambda: bench.tick(1))["movers_killed"] == 1
+    assert "movers_killed" not in counted(bench, lambda: bench.tick(1))
+
+
+def test_a_row_that_the_pool_had_no_memory_for_is_counted() -> None:
+    bench = small(extents=16, spare_bytes=EXTENT)
+    bench.open()
+    row = next(iter(bench.machine.state.rows))
+    assert counted(bench, lambda: bench.feed(ev.RowRefused(row)))["rows_refused"] == 1
+    assert counted(bench, lambda: bench.feed(ev.RowRefused(row))) == {}
+
+
+def test_jobs_that_fail_are_counted_by_reason(bench: Bench) -> None:
+    for _ in range(2):
+        bench.load([1, 99])
+    assert bench.machine.statistics().counters.refused == {"KEY_MISSING": 2}
+    bench.store([50])
+    work = counted(bench, lambda: bench.finish(outcome=FAILED))
+    assert work == {"failed": 1, "refused": {"KEY_MISSING": 2, "COPY_FAILED": 1}}
