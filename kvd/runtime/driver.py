@@ -23,7 +23,7 @@ from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
 from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import NO_ROOM, RANKS_MISSING, KvdError, LimitExceeded
 from kvd.core.events import Event, JobKind, JobStatus, Query
-from kvd.core.keys import NODE_UNKNOWN, JobId, MoverId, NamespaceId, RowId, SessionId, TenantId
+from kvd.core.keys import NODE_UNKNOWN, JobId, MoverId, NamespaceId, SessionId, TenantId
 from kvd.core.machine import Machine
 from kvd.core.spec import NamespaceSpec
 from kvd.mover.process import MoverProcess
@@ -36,6 +36,7 @@ from kvd.runtime.fleet import MoverFleet, MoverLauncher
 from kvd.runtime.listeners import DriverObserver, SessionSink
 from kvd.runtime.page_mending import PageMending
 from kvd.runtime.pending_jobs import PendingJobs
+from kvd.runtime.refused_rows import RefusedRows
 from kvd.runtime.row_teller import RowTeller
 from kvd.runtime.tiers import Tiers
 from kvd.runtime.turns import TURNS_BETWEEN_PIECES, FairQueue
@@ -103,9 +104,9 @@ class Driver:
         self._next_session = 0
         self._next_mover = 0
         self._follow_ups: deque[Event] = deque()
-        self._refused_rows: set[RowId] = set()  # the core has yet to take these back
+        self._refused = RefusedRows()
         self._handling = False
-        self._teller = RowTeller(machine, self.fleet, self.turns, self._refused_rows)
+        self._teller = RowTeller(machine, self.fleet, self.turns, self._refused)
         self._mending = PageMending(machine, pool)
         self._rooms_scheduled = False
         self._rooms_stale = False  # something has happened since the turns were dealt
@@ -141,7 +142,7 @@ class Driver:
     def _follow_up(self) -> None:
         while self._follow_ups:
             self._handle_unasked(self._follow_ups.popleft())
-        if self._refused_rows:
+        if self._refused:
             self._tell_refused_rows()
 
     def _handle_unasked(self, event: Event) -> None:
@@ -205,6 +206,8 @@ class Driver:
                 self.event_log.append(change_of(order, self.pool.tenant_of, terms_of))
             case act.NotePolicySwitch():
                 log.info("%s", order)
+            case act.UnmapRow() | act.ZeroRow() | act.ReleaseRow() if order.row in self._refused:
+                self._follow_ups.extend(self._refused.take_back(order))
             case act.UnmapRow() if self.tiers.maps_as(order.mover):
                 self.tiers.unmap_row(order)
             case act.RevokeTransfer() | act.KillMover() | act.PostBoard() | act.UnmapRow():
@@ -243,12 +246,12 @@ class Driver:
             self.pool.grant_row(order)
         except PoolError as error:
             log.warning("row %d can't be granted: %s", order.row, error)
-            self._refused_rows.add(order.row)
+            self._refused.add(order.row)
             return
         self.fleet.map_row(order)
 
     def _start_transfer(self, order: act.StartTransfer) -> None:
-        if self._refused_rows and not all(self.pool.has(part.slots) for part in order.parts):
+        if self._refused and not all(self.pool.has(part.slots) for part in order.parts):
             self._revoke(order, NO_ROOM)
         elif not self._teller.tell_rows_of(order):
             self._revoke(order, RANKS_MISSING)
@@ -263,9 +266,7 @@ class Driver:
 
     def _tell_refused_rows(self) -> None:
         """The core gives back what was not granted, once nothing uses its slots."""
-        for row in sorted(self._refused_rows):
-            if self._handle(ev.RowRefused(row)):
-                self._refused_rows.discard(row)
+        self._refused -= {row for row in sorted(self._refused) if self._handle(ev.RowRefused(row))}
 
     def _tell_done(self, order: act.TellDone) -> None:
         asked = self._asked.get(order.token)
@@ -302,9 +303,8 @@ class Driver:
         if not self._rooms_scheduled:
             self._rooms_scheduled = True
             loop = asyncio.get_running_loop()
-            loop.call_soon(
-                loop.call_soon, self._publish_rooms
-            )  # behind the answer, if there is one
+            # Behind the answer, if there is one.
+            loop.call_soon(loop.call_soon, self._publish_rooms)
 
     def _publish_rooms(self) -> None:
         """Tell clients what they could store: of some namespaces now, of the next ones next.

@@ -239,6 +239,40 @@ async def test_row_that_could_not_be_zeroed_is_zeroed_later(
     assert len(state.free_extents) == 4
 
 
+@pytest.mark.parametrize("movers", [0, 1])
+async def test_row_that_was_refused_and_is_taken_back_before_the_core_hears_of_it(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, movers: int
+) -> None:
+    """The event that frees its last slot may take the row back, as a simulated world did."""
+    grant_row = driver.pool.grant_row
+
+    def refuse(_order: act.GrantRow) -> None:
+        raise PoolError("no memory")
+
+    state = driver.machine.state
+    session = open_session(driver)
+    for mover in range(movers):
+        driver.call(ev.RankAttached(session, MoverId(mover), 0, 0, True))
+    owner = next(iter(state.classes.values()))
+    turn = Turn(state, now_ns=0)
+    row_grants.grant_row(turn, owner)
+    reclaim.retire_row(turn, next(iter(owner.rows.values())))
+    monkeypatch.setattr(driver.pool, "grant_row", refuse)
+    for order in turn.orders:
+        driver._carry_out(order)
+    driver.post(ev.TimerTicked())
+    assert not driver._refused
+    assert not state.retiring
+    assert len(state.free_extents) == 4
+    monkeypatch.setattr(driver.pool, "grant_row", grant_row)
+    turn = Turn(state, now_ns=0)
+    row_grants.grant_row(turn, owner)
+    for order in turn.orders:
+        driver._carry_out(order)
+    (row,) = owner.rows
+    assert driver.pool.extents_of_row(row)
+
+
 async def test_rooms_of_many_namespaces_are_published_a_few_at_a_time(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

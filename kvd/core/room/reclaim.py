@@ -413,7 +413,7 @@ def row_refused(turn: Turn, event: RowRefused) -> None:
     row = state.rows.get(event.row)
     states = state.slots.state[row.span] if row is not None else np.empty(0)
     if row is None or not bool((states == FREE).all()):
-        turn.orders.append(Reply(row is None))
+        turn.orders.append(Reply(row is None and event.row not in state.retiring))
         return
     _leave_class(state, row)
     for extent in row.extents:
