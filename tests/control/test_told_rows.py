@@ -293,7 +293,7 @@ async def test_row_that_the_pool_could_not_have_is_not_told(
     mover = await stage.attach()
     mover_told = stage.driver.fleet.attached[MOVER].rows
     stage.driver._refused.add(refused.row)  # as while a store of its own call still uses it
-    monkeypatch.setattr(stage.driver, "_tell_refused", lambda: None)
+    monkeypatch.setattr(stage.driver, "_tell_refused_rows", lambda: None)
     await stage.until_complete()
     assert mover_told.complete
     assert refused.row not in mover.mapped
