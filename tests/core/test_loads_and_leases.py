@@ -97,6 +97,19 @@ def test_beyond_the_cap_the_answer_is_retry(bench: Bench) -> None:
     assert list(bench.lookup([12], lease=PREFIX).statuses) == [3]
 
 
+def test_one_block_may_be_leased_though_it_is_larger_than_the_cap() -> None:
+    """Else whoever asks is told to ask again, for ever: a simulated world found it."""
+    bench = small(extents=1, lease_share=0.01)
+    bench.open()
+    fill(bench)
+    first = bench.lookup(range(2), lease=PREFIX)
+    assert first.statuses == b"\x01\x03"
+    assert first.lease
+    assert bench.lookup([2], lease=PREFIX).statuses == b"\x03"
+    bench.release(first.lease)
+    assert bench.lookup([2], lease=PREFIX).lease
+
+
 def test_block_under_many_leases_counts_once_against_the_cap(bench: Bench) -> None:
     fill(bench)
     for request in "abcdef":

@@ -32,11 +32,12 @@ def within_cap(state: State, owner: SizeClass, slots: Slots) -> int:
 
     A block counts once however many leases and hand-offs claim it.
     """
-    room = owner.tenant.lease_room(state.pool_bytes, state.config.lease_share)
-    if len(slots) * owner.block_bytes <= room:
+    share, block_bytes = state.config.lease_share, owner.block_bytes
+    room = owner.tenant.lease_room(state.pool_bytes, share, block_bytes)
+    if len(slots) * block_bytes <= room:
         return len(slots)
     fresh = state.slots.leases[slots] == 0
-    cost = np.cumsum(fresh & state.slots.firsts(slots)) * owner.block_bytes
+    cost = np.cumsum(fresh & state.slots.firsts(slots)) * block_bytes
     return int(np.count_nonzero(cost <= max(room, 0)))
 
 

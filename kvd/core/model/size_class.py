@@ -182,9 +182,12 @@ class Tenant:
             return 0
         return self.used_bytes + more_bytes - self.quota_bytes
 
-    def lease_room(self, pool_bytes: int, share: float) -> int:
-        """Bytes that leases and hand-offs may still hold, of this share of what it may have."""
-        return self.part(pool_bytes, share) - self.leased_bytes
+    def lease_room(self, pool_bytes: int, share: float, block_bytes: int) -> int:
+        """Bytes that leases and hand-offs may still hold, of this share of what it may have.
+
+        One block of these bytes may always be held: else nobody could ever load a larger one.
+        """
+        return max(self.part(pool_bytes, share), block_bytes) - self.leased_bytes
 
     def hand_off_room(self, pool_bytes: int, share: float) -> int:
         """Bytes that may still be handed off, of this share."""
