@@ -213,7 +213,8 @@ SETTINGS: tuple[Setting, ...] = (
         "lease_share",
         0.25,
         number(0.01, 1.0),
-        "largest share of a tenant's quota (without one: of the pool) for leases and hand-offs;"
+        "largest share of a tenant's quota (without one: of the pool) for leases and hand-offs,"
+        " but at least one block;"
         " half of it for hand-offs",
     ),
     Setting(
