@@ -93,6 +93,8 @@ def within_limit(runs: list[BlockRun], most: int = MAX_RUNS) -> list[BlockRun]:
 
 def in_parts(runs: list[BlockRun], most: int = MAX_KEYS_PER_MESSAGE) -> list[list[BlockRun]]:
     """The same blocks, cut into what one job may have: `most` keys in MAX_RUNS runs."""
+    if len(runs) == 1 and len(runs[0].block_hashes) <= most:
+        return [runs]
     if sum(len(run.block_hashes) for run in runs) <= most:
         return [within_limit(runs)]
     parts: list[list[BlockRun]] = [[]]
@@ -310,16 +312,21 @@ class StepDraft:
     def has_orders(self) -> bool:
         return bool(self.touches or self.loads or self.stores or self.hand_offs)
 
+    def contexts(self) -> list[common_pb2.ReqContext]:
+        """Of all its parts."""
+        return [
+            *(job.context for job in self.loads),
+            *(job.context for job in self.stores),
+            *(hand_off.context for hand_off in self.hand_offs),
+            *(context for context, _ in self.touches),
+        ]
+
     @property
     def has_parameters(self) -> bool:
         """Whether it carries what users set of requests, of whatever depth."""
-        contexts = chain(
-            (job.context for job in (*self.loads, *self.stores)),
-            (hand_off.context for hand_off in self.hand_offs),
-            (context for context, _ in self.touches),
-        )
         return any(
-            each.HasField("kv_transfer_params") or each.HasField("hints") for each in contexts
+            each.HasField("kv_transfer_params") or each.HasField("hints")
+            for each in self.contexts()
         )
 
     def to_proto(self, sequence: int, *, bare: bool = False) -> engine_pb2.Step:

@@ -51,12 +51,18 @@ def messages_of(step: StepDraft) -> list[StepDraft]:
 
 
 def _is_small(step: StepDraft) -> bool:
-    parts = len(step.touches) + len(step.loads) + len(step.stores) + len(step.hand_offs)
-    if parts > FEW_PARTS or _longest(step) > MAX_IDS:
+    contexts = step.contexts()
+    if len(contexts) > MAX_PARTS_PER_STEP or _longest(step) > MAX_IDS:
+        return False
+    if len(contexts) > FEW_PARTS and sum(map(_size, contexts)) > MAX_CONTEXT_BYTES:
         return False
     if any(each.prompt for each in step.lookups.told) and step.has_orders:
         return False
     return step.count_keys() <= MAX_KEYS_PER_MESSAGE
+
+
+def _size(context: common_pb2.ReqContext) -> int:
+    return context.ByteSize()
 
 
 class _Dealer:

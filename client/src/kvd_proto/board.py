@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import struct
 import threading
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from kvd_proto import layout
 _U64 = np.dtype("<u8")
 _WRAP = 1 << 64
 _TAILS = tuple(offset // 8 for offset in layout.BOARD_TAIL_OFFSETS)
+# As layout.BOARD_RECORD, field by field: for a few records numpy takes several times as long.
+_RECORD = struct.Struct("<QIIQQ")
 _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python 3.11 has no name for it
 
 
@@ -86,7 +89,6 @@ class BoardReader:
         self._map = mmap.mmap(board_fd, layout.BOARD_BYTES, prot=mmap.PROT_READ)
         self._words = np.frombuffer(self._map, dtype=_U64)
         _check_header(self._words)
-        self._lanes = tuple(_lane_records(self._map, lane) for lane in range(layout.BOARD_LANES))
         self._seen = [0] * layout.BOARD_LANES
 
     def poll(self) -> list[BoardRecord]:
@@ -104,27 +106,32 @@ class BoardReader:
 
     def close(self) -> None:
         """Unmap. Nothing may be called afterwards."""
-        del self._words, self._lanes
+        del self._words
         self._map.close()
 
     def _read(self, lane: int, seen: int, tail: int) -> list[BoardRecord]:
         count = min((tail - seen) % _WRAP, layout.BOARD_RECORDS)
-        places = (np.arange(count) + seen % layout.BOARD_RECORDS) % layout.BOARD_RECORDS
-        rows = self._lanes[lane][places].tolist()
+        first, begin = seen % layout.BOARD_RECORDS, _lane_offset(lane)
+        size, whole = _RECORD.size, layout.BOARD_RECORDS
+        rows = self._map[begin + first * size : begin + min(first + count, whole) * size]
+        rows += self._map[begin : begin + max(0, first + count - whole) * size]
         # Asked only after the copy: a writer may have lapped us while we read.
         written = (int(self._words[_TAILS[lane]]) - seen) % _WRAP
         if written > layout.BOARD_RECORDS:
             raise BoardOverrun(f"lane {lane}: {written} records since the last poll")
-        return [BoardRecord(*row) for row in rows]
+        return [BoardRecord._make(row) for row in _RECORD.iter_unpack(rows)]
+
+
+def _lane_offset(lane: int) -> int:
+    return layout.HEADER_BYTES + lane * layout.BOARD_RECORDS * layout.BOARD_RECORD.itemsize
 
 
 def _lane_records(mapped: mmap.mmap, lane: int) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-    lane_bytes = layout.BOARD_RECORDS * layout.BOARD_RECORD.itemsize
     return np.frombuffer(
         mapped,
         dtype=layout.BOARD_RECORD,
         count=layout.BOARD_RECORDS,
-        offset=layout.HEADER_BYTES + lane * lane_bytes,
+        offset=_lane_offset(lane),
     )
 
 

@@ -13,6 +13,7 @@ from kvd_proto import layout
 from kvd_proto.board import BoardRecord
 from kvd_proto.v1 import common_pb2
 
+DONE, PARTIAL = common_pb2.JOB_STATUS_DONE, common_pb2.JOB_STATUS_PARTIAL
 MAX_UNASKED = layout.BOARD_RECORDS
 MOST_DEADLINES = 4  # so many times the deadline a load may take while others come to their end
 
@@ -139,14 +140,13 @@ class JobLedger:
 
     def take(self, records: Iterable[BoardRecord]) -> None:
         """What a board says."""
-        for record in records:
-            left = record.status == common_pb2.JOB_STATUS_PARTIAL
-            done = left or record.status == common_pb2.JOB_STATUS_DONE
-            report = JobReport(record.job_id, done, record.bytes_copied, record.duration_ns, left)
-            if self._open.pop(record.job_id, None) is not None:
+        for job_id, _kind, status, bytes_copied, duration_ns in records:
+            left = status == PARTIAL
+            report = JobReport(job_id, left or status == DONE, bytes_copied, duration_ns, left)
+            if self._open.pop(job_id, None) is not None:
                 self._ended.append(report)
                 continue
-            self._unasked[record.job_id] = report
+            self._unasked[job_id] = report
             if len(self._unasked) > MAX_UNASKED:
                 del self._unasked[next(iter(self._unasked))]
 

@@ -8,6 +8,7 @@ compares the two.
 
 from __future__ import annotations
 
+import functools
 from itertools import chain
 from typing import Any
 
@@ -49,12 +50,22 @@ class RequestKeys(RequestOffloadState):
             first = each * len(keys) + each - 1
             if first >= len(hashes):
                 continue
-            suffix = make_offload_key(b"", group.group_idx)
+            suffix, width = _suffix(group.group_idx), group.tokens_per_chunk
+            if first + each >= len(hashes):  # one, as in decoding
+                key = OffloadKey(hashes[first] + suffix)
+                keys.append(key)
+                self.req_context._offload_key_positions[key] = len(keys) * width
+                continue
             made = [OffloadKey(block_hash + suffix) for block_hash in hashes[first::each]]
-            width = group.tokens_per_chunk
             ends = range((len(keys) + 1) * width, (len(keys) + len(made) + 1) * width, width)
             keys += made
             self.req_context._offload_key_positions.update(zip(made, ends, strict=True))
+
+
+@functools.cache
+def _suffix(group: int) -> bytes:
+    """What vLLM puts behind a block's hash in a key of the group."""
+    return bytes(make_offload_key(b"", group))
 
 
 class OneGroupScheduler(OffloadingConnectorScheduler):

@@ -382,7 +382,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         decodes gets a few tokens a step at most: it is left alone until these can fill its block.
         """
         prompt_only = self.config.offload_prompt_only
-        sizes = [group.tokens_per_block for group in self._kvd_groups.values()]
+        first, *others = (group.tokens_per_block for group in self._kvd_groups.values())
         self._steps_built += 1
         now, most, next_look = self._steps_built, self._decode_tokens, self._next_look
         looked = [
@@ -396,20 +396,15 @@ class KvdConnectorScheduler(OneGroupScheduler):
             if status is None:
                 continue
             request, states = status.req, status.group_states
-            tokens = request.num_computed_tokens + count
-            lacking = min(
-                size * (state.next_stored_chunk_idx + 1) - tokens
-                for size, state in zip(sizes, states, strict=True)
-            )
+            full = states[0].next_stored_chunk_idx * first + first  # tokens: then it has a new one
+            for size, state in zip(others, states[1:], strict=True):
+                full = min(full, state.next_stored_chunk_idx * size + size)
+            lacking = full - request.num_computed_tokens - count
             if lacking > 0:
                 next_look[req_id] = now - (-lacking // most)
                 continue
             next_look.pop(req_id, None)  # until what is due is dealt with
-            tokens = min(tokens, request.num_prompt_tokens if prompt_only else request.num_tokens)
-            if any(
-                tokens // size > state.next_stored_chunk_idx
-                for size, state in zip(sizes, states, strict=True)
-            ):
+            if full <= (request.num_prompt_tokens if prompt_only else request.num_tokens):
                 status.update_offload_keys()
                 due[req_id] = count
         return due

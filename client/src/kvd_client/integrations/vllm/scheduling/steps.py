@@ -93,13 +93,13 @@ class StepSender:
         return was_sent
 
     def _send(self, jobs: StepJobs, session: SessionView) -> bool:
-        step, self.draft = self.draft, StepDraft()
+        step = self.draft
         step.loads, step.stores = jobs.loads, jobs.stores
         self._hand_offs.put_into(step)
         now = self._clock()
         if _can_wait(step) and now - self.sent_s < session.lease_ttl_s * RENEWED_EACH:
-            self.draft = step
             return True
+        self.draft = StepDraft()
         was_sent = self._connection.send_step(step)
         if was_sent:
             self.sent_s = now

@@ -104,7 +104,7 @@ class StorePlanner:
             offered, parts = keys, None
             keys = [k for k in offered if self.is_whole(req_context, *self._place(k, req_context))]
         if len(keys) == 1 and session.store_threshold <= 1 and not tracked.request.request_level:
-            return self._plan_one(tracked, keys, session)
+            return self._plan_one(tracked, keys, parts or list(by_group(keys)), session)
         if parts is None:
             parts = list(by_group(keys))
         wanted = keys
@@ -159,17 +159,20 @@ class StorePlanner:
         return wanted, there
 
     def _plan_one(
-        self, tracked: TrackedRequest, keys: list[OffloadKey], session: SessionView
+        self,
+        tracked: TrackedRequest,
+        keys: list[OffloadKey],
+        parts: list[tuple[int, list[bytes]]],
+        session: SessionView,
     ) -> PrepareStoreOutput | None:
         """`plan` for what decoding offers, over and over: a single block."""
         key = keys[0]
-        group, block_hash = get_offload_group_idx(key), get_offload_block_hash(key)
         there = self._probed.pop(key, None)
         if there is None:
+            ((group, (block_hash,)),) = parts
             there = session.shows(self._groups[group].index, tracked.request.account, block_hash)
         if there or key in self._storing:
             return nothing()
-        parts = [(group, [block_hash])]
         if self._take_room(parts, 1, session) is None:
             self._stats.counts[NO_ROOM] += 1
             return None
