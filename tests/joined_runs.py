@@ -111,7 +111,10 @@ class Reader:
                 break
             ended = plain.get(ENDED)
             if ended is None:
-                yield config.hook.pytest_report_from_serializable(config=config, data=plain)
+                report = config.hook.pytest_report_from_serializable(config=config, data=plain)
+                if isinstance(report.longrepr, list):  # a skip's place and reason, by way of JSON
+                    report.longrepr = tuple(report.longrepr)
+                yield report
         if ended is None:
             yield self._of_the_whole_run(
                 "failed", f"{self._path}: the other run ended without a word"

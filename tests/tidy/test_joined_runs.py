@@ -103,6 +103,22 @@ def test_nothing_is_run_once_more_where_all_passed(tmp_path: Path) -> None:
     assert second.returncode == 0
 
 
+def test_what_was_skipped_is_counted_with_its_reason(tmp_path: Path) -> None:
+    """A test, and a whole file."""
+    reports = tmp_path / "reports"
+    source = "import pytest\ndef test_one(): pytest.skip('no such thing')\ndef test_two(): pass\n"
+    (tmp_path / "test_other.py").write_text(
+        "import pytest\npytest.skip('nor this', allow_module_level=True)\n"
+    )
+    run(tmp_path, source, "--reports-to", reports)
+    (tmp_path / "test_other.py").unlink()
+    second = run(tmp_path, source, "--again-from", reports, "-rs")
+    assert "1 passed, 2 skipped" in second.stdout.splitlines()[-1], second.stdout
+    assert "no such thing" in second.stdout
+    assert "nor this" in second.stdout
+    assert second.returncode == 0
+
+
 @pytest.mark.parametrize("left", ["nothing", "a torn end", "the end of one that broke off"])
 def test_a_run_that_did_not_get_to_its_end_is_a_failure_though_all_passed(
     tmp_path: Path, left: str

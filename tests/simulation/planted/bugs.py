@@ -278,14 +278,14 @@ DRIVER = (
     _driver(
         "full disk that never heals: the core is not told of the row",
         "driver",
-        "            self._refused_rows.add(order.row)\n",
+        "            self._refused.add(order.row)\n",
         "",
         was_ours=True,
     ),
     _driver(
         "refused row that is never taken back",
         "driver",
-        "        if self._refused_rows:\n            self._tell_refused_rows()\n",
+        "        if self._refused:\n            self._tell_refused_rows()\n",
         "",
         was_ours=True,
     ),
