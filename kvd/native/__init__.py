@@ -37,8 +37,8 @@ _FLAWS = (
 )
 _STOPPED = len(_FLAWS)
 BUCKET_WORDS = 8
-# A function that keeps the interpreter's lock: words and buckets less one of a table, tags, how
-# many, and where their buckets go.
+# A function that keeps the interpreter's lock: words of a table and what tells a tag's bucket (the
+# buckets less one, or a shift), tags, how many, and where their buckets or numbers go.
 _ON_TABLE = ctypes.PYFUNCTYPE(
     None,
     ctypes.c_void_p,
@@ -65,16 +65,8 @@ _FIND_KEYS = ctypes.PYFUNCTYPE(
 _INSERT_KEYS = ctypes.PYFUNCTYPE(
     ctypes.c_uint64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_void_p
 )
-# Of a policy's ghosts: the table and its shift, tags, how many, and where their numbers go.
-_FIND_GHOSTS = ctypes.PYFUNCTYPE(
-    None,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.c_void_p,
-    ctypes.c_uint64,
-    ctypes.c_void_p,
-)
-# The same, and room for a word of each.
+# The same, of ghosts: the table and its shift, tags, how many, where their numbers go, and
+# room for a word of each.
 _PLACE_GHOSTS = ctypes.PYFUNCTYPE(
     None,
     ctypes.c_void_p,
@@ -204,7 +196,7 @@ class Library:
         self._remove_tags = _ON_TABLE(("kvd_tags_remove", loaded))
         self.find_keys = _FIND_KEYS(("kvd_index_find", loaded))  # see kvd/native/key_index.py
         self.insert_keys = _INSERT_KEYS(("kvd_index_insert", loaded))
-        self.find_ghosts = _FIND_GHOSTS(("kvd_ghosts_find", loaded))  # kvd/native/ghost_table.py
+        self.find_ghosts = _ON_TABLE(("kvd_ghosts_find", loaded))  # kvd/native/ghost_table.py
         self.place_ghosts = _PLACE_GHOSTS(("kvd_ghosts_place", loaded))
         self._run, self._sum = loaded.kvd_run, loaded.kvd_sum
         self._move = loaded.kvd_move
@@ -261,8 +253,7 @@ class Library:
         tags = np.ascontiguousarray(tags)
         went = np.empty(len(tags), dtype=np.int64)
         if len(tags):
-            at = tags.__array_interface__["data"][0]  # they may be read-only
-            call(address_of(words), buckets - 1, at, len(tags), address_of(went))
+            call(address_of(words), buckets - 1, start_of(tags), len(tags), address_of(went))
         return went
 
     def levels(self) -> tuple[str, ...]:
@@ -342,3 +333,8 @@ def address_of(buffer: Any) -> int:
     """Where an array or memoryview begins, which is contiguous and may be written to."""
     # The quickest of several ways: small parts are summed up one by one.
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
+
+
+def start_of(array: npt.NDArray[Any]) -> int:
+    """Where a contiguous array begins, which may be read-only."""
+    return int(array.__array_interface__["data"][0])

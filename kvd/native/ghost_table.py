@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvd.native import I64, U64, Library, address_of, library
+from kvd.native import I64, U64, Library, address_of, library, start_of
 
 BUCKET_WORDS = 16
 
@@ -32,8 +32,7 @@ class GhostTable:
         tags, numbers = np.ascontiguousarray(tags), np.empty(tags.size, np.int64)
         assert tags.dtype == np.uint64
         if tags.size:
-            at = tags.__array_interface__["data"][0]  # they may be read-only
-            self._find(self._at, self._shift, at, tags.size, address_of(numbers))
+            self._find(self._at, self._shift, start_of(tags), tags.size, address_of(numbers))
         return numbers
 
     def place(self, tags: U64) -> I64:
@@ -41,8 +40,7 @@ class GhostTable:
         tags, numbers = np.ascontiguousarray(tags), np.empty(tags.size, np.int64)
         assert tags.dtype == np.uint64
         if tags.size:
-            at = tags.__array_interface__["data"][0]
-            spare = np.empty(tags.size, np.uint64)
+            at, spare = start_of(tags), np.empty(tags.size, np.uint64)
             self._place(
                 self._at, self._shift, at, tags.size, address_of(numbers), address_of(spare)
             )

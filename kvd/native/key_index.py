@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvd.native import I64, U32, U64, Library, address_of, library
+from kvd.native import I64, U32, U64, Library, address_of, library, start_of
 
 _ALL_BITS = (1 << 64) - 1
 
@@ -71,7 +71,7 @@ class KeyIndex:
             self._at,
             known[1],
             width,
-            words.__array_interface__["data"][0],  # they may be read-only
+            start_of(words),
             count,
             seed & _ALL_BITS,
             scope,
@@ -90,8 +90,8 @@ class KeyIndex:
         full = np.empty(len(slots), dtype=np.int64)
         if not len(slots):
             return full
-        at = slots.__array_interface__["data"][0]
-        return full[: self._insert(self._at, at, len(slots), address_of(full))]
+        went = self._insert(self._at, start_of(slots), len(slots), address_of(full))
+        return full[:went]
 
 
 def maker() -> Callable[[U64, I64, U64, U32], KeyIndex] | None:
