@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
 from kvd.core.keys import U64
+from kvd.pool.config import PoolError
 from kvd.pool.mapped_table import MappedTable
+from kvd.pool.reserve import Reserve
 
 MAX_CLEARED_NAMESPACES = 255
 NAME_BYTES = 16
@@ -36,6 +39,15 @@ class Generations(MappedTable):
         super().__init__(path, MAX_CLEARED_NAMESPACES + 1, _RECORD_BYTES)
         used = np.flatnonzero(self._words[1:, _GENERATION]) + 1
         self._rows = {self._words[row, :_GENERATION].tobytes(): row for row in used.tolist()}
+
+    @classmethod
+    def open(cls, path: Path, reserve: Reserve) -> Self:
+        """On a full file system with what the reserve keeps for a start; PoolError without."""
+        try:
+            return cls(path)
+        except PoolError:
+            reserve.let_go()
+            return cls(path)
 
     @property
     def of_all(self) -> int:

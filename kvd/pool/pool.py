@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -37,6 +37,7 @@ from kvd.pool.checksum_choice import with_checksums_settled
 from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
 from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
 from kvd.pool.extents import Extents, has_mark, remove_files
+from kvd.pool.generations import Generations
 from kvd.pool.header import PoolHeader, read_header, standing_extent_bytes
 from kvd.pool.index_page import IndexPage
 from kvd.pool.nodes import deal, find_nodes
@@ -93,7 +94,7 @@ class Pool:
         self.cold_reason = ""
         self.tag_secret = b""
         self._config = config
-        self._resources = contextlib.ExitStack()
+        self._resources = ExitStack()
         self._resources.callback(os.close, own_pool(config.directory / "lock"))
         self._nodes = find_nodes()
         self._files = Extents(config, huge_page, self._nodes)
@@ -544,24 +545,23 @@ class Pool:
 
     def _recover(self, orphaned_extents: frozenset[int]) -> None:
         directory = self._config.directory
-        self._slot_table = SlotTableFile(self._config, directory / "slots.table")
-        self._resources.callback(self._slot_table.close)
-        self._row_table = RowTable(self._config, directory / "rows.table")
-        self._resources.callback(self._row_table.close)
+        keep, config = self._resources.enter_context, self._config
+        self._slot_table = keep(closing(SlotTableFile(config, directory / "slots.table")))
+        self._row_table = keep(closing(RowTable(config, directory / "rows.table")))
         self._checksums = None
-        if self._config.payload_checksums:
-            self._checksums = ChecksumTable(self._config, directory / CHECKSUM_TABLE)
-            self._resources.callback(self._checksums.close)
-        self._registry = Registry.open(directory / "registry.jsonl", self._reserve)
-        self._resources.callback(self._registry.close)
+        if config.payload_checksums:
+            self._checksums = keep(closing(ChecksumTable(config, directory / CHECKSUM_TABLE)))
+        self._registry = keep(closing(Registry.open(directory / "registry.jsonl", self._reserve)))
+        path = directory / "generations.table"
+        self.generations = keep(closing(Generations.open(path, self._reserve)))
         self._books = PoolFiles(
-            self._config.slots_per_extent,
+            config.slots_per_extent,
             self._files,
             self._slot_table,
             self._row_table,
             self._registry,
             self._checksums,
-            keeps_unsummed=self._config.checksums_chosen,
+            keeps_unsummed=config.checksums_chosen,
         )
         # On a cold start an orphaned mover maps files that are gone; the new ones are nobody's.
         orphaned = frozenset() if self.cold_reason else orphaned_extents

@@ -20,7 +20,7 @@ from kvd.core import events as ev
 from kvd.core.events import Event
 from kvd.core.keys import MoverId, NamespaceId, RowId, ScopeName, TierId
 from kvd.core.model.tiers import Reach, TierTerms, WriteWhen
-from kvd.pool.generations import EVERY, NAME_BYTES, Generations
+from kvd.pool.generations import EVERY, NAME_BYTES
 from kvd.pool.pool import Pool
 from kvd.runtime import damage
 from kvd.tiers.keeper import TierKeeper
@@ -109,55 +109,45 @@ class Tiers:
         self._allocate_mover = allocate_mover
         self._keepers: list[TierKeeper] = []
         self._movers: dict[MoverId, TierId] = {}  # as which their processes map rows
-        self._asked: dict[TierId, dict[OrderId, Asked | Deletion]] = {}
+        each = [TierId(place) for place in range(len(self._rules))]
+        self._asked: dict[TierId, dict[OrderId, Asked | Deletion]] = {tier: {} for tier in each}
         self._written: set[TierId] = set()  # those that were given a block since they began
         self._doubted: dict[TierId, bool] = {}  # a moment ago, and whether since then again
         self._scope_names: OrderedDict[bytes, ScopeName] = OrderedDict()  # the last used last
-        self._deleting: dict[TierId, dict[bytes, Deletion]] = {}  # by what it deletes
+        self._deleting: dict[TierId, dict[bytes, Deletion]] = {tier: {} for tier in each}  # by name
         self._next_order = 0
         self.questions = 0  # that processes were given, so far
         self._questions: dict[OrderId, Question] = {}
         self._answer_s: dict[TierId, float] = {}  # that the last one took
-        self._generations: Generations | None = None  # where there are tiers, or were
 
     def begin(self) -> None:
         """Start their processes, and from now on whenever one has ended."""
-        path = self._pool.directory / "generations.table"
-        if self._rules or path.exists():
-            self._generations = Generations(path)
         for place, rule in enumerate(self._rules):
             tier = TierId(place)
-            self._asked[tier] = {}
-            self._deleting[tier] = {}
             files, summed = self._pool.extent_files, self._pool.payload_checksums
             config = TierConfig(tier, rule.store, rule.options, files, summed)
             self._keepers.append(TierKeeper(config, self._pool, self, rule.bounds))
-        if self._generations is not None:
-            for name in self._generations.unsettled():
-                self._unsettle(name)
+        for name in self._pool.generations.unsettled():
+            self._unsettle(name)
 
     async def close(self) -> None:
         """End their processes; returns when they are gone."""
         await asyncio.gather(*(keeper.close() for keeper in self._keepers))
-        if self._generations is not None:
-            self._generations.close()
-            self._generations = None
 
     def scopes_cleared(self, namespace: NamespaceId) -> None:
         """What any store holds of the namespace is found no longer, nor by another daemon."""
-        if self._generations is not None:
-            name = _namespace_name(self._fingerprint_of(namespace))
-            before = self._generations.of_all
-            if self._generations.clear(name, unsettled=bool(self._shared)) == EVERY:
-                self._unsettle(EVERY)
-            if self._generations.of_all != before:
-                self._all_are_renamed()
+        generations = self._pool.generations
+        name = _namespace_name(self._fingerprint_of(namespace))
+        before = generations.of_all
+        if generations.clear(name, unsettled=bool(self._shared)) == EVERY:
+            self._unsettle(EVERY)
+        if generations.of_all != before:
+            self._all_are_renamed()
 
     def all_cleared(self) -> None:
         """Likewise of every namespace, of those too that are forgotten here."""
-        if self._generations is not None:
-            self._generations.clear_all(unsettled=bool(self._shared))
-            self._scope_names.clear()
+        self._pool.generations.clear_all(unsettled=bool(self._shared))
+        self._scope_names.clear()
         for tier in self._deleting:
             self._delete(tier, EVERY)
 
@@ -190,6 +180,10 @@ class Tiers:
             for place in range(len(self._rules))
         ]
 
+    def _process_of(self, tier: TierId) -> TierProcess | None:
+        """None while there is none: calls come before `begin`, too."""
+        return self._keepers[tier].process if self._keepers else None
+
     def maps_as(self, mover: MoverId) -> bool:
         """Whether rows that this mover maps are mapped by a tier's process."""
         return mover in self._movers
@@ -201,14 +195,13 @@ class Tiers:
         if isinstance(order, act.ClearTier):
             self._delete(order.tier, _namespace_name(order.fingerprint), order.fingerprint)
             return
-        process = self._keepers[order.tier].process
+        process = self._process_of(order.tier)
         self._next_order += 1
         number = OrderId(self._next_order)
-        named = self._generations is not None  # not once it is closed
-        if named and self._is_hidden(order.tier, order.name.namespace):
+        if self._is_hidden(order.tier, order.name.namespace):
             self._tell_none(order, refused=True)
             return
-        if process is not None and named and self._give(process, number, order):
+        if process is not None and self._give(process, number, order):
             self._asked[order.tier][number] = order
             if isinstance(order, act.AskTier):
                 self.questions += 1
@@ -258,7 +251,7 @@ class Tiers:
         number = OrderId(self._next_order)
         deletion = Deletion(number, name, fingerprint, again)
         self._deleting[tier][name] = deletion
-        process = self._keepers[tier].process
+        process = self._process_of(tier)
         if process is None:
             return
         deadline = time.monotonic() + self._rules[tier].deadline_seconds
@@ -317,8 +310,7 @@ class Tiers:
         size = SCOPE_BYTES - NAME_BYTES
         digest = hashlib.blake2b(digest_size=size, person=b"kvd-tier-scope")
         namespace = _namespace_name(self._fingerprint_of(name.namespace))
-        assert self._generations is not None, "orders come between begin and close"
-        generation = (0, 0) if self._is_shared(tier) else self._generations.of(namespace)
+        generation = (0, 0) if self._is_shared(tier) else self._pool.generations.of(namespace)
         numbers = (name.group, *generation, LAYOUT_VERSION)
         for text in (name.epoch, name.account, *map(str, numbers)):
             encoded = text.encode()
@@ -397,8 +389,8 @@ class Tiers:
         if deletion.fingerprint:
             self._report(ev.TierCleared(tier, deletion.fingerprint))
         left = any(deletion.name in self._deleting[other] for other in self._shared)
-        if not left and self._generations is not None:
-            self._generations.settle(deletion.name)
+        if not left:
+            self._pool.generations.settle(deletion.name)
 
     def row_unmapped(self, tier: TierId, row: RowId) -> None:
         """The process no longer maps the row."""
@@ -430,7 +422,7 @@ class Tiers:
         self._report(ev.TierDoubted(tier))
 
     def _doubt_again(self, tier: TierId) -> None:
-        if self._doubted.pop(tier) and self._keepers[tier].process is not None:
+        if self._doubted.pop(tier) and self._process_of(tier) is not None:
             self._doubt(tier)
 
     def tier_gone(self, tier: TierId, reason: str) -> None:  # noqa: ARG002 - its keeper logs it

@@ -59,6 +59,28 @@ def test_a_daemon_started_anew_on_a_full_file_system_is_warm(scene: Scene, mount
     assert engine.load("after", 200) == 200
 
 
+def test_a_pool_without_a_table_of_clears_is_served_on_a_full_file_system_with_a_tier(
+    scene: Scene, mount: Path, tmp_path: Path
+) -> None:
+    """As one that an earlier version left: room for the table comes of what starts may use."""
+    engine = scene.engine("one")
+    assert engine.store("before", 200) == 200
+    scene.kill_daemon()
+    table = scene.daemon.pool / "generations.table"
+    table.unlink()
+    fill(mount)
+    config = tmp_path / "kvd.toml"
+    config.write_text(
+        '[[tiers]]\nname = "memory"\nstore = "tests.tiers.memory_store:MemoryStore"\n'
+    )
+    scene.daemon.flags["config"] = config
+    scene.daemon.start()
+    assert table.stat().st_blocks * 512 >= table.stat().st_size > 0
+    engine.wait_usable(after=1)
+    assert engine.load("before", 200) == 200
+    wait_until(lambda: scene.status().tiers[0].serving, "the tier's process", 30.0)
+
+
 def test_what_came_while_the_registry_was_full_outlives_the_daemon_once_there_is_room(
     scene: Scene, mount: Path
 ) -> None:

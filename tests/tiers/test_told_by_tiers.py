@@ -6,9 +6,12 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
+from kvd.config.tiers import TierRule
+from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, ScopeName, TierId
 from kvd.pool.generations import MAX_CLEARED_NAMESPACES, Generations
@@ -20,8 +23,8 @@ from tests.tiers.tier_rig import OTHER_SCOPE, SCOPE, keys, on_loop
 TIER = TierId(0)
 
 
-def tiers(reported: list[ev.Event]) -> Tiers:
-    pool = cast(Any, SimpleNamespace(directory=Path("/nowhere")))
+def tiers(reported: list[ev.Event], generations: Generations | None = None) -> Tiers:
+    pool = cast(Any, SimpleNamespace(generations=generations))
     made = Tiers((), pool, str, cast(Any, reported.append), lambda: cast(Any, 1))
     made._keepers.append(cast(Any, SimpleNamespace(process=object())))
     return made
@@ -63,10 +66,10 @@ async def test_a_store_that_knows_nothing_any_more_costs_the_core_one_look_in_a_
 async def test_a_clear_that_renames_all_has_the_core_believe_nothing(tmp_path: Path) -> None:
     """There is no room for the name of another cleared namespace: all get another one."""
     reported: list[ev.Event] = []
-    made = tiers(reported)
+    generations = Generations(tmp_path / "generations.table")
+    made = tiers(reported, generations)
     made._rules = cast(Any, (SimpleNamespace(medium="LOCAL"),))
     made._deleting[TIER] = {}
-    made._generations = Generations(tmp_path / "generations.table")
     name = ScopeName(NamespaceId(5000), "", "", 0, 0)
     before = made._scope(TIER, name)
     for number in range(MAX_CLEARED_NAMESPACES):
@@ -80,4 +83,23 @@ async def test_a_clear_that_renames_all_has_the_core_believe_nothing(tmp_path: P
     assert len(reported) == 1, "a block under its former name is none of today's"
     made.left_told(TIER, TierLeft(tuple(keys(1, scope=after))))
     assert len(reported) == 2
-    made._generations.close()
+    generations.close()
+
+
+@on_loop
+async def test_what_is_cleared_before_the_tiers_begin_is_deleted_once_they_serve(
+    tmp_path: Path,
+) -> None:
+    """Calls are taken as soon as the socket listens, and its processes start behind that."""
+    generations = Generations(tmp_path / "generations.table")
+    pool = cast(Any, SimpleNamespace(generations=generations))
+    rules = (TierRule("one", "nobody:Store"),)
+    made = Tiers(rules, pool, str, lambda _event: None, lambda: cast(Any, 1))
+    made.carry_out(act.ClearTier(TIER, "a namespace"))
+    deleting = Mock(return_value=True)
+    process = cast(Any, SimpleNamespace(delete_scopes=deleting))
+    made._keepers.append(cast(Any, SimpleNamespace(process=process)))
+    made.tier_started(TIER, process)
+    (order,) = deleting.call_args_list
+    assert order.args[1] == (module._namespace_name("a namespace"),)
+    generations.close()

@@ -236,8 +236,13 @@ class SimDaemon:
         self.peers = Peers()
         gpus = GpuCapacity(GpuTerms())
         self.workers = WorkerServicer(self.rooms, self.peers, settings.directory, gpus)
-        self.ticker = self.loop.create_task(self.driver.run())
+        self.loop.create_task(self.driver.run()).add_done_callback(self._ended)
         self.is_serving = True
+
+    def _ended(self, driving: asyncio.Task[None]) -> None:
+        """The driver goes on as long as its daemon."""
+        error = None if driving.cancelled() else driving.exception()
+        self.broken(error or AssertionError("the driver ended"))
 
     async def _launch(self, config: MoverConfig, sink: MoverSink) -> Any:
         random = self.around.random
@@ -308,9 +313,9 @@ class SimDaemon:
         for mover in self.movers.values():
             mover.is_alive = mover.is_heard = False
         self.loop.forget_daemon()
-        pool, generations = self.pool, self.driver.tiers._generations
+        pool = self.pool
         pages = [*pool._pages.values(), *filter(None, [pool._spare_page])]
-        held_still: list[Any] = [*pages, *filter(None, [generations]), pool._resources]
+        held_still: list[Any] = [*pages, pool._resources]
         for held in held_still:
             with suppress(PowerCut):
                 held.close()

@@ -315,7 +315,7 @@ class World:
             engine.lose_daemon()
         lost = rot.damage(self.directory, before, self.random)
         self._start_daemon()
-        before.check_next(self.ledger, all_stay=not unwritten, lost=lost)
+        before.check_next(self.ledger, all_noted=not unwritten, lost=lost)
         self.ledger.compare(self.daemon.machine, self.daemon.pool)
         self.note(f"restart, {len(self.ledger.findable)} of {len(before.findable)} blocks")
 
