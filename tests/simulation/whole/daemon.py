@@ -120,6 +120,7 @@ class Stream:
         self._news = asyncio.Event()
         self._last = [0.0, 0.0]  # when the last message arrived there, and here
         self.is_cut = False
+        self._reads = False  # has handled all that arrived
         self.error: Exception | None = None
         self.call = Call(peer, self._written)
         self._task = daemon.loop.create_task(self._serve(peer))
@@ -141,7 +142,14 @@ class Stream:
             if self.is_cut:
                 return
             self._news.clear()
+            self._reads = True
             await self._news.wait()
+            self._reads = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all that was sent has been handled."""
+        return self._reads and not self._arrived and self._last[0] <= self._daemon.loop.now
 
     def _delay(self, way: int) -> float:
         """No message overtakes another one."""
@@ -189,6 +197,7 @@ class SimDaemon:
     is_gone: bool = False
     is_serving: bool = False
     movers: dict[MoverId, SimMover] = field(default_factory=dict)
+    has_pool: bool = False
 
     def start(self) -> None:
         """Open the pool and rebuild the machine from it."""
@@ -202,6 +211,7 @@ class SimDaemon:
             payload_checksums=settings.checksums,
         )
         self.pool = Pool.open(config, lambda _done, _all: None)
+        self.has_pool = True
         self.machine = self.machine_class(
             MachineConfig(
                 extents=self.pool.extents,
@@ -313,6 +323,8 @@ class SimDaemon:
         for mover in self.movers.values():
             mover.is_alive = mover.is_heard = False
         self.loop.forget_daemon()
+        if not self.has_pool:
+            return
         pool = self.pool
         pages = [*pool._pages.values(), *filter(None, [pool._spare_page])]
         held_still: list[Any] = [*pages, pool._resources]

@@ -85,7 +85,8 @@ def watch_release(world: World, movers: list[SimMover], within_s: float) -> None
 
 
 def epoch_changes(world: World, engine: RawEngine) -> None:
-    if engine.usable and engine.stream is not None:
+    # It overtakes nothing: a client says it in the stream of its steps.
+    if engine.usable and engine.stream is not None and engine.stream.is_idle:
         world.epoch += 1
         engine.session_epoch(f"{engine.name}-{world.epoch}")
 

@@ -24,6 +24,7 @@ from kvd.config.tenant_rule import TenantRule
 from kvd.config.tiers import TierRule
 from kvd.core.keys import TenantId
 from kvd.core.policy import POLICY_NAMES
+from kvd.pool.config import PoolError
 from kvd.runtime import tiers as runtime_tiers
 from kvd.tiers.keeper import TierKeeper
 from kvd_proto.v1 import engine_pb2 as pb
@@ -285,6 +286,21 @@ class World:
         )
         self.daemon.start()
 
+    def _start_again(self) -> None:
+        """The next daemon starts: now and then the power goes meanwhile, or something is short."""
+        dice = self.random.random()
+        if dice < 0.2:
+            self.hazards.writes_left = self.random.choice([1, 2, 3, 5, 9, 20])
+        elif dice < 0.4:
+            self.hazards.short.add(self.random.choice(hazards_.SHORTAGES))
+        try:
+            self._start_daemon()
+        except (PowerCut, PoolError, OSError) as error:
+            self.note(f"a start fails: {error!r}")
+            self.daemon.kill()
+            self.hazards.begin_again()
+            self._start_daemon()
+
     def _launched(self, mover: SimMover) -> None:
         pass
 
@@ -314,7 +330,7 @@ class World:
         for engine in self.engines:
             engine.lose_daemon()
         lost = rot.damage(self.directory, before, self.random)
-        self._start_daemon()
+        self._start_again()
         before.check_next(self.ledger, all_noted=not unwritten, lost=lost)
         self.ledger.compare(self.daemon.machine, self.daemon.pool)
         self.note(f"restart, {len(self.ledger.findable)} of {len(before.findable)} blocks")
