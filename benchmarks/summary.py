@@ -1,19 +1,24 @@
-"""The measured figures beside their bars, as Markdown: `python -m benchmarks.summary [FOLDER]`.
+"""The measured figures beside their bars, as Markdown: `python -m benchmarks.summary [FOLDER ...]`.
 
-Reads the JSON that the benchmarks wrote to benchmarks/results/, or to FOLDER, and prints the
-tables of docs/benchmarks.md. Measures nothing; what was not measured is said to be missing.
+Reads the JSON that the benchmarks wrote, of the kinds of machine whose results are kept or of the
+folders named, and prints a table for each benchmark, with a column for each machine. `--write` puts
+the tables into docs/benchmarks.md. Measures nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+PAGE = RESULTS.parent.parent / "docs" / "benchmarks.md"
+MACHINES = {"two-cores": "AMD", "two-cores-intel": "Intel"}  # folders of results that are kept
+BEGIN, END = "<!-- figures: made by `python -m benchmarks.summary --write` -->", "<!-- end -->"
+POLICY_BARS = {"arc": 1.5, "s3fifo": 1.5, "turns": 1.5}
 LOOKUP_BARS_MS = {
     "miss": {16: 0.02, 256: 0.05, 2048: 0.2},
     "hit": {16: 1.0, 256: 1.5, 2048: 3.0},
@@ -22,12 +27,22 @@ LOOKUP_BARS_MS = {
 
 @dataclass(frozen=True)
 class Line:
-    """One figure; `met` is None where there is no bar."""
+    """One figure; `met` is None where there is no bar. `what` is the same on every machine."""
 
     what: str
     figure: str
     bar: str
     met: bool | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one benchmark found on one machine."""
+
+    machine: str
+    commit: str
+    load: float
+    lines: dict[str, Line]  # by what they are of
 
 
 def spread(value: dict[str, float], digits: int = 2) -> str:
@@ -37,7 +52,13 @@ def spread(value: dict[str, float], digits: int = 2) -> str:
 
 
 def at_least(what: str, value: dict[str, float], bar: float) -> Line:
-    return Line(what, spread(value), f"≥ {bar}", value["median"] >= bar)
+    return Line(what, _near(value, bar), f"≥ {bar}", value["median"] >= bar)
+
+
+def _near(value: dict[str, float], bar: float) -> str:
+    """A spread with so many digits that it can be told from the bar."""
+    median = value["median"]
+    return spread(value, 3 if round(median, 2) == bar and median != bar else 2)
 
 
 def throughput(results: dict[str, Any]) -> Iterator[Line]:
@@ -88,8 +109,9 @@ def calls(results: dict[str, Any]) -> Iterator[Line]:
 
 def neighbour(results: dict[str, Any]) -> Iterator[Line]:
     ratio, bar = results["ratio_of_p99"], results["bar"]
-    what = "16-key lookup beside a big neighbour, p99 × idle p99"
-    yield Line(what, spread(ratio), f"≤ {bar:g}", ratio["median"] <= bar)
+    yield at_most("16-key lookup beside a big neighbour, p99 × idle p99", ratio, bar)
+    if pooled := results.get("pooled_ratio_of_p99"):
+        yield Line("the same, p99 of all rounds × that of all idle ones", f"{pooled:.2f}", "", None)
 
 
 def fairness(results: dict[str, Any]) -> Iterator[Line]:
@@ -150,6 +172,14 @@ def core_store(results: dict[str, Any]) -> Iterator[Line]:
     for what, bar in (("store", 12.0), ("leased lookup", 4.0)):
         ratio = lru[f"{what}, over a dict probe of 2048"]
         yield at_most(f"{what} of 2048 keys at 10^6, × a dict probe of as many", ratio, bar)
+    base = lru["1000000"]["store, processor"]["median"]
+    for policy, found in results.items():
+        if policy not in {"lru", "floor"}:
+            times = found["1000000"]["store, processor"]["median"] / base
+            most = POLICY_BARS.get(policy)
+            what = f"{policy}: processor time of that store at 10^6, × lru's"
+            met = None if most is None else times <= most
+            yield Line(what, f"{times:.2f}", "" if most is None else f"≤ {most:g}", met)
     used = lru["bytes a block"]
     yield Line("core state, bytes a block", f"{used:.0f}", "≤ 128", used <= 128)
 
@@ -176,14 +206,16 @@ def _sides(row: dict[str, Any], figure: str) -> str:
 def at_most(what: str, value: dict[str, float], bar: float | None) -> Line:
     if bar is None:
         return Line(what, spread(value), "", None)
-    return Line(what, spread(value), f"≤ {bar:g}", value["median"] <= bar)
+    return Line(what, _near(value, bar), f"≤ {bar:g}", value["median"] <= bar)
 
 
 def scheduler_time(results: dict[str, Any]) -> Iterator[Line]:
     for row in results["scheduler_thread"]:
+        line = at_most(f"scheduler thread, {row['case']}, × vLLM's own", row["ratio"], row["bar"])
         ours, theirs = row["kvd_ms"]["median"], row["vllm_ms"]["median"]
-        what = f"scheduler thread, {row['case']}, × vLLM's own ({ours:.1f} and {theirs:.1f} ms)"
-        yield at_most(what, row["ratio"], row["bar"])
+        yield replace(line, figure=f"{line.figure}: {ours:.1f} and {theirs:.1f} ms")
+    for row in results.get("scheduler_thread_on_cpu", ()):
+        yield at_most(f"the same, on the processor, {row['case']}", row["ratio"], None)
     for row in results["process_cpu"]:
         yield at_most(f"process's CPU, {row['case']}, × vLLM's own", row["ratio"], row["bar"])
 
@@ -210,9 +242,10 @@ def tier_neighbour(results: dict[str, Any]) -> Iterator[Line]:
     bar, late_s = results["bar"], results["late_s"]
     for plight, row in results["plights"].items():
         beside = f"beside a tier that is {plight}"
-        yield at_most(f"p99 of lookups {beside}, × without", row["lookup_p99"], bar)
-        yield at_most(f"stores {beside}, time × without", row["store"], bar)
-        yield at_most(f"loads {beside}, time × without", row["load"], bar)
+        most_ratio = None if plight in {"idle", "slow"} else bar  # these two work
+        yield at_most(f"p99 of lookups {beside}, × without", row["lookup_p99"], most_ratio)
+        yield at_most(f"stores {beside}, time × without", row["store"], most_ratio)
+        yield at_most(f"loads {beside}, time × without", row["load"], most_ratio)
         yield at_most(f"control's processor time {beside}, × without", row["control_cpu"], None)
         longest, most = row["longest_search_s"], row["deadline_s"] + late_s
         what = f"longest search {beside}, s"
@@ -262,22 +295,75 @@ READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
 }
 
 
-def print_summary(folder: Path) -> None:
-    """One table for each benchmark, with where and of what commit its figures are."""
-    for name, read in READERS.items():
-        path = folder / f"{name.replace(' --', '.')}.json"
-        print(f"\n`python -m benchmarks.{name}`", end="")
-        if not path.exists():
-            print(": not measured\n")
-            continue
-        document = json.loads(path.read_text())
-        machine = document["machine"]
-        print(f", commit {machine['commit']}, load {machine['load_1m']:.1f}\n")
-        print("| figure | measured | bar | |\n|---|---|---|---|")
-        for line in read(document["results"]):
-            met = {None: "", True: "met", False: "**missed**"}[line.met]
-            print(f"| {line.what} | {line.figure} | {line.bar} | {met} |")
+def measured(name: str, folder: Path, machine: str) -> Measured | None:
+    """What the folder has of a benchmark."""
+    path = folder / f"{name.replace(' --', '.')}.json"
+    if not path.exists():
+        return None
+    document = json.loads(path.read_text())
+    lines = {line.what: line for line in READERS[name](document["results"])}
+    return Measured(machine, document["machine"]["commit"], document["machine"]["load_1m"], lines)
+
+
+def tables(folders: dict[Path, str]) -> str:
+    """A table for each benchmark, with where and of what commit its figures are."""
+    parts = []
+    for name in READERS:
+        found = [measured(name, folder, machine) for folder, machine in folders.items()]
+        there = [each for each in found if each is not None]
+        if there:
+            where = "; ".join(f"{m.machine}: commit {m.commit}, load {m.load:.1f}" for m in there)
+            parts.append(f"`python -m benchmarks.{name}`. {where}.\n\n{_table(there)}")
+    return "\n\n".join(parts)
+
+
+def _table(found: Sequence[Measured]) -> str:
+    """A row for each figure. A bar is the one that was asked for last, which may be a later one."""
+    rows = list(dict.fromkeys(what for each in found for what in each.lines))
+    header = ["figure", "bar", *(each.machine for each in found)]
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for what in rows:
+        bar = [each.lines[what].bar for each in found if what in each.lines][-1]
+        cells = [_cell(each.lines.get(what), bar) for each in found]
+        lines.append("| " + " | ".join([what, bar, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def _cell(line: Line | None, bar: str) -> str:
+    """The figure; in bold where it misses the bar."""
+    if line is None:
+        return ""
+    met = line.met
+    if bar != line.bar:
+        sign, figure, wanted = bar[:1], float(line.figure.split()[0]), float(bar[2:])
+        met = figure <= wanted if sign == "≤" else figure >= wanted
+    return f"**{line.figure}**" if met is False else line.figure
+
+
+def written(page: str, figures: str) -> str:
+    """The page with these figures between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{figures}\n\n{END}{after}"
+
+
+def kept() -> dict[Path, str]:
+    """The folders whose figures docs/benchmarks.md shows."""
+    return {RESULTS / folder: machine for folder, machine in MACHINES.items()}
+
+
+def main() -> None:
+    """Print the tables, or write them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="of results")
+    parser.add_argument("--write", action="store_true", help="into docs/benchmarks.md")
+    asked = parser.parse_args()
+    figures = tables({folder: folder.name for folder in asked.folders} or kept())
+    if asked.write:
+        PAGE.write_text(written(PAGE.read_text(), figures))
+    else:
+        print(figures)
 
 
 if __name__ == "__main__":
-    print_summary(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS)
+    main()
