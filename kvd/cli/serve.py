@@ -32,7 +32,7 @@ from kvd.core.blocks.extent_fit import size
 from kvd.core.machine import Machine, MachineConfig
 from kvd.core.model.state import MAX_NAMESPACES
 from kvd.linux import signals
-from kvd.linux.calls import ask_for_short_slices
+from kvd.linux.calls import ask_for_short_slices, share_one_heap
 from kvd.linux.own_directory import NotTrustedError
 from kvd.mover.checksum_cost import why_checksums_cost
 from kvd.observability import logs, metrics, status_page
@@ -381,6 +381,7 @@ def serve(config: Config, read: Callable[[], Config]) -> int:
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     ask_for_short_slices(SLICE_NS)
+    share_one_heap()
     gc.disable()  # what is read back is all kept: collections would visit it over and over
     floods = logs.start(config.log_level, config.log_format)
     _warn_of_variables()

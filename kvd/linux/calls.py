@@ -28,6 +28,8 @@ _SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}  # asm/unistd.h
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _SCHED_ATTR = struct.Struct("=IIQiIQQQ")  # linux/sched/types.h, SCHED_ATTR_SIZE_VER0
 _WORD_BITS = 64
+_M_ARENA_MAX = -8  # malloc.h
+_HEAPS_CHOSEN = ("MALLOC_ARENA_MAX", "glibc.malloc.arena_max")  # a variable, and a tunable's name
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
@@ -119,6 +121,22 @@ def ask_for_short_slices(slice_ns: int) -> bool:
     # 0, twice: this thread, and no flags.
     call = (ctypes.c_long(number), ctypes.c_int(0), ctypes.c_char_p(wanted), ctypes.c_uint(0))
     return int(_libc.syscall(*call)) == 0
+
+
+def share_one_heap() -> bool:
+    """Have all threads of this process take their memory from one heap; to be called before any
+    is started.
+
+    glibc gives threads heaps of their own, up to eight a processor. What is free in one is of no
+    use to the others, and most of what a message took is freed by another thread than took it:
+    so a process with gRPC's threads grows, though what it uses does not. False: another libc, or
+    whoever started the process has chosen (`MALLOC_ARENA_MAX`).
+    """
+    variable, tunable = _HEAPS_CHOSEN
+    if variable in os.environ or tunable in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
+    mallopt = getattr(_libc, "mallopt", None)
+    return mallopt is not None and int(mallopt(_M_ARENA_MAX, 1)) == 1
 
 
 def die_with_parent() -> None:

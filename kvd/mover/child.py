@@ -314,6 +314,7 @@ class MoverLoop:
 def serve(control_fd: int, parent: int) -> None:
     """Be the mover of the parent that sits behind this descriptor, until it is gone."""
     bind_life_to(parent)
+    calls.share_one_heap()
     control = ChannelToControl(socket.socket(fileno=control_fd))
     config, channel = frames.unpack_config(control.receive_first(FrameKind.CONFIGURE))
     ring_fd, board_fd, event_fd = channel
