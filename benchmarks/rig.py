@@ -30,8 +30,8 @@ MIB = 1 << 20
 TOKENS_PER_BLOCK = TOKENS
 BLOCK_BYTES = 2 * MIB  # a Llama-8B-like block: 32 layers x 8 KV heads x 128 x K and V x 16 x bf16
 JOB_BLOCKS = 256  # one prompt of 4096 tokens
-# Engines look at their board once a step, every few ms. To look more often takes processor time that
-# copies would have: at every 0.5 ms two engines' threads took a tenth of two cores.
+# Engines look at their board once a step, every few ms. To look more often takes processor time
+# from copies: every 0.5 ms two engines' threads took a tenth of two cores.
 POLL_SECONDS = 0.002
 REGISTER_SECONDS = 60.0
 
