@@ -8,6 +8,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import MOVER_GONE, SESSION_CLOSED
 from kvd.core.keys import MoverId, SessionId
+from kvd.core.model import backlog
 from kvd.core.model.backlog import LEASES_AT_ONCE, PARTS_AT_ONCE
 from tests.core.bench import SECOND, Bench, finished, only, small
 from tests.core.replaying import replay
@@ -57,6 +58,22 @@ def test_claims_of_many_leases_go_a_few_in_each_event() -> None:
     assert pins(bench) == 0
     assert list(bench.machine.state.sessions) == [1]
     replay(bench)
+
+
+def test_of_leases_on_many_blocks_fewer_go_in_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backlog, "LEASED_BLOCKS_AT_ONCE", 8)
+    bench = small()
+    bench.open()
+    bench.stored(range(4))
+    leased(bench)
+    assert pins(bench) == 4 * MANY
+    bench.feed(ev.SessionClosed(SessionId(1)))
+    for ended_leases in range(2, MANY, 2):
+        assert pins(bench) == 4 * (MANY - ended_leases)
+        assert bench.machine.has_work()
+        bench.feed(ev.WorkContinued())
+    assert pins(bench) == 0
+    assert not bench.machine.has_work()
 
 
 def test_ticks_alone_end_long_work_too() -> None:

@@ -62,6 +62,19 @@ def test_steps_renew_the_session_s_leases(bench: Bench) -> None:
     assert bench.machine.statistics().leases == 0
 
 
+def test_steps_of_one_session_renew_no_lease_of_another(bench: Bench) -> None:
+    fill(bench)
+    bench.open(2)
+    bench.lookup(range(4), 1, lease=PREFIX)
+    bench.lookup(range(4), 2, lease=PREFIX)
+    bench.now_ns += SECOND
+    bench.feed(ev.StepEnded(SessionId(1)))
+    bench.tick(1 * SECOND)
+    sessions = bench.machine.state.sessions
+    assert [len(sessions[SessionId(number)].leases) for number in (1, 2)] == [1, 0]
+    assert bench.machine.statistics().counters.leases_expired == 1
+
+
 def test_prefix_lease_ends_at_the_first_miss(bench: Bench) -> None:
     bench.stored([0, 1, 3])
     answer = bench.lookup([0, 1, 2, 3], lease=PREFIX)

@@ -261,6 +261,24 @@ def test_row_in_use_is_emptied_for_a_class_that_has_none() -> None:
     assert verdict(bench.store([1], 2)).accepted
 
 
+def test_slots_beside_a_row_that_is_emptied_are_given_out_again() -> None:
+    bench = small(extents=2, lease_share=1.0)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(16), 1)
+    bench.load([0, 15], 1)
+    failing = bench.store([16], 1)  # the first slot of the second row
+    bench.stored(range(17, 32), 1)
+    bench.lookup(range(17, 32), 1, lease=LeaseMode.ALL)
+    bench.store([1], 2)
+    assert list(bench.machine.state.emptying) == [0]
+    bench.finish(only(failing, act.StartTransfer), ev.TransferOutcome.FAILED)
+    again = bench.store([32], 1)
+    assert verdict(again).accepted
+    (order,) = only(again, act.StartTransfer)
+    assert order.parts[0].slots.tolist() == [16]
+
+
 def test_row_whose_block_is_claimed_while_it_is_emptied_stays() -> None:
     bench = small(extents=1)
     bench.open(1, spec("a"))

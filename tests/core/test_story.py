@@ -96,9 +96,12 @@ def test_machine_tells_how_the_slots_came_to_where_they_are() -> None:
     lines = bench.machine.story(broken.value)
     slot = int(ready[0])
     assert lines[0] == f"slot {slot} now: READY, pins 0 (leases 0), scope 1"
-    assert [line.split(": ", 1)[1] for line in lines[1:]] == [
-        f"ABSENT -> FREE [{slot}]; FREE -> RESERVED [{slot}]; pinned [{slot}]",
-        f"unpinned [{slot}]; RESERVED -> READY [{slot}]; unpinned [{slot}]",
+    when = bench.now_ns
+    assert lines[1:] == [
+        f"{when} StoreRequested of session 1, job 1:"
+        f" ABSENT -> FREE [{slot}]; FREE -> RESERVED [{slot}]; pinned [{slot}]",
+        f"{when} TransferFinished of session 1, job 1:"
+        f" unpinned [{slot}]; RESERVED -> READY [{slot}]; unpinned [{slot}]",
     ]
 
 
