@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvd.core import events as ev
-from tests.core.bench import BLOCK, EXTENT, SECOND, Bench, small
+from kvd.core.keys import SessionId
+from tests.core.bench import BLOCK, EXTENT, SECOND, Bench, context, keys, small
 
 FAILED = ev.TransferOutcome.FAILED
 
@@ -102,3 +103,23 @@ def test_jobs_that_fail_are_counted_by_reason(bench: Bench) -> None:
     bench.store([50])
     work = counted(bench, lambda: bench.finish(outcome=FAILED))
     assert work == {"failed": 1, "refused": {"KEY_MISSING": 2, "COPY_FAILED": 1}}
+
+
+def test_a_row_that_a_class_is_given_is_counted(bench: Bench) -> None:
+    rows = len(bench.machine.state.rows)
+    work = counted(bench, lambda: bench.stored(range(10, 26)))
+    assert work["rows_granted"] == len(bench.machine.state.rows) - rows == 1
+
+
+def test_figures_that_were_told_stay_as_they_were(bench: Bench) -> None:
+    bench.load([1, 99])
+    bench.lookup([1], request="retains")
+    told = bench.machine.statistics()
+    before = asdict(told)
+    bench.load([1, 99])
+    bench.feed(ev.DrainStarted())
+    bench.store([5])
+    bench.feed(ev.Touched(SessionId(1), context(request="releases"), 0, keys(1)))
+    assert asdict(told) == before
+    after = bench.machine.statistics().counters
+    assert (after.refused, after.hinted) != (told.counters.refused, told.counters.hinted)

@@ -42,6 +42,15 @@ def test_released_lease_lets_its_blocks_go(bench: Bench) -> None:
     assert bench.statuses(range(4)) == "MMMM"
 
 
+def test_lease_that_has_ended_is_released_again_without_a_word(bench: Bench) -> None:
+    fill(bench)
+    first, second = (bench.lookup([n], lease=PREFIX, request="r") for n in (1, 2))
+    assert first.lease and second.lease
+    bench.release(first.lease)
+    bench.release(first.lease, second.lease)
+    assert bench.machine.statistics().leases == 0
+
+
 def test_lease_expires_without_steps(bench: Bench) -> None:
     fill(bench)
     bench.lookup(range(4), lease=PREFIX)

@@ -172,6 +172,17 @@ def test_said_again_after_its_deadline_it_asks_anew() -> None:
     assert numbers_read(on) == [[1]]
 
 
+def test_a_request_that_has_waited_for_tiers_as_long_as_it_may_seeks_no_more() -> None:
+    on = stage()
+    on.bring_down(1, 2)
+    assert on.look(1, request="hint") == "P"
+    on.asked.clear()  # a tier that does not answer
+    on.tick(SECOND)
+    prefetch(on, 1, 2)
+    assert not on.asked
+    assert counted(on) == {"followed": 2}, "it is not for want of room"
+
+
 def test_a_request_that_awaits_another_node_goes_on_asking() -> None:
     on = stage(SHARED)
     context = ev.RequestContext(RequestId("r"), awaits=True, prefetch=True)

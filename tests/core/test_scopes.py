@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvd.core import actions as act
@@ -14,6 +16,7 @@ from tests.core.bench import Bench, context, engine_blocks, keys, only, small, s
 from tests.core.replaying import replay
 
 MOST = 8
+HIT, ADMIT = 1, 4
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +27,19 @@ def few_scopes(monkeypatch: pytest.MonkeyPatch) -> None:
 def store_for_accounts(bench: Bench, numbers: range) -> None:
     for number in numbers:
         bench.stored([number, number + 1, number + 2, number + 3], account=f"account {number}")
+
+
+@pytest.mark.parametrize("hash_bytes", [1, 8, 9, 16, 17, 32, 33, 64])
+def test_keys_of_any_length_are_told_apart_by_their_last_byte(hash_bytes: int) -> None:
+    bench = small()
+    bench.open(1, replace(spec(), hash_bytes=hash_bytes))
+    last = [byte << 8 * (hash_bytes - 1) for byte in (1, 2, 3)]
+    run = ev.Run(0, keys(*last[:2], hash_bytes=hash_bytes), engine_blocks([1, 2]))
+    stored = ev.StoreRequested(SessionId(1), JobId(1), context(), (run,))
+    bench.finish(bench.feed(stored))
+    query = ev.Query(context(), 0, keys(*last, hash_bytes=hash_bytes), ev.LeaseMode.NONE)
+    (reply,) = only(bench.feed(ev.LookupRequested(SessionId(1), (query,))), act.Reply)
+    assert reply.payload[0].statuses == bytes([HIT, HIT, ADMIT])
 
 
 def test_only_what_needs_a_new_scope_is_refused_when_all_hold_blocks() -> None:

@@ -10,7 +10,7 @@ from kvd.core.keys import NamespaceId, ScopeName, TierId
 from kvd.core.model.tiers import TierTerms, WriteWhen
 from kvd.core.tiers import writing
 from tests.core.bench import BLOCK, MS, keys, numbers_of
-from tests.core.test_tiers import Stage, stage
+from tests.core.test_tiers import DISK, FAR, Stage, stage
 
 
 def test_what_is_written_down_is_pinned_and_bounded_and_the_rest_follows() -> None:
@@ -124,6 +124,24 @@ def test_what_a_tier_forgot_is_written_again() -> None:
     on.feed(ev.TierForgot(TierId(0), order.name, order.keys))
     on.store(1)
     assert len(on.writes) == 1
+
+
+@pytest.mark.parametrize("why", ["failed", "forgot", "doubted"])
+def test_what_one_tier_lacks_says_nothing_of_another(why: str) -> None:
+    on = stage(DISK, FAR)
+    on.store(1)
+    ours, theirs = on.writes
+    well = np.array([why != "failed"])
+    on.feed(ev.TierCopyEnded(ours.tier, ours.copy, well))
+    on.feed(ev.TierCopyEnded(theirs.tier, theirs.copy, np.array([False])))
+    if why == "forgot":
+        on.feed(ev.TierForgot(ours.tier, ours.name, ours.keys))
+    elif why == "doubted":
+        on.feed(ev.TierDoubted(ours.tier))
+        on.take(on.bench.work_off())
+    on.writes.clear()
+    on.store(1)
+    assert [write.tier for write in on.writes] == [0, 1], "both lack it"
 
 
 def fill_and_write(on: Stage) -> ScopeName:
