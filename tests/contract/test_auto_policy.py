@@ -62,6 +62,37 @@ def test_switch_moves_no_block_and_what_was_there_leaves_first(
     assert len(policy) == 4
 
 
+@pytest.mark.parametrize("name", DUELLISTS)
+def test_without_a_switch_blocks_leave_as_by_its_policy_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Duel, "better_than", lambda _, live: None)
+    rng = np.random.default_rng(5)
+    policies = (auto(first=name), make_policy(name, lambda: 64, PolicyMemory(SLOTS)))
+    held: list[int] = []
+    for step in range(1, 200):
+        sight = Sight(step << 26, step // 3)
+        fresh = rng.choice(np.setdiff1d(np.arange(SLOTS), held), 6, replace=False)
+        used = rng.choice(held, 5) if held else batch()
+        as_use = bool(step % 4)
+        surplus = max(0, len(held) + fresh.size - 64)
+        victims = []
+        for policy in policies:
+            if step % 50 == 0:
+                policy.forget_gone()
+            victims.append(policy.evict(surplus, lambda slots: slots % 7 > 0, sight.now_ns))
+            left = np.setdiff1d(used, victims[-1])
+            policy.missed(tags_of(fresh % 40))
+            policy.insert(fresh, tags_of(fresh % 40), sight)
+            policy.touch(left, sight, as_use=as_use)
+            policy.remove(left[:1])
+        assert victims[0].tolist() == victims[1].tolist()
+        gone = {*victims[0].tolist(), *left[:1].tolist()}
+        held = [slot for slot in (*held, *fresh.tolist()) if slot not in gone]
+        assert policies[0].coldest(SLOTS).tolist() == policies[1].coldest(SLOTS).tolist()
+        assert len(policies[0]) == len(policies[1]) == len(held)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_contract_holds_whatever_is_switched_when(
     seed: int, monkeypatch: pytest.MonkeyPatch

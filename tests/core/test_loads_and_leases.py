@@ -45,7 +45,8 @@ def test_released_lease_lets_its_blocks_go(bench: Bench) -> None:
 def test_lease_that_has_ended_is_released_again_without_a_word(bench: Bench) -> None:
     fill(bench)
     first, second = (bench.lookup([n], lease=PREFIX, request="r") for n in (1, 2))
-    assert first.lease and second.lease
+    assert first.lease
+    assert second.lease
     bench.release(first.lease)
     bench.release(first.lease, second.lease)
     assert bench.machine.statistics().leases == 0

@@ -80,8 +80,9 @@ def test_hand_offs_in_every_row_keep_nobody_out_for_ever() -> None:
     assert bench.machine.state.tenant(spec().tenant).hand_off_claims == 3
 
 
-def test_leases_are_ended_a_few_in_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "LEASES_LOOKED_AT", 4)
+@pytest.mark.parametrize("bound", ["LEASES_LOOKED_AT", "SLOTS_LOOKED_AT"])
+def test_leases_are_ended_a_few_in_each_event(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    monkeypatch.setattr(lease, bound, 4)
     bench = full()
     promise(bench, each=1)
     bench.open(2, spec("b"))

@@ -98,10 +98,17 @@ def test_machine_tells_how_the_slots_came_to_where_they_are() -> None:
     assert lines[0] == f"slot {slot} now: READY, pins 0 (leases 0), scope 1"
     when = bench.now_ns
     assert lines[1:] == [
-        f"{when} StoreRequested of session 1, job 1:"
-        f" ABSENT -> FREE [{slot}]; FREE -> RESERVED [{slot}]; pinned [{slot}]",
-        f"{when} TransferFinished of session 1, job 1:"
-        f" unpinned [{slot}]; RESERVED -> READY [{slot}]; unpinned [{slot}]",
+        f"{head}: {changes}"
+        for head, changes in (
+            (
+                f"{when} StoreRequested of session 1, job 1",
+                f"ABSENT -> FREE [{slot}]; FREE -> RESERVED [{slot}]; pinned [{slot}]",
+            ),
+            (
+                f"{when} TransferFinished of session 1, job 1",
+                f"unpinned [{slot}]; RESERVED -> READY [{slot}]; unpinned [{slot}]",
+            ),
+        )
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,7 @@ from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, ScopeName, TierId
 from kvd.core.model.tiers import TierTerms, WriteWhen
 from kvd.core.tiers import writing
-from tests.core.bench import BLOCK, MS, keys, numbers_of
+from tests.core.bench import BLOCK, MS, keys, numbers_of, spec
 from tests.core.test_tiers import DISK, FAR, Stage, stage
 
 
@@ -92,6 +94,22 @@ def test_what_waits_and_has_left_meanwhile_is_not_written() -> None:
     assert not on.writes
     on.tick(250 * MS)
     assert not on.bench.machine.state.below.tiers[0].behind
+
+
+def test_what_waits_of_a_namespace_that_goes_is_not_written() -> None:
+    on = stage(TierTerms("disk", max_write_bytes=8 * BLOCK))
+    on.bench.open(2, replace(spec("private"), unshared=True))
+    on.store(*range(1, 17), session=2)
+    assert len(on.writes) == 1
+    on.take(on.bench.leave(2, gone=True))
+    assert on.bench.machine.knows(NamespaceId(2)), "a tier reads its slots"
+    on.write()
+    on.tick(250 * MS)
+    assert not on.bench.machine.knows(NamespaceId(2))
+    on.tick(250 * MS)
+    assert not on.writes
+    tier = on.bench.machine.state.below.tiers[0]
+    assert (len(tier.behind), tier.behind_blocks.whole) == (0, 0)
 
 
 def test_what_waits_is_forgotten_with_the_tiers_process() -> None:

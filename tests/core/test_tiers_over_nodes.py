@@ -115,6 +115,16 @@ def test_a_request_that_awaits_blocks_asks_again_until_they_are_there() -> None:
     assert await_blocks(on, 1, 2) == "HH"
 
 
+def test_what_another_node_wrote_comes_up_for_an_account_that_is_new_here() -> None:
+    on = stage(FAR)
+    assert on.look(1, 2, account="new") == "PP"
+    arrive(on, 1, 2)
+    on.answer()
+    on.step()
+    on.read()
+    assert on.look(1, 2, account="new") == "HH"
+
+
 def test_it_asks_less_and_less_often_and_misses_at_its_deadline() -> None:
     on = stage(FAR)
     began = on.bench.now_ns
