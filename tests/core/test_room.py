@@ -14,6 +14,7 @@ from kvd.core.events import LeaseMode
 from kvd.core.keys import JobId, MoverId, NamespaceId, RequestId, SessionId
 from kvd.core.model import size_class
 from kvd.core.policy import ArcPolicy
+from kvd.core.room import reclaim, row_rights
 from tests.core.bench import (
     BLOCK,
     EXTENT,
@@ -339,6 +340,45 @@ def test_class_that_stores_keeps_one_row_however_cold_it_is() -> None:
         assert not only(bench.store([next_key()], 2), act.UnmapRow)
         bench.finish()
     assert bench.statuses(range(16), 1) == "H" * 16
+
+
+@pytest.mark.parametrize(("extents", "taken"), [(4, []), (3, [0])])
+def test_class_that_has_not_stored_for_long_keeps_a_row_where_each_can_have_two(
+    extents: int, taken: list[int]
+) -> None:
+    bench = small(extents=extents)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    bench.stored(range(16), 1)
+    bench.now_ns += SECOND
+    bench.stored(range(16 * (extents - 1)), 2)
+    bench.tick(row_rights.IN_USE_NS + SECOND)
+    orders = only(bench.store([next_key()], 2), act.UnmapRow)
+    assert sorted({order.row for order in orders}) == taken
+
+
+@pytest.mark.parametrize("coldest", [0, 1, 2])
+@pytest.mark.parametrize("looked_at", [1, 2, 128])
+def test_of_rows_in_use_the_coldest_is_emptied_in_whichever_search_it_was_seen(
+    monkeypatch: pytest.MonkeyPatch, coldest: int, looked_at: int
+) -> None:
+    monkeypatch.setattr(reclaim, "ROWS_LOOKED_AT", looked_at)
+    bench = small(extents=3)
+    bench.open(1, spec("a"))
+    bench.open(2, spec("b"))
+    rows = [range(first, first + 16) for first in (0, 16, 32)]
+    for blocks in rows:
+        bench.stored(blocks, 1)
+    for blocks in rows:
+        bench.load(blocks[:1], 1)
+    bench.now_ns += SECOND
+    for row, blocks in enumerate(rows):
+        if row != coldest:
+            bench.feed(ev.Touched(SessionId(1), context(), 0, keys(*blocks)))
+    bench.store([1], 2)
+    for _ in range(3):
+        bench.tick(MS)
+    assert list(bench.machine.state.emptying) == [coldest]
 
 
 def next_key(keys: itertools.count[int] = itertools.count(1000)) -> int:  # noqa: B008 - goes on

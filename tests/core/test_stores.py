@@ -32,8 +32,10 @@ def bench() -> Bench:
 
 def test_block_is_readable_only_when_every_shard_is_written(bench: Bench) -> None:
     bench.open(ranks=2)
-    started = bench.store([1, 2])
+    started = bench.store([1, 2], job=7)
     first, second = only(started, act.StartTransfer)
+    told = [(order.mover, order.job, order.kind) for order in (first, second)]
+    assert told == [(100, 7, ev.JobKind.STORE), (101, 7, ev.JobKind.STORE)]
     assert bench.statuses([1, 2, 3]) == "PPM"
     bench.finish([first])
     assert bench.statuses([1]) == "P"
