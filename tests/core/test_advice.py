@@ -100,6 +100,18 @@ def test_unwanted_blocks_go_first_and_the_tail_before_the_head(bench: Bench, hin
     assert bench.machine.state.counters.evicted == 3
 
 
+def test_unwanted_blocks_that_no_room_was_needed_for_go_first_the_next_time(bench: Bench) -> None:
+    stored(bench, [1, 2, 3], "old", None)
+    stored(bench, list(range(10, 20)), "unwanted", ev.Advice(ev.Hint.RELEASE))
+    stored(bench, [30, 31, 32], "young", None)
+    for left in (8, 5, 2):
+        stored(bench, [40 + left, 41 + left], "next", None)
+        assert bench.statuses(list(range(10, 20))) == "H" * left + "M" * (10 - left)
+        stored(bench, [60 + left], "one more", None)
+        assert bench.statuses(list(range(10, 20))) == "H" * (left - 1) + "M" * (11 - left)
+    assert hits(bench, [1, 2, 3]) == 3
+
+
 def test_what_was_used_since_is_wanted(bench: Bench) -> None:
     stored(bench, list(range(10, 14)), "unwanted", ev.Advice(ev.Hint.RELEASE))
     stored(bench, list(range(20, 32)), "others", None)

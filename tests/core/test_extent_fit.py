@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.core import events as ev
-from kvd.core.blocks.extent_fit import fitting_size, wasted_share
+from kvd.core.blocks.extent_fit import fitting_size, size, wasted_share
 from kvd.core.errors import ExtentWaste, KvdError, TooFewExtents
 from kvd.core.keys import NamespaceId, ScopeId, SessionId, TenantId
 from kvd.core.machine import MachineConfig
@@ -116,6 +116,18 @@ def test_pool_without_a_row_for_each_group_refuses_and_names_the_size_that_makes
     )
     with pytest.raises(TooFewExtents, match=r"with pool_bytes of at least 384KiB$"):
         opened(pool(5, 64 * KIB), three)
+    with pytest.raises(
+        TooFewExtents, match=r"with pool_bytes of at least 384KiB and extent_bytes = 64KiB$"
+    ):
+        opened(pool(1, 256 * KIB), three)
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(3 << 30, "3GiB"), (3 << 29, "1536MiB"), (1 << 10, "1KiB"), (1536, "1536"), (0, "0")],
+)
+def test_sizes_are_told_as_settings_take_them(count: int, told: str) -> None:
+    assert size(count) == told
 
 
 SIZES = st.integers(1, 3 * MIB // 8).map(lambda words: words * 8)
@@ -132,12 +144,12 @@ def test_what_a_refusal_asks_for_is_taken(
 ) -> None:
     spec = of(*(group(*[part] * shards) for part in parts))
     said = refusal(pool(extents, extent_bytes), spec)
-    size = read(said, "extent_bytes", extent_bytes)
+    taken = read(said, "extent_bytes", extent_bytes)
     whole = read(said, "pool_bytes", extents * extent_bytes)
     if max(parts) > extent_bytes:
         assert "larger than an extent" in said
     else:
-        assert refusal(pool(whole // size, size), spec) == ""
+        assert refusal(pool(whole // taken, taken), spec) == ""
 
 
 @given(st.lists(SIZES, min_size=1, max_size=4))
@@ -146,6 +158,6 @@ def test_the_size_that_fits_is_the_smallest_power_of_two(parts: Sequence[int]) -
     found = fitting_size(groups)
     assert found.bit_count() == 1
     larger = [part for part in parts if part >= 4096]
-    for size in (1 << bits for bits in range(12, found.bit_length())):
-        lost = [1 - size // part * part / size for part in larger]
-        assert all(share <= 0.1 for share in lost) == (size == found)
+    for tried in (1 << bits for bits in range(12, found.bit_length())):
+        lost = [1 - tried // part * part / tried for part in larger]
+        assert all(share <= 0.1 for share in lost) == (tried == found)
