@@ -143,6 +143,15 @@ def test_smaller_quota_evicts_at_once_and_says_how_much() -> None:
     assert room(bench) == (4,)
 
 
+def test_quota_a_byte_below_what_is_used_costs_a_block() -> None:
+    bench = small(extents=4)
+    bench.open()
+    bench.stored(range(4))
+    assert bench.quota(4 * BLOCK) == 0
+    assert bench.quota(4 * BLOCK - 1) == 1
+    assert bench.statuses(range(4)).count("H") == 3
+
+
 def test_quota_below_what_is_pinned_is_kept_as_soon_as_pins_end() -> None:
     bench = small(extents=4, lease_share=1.0)
     bench.open()
