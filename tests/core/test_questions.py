@@ -46,6 +46,9 @@ def test_blocks_of_a_new_namespace_are_what_the_pool_could_hold(bench: Bench) ->
     with pytest.raises(InvalidArgument, match="raise extent_bytes"):
         machine.blocks_of_new(spec("new", block_bytes=17 * BLOCK))
     assert not machine.knows(NamespaceId(3))
+    bench.open(3, spec("new"))
+    made = [each for actions in bench.history for each in only(actions, act.OpenNamespace)]
+    assert [(each.namespace, each.page_blocks) for each in made] == [(1, 128), (2, 32), (3, 128)]
 
 
 def test_an_open_session_s_epoch_and_leases_are_told(bench: Bench) -> None:
