@@ -76,11 +76,13 @@ def test_without_a_switch_blocks_leave_as_by_its_policy_alone(
         used = rng.choice(held, 5) if held else batch()
         as_use = bool(step % 4)
         surplus = max(0, len(held) + fresh.size - 64)
-        victims = []
+        victims: list[Slots] = []
         for policy in policies:
             if step % 50 == 0:
                 policy.forget_gone()
-            victims.append(policy.evict(surplus, lambda slots: slots % 7 > 0, sight.now_ns))
+            evicted = policy.evict(surplus, lambda slots: slots % 7 > 0, sight.now_ns)
+            assert evicted is not None
+            victims.append(evicted)
             left = np.setdiff1d(used, victims[-1])
             policy.missed(tags_of(fresh % 40))
             policy.insert(fresh, tags_of(fresh % 40), sight)
