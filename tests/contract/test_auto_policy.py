@@ -70,7 +70,7 @@ def test_without_a_switch_blocks_leave_as_by_its_policy_alone(
     rng = np.random.default_rng(5)
     policies = (auto(first=name), make_policy(name, lambda: 64, PolicyMemory(SLOTS)))
     held: list[int] = []
-    for step in range(1, 200):
+    for step in range(1, 120):
         sight = Sight(step << 26, step // 3)
         fresh = rng.choice(np.setdiff1d(np.arange(SLOTS), held), 6, replace=False)
         used = rng.choice(held, 5) if held else batch()

@@ -128,6 +128,20 @@ def test_payer_at_its_share_loses_its_own_empty_scopes_first() -> None:
     assert "soon empty" in {scope.account for scope in bench.machine.state.scopes.values()}
 
 
+def test_payer_without_empty_scopes_is_given_those_of_whoever_has_most() -> None:
+    bench = small(extents=8)
+    for session, payer, empty in ((1, "with three", 3), (2, "without many", 1)):
+        bench.open(session, spec(payer), payer=payer)
+        for number in range(empty):
+            bench.stored([number], session, account=f"account {number}")
+    evict_all(bench)
+    bench.open(3, spec("new"), payer="new")
+    for number in range(3):
+        bench.stored([number], 3, account=f"account {number}")
+    taken = bench.machine.state.scope_shares.taken
+    assert taken == {"with three": 1, "without many": 2, "new": 4}
+
+
 def test_shares_leave_a_part_of_what_is_free_however_many_take_all_they_can() -> None:
     whole, most = 0, 65536
     shares: list[int] = []
