@@ -8,6 +8,7 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core.jobs import waiters
 from kvd.core.keys import NamespaceId, SessionId
 from kvd.core.model import backlog
 from tests.core.bench import SECOND, Bench, context, done, keys, only, small, spec
@@ -244,3 +245,19 @@ def test_rows_of_one_class_are_cleared_together(monkeypatch: pytest.MonkeyPatch)
     assert bench.clear() == 60
     orders = [each for made in bench.history[before:] for each in only(made, act.WriteFree)]
     assert [len(order.slots) for order in orders] == [60]
+
+
+def test_what_becomes_of_a_block_after_it_was_stored_is_not_its_followers_concern(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiters, "WAITS_AT_ONCE", 1)
+    bench = small()
+    for session in (1, 2, 3):
+        bench.open(session)
+    leader = bench.store([1], 1)
+    bench.store([1], 2, whole=True)
+    bench.store([1], 3, whole=True)
+    ends = only(bench.finish(leader), act.EndJob)
+    assert [end.session for end in ends] == [1, 2]
+    (end,) = only(bench.feed(ev.NamespaceCleared(5, NamespaceId(1))), act.EndJob)
+    assert (end.session, end.status) == (3, ev.JobStatus.DONE)

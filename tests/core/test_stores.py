@@ -11,7 +11,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import DuplicateJob, InvalidArgument, LimitExceeded
 from kvd.core.jobs import waiters, waits
-from kvd.core.keys import JobId, KeyBatch, MoverId, NamespaceId, SessionId
+from kvd.core.keys import JobId, KeyBatch, MoverId, SessionId
 from kvd.core.model.state import MAX_ENGINE_BLOCKS
 from kvd.core.model.turn import Turn
 from kvd_proto.layout import NULL_ENGINE_BLOCK
@@ -281,21 +281,6 @@ def test_request_level_store_of_an_engine_block_that_is_being_copied_fails(bench
     assert (end.status, end.reason, end.blocks) == (ev.JobStatus.FAILED, "COPY_FAILED", 1)
     bench.finish(first)
     assert bench.statuses([1, 2, 3]) == "HMH"
-
-
-def test_what_becomes_of_a_block_after_it_was_stored_is_not_its_followers_concern(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiters, "WAITS_AT_ONCE", 1)
-    for session in (1, 2, 3):
-        bench.open(session)
-    leader = bench.store([1], 1)
-    bench.store([1], 2, whole=True)
-    bench.store([1], 3, whole=True)
-    ends = only(bench.finish(leader), act.EndJob)
-    assert [end.session for end in ends] == [1, 2]
-    (end,) = only(bench.feed(ev.NamespaceCleared(5, NamespaceId(1))), act.EndJob)
-    assert (end.session, end.status) == (3, ev.JobStatus.DONE)
 
 
 def test_follower_copies_its_own_bytes_when_its_leader_fails(bench: Bench) -> None:
