@@ -28,6 +28,9 @@ MOST_MOVERS = 512  # noted at a time: more than the fleet has, and those that ou
 _LINE_BYTES = 128
 _OWNER_BYTES = 32  # of the lock file: a pid
 _BLANK = b"\n"
+# There is none of this pid, or a thread of another process has it as its number: which of them a
+# kernel says then differs.
+_NO_PROCESS = (errno.ESRCH, errno.ENOENT, errno.EINVAL)
 
 
 class MoverRecord(NamedTuple):
@@ -184,7 +187,9 @@ def end_movers(movers: Iterable[MoverRecord], deadline_s: float) -> list[MoverRe
         for mover in movers:
             try:
                 pidfd = os.pidfd_open(mover.pid)
-            except ProcessLookupError:
+            except OSError as error:
+                if error.errno not in _NO_PROCESS:
+                    raise
                 continue
             stack.callback(os.close, pidfd)
             # Asked after the open: if it matches, the descriptor names that process or a dead one.

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,6 +131,26 @@ def test_a_process_that_got_the_pid_of_a_mover_is_left_alone(
         pool.record_mover(other.pid, start_time(other) - 1)
     with opened(config):
         assert other.poll() is None
+
+
+def test_a_thread_that_got_the_number_of_a_mover_keeps_no_pool_from_its_next_owner(
+    shared_directory: Path,
+) -> None:
+    config = orders.config(shared_directory)
+    owned_by_two_rows(config)
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        assert thread.native_id is not None
+        with opened(config) as pool:
+            pool.record_mover(thread.native_id, start_time=1)
+        with opened(config) as pool:
+            assert len(orders.rows_of(list(pool.recovered()))) == 2
+            assert not pool.orphans()
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_a_mover_that_was_forgotten_is_left_alone(
