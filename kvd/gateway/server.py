@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from kvd.gateway.certificates import Renewal
-from kvd.gateway.servicer import Gateway
+from kvd.gateway.servicer import MAX_CALLS_AT_ONCE, Gateway
 
-MAX_CALLS_AT_ONCE = 16
 MAX_CONNECTIONS = 64  # handshakes among them
 MAX_STREAMS = 8  # calls under way on one connection
 MAX_MESSAGE_BYTES = 64 * 1024  # of a request; an operator's have a few hundred bytes

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +23,10 @@ log = logging.getLogger(__name__)
 READING = frozenset({"Status", "ListNamespaces", "Explain"})
 CALL_SECONDS = 30.0  # of a call that names no deadline
 MAX_CALL_SECONDS = 660.0  # a drain may take 600 s
+MESSAGE_SECONDS = 10.0  # for a call's message to come
+MAX_CALLS_AT_ONCE = 16  # each holds a thread
+MAX_CALLS_OF_A_CALLER = 8
+CALLS_FOR_OPERATORS = 4  # of all
 
 Context = grpc.ServicerContext
 Code = grpc.StatusCode
@@ -48,6 +55,30 @@ def carried_methods() -> dict[str, Method]:
     return {method.path: method for method in methods}
 
 
+class CallPlaces:
+    """Who has how many calls under way: nobody has them all, and operators find some. Any thread
+    may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken: Counter[tuple[str, ...]] = Counter()
+
+    def take(self, names: tuple[str, ...], *, operates: bool) -> bool:
+        """One more for the caller; False where that is too many."""
+        most = MAX_CALLS_AT_ONCE - (0 if operates else CALLS_FOR_OPERATORS)
+        with self._lock:
+            if self._taken[names] >= MAX_CALLS_OF_A_CALLER or self._taken.total() >= most:
+                return False
+            self._taken[names] += 1
+            return True
+
+    def give_back(self, names: tuple[str, ...]) -> None:
+        """One less."""
+        with self._lock:
+            self._taken[names] -= 1
+            self._taken = +self._taken
+
+
 class Gateway(grpc.GenericRpcHandler):
     """Every verified certificate may look; those of `operators` may also change things."""
 
@@ -55,6 +86,7 @@ class Gateway(grpc.GenericRpcHandler):
         self._upstream = upstream
         self._operators = operators
         self._methods = carried_methods()
+        self._places = CallPlaces()
 
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
@@ -63,26 +95,44 @@ class Gateway(grpc.GenericRpcHandler):
         method = self._methods.get(handler_call_details.method)
         if method is None:
             return None
-        return grpc.unary_unary_rpc_method_handler(self._carrier(method))
+        # Its message is taken in by us: gRPC would wait for it for ever, and hold a thread.
+        return grpc.stream_unary_rpc_method_handler(self._carrier(method))
 
-    def _carrier(self, method: Method) -> Callable[[bytes, Context], bytes]:
-        def carry(request: bytes, context: Context) -> bytes:
+    def _carrier(self, method: Method) -> Callable[[Iterator[bytes], Context], bytes]:
+        def carry(requests: Iterator[bytes], context: Context) -> bytes:
             verified: Any = context.auth_context()  # of lists, where the stubs say bytes
             names = names_of(verified)
             who = _printable(names[0] if names else "a certificate without a name")
-            if not method.only_reads and self._operators.isdisjoint(names):
+            operates = not self._operators.isdisjoint(names)
+            if not method.only_reads and not operates:
                 log.warning("%s was refused to %s at %s", method.name, who, context.peer())
                 context.abort(
                     Code.PERMISSION_DENIED,
                     f"{who} is no operator of this gateway, and {method.name} changes something;"
                     " name it in --operators",
                 )
-            answer = self._ask(method, request, who, context)
+            with self._place(names, who, context, operates=operates):
+                answer = self._ask(method, _message_of(requests, context), who, context)
             if not method.only_reads:
                 log.info("%s was carried out for %s at %s", method.name, who, context.peer())
             return answer
 
         return carry
+
+    @contextlib.contextmanager
+    def _place(
+        self, names: tuple[str, ...], who: str, context: Context, *, operates: bool
+    ) -> Iterator[None]:
+        if not self._places.take(names, operates=operates):
+            context.abort(
+                Code.RESOURCE_EXHAUSTED,
+                f"{who} may have {MAX_CALLS_OF_A_CALLER} calls under way at once, and all but"
+                f" operators {MAX_CALLS_AT_ONCE - CALLS_FOR_OPERATORS}",
+            )
+        try:
+            yield
+        finally:
+            self._places.give_back(names)
 
     def _ask(self, method: Method, request: bytes, who: str, context: Context) -> bytes:
         left: float | None = context.time_remaining()
@@ -97,6 +147,20 @@ class Gateway(grpc.GenericRpcHandler):
             )
             context.abort(error.code(), error.details() or "the daemon refused without a word")
         raise AssertionError("abort raises")
+
+
+def _message_of(requests: Iterator[bytes], context: Context) -> bytes:
+    """The call's one message; the call ends where it does not come in time."""
+    timer = threading.Timer(MESSAGE_SECONDS, context.cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        for request in requests:
+            return request
+    finally:
+        timer.cancel()
+    context.abort(Code.INVALID_ARGUMENT, "the call came without a message")
+    raise AssertionError("abort raises")
 
 
 def _printable(name: str) -> str:

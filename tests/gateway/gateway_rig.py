@@ -86,6 +86,14 @@ class GatewayProcess:
         self, identity: Identity | None, authority: Authority | None = None
     ) -> Iterator[operator_pb2_grpc.OperatorServiceStub]:
         """Calls as this one; None: without a certificate."""
+        with self.channel_of(identity, authority) as channel:
+            yield operator_pb2_grpc.OperatorServiceStub(channel)
+
+    @contextmanager
+    def channel_of(
+        self, identity: Identity | None, authority: Authority | None = None
+    ) -> Iterator[grpc.Channel]:
+        """A connection of this one's."""
         credentials = grpc.ssl_channel_credentials(
             (authority or self.authority).file.read_bytes(),
             identity.key.read_bytes() if identity else None,
@@ -93,7 +101,7 @@ class GatewayProcess:
         )
         options = (("grpc.use_local_subchannel_pool", 1),)
         with grpc.secure_channel(self.target, credentials, options) as channel:
-            yield operator_pb2_grpc.OperatorServiceStub(channel)
+            yield channel
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)

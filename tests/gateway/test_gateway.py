@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,11 +19,17 @@ from typing import Any
 import grpc
 import pytest
 
-from kvd.gateway.server import HANDSHAKE_SECONDS, MAX_CONNECTIONS, MAX_MESSAGE_BYTES
+from kvd.gateway.server import (
+    HANDSHAKE_SECONDS,
+    MAX_CONNECTIONS,
+    MAX_MESSAGE_BYTES,
+    MAX_STREAMS,
+)
+from kvd.gateway.servicer import CALLS_FOR_OPERATORS, MAX_CALLS_AT_ONCE, MESSAGE_SECONDS
 from kvd_proto.v1 import operator_pb2 as pb
 from kvd_proto.v1 import operator_pb2_grpc
 from tests.control.daemon_rig import RunningDaemon, daemon
-from tests.gateway.gateway_rig import Authority, GatewayProcess
+from tests.gateway.gateway_rig import Authority, GatewayProcess, Identity
 from tests.waiting import wait_until
 
 CALL_SECONDS = 20.0
@@ -220,6 +227,64 @@ def test_strangers_who_say_nothing_keep_nobody_out_for_longer_than_a_handshake(
 
         wait_until(gets_in, "bob to get in")
     assert time.monotonic() - began < HANDSHAKE_SECONDS + CALL_SECONDS
+
+
+@contextlib.contextmanager
+def half_said_calls(
+    gateway: GatewayProcess, caller: Identity, connections: int
+) -> Iterator[list[Any]]:
+    """As many calls as so many connections may have, whose message does not come."""
+    calls: list[Any] = []
+    over = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        over.wait()
+        yield from ()
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(connections):
+            channel = stack.enter_context(gateway.channel_of(caller))
+            method: Any = channel.stream_unary("/kvd.v1.OperatorService/Status")
+            calls += [method.future(nothing()) for _ in range(MAX_STREAMS)]
+        stack.callback(over.set)
+        yield calls
+
+
+def test_who_half_says_many_calls_keeps_no_operator_out(
+    gateway: GatewayProcess, authority: Authority, running: RunningDaemon
+) -> None:
+    lookers = [authority.vouch(name) for name in ("looker", "watcher")]
+    alice = authority.vouch("alice")
+    with (
+        half_said_calls(gateway, lookers[0], 2) as many,
+        half_said_calls(gateway, lookers[1], 2) as more,
+    ):
+        refused = 2 * (MAX_STREAMS * 2) - (MAX_CALLS_AT_ONCE - CALLS_FOR_OPERATORS)
+        wait_until(lambda: sum(c.done() for c in (*many, *more)) >= refused, "those beyond a share")
+        with gateway.called_by(alice) as stub:
+            assert status_of(stub).process_id == running.pid
+
+
+def test_a_call_whose_message_does_not_come_gives_its_place_back(
+    gateway: GatewayProcess, authority: Authority, running: RunningDaemon
+) -> None:
+    looker = authority.vouch("looker")
+    began = time.monotonic()
+    with half_said_calls(gateway, looker, 1) as calls:
+        wait_until(lambda: all(call.done() for call in calls), "the calls to be ended")
+        assert time.monotonic() - began >= MESSAGE_SECONDS / 2
+        assert {call.code() for call in calls} == {Code.CANCELLED}
+        with gateway.called_by(looker) as stub:
+            assert status_of(stub).process_id == running.pid
+
+
+def test_a_call_without_a_message_is_refused(gateway: GatewayProcess, authority: Authority) -> None:
+    with gateway.channel_of(authority.vouch("looker")) as channel:
+        method: Any = channel.stream_unary("/kvd.v1.OperatorService/Status")
+        with pytest.raises(grpc.RpcError) as caught:
+            method(iter(()), timeout=CALL_SECONDS)
+        error: Any = caught.value
+        assert error.code() is Code.INVALID_ARGUMENT
 
 
 def test_status_of_a_remote_daemon_by_the_command(
