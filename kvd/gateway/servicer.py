@@ -112,10 +112,10 @@ class Gateway(grpc.GenericRpcHandler):
                     " name it in --operators",
                 )
             with self._place(names, who, context, operates=operates):
-                answer = self._ask(method, _message_of(requests, context), who, context)
-            if not method.only_reads:
-                log.info("%s was carried out for %s at %s", method.name, who, context.peer())
-            return answer
+                request = _message_of(requests, context)
+                if not method.only_reads:  # said before: what nobody waits for is done all the same
+                    log.info("%s is carried out for %s at %s", method.name, who, context.peer())
+                return self._ask(method, request, who, context)
 
         return carry
 

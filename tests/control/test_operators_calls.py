@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from kvd.control.access.tenants import TenantPolicy
@@ -83,6 +84,28 @@ def test_every_call_of_an_operator_is_one_structured_line() -> None:
             {"action": "drained", "uid": uid, "jobs_left": 0},
             {"action": "undrain", "uid": uid, "was_draining": True},
         ]
+
+
+def test_a_clear_whose_caller_does_not_wait_for_its_end_is_in_the_log_too() -> None:
+    running = RunningDaemon("--log-format", "json")
+    running.module = "tests.faults.slow_clear"
+    try:
+        running.start()
+        engine = RawEngine(running.socket)
+        engine.store({number: block(number) for number in range(1, 6)})
+        operator = Caller(running.socket)
+        with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):
+            operator.operator.Clear(pb.ClearRequest(), timeout=0.5, metadata=operator.metadata)
+        assert operator.status().pool.slots_ready == 2, "it was begun"
+        wait_until(lambda: bool(audited(running)), "the line")
+        [line] = audited(running)
+        assert (line["action"], line["namespace"], line["namespaces"]) == ("clear", "all", 1)
+        assert "blocks_removed" not in line
+        engine.close()
+        operator.close()
+    finally:
+        running.kill()
+        running.remove()
 
 
 def test_a_drain_that_is_taken_back_makes_the_daemon_ready_and_stores_go_on() -> None:

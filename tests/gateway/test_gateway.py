@@ -107,7 +107,7 @@ def test_a_named_certificate_may_change_things_by_either_of_its_names(
 ) -> None:
     with gateway.called_by(authority.vouch(name, host)) as stub:
         assert stub.Clear(pb.ClearRequest(), timeout=CALL_SECONDS).blocks_removed == 0
-    wait_until(lambda: f"Clear was carried out for {name}" in gateway.said, "its line in the log")
+    wait_until(lambda: f"Clear is carried out for {name}" in gateway.said, "its line in the log")
     [*_, audited] = [s for s in running.log.read_text().splitlines() if "operator: clear" in s]
     assert f"on_behalf_of='{name}'" in audited
 

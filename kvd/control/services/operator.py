@@ -73,16 +73,19 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         else:
             self._driver.tiers.all_cleared()  # of namespaces too that are forgotten
         tenants = sorted({self._namespaces.fields(n).get("tenant", "") for n in chosen})
-        removed = await self._driver.clear(chosen)
-        audit.note(
-            "clear",
-            peer.uid,
-            on_behalf_of=on_behalf_of(context),
-            namespace=request.namespace_id or "all",
-            namespaces=len(chosen),
-            tenants=tenants[:TENANTS_NAMED],
-            blocks_removed=removed,
-        )
+        removed: int | None = None
+        try:
+            removed = await self._driver.clear(chosen)
+        finally:  # they are cleared, too, where the caller does not wait for the end
+            audit.note(
+                "clear",
+                peer.uid,
+                on_behalf_of=on_behalf_of(context),
+                namespace=request.namespace_id or "all",
+                namespaces=len(chosen),
+                tenants=tenants[:TENANTS_NAMED],
+                blocks_removed=removed,
+            )
         return pb.ClearResponse(blocks_removed=removed)
 
     async def SetQuota(self, request: pb.SetQuotaRequest, context: Context) -> pb.SetQuotaResponse:
@@ -94,16 +97,19 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
             raise InvalidArgument(f"there is no tenant {request.tenant!r}", "tenant")
         if request.quota_bytes > MAX_QUOTA_BYTES:
             raise InvalidArgument(f"quota_bytes is over {MAX_QUOTA_BYTES}", "quota_bytes")
-        evicted = await self._driver.set_quota(TenantId(request.tenant), request.quota_bytes)
-        audit.note(
-            "quota",
-            peer.uid,
-            on_behalf_of=on_behalf_of(context),
-            tenant=request.tenant,
-            quota_bytes=request.quota_bytes,
-            quota_bytes_before=before[TenantId(request.tenant)],
-            blocks_evicted=evicted,
-        )
+        evicted: int | None = None
+        try:
+            evicted = await self._driver.set_quota(TenantId(request.tenant), request.quota_bytes)
+        finally:  # it is set at once
+            audit.note(
+                "quota",
+                peer.uid,
+                on_behalf_of=on_behalf_of(context),
+                tenant=request.tenant,
+                quota_bytes=request.quota_bytes,
+                quota_bytes_before=before[TenantId(request.tenant)],
+                blocks_evicted=evicted,
+            )
         return pb.SetQuotaResponse(blocks_evicted=evicted)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
