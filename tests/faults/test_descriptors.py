@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import grpc
 import pytest
 
 from kvd.control.access import descriptors
+from kvd.control.access.companion import MAX_UNSENT_MESSAGES
 from kvd_client.companion import CompanionRefused, CompanionSocket
 from kvd_proto.v1 import companion_pb2
 from tests.control.daemon_rig import identity, namespace, open_and_close, refusal
@@ -164,6 +166,37 @@ def take_all(scene: Scene, held: list[CompanionSocket], memory: int) -> None:
         companion.hello(companion_pb2.PEER_ROLE_WORKER, "greedy")
         for number in range(40):
             companion.offer_memory(number, memory)
+
+
+def test_pages_that_nobody_takes_leave_the_daemon_its_last_descriptors(
+    stocked: tuple[Scene, Probe],
+) -> None:
+    scene, engine = stocked
+    number = scene.status().namespaces[0].namespace_id
+    get_page = companion_pb2.GetPage(namespace_id=number)
+    body = companion_pb2.CompanionRequest(get_page=get_page).SerializeToString()
+    request = len(body).to_bytes(4, "little") + body
+    held: list[CompanionSocket] = []
+    try:
+        for _ in range(8):
+            companion = CompanionSocket(scene.daemon.socket, 5.0)
+            held.append(companion)
+            companion.hello(companion_pb2.PEER_ROLE_TOOL, "greedy")
+        for companion in held:
+            before = count = len(links(scene.daemon.pid))
+            with socket.socket(fileno=os.dup(companion.fileno())) as connected:
+                while before <= count < before + MAX_UNSENT_MESSAGES - 16 and count < LIMIT - 50:
+                    try:
+                        connected.sendall(request * 4)
+                    except OSError:  # refusals wait to be read, too: it is ended
+                        break
+                    time.sleep(0.002)
+                    count = len(links(scene.daemon.pid))
+            assert count < LIMIT - 50
+        goes_on(scene, engine)
+    finally:
+        for companion in held:
+            companion.close()
 
 
 def test_connections_to_the_api_without_end_leave_the_daemon_whole(

@@ -281,6 +281,7 @@ class CompanionConnection:
 
     def _send_page(self, peer: Peer, namespace: int) -> None:
         fd = self._server.page_of(peer, namespace)
+        descriptors.require_room("namespace_id")  # a copy waits until the client reads
         self.send(pb.CompanionResponse(page=pb.PageGranted()), (fd,))
 
     # -- out --------------------------------------------------------------------------------
