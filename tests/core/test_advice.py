@@ -145,6 +145,31 @@ def test_leased_blocks_are_not_given_back(bench: Bench) -> None:
     assert hits(bench, [1, 2]) == 2
 
 
+def test_what_many_short_requests_give_back_lies_in_few_pieces(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A piece for each took a kilobyte, and was looked at with each request that ended."""
+    monkeypatch.setattr("kvd.core.model.unwanted.PIECE_BLOCKS", 8)
+    stored(bench, [1, 2], "first", None)
+    (owner,) = bench.machine.state.classes.values()
+    unwanted, released = owner.unwanted, ev.Advice(ev.Hint.RELEASE)
+    requests = [RequestId(f"r{number}") for number in range(64)]
+    for request in requests:
+        context = ev.RequestContext(request, advice=released)
+        query = ev.Query(context, 0, keys(1, 2), ev.LeaseMode.PREFIX)
+        bench.feed(ev.LookupRequested(SessionId(1), (query,)))
+    bench.feed(ev.RequestsEnded(SessionId(1), tuple(requests)))
+    bench.work_off()
+    assert len(unwanted) == 2 * len(requests)
+    assert len(unwanted._pieces) <= 2 * len(requests) // 8
+    stored(bench, list(range(10, 24)), "others", None)
+    stored(bench, [30], "next", None)
+    assert bench.statuses([1, 2]) == "HM", "once, and the tail first"
+    stored(bench, [31, 32], "last", None)
+    assert bench.statuses([1, 2]) == "MM"
+    assert not len(unwanted)
+
+
 def test_bounds_hold(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (MAX_RETENTIONS, MAX_UNWANTED_BLOCKS) == (4096, 65536)
     monkeypatch.setattr("kvd.core.claims.advice.MAX_RETENTIONS", 1)

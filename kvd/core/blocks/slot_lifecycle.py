@@ -96,7 +96,7 @@ def evict(
     """Free `count` slots of blocks that the policy gives up; that many are evictable."""
     state = turn.state
     while owner.unwanted and count:
-        first = _take_unwanted(state, owner, count)
+        first = owner.unwanted.take(state.slots, count)
         if len(first):
             owner.policy.remove(first)
             state.counters.evicted += len(first)
@@ -125,19 +125,6 @@ def _victims(turn: Turn, owner: SizeClass, count: int) -> Slots:
     victims = owner.policy.evict(count, lambda slots: pins.take(slots) == 0, turn.now_ns)
     assert victims is not None, "the policy found fewer evictable blocks than there are"
     return victims
-
-
-def _take_unwanted(state: State, owner: SizeClass, count: int) -> Slots:
-    """Up to so many distinct blocks to go first, the tail of a prompt before its head."""
-    table = state.slots
-    slots, tags, stamps = owner.unwanted.popleft()
-    still = (table.state[slots] == READY) & (table.pins[slots] == 0)
-    still &= (table.tags[slots] == tags) & (table.stamps[slots] == stamps)
-    slots, tags, stamps = slots[still], tags[still], stamps[still]
-    if len(slots) > count:
-        owner.unwanted.appendleft((slots[:-count], tags[:-count], stamps[:-count]))
-    first: Slots = slots[::-1][:count]
-    return first
 
 
 def forget_ready(turn: Turn, owner: SizeClass, slots: Slots, why: WhyGone) -> None:

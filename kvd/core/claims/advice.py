@@ -55,14 +55,13 @@ def _retain(turn: Turn, owner: SizeClass, slots: Slots, lasting_ns: int) -> None
 
 
 def _give_back(state: State, owner: SizeClass, slots: Slots, hint: Hint) -> None:
-    room = MAX_UNWANTED_BLOCKS - sum(len(tags) for _, tags, _ in owner.unwanted)
+    room = MAX_UNWANTED_BLOCKS - len(owner.unwanted)
     some = slots[max(0, len(slots) - max(room, 0)) :]  # the tail goes first
     count(state, hint, FOLLOWED, len(some))
     count(state, hint, BEYOND, len(slots) - len(some))
     if len(some):
-        table = state.slots
-        table.retained[some] = 0
-        owner.unwanted.append((some, table.tags[some], table.stamps[some]))
+        state.slots.retained[some] = 0
+        owner.unwanted.add(state.slots, some)
 
 
 def expire(state: State, now_ns: int) -> None:

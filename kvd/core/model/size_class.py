@@ -6,15 +6,12 @@ the same ordinal in each.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvd.core.actions import GrantRow
 from kvd.core.keys import (
-    U32,
-    U64,
     LeaseId,
     MoverId,
     NamespaceId,
@@ -23,6 +20,7 @@ from kvd.core.keys import (
     Slots,
     TenantId,
 )
+from kvd.core.model.unwanted import Unwanted
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.spec import GroupSpec
 
@@ -271,8 +269,7 @@ class SizeClass:
     needed_rows: int = 0  # the most that it lately wanted to fill at once, when all were taken
     needed_ns: int = LONG_AGO_NS
     emptying: dict[RowId, Row] = field(default_factory=dict)  # of its rows, those it loses
-    # Blocks that are to go first, unless they were used since: slots, tags and last uses.
-    unwanted: deque[tuple[Slots, U64, U32]] = field(default_factory=deque)
+    unwanted: Unwanted = field(default_factory=Unwanted)  # its blocks that are to go first
 
     block_bytes: int = field(init=False)
     shards: int = field(init=False)

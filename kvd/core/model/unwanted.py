@@ -1,0 +1,64 @@
+"""Blocks of a class that are to go first, unless they were used since they were given back.
+
+They lie in pieces: one for each request would take a kilobyte a block where requests have few, and
+an eviction would go through all of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from kvd.core.keys import U32, U64, Slots
+from kvd.core.model.slots import READY, SlotTable
+
+PIECE_BLOCKS = 512  # with fewer the last piece takes what comes next, too
+
+
+class _Piece(NamedTuple):
+    """In the order in which they are to go."""
+
+    slots: Slots
+    tags: U64
+    stamps: U32  # of their last uses
+
+
+class Unwanted:
+    """Those that were given back first go first; of one request the tail before the head."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[_Piece] = deque()
+        self._blocks = 0
+
+    def __len__(self) -> int:
+        return self._blocks
+
+    def add(self, table: SlotTable, slots: Slots) -> None:
+        """These distinct slots, in the order of a prompt, were given back."""
+        last_first = slots[::-1]
+        added = _Piece(last_first, table.tags[last_first], table.stamps[last_first])
+        self._blocks += len(slots)
+        if self._pieces and len(self._pieces[-1].slots) < PIECE_BLOCKS:
+            last = self._pieces.pop()
+            added = _Piece(
+                np.concatenate([last.slots, added.slots]),
+                np.concatenate([last.tags, added.tags]),
+                np.concatenate([last.stamps, added.stamps]),
+            )
+        self._pieces.append(added)
+
+    def take(self, table: SlotTable, count: int) -> Slots:
+        """Up to so many distinct slots that can be evicted, of the first piece; there is one."""
+        slots, tags, stamps = self._pieces.popleft()
+        self._blocks -= len(slots)
+        still = (table.state[slots] == READY) & (table.pins[slots] == 0)
+        still &= (table.tags[slots] == tags) & (table.stamps[slots] == stamps)
+        still &= table.firsts(slots)
+        left, tags, stamps = slots[still], tags[still], stamps[still]
+        if len(left) > count:
+            self._pieces.appendleft(_Piece(left[count:], tags[count:], stamps[count:]))
+            self._blocks += len(left) - count
+        taken: Slots = left[:count]
+        return taken
