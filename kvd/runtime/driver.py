@@ -38,6 +38,7 @@ from kvd.runtime.page_mending import PageMending
 from kvd.runtime.pending_jobs import PendingJobs
 from kvd.runtime.refused_rows import RefusedRows
 from kvd.runtime.row_teller import RowTeller
+from kvd.runtime.threads import to_its_end
 from kvd.runtime.tiers import Tiers
 from kvd.runtime.turns import TURNS_BETWEEN_PIECES, FairQueue
 
@@ -45,7 +46,6 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.25
 ROOMS_AT_ONCE = 128  # groups whose room is published in one turn of the event loop
-
 ZERO_AGAIN_SECONDS = 1.0  # after a row could not be zeroed
 
 
@@ -285,7 +285,7 @@ class Driver:
     async def _zero_row(self, order: act.ZeroRow) -> None:
         while True:
             try:
-                await asyncio.to_thread(self.pool.zero_row, order)
+                await to_its_end(self.pool.zero_row, order)
                 break
             # Of descriptors, memory or threads (a RuntimeError) there may be more later.
             except (OSError, MemoryError, RuntimeError) as error:

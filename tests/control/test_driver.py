@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -237,6 +238,40 @@ async def test_row_that_could_not_be_zeroed_is_zeroed_later(
     assert not failures
     assert not state.retiring
     assert len(state.free_extents) == 4
+
+
+async def test_a_row_that_is_zeroed_when_the_daemon_stops_is_nobodys_until_that_is_done(
+    driver: Driver, shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next owner would give it to a group, and its blocks would be zeroed."""
+    zero_row, begun, may_end = driver.pool.zero_row, threading.Event(), threading.Event()
+
+    def zero(order: act.ZeroRow) -> None:
+        begun.set()
+        may_end.wait()
+        zero_row(order)
+
+    monkeypatch.setattr(driver.pool, "zero_row", zero)
+    open_session(driver)
+    owner = next(iter(driver.machine.state.classes.values()))
+    turn = Turn(driver.machine.state, now_ns=0)
+    row_grants.grant_row(turn, owner)
+    reclaim.retire_row(turn, next(iter(owner.rows.values())))
+    for order in turn.orders:
+        driver._carry_out(order)
+    await asyncio.to_thread(begun.wait)
+    closing = asyncio.ensure_future(driver.close())
+    await asyncio.wait([closing], timeout=0.2)
+    config = PoolConfig(
+        directory=shared_directory, pool_bytes=4 * EXTENT_BYTES, extent_bytes=EXTENT_BYTES
+    )
+    try:
+        with pytest.raises(PoolError, match="owned by another kvd"):
+            Pool.open(config, lambda _done, _all: None).close()
+    finally:
+        may_end.set()
+        await asyncio.wait_for(closing, 10)
+    Pool.open(config, lambda _done, _all: None).close()
 
 
 @pytest.mark.parametrize("movers", [0, 1])

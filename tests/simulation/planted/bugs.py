@@ -272,7 +272,7 @@ DRIVER = (
     _driver(
         "row given on without being zeroed",
         "driver",
-        "await asyncio.to_thread(self.pool.zero_row, order)",
+        "await to_its_end(self.pool.zero_row, order)",
         "pass",
     ),
     _driver(
