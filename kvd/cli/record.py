@@ -98,18 +98,10 @@ def command(**flags: Any) -> int:
         opened = os.open(given.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise Failure(f"{given.file} can't be made: {error.strerror}", EXIT_MISUSED) from None
-    with os.fdopen(opened, "wb") as plain:
-        packed = gzip.GzipFile(fileobj=plain, mode="wb") if given.file.suffix == ".gz" else None
-        trace = Trace(packed or plain, secrets.token_bytes(32))  # type: ignore[arg-type]
-        try:
-            _record(given, trace)
-        except KeyboardInterrupt:
-            pass  # the usual end
-        except OSError as error:
-            raise Failure(f"{given.file} can't be written: {error.strerror}", EXIT_FAILED) from None
-        finally:
-            if packed is not None:
-                packed.close()
+    try:
+        trace = _trace(given, opened)
+    except OSError as error:  # as late as when the rest is written and the file is closed
+        raise Failure(f"{given.file} can't be written: {error.strerror}", EXIT_FAILED) from None
     seconds = time.monotonic() - began
     if given.json:
         said = {"requests": trace.requests, "blocks": trace.blocks, "lost": trace.lost}
@@ -120,6 +112,21 @@ def command(**flags: Any) -> int:
             f" {trace.lost} left out"
         )
     return 0
+
+
+def _trace(given: SimpleNamespace, opened: int) -> Trace:
+    """All that was recorded, in the file that is open. OSError where it can't be written."""
+    with os.fdopen(opened, "wb") as plain:
+        packed = gzip.GzipFile(fileobj=plain, mode="wb") if given.file.suffix == ".gz" else None
+        trace = Trace(packed or plain, secrets.token_bytes(32))  # type: ignore[arg-type]
+        try:
+            _record(given, trace)
+        except KeyboardInterrupt:
+            pass  # the usual end
+        finally:
+            if packed is not None:
+                packed.close()
+    return trace
 
 
 def _record(given: SimpleNamespace, trace: Trace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from kvd.cli.record import Trace
+from kvd.cli.exits import EXIT_FAILED
+from kvd.cli.record import Trace, command
 from kvd.cli.replay.trace import read_trace
 from kvd.core.errors import LimitExceeded
 from kvd.core.keys import NamespaceId
@@ -110,6 +113,27 @@ def test_interrupted_the_file_is_whole(running: RunningDaemon, tmp_path: Path) -
     assert "left out" in out
     assert not engine.next("recording").prompts
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+@pytest.mark.parametrize("requests", [40, 4000], ids=["at its end", "on the way"])
+def test_a_file_that_there_is_no_room_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, requests: int
+) -> None:
+    def record(_given: object, trace: Trace) -> None:
+        for number in range(requests):
+            blocks = hashes(*range(20 * number, 20 * number + 20))
+            trace.add(operator_pb2.RecordedRequest(hash_bytes=32, hashes=blocks))
+
+    monkeypatch.setattr("kvd.cli.record._record", record)
+    room = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, room[1]))  # Python ignores the signal
+    try:
+        ended = CliRunner().invoke(command, [str(tmp_path / name)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, room)
+    assert ended.exit_code == EXIT_FAILED, ended.exception
+    assert f"{tmp_path / name} can't be written" in ended.output
 
 
 def test_a_recording_ends_by_itself_and_never_overwrites(
