@@ -220,3 +220,19 @@ def test_steps_that_are_far_apart_do_not_begin_anew(pause_s: float) -> None:
         later(rig, pause_s)
     rig.ask("r")
     assert asked(rig)[-1] == MANY
+
+
+def test_a_session_that_goes_before_the_rest_is_asked_for_is_a_miss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = hiding()
+    rig.daemon.answers_at_once = False
+    rig.holds("p", MANY * TOKENS)
+    rig.arrive("r", MANY * TOKENS + 1)
+    rig.daemon.answer()
+    with monkeypatch.context() as gone:
+        gone.setattr(rig.daemon, "start_lookup", lambda _queries: 0)
+        assert rig.ask("r") == 0
+    rig.daemon.answers_at_once = True
+    later(rig)
+    assert rig.ask("r") == MANY * TOKENS

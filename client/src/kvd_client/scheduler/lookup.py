@@ -137,7 +137,8 @@ class LookupQueue:
         ):
             closed = request.lookup.state is LookupState.CLOSED
             return Knowledge.NOTHING if closed else Knowledge.UNANSWERED
-        missed = request.lookup.missed_page and not request.lookup.answered
+        lookup = request.lookup  # a new one where the session went before the rest was asked for
+        missed = not lookup.statuses or (lookup.missed_page and not lookup.answered)
         return Knowledge.NOTHING if missed else Knowledge.STATUSES
 
     def step_ended(self, was_sent: bool, *, has_run: bool = True) -> None:
