@@ -15,14 +15,17 @@ from kvd_client import EngineIdentity, backoff, connection
 from kvd_client.backoff import MAX_DOUBLINGS
 from kvd_client.companion import MAX_DESCRIPTORS, CompanionRefused, CompanionSocket
 from kvd_client.connection import MAX_QUEUED_MESSAGES, MAX_REMEMBERED_STEPS
-from kvd_client.draft import BlockRun, JobDraft, StepDraft, request_context
+from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, request_context
+from kvd_client.lookup_calls import LookupCalls
 from kvd_client.outgoing import step_bytes
 from kvd_client.worker.cuda_memory import Gpu
 from kvd_client.worker.jobs import MAX_UNASKED, Half, JobLedger
 from kvd_client.worker.rank_memory import RegisteredMemory
 from kvd_client.worker.registrar import MAX_GPU_DOUBLINGS, RankPlace, Registrar
 from kvd_proto.board import BoardRecord
+from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 from kvd_proto.v1 import companion_pb2
+from tests.client.content import block_hashes
 from tests.client.small_engine import SmallEngine
 from tests.client.test_unsayable import ended
 from tests.waiting import wait_until
@@ -57,6 +60,10 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
     made.let_go()
 
 
+def query(*keys: bytes) -> QueryDraft:
+    return QueryDraft(request_context("r", "", 0, ()), BlockRun(0, 0, keys), lease_all=False)
+
+
 def test_as_many_messages_wait_as_may_and_with_one_more_the_session_begins_anew(
     engine: SmallEngine, stuck: Stuck
 ) -> None:
@@ -70,6 +77,57 @@ def test_as_many_messages_wait_as_may_and_with_one_more_the_session_begins_anew(
     engine.wait_usable()
     engine.store("a", "hello", 4)
     assert engine.load("b", "hello", 4) == 4
+
+
+def test_however_many_lookups_wait_the_session_stays_and_steps_leave_between_them(
+    engine: SmallEngine, stuck: Stuck
+) -> None:
+    long = query(*block_hashes("long", MAX_KEYS_PER_MESSAGE))
+    stuck.take(engine)
+    held, connection = engine.connection.session, engine.connection
+    calls = [connection.start_lookup([long]) for _ in range(MAX_QUEUED_MESSAGES + 2)]
+    assert all(calls)
+    assert connection.session is held
+    for unwanted in calls[:-2]:
+        connection.give_up(unwanted)
+    stuck.let_go()
+    engine.store("a", "hello", 4)
+    connection.gather(calls[-2:], 20.0)
+    for wanted in calls[-2:]:
+        answers = connection.take_answers(wanted)
+        assert answers is not None
+        assert [len(answer.statuses) for answer in answers] == [MAX_KEYS_PER_MESSAGE]
+    assert engine.connection.sessions == 1
+
+
+def test_lookups_leave_one_by_one_in_the_order_in_which_they_were_asked() -> None:
+    calls = LookupCalls()
+    assert calls.start([query(b"a")], 0.0) == (1, True)
+    assert calls.start([query(b"b")], 0.0) == (2, False)  # goes along
+    calls.close_open()  # a step leaves
+    assert calls.start([query(b"c")], 0.0) == (3, False)  # of it the stream hears with the first
+    first, others_wait = calls.leave()
+    assert first is not None
+    assert first.askers == [(1, 1), (2, 1)]
+    assert others_wait
+    second, others_wait = calls.leave()
+    assert second is not None
+    assert second.askers == [(3, 1)]
+    assert not others_wait
+    assert calls.start([query(b"d")], 0.0) == (4, True)
+
+
+def test_a_lookup_that_nobody_wants_any_more_lets_none_behind_it_leave_early() -> None:
+    calls = LookupCalls()
+    calls.start([query(b"a")], 1.0)
+    calls.close_open()
+    calls.start([query(b"b")], 2.0)
+    calls.give_up(1)
+    assert calls.leave() == (None, True)
+    assert calls.sent_since_s == 2.0, "nothing is due for what never left"
+    second, _ = calls.leave()
+    assert second is not None
+    assert second.askers == [(2, 1)]
 
 
 @pytest.mark.parametrize(("later", "sessions"), [(2, 1), (3, 2)])

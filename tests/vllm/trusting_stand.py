@@ -141,7 +141,7 @@ def evicted(stand: Stand, between: Between, socket: str, _: int) -> dict[str, An
     def lose(queries: Any) -> int:
         connection.start_lookup = send
         call_id, _ = calls.start(queries, time.monotonic())
-        calls.close_open()
+        calls.leave()
         return int(call_id)
 
     connection.start_lookup = lose

@@ -20,6 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -143,24 +144,31 @@ class SchedulerConnection:
 
     def start_lookup(self, queries: Sequence[QueryDraft]) -> int:
         with self._changed:
-            if self._outgoing is None:
+            outgoing = self._outgoing
+            if outgoing is None:
                 return 0
-            call_id, shared = self._lookups.start(queries, time.monotonic())
+            call_id, is_news = self._lookups.start(queries, time.monotonic())
+            if is_news and not self._put(partial(self._next_lookup, outgoing)):
+                return 0
+        return call_id
+
+    def _next_lookup(self, outgoing: SimpleQueue[Message | None]) -> bytes | None:
+        """The message of the lookup that leaves now, on this stream; None: none does."""
+        with self._changed:
+            if outgoing is not self._outgoing:
+                return None  # what waits now waits for another session's stream
+            shared, others_wait = self._lookups.leave()
+            if others_wait:
+                self._put(partial(self._next_lookup, outgoing))
         if shared is None:
-            return call_id
-
-        def message() -> bytes:
+            return None
+        body = lookup_bytes(shared)
+        if body is None:
             with self._changed:
-                self._lookups.close_open()
-            body = lookup_bytes(shared)
-            if body is None:
-                with self._changed:
-                    self._lookups.take_reply(engine_pb2.LookupReply(call_id=shared.number))
-                    self._changed.notify_all()
-                raise ValueError("a lookup can't be said; its requests miss")
-            return body
-
-        return call_id if self._put(message) else 0
+                self._lookups.take_reply(engine_pb2.LookupReply(call_id=shared.number))
+                self._changed.notify_all()
+            raise ValueError("a lookup can't be said; its requests miss")
+        return body
 
     def gather(self, call_ids: Sequence[int], deadline_s: float) -> None:
         with self._changed:

@@ -1,10 +1,14 @@
 """Lookups on their way to the daemon: those that are asked while one waits to leave share its call.
 
+Calls leave one by one, each when the stream takes it: however many wait, a step's message waits
+behind one of them, and what nobody wants any more by then never leaves.
+
 No lock: the connection calls under its own.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -51,20 +55,37 @@ class LookupCalls:
         self._last_call_id = 0
         self._asked_s: dict[int, float] = {}  # unanswered: call id -> when it was asked
         self._answers: dict[int, tuple[QueryAnswer, ...]] = {}
-        self._sent: dict[int, SharedCall] = {}
-        self._open: SharedCall | None = None  # waits to leave, and takes more along
+        self._sent: dict[int, SharedCall] = {}  # without a reply, those that wait included
+        self._waiting: deque[SharedCall] = deque()  # to leave, in this order
+        self._open: SharedCall | None = None  # the last of them, while it takes more along
+        self._is_leaving = False  # the stream was told that some wait
 
-    def start(self, queries: Sequence[QueryDraft], now: float) -> tuple[int, SharedCall | None]:
-        """A new call id, and the message to send for it; None: one that waits takes it along."""
+    def start(self, queries: Sequence[QueryDraft], now: float) -> tuple[int, bool]:
+        """A new call id, and whether the stream must be told that a call waits to leave."""
         self._last_call_id += 1
         call_id = self._last_call_id
         self._asked_s[call_id] = now
-        if self._open is not None and self._open.add(call_id, queries):
-            return call_id, None
-        self._open = SharedCall(call_id, now)
-        self._open.add(call_id, queries)
-        self._sent[call_id] = self._open
-        return call_id, self._open
+        if self._open is None or not self._open.add(call_id, queries):
+            self._open = self._sent[call_id] = SharedCall(call_id, now)
+            self._open.add(call_id, queries)
+            self._waiting.append(self._open)
+        is_news, self._is_leaving = not self._is_leaving, True
+        return call_id, is_news
+
+    def leave(self) -> tuple[SharedCall | None, bool]:
+        """The call that is next to leave, and whether the stream must be told that others wait.
+
+        None where nobody wants it any more. The one behind it does not leave in its place: it may
+        have been asked after a step that has not left yet.
+        """
+        call = self._waiting.popleft() if self._waiting else None
+        self._is_leaving = bool(self._waiting)
+        if call is self._open:
+            self._open = None
+        if call is not None and not self.waits_for([call_id for call_id, _ in call.askers]):
+            del self._sent[call.number]
+            call = None
+        return call, self._is_leaving
 
     def close_open(self) -> None:
         """What waits to leave takes nothing more along: it leaves, or another message follows."""
@@ -118,4 +139,6 @@ class LookupCalls:
         self._asked_s.clear()
         self._answers.clear()
         self._sent.clear()
+        self._waiting.clear()
         self._open = None
+        self._is_leaving = False

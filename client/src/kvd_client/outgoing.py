@@ -18,14 +18,16 @@ from kvd_proto.v1 import engine_pb2
 log = logging.getLogger(__name__)
 
 
-Message = Callable[[], bytes]
+Message = Callable[[], bytes | None]  # None: there is nothing to say by now
 
 
 def serialised(outgoing: SimpleQueue[Message | None]) -> Iterator[bytes]:
     """The queue's messages as bytes, until a None. Runs on gRPC's thread."""
     while (message := outgoing.get()) is not None:
         try:
-            yield message()
+            body = message()
+            if body is not None:
+                yield body
         except Exception:
             log.exception("kvd: a message could not be made; the session goes on without it")
 
