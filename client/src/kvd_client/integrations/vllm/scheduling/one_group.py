@@ -102,6 +102,11 @@ class OneGroupScheduler(OffloadingConnectorScheduler):
         self._req_status[request.request_id].__class__ = RequestKeys
 
     def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            # It brings its whole table, also where it only goes on with more input: vLLM would put
+            # that behind the table that it has, and store blocks under the keys of later ones.
+            for state in self._req_status[new.req_id].group_states:
+                state.block_ids.clear()
         if not self._has_one_group or self._sliding_window_groups:
             super()._update_req_states(scheduler_output)
         else:
