@@ -222,6 +222,28 @@ def test_finishing_an_unknown_request_does_nothing() -> None:
     assert not rig.scheduler.has_pending_work()
 
 
+def test_an_id_that_comes_again_is_looked_up_once_its_former_end_has_left() -> None:
+    rig = Rig()
+    rig.holds("p", 3 * TOKENS)
+    for _ in range(2):
+        rig.arrive("r", 4 * TOKENS)  # the second time it begins anew
+    assert rig.ask("r") is None
+    assert len(rig.daemon.lookups) == 1
+    rig.step()
+    assert rig.daemon.last_step.finished == ["r"]
+    assert rig.ask("r") == 3 * TOKENS
+    rig.step()
+    assert rig.daemon.last_step.finished == []
+
+
+def test_an_id_that_comes_again_and_skips_the_lookup_waits_for_nothing() -> None:
+    rig = Rig()
+    rig.arrive("r", 4 * TOKENS)
+    rig.scheduler.request_finished("r", [[]])
+    rig.arrive("r", 4 * TOKENS, skip_lookup=True)
+    assert rig.ask("r") == 0
+
+
 def test_a_finished_request_gives_its_lookup_up() -> None:
     rig = Rig()
     rig.daemon.answers_at_once = False

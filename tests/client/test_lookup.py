@@ -437,5 +437,6 @@ def test_a_lookup_knows_which_tier_brought_up_what_it_found() -> None:
     assert {group: row.tolist() for group, row in lookup.sources.items()} == {0: [0, 2, 0, 0, 0]}
     rig.daemon.sources = {}
     rig.arrive("r", 5 * TOKENS)
+    rig.step()  # the former request's end leaves with it
     assert rig.ask("r") == 3 * TOKENS
     assert rig.scheduler._requests["r"].lookup.sources == {}

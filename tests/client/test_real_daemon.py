@@ -249,3 +249,21 @@ def test_more_loads_in_a_step_than_a_message_has_all_hit(start_engine: StartEngi
         done |= {end.job_id: end.done for end in engine.ranks[0].worker.get_finished().ended}
     assert [number for number in jobs if not done.get(number)] == []
     assert engine.connection.sessions == 1
+
+
+def test_what_an_id_that_comes_again_has_found_is_not_evicted_before_it_loads_it(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine(block_bytes=1 << 16)
+    engine.store("first", "hello", 8)
+    for _ in range(2):
+        hashes = engine.arrive("r", "hello", 8)
+        assert engine.match("r") == 8 * TOKENS
+    for number in range(3):  # more than the pool holds
+        engine.store(f"other {number}", f"other {number}", 200, first_block=50)
+    assert engine.match("r") == 8 * TOKENS
+    table = engine.table(8, 0)
+    engine.start_load("r", 8 * TOKENS, table)
+    engine.step_until_loaded("r")
+    assert "r" in engine.finished_loads
+    engine.check(table, engine.contents(hashes))

@@ -85,6 +85,7 @@ class Scheduler:
         # Collected for the next step.
         self._step = StepDraft()
         self._finished_offers: list[BlockOffer] = []
+        self._ending: set[str] = set()  # whose end it says
         # Of the step that is being run.
         self._step_tokens = 0
         self._step_began_s = 0.0
@@ -120,7 +121,8 @@ class Scheduler:
         request.seen_blocks = [0] * len(self._groups)
         self._requests[request_id] = request
         self._enter_session()
-        self._queue.arrive(request)
+        if request_id not in self._ending:
+            self._queue.arrive(request)
 
     def get_num_new_matched_tokens(
         self, request_id: str, num_computed_tokens: int, max_new_tokens: int | None = None
@@ -136,6 +138,8 @@ class Scheduler:
         if request is None:
             return 0
         self._enter_session()
+        if request_id in self._ending and not request.params.skip_lookup:
+            return None  # an earlier one's end, which has not left yet, would end its leases
         request.max_hit_tokens = None
         if max_new_tokens is not None:
             request.max_hit_tokens = num_computed_tokens + max(0, max_new_tokens)
@@ -215,6 +219,7 @@ class Scheduler:
         if self.options.store_mode is StoreMode.LAZY:
             offers += self._device.near_eviction(near_eviction)
         step, self._step = self._step, StepDraft()
+        self._ending.clear()
         step.loads = [draft for draft in step.loads if draft.job_id in self._jobs]
         step.released_leases += self._queue.released_leases
         self._queue.released_leases = []
@@ -324,6 +329,7 @@ class Scheduler:
             return False
         self._queue.forget(request)
         self._step.finished.append(request_id)
+        self._ending.add(request_id)
         if request.loading_job:
             return True
         tables = [list(table) for table in block_ids]
