@@ -18,13 +18,15 @@ from kvd_client.connection import MAX_QUEUED_MESSAGES, MAX_REMEMBERED_STEPS
 from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, request_context
 from kvd_client.lookup_calls import LookupCalls
 from kvd_client.outgoing import step_bytes
+from kvd_client.session import MAX_SEEDS, DaemonSession
 from kvd_client.worker.cuda_memory import Gpu
 from kvd_client.worker.jobs import MAX_UNASKED, Half, JobLedger
 from kvd_client.worker.rank_memory import RegisteredMemory
 from kvd_client.worker.registrar import MAX_GPU_DOUBLINGS, RankPlace, Registrar
 from kvd_proto.board import BoardRecord
 from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
-from kvd_proto.v1 import companion_pb2
+from kvd_proto.tags import account_seed
+from kvd_proto.v1 import companion_pb2, engine_pb2
 from tests.client.content import block_hashes
 from tests.client.small_engine import SmallEngine
 from tests.client.test_unsayable import ended
@@ -62,6 +64,17 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
 
 def query(*keys: bytes) -> QueryDraft:
     return QueryDraft(request_context("r", "", 0, ()), BlockRun(0, 0, keys), lease_all=False)
+
+
+def test_seeds_of_so_many_accounts_are_remembered_and_then_computed_anew() -> None:
+    opened = engine_pb2.SessionOpened(epoch=engine_pb2.EpochOpened(group_seeds=[11, 12]))
+    session = DaemonSession(1, opened, 16)
+    users = [f"user {number}" for number in range(MAX_SEEDS)]
+    seeds = [session._seed(1, user) for user in users]
+    assert len(session._account_seeds) == MAX_SEEDS
+    assert session._seed(1, "one more") == account_seed(12, "one more")
+    assert len(session._account_seeds) == 1
+    assert [session._seed(1, user) for user in users] == seeds
 
 
 def test_as_many_messages_wait_as_may_and_with_one_more_the_session_begins_anew(

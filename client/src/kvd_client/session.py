@@ -17,6 +17,7 @@ from kvd_proto.v1 import engine_pb2
 
 # Up to here one probe after the other is cheaper than an array of them.
 FEW_HASHES = 6
+MAX_SEEDS = 4096  # of accounts and groups; an engine may serve an account for each of its users
 
 
 class QueryAnswer(NamedTuple):
@@ -180,5 +181,7 @@ class DaemonSession:
         key = (group, account)
         seed = self._account_seeds.get(key)
         if seed is None:
+            if len(self._account_seeds) >= MAX_SEEDS:
+                self._account_seeds.clear()
             seed = self._account_seeds[key] = tags.account_seed(self._seeds[group], account)
         return seed
