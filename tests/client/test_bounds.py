@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, request_
 from kvd_client.lookup_calls import LookupCalls
 from kvd_client.outgoing import step_bytes
 from kvd_client.session import MAX_SEEDS, DaemonSession
+from kvd_client.worker import registrar
 from kvd_client.worker.cuda_memory import Gpu
 from kvd_client.worker.jobs import MAX_UNASKED, Half, JobLedger
 from kvd_client.worker.rank_memory import RegisteredMemory
@@ -30,6 +32,7 @@ from kvd_proto.v1 import companion_pb2, engine_pb2
 from tests.client.content import block_hashes
 from tests.client.small_engine import SmallEngine
 from tests.client.test_unsayable import ended
+from tests.daemon_process import DaemonProcess
 from tests.waiting import wait_until
 
 
@@ -278,3 +281,28 @@ def test_more_descriptors_than_may_come_end_the_connection_and_none_is_kept(
         hello(listening.client)
     listening.client.close()
     assert null_descriptors() == before
+
+
+def has_lost(keeper: Registrar, count: int) -> bool:
+    return len(keeper.lost) == count
+
+
+def test_an_engine_that_takes_no_steps_keeps_few_registrations_that_it_lost(
+    daemon: DaemonProcess, engine: SmallEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registrar, "MAX_LOST", 2)
+    engine.store("a", "hello", 4)
+    worker = engine.ranks[0].worker
+    keeper = worker._registrar
+    assert keeper is not None
+    for count in (1, 2):
+        assert worker.wait_registered(20.0)
+        daemon.kill()
+        daemon.start()
+        wait_until(partial(has_lost, keeper, count))
+    assert not worker.wait_registered(2.0)
+    assert worker.problem == "waiting for the engine's next step"
+    engine.step()
+    engine.wait_usable()
+    assert keeper.lost == []
+    assert engine.load("b", "hello", 4) == 4

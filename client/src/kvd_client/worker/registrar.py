@@ -32,6 +32,8 @@ GPU_REGISTER_TIMEOUT_S = 120.0  # the mover loads CUDA and makes a context befor
 MAX_GPU_DOUBLINGS = MAX_DOUBLINGS + 1  # an attempt may make a CUDA context there
 MARK_READY_TIMEOUT_S = 5.0
 MAX_MARKING = 64  # calls under way that say ready; more come only from a daemon that hangs
+MAX_LOST = 16  # registrations whose last words the worker has not taken; each has descriptors
+LOOK_FOR_ROOM_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +170,9 @@ class Registrar:
     def _run(self) -> None:
         while not self._stopping:
             self._sleep(self._end_attempt(error_of(self._hold_registration)))
+            while len(self.lost) >= MAX_LOST and not self._stopping:
+                self._note("waiting for the engine's next step")  # which looks at what was lost
+                self._sleep(LOOK_FOR_ROOM_S)
 
     def _end_attempt(self, error: Exception | None) -> float:
         """Say why there is no registration; the pause before the next attempt."""
