@@ -214,3 +214,30 @@ def test_what_a_router_gathers_is_what_tiers_hold_of_announced_blocks(
             gathered = gathered - told if each.removed else gathered | told
         assert gathered == {held for held in holds if held[1] in announced}
         assert record.known() == gathered
+
+
+TURNS = st.lists(st.tuples(PLACES, st.integers(0, 3)) | st.none(), max_size=60)  # None: it is taken
+
+
+@given(TURNS)
+def test_news_that_nobody_takes_come_to_the_same_and_stay_few(
+    turns: list[tuple[Residence, int] | None],
+) -> None:
+    news = NewsList()
+    there: set[tuple[Residence, Key]] = set()
+    gathered: set[tuple[Residence, Key]] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier_record, "MAX_NEWS", 8)
+        news.take()
+        for turn in [*turns, None]:
+            if turn is not None:
+                place, key = turn[0], bytes([turn[1]])
+                news.add(place, key, removed=(place, key) in there)
+                there ^= {(place, key)}
+                assert len(news._news) <= 2 * 8, "no more than twice the blocks at their places"
+                continue
+            for each in news.take():
+                told = {(each.place, key) for key in each.keys}
+                assert not told & gathered if not each.removed else told <= gathered
+                gathered = gathered - told if each.removed else gathered | told
+            assert gathered == there

@@ -11,6 +11,8 @@ from kvd_proto.limits import MAX_TIERS
 MAX_EARLY = 1 << 16  # blocks in tiers that the engine has not announced, or not yet
 MAX_TOLD = 1 << 18  # blocks in tiers; beyond it the oldest are said to be removed
 
+MAX_NEWS = 1 << 19  # not taken yet, until what came and went meanwhile is left out of it
+
 Key = bytes
 
 
@@ -38,16 +40,35 @@ class NewsList:
 
     def __init__(self) -> None:
         self._news: list[tuple[Residence, bool, Key]] = []
+        self._most = MAX_NEWS
 
     def __bool__(self) -> bool:
         return bool(self._news)
 
     def add(self, place: Residence, key: Key, *, removed: bool) -> None:
         self._news.append((place, removed, key))
+        if len(self._news) > self._most:
+            self._shorten()
+
+    def _shorten(self) -> None:
+        """Of each block's news at a place keep the last; none where it is there, or not, as before.
+
+        An engine without requests takes nothing, while others have blocks evicted and brought up.
+        """
+        ends: dict[tuple[Residence, Key], tuple[bool, bool]] = {}  # the first and the last
+        for place, removed, key in self._news:
+            first, _ = ends.pop((place, key), (removed, removed))
+            ends[place, key] = first, removed
+        self._news = [
+            (place, removed, key)
+            for (place, key), (first, removed) in ends.items()
+            if first == removed
+        ]
+        self._most = max(MAX_NEWS, 2 * len(self._news))
 
     def take(self) -> list[News]:
         """All of it; what follows each other of one kind is one piece of news."""
-        news, self._news = self._news, []
+        news, self._news, self._most = self._news, [], MAX_NEWS
         return [
             News(place, removed, [key for _, _, key in run])
             for (place, removed), run in groupby(news, key=itemgetter(0, 1))
