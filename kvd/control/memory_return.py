@@ -1,7 +1,7 @@
 """Memory that messages took goes back to the system: the allocator alone would keep it.
 
 Most of it never was a message here: what gRPC holds of those that stop half-way, of connections
-and of calls that wait is freed in small parts on threads of its own, and stays with their arenas.
+and of calls that wait is freed in small parts on threads of its own, and stays with the heap.
 So the daemon looks at how much it holds rather than at what it was sent.
 """
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,10 @@ def numbers_of(text: str) -> frozenset[int]:
 
 
 def start_time_of(pid: int) -> int | None:
-    """Clock ticks after boot at which a process was started; None when there is none."""
+    """Clock ticks after boot at which a process was started; None when there is none.
+
+    OSError where descriptors or memory are too short to ask.
+    """
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
@@ -69,10 +74,15 @@ def mapped_inodes(pid: int) -> frozenset[int]:
 
 
 def _stat(pid: int | str) -> list[str]:
-    """The fields from the state on; empty when there is no such process."""
+    """The fields from the state on; empty when there is no such process, or none that we may see.
+
+    OSError where descriptors or memory are short: then nobody can say.
+    """
     try:
         stat = (PROC / str(pid) / "stat").read_text()
-    except OSError:
+    except OSError as error:
+        if error.errno in _SHORT:
+            raise
         return []
     # The name in parentheses may hold anything, so count from its end.
     return stat.rpartition(")")[2].split()

@@ -153,6 +153,28 @@ def test_a_thread_that_got_the_number_of_a_mover_keeps_no_pool_from_its_next_own
         thread.join()
 
 
+WITHOUT_DESCRIPTORS = """
+import os, resource
+from kvd.linux.proc import start_time_of
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+try:
+    while True:
+        os.open("/dev/null", os.O_RDONLY)
+except OSError:
+    pass
+try:
+    print(start_time_of(os.getpid()))
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_a_mover_is_not_taken_for_another_process_where_descriptors_are_too_short_to_ask() -> None:
+    asked = [sys.executable, "-c", WITHOUT_DESCRIPTORS]
+    said = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said == "Too many open files\n"
+
+
 def test_a_mover_that_was_forgotten_is_left_alone(
     shared_directory: Path, start_mapper: StartMapper
 ) -> None:
