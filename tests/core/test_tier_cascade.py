@@ -85,10 +85,7 @@ def test_a_tier_that_waits_for_reuse_is_given_nothing_by_a_store() -> None:
 
 def test_a_failed_promotion_makes_the_request_miss_and_is_not_tried_again_for_it() -> None:
     on = stage()
-    on.bring_down(1)
-    on.look(1)
-    on.answer()
-    on.step()
+    on.order_up(1)
     on.read(failing=(1,))
     for _ in range(3):
         assert on.look(1) == "M"

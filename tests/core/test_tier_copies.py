@@ -21,10 +21,7 @@ def test_word_of_a_copy_of_another_length_means_that_it_failed(length: int) -> N
     on.feed(ev.TierCopyEnded(order.tier, order.copy, np.ones(2, dtype=np.bool_)))  # twice
     assert on.counters().written == 0
     on.writes.clear()
-    on.bring_down(1, 2)
-    on.look(1, 2)
-    on.answer()
-    on.step()
+    on.order_up(1, 2)
     (read,) = on.reads
     on.feed(ev.TierCopyEnded(read.tier, read.copy, well))
     assert (on.counters().promoted, on.counters().failed_reads) == (0, 2)
@@ -33,10 +30,7 @@ def test_word_of_a_copy_of_another_length_means_that_it_failed(length: int) -> N
 
 def test_a_copy_that_nobody_knows_any_more_ends_without_a_word() -> None:
     on = stage()
-    on.bring_down(1)
-    on.look(1)
-    on.answer()
-    on.step()
+    on.order_up(1)
     (read,) = on.reads
     on.feed(ev.TierGone(TierId(0)))
     on.take(on.bench.work_off())

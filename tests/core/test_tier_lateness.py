@@ -32,10 +32,7 @@ def test_nobody_waits_for_a_copy_that_is_late() -> None:
 
 def test_a_store_waits_for_a_hung_read_some_seconds_and_no_more() -> None:
     on = stage()
-    on.bring_down(1)
-    on.look(1)
-    on.answer()
-    on.step()
+    on.order_up(1)
     assert not only(on.take(on.bench.store([1], job=9, whole=True)), act.StartTransfer)
     on.tick(SECOND + promotion.GIVEN_UP_NS - 1)
     assert on.look(1, request="another") == "M"

@@ -125,10 +125,7 @@ def test_what_waits_is_forgotten_with_the_tiers_process() -> None:
 
 def test_a_block_brought_up_is_not_written_back() -> None:
     on = stage()
-    on.bring_down(1)
-    on.look(1)
-    on.answer()
-    on.step()
+    on.order_up(1)
     on.read()
     on.store(1)
     assert not on.writes

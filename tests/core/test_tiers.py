@@ -102,6 +102,13 @@ class Stage:
         self.write()
         self.evict_all()
 
+    def order_up(self, *numbers: int) -> None:
+        """These lie in the tier alone, a request looks for them, and the tier is to fill slots."""
+        self.bring_down(*numbers)
+        self.look(*numbers)
+        self.answer()
+        self.step()
+
     def evict_all(self) -> None:
         """Other blocks take the whole pool."""
         extents = self.bench.config.extents
@@ -253,10 +260,7 @@ def test_what_is_not_there_by_the_deadline_is_a_miss_and_sought_anew_later() -> 
 
 def test_a_promotion_that_comes_late_is_found_all_the_same() -> None:
     on = stage()
-    on.bring_down(1)
-    on.look(1)
-    on.answer()
-    on.step()
+    on.order_up(1)
     on.tick(2 * SECOND)
     assert on.look(1) == "M"  # it has waited long enough
     on.read()
@@ -265,10 +269,7 @@ def test_a_promotion_that_comes_late_is_found_all_the_same() -> None:
 
 def test_of_a_promotion_that_fails_in_part_the_rest_is_kept_and_nobody_loops() -> None:
     on = stage()
-    on.bring_down(1, 2, 3)
-    on.look(1, 2, 3)
-    on.answer()
-    on.step()
+    on.order_up(1, 2, 3)
     on.read(failing=(2,))
     assert on.look(1, 2, 3) == "HMH"
     on.step()
@@ -291,10 +292,7 @@ def test_nothing_is_brought_up_before_the_step_ends_nor_for_a_request_that_has_e
 
 def test_a_session_that_closes_leaves_its_promotion_to_others() -> None:
     on = stage()
-    on.bring_down(1)
-    on.look(1)
-    on.answer()
-    on.step()
+    on.order_up(1)
     on.bench.leave()
     on.read()
     on.bench.open(2, spec(shards=1))
@@ -356,10 +354,7 @@ def test_all_who_wait_for_room_come_up_in_turn() -> None:
 
 def test_a_block_larger_than_the_share_is_a_miss() -> None:
     on = stage(extents=8, promotion_share=0.01)
-    on.bring_down(1)
-    on.look(1)
-    on.answer()
-    on.step()
+    on.order_up(1)
     assert not on.reads
     assert on.look(1) == "M"
     assert on.counters().unpromoted == 1
@@ -415,10 +410,7 @@ def test_a_clear_reaches_every_tier_and_holds_until_each_has_deleted() -> None:
 
 def test_a_clear_takes_back_what_is_on_its_way_up() -> None:
     on = stage()
-    on.bring_down(1)
-    on.look(1)
-    on.answer()
-    on.step()
+    on.order_up(1)
     on.feed(ev.NamespaceCleared(1, NamespaceId(1)))
     on.take(on.bench.work_off())
     on.read()
