@@ -27,12 +27,16 @@ LOOKUP_BARS_MS = {
 
 @dataclass(frozen=True)
 class Line:
-    """One figure; `met` is None where there is no bar. `what` is the same on every machine."""
+    """One figure; `met` is None where there is no bar. `what` is the same on every machine.
+
+    `value` is what is held to a bar, where that is a number whose other bars may be asked for.
+    """
 
     what: str
     figure: str
     bar: str
     met: bool | None
+    value: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,8 @@ def spread(value: dict[str, float], digits: int = 2) -> str:
 
 
 def at_least(what: str, value: dict[str, float], bar: float) -> Line:
-    return Line(what, _near(value, bar), f"≥ {bar}", value["median"] >= bar)
+    median = value["median"]
+    return Line(what, _near(value, bar), f"≥ {bar}", median >= bar, median)
 
 
 def _near(value: dict[str, float], bar: float) -> str:
@@ -206,7 +211,8 @@ def _sides(row: dict[str, Any], figure: str) -> str:
 def at_most(what: str, value: dict[str, float], bar: float | None) -> Line:
     if bar is None:
         return Line(what, spread(value), "", None)
-    return Line(what, _near(value, bar), f"≤ {bar:g}", value["median"] <= bar)
+    median = value["median"]
+    return Line(what, _near(value, bar), f"≤ {bar:g}", median <= bar, median)
 
 
 def scheduler_time(results: dict[str, Any]) -> Iterator[Line]:
@@ -334,9 +340,9 @@ def _cell(line: Line | None, bar: str) -> str:
     if line is None:
         return ""
     met = line.met
-    if bar != line.bar:
-        sign, figure, wanted = bar[:1], float(line.figure.split()[0]), float(bar[2:])
-        met = figure <= wanted if sign == "≤" else figure >= wanted
+    if bar != line.bar and line.value is not None:
+        sign, _, wanted = bar.partition(" ")
+        met = line.value <= float(wanted) if sign == "≤" else line.value >= float(wanted)
     return f"**{line.figure}**" if met is False else line.figure
 
 
