@@ -33,12 +33,12 @@ from kvd.core.keys import U32, U64, NamespaceId, RowId, Slots, TenantId
 from kvd.linux.own_directory import NotTrustedError, Wanted, require_own
 from kvd.linux.proc import state_of
 from kvd.pool import capacity_check
-from kvd.pool.checksum_choice import with_checksums_settled
-from kvd.pool.checksum_table import NO_DIGEST, ChecksumTable
+from kvd.pool.checksum_table import NO_DIGEST
+from kvd.pool.choices import NO_ROOM, open_checksums, settled
 from kvd.pool.config import CHECKSUM_TABLE, PoolConfig, PoolError
 from kvd.pool.extents import Extents, has_mark, remove_files
 from kvd.pool.generations import Generations
-from kvd.pool.header import PoolHeader, read_header, standing_extent_bytes
+from kvd.pool.header import PoolHeader, read_header
 from kvd.pool.index_page import IndexPage
 from kvd.pool.nodes import deal, find_nodes
 from kvd.pool.ownership import (
@@ -124,7 +124,7 @@ class Pool:
         _own(Wanted("pool_directory", config.directory))
         if config.extents_directory is not None:
             _own(Wanted("extents_directory", config.extents_directory))
-        config = with_checksums_settled(_sized(config))
+        config = settled(config)
         huge_page = capacity_check.require_memory_files(config)
         pool: Self | None = None
         try:
@@ -548,9 +548,11 @@ class Pool:
         keep, config = self._resources.enter_context, self._config
         self._slot_table = keep(closing(SlotTableFile(config, directory / "slots.table")))
         self._row_table = keep(closing(RowTable(config, directory / "rows.table")))
-        self._checksums = None
-        if config.payload_checksums:
-            self._checksums = keep(closing(ChecksumTable(config, directory / CHECKSUM_TABLE)))
+        self._checksums = open_checksums(config)
+        if self._checksums is not None:
+            keep(closing(self._checksums))
+        elif config.payload_checksums:
+            self.payload_checksums, self.checksums_reason = False, NO_ROOM
         self._registry = keep(closing(Registry.open(directory / "registry.jsonl", self._reserve)))
         path = directory / "generations.table"
         self.generations = keep(closing(Generations.open(path, self._reserve)))
@@ -580,20 +582,6 @@ def _own(wanted: Wanted) -> None:
             f"{wanted.setting} {wanted.path} can't be used: {error.strerror}; name a directory that"
             " the daemon's user may write to"
         ) from error
-
-
-def _sized(config: PoolConfig) -> PoolConfig:
-    """With the extents' size of the pool that is there, or else with one that its files can have.
-
-    Only where nobody set one.
-    """
-    if not config.extent_bytes_chosen:
-        return config
-    page = capacity_check.huge_page(config)
-    standing = standing_extent_bytes(config)
-    if standing and not (page and standing % page):
-        return replace(config, extent_bytes=standing)
-    return replace(config, extent_bytes=max(config.extent_bytes, page))
 
 
 def _said(error: OSError | MemoryError) -> str:

@@ -15,6 +15,8 @@ from kvd.pool.capacity_check import SpaceFigures
 from tests.contract import pool_orders as orders
 from tests.contract.pool_orders import SLOTS_PER_EXTENT, opened
 from tests.contract.test_pool_damage import bytes_of
+from tests.small_tmpfs import fill as fill_tmpfs
+from tests.small_tmpfs import small_tmpfs
 
 PARTS = (8192, 4096, 4096)
 ROW = [3, 0, 5]
@@ -261,3 +263,30 @@ def test_no_start_fails_for_want_of_room_for_checksums(
     if not stands:
         with pytest.raises(PoolError, match="the file system"):
             Pool.open(checked, lambda _done, _total: None)
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["no table", "an empty table"])
+def test_pool_on_a_full_file_system_starts_without_the_checksums_that_it_would_have(
+    tmp_path: Path, *, is_there: bool
+) -> None:
+    with small_tmpfs(tmp_path / "mount", 24 << 20) as mount:
+        unchecked = orders.config(mount / "pool")
+        fill(unchecked)
+        # What it holds beside its tables is no room for one more.
+        table = unchecked.directory / "checksums.table"
+        if is_there:  # as a daemon leaves it that dies as it makes one
+            table.touch()
+        taken = fill_tmpfs(mount)
+        for _ in range(2):
+            with opened(chosen(unchecked)) as pool:
+                assert pool.cold_reason == ""
+                assert not pool.payload_checksums
+                assert pool.checksums_reason == "there is no room for their table"
+                found = orders.rows_of(list(pool.recovered()))[3]
+                assert found.ordinals.tolist() == [0, 2, 4, 9]
+        with pytest.raises(PoolError, match=r"no memory for the \d+ bytes of .*checksums.table"):
+            Pool.open(replace(unchecked, payload_checksums=True), lambda _done, _total: None)
+        assert table.exists() is is_there
+        taken.unlink()
+        with opened(chosen(unchecked)) as pool:
+            assert pool.payload_checksums
