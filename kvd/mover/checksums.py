@@ -46,7 +46,7 @@ def _odd_keys(seed: int, count: int) -> U64:
     return mix(mix(numbers)) | np.uint64(1)
 
 
-_WORD_KEYS = _odd_keys(1, LINE_WORDS)
+_WORD_KEYS = native.on_cache_lines(_odd_keys(1, LINE_WORDS))
 _LINE_SEED = 1 << 32
 _LINE_KEYS = [_odd_keys(_LINE_SEED, _FIRST_LINES)]  # grown for parts above 64 MiB
 

@@ -27,6 +27,8 @@ VARIABLE = "KVD_NATIVE"  # auto, off, or a level's name: no faster one
 SOURCE = Path(__file__).with_name("copies.c")
 LIBRARY = Path(__file__).with_name("copies.so")
 LEVELS = ("plain", "avx2", "avx512")  # by their numbers in copies.c
+SHAPES = ("near", "far")  # of the copying loop, likewise; a processor's maker tells which is faster
+_FAR = 16
 _FLAWS = (
     "",
     "this processor lacks the instructions",
@@ -37,6 +39,7 @@ _FLAWS = (
 )
 _STOPPED = len(_FLAWS)
 BUCKET_WORDS = 8
+CACHE_LINE = 64
 # A function that keeps the interpreter's lock: words of a table and what tells a tag's bucket (the
 # buckets less one, or a shift), tags, how many, and where their buckets or numbers go.
 _ON_TABLE = ctypes.PYFUNCTYPE(
@@ -95,7 +98,10 @@ class BadStretch(ValueError):
 
 
 class Keys:
-    """What words and lines are multiplied by: keys of the words of a line, of a part's lines."""
+    """What words and lines are multiplied by: keys of the words of a line, of a part's lines.
+
+    The words' should be `on_cache_lines`: every 64 bytes that are summed up read 64 of theirs.
+    """
 
     def __init__(self, word_keys: U64, line_keys: U64) -> None:
         self._kept = word_keys, line_keys
@@ -187,10 +193,11 @@ class Stretches:
 
 
 class Library:
-    """The library, loaded, at one level of its instructions."""
+    """The library, loaded, at one level of its instructions; `shape`: "" for the processor's own."""
 
-    def __init__(self, loaded: ctypes.CDLL, level: str) -> None:
+    def __init__(self, loaded: ctypes.CDLL, level: str, shape: str = "") -> None:
         self.level = level
+        self.shape = shape or SHAPES[int(loaded.kvd_far())]
         self._loaded = loaded
         self._insert_tags = _ON_TABLE(("kvd_tags_insert", loaded))
         self._remove_tags = _ON_TABLE(("kvd_tags_remove", loaded))
@@ -200,7 +207,7 @@ class Library:
         self.place_ghosts = _PLACE_GHOSTS(("kvd_ghosts_place", loaded))
         self._run, self._sum = loaded.kvd_run, loaded.kvd_sum
         self._move = loaded.kvd_move
-        self._number = LEVELS.index(level)
+        self._number = LEVELS.index(level) + _FAR * SHAPES.index(self.shape)
 
     def call(self, work: object) -> int:
         """Do it; what is wrong with it, 0 for nothing."""
@@ -229,9 +236,9 @@ class Library:
         """Do what kvd/native/file_moves.py asks."""
         self._move(work, self._number)
 
-    def at(self, level: str) -> Library:
-        """The same at another level. It refuses all where the processor lacks it."""
-        return Library(self._loaded, level)
+    def at(self, level: str, shape: str = "") -> Library:
+        """The same at another level or shape. It refuses all where the processor lacks it."""
+        return Library(self._loaded, level, shape)
 
     def insert_tags(self, words: U64, tags: U64) -> I64:
         """Put tags into a table of buckets of eight words; the bucket of each, -1: both are full.
@@ -333,6 +340,15 @@ def address_of(buffer: Any) -> int:
     """Where an array or memoryview begins, which is contiguous and may be written to."""
     # The quickest of several ways: small parts are summed up one by one.
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if len(buffer) else 0
+
+
+def on_cache_lines(words: U64) -> U64:
+    """The same words, beginning where a cache line does: no load of 64 bytes takes two of them."""
+    room = np.empty(len(words) + CACHE_LINE // 8, dtype=np.uint64)
+    skipped = -start_of(room) % CACHE_LINE // 8
+    placed = room[skipped : skipped + len(words)]
+    placed[:] = words
+    return placed
 
 
 def start_of(array: npt.NDArray[Any]) -> int:

@@ -32,11 +32,16 @@
 #ifndef KVD_SOURCE
 #define KVD_SOURCE "unknown"
 #endif
-/* Measured, beside busy neighbours too: fewer lanes, shorter turns and smaller cuts were slower. */
+/* Two shapes of the loop, both measured. NEAR: LANES lanes, a TURN of each, and what comes next is
+ * fetched into the nearest cache. FAR: fewer lanes, shorter turns, and fetched long before, into the
+ * second cache. Lanes begin where the same sets of the nearest cache are theirs: in one of eight
+ * ways (AMD) eight lanes and the keys drive one another out, in one of twelve (Intel) they don't. */
 #define LANES 8
 #define TURN 256
-/* Bytes that are fetched before their turn. With 512, sums took a sixth of the speed (Intel). */
-#define AHEAD 384
+#define AHEAD 384 /* bytes. With 512, sums took a sixth of the speed (Intel) */
+#define FAR_LANES 6
+#define FAR_TURN 128
+#define FAR_AHEAD 2048
 #define MOST_CUT (256 << 10) /* bytes of a stretch that one lane takes */
 #define LEAST_CUT (4 << 10)
 #define LINE_WORDS 1024
@@ -80,7 +85,8 @@ struct lane {
 
 struct walk { const struct work *work; uint64_t block, row, done, cut; int flaw; };
 
-typedef void turns(struct lane *lanes, int count, uint64_t bytes, int copying, int summing);
+typedef void turns(struct lane *lanes, int count, uint64_t bytes, int copying, int summing,
+                   int far);
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -105,7 +111,9 @@ static void crumbs(const struct work *work, struct lane *lane, uint64_t bytes) {
   lane->left -= bytes;
 }
 
-INLINE void turns_plain(struct lane *lanes, int count, uint64_t bytes, int copying, int summing) {
+INLINE void turns_plain(struct lane *lanes, int count, uint64_t bytes, int copying, int summing,
+                        int far) {
+  (void)far;
   for (int n = 0; n < count; n++) {
     struct lane *lane = lanes + n;
     uint64_t total = 0, word;
@@ -120,7 +128,12 @@ INLINE void turns_plain(struct lane *lanes, int count, uint64_t bytes, int copyi
 
 #if defined(__x86_64__)
 
+#define FETCH(address)                                              \
+  if (far) _mm_prefetch((const char *)(address) + FAR_AHEAD, _MM_HINT_T1); \
+  else _mm_prefetch((const char *)(address) + AHEAD, _MM_HINT_T0)
+
 #define TAKE_LANES                                       \
+  const int turn = far ? FAR_TURN : TURN;                \
   const uint8_t *from[LANES];                            \
   uint8_t *to[LANES];                                    \
   const uint8_t *keys[LANES];                            \
@@ -131,16 +144,16 @@ INLINE void turns_plain(struct lane *lanes, int count, uint64_t bytes, int copyi
   }
 
 __attribute__((target("avx512f,avx512dq"))) INLINE void turns_avx512(
-    struct lane *lanes, int count, uint64_t bytes, int copying, int summing) {
+    struct lane *lanes, int count, uint64_t bytes, int copying, int summing, int far) {
   TAKE_LANES
   __m512i total[LANES];
   for (int n = 0; n < count; n++) total[n] = _mm512_setzero_si512();
-  for (uint64_t at = 0; at < bytes; at += TURN) {
+  for (uint64_t at = 0; at < bytes; at += (uint64_t)turn) {
 #pragma GCC unroll 8
     for (int n = 0; n < count; n++) {
 #pragma GCC unroll 8
-      for (int part = 0; part < TURN; part += 64) {
-        _mm_prefetch((const char *)from[n] + at + part + AHEAD, _MM_HINT_T0);
+      for (int part = 0; part < turn; part += 64) {
+        FETCH(from[n] + at + part);
         __m512i words = _mm512_loadu_si512(from[n] + at + part);
         if (copying) _mm512_stream_si512((void *)(to[n] + at + part), words);
         if (summing) {
@@ -159,16 +172,16 @@ __attribute__((target("avx512f,avx512dq"))) INLINE void turns_avx512(
 }
 
 __attribute__((target("avx2"))) INLINE void turns_avx2(
-    struct lane *lanes, int count, uint64_t bytes, int copying, int summing) {
+    struct lane *lanes, int count, uint64_t bytes, int copying, int summing, int far) {
   TAKE_LANES
   __m256i low[LANES], high[LANES]; /* of the products; high counts from bit 32 on */
   for (int n = 0; n < count; n++) low[n] = high[n] = _mm256_setzero_si256();
-  for (uint64_t at = 0; at < bytes; at += TURN) {
+  for (uint64_t at = 0; at < bytes; at += (uint64_t)turn) {
 #pragma GCC unroll 8
     for (int n = 0; n < count; n++) {
 #pragma GCC unroll 8
-      for (int part = 0; part < TURN; part += 32) {
-        if (part % 64 == 0) _mm_prefetch((const char *)from[n] + at + part + AHEAD, _MM_HINT_T0);
+      for (int part = 0; part < turn; part += 32) {
+        if (part % 64 == 0) { FETCH(from[n] + at + part); }
         __m256i words = _mm256_loadu_si256((const __m256i *)(from[n] + at + part));
         if (copying) _mm256_stream_si256((__m256i *)(to[n] + at + part), words);
         if (summing) {
@@ -254,26 +267,27 @@ static int refill(struct walk *walk, struct lane *lane) {
 }
 
 /* So many bytes for a lane that there are some for each, of little work too. */
-static uint64_t cut_of(const struct work *work) {
+static uint64_t cut_of(const struct work *work, uint64_t most) {
   uint64_t bytes = 0;
   for (uint64_t n = 0; n < work->row_count; n++) bytes += work->rows[n].bytes;
-  bytes = bytes * work->block_count / LANES / LEAST_CUT * LEAST_CUT;
+  bytes = bytes * work->block_count / most / LEAST_CUT * LEAST_CUT;
   return bytes < LEAST_CUT ? LEAST_CUT : bytes < MOST_CUT ? bytes : MOST_CUT;
 }
 
-INLINE int run_lanes(const struct work *work, turns *take, int copying, int summing) {
-  struct walk walk = {work, 0, 0, 0, cut_of(work), DONE};
+INLINE int run_lanes(const struct work *work, turns *take, int copying, int summing, int far) {
+  const int most = far ? FAR_LANES : LANES;
+  struct walk walk = {work, 0, 0, 0, cut_of(work, (uint64_t)most), DONE};
   struct lane lanes[LANES];
   int count = 0;
   memset(lanes, 0, sizeof lanes);
-  while (count < LANES && refill(&walk, lanes + count)) count++;
+  while (count < most && refill(&walk, lanes + count)) count++;
   while (count) {
-    int together = count == LANES ? LANES : 1;
+    int together = count == most ? most : 1;
     uint64_t bytes = lanes[0].turns;
     for (int n = 1; n < together; n++)
       if (lanes[n].turns < bytes) bytes = lanes[n].turns;
-    if (together == LANES) take(lanes, LANES, bytes, copying, summing);
-    else take(lanes, 1, bytes, copying, summing);
+    if (together == most) take(lanes, most, bytes, copying, summing, far);
+    else take(lanes, 1, bytes, copying, summing, far);
     for (int n = together - 1; n >= 0; n--) {
       struct lane *lane = lanes + n;
       if (copying) lane->to += bytes;
@@ -288,16 +302,18 @@ INLINE int run_lanes(const struct work *work, turns *take, int copying, int summ
   return walk.flaw;
 }
 
-#define RUN(level, target)                                                     \
-  target static int run_##level(const struct work *work) {                    \
-    if (work->kind == SUM) return run_lanes(work, turns_##level, 0, 1);        \
-    if (work->sums) return run_lanes(work, turns_##level, 1, 1);               \
-    return run_lanes(work, turns_##level, 1, 0);                               \
+#define RUN(name, level, far, target)                                          \
+  target static int run_##name(const struct work *work) {                     \
+    if (work->kind == SUM) return run_lanes(work, turns_##level, 0, 1, far);   \
+    if (work->sums) return run_lanes(work, turns_##level, 1, 1, far);          \
+    return run_lanes(work, turns_##level, 1, 0, far);                          \
   }
-RUN(plain, )
+RUN(plain, plain, 0, )
 #if defined(__x86_64__)
-RUN(avx512, __attribute__((target("avx512f,avx512dq"))))
-RUN(avx2, __attribute__((target("avx2"))))
+RUN(avx512, avx512, 0, __attribute__((target("avx512f,avx512dq"))))
+RUN(avx512_far, avx512, 1, __attribute__((target("avx512f,avx512dq"))))
+RUN(avx2, avx2, 0, __attribute__((target("avx2"))))
+RUN(avx2_far, avx2, 1, __attribute__((target("avx2"))))
 #endif
 
 /* -- bounds ------------------------------------------------------------------------------------ */
@@ -329,7 +345,7 @@ static int flaw_of(const struct work *work) {
 
 /* -- what kvd/native calls --------------------------------------------------------------------- */
 
-enum { PLAIN, AVX2, AVX512 };
+enum { PLAIN, AVX2, AVX512, FAR = 16 }; /* a level, and FAR beside it for that shape */
 
 const char *kvd_source(void) { return KVD_SOURCE; }
 
@@ -356,13 +372,26 @@ int kvd_level(void) {
   return level;
 }
 
+/* Whether FAR is this processor's shape: it is AMD's. */
+int kvd_far(void) {
+#if defined(__x86_64__)
+  unsigned a, b = 0, c, d;
+  return __get_cpuid(0, &a, &b, &c, &d) && b == signature_AMD_ebx;
+#else
+  return 0;
+#endif
+}
+
 /* Do it, or say what is wrong with it: then no byte was touched. STOPPED: some were. */
 int kvd_run(const struct work *work, int level) {
-  int flaw = level > kvd_level() || level < PLAIN ? NO_SUCH_LEVEL : flaw_of(work);
+  int far = level >= FAR, flaw;
+  level -= far * FAR;
+  flaw = level > kvd_level() || level < PLAIN ? NO_SUCH_LEVEL : flaw_of(work);
   if (flaw || !work->row_count) return flaw;
 #if defined(__x86_64__)
   if (level > PLAIN) {
-    flaw = level == AVX512 ? run_avx512(work) : run_avx2(work);
+    if (far) flaw = level == AVX512 ? run_avx512_far(work) : run_avx2_far(work);
+    else flaw = level == AVX512 ? run_avx512(work) : run_avx2(work);
     _mm_sfence();
     return flaw;
   }

@@ -23,12 +23,13 @@ from kvd.native import BadStretch, Kind, Library, Stretches
 Bytes = npt.NDArray[np.uint8]
 LIBRARY = native.library()
 LEVELS = LIBRARY.levels() if LIBRARY is not None else ()
+WAYS = [f"{level} {shape}" for level in LEVELS for shape in native.SHAPES]
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=f"no native library: {native.why_not()}")
 
 
-def library(level: str) -> Library:
+def library(way: str) -> Library:
     assert LIBRARY is not None
-    return LIBRARY.at(level)
+    return LIBRARY.at(*way.split())
 
 
 @dataclass(frozen=True)
@@ -121,27 +122,27 @@ class Bench:
             assert np.array_equal(found, wanted)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=150, deadline=None)
 @given(layout=LAYOUTS, kind=st.sampled_from([Kind.LOAD, Kind.STORE]))
-def test_a_call_moves_its_bytes_and_no_other(level: str, layout: Layout, kind: Kind) -> None:
+def test_a_call_moves_its_bytes_and_no_other(way: str, layout: Layout, kind: Kind) -> None:
     bench = Bench(layout)
     expected = bench.expect(kind)
-    Stretches(library(level), kind, bench.rows, bench.blocks).run(0, len(bench.blocks))
+    Stretches(library(way), kind, bench.rows, bench.blocks).run(0, len(bench.blocks))
     bench.unchanged_but(expected)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=150, deadline=None)
 @given(layout=LAYOUTS, kind=st.sampled_from(list(Kind)), cut=st.integers(0, 20))
 def test_sums_of_what_is_copied_are_numpys_and_come_in_any_pieces(
-    level: str, layout: Layout, kind: Kind, cut: int
+    way: str, layout: Layout, kind: Kind, cut: int
 ) -> None:
     layout = Layout(8, layout.rows, layout.blocks, layout.skew, layout.gap, layout.seed)
     bench = Bench(layout)
     expected = bench.expect(kind)
     found = empty_sums(len(bench.blocks), layout.block_bytes // 8)
-    work = Stretches(library(level), kind, bench.rows, bench.blocks, found)
+    work = Stretches(library(way), kind, bench.rows, bench.blocks, found)
     cut, rows = min(cut, len(bench.blocks)), cut % len(bench.rows)
     work.run(cut, len(bench.blocks))
     work.run(0, cut, slice(0, rows))
@@ -150,14 +151,14 @@ def test_sums_of_what_is_copied_are_numpys_and_come_in_any_pieces(
     assert found.sums.tolist() == bench.sums().tolist()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("width", [1, 15, 16, 17, LINE_WORDS, 3 * LINE_WORDS + 5, 40 * LINE_WORDS])
-def test_parts_of_all_ones_and_of_any_alignment_have_numpys_sums(level: str, width: int) -> None:
+def test_parts_of_all_ones_and_of_any_alignment_have_numpys_sums(way: str, width: int) -> None:
     memory = np.full(8 * (3 * width + 1), 0xFF, dtype=np.uint8)
     for skew in (0, 1, 7):
         starts = np.array([memory.ctypes.data + skew + 8 * width * n for n in range(3)])
         found = empty_sums(3, width)
-        library(level).sum_up(starts.astype(np.uint64), 8 * width, found)
+        library(way).sum_up(starts.astype(np.uint64), 8 * width, found)
         assert set(found.sums.tolist()) == set(by_numpy(memory[: 8 * width].view("<u8")[None]))
 
 
@@ -199,10 +200,10 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("change", "flaw"), BAD, ids=str)
 def test_a_call_out_of_bounds_is_refused_before_any_byte_moves(
-    level: str, change: tuple[str, int, str, int], flaw: str
+    way: str, change: tuple[str, int, str, int], flaw: str
 ) -> None:
     bench = Bench(BENCH)
     table, row, field, value = change
@@ -212,7 +213,7 @@ def test_a_call_out_of_bounds_is_refused_before_any_byte_moves(
     found = empty_sums(3, 140)
     for kind in (Kind.STORE, Kind.LOAD):
         with pytest.raises(BadStretch, match=flaw):
-            Stretches(library(level), kind, bench.rows, bench.blocks, found).run(0, 3)
+            Stretches(library(way), kind, bench.rows, bench.blocks, found).run(0, 3)
     bench.unchanged_but(before)
     assert found.sums.tolist() == empty_sums(3, 140).sums.tolist()
 
@@ -235,15 +236,15 @@ def test_a_call_without_blocks_or_rows_does_nothing() -> None:
     bench.unchanged_but(before)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("word", "goes_on"), [(0, True), (6, True), (7, False), (MOST, True)])
-def test_a_watched_word_stops_it(level: str, word: int, goes_on: bool) -> None:
+def test_a_watched_word_stops_it(way: str, word: int, goes_on: bool) -> None:
     bench = Bench(BENCH)
     before = ([memory.copy() for memory in bench.memories], bench.extent.copy())
     expected = bench.expect(Kind.STORE)
     words = np.array([0, word], dtype=np.uint64)
     at = native.address_of(words)
-    work = Stretches(library(level), Kind.STORE, bench.rows, bench.blocks)
+    work = Stretches(library(way), Kind.STORE, bench.rows, bench.blocks)
     work.watch(native.Watches([(at, 1), (at + 8, 7)]))
     assert work.run(0, 3) == goes_on
     bench.unchanged_but(expected if goes_on else before)
@@ -300,11 +301,11 @@ def test_a_library_of_another_source_is_refused(
     assert "none.so" in why
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_small_part_costs_no_question_to_the_processor(level: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_small_part_costs_no_question_to_the_processor(way: str) -> None:
     """In a virtual machine one takes tens of microseconds."""
     small = np.zeros(64, dtype=np.uint8)
     starts = np.full(100, native.address_of(small), dtype=np.uint64)
-    sums, used = empty_sums(100, 8), library(level)
+    sums, used = empty_sums(100, 8), library(way)
     seconds = timeit.repeat(lambda: used.sum_up(starts, 64, sums), number=1, repeat=50)
     assert min(seconds) < 100 * 3e-6
