@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import mmap
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,10 @@ class Work:
 
     def __init__(self, layout: str) -> None:
         rng = np.random.default_rng(1)
-        self._memory = [np.full(TOTAL_BYTES, 1, dtype=np.uint8) for _ in ("engine", "slots")]
+        # On pages, as both lie in real life. Elsewhere each line of a sum has ends of its own.
+        self._memory = [mmap.mmap(-1, TOTAL_BYTES) for _ in ("engine", "slots")]
+        for memory in self._memory:
+            np.frombuffer(memory, dtype=np.uint8)[:] = 1
         engine, slots = map(address_of, self._memory)
         fragments = FRAGMENTS[layout]
         size, share = BLOCK_BYTES // fragments, TOTAL_BYTES // fragments
