@@ -115,6 +115,9 @@ def calls(results: dict[str, Any]) -> Iterator[Line]:
 def neighbour(results: dict[str, Any]) -> Iterator[Line]:
     ratio, bar = results["ratio_of_p99"], results["bar"]
     yield at_most("16-key lookup beside a big neighbour, p99 × idle p99", ratio, bar)
+    if elsewhere := results.get("elsewhere_ratio_of_p99"):
+        what = "the same of another daemon, which has nothing else to do"
+        yield Line(what, spread(elsewhere), "", None)
     if pooled := results.get("pooled_ratio_of_p99"):
         yield Line("the same, p99 of all rounds × that of all idle ones", f"{pooled:.2f}", "", None)
 

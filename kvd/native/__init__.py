@@ -193,7 +193,7 @@ class Stretches:
 
 
 class Library:
-    """The library, loaded, at one level of its instructions; `shape`: "" for the processor's own."""
+    """The library, loaded, at one level of its instructions. `shape`: "" for this processor's."""
 
     def __init__(self, loaded: ctypes.CDLL, level: str, shape: str = "") -> None:
         self.level = level
