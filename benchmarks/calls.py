@@ -12,6 +12,7 @@ least that a call by gRPC takes here. And the time that `send_step` takes on the
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,7 @@ STORED = 2048
 SMALL_BLOCK = 4096
 PAUSE_SECONDS = 0.002  # a step of an engine that decodes
 PAIRS = 15
+_REQUESTS = itertools.count()
 BARS = {16: 1.6, 2048: 4.0}  # of a lookup, over `Health.Check`
 
 
@@ -153,16 +155,17 @@ def _probe(resident: dict[bytes, None], asked: list[bytes]) -> list[bool]:
 def _through(scheduler: Scheduler, asked: list[bytes], outcome: str) -> float:
     """Milliseconds from a request's arrival to how many tokens can be loaded, leases taken."""
     tokens = TOKENS_PER_BLOCK * len(asked)
+    request = f"lookup {next(_REQUESTS)}"  # one that has just ended is asked about a step later
     began = time.perf_counter()
-    scheduler.on_new_request("lookup", tokens + 1, [asked])
-    found = scheduler.get_num_new_matched_tokens("lookup", 0)
+    scheduler.on_new_request(request, tokens + 1, [asked])
+    found = scheduler.get_num_new_matched_tokens(request, 0)
     millis = (time.perf_counter() - began) * 1e3
     while found is None:  # it came too late for this step: the engine would ask in the next
         scheduler.build_step([])
-        found = scheduler.get_num_new_matched_tokens("lookup", 0)
+        found = scheduler.get_num_new_matched_tokens(request, 0)
         millis = (time.perf_counter() - began) * 1e3
     assert found == (tokens if outcome == "hit" else 0)
-    scheduler.request_finished("lookup", [()])
+    scheduler.request_finished(request, [()])
     if outcome == "hit":
         scheduler.build_step([])  # gives the leases back
     return millis
