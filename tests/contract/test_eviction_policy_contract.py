@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvd.core.keys import Slots
 from kvd.core.policy import POLICY_NAMES, ArcPolicy, EvictionPolicy, PolicyMemory, make_policy
-from kvd.core.policy.ghosts import Ghosts
+from kvd.core.policy.ghosts import GHOSTS_MAX, Ghosts
 from tests.contract.policy_references import REFERENCES, ReferenceArc
 
 MAX_SLOTS = 4096
@@ -293,6 +293,18 @@ def test_table_of_ghosts_follows_a_class_that_grows_and_shrinks() -> None:
         sizes.append(ghosts.bytes_used // 16)
     assert sizes[1] == sizes[2] >= 4 * 2000
     assert sizes[0] == sizes[3] <= 1024
+
+
+def test_table_of_the_most_ghosts_has_two_places_for_each_and_keeps_them() -> None:
+    ghosts = Ghosts(lambda: 2 * GHOSTS_MAX)
+    assert ghosts.limit == GHOSTS_MAX
+    rng = np.random.default_rng(1)
+    tags = rng.integers(0, 1 << 63, GHOSTS_MAX, dtype=np.uint64)
+    for some in np.array_split(tags, 64):
+        ghosts.add(0, some)
+    assert ghosts.bytes_used == 2 * GHOSTS_MAX * 16
+    found, _ = ghosts.find(tags)
+    assert 0.99 * GHOSTS_MAX < found.sum() <= ghosts.count(0) + 1
 
 
 class AgainstReference(RuleBasedStateMachine):

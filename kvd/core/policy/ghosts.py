@@ -61,7 +61,8 @@ class Ghosts:
 
     def _make(self, limit: int) -> None:
         self._made_for = limit
-        bits = max(1, (LOAD * limit - 1).bit_length() - 3) if limit else 0
+        room = min(LOAD * limit, GROWS_AT * GHOSTS_MAX)  # no more ghosts than that ever come
+        bits = max(1, (room - 1).bit_length() - 3) if limit else 0
         self._shift = np.uint64(64 - bits)
         # A bucket's places and then its tags: what is asked of one bucket lies together.
         places = Places(_STRIDE << bits)
