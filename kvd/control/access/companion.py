@@ -358,7 +358,7 @@ class CompanionConnection:
             for fd in fds:
                 os.close(fd)
         self._server.dropped(self)
-        peer = self._peer
+        peer, self._peer = self._peer, None  # which knows how to send by this connection
         if peer is not None:
             pidfd = peer.credentials.pidfd
             how = "closed its connection"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from kvd.control.sessions.session import SessionContext
 from kvd.core.engines.layouts import GroupFigures, RankLayout, RankPlacement
 from kvd.core.engines.meeting import EngineStart
 from kvd.core.errors import Draining, InvalidArgument, UnknownRegistration
-from kvd.core.keys import JobId
+from kvd.core.keys import JobId, MoverId
 from kvd.mover.facts import MoverFacts
 from kvd.mover.layout import GpuConfig, check_config, check_group_count
 from kvd.mover.process import FragmentSpec, GroupMap, MoverConfig, MoverProcess, MoverStartError
@@ -68,17 +69,18 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._engines.forget_if_empty(start)
 
-        def answered(_call: object) -> None:
-            if not context.cancelled():
-                self._engines.answered(mover.mover)
-
-        context.add_done_callback(cast("Any", answered))  # its stubs want a named parameter
+        # gRPC holds the callback and the call in a circle, until Python's next whole collection.
+        context.add_done_callback(cast("Any", partial(self._answered, mover.mover)))
         return pb.RegisterRankResponse(
             registration_id=mover.mover,
             mover_pid=mover.pid,
             transport=mover.facts.transport,
             gpu_context_bytes=mover.facts.gpu.context_bytes if mover.facts.gpu else 0,
         )
+
+    def _answered(self, mover: MoverId, call: Context) -> None:
+        if not call.cancelled():
+            self._engines.answered(mover)
 
     async def UnregisterRank(  # noqa: N802 - gRPC's name
         self, request: pb.UnregisterRankRequest, context: Context
