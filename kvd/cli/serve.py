@@ -121,11 +121,11 @@ class Daemon:
             self._ready(control)
             try:
                 await self._serve(tasks)
+                await self._drain(control, driving=tasks[0])
             finally:
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
-            await self._drain(control)
         log.info("stopped; the pool's files stay in %s", self.config.pool_directory)
         return 0
 
@@ -314,26 +314,25 @@ class Daemon:
         await asyncio.wait([driving, stopping], return_when=asyncio.FIRST_COMPLETED)
         if feeding.done() and not feeding.cancelled():
             feeding.result()
-        if driving.done():  # it never ends by itself
-            error = driving.exception()
-            if isinstance(error, PoolError):  # nobody doubts what was served until now
-                log.critical("the pool is lost: %s", error)
-                raise error
-            log.critical("the driver ended", exc_info=error)
-            _exit_broken(AssertionError("the driver ended"))
+        _require_going_on(driving)
 
-    async def _drain(self, control: ControlServer) -> None:
-        """Wait for the copies under way, unless told to stop a second time."""
+    async def _drain(self, control: ControlServer, driving: asyncio.Future[Any]) -> None:
+        """Wait for the copies under way, unless told to stop a second time.
+
+        Their deadlines are kept and systemd hears of life meanwhile.
+        """
         self.state = "draining"
         control.stopping = True
         notify("STOPPING=1", "STATUS=draining")
         log.info("draining for at most %.1f s", self.config.drain_seconds)
         draining = asyncio.ensure_future(control.drain(self.config.drain_seconds))
         hurrying = asyncio.ensure_future(self._hurry.wait())
-        await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
+        ways_out = [draining, hurrying, driving]
+        await asyncio.wait(ways_out, return_when=asyncio.FIRST_COMPLETED)
         hurrying.cancel()
         if not draining.done():
             draining.cancel()
+            _require_going_on(driving)
             log.warning("told to stop again: not waiting for copies")
         elif left := draining.result():
             log.warning("%d jobs still ran when the drain's deadline passed", left)
@@ -422,6 +421,18 @@ def _exit_broken(_error: AssertionError) -> None:
     """A daemon that doubts its own state serves nothing. The story is in the log by now."""
     logging.shutdown()
     os._exit(EXIT_BROKEN_INVARIANT)
+
+
+def _require_going_on(driving: asyncio.Future[Any]) -> None:
+    """End the daemon where the driver ended, which it never does by itself. PoolError."""
+    if not driving.done():
+        return
+    error = driving.exception()
+    if isinstance(error, PoolError):  # nobody doubts what was served until now
+        log.critical("the pool is lost: %s", error)
+        raise error
+    log.critical("the driver ended", exc_info=error)
+    _exit_broken(AssertionError("the driver ended"))
 
 
 def _tell_of_end(task: asyncio.Future[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -312,6 +313,44 @@ def test_a_second_sigterm_does_not_wait() -> None:
         assert running.stop() == 0
         assert time.monotonic() - began < 10
         engine.close()
+
+
+def test_copies_have_their_deadlines_while_the_daemon_drains() -> None:
+    with daemon("--drain-seconds", "60", "--submit-deadline-seconds", "2") as running:
+        engine = RawEngine(running.socket, identity=identity("late"))
+        assert engine.scheduler.step(stores=[store_job(5, [5], [0])]).verdicts[0].accepted
+        began = time.monotonic()
+        assert running.stop() == 0  # its worker never says that it is ready
+        assert time.monotonic() - began < 15
+        engine.close()
+
+
+def test_a_daemon_that_loses_its_pool_while_it_drains_waits_no_longer() -> None:
+    with daemon("--drain-seconds", "60") as running:
+        engine = RawEngine(running.socket, identity=identity("robbed"))
+        assert engine.scheduler.step(stores=[store_job(5, [5], [0])]).verdicts[0].accepted
+        os.kill(running.pid, signal.SIGTERM)
+        wait_until(lambda: "draining" in running.log.read_text(), "the drain")
+        shutil.rmtree(running.pool)
+        assert running.process.wait(15) == 1
+        assert "the pool is lost" in running.log.read_text()
+        engine.close()
+
+
+def test_systemd_hears_of_life_while_the_daemon_drains(tmp_path: Path) -> None:
+    systemd = NotifySocket(tmp_path / "notify")
+    environment = {"NOTIFY_SOCKET": str(systemd.path), "WATCHDOG_USEC": "200000"}
+    with daemon("--drain-seconds", "60", environment=environment) as running:
+        engine = RawEngine(running.socket, identity=identity("alive"))
+        assert engine.scheduler.step(stores=[store_job(5, [5], [0])]).verdicts[0].accepted
+        os.kill(running.pid, signal.SIGTERM)
+        systemd.wait_for("STOPPING=1")
+        for _ in range(3):
+            systemd.heard.clear()
+            systemd.wait_for("WATCHDOG=1")
+        assert running.stop() == 0
+        engine.close()
+    systemd.close()
 
 
 @pytest.mark.parametrize("number", signals.STOPPING, ids=lambda number: number.name)
