@@ -55,7 +55,9 @@ class Reloader:
         for tenant in old | new:
             quota = new.get(tenant, 0)
             if quota != old.get(tenant, 0):
-                control.driver.call(ev.QuotaSet(control.driver.next_token(), tenant, quota))
+                control.driver.call(
+                    ev.QuotaSet(control.driver.long_work.next_token(), tenant, quota)
+                )
                 audit.note("reload", None, tenant=tenant, quota_bytes=quota)
         for session in control.rooms.end_other_tenants():
             audit.note("reload", None, session_ended=session)

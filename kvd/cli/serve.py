@@ -173,7 +173,7 @@ class Daemon:
         began = time.perf_counter()
         driver.recover()
         for rule in config.tenants:
-            driver.call(ev.QuotaSet(driver.next_token(), rule.tenant, rule.quota_bytes))
+            driver.call(ev.QuotaSet(driver.long_work.next_token(), rule.tenant, rule.quota_bytes))
         self.metrics.watch(machine.statistics)
         self.metrics.watch_ranks(driver.fleet.attached.values)
         self.metrics.watch_registry(lambda: pool.unwritten)

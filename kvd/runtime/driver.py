@@ -23,7 +23,7 @@ from kvd.core.actions import Action, Answer, EndJob, SessionAccepted, Verdict
 from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import NO_ROOM, RANKS_MISSING, KvdError, LimitExceeded
 from kvd.core.events import Event, JobKind, JobStatus, Query
-from kvd.core.keys import NODE_UNKNOWN, JobId, MoverId, NamespaceId, SessionId, TenantId
+from kvd.core.keys import NODE_UNKNOWN, JobId, MoverId, NamespaceId, SessionId
 from kvd.core.machine import Machine
 from kvd.core.spec import NamespaceSpec
 from kvd.mover.process import MoverProcess
@@ -34,6 +34,7 @@ from kvd.runtime.clock import AwakeClock, Clock
 from kvd.runtime.event_log import EventLog, change_of, resident_changes
 from kvd.runtime.fleet import MoverFleet, MoverLauncher
 from kvd.runtime.listeners import DriverObserver, SessionSink
+from kvd.runtime.long_work import LongWork
 from kvd.runtime.page_mending import PageMending
 from kvd.runtime.pending_jobs import PendingJobs
 from kvd.runtime.refused_rows import RefusedRows
@@ -98,9 +99,6 @@ class Driver:
             tiers, pool, machine.fingerprint_of, self.fleet.report, self.allocate_mover_id
         )
         self._fields: dict[str, dict[str, str]] = {}  # by fingerprint, for the registry
-        self._next_token = 0
-        self._asked: dict[int, asyncio.Future[int]] = {}  # long work, by token
-        self._clearing = asyncio.Lock()
         self._next_session = 0
         self._next_mover = 0
         self._follow_ups: deque[Event] = deque()
@@ -113,14 +111,10 @@ class Driver:
         self._room_turns: deque[NamespaceId] = deque()
         self._rooms: dict[NamespaceId, tuple[int, ...]] = {}  # as they were published last
         self._working: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.long_work = LongWork(machine.knows, self.call, self._spawn)
 
     # -- events in --------------------------------------------------------------------------
-
-    def next_token(self) -> int:
-        """A number for long work, which is told done under it."""
-        self._next_token += 1
-        return self._next_token
 
     def call(self, event: Event) -> Any:
         """Handle the event and carry out its actions. The Reply's payload, or None.
@@ -235,7 +229,7 @@ class Driver:
             case act.ReleaseRow():
                 self.pool.release_row(order)
             case act.TellDone():
-                self._tell_done(order)
+                self.long_work.tell_done(order)
             case act.Reply():
                 raise AssertionError("a reply is no order")
             case _:
@@ -267,11 +261,6 @@ class Driver:
     def _tell_refused_rows(self) -> None:
         """The core gives back what was not granted, once nothing uses its slots."""
         self._refused -= {row for row in sorted(self._refused) if self._handle(ev.RowRefused(row))}
-
-    def _tell_done(self, order: act.TellDone) -> None:
-        asked = self._asked.get(order.token)
-        if asked is not None and not asked.done():
-            asked.set_result(order.blocks)
 
     def _end_job(self, order: EndJob) -> None:
         self.jobs.ended(order)
@@ -455,41 +444,6 @@ class Driver:
             self.fleet.carry_out(act.PostBoard(mover, job, kind, JobStatus.REFUSED, 0, 0))
         self._end_job(EndJob(session, job, kind, JobStatus.REFUSED, error.reason, 0, 0))
 
-    # -- long work ----------------------------------------------------------------------------
-
-    async def clear(self, namespaces: Sequence[NamespaceId]) -> int:
-        """Have nothing of these namespaces found; the number of their blocks, when all are gone.
-
-        One call after another: what one has left to be forgotten is bounded, and so that of all.
-        """
-        async with self._clearing:
-            tokens = []
-            try:
-                for namespace in namespaces:
-                    if self.machine.knows(namespace):
-                        tokens.append(self._expect())
-                        self.call(ev.NamespaceCleared(tokens[-1], namespace))
-                        await asyncio.sleep(0)
-                return sum([await self._asked[token] for token in tokens])
-            finally:
-                for token in tokens:
-                    del self._asked[token]
-
-    async def set_quota(self, tenant: TenantId, quota_bytes: int) -> int:
-        """Give the tenant this quota, 0 for none; the number of blocks that went for it."""
-        token = self._expect()
-        try:
-            self.call(ev.QuotaSet(token, tenant, quota_bytes))
-            return await self._asked[token]
-        finally:
-            del self._asked[token]
-
-    def _expect(self) -> int:
-        """A token whose work will be told done."""
-        token = self.next_token()
-        self._asked[token] = asyncio.get_running_loop().create_future()
-        return token
-
     # -- movers -----------------------------------------------------------------------------
 
     def allocate_mover_id(self) -> MoverId:
@@ -587,14 +541,14 @@ class Driver:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.pool.close()
 
-    def _spawn(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task: asyncio.Task[Any] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(partial(_report_failure, self._tasks))
         return task
 
 
-def _report_failure(tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+def _report_failure(tasks: set[asyncio.Task[Any]], task: asyncio.Task[Any]) -> None:
     tasks.discard(task)
     if not task.cancelled() and task.exception() is not None:
         log.error("a background task failed", exc_info=task.exception())

@@ -515,12 +515,56 @@ async def test_clears_come_one_after_another_whoever_gives_up_waiting(
 
     store(1)
     [namespace] = driver.machine.namespaces()
-    first, hasty, last = (asyncio.create_task(driver.clear([namespace])) for _ in range(3))
-    await asyncio.sleep(0)
+    first, hasty, last = (
+        asyncio.create_task(driver.long_work.clear([namespace])) for _ in range(3)
+    )
+    for _ in range(2):  # the first one has begun then
+        await asyncio.sleep(0)
     store(2)
     hasty.cancel()
     assert await asyncio.wait_for(first, 5) == 1
     assert await asyncio.wait_for(last, 5) == 1
-    assert await driver.clear([namespace, NamespaceId(77)]) == 0
+    assert await driver.long_work.clear([namespace, NamespaceId(77)]) == 0
     assert driver.machine.statistics().slots.ready == 0
     driver.call(ev.MoverGone(MOVER, "the test is over"))
+
+
+async def test_a_clear_whose_caller_gives_up_between_two_namespaces_clears_both(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        session = driver.allocate_session_id()
+        driver.open_session(ev.SessionOpened(session, spec(name), "", 1), {}, NoSession())
+    cleared: list[NamespaceId] = []
+    handle = driver.machine.handle
+
+    def noted(event: ev.Event, now_ns: int) -> list[act.Action]:
+        if isinstance(event, ev.NamespaceCleared):
+            cleared.append(event.namespace)
+        return handle(event, now_ns)
+
+    monkeypatch.setattr(driver.machine, "handle", noted)
+    both = driver.machine.namespaces()
+    hasty = asyncio.create_task(driver.long_work.clear(both))
+    for _ in range(2):
+        await asyncio.sleep(0)
+    assert cleared == both[:1]
+    hasty.cancel()
+    assert await asyncio.wait_for(driver.long_work.clear([]), 5) == 0
+    assert cleared == both
+    assert hasty.cancelled()
+
+
+async def test_a_clear_whose_caller_gives_up_before_its_turn_begins_nothing(
+    driver: Driver,
+) -> None:
+    open_session(driver)
+    namespaces = driver.machine.namespaces()
+    begun: list[str] = []
+    first = asyncio.create_task(driver.long_work.clear(namespaces, lambda: begun.append("first")))
+    hasty = asyncio.create_task(driver.long_work.clear(namespaces, lambda: begun.append("hasty")))
+    await asyncio.sleep(0)
+    hasty.cancel()
+    assert await asyncio.wait_for(first, 5) == 0
+    assert await asyncio.wait_for(driver.long_work.clear(namespaces), 5) == 0
+    assert begun == ["first"]

@@ -101,6 +101,10 @@ def test_a_clear_whose_caller_does_not_wait_for_its_end_is_in_the_log_too() -> N
         [line] = audited(running)
         assert (line["action"], line["namespace"], line["namespaces"]) == ("clear", "all", 1)
         assert "blocks_removed" not in line
+        with pytest.raises(grpc.RpcError, match="DEADLINE_EXCEEDED"):  # the first one goes on
+            operator.operator.Clear(pb.ClearRequest(), timeout=0.5, metadata=operator.metadata)
+        wait_until(lambda: len(audited(running)) == 2, "the line")
+        assert audited(running)[1]["namespaces"] == 0, "its turn had not come"
         engine.close()
         operator.close()
     finally:

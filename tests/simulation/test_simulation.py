@@ -219,11 +219,11 @@ class World:
             self.driver.call(ev.EpochChanged(engine.session, engine.epoch))
         elif dice < 0.04:
             found = self.driver.sessions[engine.session].namespace
-            self.driver.call(ev.NamespaceCleared(self.driver.next_token(), found))
+            self.driver.call(ev.NamespaceCleared(self.driver.long_work.next_token(), found))
         elif dice < 0.045:
             quota = self.random.choice([0, EXTENT_BYTES * 4, EXTENT_BYTES * 12])
             tenant = engine.spec.tenant
-            self.driver.call(ev.QuotaSet(self.driver.next_token(), tenant, quota))
+            self.driver.call(ev.QuotaSet(self.driver.long_work.next_token(), tenant, quota))
         elif dice < 0.05:
             await asyncio.sleep(3)  # past every lease
         elif dice > 0.98 and self.checksums:

@@ -70,20 +70,25 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
         chosen = self._namespaces.visible(peer)
         if request.namespace_id:
             chosen = [self._namespaces.require(peer, request.namespace_id)]
-        else:
-            self._driver.tiers.all_cleared()  # of namespaces too that are forgotten
         tenants = sorted({self._namespaces.fields(n).get("tenant", "") for n in chosen})
-        removed: int | None = None
+        cleared, removed = False, None
+
+        def begin() -> None:
+            nonlocal cleared
+            cleared = True
+            if not request.namespace_id:
+                self._driver.tiers.all_cleared()  # of namespaces too that are forgotten
+
         try:
-            removed = await self._driver.clear(chosen)
+            removed = await self._driver.long_work.clear(chosen, begin)
         finally:  # they are cleared, too, where the caller does not wait for the end
             audit.note(
                 "clear",
                 peer.uid,
                 on_behalf_of=on_behalf_of(context),
                 namespace=request.namespace_id or "all",
-                namespaces=len(chosen),
-                tenants=tenants[:TENANTS_NAMED],
+                namespaces=len(chosen) if cleared else 0,
+                tenants=tenants[:TENANTS_NAMED] if cleared else [],
                 blocks_removed=removed,
             )
         return pb.ClearResponse(blocks_removed=removed)
@@ -99,7 +104,9 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
             raise InvalidArgument(f"quota_bytes is over {MAX_QUOTA_BYTES}", "quota_bytes")
         evicted: int | None = None
         try:
-            evicted = await self._driver.set_quota(TenantId(request.tenant), request.quota_bytes)
+            evicted = await self._driver.long_work.set_quota(
+                TenantId(request.tenant), request.quota_bytes
+            )
         finally:  # it is set at once
             audit.note(
                 "quota",

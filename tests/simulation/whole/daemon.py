@@ -236,7 +236,9 @@ class SimDaemon:
         self.driver.on_broken_invariant = lambda _event, error, _story: self.broken(error)
         self.driver.recover()
         for rule in settings.tenants:
-            self.driver.call(ev.QuotaSet(self.driver.next_token(), rule.tenant, rule.quota_bytes))
+            self.driver.call(
+                ev.QuotaSet(self.driver.long_work.next_token(), rule.tenant, rule.quota_bytes)
+            )
         engines = Rendezvous(self.driver)
         self.driver.fleet.on_mover_gone = engines.mover_gone
         policy = TenantPolicy(settings.tenants)

@@ -130,7 +130,7 @@ def _clear(world: World, namespace: Any, daemon: SimDaemon) -> None:
         return
     for each in world.engines:
         each.found.clear()
-    _call(world, ev.NamespaceCleared(daemon.driver.next_token(), namespace))
+    _call(world, ev.NamespaceCleared(daemon.driver.long_work.next_token(), namespace))
 
 
 def quota(world: World, engine: RawEngine) -> None:
@@ -139,7 +139,7 @@ def quota(world: World, engine: RawEngine) -> None:
     )
     for each in world.engines:
         each.found.clear()
-    token = world.daemon.driver.next_token()
+    token = world.daemon.driver.long_work.next_token()
     _call(world, ev.QuotaSet(token, TenantId(engine.model.tenant), most))
 
 

@@ -33,7 +33,7 @@ def settle(world: World) -> None:
     world.around.temper.calm()
     world.tiers.temper.calm()
     for tenant in ("red", "blue"):
-        token = world.daemon.driver.next_token()
+        token = world.daemon.driver.long_work.next_token()
         world.daemon.driver.call(ev.QuotaSet(token, TenantId(tenant), 0))
     _serve_all(world)
     for engine in world.engines:
