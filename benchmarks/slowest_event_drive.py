@@ -91,6 +91,7 @@ def drive_verbs(rig: Rig, sessions: list[keys.SessionId]) -> None:
         rig.call(events.LookupRequested(main, (query,)), f"{piece} hits, {mode.name.lower()}")
     missing = events.Query(context, 0, rig.fresh_keys(piece), events.LeaseMode.PREFIX)
     rig.call(events.LookupRequested(main, (missing,)), f"{piece} misses")
+    rig.call(events.LookupAnswered((bytes(piece),)), f"{piece} misses")
     rig.call(events.Touched(main, context, 0, held), f"{piece} keys")
     missed = events.MissedBlock(0, 1, held.words[:1], 0)
     told = events.ToldRequest(context.request, "last", 100, 0, 0, missed)

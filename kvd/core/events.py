@@ -313,10 +313,18 @@ class Query:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LookupRequested:
-    """Reply: tuple[Answer, …] in the order of the queries."""
+    """Reply: tuple[Answer, …] in their order. Not `counted`: LookupAnswered follows for that."""
 
     session: SessionId
     queries: tuple[Query, ...]
+    counted: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LookupAnswered:
+    """A client is given these answers' statuses, which were not counted yet."""
+
+    statuses: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -446,9 +454,7 @@ class NamespaceCleared:
 
 @dataclass(frozen=True, slots=True)
 class QuotaSet:
-    """TellDone, with the number of blocks evicted, once the tenant keeps it or only pinned ones are
-    left. 0 bytes = no quota.
-    """
+    """TellDone, with the blocks evicted, once it is kept but for pinned ones. 0 bytes = none."""
 
     token: int
     tenant: TenantId
@@ -569,6 +575,7 @@ Event = (
     | EpochChanged
     | RequestsTold
     | LookupRequested
+    | LookupAnswered
     | StoreRequested
     | LoadRequested
     | Touched

@@ -235,6 +235,8 @@ def _apply(turn: Turn, event: ev.Event) -> None:
     match event:
         case ev.LookupRequested():
             lookup.lookup(turn, event)
+        case ev.LookupAnswered():
+            lookup.count(turn.state, event.statuses)
         case ev.StoreRequested():
             store.store(turn, event)
         case ev.LoadRequested():

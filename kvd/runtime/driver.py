@@ -372,19 +372,23 @@ class Driver:
     async def lookup(self, session: SessionId, queries: Sequence[Query]) -> tuple[Answer, ...]:
         """Answers in the order of the queries; yields to other calls between pieces.
 
-        What a tier had to be asked for, and says at once, is part of them.
+        What a tier had to be asked for, and says at once, is part of them. They count once.
         """
+        once = not self.tiers.may_answer_soon
 
         def ask(some: tuple[Query, ...]) -> tuple[Answer, ...]:
-            found: tuple[Answer, ...] = self.call(ev.LookupRequested(session, some))
+            found: tuple[Answer, ...] = self.call(ev.LookupRequested(session, some, once))
             return found
 
         let_others_in = partial(self.let_others_in, session)
         asked = self.tiers.questions
         answers = await answer_in_pieces(queries, ask, let_others_in)
+        if once:
+            return answers
         is_new = self.tiers.questions > asked and all(each.lease is None for each in answers)
         if is_new and await self.tiers.answered_soon():
-            return await answer_in_pieces(queries, ask, let_others_in)
+            answers = await answer_in_pieces(queries, ask, let_others_in)
+        self.call(ev.LookupAnswered(tuple(each.statuses for each in answers)))
         return answers
 
     async def let_others_in(self, session: SessionId) -> None:

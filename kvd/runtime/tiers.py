@@ -212,6 +212,14 @@ class Tiers:
         else:
             self._tell_none(order, refused=True)
 
+    @property
+    def may_answer_soon(self) -> bool:
+        """Whether a lookup may wait for an answer of theirs: not of slow ones, nor of none."""
+        return any(
+            self._process_of(tier) is not None and self._answer_s.get(tier, 0.0) <= SOON_S
+            for tier in self._asked
+        )
+
     async def answered_soon(self) -> bool:
         """Wait a moment for the answer to what was asked last. False: it has not come.
 

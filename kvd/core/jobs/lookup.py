@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,12 +37,25 @@ def lookup(turn: Turn, event: LookupRequested) -> None:
         _answer(turn, session, query, owner)
         for query, owner in zip(event.queries, owners, strict=True)
     )
+    if event.counted:
+        count(state, [answer.statuses for answer in answers])
     turn.orders.append(Reply(answers))
+
+
+def count(state: State, statuses: Iterable[bytes]) -> None:
+    """Clients are given these answers."""
+    counters = state.counters
+    for said in statuses:
+        hits = said.count(HIT)
+        counters.hits += hits
+        if hits < len(said):
+            counters.pending += said.count(PENDING)
+            counters.retries += said.count(RETRY)
+            counters.misses += said.count(MISS) + said.count(ADMIT)
 
 
 def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Answer:
     state = turn.state
-    counters = state.counters
     account, words = query.context.account, query.keys.words
     _, tags, slots = locate(state, session, account, query.group, words)
     known = slots != NOWHERE
@@ -64,15 +79,8 @@ def _answer(turn: Turn, session: Session, query: Query, owner: SizeClass) -> Ans
             claimed = claimed[:leased]
         if leased:
             held = _lease(turn, session, query, owner, claimed, run)
-    said = statuses.tobytes()
-    hits = said.count(HIT)
-    counters.hits += hits
-    if hits < len(said):
-        counters.pending += said.count(PENDING)
-        counters.retries += said.count(RETRY)
-        counters.misses += said.count(MISS) + said.count(ADMIT)
     sources = _sources(state, statuses, slots) if state.below.tiers else b""
-    return Answer(said, held, sources)
+    return Answer(statuses.tobytes(), held, sources)
 
 
 def _lease(

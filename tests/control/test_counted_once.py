@@ -1,0 +1,67 @@
+"""A lookup for which a tier is asked, and asked again when it has answered, counts once."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from kvd_proto.v1 import common_pb2, engine_pb2
+from tests.control.daemon_rig import RawEngine, block, context, daemon, hashes
+from tests.ports import free_port
+from tests.waiting import wait_until
+
+STORED, NOWHERE = [1, 2, 3, 4], [11, 12, 13, 14, 15, 16]
+MISS, HIT, PENDING = 0, 1, 2
+PATIENCE_S = 30.0
+LOOKUPS = 20
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    disk = tmp_path / "disk"
+    disk.mkdir(mode=0o700)
+    file = tmp_path / "kvd.toml"
+    file.write_text(
+        '[[tiers]]\nname = "disk"\nkind = "disk"\n[tiers.options]\n'
+        f'directories = ["{disk}"]\ndirectory_bytes = "64MiB"\n'
+    )
+    return file
+
+
+def statuses(engine: RawEngine, request: str, keys: list[int]) -> list[int]:
+    run = common_pb2.KeyRun(hashes=hashes(*keys))
+    query = engine_pb2.Query(context=context(request), run=run, lease=engine_pb2.LEASE_MODE_PREFIX)
+    asked = engine_pb2.LookupRequest(session_id=engine.scheduler.id, queries=[query])
+    (answer,) = engine.scheduler.call(engine.scheduler.engine.Lookup, asked).answers
+    return [status & 3 for status in answer.statuses]
+
+
+def counted(port: int) -> dict[str, int]:
+    """Blocks of lookups, by the metric's name."""
+    page = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10).read().decode()
+    lines = [line.split() for line in page.splitlines() if line.startswith("kvd_lookup_")]
+    return {name: int(float(count)) for name, count in lines if name.endswith("_total")}
+
+
+def test_each_block_of_a_lookup_counts_once_and_as_it_was_answered(config: Path) -> None:
+    port = free_port()
+    with daemon("--config", str(config), "--http-port", str(port)) as running:
+        engine = RawEngine(running.socket)
+        status = engine.scheduler.status
+        wait_until(lambda: status().tiers[0].serving, "the tier's process", PATIENCE_S)
+        assert engine.store({key: block(key) for key in STORED}).status == 1
+        answers: Counter[int] = Counter()
+        for number in range(LOOKUPS):
+            answers.update(statuses(engine, f"r{number}", [*NOWHERE, *STORED]))
+        told = counted(port)
+        engine.close()
+    assert answers[MISS] > 0, "the tier has answered at once now and then"
+    assert told == {
+        "kvd_lookup_hits_total": answers[HIT],
+        "kvd_lookup_misses_total": answers[MISS],
+        "kvd_lookup_pending_total": answers[PENDING],
+        "kvd_lookup_retries_total": 0,
+    }
