@@ -348,6 +348,40 @@ def test_scopes_without_blocks_are_forgotten_at_the_bound(
     store.close()
 
 
+def test_a_disk_that_knows_too_many_scopes_does_not_look_through_them_for_each_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_module, "MAX_SCOPES_KNOWN", 16)
+    looks: list[int] = []
+    forget = disk_module.Disk._forget_unused_scopes
+
+    def noted(disk: disk_module.Disk) -> int:
+        looks.append(forget(disk))
+        return looks[-1]
+
+    monkeypatch.setattr(disk_module.Disk, "_forget_unused_scopes", noted)
+    store = opened(tmp_path / "a", regions=3)  # of 8 places each
+
+    def new_scopes(numbers: range) -> list[bool]:
+        for number in numbers:
+            write(store, source(key(1, number.to_bytes(32, "big")), content(number)))
+        return [has_scope(store, number) for number in numbers]
+
+    assert new_scopes(range(16)) == [True] * 16
+    assert new_scopes(range(100, 120)) == [False] * 20
+    assert looks == [0]
+    store.delete([key(1, bytes(32))], soon())
+    monkeypatch.setattr(time, "monotonic", later(disk_module.FORGET_SCOPES_AGAIN_S))
+    assert new_scopes(range(200, 202)) == [True, False]
+    assert looks == [0, 1]
+    store.close()
+
+
+def later(seconds: float) -> Callable[[], float]:
+    now = time.monotonic
+    return lambda: now() + seconds
+
+
 def has_scope(store: DiskStore, number: int) -> bool:
     return store.exists([key(1, number.to_bytes(32, "big"))], soon())[0]
 

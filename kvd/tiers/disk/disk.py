@@ -42,6 +42,8 @@ from kvd.tiers.store import (
 log = logging.getLogger(__name__)
 
 MAX_SCOPES_KNOWN = 1 << 20  # of one disk; scopes without blocks are forgotten then
+FORGET_SCOPES_AGAIN_S = 60.0  # after a look for those, of a tenth of a second, that found few
+FEW_SCOPES = 16  # few is such a part of MAX_SCOPES_KNOWN
 MAX_LENGTHS_KNOWN = 4096  # kinds of blocks that one disk has seen
 LOG_SECONDS = 10.0  # between lines about one kind of failure
 MAX_LEFT = 131_072  # blocks of one disk that have left, and that nobody was told of yet
@@ -84,6 +86,7 @@ class Disk:
         self._deleting = threading.Lock()
         self._unwiped: list[tuple[DiskSizeClass, Slots]] = []
         self._scopes: dict[bytes, int] = {}
+        self._forget_scopes_at = 0.0
         self._lengths: dict[bytes, int] = {}
         self.directory = directory
         self._owner = _owned(directory)
@@ -471,16 +474,24 @@ class Disk:
 
     def _has_room_for_scope(self) -> bool:
         if len(self._scopes) >= MAX_SCOPES_KNOWN:
-            used = {0}
-            for size_class in self._space.classes.values():
-                span = size_class.in_use()
-                live = size_class.states[span] != PlaceState.FREE
-                used |= set(np.unique(size_class.scopes[span][live]).tolist())
-            for scope, number in list(self._scopes.items()):
-                if number not in used:
-                    del self._scopes[scope], self._scope_names[number]
-                    self._rows.remove_scope(number)
+            now = time.monotonic()
+            if now >= self._forget_scopes_at:
+                found = self._forget_unused_scopes()
+                if found <= MAX_SCOPES_KNOWN // FEW_SCOPES:
+                    self._forget_scopes_at = now + FORGET_SCOPES_AGAIN_S
         return len(self._scopes) < MAX_SCOPES_KNOWN and self._next_scope < 1 << 32
+
+    def _forget_unused_scopes(self) -> int:
+        """How many had no blocks."""
+        known = np.fromiter(self._scope_names, dtype=np.uint32, count=len(self._scope_names))
+        for size_class in self._space.classes.values():
+            span = size_class.in_use()
+            live = size_class.states[span] != PlaceState.FREE
+            known = known[np.isin(known, size_class.scopes[span][live], invert=True)]
+        for number in known.tolist():
+            del self._scopes[self._scope_names.pop(number)]
+            self._rows.remove_scope(number)
+        return len(known)
 
     def _lengths_number(self, lengths: bytes) -> int | None:
         number = self._lengths.get(lengths)
