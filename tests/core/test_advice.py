@@ -7,6 +7,7 @@ import pytest
 from kvd.core import events as ev
 from kvd.core.claims.advice import MAX_RETENTIONS, MAX_UNWANTED_BLOCKS, RETAINED_PART
 from kvd.core.keys import RequestId, SessionId
+from kvd.core.model.slots import SlotTable
 from tests.core.bench import BLOCK, SECOND, Bench, engine_blocks, keys, small, verdict
 
 RETAIN = ev.Advice(ev.Hint.RETAIN, 60 * SECOND)
@@ -168,6 +169,48 @@ def test_what_many_short_requests_give_back_lies_in_few_pieces(
     stored(bench, [31, 32], "last", None)
     assert bench.statuses([1, 2]) == "MM"
     assert not len(unwanted)
+
+
+def test_what_is_unwanted_no_longer_takes_no_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.core.claims.advice.MAX_UNWANTED_BLOCKS", 8)
+    monkeypatch.setattr("kvd.core.model.unwanted.PIECE_BLOCKS", 3)
+    released = ev.Advice(ev.Hint.RELEASE)
+    for request in range(10):  # of one conversation
+        bench.tick(SECOND)
+        stored(bench, [1, 2, 3, 4], f"r{request}", released)
+    stored(bench, [5, 6, 7, 8], "last", released)
+    assert bench.machine.state.counters.hinted == {("release", "followed"): 44}
+    stored(bench, list(range(10, 18)), "others", None)
+    stored(bench, list(range(20, 28)), "next", None)
+    assert hits(bench, list(range(1, 9))) == 0
+    assert hits(bench, list(range(10, 18))) == 8
+    (owner,) = bench.machine.state.classes.values()
+    assert not len(owner.unwanted)
+
+
+def test_unwanted_blocks_are_not_looked_through_for_each_that_has_no_room(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvd.core.claims.advice.MAX_UNWANTED_BLOCKS", 8)
+    monkeypatch.setattr("kvd.core.claims.advice.STALE_PART", 2)
+    (owner,) = bench.machine.state.classes.values()
+    looks: list[int] = []
+    forget = owner.unwanted.forget_stale
+
+    def noted(table: SlotTable) -> None:
+        looks.append(len(owner.unwanted))
+        forget(table)
+
+    monkeypatch.setattr(owner.unwanted, "forget_stale", noted)
+    released = ev.Advice(ev.Hint.RELEASE)
+    stored(bench, list(range(1, 9)), "all", released)
+    for number in range(9, 16):
+        stored(bench, [number], f"r{number}", released)
+    assert looks == [8, 8]
+    counted = bench.machine.state.counters.hinted
+    assert counted == {("release", "followed"): 8, ("release", "beyond_share"): 7}
 
 
 def test_bounds_hold(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

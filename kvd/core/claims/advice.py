@@ -23,6 +23,7 @@ from kvd.core.model.turn import Turn
 RETAINED_PART = 0.25  # of what the tenant may have
 MAX_RETENTIONS = 4096  # requests of a tenant whose blocks are retained
 MAX_UNWANTED_BLOCKS = 65536  # of a class, that are remembered to go first
+STALE_PART = 8  # once 1/8 of those was offered, stale ones are looked for again
 FOLLOWED, BEYOND, NO_TIER = "followed", "beyond_share", "no_tier"
 
 
@@ -55,13 +56,18 @@ def _retain(turn: Turn, owner: SizeClass, slots: Slots, lasting_ns: int) -> None
 
 
 def _give_back(state: State, owner: SizeClass, slots: Slots, hint: Hint) -> None:
-    room = MAX_UNWANTED_BLOCKS - len(owner.unwanted)
+    unwanted = owner.unwanted
+    unwanted.offered += len(slots)
+    is_short = len(unwanted) + len(slots) > MAX_UNWANTED_BLOCKS
+    if is_short and unwanted.offered >= MAX_UNWANTED_BLOCKS // STALE_PART:
+        unwanted.forget_stale(state.slots)
+    room = MAX_UNWANTED_BLOCKS - len(unwanted)
     some = slots[max(0, len(slots) - max(room, 0)) :]  # the tail goes first
     count(state, hint, FOLLOWED, len(some))
     count(state, hint, BEYOND, len(slots) - len(some))
     if len(some):
         state.slots.retained[some] = 0
-        owner.unwanted.add(state.slots, some)
+        unwanted.add(state.slots, some)
 
 
 def expire(state: State, now_ns: int) -> None:

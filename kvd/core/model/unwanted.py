@@ -10,6 +10,7 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.core.keys import U32, U64, Slots
 from kvd.core.model.slots import READY, SlotTable
@@ -31,6 +32,7 @@ class Unwanted:
     def __init__(self) -> None:
         self._pieces: deque[_Piece] = deque()
         self._blocks = 0
+        self.offered = 0  # blocks, since stale ones were looked for
 
     def __len__(self) -> int:
         return self._blocks
@@ -49,16 +51,37 @@ class Unwanted:
             )
         self._pieces.append(added)
 
+    def forget_stale(self, table: SlotTable) -> None:
+        """Forget those that are not to go any more, and all but the first place of each."""
+        self.offered = 0
+        if not self._pieces:
+            return
+        slots, tags, stamps = (np.concatenate(each) for each in zip(*self._pieces, strict=True))
+        still = np.flatnonzero(_are_still(table, _Piece(slots, tags, stamps)))
+        still = still[table.firsts(slots[still])]
+        self._blocks = len(still)
+        self._pieces = deque(
+            _Piece(slots[some], tags[some], stamps[some])
+            for start in range(0, len(still), PIECE_BLOCKS)
+            for some in (still[start : start + PIECE_BLOCKS],)
+        )
+
     def take(self, table: SlotTable, count: int) -> Slots:
         """Up to so many distinct slots that can be evicted, of the first piece; there is one."""
-        slots, tags, stamps = self._pieces.popleft()
+        first = self._pieces.popleft()
+        slots, tags, stamps = first
         self._blocks -= len(slots)
-        still = (table.state[slots] == READY) & (table.pins[slots] == 0)
-        still &= (table.tags[slots] == tags) & (table.stamps[slots] == stamps)
-        still &= table.firsts(slots)
+        still = _are_still(table, first) & (table.pins[slots] == 0) & table.firsts(slots)
         left, tags, stamps = slots[still], tags[still], stamps[still]
         if len(left) > count:
             self._pieces.appendleft(_Piece(left[count:], tags[count:], stamps[count:]))
             self._blocks += len(left) - count
         taken: Slots = left[:count]
         return taken
+
+
+def _are_still(table: SlotTable, piece: _Piece) -> npt.NDArray[np.bool_]:
+    """Which of them are the same blocks as then, and were not used since."""
+    slots, tags, stamps = piece
+    same = (table.state[slots] == READY) & (table.tags[slots] == tags)
+    return np.asarray(same & (table.stamps[slots] == stamps))
