@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 MAX_WRITE_BYTES = 1 << 30
 WRITE_SHARE = 4  # 1/4 of the pool at most
 MAX_SCOPE_NAMES = 65_536  # of which a tier may name what has left it
+MAX_DELETIONS = 4096  # namespaces that one tier has yet to delete; beyond it deletes all it holds
 LAYOUT_VERSION = 1  # of a block's bytes in a slot, as tiers keep them
 NO_USAGE = TierUsage(0, 0, 0)
 TierOrder = act.AskTier | act.WriteToTier | act.ReadFromTier | act.ClearTier
@@ -255,6 +256,10 @@ class Tiers:
         Nobody finds it meanwhile: in a store of this node it has another name, and one that nodes
         share is not asked for it.
         """
+        is_new = name != EVERY and name not in self._deleting[tier]
+        if is_new and len(self._deleting[tier]) >= MAX_DELETIONS:
+            self._delete_every(tier, fingerprint)
+            return
         self._next_order += 1
         number = OrderId(self._next_order)
         deletion = Deletion(number, name, fingerprint, again)
@@ -267,6 +272,17 @@ class Tiers:
             self._asked[tier][number] = deletion
         else:
             self._delete_later(tier, deletion)
+
+    def _delete_every(self, tier: TierId, fingerprint: str) -> None:
+        """Have all of the tier deleted in place of so many namespaces one by one.
+
+        The core need not wait for each: what is cleared is not found meanwhile.
+        """
+        waited_for = [deletion.fingerprint for deletion in self._deleting[tier].values()]
+        self._deleting[tier].clear()
+        self._delete(tier, EVERY, again=True)
+        for each in filter(None, (*waited_for, fingerprint)):
+            self._report(ev.TierCleared(tier, each))
 
     def _delete_later(self, tier: TierId, deletion: Deletion) -> None:
         asyncio.get_running_loop().call_later(DELETE_AGAIN_S, self._delete_again, tier, deletion)
@@ -354,7 +370,7 @@ class Tiers:
         self._movers[mover] = tier
         self._report(ev.TierStarted(tier, mover))
         for deletion in list(self._deleting[tier].values()):
-            self._delete(tier, deletion.name, deletion.fingerprint)
+            self._delete(tier, deletion.name, deletion.fingerprint, again=deletion.again)
 
     def order_ended(self, tier: TierId, answer: TierAnswer) -> None:
         """The core hears what became of each block."""

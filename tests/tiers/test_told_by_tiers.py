@@ -14,7 +14,7 @@ from kvd.config.tiers import TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, ScopeName, TierId
-from kvd.pool.generations import MAX_CLEARED_NAMESPACES, Generations
+from kvd.pool.generations import EVERY, MAX_CLEARED_NAMESPACES, Generations
 from kvd.runtime import tiers as module
 from kvd.runtime.tiers import Tiers
 from kvd.tiers.process import TierLeft
@@ -83,6 +83,32 @@ async def test_a_clear_that_renames_all_has_the_core_believe_nothing(tmp_path: P
     assert len(reported) == 1, "a block under its former name is none of today's"
     made.left_told(TIER, TierLeft(tuple(keys(1, scope=after))))
     assert len(reported) == 2
+    generations.close()
+
+
+@on_loop
+async def test_so_many_namespaces_are_deleted_one_by_one_and_beyond_that_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Namespaces come, are cleared and go while the tier has no process."""
+    assert module.MAX_DELETIONS == 4096
+    monkeypatch.setattr(module, "MAX_DELETIONS", 4)
+    reported: list[ev.Event] = []
+    generations = Generations(tmp_path / "generations.table")
+    pool = cast(Any, SimpleNamespace(generations=generations))
+    rules = (TierRule("one", "nobody:Store"),)
+    made = Tiers(rules, pool, str, cast(Any, reported.append), lambda: cast(Any, 1))
+    for number in range(1000):
+        made.carry_out(act.ClearTier(TIER, f"namespace {number}"))
+        assert len(made._deleting[TIER]) <= 4
+    waits = {deletion.fingerprint for deletion in made._deleting[TIER].values()} - {""}
+    cleared = [event.fingerprint for event in reported if isinstance(event, ev.TierCleared)]
+    assert sorted([*cleared, *waits]) == sorted(f"namespace {number}" for number in range(1000))
+    deleting = Mock(return_value=True)
+    process = cast(Any, SimpleNamespace(delete_scopes=deleting))
+    made._keepers.append(cast(Any, SimpleNamespace(process=process)))
+    made.tier_started(TIER, process)
+    assert deleting.call_args_list[0].args[1] == (EVERY,)
     generations.close()
 
 
