@@ -26,6 +26,7 @@ SearchId = NewType("SearchId", int)  # a question to tiers, likewise
 
 U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.int64]  # dense slot numbers
 
 # Where a checksum of a part's bytes should stand: none is known, and nothing is compared with it.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.claims import hand_off as hand_offs
+from kvd.core.claims import lease as leases
 from kvd.core.errors import InvalidArgument, UnknownSession
-from kvd.core.keys import SessionId
+from kvd.core.keys import I32, SessionId, Slots
+from kvd.core.model.size_class import SizeClass
+from kvd.core.model.state import State
 from kvd.core.upkeep.statistics import Statistics
 from tests.core.bench import BLOCK, MS, SECOND, Bench, context, keys, only, small, spec, verdict
 
@@ -241,6 +244,40 @@ def test_a_block_whose_store_fails_is_left_out(bench: Bench) -> None:
     assert figures(bench).handed_off_blocks == 1
     assert figures(bench).counters.hand_off_unheld == 1
     assert figures(bench).slots.quarantined == 0
+
+
+def _fail_the_store(bench: Bench) -> None:
+    bench.finish(outcome=ev.TransferOutcome.FAILED)
+
+
+def _load_the_blocks(bench: Bench) -> None:
+    bench.finish()
+    load(bench, range(8))
+
+
+def _pass_the_deadline(bench: Bench) -> None:
+    bench.finish()
+    bench.tick(60 * SECOND)
+
+
+@pytest.mark.parametrize("end", [_fail_the_store, _load_the_blocks, _pass_the_deadline])
+def test_however_many_hand_offs_hold_a_block_its_claims_end_in_one_go(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, end: Callable[[Bench], None]
+) -> None:
+    """One go for each hand-off took a tenth of a second, of a thousand that share a prefix."""
+    goes: list[int] = []
+
+    def unclaim(state: State, owner: SizeClass, slots: Slots, claims: I32 | int = 1) -> None:
+        goes.append(len(slots))
+        given_up(state, owner, slots, claims)
+
+    given_up = leases.unclaim
+    monkeypatch.setattr(leases, "unclaim", unclaim)
+    bench.store(range(8))
+    for number in range(8):
+        hand_off(bench, [number, *range(7)], request=f"r{number}", seconds=20 + number)
+    end(bench)
+    assert goes == [8]
 
 
 def test_a_cleared_namespace_holds_nothing(bench: Bench) -> None:

@@ -116,8 +116,9 @@ class HandOffRules(MachineRules):
         held = set()
         if 0 in found.held:
             owner = state.classes[NamespaceId(found.namespace), 0]
-            words = state.slots.keys(owner.width)[found.held[0]]
-            scopes = state.slots.scopes[found.held[0]].tolist()
+            slots = sorted(found.held[0])
+            words = state.slots.keys(owner.width)[slots]
+            scopes = state.slots.scopes[slots].tolist()
             accounts = [state.scopes[ScopeId(scope)].account for scope in scopes]
             below = state.namespaces[found.namespace].cleared_below
             held = {

@@ -18,7 +18,7 @@ from kvd.core.actions import (
     WriteFree,
     WriteReady,
 )
-from kvd.core.keys import U64, KeyBatch, ScopeId, Slots
+from kvd.core.keys import I32, U64, KeyBatch, ScopeId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.job import Offer
@@ -174,11 +174,11 @@ def pin(state: State, owner: SizeClass, slots: Slots) -> None:
         owner.count_evictable(-fewer)
 
 
-def unpin(state: State, owner: SizeClass, slots: Slots) -> None:
-    """Take one such reason away; a quarantined slot's last one sets it free."""
+def unpin(state: State, owner: SizeClass, slots: Slots, reasons: I32 | int = 1) -> None:
+    """Take so many such reasons away; a quarantined slot's last one sets it free."""
     state.slots.story.changed("unpinned", slots)
     after = state.slots.pins.take(slots)
-    after -= 1
+    after -= reasons
     if np.count_nonzero(after < 0):
         raise BrokenSlots("a pin was taken away twice", slots[after < 0])
     state.slots.pins[slots] = after

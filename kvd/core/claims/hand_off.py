@@ -12,6 +12,11 @@ are not in the pool's files: a daemon that starts again has the blocks, but hold
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from itertools import chain, islice
+from operator import attrgetter
+
 import numpy as np
 
 from kvd.core.blocks.reading import check_keys, locate
@@ -32,6 +37,7 @@ MAX_EXPIRED_AT_ONCE = 8192  # blocks, so that a tick doesn't hold others up
 # still find what they need.
 HAND_OFF_PART = 0.5
 MAX_CLAIMS_PER_TENANT = 1 << 18  # blocks, one counted again for each hand-off that holds it
+_DEADLINE = attrgetter("until_ns")
 
 
 def hand_off(turn: Turn, event: HandOffRequested) -> tuple[SizeClass, Slots]:
@@ -51,8 +57,8 @@ def hand_off(turn: Turn, event: HandOffRequested) -> tuple[SizeClass, Slots]:
     there = slots[slots != NOWHERE]
     there = state.slots.distinct(there)
     found = state.hand_offs.get((event.session, event.context.request))
-    held = found.held.get(event.group) if found is not None else None
-    fresh = there if held is None else there[~np.isin(there, held)]
+    held = found.held.get(event.group, ()) if found is not None else ()
+    fresh = there[[slot not in held for slot in there.tolist()]] if held else there
     taken = fresh[: _room(state, found, owner, fresh)]
     state.counters.handed_off += len(taken)
     state.counters.hand_off_unheld += len(event.keys) - len(there) + len(fresh) - len(taken)
@@ -87,8 +93,7 @@ def _open(state: State, session: Session, event: HandOffRequested) -> HandOff:
 def _hold(state: State, found: HandOff, owner: SizeClass, slots: Slots) -> None:
     lease.claim(state, owner, slots)
     owner.tenant.hand_off_claims += len(slots)
-    before = found.held.get(owner.group)
-    found.held[owner.group] = np.sort(slots) if before is None else np.union1d(before, slots)
+    found.held.setdefault(owner.group, set()).update(slots.tolist())
     before_all = len(state.handed_off)
     for slot in slots.tolist():
         state.handed_off.setdefault(slot, []).append(found)
@@ -99,23 +104,23 @@ def loaded(state: State, session: SessionId, owner: SizeClass, slots: Slots) -> 
     """This session has loaded these blocks: one hand-off to it has done its work for each."""
     if not state.handed_off:
         return
-    served: dict[int, tuple[HandOff, list[int]]] = {}
+    served: list[tuple[HandOff, int]] = []
     for slot in slots.tolist():
         holders = state.handed_off.get(slot)
         first = None if holders is None else _nearest(holders, session)
         if first is not None:
-            served.setdefault(id(first), (first, []))[1].append(slot)
-    for found, places in served.values():
-        state.counters.hand_off_taken += len(places)
-        _let_go(state, found, owner, np.array(places, dtype=np.int64))
+            served.append((first, slot))
+    state.counters.hand_off_taken += len(served)
+    _let_go(state, owner, served)
 
 
 def _nearest(holders: list[HandOff], session: SessionId) -> HandOff | None:
     """The holder of the nearest deadline that is not the session's own."""
-    if len(holders) == 1:
-        return None if holders[0].session == session else holders[0]
+    first = min(holders, key=_DEADLINE)
+    if first.session != session:
+        return first
     others = [holder for holder in holders if holder.session != session]
-    return min(others, key=lambda holder: holder.until_ns, default=None)
+    return min(others, key=_DEADLINE, default=None)
 
 
 def blocks_lost(state: State, owner: SizeClass, slots: Slots) -> None:
@@ -129,50 +134,65 @@ def shared(state: State, owner: SizeClass, slots: Slots) -> None:
 
 
 def _let_all_go(state: State, owner: SizeClass, slots: Slots) -> int:
-    """Every hand-off gives up its claim on these; how many claims those were."""
+    """Every hand-off gives up its claim on these; how many claims those were.
+
+    A thousand hand-offs may hold the same blocks: for each of them it costs a microsecond or two.
+    """
     if not state.handed_off:
         return 0
-    held: dict[int, tuple[HandOff, list[int]]] = {}
-    for slot in slots.tolist():
-        for holder in state.handed_off.get(slot, ()):
-            held.setdefault(id(holder), (holder, []))[1].append(slot)
-    for found, places in held.values():
-        _let_go(state, found, owner, np.array(places, dtype=np.int64))
-    return sum(len(places) for _, places in held.values())
+    holders = {s: state.handed_off.pop(s) for s in slots.tolist() if s in state.handed_off}
+    owner.tenant.handed_off_bytes -= len(holders) * owner.block_bytes
+    # In the order in which they came, as a replay has it, too.
+    for found in dict.fromkeys(chain.from_iterable(holders.values())):
+        found.held[owner.group].difference_update(holders)
+        _close_if_empty(state, owner, found)
+    _unclaim(state, owner, {slot: len(several) for slot, several in holders.items()})
+    return sum(map(len, holders.values()))
 
 
 def expire(turn: Turn) -> None:
     """Let go of hand-offs whose deadline has passed; what is beyond the bound, next time."""
     state = turn.state
     left = MAX_EXPIRED_AT_ONCE
-    for found in [h for h in state.hand_offs.values() if h.until_ns <= turn.now_ns]:
-        for group, slots in list(found.held.items()):
-            late = slots[:left]
-            if not len(late):
-                return
-            left -= len(late)
-            state.counters.hand_off_expired += len(late)
-            _let_go(state, found, state.classes[found.namespace, group], late)
+    late: dict[SizeClass, list[tuple[HandOff, int]]] = {}
+    for found in state.hand_offs.values():
+        if found.until_ns <= turn.now_ns:
+            for group, slots in found.held.items():
+                some = [(found, slot) for slot in islice(slots, left)]
+                left -= len(some)
+                if some:
+                    late.setdefault(state.classes[found.namespace, group], []).extend(some)
+    for owner, pairs in late.items():
+        state.counters.hand_off_expired += len(pairs)
+        _let_go(state, owner, pairs)
 
 
-def _let_go(state: State, found: HandOff, owner: SizeClass, slots: Slots) -> None:
-    """Give up the claim on these of its blocks; with the last one the hand-off is over."""
+def _let_go(state: State, owner: SizeClass, pairs: list[tuple[HandOff, int]]) -> None:
+    """Each hand-off gives up its claim on the slot; with its last one it is over."""
     before = len(state.handed_off)
-    for slot in slots.tolist():
+    for found, slot in pairs:
         holders = state.handed_off[slot]
         if len(holders) == 1:
             del state.handed_off[slot]
         else:
             holders.remove(found)
+        found.held[owner.group].remove(slot)
+        _close_if_empty(state, owner, found)
     owner.tenant.handed_off_bytes -= (before - len(state.handed_off)) * owner.block_bytes
-    held = found.held[owner.group]
-    left = held[~np.isin(held, slots)] if len(slots) < len(held) else held[:0]
-    if len(left):
-        found.held[owner.group] = left
-    else:
+    _unclaim(state, owner, Counter(slot for _, slot in pairs))
+
+
+def _close_if_empty(state: State, owner: SizeClass, found: HandOff) -> None:
+    if not found.held[owner.group]:
         del found.held[owner.group]
-    owner.tenant.hand_off_claims -= len(slots)
     if not found.held:
         owner.tenant.hand_offs -= 1
         del state.hand_offs[found.session, found.request]
-    lease.unclaim(state, owner, slots)
+
+
+def _unclaim(state: State, owner: SizeClass, claims: Mapping[int, int]) -> None:
+    """So many claims on each of these slots are gone."""
+    if claims:
+        owner.tenant.hand_off_claims -= sum(claims.values())
+        slots = np.array(list(claims), dtype=np.int64)
+        lease.unclaim(state, owner, slots, np.array(list(claims.values()), dtype=np.int32))

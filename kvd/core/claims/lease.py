@@ -8,7 +8,7 @@ import numpy as np
 
 from kvd.core.blocks import slot_lifecycle
 from kvd.core.events import Query
-from kvd.core.keys import LeaseId, RequestId, Slots
+from kvd.core.keys import I32, LeaseId, RequestId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.leases import Lease
 from kvd.core.model.size_class import LeasesLeft, SizeClass
@@ -75,13 +75,13 @@ def claim(state: State, owner: SizeClass, slots: Slots) -> None:
     state.slots.leases[slots] = holders
 
 
-def unclaim(state: State, owner: SizeClass, slots: Slots) -> None:
-    """Take one such claim away from each of these distinct slots."""
+def unclaim(state: State, owner: SizeClass, slots: Slots, claims: I32 | int = 1) -> None:
+    """Take so many such claims away from each of these distinct slots."""
     holders = state.slots.leases.take(slots)
-    holders -= 1
+    holders -= claims
     state.slots.leases[slots] = holders
     owner.tenant.leased_bytes -= (len(slots) - int(np.count_nonzero(holders))) * owner.block_bytes
-    slot_lifecycle.unpin(state, owner, slots)
+    slot_lifecycle.unpin(state, owner, slots, claims)
 
 
 def end_leases(state: State, session: Session, leases: Iterable[LeaseId]) -> None:

@@ -28,4 +28,4 @@ class HandOff:
     request: RequestId
     namespace: NamespaceId
     until_ns: int = 0
-    held: dict[int, Slots] = field(default_factory=dict)  # by group: ascending, never empty
+    held: dict[int, set[int]] = field(default_factory=dict)  # slots by group, never empty

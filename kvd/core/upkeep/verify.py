@@ -143,7 +143,11 @@ def _claims(state: State) -> tuple[Slots, Slots] | None:
     count += len(state.below.copies) + sum(len(s.leases) for s in state.sessions.values())
     if count > CLAIMS_LOOKED_AT:
         return None
-    claims = [slots for each in state.hand_offs.values() for slots in each.held.values()]
+    claims = [
+        np.fromiter(slots, np.int64, len(slots))
+        for each in state.hand_offs.values()
+        for slots in each.held.values()
+    ]
     claims += [lease.slots for lease in state.backlog.leases]
     claims += [lease.slots for s in state.sessions.values() for lease in s.leases.values()]
     copies = [part.pinned for t in state.transfers.values() for part in t.piece.parts]
