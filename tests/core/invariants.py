@@ -24,7 +24,7 @@ from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Filling, Piece, Wait
 from kvd.core.model.size_class import Tally
 from kvd.core.model.slots import SlotState
-from kvd.core.model.tiers import MAX_BEHIND_BLOCKS, CopyKind
+from kvd.core.model.tiers import MAX_BEHIND_BLOCKS, SEARCH_BLOCKS, CopyKind
 from kvd.core.upkeep import verify
 from kvd.core.upkeep.verify import Finding
 from kvd_proto.layout import NULL_ENGINE_BLOCK
@@ -431,11 +431,11 @@ def _check_tiers(state: State) -> None:
                     group,
                 )
                 assert not sought.is_over
-                mine += len(sought.blocks)
+                mine += len(sought.blocks) + len(sought.searches) * SEARCH_BLOCKS
                 for tag, (search, row) in sought.blocks.items():
                     assert int(tags_of(search.words[row : row + 1], sought.seed)[0]) == tag
         assert session.is_open or not mine, "a closed session seeks blocks"
-        assert session.sought_blocks == mine, "blocks that are sought"
+        assert session.sought_blocks == mine, "what is sought"
         blocks[state.namespaces[session.namespace].tenant.tenant] += mine
     assert below.sought_of == {tenant: n for tenant, n in blocks.items() if n}
 

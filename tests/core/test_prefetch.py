@@ -10,7 +10,7 @@ import pytest
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import RequestId, SessionId
-from kvd.core.model.tiers import Reach, TierTerms
+from kvd.core.model.tiers import SEARCH_BLOCKS, Reach, TierTerms
 from kvd.core.tiers import search
 from kvd_proto.groups import GroupKind
 from tests.core.bench import SECOND, Bench, keys, numbers_of, only, small, spec
@@ -70,7 +70,7 @@ def test_said_again_it_costs_nothing() -> None:
     on.read()
     prefetch(on, 1, 2)
     assert not on.asked
-    assert not on.bench.machine.state.below.sought_of
+    assert on.bench.machine.state.below.sought_of == {"tenant": SEARCH_BLOCKS}
     assert counted(on) == {"followed": 12}
 
 
@@ -219,7 +219,7 @@ def test_it_is_forgotten_some_time_after_its_deadline() -> None:
 
 
 def test_it_takes_half_of_what_a_session_may_seek(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MAX_SOUGHT_BLOCKS", 8)
+    monkeypatch.setattr(search, "MAX_SOUGHT_BLOCKS", 24)
     on = stage()
     prefetch(on, *range(1, 7))
     assert [numbers_of(asked.keys) for asked in on.asked] == [[1, 2, 3, 4]]
@@ -230,7 +230,7 @@ def test_it_takes_half_of_what_a_session_may_seek(monkeypatch: pytest.MonkeyPatc
 
 
 def test_it_takes_half_of_what_a_tenant_may_seek(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MAX_TENANT_SOUGHT_BLOCKS", 8)
+    monkeypatch.setattr(search, "MAX_TENANT_SOUGHT_BLOCKS", 40)
     on = stage()
     on.bench.open(2, attach=False)
     prefetch(on, *range(1, 4))

@@ -11,7 +11,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import MoverId, NamespaceId, RequestId, ScopeName, SessionId, TierId
 from kvd.core.model import tiers as model
-from kvd.core.model.tiers import Reach, TierCounters, TierTerms
+from kvd.core.model.tiers import SEARCH_BLOCKS, Reach, TierCounters, TierTerms
 from kvd.core.tiers import promotion, search
 from tests.core.bench import SECOND, Bench, keys, numbers_of, only, small, spec
 
@@ -372,7 +372,7 @@ def test_a_long_promotion_begins_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     assert on.look(*range(1, 9)) == "H" * 8
 
 
-@pytest.mark.parametrize(("most", "tenants"), [(4, 100), (100, 4)])
+@pytest.mark.parametrize(("most", "tenants"), [(12, 100), (100, 12)])
 def test_a_session_seeks_no_more_than_its_share(
     monkeypatch: pytest.MonkeyPatch, most: int, tenants: int
 ) -> None:
@@ -383,6 +383,24 @@ def test_a_session_seeks_no_more_than_its_share(
     assert on.look(7, request="other") == "M"
     on.feed(ev.RequestsEnded(SessionId(1), (RequestId("r"),)))
     assert on.look(7, request="other") == "P"
+
+
+def test_a_search_counts_until_its_request_is_forgotten_though_its_blocks_have_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that ends no request had the daemon remember every one of them."""
+    monkeypatch.setattr(search, "MAX_SOUGHT_BLOCKS", 3 * (SEARCH_BLOCKS + 1))
+    on = stage()
+    on.bring_down(1, 2, 3, 4)
+    for number in (1, 2, 3):
+        assert on.look(number, request=f"r{number}") == "P"
+        on.answer()
+        on.step()
+        on.read()
+        assert on.look(number, request=f"r{number}") == "H"
+    assert on.look(4, request="r4") == "M"
+    on.feed(ev.RequestsEnded(SessionId(1), (RequestId("r1"),)))
+    assert on.look(4, request="r4") == "P"
 
 
 def test_limits_are_per_session() -> None:

@@ -32,6 +32,7 @@ NO_MOVER = MoverId(0)
 # Blocks that are sought below: some 250 bytes each. Beyond, they are misses.
 MAX_SOUGHT_BLOCKS = 32_768  # of one session
 MAX_TENANT_SOUGHT_BLOCKS = 131_072  # of all its sessions
+SEARCH_BLOCKS = 8  # as so many counts a search, of some 2 KiB, until its request is forgotten
 MAX_BEHIND_BLOCKS = 65_536  # of one tier, that are written when its copies end
 MAX_SEARCHES = 128  # of one request, in one group: a lookup that misses new blocks begins one
 
@@ -267,7 +268,7 @@ class Below:
     lost: deque[TierCopy] = field(default_factory=deque)  # their tier's process has ended
     unanswered: deque[Search] = field(default_factory=deque)  # likewise
     expiring: ByPatience[Sought] = field(default_factory=ByPatience)
-    sought_of: dict[str, int] = field(default_factory=dict)  # blocks, by tenant
+    sought_of: dict[str, int] = field(default_factory=dict)  # blocks and searches, by tenant
     next_search: int = 1
     next_copy: int = 1
 

@@ -36,6 +36,7 @@ from kvd.core.model.tiers import (
     MAX_SEARCHES,
     MAX_SOUGHT_BLOCKS,
     MAX_TENANT_SOUGHT_BLOCKS,
+    SEARCH_BLOCKS,
     Belief,
     Reach,
     Search,
@@ -224,7 +225,10 @@ def _readable(state: State, session: Session, query: Query) -> list[Tier]:
 
 
 def _sought_room(state: State, session: Session, sought: Sought | None, part: float) -> int:
-    """Blocks that the session may still seek, for this request, of this part of the bounds."""
+    """Blocks that the session may still seek, for this request, of this part of the bounds.
+
+    The search that begins with them counts, too: it outlives those that have come.
+    """
     if sought is not None and len(sought.searches) >= MAX_SEARCHES:
         return 0
     tenant = state.namespace_of(session).tenant.tenant
@@ -233,11 +237,13 @@ def _sought_room(state: State, session: Session, sought: Sought | None, part: fl
         min(
             int(MAX_SOUGHT_BLOCKS * part) - session.sought_blocks,
             int(MAX_TENANT_SOUGHT_BLOCKS * part) - state.below.sought_of.get(tenant, 0),
-        ),
+        )
+        - SEARCH_BLOCKS,
     )
 
 
 def _count(state: State, sought: Sought, change: int) -> None:
+    """What is sought takes more of the bounds, or less."""
     tenant = sought.owner.tenant.tenant
     session = state.sessions.get(sought.session)
     if session is not None:
@@ -300,7 +306,7 @@ def _seek(
     state.below.next_search += 1
     sought.searches.append(search)
     sought.blocks.update(zip(tags.tolist(), zip(repeat(search), range(count)), strict=True))
-    _count(state, sought, count)
+    _count(state, sought, count + SEARCH_BLOCKS)
     _ask_next(turn, search)
     return bool(len(search.asked))
 
@@ -452,7 +458,7 @@ def _drop(state: State, session: Session, sought: Sought) -> None:
 def _forget(state: State, sought: Sought) -> None:
     sought.is_over = True
     state.below.expiring.remove(sought, sought.patience_ns)
-    _count(state, sought, -len(sought.blocks))
+    _count(state, sought, -len(sought.blocks) - len(sought.searches) * SEARCH_BLOCKS)
     sought.blocks = {}
     sought.searches = []
     sought.waiting = []
