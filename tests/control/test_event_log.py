@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvd.config.tenant_rule import TenantRule
+from kvd.control.access.peers import Credentials, Peer, Role
+from kvd.control.access.tenants import TenantPolicy
+from kvd.control.namespaces import Namespaces
+from kvd.control.services.events import EventServicer
 from kvd.core.keys import KeyBatch, NamespaceId, TenantId
 from kvd.runtime import event_log
 from kvd.runtime.event_log import Change, ChangeFilter, ChangeKind, Delivery, EventLog, FellBehind
 from kvd.runtime.turns import FairQueue
+from kvd_proto.v1 import events_pb2
 
 INCARNATION = b"a" * 16
 TENANT = TenantId("default")
@@ -81,6 +89,34 @@ async def test_watcher_sees_only_the_namespaces_it_may_see() -> None:
     )
     assert first_words([delivery]) == [2]
     assert delivery.sequence == 2
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["all", "one-namespace"])
+async def test_who_loses_the_tenant_watches_it_no_more(by_name: bool) -> None:
+    log = EventLog(INCARNATION, lambda _: iter([]), FairQueue())
+    policy = TenantPolicy([TenantRule(TENANT, frozenset({7}), frozenset(), 0)], root=False)
+    driver: Any = SimpleNamespace(
+        event_log=log,
+        machine=SimpleNamespace(knows=lambda _: True),
+        pool=SimpleNamespace(namespace_fields=lambda _: {"tenant": TENANT}),
+    )
+    peer = Peer(Credentials(7, 7, 0, None), Role.TOOL, "test", lambda *_: None)
+    peers: Any = SimpleNamespace(behind=lambda _: peer)
+    servicer = EventServicer(driver, Namespaces(driver, policy), peers)
+    told: asyncio.Queue[Any] = asyncio.Queue()
+    context: Any = SimpleNamespace(write=told.put)
+    request = events_pb2.WatchEventsRequest(
+        namespace_id=1 if by_name else 0, incarnation=INCARNATION
+    )
+    watching = asyncio.ensure_future(servicer.WatchEvents(request, context))
+    log.append(change(1))
+    assert (await asyncio.wait_for(told.get(), 1)).sequence == 1
+    policy.replace([TenantRule(TENANT, frozenset({8}), frozenset(), 0)], (), root=False)
+    log.append(change(2))
+    await asyncio.sleep(0.05)
+    assert told.empty()
+    watching.cancel()
+    await asyncio.wait([watching])
 
 
 async def test_kept_tail_is_bounded_by_its_blocks_too(monkeypatch: pytest.MonkeyPatch) -> None:

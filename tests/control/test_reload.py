@@ -12,7 +12,14 @@ import pytest
 
 from kvd.cli.reload import CHANGEABLE
 from kvd.config import SETTINGS
-from tests.control.daemon_rig import Caller, RawScheduler, RunningDaemon
+from kvd_proto.v1 import engine_pb2, operator_pb2
+from tests.control.daemon_rig import (
+    Caller,
+    RawScheduler,
+    RunningDaemon,
+    hashes,
+    refusal,
+)
 from tests.waiting import wait_until
 
 IGNORING = (
@@ -123,6 +130,22 @@ def test_sessions_of_a_user_who_lost_the_tenant_end(running: Configured) -> None
     caller = Caller(running.socket)
     wait_until(lambda: not caller.status().sessions)
     caller.close()
+    engine.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="the daemon's own user operates, but for root")
+def test_who_operates_no_more_records_no_more(running: Configured) -> None:
+    engine, reader = RawScheduler(running.socket), Caller(running.socket)
+    recording = reader.operator.Record(
+        operator_pb2.RecordRequest(), metadata=reader.metadata, timeout=15
+    )
+    next(recording)
+    tenant = f"[tenants.acme]\ngids = [{os.getgid()}]\n"
+    running.reload(f"root_operates = false\n{tenant}")
+    request = engine_pb2.RequestLookup(request_id="r", prompt_tokens=17, prompt_hashes=hashes(1))
+    engine.step(requests=[request], end_step=True)
+    assert refusal(lambda: list(recording))[0] == "PERMISSION_DENIED"
+    reader.close()
     engine.close()
 
 

@@ -48,9 +48,9 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
             self._namespaces.require(peer, request.namespace_id)
 
         def may_see(tenant: TenantId, namespace: NamespaceId) -> bool:
-            if request.namespace_id:
-                return namespace == request.namespace_id
-            return self._namespaces.may_see_of(peer, tenant)
+            # Asked anew of each change: a reload may take the tenant from the user.
+            is_meant = request.namespace_id in (0, namespace)
+            return is_meant and self._namespaces.may_see_of(peer, tenant)
 
         wanted = ChangeFilter(may_see, with_tiers=request.with_tiers)
         after = (request.incarnation, request.after_sequence) if request.incarnation else None

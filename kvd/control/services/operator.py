@@ -161,7 +161,12 @@ class OperatorServicer(operator_pb2_grpc.OperatorServiceServicer):
             audit.note("record", peer.uid, namespace=request.namespace_id or "all")
             peer.on_end(gone)
             try:
-                await write_all(recording, context, self._driver.clock.now_ns())
+                await write_all(
+                    recording,
+                    context,
+                    self._driver.clock.now_ns(),
+                    lambda: self._tenants.require_operator(peer),
+                )
             finally:
                 peer.forget(gone)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from kvd.control.access.peers import Context
 from kvd.control.errors import DeadlinePassed
@@ -14,11 +15,16 @@ BYTES_PER_MESSAGE = 1 << 20  # the last request may pass it
 READ_SECONDS = 60.0  # a reader that takes nothing for so long is ended
 
 
-async def write_all(recording: Recording, context: Context, began_ns: int) -> None:
-    """Write what is recorded until cancelled."""
+async def write_all(
+    recording: Recording, context: Context, began_ns: int, check: Callable[[], None]
+) -> None:
+    """Write what is recorded until cancelled, or `check` raises: whoever reads may have lost the
+    right meanwhile.
+    """
     await _write(context, pb.RecordResponse())
     while True:
         records = await recording.take(REQUESTS_PER_MESSAGE)
+        check()
         message = pb.RecordResponse(lost=recording.lost)
         size = 0
         for record in records:
