@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from kvd.control.sessions.verbs import REMEMBERED_ANSWERS, SequenceBook
+from kvd.control.sessions.verbs import REMEMBERED_ANSWERS, REMEMBERED_BYTES, SequenceBook
 from kvd.core.actions import EndJob
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import JobKind, JobStatus
@@ -106,6 +106,22 @@ def test_so_many_answers_of_a_session_are_remembered_and_the_oldest_goes() -> No
     assert not book.admit(1)
     assert book.answer_again(1) == engine_pb2.StepReply(sequence=1)
     assert book.answer_again(2) == step_reply(2)
+
+
+def test_so_many_bytes_of_answers_are_remembered_and_the_oldest_go() -> None:
+    book = SequenceBook()
+    verdict = engine_pb2.JobVerdict(job_id=1, message="x" * (REMEMBERED_BYTES // 3))
+    answers = [engine_pb2.StepReply(sequence=n, verdicts=[verdict]) for n in range(1, 5)]
+    for answer in answers:
+        assert book.admit(answer.sequence)
+        book.remember(answer.sequence, answer)
+    forgotten = engine_pb2.StepReply
+    assert [book.answer_again(n) for n in (1, 2)] == [forgotten(sequence=1), forgotten(sequence=2)]
+    assert [book.answer_again(n) for n in (3, 4)] == answers[2:]
+    large = engine_pb2.StepReply(sequence=5, verdicts=[verdict] * 4)
+    assert book.admit(5)
+    book.remember(5, large)
+    assert book.answer_again(5) == large, "the last one always is"
 
 
 class Message:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 
-from kvd.control.sessions.outbox import MAX_UNSENT_MESSAGES
+from kvd.control.sessions.outbox import MAX_UNSENT_BYTES, MAX_UNSENT_MESSAGES, Outbox
 from kvd_proto.v1 import engine_pb2, engine_pb2_grpc
 from tests.control.daemon_rig import (
     Caller,
@@ -24,6 +27,26 @@ SMALL_WINDOW = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 16384),
 )
+
+
+async def test_a_client_that_reads_no_large_answers_is_taken_for_dead_by_their_bytes() -> None:
+    outbox, sent = Outbox(), asyncio.Queue[engine_pb2.SessionResponse]()
+    verdict = engine_pb2.JobVerdict(job_id=1, message="x" * (MAX_UNSENT_BYTES // 4))
+    reply = engine_pb2.StepReply(sequence=1, verdicts=[verdict])
+    for _ in range(3):
+        outbox.put_reply(reply)
+        outbox.put_ended(engine_pb2.JobEnded(job_id=1))
+        outbox.put_ended(engine_pb2.JobEnded(job_id=2))
+    context: Any = SimpleNamespace(write=sent.put)
+    writing = asyncio.ensure_future(outbox.write_all(context))
+    for _ in range(6):
+        await sent.get()
+    for _ in range(4):
+        assert not outbox.overflowed.is_set(), "what was read counts no more"
+        outbox.put_reply(reply)
+    writing.cancel()
+    outbox.put_reply(reply)
+    assert outbox.overflowed.is_set()
 
 
 def test_a_session_whose_client_reads_no_answers_is_ended() -> None:

@@ -9,6 +9,7 @@ from kvd.control.access.peers import Context
 from kvd_proto.v1 import engine_pb2 as pb
 
 MAX_UNSENT_MESSAGES = 4096  # a client that doesn't read is dropped
+MAX_UNSENT_BYTES = 4 << 20  # likewise; encoded, and the last message may pass it
 JOBS_PER_MESSAGE = 512
 QUIET = "quiet"  # the capability of a client that reads its boards and needs no prompt answers
 QUIET_DELAY_S = 0.1
@@ -24,6 +25,8 @@ class Outbox:
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._unsent: deque[pb.SessionResponse] = deque()
+        self._sizes: deque[int] = deque()  # of those, nearly; encoded
+        self._unsent_bytes = 0  # in all
         self._held: list[pb.JobEnded] | None = None  # None: none is held back
         self._late: pb.JobsEnded | None = None  # to be queued at the delay's end
         self._timer: asyncio.TimerHandle | None = None
@@ -31,11 +34,13 @@ class Outbox:
         self.overflowed = asyncio.Event()
 
     def put(self, message: pb.SessionResponse) -> None:
-        """Queue a message; past MAX_UNSENT_MESSAGES the client is taken for dead."""
-        if len(self._unsent) >= MAX_UNSENT_MESSAGES:
+        """Queue a message; past MAX_UNSENT_MESSAGES or _BYTES the client is taken for dead."""
+        if len(self._unsent) >= MAX_UNSENT_MESSAGES or self._unsent_bytes >= MAX_UNSENT_BYTES:
             self.overflowed.set()
         else:
             self._unsent.append(message)
+            self._sizes.append(message.ByteSize())
+            self._unsent_bytes += self._sizes[-1]
         self._news.set()
 
     def put_reply(self, reply: pb.StepReply) -> None:
@@ -74,6 +79,9 @@ class Outbox:
             and len(last.jobs_ended.jobs) < JOBS_PER_MESSAGE
         ):
             last.jobs_ended.jobs.append(ended)
+            more = ended.ByteSize()  # all of them anew would take too long
+            self._sizes[-1] += more
+            self._unsent_bytes += more
         else:
             self.put(pb.SessionResponse(jobs_ended=pb.JobsEnded(jobs=[ended])))
 
@@ -99,4 +107,7 @@ class Outbox:
             await self._news.wait()
             self._news.clear()
             while self._unsent:
-                await context.write(self._unsent.popleft())
+                message = self._unsent.popleft()
+                self._unsent_bytes -= self._sizes.popleft()
+                await context.write(message)
+                del message  # the next may be long in coming

@@ -37,6 +37,7 @@ from kvd_proto.v1 import common_pb2
 from kvd_proto.v1 import engine_pb2 as pb
 
 REMEMBERED_ANSWERS = 64  # of each session, for messages that are sent again
+REMEMBERED_BYTES = 256 * 1024  # of those, encoded; the last one may pass it
 
 MutatingAnswer = pb.StepReply | pb.EpochOpened
 Apply = Callable[[], Awaitable[MutatingAnswer]]
@@ -48,6 +49,7 @@ class SequenceBook:
     def __init__(self) -> None:
         self.applied = 0
         self._answers: OrderedDict[int, MutatingAnswer | KvdError] = OrderedDict()
+        self._bytes = 0
 
     def admit(self, sequence: int) -> bool:
         """True for the next number, which is used up by this; False for an old one."""
@@ -59,10 +61,14 @@ class SequenceBook:
         raise SequenceGap(f"sequence {sequence} came where {self.applied + 1} was due", "sequence")
 
     def remember(self, sequence: int, answer: MutatingAnswer | KvdError) -> None:
-        """Keep the answer for a repetition; the oldest is forgotten."""
+        """Keep the answer for a repetition; the oldest are forgotten."""
         self._answers[sequence] = answer
-        if len(self._answers) > REMEMBERED_ANSWERS:
-            self._answers.popitem(last=False)
+        self._bytes += _bytes_of(answer)
+        while len(self._answers) > REMEMBERED_ANSWERS or (
+            self._bytes > REMEMBERED_BYTES and len(self._answers) > 1
+        ):
+            _, oldest = self._answers.popitem(last=False)
+            self._bytes -= _bytes_of(oldest)
 
     def answer_again(self, sequence: int) -> MutatingAnswer:
         """What the first one was answered; without verdicts where that is forgotten."""
@@ -70,6 +76,10 @@ class SequenceBook:
         if isinstance(answer, KvdError):
             raise copy.copy(answer)  # the kept one would gather the frames of every repetition
         return answer
+
+
+def _bytes_of(answer: MutatingAnswer | KvdError) -> int:
+    return 0 if isinstance(answer, KvdError) else answer.ByteSize()
 
 
 @dataclass(slots=True, eq=False)
