@@ -299,6 +299,7 @@ def test_without_a_token_nothing_is_answered(running: RunningDaemon) -> None:
 def test_a_job_id_of_an_earlier_message_is_refused_and_its_ranks_hear_of_it(
     engine: RawEngine,
 ) -> None:
+    engine.store({29: block(29)})  # so that there is one before the last, whatever ran before
     engine.store({30: block(30)})
     last = engine.scheduler.highest_job
     jobs = [store_job(number, [31], [0]) for number in (last, last - 1, last + 2, last + 1)]
