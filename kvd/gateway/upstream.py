@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -22,58 +23,88 @@ class NoDaemonError(Exception):
     """Nobody answers on the daemon's socket."""
 
 
+@dataclass(slots=True, eq=False)
+class _Connection:
+    """A greeted connection, open while the newest one or used by a call."""
+
+    link: DaemonLink
+    ends: contextlib.ExitStack
+    calls: int = 0
+
+
 class Upstream:
-    """One greeted connection for all calls; safe from any thread."""
+    """One greeted connection for all calls; safe from any thread.
+
+    One that proved to be of no use serves no further call. Those that it carries get an answer of
+    their own from it first.
+    """
 
     def __init__(self, socket_path: str) -> None:
         self._path = socket_path
         self._lock = threading.Lock()
-        self._link: DaemonLink | None = None
-        self._open = contextlib.ExitStack()
+        self._newest: _Connection | None = None
+        self._open: set[_Connection] = set()
 
     def call(self, method: str, request: bytes, timeout_s: float, metadata: Metadata) -> bytes:
         """The daemon's answer. grpc.RpcError where it refuses, NoDaemonError where it is away."""
-        link = self._linked()
-        try:
-            return _call(link, method, request, timeout_s, metadata)
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                self._forget(link)  # gRPC would look for the next daemon seldom; we do at once
-            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
-                raise
-        # It knows our token no longer: it is another daemon by now, and has done nothing yet.
-        self._forget(link)
-        return _call(self._linked(), method, request, timeout_s, metadata)
+        with self._connected() as connection:
+            try:
+                return _call(connection.link, method, request, timeout_s, metadata)
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    # gRPC would look for the next daemon seldom; we do at once
+                    self._forget(connection)
+                if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
+                    raise
+            # It knows our token no longer: it is another daemon by now, and has done nothing yet.
+            self._forget(connection)
+        with self._connected() as connection:
+            return _call(connection.link, method, request, timeout_s, metadata)
 
-    def _linked(self) -> DaemonLink:
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[_Connection]:
+        """The newest connection, for a call."""
         with self._lock:
-            if self._link is None:
-                try:
-                    self._link = self._open.enter_context(
-                        greeted(
-                            self._path,
-                            companion_pb2.PEER_ROLE_TOOL,
-                            "kvd gateway",
-                            CONNECT_SECONDS,
-                        )
-                    )
-                except (OSError, CompanionRefused) as error:
-                    raise NoDaemonError(f"no daemon answers on {self._path}: {error}") from None
-            return self._link
+            connection = self._newest = self._newest or self._connect()
+            connection.calls += 1
+        try:
+            yield connection
+        finally:
+            with self._lock:
+                connection.calls -= 1
+                self._close_unused()
 
-    def _forget(self, link: DaemonLink) -> None:
+    def _connect(self) -> _Connection:
+        ends = contextlib.ExitStack()
+        try:
+            link = ends.enter_context(
+                greeted(self._path, companion_pb2.PEER_ROLE_TOOL, "kvd gateway", CONNECT_SECONDS)
+            )
+        except (OSError, CompanionRefused) as error:
+            raise NoDaemonError(f"no daemon answers on {self._path}: {error}") from None
+        connection = _Connection(link, ends)
+        self._open.add(connection)
+        return connection
+
+    def _forget(self, connection: _Connection) -> None:
         """Unless another call has done so, and there is a newer one."""
         with self._lock:
-            if self._link is link:
-                self._unlink()
+            if self._newest is connection:
+                self._newest = None
 
-    def _unlink(self) -> None:
-        self._link = None
-        self._open.close()
+    def _close_unused(self) -> None:
+        for connection in [each for each in self._open if not each.calls]:
+            if connection is not self._newest:
+                self._open.remove(connection)
+                connection.ends.close()
 
     def close(self) -> None:
+        """Close every connection; calls under way end as cancelled."""
         with self._lock:
-            self._unlink()
+            self._newest = None
+            for connection in self._open:
+                connection.ends.close()
+            self._open.clear()
 
 
 def _call(

@@ -25,7 +25,12 @@ from kvd.gateway.server import (
     MAX_MESSAGE_BYTES,
     MAX_STREAMS,
 )
-from kvd.gateway.servicer import CALLS_FOR_OPERATORS, MAX_CALLS_AT_ONCE, MESSAGE_SECONDS
+from kvd.gateway.servicer import (
+    CALLS_FOR_OPERATORS,
+    MAX_CALLS_AT_ONCE,
+    MAX_CALLS_OF_A_CALLER,
+    MESSAGE_SECONDS,
+)
 from kvd_proto.v1 import operator_pb2 as pb
 from kvd_proto.v1 import operator_pb2_grpc
 from tests.control.daemon_rig import RunningDaemon, daemon
@@ -171,6 +176,25 @@ def test_it_finds_the_next_daemon_by_itself(authority: Authority, tmp_path: Path
                 running.kill()
                 running.start()  # nobody asked in between: it holds the old one's token
                 assert status_of(stub).state == "ready"
+        finally:
+            assert gateway.end() == 0
+
+
+def test_calls_at_once_all_find_the_next_daemon(authority: Authority, tmp_path: Path) -> None:
+    with daemon() as running:
+        gateway = GatewayProcess(tmp_path, authority, running.socket, "")
+        try:
+            with gateway.called_by(authority.vouch("bob")) as stub:
+                first = status_of(stub).incarnation
+                running.kill()
+                running.start()  # all of them hold the old one's token
+                calls = [
+                    stub.Status.future(pb.StatusRequest(), timeout=CALL_SECONDS)
+                    for _ in range(MAX_CALLS_OF_A_CALLER)
+                ]
+                found = {call.result().incarnation for call in calls}
+            assert len(found) == 1
+            assert first not in found
         finally:
             assert gateway.end() == 0
 
