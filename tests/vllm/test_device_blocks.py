@@ -122,6 +122,21 @@ def test_a_block_that_was_used_again_and_is_near_once_more_is_named_again() -> N
     assert near(device) == [2, 1]
 
 
+def test_a_near_block_that_was_not_stored_is_named_again_once_the_queue_has_moved() -> None:
+    pool = Pool(64)
+    device = bound(pool, depth=16)
+    for first in range(1, 65, 8):
+        pool.run(range(first, first + 8), device)
+    found = device.near()
+    device.deal_with(found)
+    refused = dict(found[-4:])
+    device.not_stored(list(dict(found)), refused.values())
+    assert device.near() == []  # or an engine that only stores would never rest
+    for block in range(101, 106):
+        pool.run([block], device)
+    assert set(refused.items()) < set(device.near())
+
+
 def test_a_block_that_is_named_and_was_never_computed_is_not_stored() -> None:
     """VLLM names it when it schedules; its request was preempted before it ran."""
     pool = Pool(2)

@@ -1,18 +1,22 @@
-"""Blocks that a store left to another engine's: told as stored only where the daemon has them."""
+"""Blocks that a store left out: told as stored only where the daemon has them, and stored later."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
+from kvd_client.draft import StepDraft
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
+from kvd_client.integrations.vllm.scheduling.steps import StepSender
 
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
 CONTEXT = ReqContext(req_id="r")
+ROOM = 2
 
 
 def answers_that_see(shown: list[OffloadKey] | None) -> KvdManager:
@@ -24,7 +28,10 @@ def answers_that_see(shown: list[OffloadKey] | None) -> KvdManager:
     if shown is not None:
         on_page = {bytes(key)[:32] for key in shown}
         session = SimpleNamespace(
-            store_threshold=1, shows=lambda _group, _account, block_hash: block_hash in on_page
+            store_threshold=1,
+            shows=lambda _group, _account, block_hash: block_hash in on_page,
+            present=lambda _group, _account, hashes: np.array([h in on_page for h in hashes]),
+            room=lambda _group: ROOM,
         )
         made._enter_open_session = lambda: session  # type: ignore[method-assign]
     made.on_new_request(CONTEXT)
@@ -44,3 +51,38 @@ def test_only_what_the_page_shows_is_told_as_stored(
     manager.complete_store(KEYS, CONTEXT)
     told = [key for event in manager.take_events() for key in event.keys]
     assert told == (shown or [])
+
+
+def test_of_blocks_that_leave_the_device_those_without_room_wait() -> None:
+    manager = answers_that_see(KEYS[:1])
+    manager.steps = cast(StepSender, SimpleNamespace(is_full=False, draft=StepDraft()))
+    near = list(enumerate(reversed(KEYS), 1))  # the tail leaves first
+    job = manager.prepare_leaving(near, number=1)
+    assert job is not None
+    assert (job.keys, job.engine_blocks, job.cut) == (KEYS[1:3], [3, 2], {KEYS[3]})
+
+
+@pytest.mark.parametrize(
+    ("failed", "left", "missing"),
+    [(True, False, set(KEYS[1:3])), (False, True, {KEYS[2]}), (False, False, set())],
+    ids=["refused", "left to another", "stored"],
+)
+def test_of_blocks_that_left_the_device_those_not_stored_are_named(
+    failed: bool, left: bool, missing: set[OffloadKey]
+) -> None:
+    manager = answers_that_see([])
+    manager.steps = cast(StepSender, SimpleNamespace(is_full=False, draft=StepDraft()))
+    job = manager.prepare_leaving([(2, KEYS[1]), (3, KEYS[2])], number=1)
+    assert job is not None
+    manager = answers_that_see(KEYS[:2])
+    assert manager.end_leaving(job, failed=failed, left=left) == missing
+
+
+@pytest.mark.parametrize("attempts_before", [0, 2])
+def test_a_store_that_failed_is_offered_again_some_times(attempts_before: int) -> None:
+    manager = answers_that_see([])
+    tracked = manager.tracked(CONTEXT)
+    tracked.request.failed_stores = attempts_before
+    assert manager.fail_stores(tracked, KEYS) == (attempts_before == 0)
+    tracked.has_ended = True
+    assert not manager.fail_stores(tracked, KEYS)

@@ -14,7 +14,7 @@ store before the step computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from vllm.config import VllmConfig
@@ -42,6 +42,7 @@ class LeavingJob:
     keys: list[OffloadKey]
     engine_blocks: list[int]
     runs: list[BlockRun]
+    cut: set[OffloadKey]  # found no room yet
 
 
 class BlocksOnDevice:
@@ -111,6 +112,14 @@ class BlocksOnDevice:
         """These are being stored, or the daemon has them; so they stay until they are used."""
         self._dealt_with.update(near)
         self._left -= len(near)
+
+    def not_stored(self, engine_blocks: Sequence[int], keys: Collection[OffloadKey]) -> None:
+        """These were not, after all. They are when the queue is looked at again, not before: a
+        store that is refused always must keep no engine stepping.
+        """
+        for block in engine_blocks:
+            if self._dealt_with.get(block) in keys:
+                del self._dealt_with[block]
 
     def clear(self) -> None:
         """The cache was reset: nothing that was computed before is to be stored."""

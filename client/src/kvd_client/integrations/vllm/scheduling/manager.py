@@ -309,10 +309,10 @@ class KvdManager(OffloadingManager):
             rows = blocks[first : first + len(hashes)]
             runs.append(BlockRun(self.groups[group].index, 0, hashes, rows))
             first += len(hashes)
-        return LeavingJob(tracked, wanted, blocks, runs)
+        return LeavingJob(tracked, wanted, blocks, runs, cut=set(keys).difference(wanted, there))
 
-    def end_leaving(self, job: LeavingJob, *, failed: bool, left: bool) -> None:
-        """Every rank has spoken of it."""
+    def end_leaving(self, job: LeavingJob, *, failed: bool, left: bool) -> set[OffloadKey]:
+        """Every rank has spoken of it; which of its blocks are not stored."""
         if failed:
             self.fail_stores(job.tracked, job.keys)
         elif left:
@@ -321,6 +321,12 @@ class KvdManager(OffloadingManager):
         stored = [key for key in job.keys if key not in self._failed]
         if stored and self._events is not None:
             self._events.append(OffloadingEvent(stored, Medium.CPU, removed=False))
+        return set(job.keys).difference(stored)
+
+    def take_cut(self) -> list[tuple[str, set[OffloadKey]]]:
+        """Whose blocks the step leaves out, for there was room for those before them only."""
+        cut, self._stores.cut = self._stores.cut, []
+        return cut
 
     def leave_out_gaps(self, is_whole: IsWhole) -> None:
         """Ask this before any block is stored; without it all of them are whole."""
@@ -350,14 +356,14 @@ class KvdManager(OffloadingManager):
             self._events.append(OffloadingEvent(stored, Medium.CPU, removed=False))
 
     def fail_stores(self, tracked: TrackedRequest, keys: Collection[OffloadKey]) -> bool:
-        """VLLM will complete these as if they were stored; they were not.
+        """VLLM will complete these as if they were stored, and they were not.
 
-        True: offer them again, for what a request-level store leaves must be whole.
+        True: offer them again.
         """
         self._failed.update(keys)
         self.stats.counts[FAILED_STORES] += len(keys)
         request = tracked.request
-        if not request.request_level or tracked.has_ended:
+        if tracked.has_ended:
             return False
         return request.store_attempt_failed(self._options)
 

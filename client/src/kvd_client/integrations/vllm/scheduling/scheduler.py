@@ -207,6 +207,9 @@ class KvdConnectorScheduler(OneGroupScheduler):
     def request_finished(self, request: Request, *tables: Any) -> Any:
         self._prompt_times.ended(request, self.manager.pace)
         self._next_look.pop(request.request_id, None)
+        for _, status, keys in self._left:
+            if status.req is request:
+                self._rewind(status, keys)
         return super().request_finished(request, *tables)
 
     # -- the step ---------------------------------------------------------------------------
@@ -214,6 +217,9 @@ class KvdConnectorScheduler(OneGroupScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvdConnectorMetadata:
         self._offer_left_again()
         made = super().build_connector_meta(self._without_reloaded(scheduler_output))
+        for req_id, keys in self.manager.take_cut():
+            if req_id in self._req_status:
+                self._offer_later(self._req_status[req_id], keys)
         jobs = self._join(made)
         self._store_leaving(jobs)
         has_run = scheduler_output.total_num_scheduled_tokens > 0
@@ -344,7 +350,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
         job = self.manager.prepare_leaving(near, number)
         if job is None:
             return
-        self._device.deal_with(near)
+        self._device.deal_with([each for each in near if each[1] not in job.cut])
         if not job.keys:
             return
         self._device.jobs[number] = job
@@ -460,7 +466,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
         assert self._device is not None
         job = self._device.jobs.pop(job_id)
         self._remove_pending_job(job_id, job.engine_blocks)
-        self.manager.end_leaving(job, failed=failed, left=left)
+        missing = self.manager.end_leaving(job, failed=failed, left=left)
+        self._device.not_stored(job.engine_blocks, missing)
 
     def _fail(self, job_id: int) -> None:
         """All ranks have spoken, and one of them had no success."""
@@ -472,8 +479,12 @@ class KvdConnectorScheduler(OneGroupScheduler):
         if not job.is_store:
             self.manager.fail_load(tracked)
             return
-        if self.manager.fail_stores(tracked, job.keys):
-            self._rewind(status, job.keys)
+        if not self.manager.fail_stores(tracked, job.keys):
+            return
+        if tracked.request.request_level:
+            self._rewind(status, job.keys)  # it must be whole when it ends
+        else:
+            self._offer_later(status, job.keys)
 
     def _leave(self, job_id: int) -> None:
         """The job has ended, but some of its blocks were left to another engine's store."""
@@ -483,10 +494,14 @@ class KvdConnectorScheduler(OneGroupScheduler):
         status = self._req_status[job.req_id]
         missing = self.manager.leave_stores(self.manager.tracked(status.req_context), job.keys)
         if missing:
-            self._left.append((time.monotonic() + WAIT_S, status, missing))
+            self._offer_later(status, missing)
+
+    def _offer_later(self, status: RequestOffloadState, keys: set[OffloadKey]) -> None:
+        """When there may be room, or another's store has ended; at the request's end at last."""
+        self._left.append((time.monotonic() + WAIT_S, status, keys))
 
     def _offer_left_again(self) -> None:
-        """Blocks whose other store has had its time: the planner passes over those there by now."""
+        """Blocks that have had their time: the planner passes over those there by now."""
         while self._left and self._left[0][0] <= time.monotonic():
             _, status, missing = self._left.popleft()
             if not self.manager.tracked(status.req_context).has_ended:

@@ -89,6 +89,8 @@ class StorePlanner:
         self._stats = stats
         self._storing: set[OffloadKey] = set()
         self._probed: dict[OffloadKey, bool] = {}  # for this step's offers
+        # Of this step: whose blocks found no room, but the ones before them did.
+        self.cut: list[tuple[str, set[OffloadKey]]] = []
         self.budget = StepBudget()
         self.is_whole: IsWhole | None = None
 
@@ -125,7 +127,9 @@ class StorePlanner:
             self._stats.counts[NO_ROOM] += 1
             return None
         if room < len(wanted) and tracked.policy is OffloadPolicy.CHUNK_LEVEL:
-            wanted = _heads(wanted, parts, self.budget, self._groups)
+            offered, wanted = wanted, _heads(wanted, parts, self.budget, self._groups)
+            self.cut.append((tracked.request.request_id, set(offered).difference(wanted)))
+            self._stats.counts[NO_ROOM] += 1
             parts = list(by_group(wanted))
         self._stats.note_allocation(len(wanted))
         self._storing.update(wanted)
@@ -136,7 +140,7 @@ class StorePlanner:
     ) -> tuple[list[OffloadKey], list[OffloadKey]] | None:
         """Of blocks that may leave the device those to store, and those that the daemon has.
 
-        Sorted by group, in the order given. None: no room now.
+        Sorted by group, in the order given. None: no room now. The others find no room yet.
         """
         there: list[OffloadKey] = []
         wanted: list[OffloadKey] = []
@@ -153,6 +157,7 @@ class StorePlanner:
             self._stats.counts[NO_ROOM] += 1
             return None
         if room < len(wanted):
+            self._stats.counts[NO_ROOM] += 1
             wanted = _heads(wanted, parts, self.budget, self._groups)
         self._stats.note_allocation(len(wanted))
         self._storing.update(wanted)
@@ -189,8 +194,8 @@ class StorePlanner:
             self._probed.update(zip((keys[place] for place in places), flags, strict=True))
 
     def next_step(self) -> None:
-        """What was probed and taken of the limits was this step's."""
-        self.budget, self._probed = StepBudget(), {}
+        """What was probed, taken of the limits and cut was this step's."""
+        self.budget, self._probed, self.cut = StepBudget(), {}, []
 
     def ended(self, keys: Collection[OffloadKey]) -> None:
         """These are not on their way any more."""
