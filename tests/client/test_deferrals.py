@@ -53,3 +53,20 @@ def test_a_preempted_request_does_not_wait_for_ever_for_its_own_store() -> None:
     rig.now += 2.1
     rig.step()
     assert rig.ask("r") == 0
+
+
+def test_a_hit_does_not_wait_for_ever_for_a_free_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvd_client.scheduler.sent_jobs.MAX_JOBS_IN_FLIGHT", 1)
+    rig = Rig(options=SchedulerOptions(pending_deadline_s=2.0))
+    rig.arrive("w", 3 * TOKENS, prefix="q")
+    assert rig.ask("w") == 0
+    rig.allocate("w", [blocks(0, 3)])
+    [store] = rig.step(("w", [blocks(0, 3)], 3 * TOKENS)).stores
+    rig.holds("p", 3 * TOKENS)
+    rig.arrive("r", 4 * TOKENS)
+    assert rig.ask("r") is None
+    rig.now += 2.1
+    rig.step()
+    assert rig.ask("r") == 0
+    rig.report(store)
+    assert rig.ask("r") == 3 * TOKENS

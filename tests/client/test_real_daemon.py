@@ -7,6 +7,7 @@ import time
 import pytest
 
 from kvd_client import ScheduledRequest, StepPlan
+from kvd_client.connection import MAX_QUEUED_MESSAGES
 from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft
 from kvd_proto.limits import MAX_PARTS_PER_STEP
 from kvd_proto.v1 import common_pb2
@@ -71,6 +72,33 @@ def test_a_load_submitted_before_a_kill_fails_once_its_mover_is_dead(
     engine.step_until_loaded("b")
     assert engine.failed_loads == {"b"}
     assert engine.scheduler.get_num_new_matched_tokens("b", 0) == 0
+
+
+def test_a_hit_goes_without_while_a_frozen_daemon_ends_no_job(
+    daemon: DaemonProcess, start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine(**IMPATIENT)
+    engine.store("a", "hello", 8)
+    monkeypatch.setattr("kvd_client.scheduler.sent_jobs.MAX_JOBS_IN_FLIGHT", 1)
+    table = [list(range(100, 108))]
+    engine.arrive("storing", "other", 8)
+    engine.arrive("b", "hello", 12)
+    assert engine.match("b") == 8 * TOKENS
+    daemon.freeze()
+    plan = engine.scheduler.build_step([ScheduledRequest("storing", table, 8 * TOKENS)])
+    assert plan.stores
+    for _ in range(MAX_QUEUED_MESSAGES // 2):  # with all of them the session would be given up
+        answer = engine.scheduler.get_num_new_matched_tokens("b", 0)
+        if answer is not None:
+            break
+        engine.step()
+        time.sleep(0.01)
+    assert answer == 0
+    daemon.thaw()
+    engine.ranks[0].worker.start_step(plan)
+    engine.ranks[0].worker.finish_step(plan)
+    engine.scheduler.request_finished("storing", table)
+    engine.step_until_idle()
 
 
 def test_a_frozen_daemon_never_holds_a_step_up_for_long(

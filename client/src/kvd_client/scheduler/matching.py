@@ -63,7 +63,11 @@ class Matcher:
         if found is None or found <= num_computed_tokens:
             return found
         if self._jobs.free < self._parts(num_computed_tokens, found):
-            return None  # some of those in flight end first
+            if request.no_job_since_s is None:
+                request.no_job_since_s = now
+            # Some of those in flight end first, unless the daemon hangs: then it is computed.
+            return None if now - request.no_job_since_s < deadline_s else num_computed_tokens
+        request.no_job_since_s = None
         if not self._options.share_loads:
             return found
         request.awaited_load = self._loader(request, num_computed_tokens, found)

@@ -47,7 +47,8 @@ class SchedulerOptions:
     lookup_give_up_s: float = 0.1  # a lookup may go unanswered for so long, whatever it is worth
     miss_ttl_s: float = 0.05  # a miss as old as this is probed for again when asked again
     retry_deadline_s: float = 0.1  # how long RETRY may defer a request, whatever it is worth
-    # How long PENDING, its own stores, or another request's load of the same may defer it.
+    # How long PENDING, its own stores, another request's load of the same, or too many jobs in
+    # flight may defer it.
     pending_deadline_s: float = 2.0
     # All three go on while computing what the page shows would take longer, so long at most.
     patience_s: float = 10.0

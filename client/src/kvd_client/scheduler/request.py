@@ -82,6 +82,7 @@ class Request:
     loading_job: int = 0
     store_jobs: set[int] = field(default_factory=set)
     storing_since_s: float | None = None  # since when they have deferred it
+    no_job_since_s: float | None = None  # since when too many in flight have deferred its load
     failed_stores: int = 0
     request_level: bool = False
     stores_end: bool = False  # its KV is of before a reset: never store it
@@ -113,6 +114,7 @@ class Request:
         self.known_hashes = ()
         self.awaited_load = 0
         self.sharing_since_s = None
+        self.no_job_since_s = None
 
     def _sure_tokens(self, widths: Sequence[int]) -> int:
         """Tokens that the last step had, without drafts that may have been counted as computed:
