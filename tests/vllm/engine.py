@@ -105,11 +105,16 @@ class Engine:
         return answers
 
     def submit(
-        self, prompt: Prompt, max_tokens: int = 12, transfer: dict[str, Any] | None = None
+        self,
+        prompt: Prompt,
+        max_tokens: int = 12,
+        transfer: dict[str, Any] | None = None,
+        name: str = "",
     ) -> str:
-        """Give the engine a request and go on; returns its id."""
-        request = f"request-{next(self._numbers)}"
+        """Give the engine a request and go on; returns its id: `name`, or else a new one."""
+        request = name or f"request-{next(self._numbers)}"
         self._tokens[request] = ()
+        self._answers.pop(request, None)
         self._tell(
             "submit", request=request, prompt=prompt, max_tokens=max_tokens, transfer=transfer
         )

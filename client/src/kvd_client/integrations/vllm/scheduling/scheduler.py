@@ -90,6 +90,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
         self._left: deque[tuple[float, RequestOffloadState, set[OffloadKey]]] = deque(
             maxlen=MAX_DOUBTS
         )
+        self._ended_before: dict[str, str] = {}  # by its name now: the id that another one has
+        self._names_given = itertools.count(1)
         self._named_inputs = NamedInputs()
         self._prompt_times = PromptTimes(time.monotonic)
         # Dense, as kvd wants them, and in the order in which a step names them.
@@ -135,12 +137,41 @@ class KvdConnectorScheduler(OneGroupScheduler):
     # -- arrival and lookup -----------------------------------------------------------------
 
     def on_new_request(self, request: Request) -> None:
+        self._rename_ended(request.request_id)
         super().on_new_request(request)
         if request.mm_features:
             self._named_inputs.look_at(request)
         if not request.skip_reading_prefix_cache:
             context = self._req_status[request.request_id].req_context
             self.manager.arrive(context, self._prompt(request))
+
+    def _rename_ended(self, req_id: str) -> None:
+        """Give an ended request another name where its id comes again before all of it is stored.
+
+        vLLM makes ids unique, unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set.
+        """
+        ended = self._req_status.pop(req_id, None)
+        if ended is None:
+            return
+        name = f"{req_id}#{next(self._names_given)}"
+        self._req_status[name] = ended
+        ended.req_context.req_id = name
+        for job_id in ended.transfer_jobs:
+            self._jobs[job_id].req_id = name
+        if not ended.finished_signaled:
+            self._ended_before[name] = req_id
+
+    def _with_renamed(self, scheduler_output: SchedulerOutput) -> SchedulerOutput:
+        """The step, whose ended requests have the names that they have here."""
+        renamed, self._ended_before = self._ended_before, {}
+        if not renamed:
+            return scheduler_output
+        finished = scheduler_output.finished_req_ids | renamed.keys()
+        for req_id in renamed.values():
+            status = self._req_status.get(req_id)
+            if status is None or not status.req.is_finished():
+                finished.discard(req_id)
+        return replace(scheduler_output, finished_req_ids=finished)
 
     def _prompt(self, request: Request, computed_tokens: int = 0) -> Prompt:
         hashes = [
@@ -216,7 +247,9 @@ class KvdConnectorScheduler(OneGroupScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KvdConnectorMetadata:
         self._offer_left_again()
-        made = super().build_connector_meta(self._without_reloaded(scheduler_output))
+        made = super().build_connector_meta(
+            self._with_renamed(self._without_reloaded(scheduler_output))
+        )
         for req_id, keys in self.manager.take_cut():
             if req_id in self._req_status:
                 self._offer_later(self._req_status[req_id], keys)
