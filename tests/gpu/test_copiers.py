@@ -221,6 +221,38 @@ def test_one_attribute_is_for_all_copies_and_says_when_sources_may_be_read(
     assert refusing.given == [([16, 32], order, 0, 1, 0x5000)]
 
 
+# -- addresses ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unreached(rig: Rig, driver: Driver) -> Driver:
+    """A device that has other addresses for registered host memory than the host."""
+    del rig
+    if not driver.is_fake:
+        pytest.skip("a real device is as it is")
+    driver.inject("host_pointer", usable=0)
+    return driver
+
+
+@pytest.mark.parametrize("name", ["batch", "kernel"])
+def test_a_device_with_other_addresses_gets_no_copier_that_sends_it_the_hosts(
+    unreached: Driver, name: str
+) -> None:
+    from kvd.mover.cuda.copiers import CopierUnavailable, make_copier
+
+    with pytest.raises(CopierUnavailable, match="can't reach registered host memory"):
+        make_copier(name, GPU)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["plain", "strided"])
+def test_single_copies_find_registered_memory_whatever_its_address(
+    unreached: Driver, rig: Rig, name: str, kind: JobKind
+) -> None:
+    rig.check(name, kind, runs_in(rig, PADDED, [5, 6, 2]))
+    assert unreached.counters()["violations"] == 0
+
+
 # -- strided copies -------------------------------------------------------------------------
 
 

@@ -238,6 +238,20 @@ def test_a_batch_goes_from_its_last_copy_to_its_first(memory: DeviceMemory) -> N
     memory.free(device)
 
 
+def test_a_batch_of_memory_that_the_device_reaches_by_another_address_is_an_error_that_stays(
+    driver: Driver, memory: DeviceMemory
+) -> None:
+    device, stream = memory.allocate(MIB), new_stream(memory)
+    driver.inject("host_pointer", usable=0)
+    with Pinned(memory, mmap.PAGESIZE) as host:
+        batch(memory, [(device, host.address, 8)], stream)
+        with pytest.raises(DriverError) as lost:
+            memory.call("cuStreamSynchronize", stream)
+        assert lost.value.code == ILLEGAL_ADDRESS
+        assert driver.counters()["bad_batches"] == 1
+        driver.reset()
+
+
 def test_an_older_driver_has_the_older_batch_or_none(driver: Driver, memory: DeviceMemory) -> None:
     def entry(version: int) -> int | None:
         address, found = c_void_p(), c_int()

@@ -137,15 +137,3 @@ def test_lists_are_used_again_once_their_copies_have_run(rig: Rig) -> None:
 def test_a_list_has_room_for_any_number_of_stretches(rig: Rig) -> None:
     places = [(16 * n, 16 * n, 8) for n in range(20_000)]
     rig.check("kernel", JobKind.STORE, stretches(rig, places))
-
-
-def test_a_device_that_cant_reach_host_memory_by_its_address_gets_no_kernel(
-    driver: Driver, rig: Rig
-) -> None:
-    if not driver.is_fake:
-        pytest.skip("a real device is as it is")
-    from kvd.mover.cuda.copiers import CopierUnavailable, make_copier
-
-    driver.inject("host_pointer", usable=0)
-    with pytest.raises(CopierUnavailable, match="can't reach registered host memory"):
-        make_copier("kernel", GPU)

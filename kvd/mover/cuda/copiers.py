@@ -12,6 +12,7 @@ from kvd.core.keys import U64
 from kvd.mover.cuda.batch import BatchCall
 from kvd.mover.cuda.held import HeldUntilPassed
 from kvd.mover.cuda.kernel import CopyKernel, KernelUnavailable
+from kvd.mover.cuda.pinned import UNREACHED, reached_by_host_address
 from kvd.mover.cuda.runs import Runs
 from kvd.mover.layout import GpuConfig
 from kvd_proto.libcuda import libcuda
@@ -59,11 +60,14 @@ def make_copier(name: str, gpu: GpuConfig) -> Copier:
 
 
 class BatchCopier:
-    """One call of the driver for many copies, by its copy engines."""
+    """One call of the driver for many copies, by its copy engines. It needs host memory that the
+    device reaches by the host's own addresses."""
 
     name = BATCH
 
     def __init__(self, gpu: GpuConfig) -> None:
+        if not reached_by_host_address():
+            raise CopierUnavailable(UNREACHED)
         try:
             self._call = BatchCall(libcuda())
         except LookupError as error:

@@ -14,6 +14,7 @@ from cupy.cuda import runtime
 
 from kvd.core.keys import U64
 from kvd.mover.cuda.held import HeldUntilPassed
+from kvd.mover.cuda.pinned import UNREACHED, reached_by_host_address
 
 SOURCE = Path(__file__).with_name("copy_stretches.cu")
 # A block of 1024 threads takes a processor: 8 leave the engine most of what any server's GPU
@@ -73,7 +74,8 @@ class CopyKernel:
     most_stretch_bytes = MOST_STRETCH_BYTES
 
     def __init__(self) -> None:
-        _check_device()
+        if not reached_by_host_address():
+            raise KernelUnavailable(UNREACHED)
         source = SOURCE.read_text()
         self._by_16 = _compiled(source, "copy_by_16")
         self._by_8 = _compiled(source, "copy_by_8")
@@ -117,10 +119,3 @@ def _compiled(source: str, name: str) -> Any:
         # NVRTC is a library of its own: it may be absent, or not fit the driver.
         raise KernelUnavailable(f"the copy kernel can't be compiled: {error}") from error
     return kernel
-
-
-def _check_device() -> None:
-    """Host memory must have the same address for the device as for us."""
-    attribute = runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
-    if not runtime.deviceGetAttribute(attribute, runtime.getDevice()):
-        raise KernelUnavailable("the device can't reach registered host memory by its address")

@@ -205,6 +205,16 @@ static CUresult check(const struct copies *copies, bool *pageable) {
     return result;
 }
 
+/* A batch's addresses go to the device as they are. */
+static bool all_reached(const struct copies *copies) {
+    for (size_t i = 0; i < copies->count; i++) {
+        const struct rectangle *of = &copies->rectangles[i];
+        if (!is_device_address(of->to) && !is_reached(of->to)) return false;
+        if (!is_device_address(of->from) && !is_reached(of->from)) return false;
+    }
+    return true;
+}
+
 static CUresult read_early(struct queued *queued) {
     size_t bytes = 0;
     for (size_t i = 0; i < queued->count; i++) bytes += queued->rectangles[i].width;
@@ -255,6 +265,7 @@ CUresult submit(CUstream stream, const struct copies *copies) {
     struct queued *queued = queue_of(copies, !pageable && !copies->sources_early);
     if (queued == NULL) return CUDA_ERROR_OUT_OF_MEMORY;
     queued->injected = injected;
+    if (copies->any_order && !all_reached(copies)) queued->injected = lost(BAD_BATCHES);
     if (copies->sources_early) result = read_early(queued);
     if (result == CUDA_SUCCESS) return enqueue(stream, &queued->step, copies->wait || pageable);
     drop_copies(&queued->step);

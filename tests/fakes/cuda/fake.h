@@ -127,6 +127,7 @@ CUresult take_and_map(struct range *range, enum kind kind, int handle_types);
 
 enum pinned { PAGEABLE, PINNED, PARTLY_PINNED };
 enum pinned how_pinned(uint64_t address, size_t bytes);
+bool is_reached(uint64_t address);
 bool registration_of(uint64_t address, uint64_t *base, size_t *bytes);
 
 /* -- stream.c: queues, each with a thread ---------------------------------------------------- */

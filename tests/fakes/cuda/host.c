@@ -47,6 +47,18 @@ enum pinned how_pinned(uint64_t address, size_t bytes) {
     return how;
 }
 
+/* Where the device has addresses of its own for registered memory, those of the host name nothing
+ * there; memory that the driver allocated has the same on both sides. */
+bool is_reached(uint64_t address) {
+    if (setting(HOST_POINTER_USABLE)) return true;
+    pthread_rwlock_rdlock(&lock);
+    int place = place_of(address);
+    bool reached = place < registration_count && registrations[place].base <= address &&
+                   registrations[place].allocated;
+    pthread_rwlock_unlock(&lock);
+    return reached;
+}
+
 bool registration_of(uint64_t address, uint64_t *base, size_t *bytes) {
     pthread_rwlock_rdlock(&lock);
     int place = place_of(address);
