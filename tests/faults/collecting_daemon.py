@@ -20,7 +20,7 @@ VARIABLE = "KVD_TEST_GARBAGE"  # the file that it goes to; the same with .asked 
 
 
 def answer() -> None:
-    """Collect whenever that is asked for, and write a line for each type: how many, and its name."""
+    """Collect whenever that is asked for, and write how many of each type there were."""
     path = Path(os.environ[VARIABLE])
     asked, made = path.with_suffix(".asked"), path.with_suffix(".made")
     while True:
