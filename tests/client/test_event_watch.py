@@ -225,6 +225,27 @@ def test_block_that_is_announced_before_the_stream_says_so_is_not_told(stream: S
     assert removed_from_host(stream.watch) == [KEY]
 
 
+def test_a_copy_that_is_announced_before_the_one_before_is_told_as_removed_is_there(
+    stream: Stream,
+) -> None:
+    stream.watch.announce([KEY])
+    stream.tell("STORED", KEY)
+    assert stream.watch.announce([KEY]) == []  # it went meanwhile, and came again
+    stream.tell("REMOVED", KEY)
+    stream.tell("STORED", KEY)
+    stream.now = event_watch.DOUBT_S
+    assert removed_from_host(stream.watch) == []
+    stream.tell("REMOVED", KEY)
+    assert removed_from_host(stream.watch) == [KEY]
+
+
+def test_a_block_in_doubt_goes_with_a_cleared_namespace(stream: Stream) -> None:
+    stream.tell("REMOVED", KEY)
+    stream.watch.announce([KEY])
+    stream.tell("CLEARED")
+    assert removed_from_host(stream.watch) == [KEY]
+
+
 def test_removals_in_other_epochs_are_not_told(stream: Stream) -> None:
     stream.watch.announce([KEY])
     stream.tell("REMOVED", KEY, epoch="other")

@@ -46,3 +46,12 @@ def test_what_was_said_before_is_not_said_again(events: KvEvents) -> None:
     assert [e.keys for e in events.pass_on([stored])] == [[ONE]]
     assert [e.keys for e in events.pass_on([both])] == [[TWO]]
     assert events.pass_on([both]) == []
+
+
+def test_the_end_of_a_copy_is_told_before_the_next_copy_of_its_block(
+    events: KvEvents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    news = [News(HOST, removed=True, keys=OURS[:1])]
+    monkeypatch.setattr(EventWatch, "take", lambda _: [news.pop()] if news else [])
+    told = events.pass_on([OffloadingEvent([ONE], Medium.CPU, removed=False)])
+    assert [(e.keys, e.removed) for e in told] == [([ONE], True), ([ONE], False)]

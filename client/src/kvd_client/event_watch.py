@@ -68,7 +68,7 @@ class EventWatch:
         self._program = program
         self._clock = clock
         self._lock = threading.Lock()  # held for microseconds
-        self._tracked: dict[Key, None] = {}
+        self._tracked: dict[Key, bool] = {}  # whether announced again: it may be a later copy
         self._gone: dict[Key, None] = {}
         self._doubtful: dict[Key, float] = {}  # announced after a removal: of then or of now?
         self._news = NewsList()
@@ -106,12 +106,13 @@ class EventWatch:
         with self._lock:
             for key in keys:
                 if key in self._tracked:
+                    self._tracked[key] = True
                     continue
                 fresh.append(key)
                 if key in self._gone:
                     self._doubtful[key] = self._clock() + DOUBT_S
                 else:
-                    self._tracked[key] = None
+                    self._tracked[key] = False
                 self._tiers.announced(key)
             self._bound_tracked()
         return fresh
@@ -148,7 +149,7 @@ class EventWatch:
             self._news.add(HOST, oldest, removed=True)
 
     def _lose_all(self) -> None:
-        for key in self._tracked:
+        for key in (*self._tracked, *self._doubtful):
             self._news.add(HOST, key, removed=True)
         self._tiers.lose_all()
         self._clear()
@@ -250,7 +251,10 @@ class EventWatch:
                 if reading.turn != self._turn:
                     return
                 for key in keys[start : start + KEYS_AT_ONCE]:
-                    if key in self._tracked:
+                    if self._tracked.get(key):  # of the copy before, or of this one?
+                        del self._tracked[key]
+                        self._doubtful[key] = self._clock() + DOUBT_S
+                    elif key in self._tracked:
                         del self._tracked[key]
                         self._news.add(HOST, key, removed=True)
                     elif self._doubtful.pop(key, None) is not None:
@@ -269,9 +273,9 @@ class EventWatch:
                 for key in keys[start : start + KEYS_AT_ONCE]:
                     self._gone.pop(key, None)
                     if self._doubtful.pop(key, None) is not None:
-                        self._tracked[key] = None
+                        self._tracked[key] = False
                     elif key not in self._tracked and self._tiers.holds(key):
-                        self._tracked[key] = None  # brought up
+                        self._tracked[key] = False  # brought up
                         self._news.add(HOST, key, removed=False)
                 self._bound_tracked()
 

@@ -50,7 +50,8 @@ class KvEvents:
         session = self._session()
         if session is not None:
             self._watch.follow(session.namespace_id, session.epoch)
-        events: list[OffloadingEvent] = []
+        earlier = self._watch.take() if announced else []  # of copies before those announced now
+        events = [self._event_of(news) for news in earlier]
         for event in announced:
             if not event.removed:
                 fresh = self._watch.announce(_renumbered(event.keys, self._ours))
