@@ -269,6 +269,17 @@ class Cuda:
         self.call("cuMemAlloc_v2", byref(address), size)
         return address.value
 
+    def fill(self, address: int, value: int, size: int) -> None:
+        """Set device memory; it is so once this returns, for other streams and processes too."""
+        self.call("cuMemsetD8_v2", address, value, size)
+        self.call("cuStreamSynchronize", None)
+
+    def write(self, address: int, host: int, size: int) -> None:
+        """Copy host memory to the device; it is there once this returns, as with `fill`: by itself
+        a copy of pageable memory may end later, and other streams don't wait for it."""
+        self.call("cuMemcpyHtoD_v2", address, host, size)
+        self.call("cuStreamSynchronize", None)
+
     def pinned(self, size: int) -> int:
         """Pinned host memory of our own; its address."""
         address = c_void_p()

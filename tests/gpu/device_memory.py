@@ -111,6 +111,8 @@ class DeviceMemory:
         held = ctypes.create_string_buffer(content, len(content))
         where = c_ulonglong(ctypes.addressof(held))
         self.call("cuMemcpy", c_ulonglong(address), where, c_size_t(len(content)))
+        # From pageable memory the call may return before the last of it has landed.
+        self.call("cuStreamSynchronize", None)
 
     def read(self, address: int, nbytes: int) -> bytes:
         """Bytes of device memory."""

@@ -22,6 +22,7 @@ from tests.gpu.driver import ROOT, Driver, Exporter, ExporterError
 from tests.gpu.test_driver_contract import MIB, Pinned, batch, copy, new_stream, pattern
 
 ILLEGAL_ADDRESS = 700
+NOT_READY = 600
 CUDA_HEADERS = [path.parent for path in sorted(Path("/usr/local").glob("cuda*/include/cuda.h"))]
 
 
@@ -208,6 +209,28 @@ def test_pageable_memory_is_copied_at_once_and_counted(
     assert host.raw == pattern(MIB)  # nobody waited for the stream
     assert driver.counters()["pageable_copies"] == before + 1
     memory.call("cuStreamDestroy_v2", stream)
+    memory.free(device)
+
+
+def test_what_a_waiting_call_writes_to_the_device_may_land_after_it(
+    driver: Driver, memory: DeviceMemory
+) -> None:
+    device, host = memory.allocate(MIB), ctypes.create_string_buffer(pattern(MIB), MIB)
+    source = c_ulonglong(ctypes.addressof(host))
+    writes = {
+        "cuMemcpy": (c_ulonglong(device), source, c_size_t(MIB)),
+        "cuMemsetD8_v2": (c_ulonglong(device), 7, c_size_t(MIB)),
+    }
+    driver.inject("latency", microseconds=50_000)
+    for name, arguments in writes.items():
+        memory.call(name, *arguments)
+        ctypes.memset(host, 0, MIB)  # the source is the caller's again
+        with pytest.raises(DriverError) as under_way:
+            memory.call("cuStreamQuery", None)
+        assert under_way.value.code == NOT_READY
+        memory.call("cuStreamSynchronize", None)
+        expected = pattern(MIB) if name == "cuMemcpy" else bytes([7]) * MIB
+        assert memory.read(device, MIB) == expected
     memory.free(device)
 
 

@@ -179,11 +179,11 @@ class Copying:
         stream = self.stream()
         if case["is_store"]:
             host[:] = 0
-            self._cuda.call("cuMemcpyHtoD_v2", case["device"], told.ctypes.data, size)
+            self._cuda.write(case["device"], told.ctypes.data, size)
             expected, found = told[order], host
         else:
             host[:] = told[order]
-            self._cuda.call("cuMemsetD8_v2", case["device"], 0, size)
+            self._cuda.fill(case["device"], 0, size)
             expected, found = told, np.empty_like(told)
         self.submitter(case, stream)()
         self._cuda.call("cuStreamSynchronize", stream)

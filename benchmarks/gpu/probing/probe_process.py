@@ -134,7 +134,7 @@ class Hands:
         self.cuda.call("cuMemFree_v2", address)
 
     def fill(self, address: int, value: int, size: int) -> None:
-        self.cuda.call("cuMemsetD8_v2", address, value, size)
+        self.cuda.fill(address, value, size)
 
     def sample(self, address: int) -> str:
         """16 bytes there, as hexadecimal digits."""

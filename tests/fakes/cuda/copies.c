@@ -251,6 +251,13 @@ static bool holds_for_good(CUresult code) {
     return code >= 700 || code == CUDA_ERROR_ECC_UNCORRECTABLE;
 }
 
+/* A call that waits gives pageable memory back once the driver has it, not once the device does. */
+static bool lands_later(const struct copies *copies, bool pageable) {
+    const struct rectangle *of = copies->rectangles;
+    return copies->wait && pageable && copies->count == 1 && of->height == 1 &&
+           is_device_address(of->to) && !is_device_address(of->from);
+}
+
 /* Check copies and queue them. Pageable host memory makes the call wait, as a driver's may. */
 CUresult submit(CUstream stream, const struct copies *copies) {
     bool pageable = false;
@@ -262,12 +269,14 @@ CUresult submit(CUstream stream, const struct copies *copies) {
     count(copies->counted_as, 1);
     /* A call that waits anyway says nothing of whether its memory was forgotten. */
     if (pageable && !copies->wait) count(PAGEABLE_COPIES, 1);
+    bool later = lands_later(copies, pageable);
     struct queued *queued = queue_of(copies, !pageable && !copies->sources_early);
     if (queued == NULL) return CUDA_ERROR_OUT_OF_MEMORY;
     queued->injected = injected;
     if (copies->any_order && !all_reached(copies)) queued->injected = lost(BAD_BATCHES);
-    if (copies->sources_early) result = read_early(queued);
-    if (result == CUDA_SUCCESS) return enqueue(stream, &queued->step, copies->wait || pageable);
+    if (copies->sources_early || later) result = read_early(queued);
+    bool wait = !later && (copies->wait || pageable);
+    if (result == CUDA_SUCCESS) return enqueue(stream, &queued->step, wait);
     drop_copies(&queued->step);
     return result;
 }

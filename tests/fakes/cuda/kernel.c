@@ -65,7 +65,7 @@ EXPORT CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t byte
 }
 
 EXPORT CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t bytes) {
-    return fill_with(to, value, bytes, NULL, true);
+    return fill_with(to, value, bytes, NULL, false); /* NVIDIA: asynchronous for the host */
 }
 
 /* -- kernels -- */
