@@ -267,6 +267,8 @@ def main() -> int:
         parser.error(f"no such step: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     chosen = [known[name] for name in options.steps or known]
     print(f"{name}; results go to {results}")
+    if (flaw := places.flaw_of_shared_memory()) is not None:
+        print(f"Expect failures: {flaw}")
     with environment() as variables, (results / "gpu-check.log").open("wb") as log:
         outcomes = run_all(chosen, variables, log, ALL_S * options.patience)
     return report(outcomes, results)

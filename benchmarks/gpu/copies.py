@@ -325,6 +325,9 @@ def main() -> int:
         print(f"no GPU to measure: {reason}", file=sys.stderr)
         return 1
     size = (TINY if options.tiny else QUICK if options.quick else FULL).fitted()
+    if not all(size.totals.values()):
+        print(f"no room to measure in: {places.flaw_of_shared_memory()}", file=sys.stderr)
+        return 1
     cuda = Cuda()
     cuda.open_device()
     found: dict[str, Any] = {}

@@ -14,6 +14,10 @@ from benchmarks.gpu.cuda import Cuda, Failed
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+SHARED_MEMORY = Path("/dev/shm")
+# The largest at once: the mover's extents and a pool of twice as much, with a quarter left.
+NEEDED_BYTES = 8 << 30
+MOUNTS = Path("/proc/mounts")
 
 
 def no_device() -> str | None:
@@ -22,6 +26,25 @@ def no_device() -> str | None:
         return None if Cuda().devices() else "the driver knows of no device"
     except Failed as error:
         return str(error)
+
+
+def flaw_of_shared_memory(
+    folder: Path = SHARED_MEMORY, needed: int = NEEDED_BYTES, mounts: Path = MOUNTS
+) -> str | None:
+    """Why probe, tests and copies will not find what they need in /dev/shm, in one line; None
+    where they will. A driver pins no pages of a disk's files, and a full tmpfs ends its users."""
+    if not folder.is_dir():
+        return f"there is no {folder}: mount -t tmpfs none {folder}"
+    on_it = [line.split() for line in mounts.read_text().splitlines() if f" {folder} " in line]
+    if not on_it or on_it[-1][2] != "tmpfs":
+        return f"{folder} is no tmpfs, whose pages can be pinned: mount -t tmpfs none {folder}"
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        return (
+            f"{folder} has room for {free >> 20} MiB, and {needed >> 20} MiB are needed: "
+            f"mount -o remount,size={needed >> 30}g {folder}"
+        )
+    return None
 
 
 def folder_of(device_name: str) -> Path:

@@ -293,6 +293,26 @@ def test_a_question_that_failed_is_shown_as_failed_and_one_not_asked_as_not_meas
     assert facts.tables("wakes", [MADE_UP]).startswith("Not measured yet")
 
 
+@pytest.mark.parametrize(
+    ("kind", "needed", "says"),
+    [
+        ("tmpfs", 0, None),
+        ("tmpfs", 1 << 60, "mount -o remount,size="),
+        ("overlay", 0, "is no tmpfs"),
+        (None, 0, "is no tmpfs"),
+    ],
+)
+def test_shared_memory_that_will_not_do_is_told_with_what_to_do(
+    tmp_path: Path, kind: str | None, needed: int, says: str | None
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"none {tmp_path} {kind} rw 0 0\n" if kind else "none / overlay rw 0 0\n")
+    flaw = places.flaw_of_shared_memory(tmp_path, needed, mounts)
+    assert (flaw is None) == (says is None)
+    assert says is None or says in str(flaw)
+    assert "there is no" in str(places.flaw_of_shared_memory(tmp_path / "nowhere", 0, mounts))
+
+
 def test_results_lie_in_a_folder_of_the_devices_name() -> None:
     assert places.folder_of("NVIDIA H100 80GB HBM3") == places.RESULTS / "nvidia-h100-80gb-hbm3"
 
