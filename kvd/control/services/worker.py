@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from kvd.control import convert, errors
 from kvd.control.access import descriptors
@@ -69,8 +70,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._engines.forget_if_empty(start)
 
-        # gRPC holds the callback and the call in a circle, until Python's next whole collection.
-        context.add_done_callback(cast("Any", partial(self._answered, mover.mover)))
+        # This task ends when the answer was sent. A callback of the call would be held in a circle
+        # with it, until Python's next whole collection.
+        answering = asyncio.current_task()
+        assert answering is not None
+        answering.add_done_callback(partial(self._answered, mover.mover, context))
         return pb.RegisterRankResponse(
             registration_id=mover.mover,
             mover_pid=mover.pid,
@@ -78,8 +82,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             gpu_context_bytes=mover.facts.gpu.context_bytes if mover.facts.gpu else 0,
         )
 
-    def _answered(self, mover: MoverId, call: Context) -> None:
-        if not call.cancelled():
+    def _answered(self, mover: MoverId, call: Context, answering: asyncio.Task[Any]) -> None:
+        failed = answering.cancelled() or answering.exception() is not None
+        if not failed and not call.cancelled():
             self._engines.answered(mover)
 
     async def UnregisterRank(  # noqa: N802 - gRPC's name

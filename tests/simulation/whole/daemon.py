@@ -86,21 +86,12 @@ class Call:
         self._peer = peer
         self._write = write
         self.is_lost = False
-        self._done: list[Callable[[object], None]] = []
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ((TOKEN_KEY, self._peer.token),)
 
-    def add_done_callback(self, then: Callable[[object], None]) -> None:
-        self._done.append(then)
-
     def cancelled(self) -> bool:
         return self.is_lost
-
-    def end(self) -> None:
-        """The answer was sent, or nobody was there."""
-        for then in self._done:
-            then(self)
 
     async def send_initial_metadata(self, _entries: object) -> None:
         pass
@@ -306,7 +297,6 @@ class SimDaemon:
                 mover = self.movers[MoverId(task.result().registration_id)]
             else:
                 self.check_refusal(error)
-        call.end()
         if not call.is_lost:
             self.loop.outside(0.001, then, mover)
 

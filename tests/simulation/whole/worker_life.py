@@ -66,7 +66,6 @@ def unregister(world: World, engine: RawEngine, rank: int) -> None:
     def answered(done: asyncio.Task[Any]) -> None:
         if done.cancelled() or daemon.is_gone:
             return
-        call.end()
         error = done.exception()
         if error is None:
             memory.is_withdrawn = True
