@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 TICK_SECONDS = 0.25
 ROOMS_AT_ONCE = 128  # groups whose room is published in one turn of the event loop
 ZERO_AGAIN_SECONDS = 1.0  # after a row could not be zeroed
+MOVERS_END_S = 5.0  # for the movers to end when the daemon does
 
 
 @dataclass(frozen=True, slots=True)
@@ -535,10 +536,19 @@ class Driver:
         return await self.jobs.wait_for_all(deadline_s)
 
     async def close(self) -> None:
-        """End every mover, then the pool's mappings. The cache itself stays in its files."""
-        await asyncio.gather(
-            *(self.end_rank(mover, "the daemon is stopping") for mover in self.fleet.running())
-        )
+        """End every mover, then the pool's mappings. The cache itself stays in its files.
+
+        A mover that the kernel does not end in time, as where it waits for a device, stays noted
+        for the pool's next owner.
+        """
+        ends = [
+            self._spawn(self.end_rank(mover, "the daemon is stopping"))
+            for mover in self.fleet.running()
+        ]
+        if ends:
+            _, left = await asyncio.wait(ends, timeout=MOVERS_END_S)
+            if left:
+                log.warning("%d movers can't be ended now", len(left))
         await self.tiers.close()
         for task in list(self._tasks):
             task.cancel()

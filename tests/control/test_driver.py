@@ -28,6 +28,7 @@ from kvd.observability.metrics import Metrics
 from kvd.pool.config import PoolConfig, PoolError
 from kvd.pool.pool import Pool
 from kvd.processes.mappings import ExtentFiles
+from kvd.runtime import driver as module
 from kvd.runtime.clock import AwakeClock
 from kvd.runtime.driver import Driver
 from kvd.runtime.fleet import MoverOwner
@@ -118,6 +119,18 @@ async def test_one_who_gives_up_waiting_for_a_movers_end_takes_nobody_along(
     assert not late.done()
     process.die()
     await asyncio.gather(patient, late)
+
+
+async def test_a_mover_that_cannot_be_ended_holds_up_no_stop(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = await start_mover(driver)
+    monkeypatch.setattr(module, "MOVERS_END_S", 0.05)
+    async with asyncio.timeout(5.0):
+        await driver.close()
+    assert process.kills == 1
+    assert "1 movers can't be ended now" in caplog.text
+    assert not driver._tasks
 
 
 async def test_mover_that_the_core_refused_is_ended_like_any_other(driver: Driver) -> None:
