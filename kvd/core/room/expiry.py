@@ -40,7 +40,7 @@ from kvd.core.model.state import (
     State,
 )
 from kvd.core.model.turn import Turn
-from kvd.core.room.reclaim import give_up_left, retire_row
+from kvd.core.room.reclaim import give_up_copied, give_up_left, retire_row
 
 ROWS_AT_ONCE = 8  # on their way back: zeroing them takes time and bandwidth
 ROWS_TO_GO_AT_ONCE = 64  # looked at in one event
@@ -424,6 +424,7 @@ def _give_up_some(turn: Turn, row: Row, most: int, scopes: Slots | None = None) 
     Those of a row that others wait for go first, whatever their scope.
     """
     state = turn.state
+    give_up_copied(turn, row)
     some = len(first_of(state, row.left, most))
     give_up_left(turn, row, some)
     if len(row.left):

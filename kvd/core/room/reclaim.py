@@ -297,12 +297,7 @@ def _go_on_emptying(turn: Turn, row: Row) -> None:
     give_up_left(turn, row, backlog.EMPTIED_AT_ONCE)
     if row.leases is not None and state.slots.leases[row.span].any():
         lease.end_leases_on(state, owner, row.span, row.leases)
-    ended = state.slots.state[row.copied_into] != RESERVED
-    if ended.any():
-        slots = row.copied_into[ended]
-        row.copied_into = row.copied_into[~ended]
-        unpin(state, owner, slots)
-        _evict(turn, owner, slots[state.slots.state[slots] == READY])
+    give_up_copied(turn, row)
     if may_retire(state, row):
         retire_row(turn, row)
 
@@ -315,6 +310,17 @@ def give_up_left(turn: Turn, row: Row, most: int) -> None:
         unpin(state, row.size_class, slots)
         ready = slots[state.slots.state[slots] == READY]
         _evict(turn, row.size_class, ready)
+
+
+def give_up_copied(turn: Turn, row: Row) -> None:
+    """The blocks that were being stored in a row when it began to be emptied, and are no more."""
+    state, owner = turn.state, row.size_class
+    ended = state.slots.state[row.copied_into] != RESERVED
+    if ended.any():
+        slots = row.copied_into[ended]
+        row.copied_into = row.copied_into[~ended]
+        unpin(state, owner, slots)
+        _evict(turn, owner, slots[state.slots.state[slots] == READY])
 
 
 def _stop_emptying(state: State, row: Row) -> None:
