@@ -188,29 +188,6 @@ def test_copy_of_a_dead_engine_is_waited_for() -> None:
     assert only(bench.gone(100), act.ForgetNamespace)
 
 
-def test_row_that_is_emptied_for_others_goes_with_its_namespace(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What was being stored in it when that began has a pin of its own."""
-    monkeypatch.setattr(backlog, "EMPTIED_IN_PASSING", 0)
-    bench = small(extents=1)
-    bench.open(1, PRIVATE)
-    bench.open(2, spec("b"))
-    bench.stored(range(4))
-    bench.store([12])
-    bench.now_ns += 3 * SECOND
-    bench.store([1], 2)
-    (row,) = bench.machine.state.emptying.values()
-    assert (len(row.left), len(row.copied_into)) == (4, 1)
-    bench.transfers.clear()
-    bench.feed(ev.SessionClosed(SessionId(1), gone=True))
-    bench.feed(ev.MoverGone(MoverId(100), "killed"))
-    bench.machine.state.backlog.turn = 5  # others had theirs, the namespace's is next
-    assert only(bench.work_off(), act.ForgetNamespace) == [act.ForgetNamespace(NamespaceId(1))]
-    assert not bench.machine.state.emptying
-    assert not bench.machine.state.slots.pins.any()
-
-
 def test_nobody_waits_for_what_a_private_engine_handed_off() -> None:
     bench = small()
     bench.open(1, PRIVATE)

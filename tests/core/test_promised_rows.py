@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvd.core import actions as act
@@ -9,7 +11,7 @@ from kvd.core import events as ev
 from kvd.core.blocks import extent_fit
 from kvd.core.claims import lease
 from kvd.core.events import LeaseMode
-from kvd.core.keys import NamespaceId, SessionId
+from kvd.core.keys import MoverId, NamespaceId, SessionId
 from kvd.core.model import backlog, row_claims
 from kvd.core.room import reclaim
 from tests.core.bench import MS, SECOND, Bench, context, keys, only, small, spec, verdict
@@ -191,3 +193,26 @@ def test_who_has_no_row_is_told_to_ask_though_all_is_promised() -> None:
     assert bench.machine.state.tally.evictable == 0
     assert bench.machine.room(NamespaceId(2)) == (1,), "or it would never ask, and never be served"
     assert bench.machine.room(NamespaceId(1)) == (0,)
+
+
+def test_row_that_is_emptied_for_others_goes_with_its_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was being stored in it when that began has a pin of its own."""
+    monkeypatch.setattr(backlog, "EMPTIED_IN_PASSING", 0)
+    bench = small(extents=1)
+    bench.open(1, replace(spec("private"), unshared=True))
+    bench.open(2, spec("b"))
+    bench.stored(range(4))
+    bench.store([12])
+    bench.now_ns += 3 * SECOND
+    bench.store([1], 2)
+    (row,) = bench.machine.state.emptying.values()
+    assert (len(row.left), len(row.copied_into)) == (4, 1)
+    bench.transfers.clear()
+    bench.feed(ev.SessionClosed(SessionId(1), gone=True))
+    bench.feed(ev.MoverGone(MoverId(100), "killed"))
+    bench.machine.state.backlog.turn = 5  # others had theirs, the namespace's is next
+    assert only(bench.work_off(), act.ForgetNamespace) == [act.ForgetNamespace(NamespaceId(1))]
+    assert not bench.machine.state.emptying
+    assert not bench.machine.state.slots.pins.any()
