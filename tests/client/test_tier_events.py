@@ -213,6 +213,16 @@ def gated(daemon: DaemonProcess, tmp_path: Path, gate: Gate) -> Iterator[Router]
     made.close()
 
 
+def once_written(router: Router, prompts: int) -> operator_pb2.TierStatus:
+    """What the tier says of itself, once a second, when it has so many prompts' blocks."""
+
+    def tier() -> operator_pb2.TierStatus:
+        return ask(router.daemon.socket, 10.0).tiers[0]
+
+    wait_until(lambda: tier().blocks_written == prompts * BLOCKS, "the tier's word on them")
+    return tier()
+
+
 def test_a_question_that_was_late_tells_nobody_that_the_block_is_gone(
     gated: Router, gate: Gate
 ) -> None:
@@ -222,7 +232,7 @@ def test_a_question_that_was_late_tells_nobody_that_the_block_is_gone(
         router.hears(lambda prompt=prompt: set(keys_of(prompt)) <= router.knows[DISK])  # type: ignore[misc]
     first = set(keys_of(PROMPTS[0]))
     router.hears(lambda: not first & router.knows[HOST])
-    before = ask(router.daemon.socket, 10.0).tiers[0]
+    before = once_written(router, len(PROMPTS))
     with gate.held("exists"):
         router.engine.arrive("late", PROMPTS[0], BLOCKS)
         router.engine.scheduler.get_num_new_matched_tokens("late", 0)
@@ -232,7 +242,7 @@ def test_a_question_that_was_late_tells_nobody_that_the_block_is_gone(
     router.store("another")  # whatever was to be told of the first has been told by then
     router.hears(lambda: set(keys_of("another")) <= router.knows[DISK])
     assert first <= router.knows[DISK]
-    after = ask(router.daemon.socket, 10.0).tiers[0]
+    after = once_written(router, len(PROMPTS) + 1)
     assert after.misses == before.misses + BLOCKS, "more than those of the last prompt"
 
 
