@@ -192,8 +192,8 @@ CORE = (
     _core(
         "hand-off that keeps its pins",
         "claims.hand_off",
-        "    lease.unclaim(state, owner, slots)\n",
-        "",
+        "    lease.unclaim(state, owner, slots, np.array(list(claims.values()), dtype=np.int32))\n",
+        "    pass\n",
     ),
     _core(
         "waits of a closed session stay",
