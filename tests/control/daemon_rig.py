@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -350,3 +351,15 @@ class RawEngine:
 def block(number: int) -> bytes:
     """Recognisable bytes of one engine block."""
     return np.random.default_rng(number).bytes(BLOCK_BYTES)
+
+
+def disk_config(folder: Path, more: str = "") -> Path:
+    """A file of settings with a tier on a disk below the folder; `more` lines of the tier's."""
+    disk = folder / "disk"
+    disk.mkdir(mode=0o700)
+    file = folder / "kvd.toml"
+    file.write_text(
+        f'[[tiers]]\nname = "disk"\nkind = "disk"\n{more}[tiers.options]\n'
+        f'directories = ["{disk}"]\ndirectory_bytes = "64MiB"\n'
+    )
+    return file

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvd_proto.v1 import common_pb2, engine_pb2
-from tests.control.daemon_rig import RawEngine, block, context, daemon, hashes
+from tests.control.daemon_rig import RawEngine, block, context, daemon, disk_config, hashes
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -21,14 +21,7 @@ LOOKUPS = 20
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    disk = tmp_path / "disk"
-    disk.mkdir(mode=0o700)
-    file = tmp_path / "kvd.toml"
-    file.write_text(
-        '[[tiers]]\nname = "disk"\nkind = "disk"\n[tiers.options]\n'
-        f'directories = ["{disk}"]\ndirectory_bytes = "64MiB"\n'
-    )
-    return file
+    return disk_config(tmp_path)
 
 
 def statuses(engine: RawEngine, request: str, keys: list[int]) -> list[int]:

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from kvd_proto.v1 import common_pb2, engine_pb2, operator_pb2
-from tests.control.daemon_rig import BLOCK_BYTES, RawEngine, block, context, daemon, hashes
+from tests.control.daemon_rig import (
+    BLOCK_BYTES,
+    RawEngine,
+    block,
+    context,
+    daemon,
+    disk_config,
+    hashes,
+)
 from tests.ports import free_port
 from tests.waiting import wait_until
 
@@ -19,14 +27,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    disk = tmp_path / "disk"
-    disk.mkdir(mode=0o700)
-    file = tmp_path / "kvd.toml"
-    file.write_text(
-        '[[tiers]]\nname = "disk"\nkind = "disk"\ndeadline_seconds = 20.0\n[tiers.options]\n'
-        f'directories = ["{disk}"]\ndirectory_bytes = "64MiB"\n'
-    )
-    return file
+    return disk_config(tmp_path, "deadline_seconds = 20.0\n")
 
 
 def evict_all(engine: RawEngine) -> None:
