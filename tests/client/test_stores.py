@@ -13,7 +13,7 @@ from kvd_client import (
     StoreMode,
     WorkerReport,
 )
-from kvd_client.scheduler.doubts import WAIT_S
+from kvd_client.scheduler.doubts import FAILURES, WAIT_S
 from tests.client.engine_rig import FULL, SLIDING, TOKENS, WIDE, Rig, blocks
 from tests.client.fake_daemon import ADMITTED
 
@@ -115,6 +115,58 @@ def test_a_refused_store_is_harmless() -> None:
     assert outcome == StepOutcome()
     rig.step(("r", table, 3 * TOKENS))
     assert rig.stored_hashes() == rig.keys("p", 3 * TOKENS)[0][2:]
+
+
+def test_what_a_failed_store_had_is_offered_again_after_a_while() -> None:
+    rig = Rig()
+    rig.arrive("r", 3 * TOKENS)
+    keys = rig.keys("p", 3 * TOKENS)[0]
+    table = [blocks(0, 3)]
+    [first] = rig.step(("r", table, 2 * TOKENS)).stores
+    rig.report(first, done=False)
+    [second] = rig.step(("r", table, 3 * TOKENS)).stores
+    rig.report(second)
+    rig.daemon.on_page = {keys[2]}
+    rig.now += 2 * WAIT_S
+    rig.step(("r", table, 3 * TOKENS))
+    assert rig.stored_hashes() == keys[:2]
+
+
+def test_what_fails_every_time_is_offered_a_few_times() -> None:
+    rig = Rig()
+    rig.arrive("r", 2 * TOKENS)
+    offers = 0
+    for _ in range(2 * FAILURES):
+        plan = rig.step(("r", [blocks(0, 2)], 2 * TOKENS))
+        offers += len(plan.stores)
+        rig.report(*plan.stores, done=False)
+        rig.step(("r", [blocks(0, 2)], 2 * TOKENS))
+        rig.now += 2 * WAIT_S
+    assert offers == FAILURES
+
+
+def test_what_a_lost_session_was_storing_is_offered_to_the_next() -> None:
+    rig = Rig()
+    rig.arrive("r", 3 * TOKENS)
+    running = ("r", [blocks(0, 3)], 3 * TOKENS)
+    rig.step(running)
+    rig.daemon.restart()
+    rig.step(running)
+    rig.now += 2 * WAIT_S
+    rig.step(running)
+    assert rig.stored_hashes() == rig.keys("p", 3 * TOKENS)[0]
+
+
+def test_what_an_ended_request_failed_to_store_is_let_be() -> None:
+    rig = Rig()
+    rig.arrive("r", 2 * TOKENS)
+    [job] = rig.step(("r", [blocks(0, 2)], 2 * TOKENS)).stores
+    rig.scheduler.request_finished("r", [blocks(0, 2)])
+    rig.report(job, done=False)
+    rig.step()
+    rig.now += 2 * WAIT_S
+    rig.step()
+    assert rig.stored_hashes() == []
 
 
 def test_stored_keys_come_out_once_every_rank_has_stored() -> None:

@@ -28,6 +28,7 @@ PATIENCE_SECONDS = 15.0
 # daemon takes two seconds at most, a busy machine longer.
 RELEASE_SECONDS = PATIENCE_SECONDS
 PULSE_SECONDS = 0.0002
+LONGEST_PULSE_SECONDS = 0.05  # on a busy machine a process that may run waits for its turn
 ATTEMPTS = 60  # at catching a copy half-way: how long a pulse really is, the machine decides
 
 Clean = tuple[int, int, int, int]
@@ -293,8 +294,8 @@ def pin_mid_load(engine: Probe, mover: int, prefix: str, count: int) -> str:
 def run_until(pid: int, copied: Callable[[], int], whole: int, attempt: int) -> bool:
     """Let a frozen mover run in short pulses until it is in the middle of a copy, frozen.
 
-    False: the machine let it run too long and the copy is through. Every further attempt has
-    shorter pulses, down to none between two signals.
+    False: the machine let it run too long and the copy is through. Every further attempt begins
+    with shorter pulses, down to none between two signals; they grow until it copies something.
     """
     pulse = PULSE_SECONDS / 2 ** (attempt % 8) if attempt % 8 < 7 else 0.0
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -305,4 +306,5 @@ def run_until(pid: int, copied: Callable[[], int], whole: int, attempt: int) -> 
         done = copied()
         if done:
             return done < whole
+        pulse = min(1.01 * pulse + PULSE_SECONDS / 256, LONGEST_PULSE_SECONDS)
     raise AssertionError("the mover copies nothing")

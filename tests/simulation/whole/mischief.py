@@ -12,9 +12,11 @@ from kvd.core.keys import TenantId
 from tests.simulation.whole import hazards, worker_life
 from tests.simulation.whole.bytes import ROTTEN
 from tests.simulation.whole.hazards import PowerCut
+from tests.simulation.whole.loop import BUSY_S
 from tests.simulation.whole.movers import SimMover
 
 if TYPE_CHECKING:
+    from kvd.core.model.size_class import Row
     from tests.simulation.whole.daemon import SimDaemon
     from tests.simulation.whole.engine import RawEngine
     from tests.simulation.whole.world import World
@@ -23,6 +25,7 @@ RELEASED_S = 2.5  # after its session's end a mover is gone, whatever hangs
 WORKER_GONE_S = 0.5  # after its worker's
 SOON_S = 0.01
 AWAY_S = 0.7  # before a worker that died comes again
+INTERRUPTED = 0.5  # of the rows that are emptied, by the end of their engine
 MOST_ROTTEN = 9  # blocks whose bytes rot at once
 
 
@@ -32,6 +35,20 @@ def do_one(world: World) -> None:
     what = world.random.choice(_CHOICES)
     world.note(f"{what.__name__} {engine.name}")
     what(world, engine)
+
+
+def interrupt(world: World, row: Row) -> None:
+    """A row is emptied a few blocks at a time: sometimes its engine dies between two of them."""
+    owners = [e for e in world.engines if world.namespace_of(e) == row.size_class.namespace]
+    if not owners or world.step == world.steps:
+        return  # in the end faults have stopped
+    if world.random.random() < INTERRUPTED:
+        world.loop.outside(world.random.random() * BUSY_S, _die_half_way, world, owners[0])
+
+
+def _die_half_way(world: World, engine: RawEngine) -> None:
+    world.note(f"engine_dies {engine.name}, half-way")
+    engine_dies(world, engine)
 
 
 # -- engines --------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ A real pool's long work takes many pieces, and anything may come between two of 
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Hashable
 from random import Random
 from typing import Any
 
@@ -16,6 +18,7 @@ from kvd.core.tiers import promotion, service, writing
 from kvd.core.upkeep import recency
 from kvd.pool import recovery, registry
 from kvd.runtime import batching, driver, page_mending, row_teller
+from kvd.runtime.turns import FairQueue
 
 _BOUNDS: list[tuple[Any, str]] = [
     (backlog, "LEASES_AT_ONCE"),
@@ -63,6 +66,7 @@ _BOUNDS: list[tuple[Any, str]] = [
 ]
 _SHARES = (0.0, 0.3, 0.8)  # of them that are small in a world
 SMALL = (1, 1, 2, 3)
+_PAUSES_S = (0.0, 0.0, 0.002, 0.01)
 
 
 def drawn(random: Random) -> list[tuple[Any, str, Any]]:
@@ -76,3 +80,16 @@ def drawn(random: Random) -> list[tuple[Any, str, Any]]:
             for owner, name in _BOUNDS
         ),
     ]
+
+
+def pause(random: Random) -> tuple[Any, str, Any]:
+    """Before each piece of the daemon's own work others may have turns for so long."""
+    longest = random.choice(_PAUSES_S)
+    let_others_in = FairQueue.let_others_in
+
+    async def after_a_pause(turns: FairQueue, user: Hashable = None) -> None:
+        if user is None and longest:
+            await asyncio.sleep(random.random() * longest)
+        await let_others_in(turns, user)
+
+    return FairQueue, "let_others_in", after_a_pause

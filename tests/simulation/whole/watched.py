@@ -15,6 +15,7 @@ from kvd.core.model.row_claims import FIRST_NS, Claim
 from kvd.core.model.state import MachineConfig, Session
 from kvd.runtime.probes import native_probes
 from tests.core import invariants
+from tests.simulation.whole import mischief
 from tests.simulation.whole.hazards import PowerCut
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class CheckedMachine(Machine):
     def __init__(self, world: World, config: MachineConfig) -> None:
         super().__init__(config, native_probes())
         self._world = world
+        self._emptying: set[int] = set()
         self._zeroing: dict[int, int] = {}  # ticks that each row's zeroing has taken
 
     def handle(self, event: ev.Event, now_ns: int) -> list[Action]:
@@ -49,6 +51,10 @@ class CheckedMachine(Machine):
         if self.state.emptying or self.state.retiring:
             self._check_promises(now_ns, longest)
         ledger.observe(event, orders)
+        for row in self.state.emptying.values():
+            if row.emptied_ns == now_ns and row.row not in self._emptying:
+                mischief.interrupt(world, row)
+        self._emptying = set(self.state.emptying)
         for order in orders:
             if isinstance(order, act.GrantRow):
                 self._check_turn(order, needy, waiting)

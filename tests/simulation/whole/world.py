@@ -148,7 +148,7 @@ class World:
                 self._draw()
                 keeper = partial(TierKeeper, launch=self.tiers.launch)
                 keepers = (runtime_tiers, "TierKeeper", keeper)
-                bounds = pieces.drawn(self.random)
+                bounds = [*pieces.drawn(self.random), pieces.pause(self.random)]
                 stack.enter_context(hazards_.replaced([keepers, *bounds]))
                 busy = self.random.choice([0.0, 0.05, 0.3, 0.6])
                 self.loop.is_busy = lambda: self.random.random() < busy
@@ -265,7 +265,7 @@ class World:
             hash_bytes=HASH_BYTES,
             tokens_per_block=16,
             groups=groups,
-            unshared=random.random() < 0.15,
+            unshared=random.random() < 0.25,
         )
         return Model(f"model{number}", tenant, uid, fields, widths, block_bytes, shards, ranks)
 

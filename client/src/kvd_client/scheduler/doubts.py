@@ -1,8 +1,9 @@
-"""Blocks that a store left to another engine's, until it is known what became of them.
+"""Blocks that a store left to another engine's, or failed to store: what became of them?
 
 A store that ends as partial has copied what nobody else was storing. What it left is found once
 the other store is done, and never if that fails. The index page tells; what it lacks after a
-while is offered again as long as its request lives, and else is no loss but of a later hit.
+while is offered again as long as its request lives, and else is no loss but of a later hit. So is
+what a failed store had, a few times: it was refused, or a copy of it went wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from kvd_client.scheduler.jobs import RequestJob
 from kvd_client.scheduler.request import Request
 from kvd_client.session import Connection
 
-WAIT_S = 0.25  # for the other store, before a block is offered again
+WAIT_S = 0.25  # for the other store, or for room, before a block is offered again
+FAILURES = 3  # of a request's stores, one after the other: what those had isn't offered again
 MAX_DOUBTS = 1024  # runs of blocks; beyond, the oldest is forgotten
 
 Stored = Callable[[RequestJob, BlockRun], None]
@@ -26,6 +28,7 @@ Stored = Callable[[RequestJob, BlockRun], None]
 class _Doubt:
     job: RequestJob
     run: BlockRun  # not shown by the page when last looked
+    has_failed: bool = False  # the store itself
     due_s: float | None = None  # from the first step after on
 
 
@@ -48,6 +51,12 @@ class Doubts:
             if missing is not None:
                 self._waiting.append(_Doubt(job, missing))
 
+    def add_failed(self, job: RequestJob, request: Request) -> None:
+        """A store of a live request was refused, or has failed."""
+        request.failed_stores += 1
+        if request.failed_stores < FAILURES:
+            self._waiting.extend(_Doubt(job, run, has_failed=True) for run in job.draft.runs)
+
     def look_again(self, now_s: float, stored: Stored) -> None:
         """Once in a step: what is there by now is stored, what is overdue is offered again."""
         for doubt in self._waiting:
@@ -55,8 +64,11 @@ class Doubts:
                 doubt.due_s = now_s + WAIT_S
         while self._waiting and (self._waiting[0].due_s or 0.0) <= now_s:
             doubt = self._waiting.popleft()
+            if doubt.has_failed:
+                self._offer_again(doubt.job, doubt.run)
+                continue
             missing = self._settle(doubt.job, doubt.run, stored)
-            if missing is not None:
+            if missing is not None and not self._is_filtering():
                 self._offer_again(doubt.job, missing)
 
     def _settle(self, job: RequestJob, run: BlockRun, stored: Stored) -> BlockRun | None:
@@ -73,11 +85,15 @@ class Doubts:
         first = run.first_block + flags.index(False)
         return BlockRun(run.group, first, [h for h, shown in named if not shown])
 
+    def _is_filtering(self) -> bool:
+        """Whether it may be the reuse filter that keeps blocks out."""
+        session = self._connection.session
+        return session is None or session.store_threshold > 1
+
     def _offer_again(self, job: RequestJob, missing: BlockRun) -> None:
         request = self._requests.get(job.request_id)
-        session = self._connection.session
-        if request is None or session is None or session.store_threshold > 1:
-            return  # its blocks are gone; or it was the reuse filter that kept them out
+        if request is None:
+            return  # its blocks are gone
         first = min(request.next_store[missing.group], missing.first_block)
         request.next_store[missing.group] = first
         request.offer_at = 0

@@ -112,13 +112,17 @@ class JobEnds:
             request.store_jobs.discard(job.draft.job_id)
         if job.stale:
             return
-        if not job.has_failed and job.left:
+        if job.has_failed:
+            if request is not None:
+                self._store_again(request, job)
+            return
+        if request is not None and not request.request_level:
+            request.failed_stores = 0
+        if job.left:
             self._doubts.add(job, self._note_stored)
-        elif not job.has_failed:
-            for run in job.draft.runs:
-                self._note_stored(job, run)
-        elif request is not None and request.request_level:
-            self._store_again(request, job)
+            return
+        for run in job.draft.runs:
+            self._note_stored(job, run)
 
     def _end_load(self, job: RequestJob, load: Load, request: Request | None) -> None:
         if not load.end_part(failed=job.has_failed or job.stale):
@@ -140,8 +144,10 @@ class JobEnds:
             self._events.append(stored)
 
     def _store_again(self, request: Request, job: RequestJob) -> None:
-        """A request-level store must be whole: offer from the job's first block on again."""
-        if request.store_attempt_failed(self._options):
+        """Offer from the job's first block on again: at once where a request must be whole."""
+        if not request.request_level:
+            self._doubts.add_failed(job, request)
+        elif request.store_attempt_failed(self._options):
             for run in job.draft.runs:
                 first = min(request.next_store[run.group], run.first_block)
                 request.next_store[run.group] = first
