@@ -40,7 +40,7 @@ def test_order_is_that_of_the_last_mention(
     for _ in range(600):
         absent = sorted(set(range(1000)) - set(known))
         some = chance.sample(known, min(len(known), chance.randrange(40)))
-        match chance.randrange(4):
+        match chance.randrange(5):
             case 0:
                 fresh = chance.sample(absent, min(len(absent), chance.randrange(60)))
                 queue.append(as_array(fresh))
@@ -51,6 +51,10 @@ def test_order_is_that_of_the_last_mention(
             case 2:
                 queue.drop(as_array(some))
                 known = [slot for slot in known if slot not in some]
+            case 3:
+                count = chance.randrange(40)
+                queue.drop_oldest(count)
+                known = known[count:]
             case _:
                 may_go = partial(np.isin, test_elements=as_array(known[::2]))
                 scan = queue.scan(chance.randrange(1, 30), may_go)

@@ -20,7 +20,6 @@ from kvd.core.policy.slot_queue import (
     Capacity,
     Places,
     SlotQueue,
-    whoever,
 )
 
 WAYS = 8
@@ -185,7 +184,7 @@ class Ghosts:
         queue = self._lists[which]
         surplus = len(queue) - max(0, count)
         if surplus > 0:
-            queue.commit(queue.scan(surplus, whoever))
+            queue.drop_oldest(surplus)
 
     def _buckets(self, tags: U64) -> Slots:
         return ((tags * _SPREAD) >> self._shift).astype(np.int64)

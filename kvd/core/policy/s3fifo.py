@@ -21,6 +21,7 @@ Memory: 17 bytes a slot, rings of 4 to 16 bytes a resident block, 68 to 264 byte
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.core.keys import U64, Slots
 from kvd.core.policy.base import UNKNOWN, Evictable, Sight
@@ -79,9 +80,11 @@ class S3FifoPolicy:
 
     def evict(self, count: int, evictable: Evictable, now_ns: int = 0) -> Slots | None:
         del now_ns
-        if not self._has_evictable(count, evictable):
+        oldest = self._small.oldest(count)
+        may_go = evictable(oldest)
+        if np.count_nonzero(may_go) < count and not self._has_evictable(count, evictable):
             return None
-        victims = [self._from_small(count, evictable)]
+        victims = [self._from_small(count, evictable, oldest, may_go)]
         self._remember(victims[0])
         missing = count - int(victims[0].size)
         if missing:
@@ -116,18 +119,21 @@ class S3FifoPolicy:
                 found += int(np.count_nonzero(evictable(slots)))
         return found >= count
 
-    def _from_small(self, count: int, evictable: Evictable) -> Slots:
+    def _from_small(
+        self, count: int, evictable: Evictable, oldest: Slots, may_go: npt.NDArray[np.bool_]
+    ) -> Slots:
         """Up to `count` victims while small, victims replaced by new blocks, holds its share.
 
-        Passes each block at most once.
+        Passes each block at most once, the `oldest` first.
         """
         victims: list[Slots] = []
         missing, left = count, len(self._small)
         promotions = left - max(1, self._capacity() // SMALL_SHARE) + 1  # then small is too short
         while missing > 0 and left > 0 and promotions > 0:
-            slots = self._small.oldest(missing)[:left]
-            may_go = evictable(slots)
-            used = self._uses[slots] > PROMOTED_ABOVE
+            if victims:
+                oldest = self._small.oldest(missing)[:left]
+                may_go = evictable(oldest)
+            slots, used = oldest, self._uses[oldest] > PROMOTED_ABOVE
             upto = 1 + min(nth_true(may_go & ~used, missing), nth_true(may_go & used, promotions))
             slots, may_go, used = slots[:upto], may_go[:upto], used[:upto]
             victims.append(slots[may_go & ~used])
