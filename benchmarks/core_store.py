@@ -1,7 +1,8 @@
 """The core alone: stores with eviction, lookups and memory a block, at 10^4 and 10^6 resident.
 
 `store` is `Machine.handle` of one StoreRequested of 2048 new keys that evicts 2048 blocks;
-`ready` is the TransferFinished that makes them readable. Both sizes run in interleaved pairs.
+`ready` is the TransferFinished that makes them readable. Both sizes run in interleaved pairs, and each policy
+beside `lru`.
 """
 
 from __future__ import annotations
@@ -119,25 +120,30 @@ def _resident_bytes() -> int:
 
 def measure(policy: str, rounds: int, held: dict[bytes, int]) -> dict[str, object]:
     """Milliseconds by size and operation, the ratio of stores, and bytes a block."""
-    small, large = (Filled(policy, size) for size in SIZES)
+    small, large = measured = [Filled(policy, size) for size in SIZES]
+    lru = Filled("lru", SIZES[1])
     probes = []
     for number in range(rounds):
         # Once more while all of it is in the cache, as nothing of a store's is: the harder floor.
         probes.append(min(probed(held, BATCH) for _ in range(3)))
-        for filled in (small, large) if number % 2 else (large, small):
+        driven = [*measured, lru]
+        for filled in driven if number % 2 else reversed(driven):
             filled.store()
             for count in LOOKUPS:
                 filled.lookup(count, hit=True)
                 filled.lookup(count, hit=False)
                 filled.lookup(count, hit=True, lease=True)
     results: dict[str, object] = {}
-    for filled in (small, large):
+    for filled in measured:
         results[str(filled.resident)] = {
             name: report.Spread.of([1000 * s for s in seconds])
             for name, seconds in filled.seconds.items()
         }
     results["store, large over small"] = report.ratios(
         large.seconds["store, processor"], small.seconds["store, processor"]
+    )
+    results["store, over lru's"] = report.ratios(
+        large.seconds["store, processor"], lru.seconds["store, processor"]
     )
     for name, operation in (("store", "store"), ("leased lookup", f"lookup {BATCH} leased")):
         spent = large.seconds[f"{operation}, processor"]
@@ -181,7 +187,7 @@ def main() -> None:
         for name in names:
             cells = [spreads[name] for spreads in by_size if isinstance(spreads, dict)]
             rows.append([policy, f"{name} ms", *cells])
-        names = ["store, large over small"]
+        names = ["store, large over small", "store, over lru's"]
         names += [name for name in found if f"a dict probe of {BATCH}" in name]
         rows += [[policy, name, "", found[name]] for name in names]
         rows.append([policy, "bytes a block", "", f"{found['bytes a block']:.0f}"])
