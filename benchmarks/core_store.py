@@ -1,8 +1,8 @@
 """The core alone: stores with eviction, lookups and memory a block, at 10^4 and 10^6 resident.
 
 `store` is `Machine.handle` of one StoreRequested of 2048 new keys that evicts 2048 blocks;
-`ready` is the TransferFinished that makes them readable. Both sizes run in interleaved pairs, and each policy
-beside `lru`.
+`ready` is the TransferFinished that makes them readable. Both sizes run in
+interleaved pairs, and each policy beside `lru`.
 """
 
 from __future__ import annotations
