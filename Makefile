@@ -72,7 +72,7 @@ sim: ## Simulation of the whole (SEEDS=how many, 200; STEPS=of each, 2000; SEED=
 	@$(BIN)/python -m tests.simulation.whole --seeds $${SEEDS:-200} --steps $${STEPS:-2000} \
 	  $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-planted: ## Whether the simulation catches each planted bug, and with how many seeds (ARGS=--seeds 10)
+planted: ## Whether the simulation catches each planted bug, and with how many seeds (ARGS=--seeds 40)
 	@.ci/venv dev
 	@$(BIN)/python -m tests.simulation.planted $(ARGS)
 

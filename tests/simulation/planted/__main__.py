@@ -1,6 +1,6 @@
 """Plants each bug in turn, and tells how many seeds the simulation takes to catch it.
 
-A process a bug: python -m tests.simulation.planted --seeds 10; `--only WORDS` for some.
+A process a bug: python -m tests.simulation.planted --seeds 40; `--only WORDS` for some.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CAUGHT = "caught"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=40)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--only", default="", help="bugs with this in their name")

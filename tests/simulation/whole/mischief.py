@@ -25,7 +25,7 @@ RELEASED_S = 2.5  # after its session's end a mover is gone, whatever hangs
 WORKER_GONE_S = 0.5  # after its worker's
 SOON_S = 0.01
 AWAY_S = 0.7  # before a worker that died comes again
-INTERRUPTED = 0.5  # of the rows that are emptied, by the end of their engine
+INTERRUPTED = 0.2  # of the rows that are emptied, by the end of their engine
 MOST_ROTTEN = 9  # blocks whose bytes rot at once
 
 
