@@ -3,7 +3,7 @@
 A store that ends as partial has copied what nobody else was storing. What it left is found once
 the other store is done, and never if that fails. The index page tells; what it lacks after a
 while is offered again as long as its request lives, and else is no loss but of a later hit. So is
-what a failed store had, a few times: it was refused, or a copy of it went wrong.
+what a failed store had, a few times: it was refused, a copy of it went wrong, or its session ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvd_client.scheduler.request import Request
 from kvd_client.session import Connection
 
 WAIT_S = 0.25  # for the other store, or for room, before a block is offered again
-FAILURES = 3  # of a request's stores, one after the other: what those had isn't offered again
+FAILURES = 3  # so often, one after the other, a request's stores may fail, and are let be then
 MAX_DOUBTS = 1024  # runs of blocks; beyond, the oldest is forgotten
 
 Stored = Callable[[RequestJob, BlockRun], None]
@@ -28,20 +28,30 @@ Stored = Callable[[RequestJob, BlockRun], None]
 class _Doubt:
     job: RequestJob
     run: BlockRun  # not shown by the page when last looked
-    has_failed: bool = False  # the store itself
     due_s: float | None = None  # from the first step after on
 
 
 class Doubts:
-    """Blocks left to other engines' stores that are to be looked at again, oldest first."""
+    """Blocks left to other engines' stores that are to be looked at again, oldest first.
+
+    And the live requests with failed stores, each once: these blocks the requests remember.
+    """
 
     def __init__(self, connection: Connection, requests: Mapping[str, Request]) -> None:
         self._connection = connection
         self._requests = requests
         self._waiting: deque[_Doubt] = deque(maxlen=MAX_DOUBTS)
+        self._failed: dict[str, float | None] = {}  # by request, since long ago first: due_s
 
     def clear(self) -> None:
-        """The cache was reset, or the session lost: nothing is known of them any more."""
+        """The cache was reset: nothing is known of any block any more."""
+        self._waiting.clear()
+        self._failed.clear()
+        for request in self._requests.values():
+            request.failed_from.clear()
+
+    def session_lost(self) -> None:
+        """Of what was left to others nothing is known any more. What failed isn't stored."""
         self._waiting.clear()
 
     def add(self, job: RequestJob, stored: Stored) -> None:
@@ -52,10 +62,16 @@ class Doubts:
                 self._waiting.append(_Doubt(job, missing))
 
     def add_failed(self, job: RequestJob, request: Request) -> None:
-        """A store of a live request was refused, or has failed."""
-        request.failed_stores += 1
-        if request.failed_stores < FAILURES:
-            self._waiting.extend(_Doubt(job, run, has_failed=True) for run in job.draft.runs)
+        """A store of a live request was refused, or has failed: one more with those that wait."""
+        request_id = request.request_id
+        if request_id not in self._failed:
+            request.failed_stores += 1
+            if request.failed_stores >= FAILURES:
+                return
+            self._failed[request_id] = None
+        for run in job.draft.runs:
+            first = request.failed_from.get(run.group, run.first_block)
+            request.failed_from[run.group] = min(first, run.first_block)
 
     def look_again(self, now_s: float, stored: Stored) -> None:
         """Once in a step: what is there by now is stored, what is overdue is offered again."""
@@ -64,12 +80,23 @@ class Doubts:
                 doubt.due_s = now_s + WAIT_S
         while self._waiting and (self._waiting[0].due_s or 0.0) <= now_s:
             doubt = self._waiting.popleft()
-            if doubt.has_failed:
-                self._offer_again(doubt.job, doubt.run)
-                continue
             missing = self._settle(doubt.job, doubt.run, stored)
-            if missing is not None and not self._is_filtering():
-                self._offer_again(doubt.job, missing)
+            request = self._requests.get(doubt.job.request_id)
+            if missing is not None and request is not None and not self._is_filtering():
+                request.offer_again(missing.group, missing.first_block)
+        self._offer_failed(now_s)
+
+    def _offer_failed(self, now_s: float) -> None:
+        for request_id, due_s in list(self._failed.items()):
+            if due_s is None:
+                self._failed[request_id] = now_s + WAIT_S
+            elif due_s > now_s:
+                break
+            else:
+                del self._failed[request_id]
+                request = self._requests.get(request_id)
+                if request is not None:  # else its blocks are gone
+                    request.offer_failed_again()
 
     def _settle(self, job: RequestJob, run: BlockRun, stored: Stored) -> BlockRun | None:
         """Call `stored` for those of the blocks that the page shows; the others are given back."""
@@ -89,11 +116,3 @@ class Doubts:
         """Whether it may be the reuse filter that keeps blocks out."""
         session = self._connection.session
         return session is None or session.store_threshold > 1
-
-    def _offer_again(self, job: RequestJob, missing: BlockRun) -> None:
-        request = self._requests.get(job.request_id)
-        if request is None:
-            return  # its blocks are gone
-        first = min(request.next_store[missing.group], missing.first_block)
-        request.next_store[missing.group] = first
-        request.offer_at = 0

@@ -65,7 +65,7 @@ class JobEnds:
 
     def enter_session(self) -> None:
         """There is a new one: jobs of earlier sessions end."""
-        self._doubts.clear()
+        self._doubts.session_lost()
         for job_id in self._jobs.of_earlier_sessions():
             self._end_unreported(job_id, is_done=False)
 
@@ -149,6 +149,4 @@ class JobEnds:
             self._doubts.add_failed(job, request)
         elif request.store_attempt_failed(self._options):
             for run in job.draft.runs:
-                first = min(request.next_store[run.group], run.first_block)
-                request.next_store[run.group] = first
-            request.offer_at = 0
+                request.offer_again(run.group, run.first_block)

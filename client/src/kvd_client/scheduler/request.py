@@ -77,6 +77,7 @@ class Request:
     hit_tokens: int = 0  # of the last lookup, from the prompt's start
     max_hit_tokens: int | None = None  # the engine's own bound on it
     next_store: list[int] = field(default_factory=list)
+    offered: list[int] = field(default_factory=list)  # up to here before, where it is offered again
     offer_at: int = 0  # with fewer computed tokens than this there is nothing new to store
     seen_blocks: list[int] = field(default_factory=list)
     loading_job: int = 0
@@ -84,6 +85,7 @@ class Request:
     storing_since_s: float | None = None  # since when they have deferred it
     no_job_since_s: float | None = None  # since when too many in flight have deferred its load
     failed_stores: int = 0
+    failed_from: dict[int, int] = field(default_factory=dict)  # by group: the first block
     request_level: bool = False
     stores_end: bool = False  # its KV is of before a reset: never store it
     computed_after: int = 0  # tokens whose KV exists after the last step it was in
@@ -140,7 +142,19 @@ class Request:
 
     def store_from_start(self) -> None:
         self.next_store = [0] * len(self.next_store)
+        self.offered = [0] * len(self.next_store)
         self.offer_at = 0
+
+    def offer_again(self, group: int, first_block: int) -> None:
+        """Its blocks from this one on, as far as they were offered before."""
+        self.offered[group] = max(self.offered[group], self.next_store[group])
+        self.next_store[group] = min(self.next_store[group], first_block)
+        self.offer_at = 0
+
+    def offer_failed_again(self) -> None:
+        for group, first_block in self.failed_from.items():
+            self.offer_again(group, first_block)
+        self.failed_from.clear()
 
     def known_blocks(self, group: int, width_tokens: int) -> int:
         """Blocks of the prompt whose hashes are known."""

@@ -118,6 +118,7 @@ class Scheduler:
         request = Request(request_id, num_tokens, block_hashes, params, account, message)
         request.request_level = params.request_level
         request.next_store = [0] * len(self._groups)
+        request.offered = [0] * len(self._groups)
         request.seen_blocks = [0] * len(self._groups)
         self._requests[request_id] = request
         self._enter_session()

@@ -1,0 +1,70 @@
+"""What failed stores had is offered again: whole, a few times, and as the same sighting."""
+
+from __future__ import annotations
+
+from kvd_client.scheduler.doubts import FAILURES, MAX_DOUBTS, WAIT_S
+from tests.client.engine_rig import FULL, TOKENS, Rig, blocks
+
+
+def test_what_failed_before_its_session_was_lost_is_offered_to_the_next() -> None:
+    rig = Rig()
+    rig.arrive("r", 2 * TOKENS)
+    running = ("r", [blocks(0, 2)], 2 * TOKENS)
+    [job] = rig.step(running).stores
+    rig.report(job, done=False)
+    rig.step(running)
+    rig.daemon.restart()
+    rig.step(running)
+    rig.now += 2 * WAIT_S
+    rig.step(running)
+    assert rig.stored_hashes() == rig.keys("p", 2 * TOKENS)[0]
+
+
+def test_stores_that_fail_at_once_are_all_offered_again() -> None:
+    rig = Rig(*[FULL] * (FAILURES + 1))
+    keys = rig.keys("p", TOKENS)
+    rig.arrive("r", TOKENS)
+    running = ("r", [[0]] * len(keys), TOKENS)
+    for group in range(len(keys)):
+        rig.daemon.rooms = dict.fromkeys(range(len(keys)), 0) | {group: 1}
+        assert len(rig.step(running).stores) == 1
+    rig.daemon.rooms = {}
+    rig.daemon.restart()
+    rig.step(running)
+    rig.now += 2 * WAIT_S
+    rig.step(running)
+    assert rig.stored_hashes() == [key for row in keys for key in row]
+
+
+def test_stores_that_fail_one_after_the_other_within_a_moment_are_one_failure() -> None:
+    rig = Rig()
+    rig.arrive("r", 4 * TOKENS)
+    keys = rig.keys("p", 4 * TOKENS)[0]
+    for count in range(1, 5):
+        rig.report(*rig.step(("r", [blocks(0, 4)], count * TOKENS)).stores, done=False)
+    rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    for _ in range(FAILURES - 1):
+        rig.now += 2 * WAIT_S
+        plan = rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+        assert rig.stored_hashes() == keys
+        rig.report(*plan.stores, done=False)
+        rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    rig.now += 2 * WAIT_S
+    rig.step(("r", [blocks(0, 4)], 4 * TOKENS))
+    assert rig.stored_hashes() == []
+
+
+def test_failed_stores_of_any_number_of_requests_are_offered_again() -> None:
+    rig = Rig()
+    names = [f"r{number}" for number in range(MAX_DOUBTS + 10)]
+    running = []
+    for number, name in enumerate(names):
+        rig.arrive(name, TOKENS, prefix=name)
+        running.append((name, [[number]], TOKENS))
+    rig.report(*rig.step(*running[:500]).stores, done=False)
+    rig.report(*rig.step(*running[500:1000]).stores, done=False)
+    rig.report(*rig.step(*running[1000:]).stores, done=False)
+    rig.step()
+    rig.now += 2 * WAIT_S
+    rig.step(*running[:500])
+    assert len(rig.stored_hashes()) == 500
