@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd_client.scheduler.doubts import FAILURES, MAX_DOUBTS, WAIT_S
 from tests.client.engine_rig import FULL, TOKENS, Rig, blocks
+from tests.client.fake_daemon import ADMITTED
 
 
 def test_what_failed_before_its_session_was_lost_is_offered_to_the_next() -> None:
@@ -68,3 +69,35 @@ def test_failed_stores_of_any_number_of_requests_are_offered_again() -> None:
     rig.now += 2 * WAIT_S
     rig.step(*running[:500])
     assert len(rig.stored_hashes()) == 500
+
+
+def test_what_is_offered_again_is_no_other_sighting() -> None:
+    rig = Rig(store_threshold=2)
+    keys = rig.keys("p", 4 * TOKENS)[0]
+    rig.daemon.holds(keys[:1], ADMITTED)
+    rig.scheduler.on_new_request("r", 3 * TOKENS, rig.keys("p", 4 * TOKENS))
+    running = ("r", [blocks(0, 4)], 4 * TOKENS)
+    [job] = rig.step(running).stores
+    assert rig.stored_hashes() == [keys[0], keys[3]], "of the last nothing is known"
+    [(_, run)] = rig.daemon.last_step.touches
+    assert run.block_hashes == keys[1:3]
+    rig.report(job, done=False)
+    rig.step(running)
+    rig.now += 2 * WAIT_S
+    rig.step(running)
+    assert rig.daemon.last_step.touches == []
+    assert rig.stored_hashes() == [keys[0]]
+
+
+def test_what_is_there_is_touched_once_though_its_neighbour_is_offered_again() -> None:
+    rig = Rig()
+    keys = rig.keys("p", 3 * TOKENS)[0]
+    rig.arrive("r", 3 * TOKENS)
+    rig.daemon.on_page = {keys[1]}
+    running = ("r", [blocks(0, 3)], 3 * TOKENS)
+    rig.report(*rig.step(running).stores, done=False)
+    rig.step(running)
+    rig.now += 2 * WAIT_S
+    rig.step(running)
+    assert rig.stored_hashes() == [keys[0], keys[2]]
+    assert rig.daemon.last_step.touches == []

@@ -464,16 +464,16 @@ class LookupQueue:
         lookup.answered, lookup.is_shown = True, False
         return True
 
-    def admitted(self, request: Request, group: int, block: int) -> bool:
-        """Whether a store of this block would get past the reuse filter, as far as is known."""
+    def admitted(self, request: Request, group: int, block: int, unknown: bool = True) -> bool:
+        """Whether a store of this block would get past the reuse filter; not said: `unknown`."""
         lookup = request.lookup
         if lookup.calls and lookup.state is LookupState.KNOWN:
             self._take(request)
         if not lookup.answered:
-            return True
+            return unknown
         row = lookup.statuses[group]
         if block >= len(row):
-            return True
+            return unknown
         status = int(row[block])
         return status & hits.STATUS_BITS != hits.MISS or bool(status & hits.ADMITTED_BIT)
 

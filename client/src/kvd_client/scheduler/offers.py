@@ -32,6 +32,10 @@ class BlockOffer:
     is_dealt_with: bool = False
     is_last: bool = False  # its request has ended: no later step can offer it
 
+    def was_offered(self, place: int) -> bool:
+        """Whether a step has offered this one of its blocks before, and it comes once more."""
+        return self.advances and self.first_block + place < self.request.offered[self.group]
+
     def dealt_with(self, blocks: int) -> None:
         """So many of its blocks need no other offer."""
         self.is_dealt_with = blocks == len(self.block_hashes)

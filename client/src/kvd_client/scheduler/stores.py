@@ -130,7 +130,8 @@ class StoreQueue:
         done = 0
         for place, block_hash in enumerate(offer.block_hashes[: self._most(offer, choice)]):
             if self._needs_no_copy(offer, place, choice.session):
-                sighted.append(block_hash)
+                if not offer.was_offered(place):  # else it was sighted then
+                    sighted.append(block_hash)
             elif self._is_wanted(offer, place):
                 if len(hashes) >= room:
                     break
@@ -159,7 +160,10 @@ class StoreQueue:
             return False
         if offer.present[place] or session.store_threshold <= 1:
             return offer.present[place]
-        return not self._queue.admitted(offer.request, offer.group, offer.first_block + place)
+        # A store that failed was a sighting: of what the daemon said nothing, one is enough.
+        unknown = not offer.was_offered(place)
+        block = offer.first_block + place
+        return not self._queue.admitted(offer.request, offer.group, block, unknown=unknown)
 
     def _is_wanted(self, offer: BlockOffer, place: int) -> bool:
         request, group = offer.request, offer.group
