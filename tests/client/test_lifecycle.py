@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvd_client import SchedulerOptions
 from tests.client.engine_rig import FULL, TOKENS, WIDE, Rig, blocks
 
 
@@ -216,6 +217,19 @@ def test_a_request_aborted_while_loading_keeps_its_blocks_until_the_outcome() ->
     assert rig.report(job).finished_loads == ("r",)
 
 
+def test_a_request_aborted_before_it_hears_that_its_load_is_lost_keeps_its_blocks_until_then() -> (
+    None
+):
+    rig = Rig()
+    rig.begin_load(4)
+    rig.daemon.restart()
+    rig.arrive("s", 4 * TOKENS, prefix="q")  # there is another session: the load is lost
+    assert rig.scheduler.request_finished("r", [blocks(0, 4)])
+    rig.step()
+    assert rig.report().failed_loads == ("r",)
+    assert rig.report().failed_loads == ()
+
+
 def test_finishing_an_unknown_request_does_nothing() -> None:
     rig = Rig()
     assert not rig.scheduler.request_finished("nobody", [[]])
@@ -234,6 +248,20 @@ def test_an_id_that_comes_again_is_looked_up_once_its_former_end_has_left() -> N
     assert rig.ask("r") == 3 * TOKENS
     rig.step()
     assert rig.daemon.last_step.finished == []
+
+
+def test_an_id_that_comes_again_is_answered_once_its_former_load_has_ended() -> None:
+    rig = Rig(options=SchedulerOptions(share_loads=False))
+    former = rig.begin_load(4)
+    assert rig.scheduler.request_finished("r", [blocks(0, 4)])
+    rig.arrive("r", 4 * TOKENS)
+    rig.step()
+    assert rig.ask("r") is None, "an outcome that names it could mean either load"
+    assert rig.report(former).finished_loads == ("r",)
+    assert rig.ask("r") == 3 * TOKENS
+    rig.allocate("r", [blocks(10, 4)], 3 * TOKENS)
+    [job] = rig.step().loads
+    assert rig.report(job).finished_loads == ("r",)
 
 
 def test_an_id_that_comes_again_and_skips_the_lookup_waits_for_nothing() -> None:

@@ -32,6 +32,7 @@ class JobEnds:
         self._options = options
         self._requests = requests
         self._doubts = doubts
+        self.loading_ended: set[str] = set()  # ended requests that an outcome will name
         self._forget: list[int] = []
         self._finished_loads: list[str] = []
         self._failed_loads: list[str] = []
@@ -50,6 +51,11 @@ class JobEnds:
             tuple(self._finished_loads), tuple(self._failed_loads), tuple(self._stored)
         )
         self._finished_loads, self._failed_loads, self._stored = [], [], []
+        for request_id in (*outcome.finished_loads, *outcome.failed_loads):
+            self.loading_ended.discard(request_id)
+            request = self._requests.get(request_id)
+            if request is not None:
+                request.awaits_outcome = False
         return outcome
 
     def take_events(self) -> list[StoredKeys]:
@@ -131,7 +137,7 @@ class JobEnds:
         (self._failed_loads if failed else self._finished_loads).append(job.request_id)
         if request is None or request.loading_job != load.first_job:
             return
-        request.loading_job = 0
+        request.loading_job, request.awaits_outcome = 0, True
         if failed:
             # It computes everything now; another lookup could find the same bad block again.
             self._queue.load_failed(request)

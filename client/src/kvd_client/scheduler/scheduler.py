@@ -102,7 +102,7 @@ class Scheduler:
         """A request has arrived: its lookup leaves at once, unanswered.
 
         `block_hashes[g]` has one hash for each whole kvd block of group g that is known. A
-        request id that is known already begins anew.
+        request id that is known already begins anew, its former blocks held while they are loaded.
         """
         if len(block_hashes) != len(self._groups):
             raise ValueError(f"{len(block_hashes)} lists of hashes for {len(self._groups)} groups")
@@ -139,8 +139,11 @@ class Scheduler:
         if request is None:
             return 0
         self._enter_session()
-        if request_id in self._ending and not request.params.skip_lookup:
-            return None  # an earlier one's end, which has not left yet, would end its leases
+        # An earlier one's end, which has not left yet, would end its leases; and an outcome that
+        # names it must mean one load.
+        is_followed = request_id in self._ending or request_id in self._ends.loading_ended
+        if is_followed and not request.params.skip_lookup:
+            return None
         request.max_hit_tokens = None
         if max_new_tokens is not None:
             request.max_hit_tokens = num_computed_tokens + max(0, max_new_tokens)
@@ -319,8 +322,8 @@ class Scheduler:
 
         Its last computed blocks are stored with the next step (and handed off once that is done,
         where `do_remote_decode` asks for it); the engine may free them now:
-        who gets them next waits for their stores (the plan's flush). True: a load still
-        writes them, so hold them until an outcome names the request.
+        who gets them next waits for their stores (the plan's flush). True: a load may still
+        write them, so hold them until an outcome names the request.
 
         `num_computed_tokens` counts the tokens whose KV is right, which is never that of the
         last token sampled. Without it the last block may go unstored that accepted drafts filled.
@@ -331,7 +334,8 @@ class Scheduler:
         self._queue.forget(request)
         self._step.finished.append(request_id)
         self._ending.add(request_id)
-        if request.loading_job:
+        if request.loading_job or request.awaits_outcome:
+            self._ends.loading_ended.add(request_id)
             return True
         tables = [list(table) for table in block_ids]
         offers, held = self._offers.final(request, tables, num_computed_tokens)
