@@ -15,6 +15,7 @@ from tests.client.conftest import StartEngine
 from tests.client.content import TOKENS, block_hashes
 from tests.client.small_engine import IMPATIENT, SmallEngine
 from tests.daemon_process import DaemonProcess
+from tests.waiting import wait_until
 
 
 def test_a_restarted_engine_loads_what_it_stored(start_engine: StartEngine) -> None:
@@ -223,6 +224,29 @@ def test_a_broken_stream_is_mended_and_the_ranks_register_again(start_engine: St
         engine.step()
         time.sleep(0.01)
     assert engine.load("b", "hello", 6) == 6
+
+
+def test_a_step_of_a_session_that_is_gone_orders_nothing_in_the_next(
+    start_engine: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start_engine()
+    connection = engine.connection
+    hashes = engine.arrive("a", "hello", 4)
+    table = [list(range(4))]
+    engine.compute(table[0], engine.contents(hashes))
+
+    def meet_another_session(_step: StepDraft) -> None:
+        former = connection.sessions
+        connection._cancel()
+        wait_until(lambda: connection.sessions > former, "another session")
+        engine.wait_usable()
+
+    monkeypatch.setattr(engine.scheduler._hand_offs, "put_into", meet_another_session)
+    plan = engine.scheduler.build_step([ScheduledRequest("a", table, 4 * TOKENS)])
+    monkeypatch.undo()
+    assert not plan.stores, "the next step would take them for lost, and fence their blocks no more"
+    engine.scheduler.request_finished("a", table)
+    engine.step_until_idle()
 
 
 def test_a_refused_step_fails_its_own_jobs_and_keeps_the_session(start_engine: StartEngine) -> None:

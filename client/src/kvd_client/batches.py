@@ -421,7 +421,10 @@ class BlockBatches:
     def _begin(self, step: StepDraft, drafts: Sequence[JobDraft]) -> bool:
         """Order the step's jobs. Called under the lock."""
         session = self._connection.session
-        if session is None or not self._send_locked(step):
+        if session is None:
+            return False
+        step.generation = session.generation
+        if not self._send_locked(step):
             return False
         self._jobs.update((draft.job_id, AwaitedJob(session.generation)) for draft in drafts)
         return True

@@ -207,7 +207,8 @@ class SchedulerConnection:
 
     def send_step(self, step: StepDraft) -> bool:
         with self._changed:
-            if self._outgoing is None:
+            session = self._session
+            if session is None or step.generation not in (None, session.generation):
                 return False
             step.released_leases += self._lookups.stray_leases
             self._lookups.stray_leases = []

@@ -285,6 +285,7 @@ class StepDraft:
     finished: list[str] = field(default_factory=list)
     lookups: LookupCounts = field(default_factory=LookupCounts)
     ends_step: bool = True
+    generation: int | None = None  # of the session that its orders are for; None: whichever is open
 
     def job_ids(self) -> list[int]:
         return [job.job_id for job in (*self.loads, *self.stores)]

@@ -99,7 +99,7 @@ class Connection(Lookups, Protocol):
         """
 
     def send_step(self, step: StepDraft) -> bool:
-        """Queue the step's one message. False: no session, nothing will be done."""
+        """Queue the step's one message. False: its session is gone, nothing will be done."""
 
     def take_ended(self) -> list[tuple[int, bool]]:
         """Jobs that have ended on every rank, by the daemon's word: (job id, whether done)."""

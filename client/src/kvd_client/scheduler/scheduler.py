@@ -229,6 +229,7 @@ class Scheduler:
         self._queue.released_leases = []
         new, computed = self._submit(step, offers, session)
         self._hand_offs.put_into(step)
+        step.generation = None if session is None else session.generation
         was_sent = self._connection.send_step(step)
         if not was_sent:
             self._step.lookups.add(step.lookups)

@@ -100,6 +100,7 @@ class StepSender:
         if _can_wait(step) and now - self.sent_s < session.lease_ttl_s * RENEWED_EACH:
             return True
         self.draft = StepDraft()
+        step.generation = session.generation
         was_sent = self._connection.send_step(step)
         if was_sent:
             self.sent_s = now
