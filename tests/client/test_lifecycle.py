@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvd_client import SchedulerOptions
+from kvd_client import SchedulerOptions, StoreMode
 from tests.client.engine_rig import FULL, TOKENS, WIDE, Rig, blocks
 
 
@@ -262,6 +262,23 @@ def test_an_id_that_comes_again_is_answered_once_its_former_load_has_ended() -> 
     rig.allocate("r", [blocks(10, 4)], 3 * TOKENS)
     [job] = rig.step().loads
     assert rig.report(job).finished_loads == ("r",)
+
+
+@pytest.mark.parametrize("mode", StoreMode)
+def test_an_id_that_comes_again_for_another_account_has_each_store_its_own(mode: StoreMode) -> None:
+    rig = Rig(options=SchedulerOptions(store_mode=mode))
+    rig.daemon.rooms[0] = 0
+    rig.arrive("r", TOKENS, prefix="p", account="one")
+    rig.step(("r", [[1]], TOKENS))
+    rig.scheduler.request_finished("r", [[1]])
+    rig.daemon.rooms.clear()
+    rig.arrive("r", TOKENS, prefix="q", account="two", skip_lookup=True)
+    rig.step(("r", [[2]], TOKENS), near_eviction=[(0, 1), (0, 2)])
+    stores = rig.daemon.last_step.stores
+    assert {job.context.account: [*job.runs[0].block_hashes] for job in stores} == {
+        "one": rig.keys("p", TOKENS)[0],
+        "two": rig.keys("q", TOKENS)[0],
+    }
 
 
 def test_an_id_that_comes_again_and_skips_the_lookup_waits_for_nothing() -> None:

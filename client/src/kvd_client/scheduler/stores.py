@@ -22,25 +22,28 @@ from kvd_proto.limits import MAX_PARTS_PER_STEP
 
 @dataclass(slots=True)
 class _Choice:
-    """What one step stores and touches, as it is being chosen."""
+    """What one step stores and touches, as it is being chosen.
+
+    By request, each named by its `id`: two of them may have one request id, and other accounts.
+    """
 
     session: SessionView
     key_room: int
     room: dict[int, int]  # by group
-    requests: dict[str, Request] = field(default_factory=dict)
-    runs: dict[tuple[str, bool], list[BlockRun]] = field(default_factory=dict)
-    sighted: dict[tuple[str, int], list[BlockRun]] = field(default_factory=dict)
+    requests: dict[int, Request] = field(default_factory=dict)
+    runs: dict[tuple[int, bool], list[BlockRun]] = field(default_factory=dict)
+    sighted: dict[tuple[int, int], list[BlockRun]] = field(default_factory=dict)
 
     def add(self, offer: BlockOffer, run: BlockRun) -> None:
-        self.requests[offer.request.request_id] = offer.request
-        self.runs.setdefault((offer.request.request_id, offer.computed), []).append(run)
+        self.requests[id(offer.request)] = offer.request
+        self.runs.setdefault((id(offer.request), offer.computed), []).append(run)
         self.room[offer.group] -= len(run.block_hashes)
 
     def sight(self, offer: BlockOffer, block_hashes: list[bytes]) -> None:
         """No copy, but the daemon's policy and its reuse filter shall know of the sighting."""
-        self.requests[offer.request.request_id] = offer.request
+        self.requests[id(offer.request)] = offer.request
         run = BlockRun(offer.group, offer.first_block, block_hashes)
-        self.sighted.setdefault((offer.request.request_id, offer.group), []).append(run)
+        self.sighted.setdefault((id(offer.request), offer.group), []).append(run)
 
 
 class StoreQueue:
@@ -67,9 +70,9 @@ class StoreQueue:
         self._probe(offers, session)
         room = {group: session.room(group) for group in {offer.group for offer in offers}}
         choice = _Choice(session, key_room, room)
-        blocked: set[tuple[str, int]] = set()
+        blocked: set[tuple[int, int]] = set()
         for offer in offers:
-            owner = offer.request.request_id, offer.group
+            owner = id(offer.request), offer.group
             done = 0 if owner in blocked else self._choose(offer, choice)
             choice.key_room = max(
                 0, choice.key_room - done
@@ -80,12 +83,12 @@ class StoreQueue:
                 blocked.add(owner)
                 self._tally.without_room(len(offer.block_hashes) - done)
         left = MAX_PARTS_PER_STEP - len(step.touches)
-        for (request_id, _), runs in list(choice.sighted.items())[:left]:
+        for (owned_by, _), runs in list(choice.sighted.items())[:left]:
             [joined] = within_limit(runs, most=1)
-            step.touches.append((choice.requests[request_id].context, joined))
+            step.touches.append((choice.requests[owned_by].context, joined))
         new: tuple[list[int], list[int]] = ([], [])
-        for (request_id, computed), runs in choice.runs.items():
-            request = choice.requests[request_id]
+        for (owned_by, computed), runs in choice.runs.items():
+            request = choice.requests[owned_by]
             new[computed].extend(self._add_jobs(request, runs, step, session.generation))
         return new
 
@@ -103,7 +106,7 @@ class StoreQueue:
 
     def _room(self, offer: BlockOffer, choice: _Choice) -> int:
         """Blocks of the offer that may become part of a job."""
-        if (offer.request.request_id, offer.computed) not in choice.runs:
+        if (id(offer.request), offer.computed) not in choice.runs:
             new = len(choice.runs)
             if (new >= MAX_PARTS_PER_STEP and not offer.is_last) or self._jobs.free <= new:
                 return 0
