@@ -71,6 +71,21 @@ def test_failed_stores_of_any_number_of_requests_are_offered_again() -> None:
     assert len(rig.stored_hashes()) == 500
 
 
+def test_each_request_waits_for_its_own_failure_alone() -> None:
+    rig = Rig()
+    running = [(name, [[place]], TOKENS) for place, name in enumerate("ab")]
+    for entry in running:
+        rig.arrive(entry[0], TOKENS, prefix=entry[0])
+        rig.report(*rig.step(entry).stores, done=False)
+        rig.step()
+        rig.now += 0.9 * WAIT_S
+    rig.step(*running)
+    assert rig.stored_hashes() == rig.keys("a", TOKENS)[0]
+    rig.now += 0.2 * WAIT_S
+    rig.step(*running)
+    assert rig.stored_hashes() == rig.keys("b", TOKENS)[0]
+
+
 def test_what_is_offered_again_is_no_other_sighting() -> None:
     rig = Rig(store_threshold=2)
     keys = rig.keys("p", 4 * TOKENS)[0]

@@ -87,16 +87,17 @@ class Doubts:
         self._offer_failed(now_s)
 
     def _offer_failed(self, now_s: float) -> None:
-        for request_id, due_s in list(self._failed.items()):
+        for request_id, due_s in self._failed.items():
             if due_s is None:
                 self._failed[request_id] = now_s + WAIT_S
-            elif due_s > now_s:
-                break
-            else:
-                del self._failed[request_id]
-                request = self._requests.get(request_id)
-                if request is not None:  # else its blocks are gone
-                    request.offer_failed_again()
+        while self._failed:
+            request_id, due_s = next(iter(self._failed.items()))
+            if due_s is None or due_s > now_s:
+                return
+            del self._failed[request_id]
+            request = self._requests.get(request_id)
+            if request is not None:  # else its blocks are gone
+                request.offer_failed_again()
 
     def _settle(self, job: RequestJob, run: BlockRun, stored: Stored) -> BlockRun | None:
         """Call `stored` for those of the blocks that the page shows; the others are given back."""
