@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvd_client.scheduler.doubts import FAILURES, MAX_DOUBTS, WAIT_S
 from tests.client.engine_rig import FULL, TOKENS, Rig, blocks
 from tests.client.fake_daemon import ADMITTED
@@ -19,6 +21,21 @@ def test_what_failed_before_its_session_was_lost_is_offered_to_the_next() -> Non
     rig.now += 2 * WAIT_S
     rig.step(running)
     assert rig.stored_hashes() == rig.keys("p", 2 * TOKENS)[0]
+
+
+@pytest.mark.parametrize("threshold", [1, 2])
+def test_what_failed_just_before_its_requests_end_is_offered_with_the_last(threshold: int) -> None:
+    rig = Rig(store_threshold=threshold)
+    keys = rig.keys("p", 3 * TOKENS)[0]
+    rig.daemon.holds(keys, ADMITTED)
+    rig.arrive("r", 3 * TOKENS)
+    [job] = rig.step(("r", [blocks(0, 3)], 2 * TOKENS)).stores
+    rig.report(job, done=False)
+    rig.step(("r", [blocks(0, 3)], 3 * TOKENS))
+    rig.scheduler.request_finished("r", [blocks(0, 3)])
+    rig.step()
+    again = keys[:2] if threshold == 1 else []  # another offer would be another sighting
+    assert rig.stored_hashes() == again
 
 
 def test_stores_that_fail_at_once_are_all_offered_again() -> None:

@@ -73,6 +73,11 @@ class Doubts:
             first = request.failed_from.get(run.group, run.first_block)
             request.failed_from[run.group] = min(first, run.first_block)
 
+    def request_ends(self, request: Request) -> None:
+        """What still waits is part of its last offers, where that is no sighting of its own."""
+        if not self._is_filtering():
+            request.offer_failed_again()
+
     def look_again(self, now_s: float, stored: Stored) -> None:
         """Once in a step: what is there by now is stored, what is overdue is offered again."""
         for doubt in self._waiting:

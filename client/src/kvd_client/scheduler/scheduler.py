@@ -339,6 +339,7 @@ class Scheduler:
             self._ends.loading_ended.add(request_id)
             return True
         tables = [list(table) for table in block_ids]
+        self._doubts.request_ends(request)
         offers, held = self._offers.final(request, tables, num_computed_tokens)
         if self.options.store_mode is StoreMode.EAGER or request.request_level:
             self._finished_offers += offers
