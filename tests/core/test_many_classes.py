@@ -13,7 +13,7 @@ from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import State
 from kvd.core.room import eviction
 from kvd.core.upkeep import operator
-from tests.core.bench import BLOCK, Bench, only, small, spec
+from tests.core.bench import BLOCK, SECOND, Bench, only, small, spec
 
 
 def roomy(groups: int, **options: object) -> Bench:
@@ -66,3 +66,18 @@ def test_room_is_known_without_asking_other_classes(monkeypatch: pytest.MonkeyPa
     assert bench.machine.room(bench.machine.namespaces()[3]) == (1,)
     bench.machine.state.classes.update(known)
     assert len(asked) == 1
+
+
+def test_quota_holds_where_more_classes_give_way_than_are_weighed_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(eviction, "CLASSES_WEIGHED", 2)
+    bench = small(extents=8)
+    for number, blocks in enumerate((4, 3, 2, 0), start=1):
+        bench.open(number, spec(f"ns {number}"))
+        bench.now_ns += SECOND
+        if blocks:
+            bench.stored(range(blocks), number)
+    bench.quota(9 * BLOCK)
+    bench.stored(range(8), 4)
+    assert bench.machine.statistics().slots.ready == 9

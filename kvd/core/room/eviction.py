@@ -114,7 +114,7 @@ def _for_quota(
     chosen = []
     for owner in _victims_in_order(state, tenant, [owner for owner, _ in needs]):
         count = min(owner.evictable, -(-excess // owner.block_bytes))
-        if count <= 0:
+        if count <= 0 or id(owner) in evictions:  # its turn may come twice
             continue
         evictions[id(owner)] = count
         chosen.append(owner)
