@@ -272,7 +272,8 @@ def _check_tenants(state: State) -> None:
         assert tenant.used_bytes == used, "a tenant's bytes in use"
         over = bool(tenant.quota_bytes) and used > tenant.quota_bytes
         asked = state.backlog.shrinks.get(tenant.tenant)
-        assert asked is None or tenant.shrinking, "a tenant within its quota is to shrink"
+        wanted = asked is not None and (tenant.shrinking or asked.room_bytes > 0)
+        assert asked is None or wanted, "a tenant within its quota is to shrink"
         assert not over or tenant.shrinking, f"{tenant.tenant} uses more than its quota"
         leased = 0
         for owner in owned:

@@ -62,6 +62,7 @@ class MachineRules(RuleBasedStateMachine):
             SCOPES_AT_ONCE=at_once,
             EMPTIED_AT_ONCE=at_once,
             EVICTED_AT_ONCE=at_once,
+            EVICTED_FOR_A_STORE=at_once,
             EVICTED_IN_A_BATCH=max(1, at_once // 2),
         )
         self.pieces.start()

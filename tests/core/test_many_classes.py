@@ -13,7 +13,7 @@ from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import State
 from kvd.core.room import eviction
 from kvd.core.upkeep import operator
-from tests.core.bench import BLOCK, SECOND, Bench, only, small, spec
+from tests.core.bench import BLOCK, SECOND, Bench, only, small, spec, verdict
 
 
 def roomy(groups: int, **options: object) -> Bench:
@@ -68,7 +68,7 @@ def test_room_is_known_without_asking_other_classes(monkeypatch: pytest.MonkeyPa
     assert len(asked) == 1
 
 
-def test_quota_holds_where_more_classes_give_way_than_are_weighed_at_once(
+def test_one_event_weighs_some_classes_for_a_quota_and_the_next_ones_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(eviction, "CLASSES_WEIGHED", 2)
@@ -79,5 +79,8 @@ def test_quota_holds_where_more_classes_give_way_than_are_weighed_at_once(
         if blocks:
             bench.stored(range(blocks), number)
     bench.quota(9 * BLOCK)
+    assert verdict(bench.store(range(8), 4)).reason == "QUOTA"
+    assert bench.machine.statistics().slots.ready == 9
+    bench.work_off()
     bench.stored(range(8), 4)
     assert bench.machine.statistics().slots.ready == 9

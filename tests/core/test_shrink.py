@@ -1,4 +1,7 @@
-"""A lowered quota holds at once for stores, and what is beyond it goes in small pieces."""
+"""A lowered quota holds at once for stores, and what is beyond it goes in small pieces.
+
+So does what gives way for a store of much larger blocks.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, TenantId
 from kvd.core.model import backlog
+from kvd.core.model.gone import Fate
 from tests.core.bench import BLOCK, Bench, done, only, small, spec, verdict
 from tests.core.replaying import replay
 
@@ -19,6 +23,7 @@ MANY = 40
 def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backlog, "EVICTED_AT_ONCE", AT_ONCE)
     monkeypatch.setattr(backlog, "EVICTED_IN_A_BATCH", 2)
+    monkeypatch.setattr(backlog, "EVICTED_FOR_A_STORE", 2 * AT_ONCE)
 
 
 def stocked() -> Bench:
@@ -109,3 +114,51 @@ def test_tenant_whose_pins_end_without_a_block_to_evict_may_store_again() -> Non
     bench.work_off()
     assert bench.machine.room(NamespaceId(1)) == (2,)
     bench.stored([7])
+
+
+def with_larger_blocks() -> Bench:
+    """A quota that small blocks fill, and an engine whose blocks are eight times as large."""
+    bench = stocked()
+    bench.open(3, spec("large", block_bytes=8 * BLOCK))
+    bench.quota(MANY * BLOCK)
+    return bench
+
+
+def test_few_blocks_give_way_for_a_larger_one_in_its_own_event() -> None:
+    bench = with_larger_blocks()
+    bench.stored([1000], 3)
+    assert bench.machine.statistics().slots.ready == MANY - 8 + 1
+
+
+def test_many_blocks_that_give_way_for_larger_ones_go_a_few_in_each_event() -> None:
+    bench = with_larger_blocks()
+    asked = bench.store([1000, 1001], 3)
+    assert verdict(asked).reason == "QUOTA"
+    assert not only(asked, act.WriteFree)
+    gone = 0
+    while bench.machine.has_work():
+        made = bench.feed(ev.WorkContinued())
+        freed = sum(len(each.slots) for each in only(made, act.WriteFree))
+        assert 0 < freed <= AT_ONCE
+        gone += freed
+    assert gone == 16
+    bench.stored([1000, 1001], 3)
+    replay(bench)
+
+
+def test_others_store_while_room_is_made_and_blocks_go_for_whom_it_is_made() -> None:
+    bench = with_larger_blocks()
+    bench.store([1000, 1001], 3)
+    bench.feed(ev.WorkContinued())
+    bench.stored([1002], 1)
+    bench.work_off()
+    bench.stored([1000, 1001], 3)
+    ring = bench.machine.state.gone.share_of(TenantId("tenant"))
+    assert Fate.EVICTED | 3 << 16 in ring.codes
+
+
+def test_room_that_a_store_wanted_is_not_made_for_a_quota_set_meanwhile() -> None:
+    bench = with_larger_blocks()
+    bench.store([1000, 1001], 3)
+    assert bench.quota((MANY - 4) * BLOCK) == 4
+    assert bench.machine.statistics().slots.ready == MANY - 4

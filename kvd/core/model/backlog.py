@@ -32,6 +32,7 @@ EMPTIED_AT_ONCE = 512  # blocks of a row that others wait for
 EMPTIED_IN_PASSING = 64  # of those, by an event that has its own work to do
 DROPPED_AT_ONCE = 512  # blocks that nobody can use any more, or what takes as long
 EVICTED_AT_ONCE = 384  # blocks of a tenant beyond its quota
+EVICTED_FOR_A_STORE = 1024  # blocks that give way for a quota in the store's own event
 EVICTED_IN_A_BATCH = 64  # of those, where each may be of another account, and is announced so
 NEWS_AT_ONCE = 12  # orders, but for those of the last batch
 
@@ -64,10 +65,12 @@ class Clear:
 
 @dataclass(slots=True, eq=False)
 class Shrink:
-    """A tenant that has more than its quota; see `room.shrink_some`."""
+    """A tenant that has more than its quota, or too little room; see `room.shrink_some`."""
 
     answers: list[tuple[int, int]] = field(default_factory=list)  # token, `evicted` by then
     evicted: int = 0
+    room_bytes: int = 0  # that are to be free of the quota
+    room_for: NamespaceId | None = None  # whose store wanted them
 
 
 @dataclass(slots=True, eq=False)

@@ -1,8 +1,12 @@
-"""Room for new blocks: free slots, free extents, then eviction; all of it or nothing."""
+"""Room for new blocks: free slots, free extents, then eviction; all of it or nothing.
+
+A store for which a quota makes many smaller blocks give way would take long: it is refused, and
+they go in pieces. The next one finds the room.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
 from kvd.core.actions import TellDone
@@ -11,6 +15,7 @@ from kvd.core.blocks.row_grants import grant_row, unclaimed_extents
 from kvd.core.errors import NO_ROOM, QUOTA
 from kvd.core.keys import NamespaceId, Slots, TenantId
 from kvd.core.model import backlog
+from kvd.core.model.backlog import Shrink
 from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.size_class import SizeClass, Tenant
 from kvd.core.model.state import State
@@ -57,6 +62,7 @@ def _make_room(turn: Turn, needs: Needs, excess: int) -> str:
     evictions: dict[int, int] = {}  # by identity of the class
     victims = _for_quota(state, needs, excess, evictions)
     if victims is None:
+        _make_room_later(state, needs, excess)
         return QUOTA
     extents = unclaimed_extents(state)
     rows: list[tuple[SizeClass, int]] = []
@@ -102,35 +108,49 @@ def _commit(
 def _for_quota(
     state: State, needs: Needs, excess: int, evictions: dict[int, int]
 ) -> list[SizeClass] | None:
-    """Classes that must evict for the tenant's quota, None where that can't be enough.
+    """Classes that must evict for the tenant's quota, None where that can't be enough, or not in
+    this event.
 
-    The classes that store come first, then the tenant's others, coldest first.
+    The classes that store come first, then some of the tenant's others, coldest first.
     """
     tenant = needs[0][0].tenant
     if excess <= 0:
         return []
-    if tenant.shrinking or tenant.tally.evictable_bytes < excess:
+    if not _can_give_way(tenant, excess):
         return None
-    chosen = []
-    for owner in _victims_in_order(state, tenant, [owner for owner, _ in needs]):
+    chosen: list[SizeClass] = []
+    storing = [owner for owner, _ in needs]
+    excess = _choose(storing, excess, evictions, chosen)
+    if excess > 0:
+        excess = _choose(_coldest_first(state, tenant, storing), excess, evictions, chosen)
+    few = sum(evictions.values()) <= backlog.EVICTED_FOR_A_STORE
+    return chosen if few and excess <= 0 else None
+
+
+def _can_give_way(tenant: Tenant, excess: int) -> bool:
+    return not tenant.shrinking and tenant.tally.evictable_bytes >= excess
+
+
+def _choose(
+    owners: list[SizeClass], excess: int, evictions: dict[int, int], chosen: list[SizeClass]
+) -> int:
+    """The next that evict; the bytes that are still too many then."""
+    for owner in owners:
         count = min(owner.evictable, -(-excess // owner.block_bytes))
-        if count <= 0 or id(owner) in evictions:  # its turn may come twice
-            continue
-        evictions[id(owner)] = count
-        chosen.append(owner)
-        excess -= count * owner.block_bytes
-        if excess <= 0:
-            return chosen
-    return None
+        if count > 0:
+            evictions[id(owner)] = count
+            chosen.append(owner)
+            excess -= count * owner.block_bytes
+    return excess
 
 
-def _victims_in_order(
-    state: State, tenant: Tenant, storing: list[SizeClass]
-) -> Iterator[SizeClass]:
-    """The storing classes; the tenant's others, of which there may be many, only when asked for."""
-    yield from storing
-    for _ in range(0, len(tenant.evictable), CLASSES_WEIGHED):
-        yield from _coldest_first(state, tenant, storing)
+def _make_room_later(state: State, needs: Needs, excess: int) -> None:
+    """Have as much go in pieces as was too much for this event."""
+    tenant = needs[0][0].tenant
+    if _can_give_way(tenant, excess):
+        shrink = state.backlog.shrinks.setdefault(tenant.tenant, Shrink())
+        shrink.room_bytes = max(shrink.room_bytes, excess - tenant.excess(0))
+        shrink.room_for = needs[0][0].namespace
 
 
 def _coldest_first(state: State, tenant: Tenant, but: list[SizeClass]) -> list[SizeClass]:
@@ -146,19 +166,20 @@ def _coldest_first(state: State, tenant: Tenant, but: list[SizeClass]) -> list[S
 
 
 def shrink_some(turn: Turn) -> None:
-    """Evict some blocks of a tenant that has more than its quota, coldest classes first.
+    """Evict some blocks of a tenant that has more than its quota, or too little room for a store,
+    coldest classes first.
 
-    Over when it keeps the quota, or only what is pinned is left.
+    Over when it keeps the quota, with that room, or only what is pinned is left.
     """
     state = turn.state
     number, left = next(iter(state.backlog.shrinks.items()))
     tenant, before = state.tenants[number], len(turn.orders)
     blocks, batch = backlog.EVICTED_AT_ONCE, backlog.EVICTED_IN_A_BATCH
     for owner in _coldest_first(state, tenant, []):
-        while (excess := tenant.excess(0)) > 0 and owner.evictable:
+        while (excess := tenant.excess(left.room_bytes)) > 0 and owner.evictable:
             count = min(owner.evictable, -(-excess // owner.block_bytes), blocks, batch)
             told = len(turn.orders)
-            slot_lifecycle.evict(turn, owner, count, LOWERED)
+            slot_lifecycle.evict(turn, owner, count, _why(tenant, left))
             left.evicted += count
             blocks -= count
             # Many of one account are quicker in few large batches.
@@ -169,8 +190,14 @@ def shrink_some(turn: Turn) -> None:
         if excess <= 0 or not blocks or len(turn.orders) - before >= backlog.NEWS_AT_ONCE:
             break
     tenant.shrinking = tenant.excess(0) > 0
-    if not tenant.shrinking or not tenant.evictable:
+    if tenant.excess(left.room_bytes) <= 0 or not tenant.evictable:
         end_shrinking(turn, number)
+
+
+def _why(tenant: Tenant, left: Shrink) -> WhyGone:
+    if left.room_for is None or tenant.excess(0) > 0:
+        return LOWERED
+    return WhyGone(Fate.EVICTED, by=left.room_for)
 
 
 def end_shrinking(turn: Turn, tenant: TenantId) -> None:

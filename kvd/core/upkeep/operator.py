@@ -29,6 +29,7 @@ def quota_set(turn: Turn, event: QuotaSet) -> None:
     tenant.quota_bytes = event.quota_bytes
     shrink = state.backlog.shrinks.setdefault(event.tenant, Shrink())
     shrink.answers.append((event.token, shrink.evicted))
+    shrink.room_bytes = 0  # a store that still wants it asks again
     tenant.shrinking = tenant.excess(0) > 0
     if not tenant.shrinking:
         eviction.end_shrinking(turn, event.tenant)

@@ -13,7 +13,7 @@ from typing import Any
 from kvd.core.claims import hand_off, lease
 from kvd.core.jobs import waiters
 from kvd.core.model import backlog
-from kvd.core.room import expiry, reclaim
+from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.tiers import promotion, service, writing
 from kvd.core.upkeep import recency
 from kvd.pool import recovery, registry
@@ -35,11 +35,13 @@ _BOUNDS: list[tuple[Any, str]] = [
     (backlog, "EMPTIED_IN_PASSING"),
     (backlog, "DROPPED_AT_ONCE"),
     (backlog, "EVICTED_AT_ONCE"),
+    (backlog, "EVICTED_FOR_A_STORE"),
     (backlog, "EVICTED_IN_A_BATCH"),
     (backlog, "NEWS_AT_ONCE"),
     (batching, "PIECE_QUERIES"),
     (batching, "LOOKUP_PIECE_KEYS"),
     (driver, "ROOMS_AT_ONCE"),
+    (eviction, "CLASSES_WEIGHED"),
     (expiry, "ROWS_AT_ONCE"),
     (expiry, "ROWS_TO_GO_AT_ONCE"),
     (hand_off, "MAX_EXPIRED_AT_ONCE"),
