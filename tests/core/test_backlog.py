@@ -88,6 +88,43 @@ def test_ticks_alone_end_long_work_too() -> None:
     assert pins(bench) == 0
 
 
+def test_of_leases_that_expire_together_some_end_in_each_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.core.claims.lease.EXPIRED_AT_ONCE", LEASES_AT_ONCE // 2)
+    bench = small()
+    bench.open()
+    bench.stored(range(4))
+    for session in (2, 3):
+        bench.open(session, attach=False)
+        leased(bench, session)
+    bench.now_ns += 3 * SECOND
+    left = pins(bench)
+    bench.feed(ev.TimerTicked())
+    while bench.machine.has_work():
+        assert 0 < left - pins(bench) <= 4 * LEASES_AT_ONCE
+        left = pins(bench)
+        bench.feed(ev.WorkContinued())
+    assert pins(bench) == 0
+    assert bench.machine.statistics().counters.leases_expired == 2 * MANY
+    replay(bench)
+
+
+def test_lease_of_a_step_that_came_before_its_turn_to_expire_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvd.core.claims.lease.EXPIRED_AT_ONCE", 1)
+    bench = small()
+    bench.open()
+    bench.stored(range(4))
+    leased(bench)
+    bench.now_ns += 3 * SECOND
+    bench.feed(ev.TimerTicked())
+    bench.feed(ev.StepEnded(SessionId(1)))
+    bench.work_off()
+    assert pins(bench) == 4 * (MANY - 1)
+
+
 def test_ended_leases_count_until_their_claims_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvd.core.claims.lease.MAX_LEASES_PER_SESSION", MANY)
     bench = small()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from kvd.core.model.turn import Turn
 
 MAX_LEASES_PER_SESSION = 16384
 LEASES_LOOKED_AT = 512  # in one event
+EXPIRED_AT_ONCE = 2048  # leases, in one event
 SLOTS_LOOKED_AT = 1 << 16  # of those, but for the last one's
 
 
@@ -167,12 +169,26 @@ def end_leases_on(state: State, owner: SizeClass, span: slice, left: LeasesLeft)
 
 
 def expire_leases(turn: Turn) -> None:
-    """End every lease that neither its taking nor its session's last step keeps alive."""
+    """End leases that neither their taking nor their session's last step keeps alive.
+
+    What is beyond the bound stays due, for the next piece of work.
+    """
     state = turn.state
-    oldest = turn.now_ns - state.config.lease_ttl_ns
+    left, state.backlog.has_expired = EXPIRED_AT_ONCE, False
     for session in state.sessions.values():
-        if session.renewed_ns > oldest:
-            continue
-        expired = [n for n, lease in session.leases.items() if lease.taken_ns <= oldest]
+        expired = list(islice(_expired(turn, session), left + 1))
+        if len(expired) > left:
+            state.backlog.has_expired = True
+            del expired[left:]
+        left -= len(expired)
         state.counters.leases_expired += len(expired)
         end_leases(state, session, expired)
+
+
+def _expired(turn: Turn, session: Session) -> Iterator[LeaseId]:
+    oldest = turn.now_ns - turn.state.config.lease_ttl_ns
+    if session.renewed_ns <= oldest:
+        for number, lease in session.leases.items():  # in the order in which they were taken
+            if lease.taken_ns > oldest:
+                return
+            yield number

@@ -81,10 +81,12 @@ class Backlog:
     transfers: deque[CalledOff] = field(default_factory=deque)
     clears: dict[NamespaceId, Clear] = field(default_factory=dict)
     shrinks: dict[TenantId, Shrink] = field(default_factory=dict)
+    has_expired: bool = False  # leases that have not ended yet
     turn: int = 0  # which kind comes next
 
     def __bool__(self) -> bool:
-        return bool(self.leases or self.transfers or self.clears or self.shrinks)
+        some = self.leases or self.transfers or self.clears or self.shrinks
+        return bool(some or self.has_expired)
 
     def call_off(self, transfers: Iterable[Transfer], how: CallOff, reason: str) -> list[Transfer]:
         """Those that the caller calls off itself now; each of the others ends so in its turn."""

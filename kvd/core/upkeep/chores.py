@@ -32,6 +32,7 @@ def go_on(turn: Turn) -> None:
     todo = (  # in the order of their turns
         (bool(state.backlog.transfers), _call_off),
         (bool(state.backlog.leases), _unclaim),
+        (state.backlog.has_expired, lease.expire_leases),
         (bool(state.backlog.clears), clear.go_on),
         (bool(state.backlog.shrinks), eviction.shrink_some),
         (reclaim.first_filled(state) is not None, reclaim.empty_some),

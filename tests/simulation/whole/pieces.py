@@ -45,6 +45,7 @@ _BOUNDS: list[tuple[Any, str]] = [
     (expiry, "ROWS_AT_ONCE"),
     (expiry, "ROWS_TO_GO_AT_ONCE"),
     (hand_off, "MAX_EXPIRED_AT_ONCE"),
+    (lease, "EXPIRED_AT_ONCE"),
     (lease, "LEASES_LOOKED_AT"),
     (page_mending, "PIECES_AT_ONCE"),
     (page_mending, "TAGS_AT_ONCE"),
