@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core.keys import RequestId, SessionId
 from kvd.core.model.slots import SlotState
 from kvd.core.model.tiers import Reach, TierTerms
 from kvd.core.tiers import promotion, search
@@ -101,3 +102,30 @@ def test_hung_reads_of_one_tier_do_not_keep_others_from_bringing_up_for_ever() -
     on.reads.append(hung)
     on.read()
     assert not on.bench.machine.state.below.promoting.whole
+
+
+def test_a_request_that_has_ended_waits_for_no_room() -> None:
+    on = stage(extents=8, promotion_share=0.02)  # two blocks, of which a tenant has one
+    on.bring_down(*range(1, 12))
+    for number in range(1, 12):
+        on.look(number, request=f"r{number}")
+    on.answer()
+    on.step()
+    below = on.bench.machine.state.below
+    assert [sought.request for sought in below.stalled] == [f"r{n}" for n in range(2, 12)]
+    on.feed(ev.RequestsEnded(SessionId(1), tuple(RequestId(f"r{n}") for n in range(2, 11))))
+    assert [sought.request for sought in below.stalled] == ["r11"]
+    on.read()
+    on.step()
+    (read,) = on.reads
+    assert numbers_of(read.keys) == [11]
+
+
+def test_a_request_that_has_ended_waits_for_no_step() -> None:
+    on = stage()
+    on.bring_down(*range(1, 12))
+    for number in range(1, 12):
+        on.look(number, request=f"r{number}")
+        on.answer()
+        on.feed(ev.RequestsEnded(SessionId(1), (RequestId(f"r{number}"),)))
+    assert not on.bench.machine.state.sessions[SessionId(1)].found_below

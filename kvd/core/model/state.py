@@ -203,7 +203,7 @@ class Session:
     # What its requests seek in tiers, by request, then by account and group.
     sought: dict[RequestId, dict[tuple[str, int], Sought]] = field(default_factory=dict)
     sought_blocks: int = 0  # and their searches, see SEARCH_BLOCKS
-    found_below: list[Sought] = field(default_factory=list)  # something of each since the last step
+    found_below: dict[Sought, None] = field(default_factory=dict)  # something, since the last step
     waits: dict[Wait, None] = field(default_factory=dict)
     waiting_bytes: int = 0  # of those
     busy: dict[int, npt.NDArray[np.int16]] = field(default_factory=dict)  # by group, by block

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -243,7 +243,6 @@ class Sought:
     blocks: dict[int, tuple[Search, int]] = field(default_factory=dict)  # by tag
     searches: list[Search] = field(default_factory=list)
     cut: int | None = None  # place of the first block that is nowhere
-    is_found: bool = False  # it stands in Session.found_below
     is_prefetch: bool = False  # by a hint: nobody waits for it, and no request's end ends it
     # Another node may be about to write what is not there: which tiers are asked again, which
     # searches wait for that, and when it is time.
@@ -264,7 +263,7 @@ class Below:
     reading: ByPatience[TierCopy] = field(default_factory=ByPatience)
     promoting: TenantShare = field(default_factory=TenantShare)
     due: deque[Sought] = field(default_factory=deque)  # to be promoted, some an event
-    stalled: deque[Sought] = field(default_factory=deque)  # until promotions end
+    stalled: OrderedDict[Sought, None] = field(default_factory=OrderedDict)  # until promotions end
     lost: deque[TierCopy] = field(default_factory=deque)  # their tier's process has ended
     unanswered: deque[Search] = field(default_factory=deque)  # likewise
     expiring: ByPatience[Sought] = field(default_factory=ByPatience)

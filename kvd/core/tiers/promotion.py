@@ -41,9 +41,7 @@ NO_BLOCKS: U32 = np.empty((0, 0), dtype=np.uint32)
 
 def step_ended(state: State, session: Session) -> None:
     """What was found for the session's requests is due to be brought up."""
-    for sought in session.found_below:
-        sought.is_found = False
-        state.below.due.append(sought)
+    state.below.due.extend(session.found_below)
     session.found_below.clear()
 
 
@@ -57,7 +55,7 @@ def go_on(turn: Turn) -> None:
         case Left.MORE:
             below.due.append(sought)
         case Left.NO_ROOM:
-            below.stalled.append(sought)
+            below.stalled[sought] = None
 
 
 class Left(enum.Enum):
@@ -279,7 +277,7 @@ def _wake_some(below: Below) -> None:
     """Of those who found no room, as many as one promotion's end may help; the last one's, all."""
     count = WOKEN_AT_ONCE if below.promoting.whole else len(below.stalled)
     for _ in range(min(count, len(below.stalled))):
-        below.due.append(below.stalled.popleft())
+        below.due.append(below.stalled.popitem(last=False)[0])
 
 
 def _tell_seeker(

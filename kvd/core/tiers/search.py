@@ -402,9 +402,8 @@ def found(state: State, sought: Sought) -> None:
     """
     if sought.is_prefetch:
         state.below.due.append(sought)
-    elif not sought.is_found:
-        sought.is_found = True
-        state.sessions[sought.session].found_below.append(sought)
+    else:
+        state.sessions[sought.session].found_below[sought] = None
 
 
 def tier_gone(turn: Turn, tier: Tier) -> None:
@@ -458,6 +457,9 @@ def _drop(state: State, session: Session, sought: Sought) -> None:
 def _forget(state: State, sought: Sought) -> None:
     sought.is_over = True
     state.below.expiring.remove(sought, sought.patience_ns)
+    state.below.stalled.pop(sought, None)
+    if (session := state.sessions.get(sought.session)) is not None:
+        session.found_below.pop(sought, None)
     _count(state, sought, -len(sought.blocks) - len(sought.searches) * SEARCH_BLOCKS)
     sought.blocks = {}
     sought.searches = []
