@@ -5,11 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvd.core.actions import EndJob
+from kvd.core.errors import LimitExceeded
 from kvd.core.keys import JobId, SessionId
 
+MAX_FLUSHES = 16  # of one session, that wait
 REMEMBERED_ENDS = 1024  # of each session, so that a late flush still hears how a job ended
+
+
+@dataclass(slots=True, eq=False)
+class Flush:
+    """Somebody who waits for these jobs of a session."""
+
+    left: set[JobId]
+    over: asyncio.Future[None]
 
 
 class PendingJobs:
@@ -18,6 +29,7 @@ class PendingJobs:
     def __init__(self) -> None:
         self._live: dict[SessionId, set[JobId]] = {}
         self._ends: dict[SessionId, OrderedDict[JobId, EndJob]] = {}
+        self._flushes: dict[SessionId, list[Flush]] = {}
         self._changed = asyncio.Event()
 
     def started(self, session: SessionId, job: JobId) -> bool:
@@ -39,6 +51,10 @@ class PendingJobs:
         ends[order.job] = order
         if len(ends) > REMEMBERED_ENDS:
             ends.popitem(last=False)
+        for flush in self._flushes.get(order.session, ()):
+            flush.left.discard(order.job)
+            if not flush.left and not flush.over.done():
+                flush.over.set_result(None)
         self._changed.set()
 
     def forget_if_idle(self, session: SessionId) -> None:
@@ -54,13 +70,30 @@ class PendingJobs:
     async def wait(
         self, session: SessionId, jobs: Sequence[JobId], deadline_s: float
     ) -> list[EndJob]:
-        """Ends of these jobs (all live ones when none is named). TimeoutError past deadline."""
-        wanted = set(jobs) if jobs else set(self.live(session))
+        """Ends of these jobs (all live ones when none is named). TimeoutError past deadline.
+
+        LimitExceeded where as many wait for the session's jobs as may.
+        """
+        live = self.live(session)
+        wanted = set(jobs) or set(live)
         ends = self._ends.get(session, OrderedDict())  # even if the session is forgotten meanwhile
-        async with asyncio.timeout(deadline_s):
-            while self.live(session) & wanted:
-                await self._wait_for_change()
+        if left := wanted & live:
+            await self._wait_for(session, left, deadline_s)
         return [ends[job] for job in sorted(wanted) if job in ends]
+
+    async def _wait_for(self, session: SessionId, left: set[JobId], deadline_s: float) -> None:
+        flushes = self._flushes.setdefault(session, [])
+        if len(flushes) >= MAX_FLUSHES:
+            raise LimitExceeded(f"{MAX_FLUSHES} flushes of the session wait", "session_id")
+        flush = Flush(left, asyncio.get_running_loop().create_future())
+        flushes.append(flush)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await flush.over
+        finally:
+            flushes.remove(flush)
+            if not flushes:
+                del self._flushes[session]
 
     async def wait_for_all(self, deadline_s: float) -> int:
         """Wait until no session has a live job; the number left when the deadline passes."""

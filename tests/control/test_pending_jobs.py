@@ -10,10 +10,10 @@ import pytest
 
 from kvd.control.sessions.verbs import REMEMBERED_ANSWERS, REMEMBERED_BYTES, SequenceBook
 from kvd.core.actions import EndJob
-from kvd.core.errors import InvalidArgument
+from kvd.core.errors import InvalidArgument, LimitExceeded
 from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import JobId, SessionId
-from kvd.runtime.pending_jobs import REMEMBERED_ENDS, PendingJobs
+from kvd.runtime.pending_jobs import MAX_FLUSHES, REMEMBERED_ENDS, PendingJobs
 from kvd_proto.v1 import engine_pb2
 
 SESSION = SessionId(1)
@@ -40,6 +40,46 @@ async def test_flush_past_its_deadline_raises_and_the_job_stays_live() -> None:
     with pytest.raises(TimeoutError):
         await board.wait(SESSION, [], 0.01)
     assert board.live(SESSION) == {1}
+
+
+async def test_so_many_may_wait_for_the_jobs_of_a_session() -> None:
+    board = PendingJobs()
+    other = SessionId(2)
+    for session in (SESSION, other):
+        board.started(session, JobId(1))
+    flushes = [asyncio.create_task(board.wait(SESSION, [], 1)) for _ in range(MAX_FLUSHES)]
+    await asyncio.sleep(0)
+    with pytest.raises(LimitExceeded):
+        await board.wait(SESSION, [JobId(1)], 1)
+    with pytest.raises(TimeoutError):
+        await board.wait(other, [], 0.01)
+    board.ended(end(1))
+    assert [[order.job for order in await flush] for flush in flushes] == [[1]] * MAX_FLUSHES
+    assert [order.job for order in await board.wait(SESSION, [JobId(1)], 1)] == [1]
+
+
+class Counted(PendingJobs):
+    """Counts how often somebody looks at all live jobs of a session."""
+
+    looks = 0
+
+    def live(self, session: SessionId) -> frozenset[JobId]:
+        self.looks += 1
+        return super().live(session)
+
+
+async def test_end_of_a_job_costs_no_look_at_all_jobs_for_each_who_waits() -> None:
+    board = Counted()
+    for job in range(1, 4):
+        board.started(SESSION, JobId(job))
+    flush = asyncio.create_task(board.wait(SESSION, [], 1))
+    await asyncio.sleep(0)
+    looks = board.looks
+    for job in range(1, 4):
+        board.ended(end(job))
+        await asyncio.sleep(0)
+    assert board.looks == looks
+    assert [order.job for order in await flush] == [1, 2, 3]
 
 
 async def test_late_flush_still_hears_how_a_job_ended() -> None:

@@ -228,7 +228,7 @@ class SchedulerSession:
     async def _flush(self) -> None:
         try:
             await self._rooms.driver.jobs.wait(self.live.id, [], CLOSE_FLUSH_SECONDS)
-        except TimeoutError:
+        except (TimeoutError, LimitExceeded):
             log.warning("session %d closes while copies run", self.live.id, extra=self.live.in_log)
 
 
