@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -39,6 +39,7 @@ MAX_MOVERS = 128
 MAX_MOVERS_OF_USER = 64
 MAX_MOVERS_OF_WORKER = 4  # one, and while it changes registrations one or two more
 MOVERS = "movers that start, run or end"
+Report = Event | asyncio.Future[None]
 MoverOrder = act.RevokeTransfer | act.KillMover | act.PostBoard | act.UnmapRow
 
 
@@ -63,6 +64,7 @@ class FleetStage(enum.Enum):
 
     STARTING = "it counts for its owner, and takes no orders yet"
     RUNNING = "it takes orders"
+    ENDED = "its process is gone; what it said before is being handled"
     GONE = "it has ended, or never came up"
 
 
@@ -70,7 +72,8 @@ FLEET_STEPS: frozenset[tuple[FleetStage, FleetStage]] = frozenset(
     {
         (FleetStage.STARTING, FleetStage.RUNNING),
         (FleetStage.STARTING, FleetStage.GONE),
-        (FleetStage.RUNNING, FleetStage.GONE),
+        (FleetStage.RUNNING, FleetStage.ENDED),
+        (FleetStage.ENDED, FleetStage.GONE),
     }
 )
 
@@ -80,7 +83,7 @@ class FleetMover:
     """One mover, from before its start until its end."""
 
     owner: MoverOwner
-    process: MoverProcess | None = None  # once it is RUNNING
+    process: MoverProcess | None = None  # while it is RUNNING
     stage: FleetStage = FleetStage.STARTING
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # and told of to everybody
 
@@ -146,8 +149,9 @@ class MoverFleet:
         self._launch = launch
         self._movers: dict[MoverId, FleetMover] = {}  # but for those that are GONE
         self._shares = Shares(Bound(MOVERS, MAX_MOVERS, MAX_MOVERS_OF_USER, field="rank"))
-        # A future among them is somebody who waits until those before it are handled.
-        self._reports: deque[Event | asyncio.Future[None]] = deque()
+        # By user; tiers' under None. Users take turns. A future among them is somebody who waits
+        # until those before it are handled.
+        self._reports: OrderedDict[int | None, deque[Report]] = OrderedDict()
 
     async def start(self, config: MoverConfig, owner: MoverOwner) -> MoverProcess:
         """Start a rank's mover process; from its first moment the pool's next owner knows of it.
@@ -328,48 +332,71 @@ class MoverFleet:
                 finished.bytes_copied,
                 finished.duration_ns,
                 damaged,
-            )
+            ),
+            self._user_of(mover),
         )
 
     def row_unmapped(self, mover: MoverId, row: RowId) -> None:
         """The mover no longer maps the row."""
-        self.report(ev.RowUnmapped(mover, row))
+        self.report(ev.RowUnmapped(mover, row), self._user_of(mover))
+
+    def _user_of(self, mover: MoverId) -> int | None:
+        found = self._movers.get(mover)
+        return None if found is None else found.owner.uid
 
     async def handle_reports(self) -> None:
         """Wait until what movers have said so far is handled."""
-        handled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.report(handled)
-        await handled
+        loop = asyncio.get_running_loop()
+        handled = [(user, loop.create_future()) for user in self._reports]
+        for user, each in handled:
+            self.report(each, user)
+        for _, each in handled:
+            await each
 
-    def report(self, event: Event | asyncio.Future[None]) -> None:
+    def report(self, event: Report, user: int | None = None) -> None:
         """Post events one by one, with turns of the loop between them: movers say much at once,
-        and small calls must not wait for all of it."""
-        self._reports.append(event)
-        self._turns.do_in_turn(self._post_first)
+        and small calls must not wait for all of it, nor one user's movers for another's."""
+        self._reports.setdefault(user, deque()).append(event)
+        self._turns.do_in_turn(self._post_next)
 
-    def _post_first(self) -> None:
-        if not self._reports:
-            return  # all were posted with their mover's end
-        first = self._reports.popleft()
-        if not isinstance(first, asyncio.Future):
+    def _post_next(self) -> None:
+        user, reports = self._reports.popitem(last=False)
+        first = reports.popleft()
+        if reports:
+            self._reports[user] = reports  # behind the other users
+        if isinstance(first, ev.MoverGone):
+            self._bury(first)
+        elif not isinstance(first, asyncio.Future):
             self._post(first)
         elif not first.done():
             first.set_result(None)
 
     def mover_gone(self, mover: MoverId, reason: str) -> None:
-        """The mover process has ended, and with it every copy of its."""
+        """The mover process has ended, and with it every copy of its.
+
+        What it said before comes before its end.
+        """
         found = self._movers.get(mover)
         if found is None or found.process is None:
             return
-        self._forget(mover)
+        found.move(FleetStage.ENDED)
+        found.process = None
+        gone = ev.MoverGone(mover, reason)
+        if found.owner.uid in self._reports:
+            self.report(gone, found.owner.uid)
+        else:
+            self._bury(gone)
+
+    def _bury(self, gone: ev.MoverGone) -> None:
+        """The mover has ended, and all that it said is handled."""
+        found = self._movers[gone.mover]
+        self._forget(gone.mover)
         try:
-            while self._reports:  # what it said before comes before its end
-                self._post_first()
-            attached = self.attached.pop(mover, None)
+            attached = self.attached.pop(gone.mover, None)
             if attached is not None:
-                self._post(ev.MoverGone(mover, reason))
-            self.on_mover_gone(mover)
+                self._post(gone)
+            self.on_mover_gone(gone.mover)
             if attached is not None:
-                self.on_rank_lost(attached.session, attached.placement.rank, reason)
+                self.on_rank_lost(attached.session, attached.placement.rank, gone.reason)
         finally:  # whoever waits for the end must not wait for ever
             found.gone.set()

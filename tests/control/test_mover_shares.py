@@ -13,8 +13,10 @@ from typing import Any
 import grpc
 import pytest
 
+from kvd.core import events as ev
+from kvd.core.engines.layouts import RankPlacement
 from kvd.core.errors import LimitExceeded
-from kvd.core.keys import MoverId
+from kvd.core.keys import MoverId, NamespaceId, RowId, SessionId
 from kvd.mover.process import MoverConfig, MoverStartError
 from kvd.processes.mappings import ExtentFiles
 from kvd.runtime import fleet
@@ -89,6 +91,47 @@ async def test_users_who_start_all_the_movers_they_can_leave_some_for_the_next()
                 count += 1
         had.append(count)
     assert had == [64, 32, 16, 8, 4, 2, 1, 1, 0]
+
+
+async def of_two_users(posted: list[Any]) -> MoverFleet:
+    """Mover 1 is of one user, mover 2 of another one; `posted` is what the core hears."""
+
+    async def launch(config: MoverConfig, _sink: object) -> Any:
+        return Started(config.mover)
+
+    nobody: Any = None
+    movers = MoverFleet(nobody, posted.append, nobody, FairQueue(), launch)
+    for number in (1, 2):
+        owner = MoverOwner(1000 + number, "worker")
+        process = await movers.start(replace(CONFIG, mover=MoverId(number)), owner)
+        movers.attach(process, RankPlacement(0, 0, writer=True), SessionId(number), NamespaceId(1))
+    return movers
+
+
+async def test_what_movers_of_one_user_say_waits_for_no_other_users() -> None:
+    posted: list[Any] = []
+    movers = await of_two_users(posted)
+    for row in range(100):
+        movers.row_unmapped(MoverId(1), RowId(row))
+    movers.row_unmapped(MoverId(2), RowId(0))
+    await movers.handle_reports()
+    assert len(posted) == 101
+    assert posted.index(ev.RowUnmapped(MoverId(2), RowId(0))) == 1
+
+
+async def test_an_end_comes_after_what_was_said_before_and_has_all_of_it_said_in_turns() -> None:
+    posted: list[Any] = []
+    movers = await of_two_users(posted)
+    for row in range(100):
+        movers.row_unmapped(MoverId(1), RowId(row))
+    for number in (1, 2):
+        movers.mover_gone(MoverId(number), "killed")
+    assert posted == [ev.MoverGone(MoverId(2), "killed")]
+    assert not movers.running()
+    async with asyncio.timeout(10):
+        await movers.wait_gone(MoverId(1))
+    assert [type(event) for event in posted[1:]] == [ev.RowUnmapped] * 100 + [ev.MoverGone]
+    assert not movers.attached
 
 
 async def test_starts_under_way_count_and_failed_ones_give_their_place_back() -> None:

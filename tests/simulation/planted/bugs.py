@@ -305,7 +305,7 @@ DRIVER = (
     _driver(
         "mover's end that the core never hears of",
         "fleet",
-        "                self._post(ev.MoverGone(mover, reason))\n",
+        "                self._post(gone)\n",
         "                pass\n",
         was_ours=True,
     ),
