@@ -10,6 +10,7 @@ import pytest
 
 from kvd.core.keys import Slots
 from kvd.core.policy import POLICY_NAMES, AutoPolicy, PolicyMemory, Sight, make_policy
+from kvd.core.policy import auto as module
 from kvd.core.policy.auto import DUELLISTS
 from kvd.core.policy.duel import MAX_SHADOW_BLOCKS, SHADOWED_AT_ONCE, Duel, Shadow
 
@@ -301,3 +302,27 @@ def test_block_that_leaves_after_a_switch_leaves_whichever_policy_has_it(
     policy.remove(batch(0, 1, 2, 5, 6, 7, 8, 9))
     assert policy.coldest(100).tolist() == [21]
     assert policy._before is None, "it has nothing left"
+
+
+def test_many_blocks_of_before_that_may_not_go_are_looked_at_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MANY_BLOCKS", 32)
+    policy = auto(capacity=200, first="lru")
+    policy.insert(np.arange(80), tags_of(np.arange(80)), Sight(1, 1))
+    switch(policy, "arc", monkeypatch)
+    policy.insert(np.arange(100, 140), tags_of(np.arange(100, 140)), Sight(2, 2))
+    pinned, looks = {*range(80)}, []
+
+    def may_go(slots: Slots) -> npt.NDArray[np.bool_]:
+        looks.append(len(pinned.intersection(slots.tolist())))
+        return np.array([slot not in pinned for slot in slots.tolist()], np.bool_)
+
+    gone = [policy.evict(1, may_go) for _ in range(22)]
+    assert all(slots is not None and slots[0] >= 100 for slots in gone)
+    assert sum(looks) <= 2 * 3 * 80, "at the first, and after ten of them each"
+    pinned.clear()
+    gone = [policy.evict(1, may_go) for _ in range(11)]
+    last = gone[-1]
+    assert last is not None
+    assert last[0] < 80, "it is asked again"

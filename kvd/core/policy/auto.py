@@ -4,7 +4,7 @@ It begins with one policy and lets all of them duel on a sample (`duel`). When a
 clearly better, that one takes over. No block moves: the policy from before keeps its blocks, gives
 all victims as long as it has one that may go, and hands over each block that is used. The next
 switch waits until it has no block left. So a policy stays for as long as the pool takes to turn
-over, at least.
+over, at least. Where it has many blocks of which none may go, it is asked again after a while.
 
 A class has its own duel, and a class is of one tenant. So nobody sways another's.
 
@@ -22,6 +22,8 @@ from kvd.core.policy.duel import Duel, MakePolicy
 from kvd.core.policy.slot_queue import NO_SLOTS, Capacity, PolicyMemory
 
 DUELLISTS = ("turns", "lru", "arc", "s3fifo")  # the first one begins
+MANY_BLOCKS = 8192  # with more, that may not go, the policy from before is left alone
+LEFT_ALONE = 8  # ... while 1/8 as many are evicted
 _ERAS = 256
 
 
@@ -38,6 +40,7 @@ class AutoPolicy:
         self._switch: tuple[str, str] | None = None  # that nobody was told of
         self._live = self._made(first)
         self._before: EvictionPolicy | None = None  # has blocks from before the last switch
+        self._left_alone = 0  # so many are evicted until it is asked again
         self._duel = Duel(DUELLISTS, capacity, make)
 
     def __len__(self) -> int:
@@ -108,6 +111,11 @@ class AutoPolicy:
     def _from_before(self, count: int, evictable: Evictable, now_ns: int) -> Slots | None:
         """Those from before first; of the live policy what they are too few for."""
         assert self._before is not None
+        if self._left_alone > 0:
+            self._left_alone -= count
+            young = self._live.evict(count, evictable, now_ns)
+            if young is not None:
+                return young
         if count < len(self._before):
             old = self._before.evict(count, evictable, now_ns)
             if old is not None:
@@ -119,6 +127,8 @@ class AutoPolicy:
             return None
         old = self._before.evict(may_go, evictable, now_ns) if may_go else NO_SLOTS
         assert old is not None, "evictable slots vanished during one call"
+        if len(self._before) > MANY_BLOCKS:
+            self._left_alone = len(self._before) // LEFT_ALONE
         return np.concatenate((old, young))
 
     def take_switch(self) -> tuple[str, str] | None:
@@ -141,6 +151,7 @@ class AutoPolicy:
             return
         self._before, self._live = self._live, self._made(name)
         self._era = (self._era + 1) % _ERAS
+        self._left_alone = 0
         self._switch = (self.live_name, name)
         self.live_name = name
         self._let_go()
