@@ -400,7 +400,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         written = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"configuration file {path} can't be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not its encoding, too deep, too many digits
         raise ConfigError(f"configuration file {path} is no TOML: {error}") from None
     for name in written:
         if name not in _BY_NAME and name not in _TABLES:

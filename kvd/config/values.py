@@ -22,13 +22,14 @@ _UNITS = {
     "g": 10**9, "gb": 10**9, "gib": 1 << 30,
     "t": 10**12, "tb": 10**12, "tib": 1 << 40,
 }  # fmt: skip
+_MOST_BYTES = (1 << 63) - 1
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
 
 
 def parse_size(value: Any, whole: Callable[[], int]) -> int:
     """Bytes from a number, "4GiB" or "60%" of `whole()`."""
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
+        return _countable(value)
     match = _SIZE.fullmatch(str(value).strip())
     if match is None:
         raise ValueError('a size: bytes, "4GiB", or a share of memory such as "60%"')
@@ -39,7 +40,13 @@ def parse_size(value: Any, whole: Callable[[], int]) -> int:
         return int(whole() * number / 100)
     if unit not in _UNITS:
         raise ValueError("a size in B, KiB, MiB, GiB, TiB (or kB, MB, GB, TB)")
-    return int(number * _UNITS[unit])
+    return _countable(number * _UNITS[unit])
+
+
+def _countable(size: float) -> int:
+    if size > _MOST_BYTES:  # an infinite one, too
+        raise ValueError("a size of less than 8388608TiB")
+    return int(size)
 
 
 def memory_bytes() -> int:
@@ -87,7 +94,7 @@ def number(least: float, most: float) -> Callable[[Any], float]:
         wanted = f"a number from {least:g} to {most:g}"
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(wanted) from None
         if not least <= number <= most:
             raise ValueError(wanted)

@@ -54,7 +54,12 @@ def test_sizes_are_read(text: str, expected: int) -> None:
     assert parse_size(text, lambda: 1000) == expected
 
 
-@pytest.mark.parametrize("text", ["", "-1", "4 bananas", "0%", "101%", "GiB", "1e9"])
+HUGE = "9" * 400
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-1", "4 bananas", "0%", "101%", "GiB", "1e9", HUGE, HUGE + "GiB", "8388608TiB"]
+)
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"size|share"):
         parse_size(text, lambda: 1000)
@@ -99,12 +104,22 @@ def test_a_wrong_value_is_refused_with_its_name_and_where_it_came_from(
     assert "must be" in str(caught.value) or "raise pool_bytes" in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["drain_seconds", "lease_share", "pool_bytes", "http_port"])
+def test_a_number_of_the_file_that_is_too_large_is_refused(write, name: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError, match=f"{name} is 9.*it must be"):
+        load(file=write(f"{name} = {HUGE}\n"))
+
+
 def test_an_unknown_key_of_the_file_is_refused_with_the_known_ones(write) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=r"pool_size.*known:.*pool_bytes"):
         load(file=write('pool_size = "4GiB"\n'))
 
 
-@pytest.mark.parametrize("text", ["not toml at all", 'policy = "lru'])
+@pytest.mark.parametrize(
+    "text",
+    ["not toml at all", 'policy = "lru', "x = " + "[" * 100_000, "drain_seconds = " + "9" * 5000],
+    ids=["words", "half a text", "too deep", "too many digits"],
+)
 def test_a_file_that_is_no_toml_is_refused(write, text: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match="no TOML"):
         load(file=write(text))
@@ -129,6 +144,7 @@ def test_tenants_have_users_and_quotas(write) -> None:  # type: ignore[no-untype
         '[tenants.acme]\nuids = ["me"]\n',
         "[tenants.acme]\nuids = [1]\nquota = -5\n",
         "[tenants.acme]\nusers = [1]\n",
+        "[tenants.acme]\nuids = [1]\nquota = 99999999999999999999\n",
         "tenants = 3\n",
     ],
 )
