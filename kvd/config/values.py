@@ -6,6 +6,7 @@ Each reader returns the value or raises ValueError, which says what would do: "i
 from __future__ import annotations
 
 import grp
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -155,9 +156,12 @@ def read_mode(value: Any) -> int:
 
 
 def read_path(value: Any) -> Path:
-    path = Path(str(value))
+    text = str(value)
+    path = Path(text)
     if not path.is_absolute():
         raise ValueError("an absolute path")
+    if "\0" in text or text.encode(errors="replace").decode() != text:
+        raise ValueError("an absolute path in UTF-8, without a zero byte")
     return path
 
 
@@ -173,7 +177,7 @@ def read_optional_path(value: Any) -> Path | None:
 
 def read_socket_path(value: Any) -> Path:
     path = read_path(value)
-    if len(str(path)) + len(".companion") > 107:  # sun_path of unix(7), less its final zero
+    if len(os.fsencode(path)) + len(".companion") > 107:  # sun_path of unix(7), less its final zero
         raise ValueError("a path of at most 97 bytes: the kernel's limit for Unix sockets")
     return path
 

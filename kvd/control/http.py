@@ -87,7 +87,7 @@ class HttpServer:
         """Listen; OSError, with the settings to change, where that can't be."""
         try:
             self._server = await self._listen(address, port)
-        except OSError as error:
+        except (OSError, ValueError) as error:  # ValueError: it is no name
             raise OSError(
                 f"can't serve HTTP on http_address {address!r}, http_port {port}: {error}; choose"
                 " another --http-port (0: none) or --http-address"

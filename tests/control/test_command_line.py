@@ -120,6 +120,12 @@ def _filesystem(path: Path) -> str:
     ).stdout
 
 
+@pytest.mark.parametrize("address", ["a..b", "x" * 300, "\udcff", "a\0b"])
+async def test_an_address_that_is_no_name_is_named_with_the_settings(address: str) -> None:
+    with pytest.raises(OSError, match=r"http_address.*choose another"):
+        await HttpServer({}).listen(address, 1)
+
+
 async def test_every_address_is_of_both_families() -> None:
     server = HttpServer({})
     await server.listen("::", 0)
