@@ -10,7 +10,7 @@ import click
 from kvd.cli.calls import linked
 from kvd.cli.exits import Failure
 from kvd.cli.namespaces import every
-from kvd.cli.options import daemon_options
+from kvd.cli.options import NAMESPACE_ID, daemon_options
 from kvd.cli.printing import show_json, size
 from kvd_proto.v1 import operator_pb2 as pb
 
@@ -20,7 +20,7 @@ MORE_TIME = 300.0  # more than other calls: millions of blocks take seconds
 @click.command("clear")
 @click.option(
     "--namespace",
-    type=click.IntRange(min=1),
+    type=NAMESPACE_ID,
     metavar="ID",
     help="Clear this namespace alone (see `kvd namespaces`; default: all).",
 )

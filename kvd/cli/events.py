@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from kvd.cli.calls import linked
-from kvd.cli.options import json_option, socket_options, timeout_option
+from kvd.cli.options import NAMESPACE_ID, json_option, socket_options, timeout_option
 from kvd.cli.printing import show_lines
 from kvd_proto.v1 import events_pb2 as pb
 from kvd_proto.v1 import events_pb2_grpc, operator_pb2
@@ -20,9 +20,7 @@ SHOWN_CHARACTERS = 16  # of a hash, in text
 
 @click.command("events")
 @click.option("--follow", is_flag=True, help="Show changes from now on, until Ctrl-C.")
-@click.option(
-    "--namespace", type=click.IntRange(min=1), default=None, metavar="ID", help="This one alone."
-)
+@click.option("--namespace", type=NAMESPACE_ID, default=None, metavar="ID", help="This one alone.")
 @click.option("--tiers", is_flag=True, help="Also what tiers below host memory hold.")
 @click.option(
     "--count", type=click.IntRange(min=1), metavar="N", help="End after N blocks or changes."

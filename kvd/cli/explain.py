@@ -10,7 +10,7 @@ import click
 
 from kvd.cli.calls import linked
 from kvd.cli.exits import EXIT_FAILED, Failure
-from kvd.cli.options import daemon_options
+from kvd.cli.options import WORDS, daemon_options
 from kvd.cli.printing import duration, show_json, show_lines
 from kvd_proto.v1 import operator_pb2 as pb
 
@@ -46,7 +46,7 @@ _SAID = {
 
 
 @click.command("explain")
-@click.argument("request", required=False, default="")
+@click.argument("request", required=False, default="", type=WORDS)
 @daemon_options
 def command(**flags: Any) -> int:
     """Tell why a request missed.

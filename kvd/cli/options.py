@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 AN_HOUR = 3600.0
+MOST_NAMESPACE_ID = (1 << 64) - 1  # of the messages'
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 FILES = ("certificate", "key", "authority")
 
@@ -37,7 +38,22 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _namespace_id(text: str) -> int:
+    from kvd.config.values import whole_number  # noqa: PLC0415 - only where it is wanted
+
+    value: int = whole_number(1, MOST_NAMESPACE_ID)(text)
+    return value
+
+
+def _words(text: str) -> str:
+    if text.encode(errors="replace").decode() != text:
+        raise ValueError("text in UTF-8")
+    return text
+
+
 SECONDS = Checked(_seconds, "seconds")
+NAMESPACE_ID = Checked(_namespace_id, "id")
+WORDS = Checked(_words, "text")  # that goes to the daemon
 
 
 def json_option(command: Decorated) -> Decorated:

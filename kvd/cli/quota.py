@@ -8,14 +8,14 @@ from typing import Any
 import click
 
 from kvd.cli.calls import Link, linked
-from kvd.cli.options import daemon_options
+from kvd.cli.options import WORDS, daemon_options
 from kvd.cli.printing import show_json, show_lines, size, table
 from kvd.config.values import parse_size
 from kvd_proto.v1 import operator_pb2 as pb
 
 
 @click.command("quota")
-@click.argument("tenant", required=False)
+@click.argument("tenant", required=False, type=WORDS)
 @click.argument("quota", required=False, metavar="[SIZE|none]")
 @daemon_options
 def command(**flags: Any) -> int:

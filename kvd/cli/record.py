@@ -18,7 +18,7 @@ import grpc
 
 from kvd.cli.calls import linked
 from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, Failure
-from kvd.cli.options import Checked, json_option, socket_options, timeout_option
+from kvd.cli.options import NAMESPACE_ID, Checked, json_option, socket_options, timeout_option
 from kvd.cli.printing import duration, show_json
 from kvd.config.values import number
 from kvd_proto.v1 import operator_pb2 as pb
@@ -78,9 +78,7 @@ class Trace:
     metavar="N",
     help="End after so many requests (default 10000000).",
 )
-@click.option(
-    "--namespace", type=click.IntRange(min=1), default=None, metavar="ID", help="This one alone."
-)
+@click.option("--namespace", type=NAMESPACE_ID, default=None, metavar="ID", help="This one alone.")
 @socket_options
 @timeout_option(5.0)
 @json_option

@@ -19,6 +19,8 @@ from tests.control.running_daemon import RunningDaemon, daemon
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embed_engine.py"
 BLOCKS = 5  # that the example stores
+TOO_LARGE = str(1 << 64)  # for a message
+NO_TEXT = "\udcff"  # as Python has a byte that is no UTF-8
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +145,13 @@ def test_a_quota_is_set_and_shown(
         (["drain", "--wait", "601"], 2),
         (["clear", "--namespace", "0"], 2),
         (["status", "--every", "0"], 2),
+        (["clear", "--yes", "--namespace", TOO_LARGE], 2),
+        (["events", "--namespace", TOO_LARGE], 2),
+        (["record", "/nowhere/trace", "--namespace", TOO_LARGE], 2),
+        (["quota", "nobody", TOO_LARGE], 2),
+        (["quota", NO_TEXT, "1GiB"], 2),
+        (["explain", NO_TEXT], 2),
     ],
-    ids=["no tenant", "no size", "a wrong size", "too long", "no namespace", "no time"],
 )
 def test_a_misuse_and_a_refusal_have_their_own_exit_codes(
     running: RunningDaemon, capsys: pytest.CaptureFixture[str], words: list[str], status: int
