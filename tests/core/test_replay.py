@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
+import os
+import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +196,23 @@ def test_gzip_and_plain_traces_read_the_same(tmp_path: Path) -> None:
     first, second = read_trace(plain), read_trace(packed)
     assert [r.blocks.tolist() for r in first] == [r.blocks.tolist() for r in second]
     assert first[3].timestamp_ms == 3000
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
+def test_a_trace_is_read_from_a_pipe_whole(tmp_path: Path, pack: Callable[[bytes], bytes]) -> None:
+    plain = write_trace(tmp_path / "trace.jsonl", conversations(seed=2, count=1000))
+    reading, writing = os.pipe()
+    writer = threading.Thread(target=_write_all, args=(writing, pack(plain.read_bytes())))
+    writer.start()
+    found = read_trace(Path(f"/dev/fd/{reading}"))
+    os.close(reading)
+    writer.join()
+    assert len(found) == len(read_trace(plain))
+
+
+def _write_all(pipe: int, content: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError), os.fdopen(pipe, "wb") as file:
+        file.write(content)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ the block and all before it, as in the traces that came with Mooncake (Qin et al
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import zlib
@@ -87,10 +88,15 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         ) from error
 
 
-def _opened(path: Path) -> IO[bytes]:
-    with path.open("rb") as start:
-        packed = start.read(2) == _GZIP_MAGIC
-    return gzip.open(path, "rb") if packed else path.open("rb")  # type: ignore[return-value]
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Opened once and never sought in: it may be a pipe."""
+    with path.open("rb") as file:
+        if file.peek(1)[:1] != _GZIP_MAGIC[:1]:  # which no line of JSON begins with
+            yield file
+            return
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            yield unpacked  # type: ignore[misc]  # it reads lines as a file does
 
 
 def _parse(line: bytes, where: str) -> TraceRequest:
