@@ -39,10 +39,10 @@ class ModelSize:
 
 def model_size(config: dict[str, Any], dtype: str, ranks: int = 1) -> ModelSize:
     """From a model's config.json. ValueError names the field that is missing."""
-    config = {**config, **config.get("text_config", {})}
+    config = {**config, **_text_config(config)}
     kinds = config.get("layer_types")
     layers = _field(config, *_LAYERS)
-    kept = sum(kind in _KEPT for kind in kinds) if isinstance(kinds, list) else layers
+    kept = sum(str(kind) in _KEPT for kind in kinds) if isinstance(kinds, list) else layers
     if config.get("kv_lora_rank"):
         width = int(config["kv_lora_rank"]) + int(config.get("qk_rope_head_dim") or 0)
         name, numbers = "MLA", width  # one vector, the same for every rank: stored once
@@ -54,7 +54,16 @@ def model_size(config: dict[str, Any], dtype: str, ranks: int = 1) -> ModelSize:
         head = int(config.get("head_dim") or 0) or _field(config, *_WIDTHS) // heads
         name = "MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA"
         numbers = 2 * max(kv_heads, ranks) * head  # a head is kept by each rank that needs it
+        numbers = 0 if kv_heads < 0 else numbers
+    if kept < 1 or numbers < 1:
+        raise ValueError("by its layers, heads and widths it keeps no KV")
     return ModelSize(name, kept, layers - kept, kept * numbers * DTYPE_BYTES[dtype])
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What a model of several kinds says of its text; many say null."""
+    found = config.get("text_config")
+    return found if isinstance(found, dict) else {}
 
 
 def _field(config: dict[str, Any], *names: str) -> int:
@@ -71,7 +80,7 @@ def _read(path: Path) -> dict[str, Any]:
         found = json.loads(file.read_text())
     except OSError as error:
         raise Failure(f"{file} can't be read: {error.strerror}", EXIT_MISUSED) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failure(f"{file} is no JSON: {error}", EXIT_MISUSED) from None
     if not isinstance(found, dict):
         raise Failure(f"{file} is no JSON object", EXIT_MISUSED)
@@ -79,10 +88,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _dtype(config: dict[str, Any], chosen: str | None) -> str:
-    inner = config.get("text_config", {})
+    inner = _text_config(config)
     named = inner.get("torch_dtype") or inner.get("dtype")
     dtype = chosen or config.get("torch_dtype") or config.get("dtype") or named or "bfloat16"
-    if dtype not in DTYPE_BYTES:
+    if str(dtype) not in DTYPE_BYTES:
         raise Failure(f"--kv-dtype is wanted: {dtype!r} is not known", EXIT_MISUSED)
     return str(dtype)
 
@@ -136,7 +145,7 @@ def command(**flags: Any) -> int:
     dtype = _dtype(config, given.kv_dtype)
     try:
         found = model_size(config, dtype, given.ranks)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise Failure(f"{given.model} can't be sized: {error}", EXIT_MISUSED) from None
     said = {
         **asdict(found),

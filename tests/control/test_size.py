@@ -67,6 +67,41 @@ def test_a_config_that_says_too_little_is_refused(
     assert main(["size", str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"torch_dtype": ["float16"]},
+        {"layer_types": ["linear_attention"] * 32},
+        {"layer_types": [["full_attention"]]},
+        {"head_dim": -5},
+        {"num_key_value_heads": -8},
+        {"num_key_value_heads": [8]},
+        {"hidden_size": 16},
+    ],
+    ids=["dtype", "no KV", "layer types", "head", "no heads", "heads", "width"],
+)
+def test_a_config_that_cannot_be_is_refused(
+    more: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B | more))
+    assert main(["size", str(tmp_path), "--pool-bytes", "1GiB"]) == 2
+    assert "kvd: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", [None, 5])
+def test_a_part_of_a_config_that_is_no_object_is_as_if_it_were_not_there(part: object) -> None:
+    config = LLAMA_3_8B | {"text_config": part}
+    assert size.model_size(config, "bfloat16").token_bytes == 131072
+
+
+def test_a_config_without_end_is_no_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    assert main(["size", str(tmp_path)]) == 2
+    assert "no JSON" in capsys.readouterr().err
+
+
 def test_the_curve_of_a_daemon_says_what_more_memory_gives(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
