@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
 import os
 import secrets
+import signal
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +91,7 @@ def command(**flags: Any) -> int:
     A line has when a request began, its tokens and its blocks. Blocks are numbers under a key that
     is thrown away: equal blocks have equal numbers, and nothing tells what was in them. FILE must
     be new; where its name ends in .gz it is packed. A request that this command is too slow for is
-    left out and counted. Ctrl-C ends the recording; the file is whole.
+    left out and counted. Ctrl-C, SIGTERM and SIGHUP end the recording; the file is whole.
     """
     given = SimpleNamespace(**flags)
     began = time.monotonic()
@@ -118,13 +121,32 @@ def _trace(given: SimpleNamespace, opened: int) -> Trace:
         packed = gzip.GzipFile(fileobj=plain, mode="wb") if given.file.suffix == ".gz" else None
         trace = Trace(packed or plain, secrets.token_bytes(32))  # type: ignore[arg-type]
         try:
-            _record(given, trace)
+            with _told_to_end():
+                _record(given, trace)
         except KeyboardInterrupt:
             pass  # the usual end
+        except BaseException:
+            if not trace.requests:  # the next try may want the name
+                given.file.unlink(missing_ok=True)
+            raise
         finally:
             if packed is not None:
                 packed.close()
     return trace
+
+
+@contextlib.contextmanager
+def _told_to_end() -> Iterator[None]:
+    """SIGTERM and a terminal that goes are as good as Ctrl-C; what nohup ignores stays ignored."""
+    before = {which: signal.getsignal(which) for which in (signal.SIGTERM, signal.SIGHUP)}
+    for which, handler in before.items():
+        if handler is signal.SIG_DFL:
+            signal.signal(which, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 def _record(given: SimpleNamespace, trace: Trace) -> None:

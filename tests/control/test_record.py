@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import resource
 import signal
@@ -102,15 +103,19 @@ def test_a_run_is_recorded_and_replayed(running: RunningDaemon, tmp_path: Path, 
     other.close()
 
 
-def test_interrupted_the_file_is_whole(running: RunningDaemon, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted_the_file_is_whole(
+    running: RunningDaemon, tmp_path: Path, number: signal.Signals
+) -> None:
     engine = RawScheduler(running.socket, capabilities=["prompts"])
     process = recording(running, tmp_path / "trace.gz")
     engine.next("recording")
     engine.step(requests=[told("a", 1)], end_step=True)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "left out" in out
+    assert gzip.decompress((tmp_path / "trace.gz").read_bytes()).count(b"\n") in (0, 1)
     assert not engine.next("recording").prompts
     engine.close()
 
@@ -211,6 +216,14 @@ def test_one_namespace_alone_is_recorded() -> None:
     with recorder.recording(NamespaceId(2)) as two, recorder.recording(NamespaceId(0)) as every:
         recorder.put(record())
     assert (len(two.waiting), len(every.waiting)) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["trace", "trace.gz"])
+def test_a_recording_that_cannot_begin_leaves_no_file(tmp_path: Path, name: str) -> None:
+    ended = CliRunner().invoke(command, [str(tmp_path / name), "--socket", "/nowhere"])
+    assert ended.exit_code == EXIT_FAILED
+    assert "no daemon answers" in ended.output
+    assert not (tmp_path / name).exists()
 
 
 def test_a_namespace_that_is_not_there_is_refused(running: RunningDaemon) -> None:
