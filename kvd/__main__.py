@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from kvd.cli.commands import CLI
-from kvd.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED
+from kvd.cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, Failure, is_of_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,13 +19,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         ended = CLI.main(args=words, prog_name="kvd", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        with contextlib.suppress(OSError):  # its code is still told
+            error.show()
         return error.exit_code
     except click.Abort:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `kvd status | head`
-        with contextlib.suppress(OSError):
+    except OSError as error:
+        if not is_of_output(error):
+            raise
+        with contextlib.suppress(OSError):  # what is still to be written is lost, too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # `kvd status | head`
+            with contextlib.suppress(OSError):
+                Failure(f"the output can't be written: {error.strerror}").show()
         return EXIT_FAILED
     return ended if isinstance(ended, int) else 0
 

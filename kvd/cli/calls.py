@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 
 from kvd.cli import remote
-from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, EXIT_REFUSED, Failure
+from kvd.cli.exits import EXIT_FAILED, EXIT_MISUSED, EXIT_REFUSED, Failure, is_of_output
 from kvd.config.settings import ConfigError, socket_of
 from kvd_client.backoff import describe
 from kvd_client.companion import CompanionRefused
@@ -47,13 +47,13 @@ def said_plainly(place: str) -> Iterator[None]:
     """What goes wrong with a call becomes one line and an exit code."""
     try:
         yield
-    except BrokenPipeError:  # of our own output: `kvd events | head`
-        raise
     except PermissionError:
         raise Failure(
             f"this user may not open {place}.companion: be in the group that owns it, or root"
         ) from None
     except (OSError, CompanionRefused) as error:
+        if isinstance(error, OSError) and is_of_output(error):
+            raise
         raise Failure(f"no daemon answers on {place}: {error}") from None
     except grpc.RpcError as error:
         if error.code() in _REFUSALS:

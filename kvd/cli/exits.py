@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 from typing import IO, Any
 
 import click
 
 from kvd.observability.printable import printable_lines
 
+# Of what is written, never of a call to a daemon.
+_OF_FILES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+
 EXIT_FAILED = 1  # nobody answers, it can't start, or the asked said no
 EXIT_MISUSED = 2  # flags, variables or the configuration file
 EXIT_FOUND = 3  # it did what was asked, and what it found is bad
 EXIT_REFUSED = 4  # the daemon answered, and refused
 EXIT_INTERRUPTED = 130  # Ctrl-C, as shells have it
+
+
+def is_of_output(error: OSError) -> bool:
+    """Whether a command's own writing failed: `kvd events | head`, a full disk."""
+    return isinstance(error, BrokenPipeError) or error.errno in _OF_FILES
 
 
 class Failure(click.ClickException):

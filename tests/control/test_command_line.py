@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import kvd
+from kvd.cli.calls import said_plainly
 from kvd.config.settings import ConfigError, socket_of, unknown_variables
 from kvd.control.http import HttpServer
 
@@ -41,6 +43,20 @@ def test_a_time_that_cannot_be_waited_is_refused(seconds: str) -> None:
     assert ended.returncode == 2
     assert "must be a number" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("words", ["version", "--help", "serve --print-config"])
+def test_output_that_there_is_no_room_for_is_an_error_in_a_line(words: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "kvd", *words.split()]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "kvd: the output can't be written: No space left on device\n"
+
+
+def test_room_that_is_missing_for_the_output_is_not_told_of_the_daemon() -> None:
+    with pytest.raises(OSError, match="No space"), said_plainly("/place"):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_flags_are_not_abbreviated() -> None:
