@@ -356,7 +356,10 @@ def _file_of(named: str | None, environment: Mapping[str, str]) -> Path | None:
     file = named or environment.get("KVD_CONFIG")
     if file:
         return Path(file)
-    return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+    try:
+        return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+    except OSError:  # of a folder that is closed to this user: who reads it says so
+        return DEFAULT_FILE
 
 
 def socket_of(named: str | None, environment: Mapping[str, str], file: str | None = None) -> str:

@@ -15,6 +15,7 @@ import pytest
 
 import kvd
 from kvd.cli.calls import said_plainly
+from kvd.config import settings
 from kvd.config.settings import ConfigError, socket_of, unknown_variables
 from kvd.control.http import HttpServer
 
@@ -95,6 +96,16 @@ def test_a_command_looks_where_the_file_puts_the_daemon(tmp_path: Path) -> None:
     assert socket_of("/flag.sock", variables) == "/flag.sock"
     with pytest.raises(ConfigError, match="can't be read"):
         socket_of(None, {"KVD_CONFIG": "/nowhere/kvd.toml"})
+
+
+def test_a_default_file_that_cannot_be_looked_at_is_passed_over_but_for_the_daemon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    closed = Path("/etc") / ("x" * 300)  # fails for root too, as a closed folder does for others
+    monkeypatch.setattr(settings, "DEFAULT_FILE", closed)
+    assert socket_of(None, {}) == "/run/kvd/kvd.sock"
+    with pytest.raises(ConfigError, match="can't be read"):
+        settings.load({}, {})
 
 
 @pytest.mark.parametrize("case", ["file at socket", "folder at socket", "pool file", "no tmpfs"])
