@@ -10,6 +10,7 @@ import click
 from kvd import config
 from kvd.cli.exits import EXIT_MISUSED, Failure
 from kvd.config.settings import DEFAULT_FILE, SETTINGS, Setting
+from kvd.linux import standard_streams
 
 
 def _option(setting: Setting) -> click.Option:
@@ -37,6 +38,7 @@ def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
         from kvd.cli.doctor.command import check_place  # noqa: PLC0415 - see below
 
         return check_place(settings)
+    standard_streams.fill()
     from kvd.cli import serve  # noqa: PLC0415 - gRPC, only for who serves
 
     return serve.serve(settings, read)

@@ -56,6 +56,23 @@ def engine(running: RunningDaemon) -> Iterator[RawEngine]:
     made.close()
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_daemon_without_standard_streams_serves_and_stops(closed: str) -> None:
+    port = free_port()
+    running = RunningDaemon("--http-port", str(port))
+    running.behind = ("sh", "-c", f'exec "$@" {closed}', "sh")
+    try:
+        running.start()
+        for _ in range(3):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=10).close()
+        caller = Caller(running.socket)
+        assert caller.status().state == "ready"
+        caller.close()
+        assert running.stop() == 0
+    finally:
+        running.remove()
+
+
 LIBRARY = native.library()
 COPIER = "numpy" if LIBRARY is None else f"native-{LIBRARY.level}"
 
