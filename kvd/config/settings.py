@@ -7,6 +7,7 @@ follow from it. A wrong value is refused with its name, where it came from, and 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -492,5 +493,5 @@ def _toml(value: Any) -> str:
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml(k)} = {_toml(v)}" for k, v in value.items()) + "}"
-    escaped = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    # Of what JSON leaves as it is, TOML takes all but this.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -157,6 +157,12 @@ def test_an_impossible_tenant_is_refused(write, text: str) -> None:  # type: ign
         load(file=write(text))
 
 
+def test_printed_names_are_toml_whatever_is_in_them(write) -> None:  # type: ignore[no-untyped-def]
+    name = r"a\"\\\n\t\u0000\u001b\u007f\U0001f600\u00e9"
+    loaded = load(file=write(f'[tenants."{name}"]\nuids = [1]\n'))
+    assert load(file=write(settings.as_toml(loaded))) == loaded
+
+
 def test_the_printed_settings_say_the_same_when_read_again(write) -> None:  # type: ignore[no-untyped-def]
     tenants = '[tenants."a b"]\nuids = [7]\ngids = [8, 9]\nquota = 4096\n'
     first = load("--policy", "arc", "--operators", "5,6", file=write(tenants))
