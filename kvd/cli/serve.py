@@ -57,6 +57,7 @@ SLICE_NS = 100_000
 WHOLE_COLLECTION_EVERY = 1000  # collections of what is no longer young; Python's own is 10
 PROGRESS_SECONDS = 1.0
 START_EXTENSION_US = 30_000_000
+STOP_EXTENSION_US = 30_000_000  # beyond the drain: for calls, movers and tiers
 
 
 class _ToldToStop(Exception):
@@ -323,7 +324,8 @@ class Daemon:
         """
         self.state = "draining"
         control.stopping = True
-        notify("STOPPING=1", "STATUS=draining")
+        may_take_us = int(self.config.drain_seconds * 1e6) + STOP_EXTENSION_US
+        notify("STOPPING=1", "STATUS=draining", f"EXTEND_TIMEOUT_USEC={may_take_us}")
         log.info("draining for at most %.1f s", self.config.drain_seconds)
         draining = asyncio.ensure_future(control.drain(self.config.drain_seconds))
         hurrying = asyncio.ensure_future(self._hurry.wait())

@@ -301,6 +301,18 @@ def test_systemd_hears_of_each_stage_and_of_life(tmp_path: Path) -> None:
     systemd.close()
 
 
+def test_systemd_waits_for_as_long_as_the_daemon_may_drain(tmp_path: Path) -> None:
+    systemd = NotifySocket(tmp_path / "notify")
+    environment = {"NOTIFY_SOCKET": str(systemd.path)}
+    with daemon("--drain-seconds", "600", environment=environment) as running:
+        systemd.wait_for("READY=1")
+        systemd.heard.clear()
+        assert running.stop() == 0
+        systemd.wait_for("STOPPING=1")
+        assert "EXTEND_TIMEOUT_USEC=630000000" in systemd.heard
+    systemd.close()
+
+
 def test_sigterm_waits_for_copies_and_leaves_no_socket_but_the_pool() -> None:
     with daemon("--drain-seconds", "5") as running:
         engine = RawEngine(running.socket, identity=identity("draining"))
