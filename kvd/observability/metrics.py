@@ -45,7 +45,7 @@ _SLOT_STATES = ("free", "reserved", "ready", "quarantined")
 _COUNTERS = (
     (
         "kvd_lookup_hits",
-        "Blocks that calls asked for and found; most misses are no call: see kvd_found_blocks.",
+        "Blocks that calls asked for and found; most misses are no call: kvd_found_blocks_total.",
         "hits",
     ),
     ("kvd_lookup_misses", "Blocks that a call asked for and that were not there.", "misses"),

@@ -53,6 +53,17 @@ def test_the_page_of_metrics_is_the_one_that_the_code_makes() -> None:
     assert written == metrics_page.page(), "run: python -m kvd.cli.metrics_page"
 
 
+def test_guides_name_counters_as_prometheus_has_them(names: set[str]) -> None:
+    """Prometheus says nothing of a series that is not there: an alert on it never fires."""
+    wrong = {
+        (page.name, name)
+        for page in (ROOT / "docs").rglob("*.md")
+        for name in re.findall(r"(?<!:)\bkvd_\w+", page.read_text())
+        if name not in names and f"{name}_total" in names
+    }
+    assert wrong == set()
+
+
 def test_alerts_ask_for_metrics_that_there_are(names: set[str]) -> None:
     rules = "\n".join(
         line for line in ALERTS.read_text().splitlines() if "runbook" not in line
