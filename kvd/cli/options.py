@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 AN_HOUR = 3600.0
-MOST_NAMESPACE_ID = (1 << 64) - 1  # of the messages'
+MOST_NAMESPACE_ID = 1 << 63  # messages carry up to twice that
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 FILES = ("certificate", "key", "authority")
 

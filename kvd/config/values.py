@@ -23,7 +23,7 @@ _UNITS = {
     "g": 10**9, "gb": 10**9, "gib": 1 << 30,
     "t": 10**12, "tb": 10**12, "tib": 1 << 40,
 }  # fmt: skip
-_MOST_BYTES = (1 << 63) - 1
+MOST_SIZE_BYTES = 1 << 62
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
 
 
@@ -45,8 +45,8 @@ def parse_size(value: Any, whole: Callable[[], int]) -> int:
 
 
 def _countable(size: float) -> int:
-    if size > _MOST_BYTES:  # an infinite one, too
-        raise ValueError("a size of less than 8388608TiB")
+    if size > MOST_SIZE_BYTES:  # an infinite one, too
+        raise ValueError("a size of at most 4194304TiB")
     return int(size)
 
 
