@@ -21,6 +21,8 @@ from pathlib import Path
 MOST_LINKS = 40  # followed in one path, as the kernel does
 _ROOT = 0
 _STEP = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# What a read may wait for without end, or never end of.
+_WAITED_FOR = (stat.S_ISFIFO, stat.S_ISCHR, stat.S_ISBLK)
 _WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -53,7 +55,7 @@ def require_own(wanted: Wanted) -> None:
     """`require_place`, and the directory and all in it are the daemon user's alone.
 
     A link at its end is refused, whoever made it; so is what lies in it and is a link, somebody
-    else's, known by a further name, or writable by others.
+    else's, known by a further name, writable by others, or a pipe or device.
     """
     place = wanted.path.absolute()
     parent = _walk(wanted, place.parent)
@@ -171,6 +173,8 @@ def _require_own_entries(wanted: Wanted, directory: int, path: Path) -> None:
         if stat.S_ISDIR(found.st_mode):
             _require_own_subdirectory(wanted, directory, entry, found)
             continue
+        if any(kind(found.st_mode) for kind in _WAITED_FOR):
+            raise wanted.refused(f"{entry} is a pipe or a device; remove it")
         if stat.S_ISREG(found.st_mode) and found.st_nlink != 1:
             raise wanted.refused(
                 f"{entry} has {found.st_nlink} names, so that others may reach it (hard links);"

@@ -120,6 +120,18 @@ def test_one_file_of_another_user_in_a_pool_of_ones_own_is_refused(
     daemon.start()
 
 
+@pytest.mark.parametrize("name", ["registry.jsonl", "movers", "lock"])
+def test_a_pipe_in_a_pool_is_refused_and_not_waited_for(daemon: DaemonProcess, name: str) -> None:
+    daemon.end()
+    piped = daemon.pool / name
+    piped.unlink()
+    os.mkfifo(piped, 0o600)
+    said = refused(Path(daemon.socket), daemon.pool, "--pool-bytes", "32MiB")
+    assert f"{piped} is a pipe or a device; remove it" in said
+    piped.unlink()
+    daemon.start()
+
+
 @pytest.mark.parametrize("name", ["registry.jsonl", "extents", "extents/00003.kv", "pool.header"])
 def test_a_link_in_a_pool_is_refused_and_not_followed(daemon: DaemonProcess, name: str) -> None:
     daemon.end()
