@@ -310,7 +310,13 @@ def _check_jobs(state: State) -> None:
     """I5, I11: each transfer belongs to a live job, each live job has something to wait for."""
     running: Counter[int] = Counter()
     called_off = state.backlog.transfers
-    ending = {each.transfer.transfer for each in called_off if each.how is CallOff.END}
+    ending = {t.transfer for each in called_off if each.how is CallOff.END for t in each.transfers}
+    assert all(each.transfers for each in called_off), "nothing is to be called off"
+    for due in (state.in_time, state.late):
+        assert due.keys() <= state.transfers.keys(), "a deadline of a transfer that has ended"
+        submitted = [transfer.submitted_ns for transfer in due.values()]
+        assert submitted == sorted(submitted), "a deadline before an earlier one"
+    assert not state.in_time.keys() & state.late.keys(), "a transfer with two deadlines"
     for number, transfer in state.transfers.items():
         assert transfer.piece.transfers.get(number) is transfer, "a transfer without its piece"
         mover = state.movers.get(transfer.mover)

@@ -235,3 +235,40 @@ def test_late_transfers_are_looked_for_while_others_wait_for_their_end() -> None
     for _ in range(3):
         bench.tick(100 * SECOND)
     assert not bench.machine.state.transfers
+
+
+# -- deadlines -----------------------------------------------------------------------------------
+
+
+def test_copies_that_are_late_together_are_given_up_a_few_in_each_event(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backlog, "LATE_AT_ONCE", 16)
+    bench = storing(64)
+    config = bench.machine.state.config
+    bench.now_ns += config.submit_deadline_ns
+    revoked: list[act.RevokeTransfer] = []
+    made = bench.feed(ev.TimerTicked())
+    while some := only(made, act.RevokeTransfer):
+        assert len(some) <= 16
+        revoked += some
+        made = bench.feed(ev.WorkContinued()) if bench.machine.has_work() else []
+    assert len(revoked) == len({order.transfer for order in revoked}) == 64, "each is asked once"
+    assert not only(bench.tick(), act.RevokeTransfer)
+    bench.now_ns += config.copy_deadline_ns
+    assert len(only(bench.tick(), act.KillMover)) == 1
+    bench.gone(100)
+    bench.work_off()
+    assert not bench.machine.state.late
+
+
+def test_movers_that_are_late_together_are_ended_a_few_in_each_event() -> None:
+    bench = small()
+    for session in range(1, 9):
+        bench.open(session)
+        bench.store([session], session)
+    config = bench.machine.state.config
+    bench.now_ns += config.submit_deadline_ns + config.copy_deadline_ns
+    first = only(bench.feed(ev.TimerTicked()), act.KillMover)
+    assert 1 < len(first) < 8
+    assert len(first) + len(only(bench.work_off(), act.KillMover)) == 8

@@ -18,7 +18,7 @@ from kvd.core.claims import damage, hand_off
 from kvd.core.errors import CHECKSUM_MISMATCH, COPY_FAILED, MOVER_GONE, QUEUE_FULL, RESET
 from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcome
 from kvd.core.keys import U32, TransferId
-from kvd.core.model.backlog import CalledOff, CallOff
+from kvd.core.model.backlog import CallOff
 from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.job import Job, JobState, Part, Piece, Transfer, TransferStage
 from kvd.core.model.state import Mover, MoverState, Session, State
@@ -48,7 +48,7 @@ def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
             continue
         transfer = Transfer(TransferId(state.next_transfer), mover.mover, piece, turn.now_ns)
         state.next_transfer += 1
-        state.transfers[transfer.transfer] = transfer
+        state.transfers[transfer.transfer] = state.in_time[transfer.transfer] = transfer
         mover.transfers[transfer.transfer] = transfer
         piece.transfers[transfer.transfer] = transfer
         for part in parts:
@@ -121,15 +121,15 @@ def mover_gone(turn: Turn, mover: Mover) -> None:
         end_transfer(turn, transfer, MOVER_GONE)
 
 
-def call_off(turn: Turn, item: CalledOff) -> None:
+def call_off(turn: Turn, transfer: Transfer, how: CallOff, reason: str) -> None:
     """What was put off with a transfer that still stands."""
-    match item.how:
+    match how:
         case CallOff.REVOKE:
-            revoke(turn, [item.transfer], item.reason)
+            revoke(turn, [transfer], reason)
         case CallOff.FAIL:
-            fail_running(turn, item.transfer, item.reason)
+            fail_running(turn, transfer, reason)
         case CallOff.END:
-            end_transfer(turn, item.transfer, item.reason)
+            end_transfer(turn, transfer, reason)
 
 
 def fail_running(turn: Turn, transfer: Transfer, reason: str) -> None:
@@ -145,9 +145,10 @@ def end_those_of_gone_movers(turn: Turn, session: Session) -> None:
     """Nothing of the session's former movers waits any more: another may come in their place."""
     state = turn.state
     for item in [each for each in state.backlog.transfers if each.how is CallOff.END]:
-        running = state.transfers.get(item.transfer.transfer)
-        if running is item.transfer and running.piece.job.session == session.session:
-            end_transfer(turn, running, item.reason)
+        for waiting in item.transfers:
+            running = state.transfers.get(waiting.transfer)
+            if running is waiting and running.piece.job.session == session.session:
+                end_transfer(turn, running, item.reason)
 
 
 def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
@@ -157,6 +158,8 @@ def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
     job = piece.job
     transfer.end()
     del state.transfers[transfer.transfer]
+    state.in_time.pop(transfer.transfer, None)
+    state.late.pop(transfer.transfer, None)
     del piece.transfers[transfer.transfer]
     mover = state.movers.get(transfer.mover)
     if mover is not None:

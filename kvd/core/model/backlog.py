@@ -31,6 +31,7 @@ SCOPES_AT_ONCE = 128
 EMPTIED_AT_ONCE = 512  # blocks of a row that others wait for
 EMPTIED_IN_PASSING = 64  # of those, by an event that has its own work to do
 DROPPED_AT_ONCE = 512  # blocks that nobody can use any more, or what takes as long
+LATE_AT_ONCE = 128  # transfers past a deadline; a mover that is ended counts as several
 EVICTED_AT_ONCE = 384  # blocks of a tenant beyond its quota
 EVICTED_FOR_A_STORE = 1024  # blocks that give way for a quota in the store's own event
 EVICTED_IN_A_BATCH = 64  # of those, where each may be of another account, and is announced so
@@ -46,9 +47,9 @@ class CallOff(enum.Enum):
 
 
 class CalledOff(NamedTuple):
-    """A transfer that is to be called off, how, and why."""
+    """Transfers that are to be called off, how, and why."""
 
-    transfer: Transfer
+    transfers: deque[Transfer]
     how: CallOff
     reason: str
 
@@ -82,20 +83,19 @@ class Backlog:
     clears: dict[NamespaceId, Clear] = field(default_factory=dict)
     shrinks: dict[TenantId, Shrink] = field(default_factory=dict)
     has_expired: bool = False  # leases that have not ended yet
+    has_late: bool = False  # perhaps: transfers past a deadline that nothing was done about
     turn: int = 0  # which kind comes next
 
     def __bool__(self) -> bool:
         some = self.leases or self.transfers or self.clears or self.shrinks
-        return bool(some or self.has_expired)
+        return bool(some or self.has_expired or self.has_late)
 
     def call_off(self, transfers: Iterable[Transfer], how: CallOff, reason: str) -> list[Transfer]:
         """Those that the caller calls off itself now; each of the others ends so in its turn."""
-        few: list[Transfer] = []
-        parts = 0
-        for each in transfers:
-            if parts < PARTS_AT_ONCE:
-                few.append(each)
-                parts += len(each.piece.parts)
-            else:
-                self.transfers.append(CalledOff(each, how, reason))
+        left, few, parts = deque(transfers), list[Transfer](), 0
+        while left and parts < PARTS_AT_ONCE:
+            few.append(left.popleft())
+            parts += len(few[-1].piece.parts)
+        if left:
+            self.transfers.append(CalledOff(left, how, reason))
         return few

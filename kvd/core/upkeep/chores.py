@@ -9,7 +9,7 @@ from kvd.core.model.state import State
 from kvd.core.model.turn import Turn
 from kvd.core.room import eviction, expiry, reclaim
 from kvd.core.tiers import promotion, residence, search, service
-from kvd.core.upkeep import clear, session
+from kvd.core.upkeep import clear, deadlines, session
 
 
 def waiting(state: State) -> bool:
@@ -33,6 +33,7 @@ def go_on(turn: Turn) -> None:
         (bool(state.backlog.transfers), _call_off),
         (bool(state.backlog.leases), _unclaim),
         (state.backlog.has_expired, lease.expire_leases),
+        (state.backlog.has_late, deadlines.enforce),
         (bool(state.backlog.clears), clear.go_on),
         (bool(state.backlog.shrinks), eviction.shrink_some),
         (reclaim.first_filled(state) is not None, reclaim.empty_some),
@@ -61,11 +62,14 @@ def _call_off(turn: Turn) -> None:
     state = turn.state
     queue, parts = state.backlog.transfers, 0
     while queue and parts < backlog.PARTS_AT_ONCE:
-        item = queue.popleft()
-        if state.transfers.get(item.transfer.transfer) is not item.transfer:
+        some, how, reason = queue[0]
+        each = some.popleft()
+        if not some:
+            queue.popleft()
+        if state.transfers.get(each.transfer) is not each:
             parts += 1  # it has ended by itself
             continue
-        parts += len(item.transfer.piece.parts)
-        owner = state.sessions[item.transfer.piece.job.session]
-        transfer.call_off(turn, item)
+        parts += len(each.piece.parts)
+        owner = state.sessions[each.piece.job.session]
+        transfer.call_off(turn, each, how, reason)
         session.wind_up(turn, owner)

@@ -1,19 +1,18 @@
-"""What operators and time do: quotas and deadlines."""
+"""What operators and time do: quotas, and all that is due."""
 
 from __future__ import annotations
 
 from kvd.core.blocks.row_grants import grant_spare
 from kvd.core.claims import advice, hand_off, lease
-from kvd.core.errors import EXPIRED, InvalidArgument
+from kvd.core.errors import InvalidArgument
 from kvd.core.events import QuotaSet
-from kvd.core.jobs import transfer
 from kvd.core.model.backlog import Shrink
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.state import State
 from kvd.core.model.turn import Turn
 from kvd.core.room import eviction, expiry
 from kvd.core.tiers import promotion, search, writing
-from kvd.core.upkeep import recency, session
+from kvd.core.upkeep import deadlines, recency, session
 
 CLASSES_A_TICK = 512  # looked at for rows that they should have ahead of need
 
@@ -41,7 +40,7 @@ def timer_ticked(turn: Turn) -> None:
     lease.expire_leases(turn)
     hand_off.expire(turn)
     advice.expire(state, turn.now_ns)
-    _enforce_deadlines(turn)
+    deadlines.enforce(turn)
     session.end_lingering(turn)
     state.grant_pause.tick()
     expiry.prepare_room(state)
@@ -72,22 +71,3 @@ def _next_in_use(state: State) -> list[SizeClass]:
     idle = state.expiring.namespaces
     known = (c for c in chosen if state.classes.get((c.namespace, c.group)) is c)
     return [c for c in known if c.namespace not in idle]
-
-
-def _enforce_deadlines(turn: Turn) -> None:
-    state = turn.state
-    config = state.config
-    submitted_by = turn.now_ns - config.submit_deadline_ns
-    copied_by = submitted_by - config.copy_deadline_ns
-    for running in list(state.transfers.values()):
-        if running.submitted_ns > submitted_by:
-            break  # the dict is in the order of submission
-        mover = state.movers.get(running.mover)
-        if mover is None:
-            continue  # that it ends stands in the backlog
-        if running.submitted_ns <= copied_by:
-            if mover.is_serving:
-                state.counters.movers_killed += 1
-                session.end_mover(turn, mover, "a copy passed its deadline", is_late=True)
-        else:
-            transfer.revoke(turn, [running], EXPIRED)

@@ -172,7 +172,7 @@ CORE = (
     _core(
         "steps of a copy's deadline that nobody looks at",
         "upkeep.operator",
-        "    _enforce_deadlines(turn)\n    session",
+        "    deadlines.enforce(turn)\n    session",
         "    session",
         was_ours=True,
     ),

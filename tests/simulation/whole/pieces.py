@@ -35,6 +35,7 @@ _BOUNDS: list[tuple[Any, str]] = [
     (backlog, "EMPTIED_IN_PASSING"),
     (backlog, "DROPPED_AT_ONCE"),
     (backlog, "EVICTED_AT_ONCE"),
+    (backlog, "LATE_AT_ONCE"),
     (backlog, "EVICTED_FOR_A_STORE"),
     (backlog, "EVICTED_IN_A_BATCH"),
     (backlog, "NEWS_AT_ONCE"),
