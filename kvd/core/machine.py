@@ -132,6 +132,13 @@ class Machine:
         """Whether long work waits for its next piece."""
         return chores.waiting(self.state)
 
+    def has_ends_to_come(self, session: SessionId) -> bool:
+        """Whether copies of the session's former movers have not ended yet, in pieces.
+
+        A rank that is attached meanwhile has them all end in its own event.
+        """
+        return self.state.backlog.has_ends_of(session)
+
     def granted_rows(self, namespace: NamespaceId, count: int) -> Iterator[list[GrantRow]]:
         """The rows that a mover of this namespace maps, so many at a time.
 

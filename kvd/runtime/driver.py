@@ -455,6 +455,10 @@ class Driver:
         self._next_mover += 1
         return MoverId(self._next_mover)
 
+    def has_ends_to_come(self, session: SessionId) -> bool:
+        """Whether the end of a former mover's copies goes on in pieces: attach none before."""
+        return self.machine.has_ends_to_come(session)
+
     def attach_rank(
         self, session: SessionId, placement: RankPlacement, process: MoverProcess
     ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -45,8 +47,9 @@ def layout(rank: int) -> RankLayout:
     return RankLayout(2, RankPlacement(rank, rank, writer=True), (GroupFigures(BLOCK, 1),))
 
 
-def rendezvous(*movers: int) -> Rendezvous:
+def rendezvous(*movers: int, ends: Iterable[bool] = ()) -> Rendezvous:
     running = {MoverId(mover): object() for mover in movers}
+    to_come = iter(ends)
 
     def process_of(mover: MoverId) -> object:
         if mover not in running:
@@ -57,7 +60,12 @@ def rendezvous(*movers: int) -> Rendezvous:
         await asyncio.Event().wait()  # as if it hung in the kernel
 
     fleet = SimpleNamespace(process_of=process_of, attached=running)
-    driver = SimpleNamespace(fleet=fleet, end_rank=end_rank, attach_rank=lambda *_: None)
+    driver = SimpleNamespace(
+        fleet=fleet,
+        end_rank=end_rank,
+        attach_rank=lambda *_: None,
+        has_ends_to_come=lambda _session: next(to_come, False),
+    )
     return Rendezvous(cast("Driver", driver))
 
 
@@ -119,3 +127,19 @@ async def test_who_waits_for_a_mover_that_does_not_end_is_told_to_ask_again(
         await engines.claim(0, identity("engine", b"m" * 16))
     assert anew.value.field == "identity.engine_id"
     assert await engines.claim(0, ENGINE) is start, "nothing has changed"
+
+
+async def test_rank_waits_until_all_that_a_former_mover_copied_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engines = rendezvous(100, ends=itertools.chain([True] * 3, itertools.repeat(False)))
+    start = await engines.claim(0, ENGINE)
+    assert not await engines.vacate(start, 0), "without a session nothing was copied"
+    join(engines, start)
+    assert await engines.vacate(start, 0)
+    assert not await engines.vacate(start, 0)
+    monkeypatch.setattr(rendezvous_module, "OLD_MOVERS_SECONDS", 0.01)
+    engines = rendezvous(100, ends=itertools.repeat(True))
+    join(engines, start := await engines.claim(0, ENGINE))
+    with pytest.raises(OldEngineEnding, match="former movers"):
+        await engines.vacate(start, 0)

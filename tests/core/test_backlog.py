@@ -237,6 +237,16 @@ def test_late_transfers_are_looked_for_while_others_wait_for_their_end() -> None
     assert not bench.machine.state.transfers
 
 
+def test_ends_of_a_gone_movers_copies_are_to_come_until_they_are_worked_off() -> None:
+    bench = storing()
+    assert not bench.machine.has_ends_to_come(SessionId(1))
+    bench.feed(ev.MoverGone(MoverId(100), "killed"))
+    assert bench.machine.has_ends_to_come(SessionId(1))
+    assert not bench.machine.has_ends_to_come(SessionId(2))
+    bench.work_off()
+    assert not bench.machine.has_ends_to_come(SessionId(1))
+
+
 # -- deadlines -----------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 BOOT_NONCE_BYTES = 16
 OLD_MOVERS_SECONDS = 5.0
+LOOK_AGAIN_SECONDS = 0.005
 
 
 class MeetingSession(Protocol):
@@ -118,14 +119,26 @@ class Rendezvous:
         self._meeting.check_place(start, process_of(peer), layout, self._living(start))
 
     async def vacate(self, start: EngineStart, rank: int) -> bool:
-        """End the movers of earlier registrations of this rank; False where there were none.
+        """End the movers of earlier registrations of this rank, and see all that they copied ended.
 
-        Raises OldEngineEnding where they don't end in time.
+        False where there was nothing to wait for. Raises OldEngineEnding where it takes too long.
         """
         found = self._meeting.occupants(start, rank)
         whose = f"movers of an earlier registration of {start.engine_id!r}, rank {rank},"
         await self._end_all(found, whose, "rank")
-        return bool(found)
+        return await self._see_copies_ended(start) or bool(found)
+
+    async def _see_copies_ended(self, start: EngineStart) -> bool:
+        """Whether there was something to wait for."""
+        deadline = asyncio.get_running_loop().time() + OLD_MOVERS_SECONDS
+        waited = False
+        while (side := start.session) and self._driver.has_ends_to_come(side.session):
+            waited = True
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            if asyncio.get_running_loop().time() > deadline:
+                what = f"copies of former movers of {start.engine_id!r}"
+                raise OldEngineEnding(f"{what} are still being ended; ask again", "rank")
+        return waited
 
     def seat(self, start: EngineStart, peer: Peer, layout: RankLayout, mover: MoverId) -> None:
         """The rank's mover runs: from now on it belongs to the engine's start."""

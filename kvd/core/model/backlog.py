@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvd.core.keys import NamespaceId, RowId, ScopeId, TenantId
+from kvd.core.keys import NamespaceId, RowId, ScopeId, SessionId, TenantId
 from kvd.core.model.job import Transfer
 from kvd.core.model.leases import Lease
 
@@ -89,6 +89,11 @@ class Backlog:
     def __bool__(self) -> bool:
         some = self.leases or self.transfers or self.clears or self.shrinks
         return bool(some or self.has_expired or self.has_late)
+
+    def has_ends_of(self, session: SessionId) -> bool:
+        """Whether copies of movers of the session that are gone have still to end."""
+        ends = (each.transfers[0] for each in self.transfers if each.how is CallOff.END)
+        return any(first.piece.job.session == session for first in ends)  # a mover's are in one
 
     def call_off(self, transfers: Iterable[Transfer], how: CallOff, reason: str) -> list[Transfer]:
         """Those that the caller calls off itself now; each of the others ends so in its turn."""
