@@ -12,7 +12,7 @@ import click
 
 from kvd.cli.calls import place_of
 from kvd.cli.exits import Failure
-from kvd.cli.options import socket_options
+from kvd.cli.options import WORDS, socket_options
 from kvd.control.notify import notify
 from kvd.gateway.certificates import CertificateError, CertificateFiles, Renewal
 from kvd.gateway.server import begin
@@ -32,6 +32,7 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--address",
     default=DEFAULT_ADDRESS,
+    type=WORDS,
     metavar="HOST:PORT",
     help=f"Where to listen (default {DEFAULT_ADDRESS}); [::]:9471 is every address.",
 )
@@ -80,7 +81,8 @@ def run(given: SimpleNamespace) -> int:
     logs.start("info", given.log_format)
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # before there are other threads
     files = CertificateFiles(given.certificate, given.key, given.authority)
-    operators = frozenset(name for name in given.operators.split(",") if name)
+    names = (name.strip() for name in given.operators.split(","))
+    operators = frozenset(name for name in names if name)
     upstream = Upstream(socket)
     try:
         server, port = begin(given.address, Renewal(files), Gateway(upstream, operators))

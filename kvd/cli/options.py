@@ -104,6 +104,7 @@ def remote_options(command: Decorated) -> Decorated:
         )(command)
     return click.option(
         "--remote",
+        type=WORDS,
         metavar="HOST:PORT",
         help="A daemon of another machine, through its `kvd gateway` there.",
     )(command)

@@ -151,6 +151,8 @@ def test_a_quota_is_set_and_shown(
         (["quota", "nobody", TOO_LARGE], 2),
         (["quota", NO_TEXT, "1GiB"], 2),
         (["explain", NO_TEXT], 2),
+        (["status", "--remote", NO_TEXT], 2),
+        (["gateway", "--address", NO_TEXT, "--certificate=/a", "--key=/a", "--authority=/a"], 2),
     ],
 )
 def test_a_misuse_and_a_refusal_have_their_own_exit_codes(

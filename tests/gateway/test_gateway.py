@@ -56,7 +56,7 @@ def authority(tmp_path: Path) -> Authority:
 def gateway(
     running: RunningDaemon, authority: Authority, tmp_path: Path
 ) -> Iterator[GatewayProcess]:
-    process = GatewayProcess(tmp_path, authority, running.socket, "alice,ops.example")
+    process = GatewayProcess(tmp_path, authority, running.socket, "alice, ops.example,")
     try:
         yield process
     finally:

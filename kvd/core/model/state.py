@@ -349,8 +349,7 @@ class State:
         self.sessions: dict[SessionId, Session] = {}
         self.movers: dict[MoverId, Mover] = {}
         self.transfers: dict[TransferId, Transfer] = {}
-        # Of those, in the order of their submission: until the first deadline, and from then until
-        # the second one.
+        # Of those, as they were submitted: until the first deadline, and then until the second one.
         self.in_time: OrderedDict[TransferId, Transfer] = OrderedDict()
         self.late: OrderedDict[TransferId, Transfer] = OrderedDict()
         self.hand_offs: dict[tuple[SessionId, RequestId], HandOff] = {}
