@@ -32,7 +32,7 @@ class Sent:
         return True
 
 
-SESSION = cast(SessionView, SimpleNamespace(lease_ttl_s=2.0))
+SESSION = cast(SessionView, SimpleNamespace(lease_ttl_s=2.0, generation=1))
 
 
 @pytest.fixture
