@@ -31,6 +31,8 @@ from kvd_proto.limits import MAX_GROUPS
 CHORES = (
     "copies",
     "leases",
+    "leases that expired",
+    "copies that are late",
     "clears",
     "quotas",
     "rows",

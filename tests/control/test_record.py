@@ -61,8 +61,9 @@ def told(request: str, *blocks: int, tokens: int = 0) -> engine_pb2.RequestLooku
 
 def recording(running: RunningDaemon, file: Path, *more: str) -> subprocess.Popen[str]:
     words = ["record", str(file), "--socket", running.socket, *more]
+    heeding = ["env", "--default-signal=HUP"]  # also where the tests run under nohup
     return subprocess.Popen(
-        [sys.executable, "-m", "kvd", *words],
+        [*heeding, sys.executable, "-m", "kvd", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

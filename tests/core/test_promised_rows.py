@@ -212,7 +212,7 @@ def test_row_that_is_emptied_for_others_goes_with_its_namespace(
     bench.transfers.clear()
     bench.feed(ev.SessionClosed(SessionId(1), gone=True))
     bench.feed(ev.MoverGone(MoverId(100), "killed"))
-    bench.machine.state.backlog.turn = 5  # others had theirs, the namespace's is next
+    bench.machine.state.backlog.turn = 7  # others had theirs, the namespace's is next
     assert only(bench.work_off(), act.ForgetNamespace) == [act.ForgetNamespace(NamespaceId(1))]
     assert not bench.machine.state.emptying
     assert not bench.machine.state.slots.pins.any()
