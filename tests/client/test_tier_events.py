@@ -243,7 +243,8 @@ def test_a_question_that_was_late_tells_nobody_that_the_block_is_gone(
     router.hears(lambda: set(keys_of("another")) <= router.knows[DISK])
     assert first <= router.knows[DISK]
     after = once_written(router, len(PROMPTS) + 1)
-    assert after.misses == before.misses + BLOCKS, "more than those of the last prompt"
+    # Of the last prompt's as many as were asked for in time.
+    assert after.misses <= before.misses + BLOCKS, "the late question's count, too"
 
 
 def test_what_a_repeated_deletion_took_along_is_known_to_be_gone(gated: Router, gate: Gate) -> None:
