@@ -304,20 +304,9 @@ class SlotQueue:
 
     def drop_oldest(self, count: int) -> None:
         """Forget so many of the old end, or all."""
-        taken: list[Slots] = []
-        missing, end = count, self._first
-        for start, live, slots in self.pieces(count):
-            if missing <= 0:
-                break
-            taken.append(slots[:missing])
-            upto = int(taken[-1].size)
-            missing -= upto
-            end = start + int(live[upto - 1]) + 1
-        if taken:
-            slots = joined(taken)
-            self._first = end
-            self._places[slots] = 0
-            self.lose(int(slots.size))
+        slots = self.first(count)
+        self._places[slots] = 0
+        self.lose(int(slots.size))
 
     def oldest(self, count: int) -> Slots:
         """At least one and up to about `count` slots of the old end; none when it is empty."""
