@@ -46,7 +46,9 @@ def _namespace_id(text: str) -> int:
 
 
 def _words(text: str) -> str:
-    if text.encode(errors="replace").decode() != text:
+    from kvd.config.values import is_utf8  # noqa: PLC0415 - only where it is wanted
+
+    if not is_utf8(text):
         raise ValueError("text in UTF-8")
     return text
 

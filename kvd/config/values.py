@@ -155,12 +155,17 @@ def read_mode(value: Any) -> int:
     return mode
 
 
+def is_utf8(text: str) -> bool:
+    """Whether it came as UTF-8: bytes of a command line that did not are in it as surrogates."""
+    return text.encode(errors="replace").decode() == text
+
+
 def read_path(value: Any) -> Path:
     text = str(value)
     path = Path(text)
     if not path.is_absolute():
         raise ValueError("an absolute path")
-    if "\0" in text or text.encode(errors="replace").decode() != text:
+    if "\0" in text or not is_utf8(text):
         raise ValueError("an absolute path in UTF-8, without a zero byte")
     return path
 
