@@ -186,7 +186,7 @@ class Stage:
             job = next(self._jobs)
             cut = slice(at, at + JOB_BLOCKS)
             part = LocatedPart(0, extents[cut], offsets[cut], ids[cut].reshape(-1, 1))
-            assert engine.mover.start_transfer(TransferId(job), JobId(job), kind, [part])
+            assert engine.mover.start_transfer(TransferId(job), (JobId(job),), kind, [part])
             jobs.append(job)
         return jobs
 
@@ -308,7 +308,7 @@ def latency(loop: asyncio.AbstractEventLoop, jobs: int) -> dict[str, Any]:
             one = np.zeros(1, dtype=np.uint32)
             where = np.array([job % engine.blocks * BLOCK_BYTES], dtype=np.uint64)
             part = LocatedPart(0, one, where, np.array([[job % 7]], dtype=np.uint32))
-            engine.mover.start_transfer(TransferId(job), JobId(job), JobKind.LOAD, [part])
+            engine.mover.start_transfer(TransferId(job), (JobId(job),), JobKind.LOAD, [part])
             loop.run_until_complete(asyncio.sleep(0.002))
             started = time.perf_counter()
             engine.ring.mark_ready([job])

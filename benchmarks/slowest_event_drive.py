@@ -8,8 +8,9 @@ import numpy as np
 
 from benchmarks.slowest_event_rig import Rig, numbered_keys
 from kvd.core import events, keys
+from kvd.core.told import MissedBlock, ToldRequest
 from kvd.pool import PoolError
-from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS
+from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS, SMALL_STORE_KEYS, STORES_TOGETHER
 from kvd.runtime.event_log import ChangeFilter, resident_changes
 from kvd.runtime.row_teller import ROWS_TOLD_AT_ONCE
 from kvd_proto.limits import (
@@ -93,8 +94,8 @@ def drive_verbs(rig: Rig, sessions: list[keys.SessionId]) -> None:
     rig.call(events.LookupRequested(main, (missing,)), f"{piece} misses")
     rig.call(events.LookupAnswered((bytes(piece),)), f"{piece} misses")
     rig.call(events.Touched(main, context, 0, held), f"{piece} keys")
-    missed = events.MissedBlock(0, 1, held.words[:1], 0)
-    told = events.ToldRequest(context.request, "last", 100, 0, 0, missed)
+    missed = MissedBlock(0, 1, held.words[:1], 0)
+    told = ToldRequest(context.request, "last", 100, 0, 0, missed)
     rig.call(
         events.RequestsTold(main, (told,) * MAX_REQUESTS_TOLD), f"{MAX_REQUESTS_TOLD} requests"
     )
@@ -110,8 +111,21 @@ def drive_verbs(rig: Rig, sessions: list[keys.SessionId]) -> None:
     runs = tuple(rig.run(piece // MAX_GROUPS, group) for group in range(groups))
     rig.store(session, runs, f"{piece} keys of all groups, evicting")
     rig.finish("store of all groups")
+    drive_small_stores(rig, main)
     drive_load(rig, main)
     rig.end_requests(main)
+
+
+def drive_small_stores(rig: Rig, main: keys.SessionId) -> None:
+    """What a step stores of requests that decode, each of which has stored some blocks before."""
+    count = SMALL_STORE_KEYS
+    named = f"{STORES_TOGETHER} of {count} keys, evicting"
+    for outcome in (events.TransferOutcome.DONE, events.TransferOutcome.FAILED):
+        for _ in range(STORES_TOGETHER):
+            rig.store(main, (rig.run(4 * count),), "", "last")
+        rig.finish("")
+        rig.store_together(main, STORES_TOGETHER, count, named, "last")
+        rig.finish(f"{named}, {outcome.name.lower()}", outcome)
 
 
 def drive_release(rig: Rig, main: keys.SessionId, held: keys.KeyBatch) -> None:

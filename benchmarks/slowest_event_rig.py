@@ -306,6 +306,23 @@ class Rig:
             event = events.StoreRequested(session, job, context, piece, last=last)
             self.call(event, kind)
 
+    def store_together(
+        self, session: keys.SessionId, stores: int, count: int, kind: str, account: str
+    ) -> None:
+        """So many keys for each of the last requests, in one event."""
+        asked = []
+        for number in range(stores):
+            name = f"r{self.jobs - number}"
+            context = events.RequestContext(keys.RequestId(name), account=account)
+            blocks = np.arange(number * count, (number + 1) * count, dtype=np.uint32)
+            run = events.Run(0, self.fresh_keys(count), blocks.reshape(-1, 1), 1024)
+            job = keys.JobId(self.jobs + 1 + number)
+            self.driver.jobs.started(session, job)
+            asked.append(events.StoreRequested(session, job, context, (run,)))
+        self.jobs += stores
+        begun = self.call(events.StoresRequested(session, tuple(asked)), kind)
+        assert all(begun), "a store that has to begin alone"
+
     def finish(
         self, kind: str, outcome: events.TransferOutcome = events.TransferOutcome.DONE
     ) -> None:

@@ -23,6 +23,7 @@ from kvd.core.errors import InvalidArgument, KvdError
 from kvd.core.keys import U32, JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.core.model.tiers import Reach, TierTerms
 from kvd.core.spec import NamespaceSpec
+from kvd.core.told import MissedBlock, ToldRequest, Unasked
 from kvd.runtime.event_log import Change, ChangeKind, Delivery
 from kvd.runtime.told_lookups import MAX_COUNTED, LookupFigures
 from kvd.runtime.turns import Pace
@@ -181,39 +182,39 @@ def _query(message: pb.Query, spec: NamespaceSpec, budget: KeyBudget) -> ev.Quer
 
 
 _GIVEN_UP = {
-    pb.GIVEN_UP_UNSPECIFIED: ev.Unasked.NOT,
-    pb.GIVEN_UP_NO_SESSION: ev.Unasked.NO_SESSION,
-    pb.GIVEN_UP_UNANSWERED: ev.Unasked.UNANSWERED,
-    pb.GIVEN_UP_RETRY: ev.Unasked.RETRY,
-    pb.GIVEN_UP_PENDING: ev.Unasked.PENDING,
+    pb.GIVEN_UP_UNSPECIFIED: Unasked.NOT,
+    pb.GIVEN_UP_NO_SESSION: Unasked.NO_SESSION,
+    pb.GIVEN_UP_UNANSWERED: Unasked.UNANSWERED,
+    pb.GIVEN_UP_RETRY: Unasked.RETRY,
+    pb.GIVEN_UP_PENDING: Unasked.PENDING,
 }
 
 
-def told_requests(step: pb.Step, spec: NamespaceSpec) -> tuple[ev.ToldRequest, ...]:
+def told_requests(step: pb.Step, spec: NamespaceSpec) -> tuple[ToldRequest, ...]:
     """What the step tells of single requests; those that can't be meant are passed over."""
     told = (_told_request(message, spec) for message in islice(step.requests, MAX_REQUESTS_TOLD))
     return tuple(each for each in told if each is not None)
 
 
-def _told_request(message: pb.RequestLookup, spec: NamespaceSpec) -> ev.ToldRequest | None:
+def _told_request(message: pb.RequestLookup, spec: NamespaceSpec) -> ToldRequest | None:
     missed = None
     if message.HasField("missed"):
         block = message.missed
         if block.group >= len(spec.groups) or len(block.hash) != spec.hash_bytes:
             return None
         words = KeyBatch.from_bytes(block.hash, spec.hash_bytes).words
-        missed = ev.MissedBlock(block.group, block.block, words, block.status & 3)
+        missed = MissedBlock(block.group, block.block, words, block.status & 3)
     names = (message.request_id, message.account)
     if not message.request_id or max(len(n.encode()) for n in names) > MAX_STRING_BYTES:
         return None
-    return ev.ToldRequest(
+    return ToldRequest(
         RequestId(message.request_id),
         message.account,
         min(message.prompt_tokens, MAX_COUNTED),
         min(message.device_tokens, MAX_COUNTED),
         min(message.found_tokens, MAX_COUNTED),
         missed,
-        _GIVEN_UP.get(message.given_up, ev.Unasked.NOT),
+        _GIVEN_UP.get(message.given_up, Unasked.NOT),
     )
 
 

@@ -229,11 +229,14 @@ class TransferPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StartTransfer:
-    """Have a mover copy its rank's share of a piece."""
+    """Have a mover copy its rank's share of a piece: of one job, or of stores that began together.
+
+    It begins when the rank's worker is ready for all of them.
+    """
 
     mover: MoverId
     transfer: TransferId
-    job: JobId
+    jobs: tuple[JobId, ...]
     kind: JobKind
     parts: tuple[TransferPart, ...]
 

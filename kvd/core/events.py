@@ -34,6 +34,7 @@ from kvd.core.keys import (
     TransferId,
 )
 from kvd.core.spec import NamespaceSpec
+from kvd.core.told import ToldRequest
 
 
 class LeaseMode(enum.Enum):
@@ -217,39 +218,6 @@ class EpochChanged:
 # -- what clients tell ------------------------------------------------------------------------
 
 
-class Unasked(enum.Enum):
-    """Why a client computes what the daemon may have."""
-
-    NOT = "it asked, or the index page showed nothing"
-    NO_SESSION = "there was no daemon, or it was silent"
-    UNANSWERED = "its question was not answered in time"
-    RETRY = "its tenant held as many leases as it may, for too long"
-    PENDING = "the blocks were being stored, for too long"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MissedBlock:
-    """The first block of a request that was not found."""
-
-    group: int
-    block: int  # its place in the prompt, in blocks of the group
-    words: U64  # its key, shape [words of a key]
-    status: int  # that the client had for it: as in kvd.v1 Answer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ToldRequest:
-    """What one request looked for and found, as its client says."""
-
-    request: RequestId
-    account: str
-    prompt_tokens: int
-    device_tokens: int  # of those, that the device had
-    found_tokens: int  # of those, loaded
-    missed: MissedBlock | None = None
-    given_up: Unasked = Unasked.NOT
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestsTold:
     """A client tells what its requests found; it is remembered, and decides nothing."""
@@ -348,6 +316,18 @@ class StoreRequested:
     runs: tuple[Run, ...]
     request_level: bool = False
     last: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoresRequested:
+    """Small stores of one step, each whole, none `request_level`, all of one account.
+
+    Reply: a Verdict for each that began, all of them together; None where an event of its own must
+    say what becomes of it. Nothing has changed for those.
+    """
+
+    session: SessionId
+    stores: tuple[StoreRequested, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -577,6 +557,7 @@ Event = (
     | LookupRequested
     | LookupAnswered
     | StoreRequested
+    | StoresRequested
     | LoadRequested
     | Touched
     | HandOffRequested

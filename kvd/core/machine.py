@@ -16,7 +16,7 @@ from kvd.core.actions import Action, GrantRow
 from kvd.core.blocks import namespaces
 from kvd.core.blocks.slot_lifecycle import by_scope, keys_of
 from kvd.core.claims import hand_off, lease, prefix
-from kvd.core.jobs import load, lookup, store, transfer, waiters
+from kvd.core.jobs import load, lookup, store, together, transfer, waiters
 from kvd.core.keys import (
     U64,
     KeyBatch,
@@ -231,10 +231,12 @@ def _job_of(state: State, event: ev.Event) -> JobName | None:
     match event:
         case ev.StoreRequested() | ev.LoadRequested():
             return event.session, event.job
+        case ev.StoresRequested():
+            return event.session, event.stores[0].job
         case ev.TransferFinished():
             running = state.transfers.get(event.transfer)
             if running is not None:
-                return running.piece.job.session, running.piece.job.job
+                return running.piece.session, running.piece.shares[0].job.job
     return None
 
 
@@ -246,6 +248,8 @@ def _apply(turn: Turn, event: ev.Event) -> None:
             lookup.count(turn.state, event.statuses)
         case ev.StoreRequested():
             store.store(turn, event)
+        case ev.StoresRequested():
+            together.store_together(turn, event)
         case ev.LoadRequested():
             load.load(turn, event)
         case ev.Touched():
@@ -306,7 +310,7 @@ def _finish(turn: Turn, event: ev.TransferFinished) -> None:
     running = state.transfers.get(event.transfer)
     transfer.transfer_finished(turn, event)
     if running is not None:
-        session.wind_up(turn, state.sessions[running.piece.job.session])
+        session.wind_up(turn, state.sessions[running.piece.session])
 
 
 def _apply_upkeep(

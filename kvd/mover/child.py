@@ -175,7 +175,7 @@ class MoverLoop:
         if not flaw and not self._rows.use(extents):
             flaw = "a row that is not mapped"
         if flaw:
-            log_limited(f"transfer {order.transfer} of job {order.job} is refused: {flaw}")
+            log_limited(f"{_named(order)} is refused: {flaw}")
             self._report(order, TransferOutcome.FAILED)
             return
         self._queue.submit(TransferProgress(order, extents))
@@ -206,12 +206,12 @@ class MoverLoop:
             return TransferOutcome.FAILED
         except DeviceLost as error:
             # Its end is what proves to control that no copy can land any more.
-            log_limited(f"transfer {order.transfer} of job {order.job} lost the GPU: {error}")
+            log_limited(f"{_named(order)} lost the GPU: {error}")
             os._exit(EXIT_BROKEN)
         except Exception as error:  # noqa: BLE001 - whatever broke, control must hear of it
-            log_limited(f"transfer {order.transfer} of job {order.job} failed: {error!r}")
+            log_limited(f"{_named(order)} failed: {error!r}")
             return TransferOutcome.FAILED
-        if copy.damaged or (order.kind is JobKind.STORE and self._ring.abandoned(order.job)):
+        if copy.damaged or (order.kind is JobKind.STORE and self._is_abandoned(order)):
             return TransferOutcome.FAILED
         return TransferOutcome.DONE
 
@@ -267,9 +267,13 @@ class MoverLoop:
         """Whether the rest of a copy is worth making: nobody waits for a store given up."""
         if order.kind is JobKind.LOAD:
             return StillWanted(self._keep_going, native.Watches([self._until_stop]))
-        abandoned, job = self._ring.abandoned, order.job
-        watches = native.Watches([self._until_stop, (self._ring.abandon_word(job), job)])
-        return StillWanted(lambda: not self._stopping and not abandoned(job), watches)
+        words = [(self._ring.abandon_word(job), job) for job in order.jobs]
+        watches = native.Watches([self._until_stop, *words])
+        return StillWanted(lambda: not self._stopping and not self._is_abandoned(order), watches)
+
+    def _is_abandoned(self, order: TransferOrder) -> bool:
+        """Whether some of its bytes may be another's by now."""
+        return any(map(self._ring.abandoned, order.jobs))
 
     def _report(
         self, order: TransferOrder, outcome: TransferOutcome, copy: Copy | None = None
@@ -277,9 +281,8 @@ class MoverLoop:
         copy = copy or Copy()
         if order.kind is JobKind.LOAD:
             status = JobStatus.DONE if outcome is TransferOutcome.DONE else JobStatus.FAILED
-            self._board.post(
-                BoardRecord(order.job, order.kind, status, copy.bytes, copy.duration_ns)
-            )
+            (job,) = order.jobs
+            self._board.post(BoardRecord(job, order.kind, status, copy.bytes, copy.duration_ns))
         finished = copy.finished(order, outcome)
         self._control.send(FrameKind.FINISHED, frames.pack_finished(finished))
 
@@ -309,6 +312,11 @@ class MoverLoop:
 
     def _keeps(self, extent: int) -> Callable[[], bool]:
         return lambda: not self._stopping and not self._rows.retiring(extent)
+
+
+def _named(order: TransferOrder) -> str:
+    others = f" and {len(order.jobs) - 1} more" if len(order.jobs) > 1 else ""
+    return f"transfer {order.transfer} of job {order.jobs[0]}{others}"
 
 
 def serve(control_fd: int, parent: int) -> None:

@@ -77,17 +77,18 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TransferOrder:
-    """One rank's copy of a job, or of a piece of it."""
+    """One rank's copy of a piece: of one job, or of several stores."""
 
     transfer: TransferId
-    job: JobId
+    jobs: tuple[JobId, ...]
     kind: JobKind
     parts: tuple[LocatedPart, ...]
 
 
 _WORD = struct.Struct("<Q")
 _ROW = struct.Struct("<QQ")
-_TRANSFER = struct.Struct("<QQII")
+_TRANSFER = struct.Struct("<QIII")  # ..., kind, how many jobs, how many parts
+_ALIGN = b"\0" * 4
 _PART = struct.Struct("<IIII")  # group, blocks, engine blocks per block, 1 with checksums
 _FINISHED = struct.Struct("<QIIQQQ")  # ..., how many checksums, ..., how many damaged
 _OUTCOMES = tuple(TransferOutcome)
@@ -139,7 +140,8 @@ def _regions(fields: dict[str, Any]) -> tuple[Region, ...] | tuple[CudaRegion, .
 
 
 def pack_transfer(order: TransferOrder) -> bytes:
-    blocks = [_TRANSFER.pack(order.transfer, order.job, order.kind, len(order.parts))]
+    head = _TRANSFER.pack(order.transfer, order.kind, len(order.jobs), len(order.parts))
+    blocks = [head, _ALIGN, pack_jobs(order.jobs)]
     for part in order.parts:
         count, per_block = part.engine_blocks.shape
         blocks.append(_PART.pack(part.group, count, per_block, part.checksums is not None))
@@ -154,8 +156,10 @@ def pack_transfer(order: TransferOrder) -> bytes:
 
 
 def unpack_transfer(body: bytes) -> TransferOrder:
-    transfer, job, kind, count = _TRANSFER.unpack_from(body)
-    at = _TRANSFER.size
+    transfer, kind, job_count, count = _TRANSFER.unpack_from(body)
+    at = _TRANSFER.size + len(_ALIGN)
+    jobs = struct.unpack_from(f"<{job_count}Q", body, at)
+    at += 8 * job_count
     parts = []
     for _ in range(count):
         group, blocks, per_block, checked = _PART.unpack_from(body, at)
@@ -171,7 +175,7 @@ def unpack_transfer(body: bytes) -> TransferOrder:
         at += -at % 8
         engine_blocks = engine.reshape(blocks, per_block)
         parts.append(LocatedPart(group, extents, offsets, engine_blocks, checksums))
-    return TransferOrder(TransferId(transfer), JobId(job), JobKind(kind), tuple(parts))
+    return TransferOrder(TransferId(transfer), tuple(map(JobId, jobs)), JobKind(kind), tuple(parts))
 
 
 def pack_row(row: int, extent: int) -> bytes:

@@ -143,14 +143,18 @@ class MoverProcess(OwnedProcess):
         self._write(FrameKind.UNMAP_ROW, frames.pack_number(row))
 
     def start_transfer(
-        self, transfer: TransferId, job: JobId, kind: JobKind, parts: Sequence[LocatedPart]
+        self,
+        transfer: TransferId,
+        jobs: tuple[JobId, ...],
+        kind: JobKind,
+        parts: Sequence[LocatedPart],
     ) -> bool:
-        """Give the mover its part of a job; it starts once the worker is ready.
+        """Give the mover its part of a piece; it starts once the worker is ready for all its jobs.
 
         Ends in transfer_finished or mover_gone. False: as much is queued as may be, and
         this was not; the board says nothing of it.
         """
-        order = TransferOrder(transfer, job, kind, tuple(parts))
+        order = TransferOrder(transfer, jobs, kind, tuple(parts))
         size = sum(part.nbytes for part in parts)
         full = (
             len(self._queued) >= MAX_TRANSFERS_QUEUED

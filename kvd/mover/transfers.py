@@ -1,7 +1,7 @@
 """Transfers of one mover from control's word to their end.
 
-A transfer is queued once both halves are there, control's order and the worker's `ready`, in
-either order. Two queues, one per direction, so that a load never waits behind a store.
+A transfer is queued once both halves are there, control's order and the worker's `ready` for all
+its jobs, in either order. Two queues, one per direction, so that a load never waits behind a store.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import enum
 import queue
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvd.core.events import JobKind
 from kvd.core.lifecycle import step
@@ -49,6 +49,7 @@ class TransferProgress:
 
     order: TransferOrder
     extents: frozenset[int]
+    awaited: set[int] = field(default_factory=set)  # jobs of which the worker's half is not there
     state: TransferState = TransferState.WAITING
 
     def move(self, new: TransferState) -> None:
@@ -100,14 +101,14 @@ class TransferQueue:
 
     def submit(self, transfer: TransferProgress) -> None:
         """Control's half is there."""
-        job = transfer.order.job
         with self._lock:
             assert transfer.order.transfer not in self._transfers, "a transfer came twice"
             self._transfers[transfer.order.transfer] = transfer
-            if job in self._ready:
-                self._enqueue(transfer)
-            else:
+            transfer.awaited = {job for job in transfer.order.jobs if job not in self._ready}
+            for job in transfer.awaited:
                 self._waiting.setdefault(job, []).append(transfer)
+            if not transfer.awaited:
+                self._enqueue(transfer)
 
     def mark_ready(self, jobs: Iterable[int]) -> None:
         """The worker's half of these jobs is there, also for orders still to come."""
@@ -115,7 +116,9 @@ class TransferQueue:
             for job in jobs:
                 self._ready.add(job)
                 for transfer in self._waiting.pop(job, ()):
-                    self._enqueue(transfer)
+                    transfer.awaited.remove(job)
+                    if not transfer.awaited:
+                        self._enqueue(transfer)
 
     def revoke(self, number: int) -> TransferProgress | None:
         """End a transfer that has not started, and return it; None when it's too late."""
@@ -124,10 +127,7 @@ class TransferQueue:
             if transfer is None or transfer.state is TransferState.RUNNING:
                 return None
             if transfer.state is TransferState.WAITING:
-                siblings = self._waiting[transfer.order.job]
-                siblings.remove(transfer)
-                if not siblings:
-                    del self._waiting[transfer.order.job]
+                self._await_no_more(transfer)
             transfer.move(TransferState.ENDED)
             del self._transfers[number]
             return transfer
@@ -149,13 +149,21 @@ class TransferQueue:
             transfer.move(TransferState.ENDED)
             del self._transfers[transfer.order.transfer]
             if transfer.order.kind is JobKind.LOAD:
-                self._ready.discard(transfer.order.job)
+                for job in transfer.order.jobs:
+                    self._ready.discard(job)
 
     def close(self) -> None:
         """Send the copying threads home; what is queued is dropped."""
         self._closed = True
         for waiting in self._queues.values():
             waiting.put(None)
+
+    def _await_no_more(self, transfer: TransferProgress) -> None:
+        for job in transfer.awaited:
+            siblings = self._waiting[job]
+            siblings.remove(transfer)
+            if not siblings:
+                del self._waiting[job]
 
     def _enqueue(self, transfer: TransferProgress) -> None:
         transfer.move(TransferState.QUEUED)

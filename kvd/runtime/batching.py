@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvd.core.actions import Answer
-from kvd.core.events import LeaseMode, Query, Run
+from kvd.core.events import LeaseMode, Query, Run, StoreRequested
 from kvd.core.keys import LeaseId
 
 # Keys handled without yielding to other calls: about 1 ms of the event loop for a store.
@@ -16,6 +16,11 @@ LOOKUP_PIECE_KEYS = 1024
 # A query and a run cost something whatever their size: a run of a store up to half a millisecond.
 PIECE_QUERIES = 16
 PIECE_RUNS = 4
+# Small stores that begin in one event: about 1.5 ms, of which a third is for all of them. One that
+# the worker is never ready for, or gives up, takes the others with it.
+STORES_TOGETHER = 32
+SMALL_STORE_KEYS = PIECE_KEYS // STORES_TOGETHER
+RUNS_TOGETHER = 64
 PIECE_TOLD = 16  # requests of which a client tells: half a millisecond
 PIECE_IDS = 256  # of jobs, leases or requests that have ended
 _HIT = b"\x01"  # of kvd.v1 Answer
@@ -126,3 +131,33 @@ def run_pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
                 piece, room = [], PIECE_KEYS
     if piece or not any(len(run.keys) for run in runs):
         yield tuple(piece)
+
+
+def stores_together(stores: Sequence[StoreRequested]) -> Iterator[list[StoreRequested]]:
+    """Cut a step's stores into those that may begin in one event, in their order.
+
+    Small ones may, of one account, that wait for no others. Each of the rest is alone.
+    """
+    few: list[StoreRequested] = []
+    runs = 0
+    for store in stores:
+        fits = (
+            few
+            and len(few) < STORES_TOGETHER
+            and runs + len(store.runs) <= RUNS_TOGETHER
+            and store.context.account == few[0].context.account
+            and _is_small(few[0])
+            and _is_small(store)
+        )
+        if few and not fits:
+            yield few
+            few, runs = [], 0
+        few.append(store)
+        runs += len(store.runs)
+    if few:
+        yield few
+
+
+def _is_small(store: StoreRequested) -> bool:
+    keys = sum(len(run.keys) for run in store.runs)
+    return keys <= SMALL_STORE_KEYS and not store.request_level

@@ -247,7 +247,7 @@ class MoverFleet:
         return attached is None or attached.rows.complete
 
     def start_transfer(self, order: act.StartTransfer) -> None:
-        """Give the mover its half of a job; a full queue comes back as a revoked transfer."""
+        """Give the mover its half of a piece; a full queue comes back as a revoked transfer."""
         attached = self.attached[order.mover]
         shard = attached.placement.shard
         parts = []
@@ -261,7 +261,7 @@ class MoverFleet:
             parts.append(LocatedPart(part.group, extents, offsets, part.engine_blocks, checksums))
         slots = np.concatenate([part.slots for part in order.parts])
         attached.submitted[order.transfer] = Submitted(order.kind, slots)
-        if not attached.process.start_transfer(order.transfer, order.job, order.kind, parts):
+        if not attached.process.start_transfer(order.transfer, order.jobs, order.kind, parts):
             refused = Finished(order.transfer, TransferOutcome.REVOKED)
             self.transfer_finished(order.mover, refused)
 

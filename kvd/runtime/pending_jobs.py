@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvd.core.actions import EndJob
@@ -40,6 +40,10 @@ class PendingJobs:
             return False
         live.add(job)
         return True
+
+    def withdraw(self, session: SessionId, jobs: Iterable[JobId]) -> None:
+        """These have not begun after all."""
+        self._live[session].difference_update(jobs)
 
     def ended(self, order: EndJob) -> None:
         """The job has ended on every rank."""

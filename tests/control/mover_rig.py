@@ -216,4 +216,4 @@ def one_part(slots: list[tuple[int, int]], blocks: list[int]) -> LocatedPart:
 
 def give(mover: MoverProcess, number: int, kind: JobKind, *parts: LocatedPart) -> bool:
     """Start a transfer whose job has the same number."""
-    return mover.start_transfer(TransferId(number), JobId(number), kind, parts)
+    return mover.start_transfer(TransferId(number), (JobId(number),), kind, parts)

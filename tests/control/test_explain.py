@@ -14,9 +14,9 @@ import pytest
 
 from kvd.cli import explain as cli
 from kvd.control.services.explain import explain
-from kvd.core import events as ev
 from kvd.core.keys import NamespaceId, RequestId, TenantId
 from kvd.core.model.gone import Recalled
+from kvd.core.told import MissedBlock, ToldRequest
 from kvd.core.upkeep.misses import Explained
 from kvd_proto.limits import MAX_REQUESTS_TOLD
 from kvd_proto.v1 import engine_pb2, operator_pb2
@@ -162,8 +162,8 @@ def test_the_command_says_it_in_words_and_in_json(running: RunningDaemon) -> Non
 async def test_others_get_on_between_two_explained_requests() -> None:
     """Each is sought in 17 x 64 places; a call with 64 of them took the loop for seconds."""
     turns = Turns()
-    told = ev.ToldRequest(
-        RequestId("r"), "", 1, 0, 0, ev.MissedBlock(0, 0, np.zeros((1, 4), np.uint64), 0)
+    told = ToldRequest(
+        RequestId("r"), "", 1, 0, 0, MissedBlock(0, 0, np.zeros((1, 4), np.uint64), 0)
     )
     one = Explained(
         Recalled(told, TenantId("t"), NamespaceId(1), "", 0, hash_bytes=32), is_all_known=True

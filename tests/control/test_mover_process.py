@@ -113,7 +113,7 @@ async def test_every_piece_of_a_ready_store_starts_until_thousands_of_jobs_came_
 
         def give_piece(transfer: int, job: int) -> None:
             part = one_part([(0, transfer)], [transfer])
-            mover.start_transfer(TransferId(transfer), JobId(job), JobKind.STORE, [part])
+            mover.start_transfer(TransferId(transfer), (JobId(job),), JobKind.STORE, [part])
 
         worker.ring.mark_ready([7])
         for transfer in (1, 2, 3):

@@ -68,7 +68,7 @@ class NotingMover:
         asyncio.get_running_loop().call_soon(self.sink.row_unmapped, self.mover, row)
 
     def start_transfer(
-        self, _t: TransferId, _j: JobId, _k: Any, parts: Sequence[LocatedPart]
+        self, _t: TransferId, _j: tuple[JobId, ...], _k: Any, parts: Sequence[LocatedPart]
     ) -> bool:
         extents = {extent for part in parts for extent in part.extents.tolist()}
         assert extents <= set(self.mapped.values()), "a transfer of a row that is not mapped"

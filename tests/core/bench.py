@@ -233,7 +233,7 @@ class Bench:
             if isinstance(action, act.StartTransfer):
                 slots = {s for part in action.parts for s in part.slots.tolist()}
                 for other in self.transfers.values():
-                    if ev.JobKind.STORE in (action.kind, other.kind) and other.job != action.job:
+                    if ev.JobKind.STORE in (action.kind, other.kind) and other.jobs != action.jobs:
                         theirs = {s for part in other.parts for s in part.slots.tolist()}
                         assert not slots & theirs, "a slot is reused before its copy ended"
                 self.transfers[action.transfer] = action

@@ -325,10 +325,16 @@ def _check_jobs(state: State) -> None:
             continue
         assert mover.transfers.get(number) is transfer, "a mover that doesn't know its transfer"
     for piece in _pieces(state):
-        running[id(piece.job)] += 1
-        live = state.sessions[piece.job.session].jobs.get(piece.job.job)
-        assert live is piece.job, "a transfer of a job that has ended"
-        if piece.job.kind is JobKind.STORE and not piece.failed:
+        for share in piece.shares:
+            running[id(share.job)] += 1
+            live = state.sessions[piece.session].jobs.get(share.job.job)
+            assert live is share.job, "a transfer of a job that has ended"
+            assert (share.job.session, share.job.kind) == (piece.session, piece.kind)
+        if len(piece.shares) > 1:
+            assert piece.kind is JobKind.STORE, "jobs that share a load"
+            shared = sum(len(part.slots) for part in piece.parts)
+            assert sum(share.blocks for share in piece.shares) == shared, "shares of a piece"
+        if piece.kind is JobKind.STORE and not piece.failed:
             for part in piece.parts:
                 assert bool((state.slots.state[part.slots] == SlotState.RESERVED).all()), (
                     "a store copies into a slot that is not reserved"
@@ -355,7 +361,7 @@ def _check_backlog(state: State) -> None:
 def _check_waits(state: State) -> None:
     """Who waits for a piece waits for what it stores; the others are about to go on."""
     stores: dict[int, Filling] = {
-        piece.number: piece for piece in _pieces(state) if piece.job.kind is JobKind.STORE
+        piece.number: piece for piece in _pieces(state) if piece.kind is JobKind.STORE
     }
     stores |= {c.number: c for c in state.below.copies.values() if c.kind is CopyKind.READ}
     assert stores == state.fillings, "fillings by number"
@@ -371,7 +377,7 @@ def _check_waits(state: State) -> None:
             assert wait.job.session == session.session, "a wait of another session's job"
             if wait.leader is not None:
                 assert wait in wait.leader.waits, "a leader that doesn't know who waits"
-                own = isinstance(wait.leader, Piece) and wait.leader.job is wait.job
+                own = isinstance(wait.leader, Piece) and wait.leader.has(wait.job)
                 assert not own, "a job waits for itself"
                 slots = wait.offer.slots
                 assert bool((state.slots.state[slots] == SlotState.RESERVED).all())
@@ -451,10 +457,10 @@ def _check_busy_blocks(state: State) -> None:
     """Engine blocks marked as in flight are those of running stores and of waits."""
     busy: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
     for piece in _pieces(state):
-        if piece.job.kind is JobKind.STORE:
+        if piece.kind is JobKind.STORE:
             for part in piece.parts:
                 blocks = part.engine_blocks[part.engine_blocks != NULL_ENGINE_BLOCK]
-                busy[piece.job.session, part.size_class.group].update(blocks.tolist())
+                busy[piece.session, part.size_class.group].update(blocks.tolist())
     for session in state.sessions.values():
         for wait in session.waits:
             blocks = wait.offer.engine_blocks

@@ -23,6 +23,7 @@ from kvd.core.model.gone import (
 )
 from kvd.core.model.reuse import ReuseSample
 from kvd.core.model.state import Scope
+from kvd.core.told import MissedBlock, ToldRequest
 from kvd.core.upkeep.misses import (
     MAX_REQUESTS_EXPLAINED,
     MAX_SCOPES_PASSED,
@@ -38,8 +39,8 @@ def tell(
     bench: Bench, number: int | None, request: str = "r", session: int = 1, account: str = ""
 ) -> None:
     """A client tells of a request that missed this key first."""
-    missed = None if number is None else ev.MissedBlock(0, 3, keys(number).words, 0)
-    told = ev.ToldRequest(RequestId(request), account, 100, 0, 0, missed)
+    missed = None if number is None else MissedBlock(0, 3, keys(number).words, 0)
+    told = ToldRequest(RequestId(request), account, 100, 0, 0, missed)
     bench.feed(ev.RequestsTold(SessionId(session), (told,), "engine"))
 
 

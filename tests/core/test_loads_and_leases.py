@@ -171,7 +171,7 @@ def test_load_goes_to_every_rank() -> None:
     bench.open(ranks=2)
     bench.stored([1, 2])
     orders = only(bench.load([2, 1], job=7), act.StartTransfer)
-    told = [(order.mover, order.job, order.kind) for order in orders]
+    told = [(order.mover, order.jobs[0], order.kind) for order in orders]
     assert told == [(100, 7, ev.JobKind.LOAD), (101, 7, ev.JobKind.LOAD)]
     assert [p.engine_blocks.ravel().tolist() for p in orders[0].parts] == [[2, 1]]
 

@@ -34,7 +34,7 @@ def test_block_is_readable_only_when_every_shard_is_written(bench: Bench) -> Non
     bench.open(ranks=2)
     started = bench.store([1, 2], job=7)
     first, second = only(started, act.StartTransfer)
-    told = [(order.mover, order.job, order.kind) for order in (first, second)]
+    told = [(order.mover, order.jobs[0], order.kind) for order in (first, second)]
     assert told == [(100, 7, ev.JobKind.STORE), (101, 7, ev.JobKind.STORE)]
     assert bench.statuses([1, 2, 3]) == "PPM"
     bench.finish([first])
@@ -290,7 +290,7 @@ def test_follower_copies_its_own_bytes_when_its_leader_fails(bench: Bench) -> No
     bench.store([1], 2, blocks=[20], job=9, whole=True)
     actions = bench.finish(leader, FAILED)
     (order,) = only(actions, act.StartTransfer)
-    assert (order.mover, order.job) == (200, 9)
+    assert (order.mover, order.jobs[0]) == (200, 9)
     assert order.parts[0].engine_blocks.tolist() == [[20]]
     (end,) = only(bench.finish([order]), act.EndJob)
     assert (end.session, end.status) == (2, ev.JobStatus.DONE)

@@ -73,7 +73,7 @@ async def ended(
     mover: MoverProcess, sink: HeardBySink, number: int, kind: JobKind, moved: LocatedPart
 ) -> TransferOutcome:
     """Have it copied, with both halves there at once."""
-    assert mover.start_transfer(TransferId(number), JobId(number), kind, (moved,))
+    assert mover.start_transfer(TransferId(number), (JobId(number),), kind, (moved,))
     mover.mark_ready(JobId(number))
     return await sink.outcome(number)
 
@@ -319,7 +319,9 @@ def test_a_mover_that_lost_its_gpu_ends_at_once(
         async with started(config_of(workshop)) as (mover, sink):
             free = fake.free_bytes()
             fake.inject("copy_error", code=700, after=0, pid=mover.pid)
-            assert mover.start_transfer(TransferId(1), JobId(1), kind, (part(0, [(0, 0)], [[2]]),))
+            assert mover.start_transfer(
+                TransferId(1), (JobId(1),), kind, (part(0, [(0, 0)], [[2]]),)
+            )
             mover.mark_ready(JobId(1))
             await sink.until(lambda: sink.gone)
             assert sink.gone == [(1, BROKEN)]
@@ -337,7 +339,7 @@ async def test_a_mover_ends_on_its_own_when_told_to_stop_while_a_copy_hangs(
         fake.inject("latency", microseconds=60_000_000)
         before = fake.counters()["copies_async"]
         assert mover.start_transfer(
-            TransferId(1), JobId(1), JobKind.STORE, (part(0, [(0, 0)], [[2]]),)
+            TransferId(1), (JobId(1),), JobKind.STORE, (part(0, [(0, 0)], [[2]]),)
         )
         mover.mark_ready(JobId(1))
         for _ in range(1000):

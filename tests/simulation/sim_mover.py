@@ -34,7 +34,7 @@ class Faults:
 @dataclass
 class SimTransfer:
     transfer: TransferId
-    job: JobId
+    jobs: tuple[JobId, ...]
     kind: JobKind
     parts: list[LocatedPart]
     started: bool = False
@@ -78,11 +78,15 @@ class SimMover:
         self._later(unmapped)
 
     def start_transfer(
-        self, transfer: TransferId, job: JobId, kind: JobKind, parts: Sequence[LocatedPart]
+        self,
+        transfer: TransferId,
+        jobs: tuple[JobId, ...],
+        kind: JobKind,
+        parts: Sequence[LocatedPart],
     ) -> bool:
         if self.random.random() < 0.02:
             return False  # the queue is full
-        self.waiting[transfer] = SimTransfer(transfer, job, kind, list(parts))
+        self.waiting[transfer] = SimTransfer(transfer, jobs, kind, list(parts))
         self._match()
         return True
 
@@ -117,7 +121,7 @@ class SimMover:
 
     def _match(self) -> None:
         for waiting in list(self.waiting.values()):
-            if waiting.job in self.ready and not waiting.started:
+            if self.ready.issuperset(waiting.jobs) and not waiting.started:
                 waiting.started = True
                 self._later(lambda w=waiting: self._copy(w))
 
@@ -138,7 +142,7 @@ class SimMover:
         del self.waiting[waiting.transfer]
         if waiting.kind is JobKind.LOAD:
             status = JobStatus.FAILED if fails else JobStatus.DONE
-            self.board.append((waiting.job, JobKind.LOAD, status))
+            self.board.append((waiting.jobs[0], JobKind.LOAD, status))
         sums = np.empty(0, dtype=np.uint64)
         if self.checksums and waiting.kind is JobKind.STORE and not fails:
             sums = np.concatenate([self._sums(part) for part in waiting.parts])
@@ -177,5 +181,5 @@ class SimMover:
     def _report(self, waiting: SimTransfer, finished: Finished) -> None:
         if self.alive:
             if waiting.kind is JobKind.LOAD and finished.outcome is TransferOutcome.REVOKED:
-                self.board.append((waiting.job, JobKind.LOAD, JobStatus.FAILED))
+                self.board.append((waiting.jobs[0], JobKind.LOAD, JobStatus.FAILED))
             self.sink.transfer_finished(self.mover, finished)

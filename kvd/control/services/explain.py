@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvd.control.access.peers import Peer
 from kvd.control.namespaces import Namespaces
-from kvd.core.events import Unasked
 from kvd.core.keys import KeyBatch
 from kvd.core.model.gone import NOBODY, Fate, Recalled
+from kvd.core.told import Unasked
 from kvd.core.upkeep.misses import Explained
 from kvd.runtime.driver import Driver
 from kvd.runtime.turns import UNITS_AT_ONCE, Pace

@@ -17,12 +17,15 @@ from typing import TypeVar
 
 from kvd.control import convert
 from kvd.control.access.peers import Peer
+from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.errors import JobNotRising, KvdError, SequenceGap, UnknownSession
 from kvd.core.keys import JobId, LeaseId, NamespaceId, RequestId, SessionId
 from kvd.core.spec import NamespaceSpec
-from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS, PIECE_TOLD
+from kvd.core.told import ToldRequest
+from kvd.runtime.batching import PIECE_IDS, PIECE_KEYS, PIECE_TOLD, stores_together
 from kvd.runtime.driver import Driver
+from kvd.runtime.joint_stores import store_together
 from kvd.runtime.recorder import Recorder, RequestRecord
 from kvd.runtime.told_lookups import MAX_COUNTED, LookupFigures, ToldLookups
 from kvd.runtime.turns import Pace
@@ -131,7 +134,7 @@ class StepParts:
     stores: tuple[ev.StoreRequested, ...]
     hand_offs: tuple[ev.HandOffRequested, ...]
     lookups: LookupFigures | None
-    told: tuple[ev.ToldRequest, ...]
+    told: tuple[ToldRequest, ...]
     released: tuple[LeaseId, ...]
     ended: tuple[RequestId, ...]
     end_step: bool
@@ -305,8 +308,8 @@ class Verbs:
         used: set[int] = set()
         for load in parts.loads:
             reply.verdicts.append(await self._begin(live, load, used))
-        for store in parts.stores:
-            reply.verdicts.append(await self._begin(live, store, used))
+        for stores in stores_together(parts.stores):
+            reply.verdicts.extend(await self._begin_stores(live, stores, used))
         live.last_job = max(live.last_job, *used, 0)
         for hand_off in parts.hand_offs:
             await self._hand_off(hand_off)
@@ -349,6 +352,22 @@ class Verbs:
             error = JobNotRising(f"job {job} comes after job {live.last_job}", "job_id")
             self._driver.refuse(live.id, job, kind, error)
             raise error
+
+    async def _begin_stores(
+        self, live: LiveSession, stores: Sequence[ev.StoreRequested], used: set[int]
+    ) -> list[pb.JobVerdict]:
+        """Verdicts in the order of the stores."""
+        said: dict[JobId, act.Verdict] = {}
+        fresh = [store for store in stores if store.job > live.last_job and store.job not in used]
+        if len(fresh) > 1 and len({store.job for store in fresh}) == len(fresh):
+            said = await store_together(self._driver, fresh)
+            used.update(said)
+        return [
+            convert.verdict_message(said[store.job])
+            if store.job in said
+            else await self._begin(live, store, used)
+            for store in stores
+        ]
 
     async def _begin(
         self, live: LiveSession, job: ev.StoreRequested | ev.LoadRequested, used: set[int]

@@ -43,6 +43,13 @@ def reserve(turn: Turn, fresh: Offer, scope: ScopeId, sight: Sight) -> Slots:
 
     From here on the policy knows them: they are as young as their store's admission is late.
     """
+    slots = occupy(turn, fresh, scope)
+    fresh.size_class.policy.insert(slots, fresh.tags, sight)
+    return slots
+
+
+def occupy(turn: Turn, fresh: Offer, scope: ScopeId) -> Slots:
+    """`reserve` of blocks of several requests: the caller tells the policy of them, each once."""
     state = turn.state
     owner = fresh.size_class
     slots = owner.free.take(len(fresh.tags))
@@ -59,7 +66,6 @@ def reserve(turn: Turn, fresh: Offer, scope: ScopeId, sight: Sight) -> Slots:
         table.sources[slots] = 0
     state.index.insert(slots)
     state.scope_shares.put(scope, len(slots))
-    owner.policy.insert(slots, fresh.tags, sight)
     owner.count(reserved=len(slots))
     owner.tenant.used_bytes += len(slots) * owner.block_bytes
     return slots

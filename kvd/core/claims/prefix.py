@@ -10,9 +10,11 @@ remembered pins nothing: a slot may have gone to another key meanwhile, and is t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.claims import advice
@@ -34,6 +36,14 @@ MAX_TENANT_BLOCKS = 2_097_152  # of all its sessions
 # each of its blocks is renewed some eight times, however long its prompt and small its pieces.
 GROWTH = 8
 SHORT_BLOCKS = 512
+
+
+class Growth(NamedTuple):
+    """Blocks that were admitted for a request, and their places in its prompt."""
+
+    prefix: Prefix
+    slots: Slots
+    blocks: Slots
 
 
 def of_context(state: State, session: Session, context: RequestContext) -> Prefix:
@@ -100,9 +110,11 @@ def note_each(state: State, session: Session, prefix: Prefix, slots: Slots, bloc
     scope = state.scope_of(int(slots[0]))
     before = prefix.used.get(scope)
     if before is not None:
-        others = ~state.slots.among(before.slots, slots)
-        slots = np.concatenate([before.slots[others], slots])
-        blocks = np.concatenate([before.blocks[others], blocks])
+        again = state.slots.among(before.slots, slots)
+        if np.count_nonzero(again):
+            before = Used(before.slots[~again], before.blocks[~again])
+        slots = np.concatenate([before.slots, slots])
+        blocks = np.concatenate([before.blocks, blocks])
     if np.count_nonzero(blocks[1:] < blocks[:-1]):
         order = np.argsort(blocks, kind="stable")
         slots, blocks = slots[order], blocks[order]
@@ -139,18 +151,37 @@ def grow(turn: Turn, session: Session, prefix: Prefix, part: Part, blocks: Slots
     """These blocks were admitted for the request: note them, and renew all that it has used, now
     or with one of the next if there is much of it.
     """
-    scope = part.scope
+    if _has_grown(turn.state, session, part.scope, Growth(prefix, part.slots, blocks)):
+        _renew(turn, prefix, part.scope, part.size_class)
+
+
+def grow_together(
+    turn: Turn, session: Session, owner: SizeClass, scope: ScopeId, grown: Sequence[Growth]
+) -> None:
+    """`grow` of several requests."""
+    state = turn.state
+    due = [each.prefix for each in grown if _has_grown(state, session, scope, each)]
+    if owner.policy.heeds_requests:
+        for prefix in due:
+            _renew(turn, prefix, scope, owner)
+    elif due:
+        slots = held_together(state, due, scope)
+        slot_lifecycle.touch_each(turn, owner, slots, 0, as_use=False)
+
+
+def _has_grown(state: State, session: Session, scope: ScopeId, more: Growth) -> bool:
+    """Note the blocks. Whether all that the request has used is to be renewed."""
+    prefix, blocks = more.prefix, more.blocks
     in_order = scope not in prefix.used and not (blocks[1:] < blocks[:-1]).any()
-    note_each(turn.state, session, prefix, part.slots, blocks)
+    note_each(state, session, prefix, more.slots, blocks)
     used = prefix.used.get(scope)
     if used is None:
-        return
+        return False
     size, before = len(used.slots), prefix.renewed.get(scope, 0)
-    if in_order:  # they are its only ones, and stand right as they came in
+    is_due = size <= SHORT_BLOCKS or size >= before + before // GROWTH
+    if in_order or is_due:
         prefix.renewed[scope] = size
-    elif size <= SHORT_BLOCKS or size >= before + before // GROWTH:
-        _renew(turn, prefix, scope, part.size_class)
-        prefix.renewed[scope] = size
+    return is_due and not in_order  # else they are its only ones, and stand right as they came in
 
 
 def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
@@ -158,14 +189,30 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
     used = prefix.used.get(scope)
     if used is None:
         return np.empty(0, dtype=np.int64)
-    states = state.slots.state.take(used.slots)
-    still = states == READY
-    still |= states == RESERVED
-    still &= state.slots.scopes.take(used.slots) == scope
+    still = _is_there(state, used.slots, scope)
     if np.count_nonzero(still) < len(still):
         used = Used(used.slots[still], used.blocks[still])
         prefix.set(scope, used)
     return used.slots
+
+
+def held_together(state: State, prefixes: Iterable[Prefix], scope: ScopeId) -> Slots:
+    """`held` of several requests, distinct."""
+    used = [each.used[scope].slots for each in prefixes if scope in each.used]
+    if not used:
+        return np.empty(0, dtype=np.int64)
+    slots = np.concatenate(used)
+    still = _is_there(state, slots, scope)
+    return state.slots.distinct(slots[still] if np.count_nonzero(still) < len(still) else slots)
+
+
+def _is_there(state: State, slots: Slots, scope: ScopeId) -> npt.NDArray[np.bool_]:
+    """Which of the slots still hold blocks of the scope."""
+    states = state.slots.state.take(slots)
+    still: npt.NDArray[np.bool_] = states == READY
+    still |= states == RESERVED
+    still &= state.slots.scopes.take(slots) == scope
+    return still
 
 
 def sight(turn: Turn, prefix: Prefix, scope: ScopeId, first_block: int) -> Sight:

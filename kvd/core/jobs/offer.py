@@ -38,7 +38,7 @@ def read_storable(
     just this part of it. Of a recurrent group's block only the last state is ever loaded.
     """
     offers = read_offers(state, session, account, runs)
-    whole = [_only(offer, _whole_rows(offer)) for offer in offers]
+    whole = [_only(offer, whole_rows(offer)) for offer in offers]
     broken = sum(len(offer.tags) for offer in offers) - sum(len(offer.tags) for offer in whole)
     return [_once_each(offer) for offer in whole], broken
 
@@ -106,7 +106,8 @@ def _once_each(offer: Offer) -> Offer:
     return offer.rows(np.sort(first))
 
 
-def _whole_rows(offer: Offer) -> npt.NDArray[np.bool_]:
+def whole_rows(offer: Offer) -> npt.NDArray[np.bool_]:
+    """Which of the blocks the engine has all of; of a recurrent group's, the last state."""
     given = offer.engine_blocks != NULL_ENGINE_BLOCK
     keeps_last = offer.size_class.spec.kind is GroupKind.RECURRENT_STATE
     return np.asarray(given[:, -1] if keeps_last or given.shape[1] == 1 else given.all(axis=1))

@@ -167,7 +167,7 @@ def _start(turn: Turn, session: Session, job: Job, plans: list[Plan], account: s
     parts = []
     for plan in plans:
         if len(plan.fresh.tags):
-            scope = _open_scope(turn, session, account, plan.offer)
+            scope = open_scope(turn, session, account, plan.offer)
             parts.append(reserve_part(turn, plan.fresh, scope, job.prefix))
             prefix.grow(turn, session, job.prefix, parts[-1], plan.fresh.blocks)
         if len(plan.followed.tags):
@@ -181,7 +181,7 @@ def _start(turn: Turn, session: Session, job: Job, plans: list[Plan], account: s
     return parts
 
 
-def _open_scope(turn: Turn, session: Session, account: str, offer: Offer) -> ScopeId:
+def open_scope(turn: Turn, session: Session, account: str, offer: Offer) -> ScopeId:
     """The offer's, unless making room took its last block, and opening another forgot it."""
     if offer.scope is not None and offer.scope in turn.state.scopes:
         return offer.scope
@@ -217,7 +217,7 @@ def _divide(turn: Turn, job: Job, offer: Offer, whole: bool) -> Plan:
         states[unknown] = ABSENT
         pending = np.flatnonzero(states == RESERVED)
         fresh = np.flatnonzero(states == ABSENT)
-    blocked = _in_flight(session, offer, fresh)
+    blocked = in_flight(session, offer, fresh)
     is_blocked = bool(np.count_nonzero(blocked))
     if is_blocked:
         fresh = fresh[~blocked]
@@ -248,7 +248,7 @@ def _divide(turn: Turn, job: Job, offer: Offer, whole: bool) -> Plan:
     )
 
 
-def _in_flight(session: Session, offer: Offer, rows: Slots) -> npt.NDArray[np.bool_]:
+def in_flight(session: Session, offer: Offer, rows: Slots) -> npt.NDArray[np.bool_]:
     """Which of these rows name an engine block that an earlier store is still copying."""
     counts = session.busy.get(offer.size_class.group)
     if counts is None or not len(rows):

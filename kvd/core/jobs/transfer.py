@@ -20,7 +20,7 @@ from kvd.core.events import JobKind, JobStatus, TransferFinished, TransferOutcom
 from kvd.core.keys import U32, TransferId
 from kvd.core.model.backlog import CallOff
 from kvd.core.model.gone import Fate, WhyGone
-from kvd.core.model.job import Job, JobState, Part, Piece, Transfer, TransferStage
+from kvd.core.model.job import Job, JobShare, JobState, Part, Piece, Transfer, TransferStage
 from kvd.core.model.state import Mover, MoverState, Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.tiers import writing
@@ -28,15 +28,22 @@ from kvd_proto.layout import NULL_ENGINE_BLOCK
 
 
 def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
+    """Start a piece that is this job's alone."""
+    start_shared(turn, (JobShare(job, sum(len(part.slots) for part in parts)),), parts)
+
+
+def start_shared(turn: Turn, shares: tuple[JobShare, ...], parts: tuple[Part, ...]) -> None:
     """Pin the parts' blocks and start one transfer for each rank that copies."""
     state = turn.state
-    session = state.sessions[job.session]
-    store = job.kind is JobKind.STORE
-    piece = Piece(job=job, parts=parts)
+    piece = Piece(shares=shares, parts=parts)
+    session, kind = state.sessions[piece.session], piece.kind
+    store = kind is JobKind.STORE
     if store:
         state.add_filling(piece)
-    job.pieces += 1
-    job.pieces_begun += 1
+    for share in shares:
+        share.job.pieces += 1
+        share.job.pieces_begun += 1
+    jobs = tuple(share.job.job for share in shares)
     orders = tuple(
         TransferPart(part.size_class.group, part.slots, part.engine_blocks) for part in parts
     )
@@ -53,7 +60,7 @@ def start_piece(turn: Turn, job: Job, parts: tuple[Part, ...]) -> None:
         piece.transfers[transfer.transfer] = transfer
         for part in parts:
             slot_lifecycle.pin(state, part.size_class, part.pinned)
-        turn.orders.append(StartTransfer(mover.mover, transfer.transfer, job.job, job.kind, orders))
+        turn.orders.append(StartTransfer(mover.mover, transfer.transfer, jobs, kind, orders))
     for part in parts:
         state.count_in_flight(part.scope, +1)
 
@@ -87,26 +94,35 @@ def transfer_finished(turn: Turn, event: TransferFinished) -> None:
     mover = state.movers.get(event.mover)
     if transfer is None or transfer.mover != event.mover or mover is None:
         return
-    job = transfer.piece.job
+    piece = transfer.piece
     done = event.outcome is TransferOutcome.DONE
     reason = transfer.reason or COPY_FAILED
     if event.damaged:
         reason = CHECKSUM_MISMATCH
         damaged = np.array(event.damaged, dtype=np.int64)
-        for part in transfer.piece.parts:
+        for part in piece.parts:
             damage.remove(turn, part, damaged)
     if event.outcome is TransferOutcome.REVOKED and transfer.state is TransferStage.WANTED:
         reason = event.reason or QUEUE_FULL  # the mover never took it
-        if job.kind is JobKind.LOAD:
-            turn.orders.append(PostBoard(transfer.mover, job.job, job.kind, JobStatus.FAILED, 0, 0))
+        if piece.kind is JobKind.LOAD:
+            for share in piece.shares:
+                failed = (share.job.job, JobKind.LOAD, JobStatus.FAILED)
+                turn.orders.append(PostBoard(transfer.mover, *failed, 0, 0))
     if done:
-        copied = job.bytes_by_mover.get(transfer.mover, 0) + event.bytes_copied
-        job.bytes_by_mover[transfer.mover] = copied
-        spent = job.duration_ns.get(transfer.mover, 0) + event.duration_ns
-        job.duration_ns[transfer.mover] = spent
+        _count_copied(transfer, event)
     if not mover.is_serving:
         done, reason = False, MOVER_GONE  # perhaps its failing still waits in the backlog
     end_transfer(turn, transfer, "" if done else reason)
+
+
+def _count_copied(transfer: Transfer, event: TransferFinished) -> None:
+    """To each of its jobs what it has of the bytes, and of the time that they took."""
+    piece, mover = transfer.piece, transfer.mover
+    copied, spent = piece.divide(event.bytes_copied), piece.divide(event.duration_ns)
+    for share, some, time_ns in zip(piece.shares, copied, spent, strict=True):
+        job = share.job
+        job.bytes_by_mover[mover] = job.bytes_by_mover.get(mover, 0) + some
+        job.duration_ns[mover] = job.duration_ns.get(mover, 0) + time_ns
 
 
 def mover_gone(turn: Turn, mover: Mover) -> None:
@@ -134,10 +150,10 @@ def call_off(turn: Turn, transfer: Transfer, how: CallOff, reason: str) -> None:
 
 def fail_running(turn: Turn, transfer: Transfer, reason: str) -> None:
     """What it copies is of no use, though the copy may run on."""
-    if transfer.piece.job.kind is JobKind.STORE:
+    if transfer.piece.kind is JobKind.STORE:
         fail_piece(turn, transfer.piece, reason)
     else:
-        fail_job(transfer.piece.job, reason)
+        fail_jobs(transfer.piece, reason)
         transfer.piece.failed = True
 
 
@@ -147,15 +163,14 @@ def end_those_of_gone_movers(turn: Turn, session: Session) -> None:
     for item in [each for each in state.backlog.transfers if each.how is CallOff.END]:
         for waiting in item.transfers:
             running = state.transfers.get(waiting.transfer)
-            if running is waiting and running.piece.job.session == session.session:
+            if running is waiting and running.piece.session == session.session:
                 end_transfer(turn, running, item.reason)
 
 
 def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
     """Take the transfer's pins away; with its last one a piece is readable, or given up."""
     state = turn.state
-    piece = transfer.piece
-    job = piece.job
+    piece, is_store = transfer.piece, transfer.piece.kind is JobKind.STORE
     transfer.end()
     del state.transfers[transfer.transfer]
     state.in_time.pop(transfer.transfer, None)
@@ -164,7 +179,7 @@ def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
     mover = state.movers.get(transfer.mover)
     if mover is not None:
         del mover.transfers[transfer.transfer]
-    if not failure and job.kind is JobKind.STORE and _is_cleared(state, piece):
+    if not failure and is_store and _is_cleared(state, piece):
         failure = RESET
     if failure:
         fail_piece(turn, piece, failure)
@@ -174,15 +189,14 @@ def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
         return
     for part in piece.parts:
         state.count_in_flight(part.scope, -1)
-    session = state.sessions[job.session]
-    if job.kind is JobKind.STORE:
+    session = state.sessions[piece.session]
+    if is_store:
         del state.fillings[piece.number]
         for part in piece.parts:
             mark_busy(session, part.size_class.group, part.engine_blocks, -1)
     if not piece.failed:
         blocks = sum(len(part.slots) for part in piece.parts)
-        job.blocks += blocks
-        if job.kind is JobKind.STORE:
+        if is_store:
             state.counters.stored += blocks
             for part in piece.parts:
                 slot_lifecycle.make_ready(turn, part.size_class, part.slots)
@@ -192,9 +206,11 @@ def end_transfer(turn: Turn, transfer: Transfer, failure: str) -> None:
         else:
             state.counters.loaded += blocks
             for part in piece.parts:
-                hand_off.loaded(state, job.session, part.size_class, part.pinned)
-    job.pieces -= 1
-    end_job_when_done(turn, job)
+                hand_off.loaded(state, piece.session, part.size_class, part.pinned)
+    for share in piece.shares:
+        share.job.blocks += 0 if piece.failed else share.blocks
+        share.job.pieces -= 1
+        end_job_when_done(turn, share.job)
 
 
 def _is_cleared(state: State, piece: Piece) -> bool:
@@ -209,8 +225,8 @@ def fail_piece(turn: Turn, piece: Piece, reason: str) -> None:
     if piece.failed:
         return
     piece.failed = True
-    fail_job(piece.job, reason)
-    if piece.job.kind is not JobKind.STORE:
+    fail_jobs(piece, reason)
+    if piece.kind is not JobKind.STORE:
         return
     for part in piece.parts:
         state.counters.failed += len(part.slots)
@@ -220,6 +236,12 @@ def fail_piece(turn: Turn, piece: Piece, reason: str) -> None:
         slot_lifecycle.quarantine_reserved(state, part.size_class, part.slots)
     state.released.extend(piece.end_waits(done=False))
     revoke(turn, piece.transfers.values(), reason)
+
+
+def fail_jobs(piece: Piece, reason: str) -> None:
+    """Every job of the piece will end as failed."""
+    for share in piece.shares:
+        fail_job(share.job, reason)
 
 
 def fail_job(job: Job, reason: str) -> None:

@@ -25,7 +25,7 @@ def stored_by(state: State, slots: Slots, job: Job) -> np.ndarray[tuple[int], np
 
 
 def _is_of(filling: Filling, job: Job) -> bool:
-    return isinstance(filling, Piece) and filling.job is job
+    return isinstance(filling, Piece) and filling.has(job)
 
 
 def waits_fit(state: State, session: Session, offers: list[Offer]) -> bool:

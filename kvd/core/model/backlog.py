@@ -93,14 +93,14 @@ class Backlog:
     def has_ends_of(self, session: SessionId) -> bool:
         """Whether copies of movers of the session that are gone have still to end."""
         ends = (each.transfers[0] for each in self.transfers if each.how is CallOff.END)
-        return any(first.piece.job.session == session for first in ends)  # a mover's are in one
+        return any(first.piece.session == session for first in ends)  # a mover's are in one
 
     def call_off(self, transfers: Iterable[Transfer], how: CallOff, reason: str) -> list[Transfer]:
         """Those that the caller calls off itself now; each of the others ends so in its turn."""
         left, few, parts = deque(transfers), list[Transfer](), 0
         while left and parts < PARTS_AT_ONCE:
             few.append(left.popleft())
-            parts += len(few[-1].piece.parts)
+            parts += few[-1].piece.work
         if left:
             self.transfers.append(CalledOff(left, how, reason))
         return few

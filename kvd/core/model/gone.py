@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.events import ToldRequest
 from kvd.core.keys import U32, U64, NamespaceId, Slots, TenantId
 from kvd.core.model.reuse import ReuseSample
 from kvd.core.model.slots import SECONDS_A_STAMP, STAMP_SHIFT, coarse_stamp
+from kvd.core.told import ToldRequest
 
 MAX_GONE_BLOCKS = 1 << 17  # that a share remembers
 MAX_GONE_NOTES = 1 << 14  # events that made blocks go, of a share

@@ -1,13 +1,15 @@
 """Jobs: one store or load of many blocks, and the transfers that carry it out.
 
 A job has one piece for each event that fed it; a piece has one transfer for each rank that
-copies. A piece's blocks become readable together; the job ends with its last piece.
+copies. A piece's blocks become readable together; the job ends with its last piece. Small stores
+of one step may share a piece (`kvd/core/jobs/together.py`), and then its fate.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from kvd.core.events import Advice, JobKind, JobStatus
@@ -26,6 +28,7 @@ from kvd.core.lifecycle import step
 from kvd.core.model.size_class import Remembered, SizeClass
 
 WAIT_BYTES = 1024  # of a Wait without the content of its arrays
+JOBS_A_PART = 8  # end in the time that a part of a transfer takes
 
 
 @dataclass(slots=True, eq=False)
@@ -180,12 +183,45 @@ class Filling:
         return ended
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class Piece(Filling):
-    """A piece of a job: what one event brought of it, with a transfer for each rank."""
+class JobShare(NamedTuple):
+    """What of a piece is one job's."""
 
     job: Job
+    blocks: int
+    bytes: int = 0  # where there are other shares: what its blocks have
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Piece(Filling):
+    """What one event brought of a job, or of several stores, with a transfer for each rank."""
+
+    shares: tuple[JobShare, ...]  # of one session and kind
     transfers: dict[TransferId, Transfer] = field(default_factory=dict)
+
+    @property
+    def session(self) -> SessionId:
+        return self.shares[0].job.session
+
+    @property
+    def kind(self) -> JobKind:
+        return self.shares[0].job.kind
+
+    @property
+    def work(self) -> int:
+        """How long it takes to end one of its transfers, in parts of a transfer."""
+        return len(self.parts) + len(self.shares) // JOBS_A_PART
+
+    def has(self, job: Job) -> bool:
+        """Whether some of it is this job's."""
+        return any(share.job is job for share in self.shares)
+
+    def divide(self, amount: int) -> list[int]:
+        """What of bytes or time falls to each share; their sum is the amount."""
+        if len(self.shares) == 1:
+            return [amount]
+        ends = list(accumulate(share.bytes for share in self.shares))
+        cuts = [amount * end // ends[-1] for end in ends]
+        return [cut - before for before, cut in pairwise([0, *cuts])]
 
 
 class TransferStage(enum.Enum):

@@ -23,6 +23,7 @@ Memory: 16 bytes a slot, rings of 4 to 16 bytes a resident block, 68 to 264 byte
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import numpy as np
 
@@ -36,6 +37,8 @@ RECENT, FREQUENT = 0, 1
 
 class ArcPolicy:
     """Balances recency and frequency by its own misses."""
+
+    heeds_requests: ClassVar = False
 
     def __init__(self, capacity: Capacity, memory: PolicyMemory) -> None:
         self._capacity = capacity

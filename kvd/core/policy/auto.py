@@ -14,6 +14,8 @@ shadows.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
 from kvd.core.keys import U64, Slots
@@ -29,6 +31,8 @@ _ERAS = 256
 
 class AutoPolicy:
     """Evicts by the policy that a duel on a sample found the best."""
+
+    heeds_requests: ClassVar = True
 
     def __init__(
         self, capacity: Capacity, memory: PolicyMemory, make: MakePolicy, first: str = DUELLISTS[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ class EvictionPolicy(Protocol):
     evicted before the head. A slot is known between `insert` and `remove`/`evict`.
     `tags` (one per slot) name the blocks beyond their slot's life, for policies with ghosts.
     """
+
+    heeds_requests: ClassVar[bool]  # else blocks of several requests may come in one batch
 
     def __len__(self) -> int:
         """Slots that are known."""

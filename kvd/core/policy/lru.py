@@ -12,6 +12,8 @@ place, and a ring of 4 to at most 16 bytes a slot in use.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvd.core.keys import U64, Slots
 from kvd.core.policy.base import UNKNOWN, Evictable, Sight
 from kvd.core.policy.slot_queue import PolicyMemory, SlotQueue
@@ -19,6 +21,8 @@ from kvd.core.policy.slot_queue import PolicyMemory, SlotQueue
 
 class LruPolicy:
     """The least recently used evictable block leaves first."""
+
+    heeds_requests: ClassVar = False
 
     def __init__(self, memory: PolicyMemory) -> None:
         self._queue = SlotQueue(memory.places)

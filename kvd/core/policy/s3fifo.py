@@ -20,6 +20,8 @@ Memory: 17 bytes a slot, rings of 4 to 16 bytes a resident block, 68 to 264 byte
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import numpy.typing as npt
 
@@ -36,6 +38,8 @@ WALK = 2 * PIECE  # most blocks of main looked at in one call
 
 class S3FifoPolicy:
     """Quick demotion of what is used once; everything else in first-in-first-out rounds."""
+
+    heeds_requests: ClassVar = False
 
     def __init__(self, capacity: Capacity, memory: PolicyMemory) -> None:
         self._capacity = capacity

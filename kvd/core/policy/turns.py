@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,8 @@ Bools = npt.NDArray[np.bool_]
 
 class TurnsPolicy:
     """The least likely to come back for the time it is kept leaves first, by turn and age."""
+
+    heeds_requests: ClassVar = True
 
     def __init__(self, capacity: Capacity, memory: PolicyMemory) -> None:
         self._queues = [SlotQueue(memory.places) for _ in range(CLASSES)]

@@ -69,7 +69,7 @@ def _call_off(turn: Turn) -> None:
         if state.transfers.get(each.transfer) is not each:
             parts += 1  # it has ended by itself
             continue
-        parts += len(each.piece.parts)
-        owner = state.sessions[each.piece.job.session]
+        parts += each.piece.work
+        owner = state.sessions[each.piece.session]
         transfer.call_off(turn, each, how, reason)
         session.wind_up(turn, owner)

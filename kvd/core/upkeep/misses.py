@@ -9,13 +9,14 @@ from itertools import chain, islice
 import numpy as np
 
 from kvd.core.blocks import namespaces
-from kvd.core.events import MissedBlock, RequestsTold
+from kvd.core.events import RequestsTold
 from kvd.core.keys import U64, NamespaceId, RequestId, TenantId
 from kvd.core.model.gone import GoneRing, Recalled
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.slots import READY
 from kvd.core.model.state import Namespace, Scope, State
 from kvd.core.model.turn import Turn
+from kvd.core.told import MissedBlock
 from kvd_proto.tags import tags_of
 
 MAX_REQUESTS_EXPLAINED = 64  # in one answer

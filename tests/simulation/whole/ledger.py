@@ -18,7 +18,7 @@ from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action
 from kvd.core.events import JobKind
-from kvd.core.keys import KeyBatch, MoverId
+from kvd.core.keys import KeyBatch, MoverId, SessionId
 from kvd.core.model.slots import SlotState
 from kvd_proto.page import PageReader
 
@@ -138,7 +138,9 @@ class Ledger:
             case ev.SessionOpened() | ev.EpochChanged():
                 self._note_epoch(event, _reply(orders))
             case ev.StoreRequested() | ev.LoadRequested():
-                self._check_job(event, _reply(orders))
+                self._check_jobs(event.session, [_reply(orders)])
+            case ev.StoresRequested():
+                self._check_jobs(event.session, [v for v in _reply(orders) if v is not None])
             case ev.RowsRecovered():
                 self._note_read_back()
             case ev.RowRefused():
@@ -166,11 +168,12 @@ class Ledger:
                     assert slot is None, f"MISS for a block that lies in slot {slot}: {name}"
             assert answer.lease is None or any(s & 3 == HIT for s in answer.statuses), "a lease"
 
-    def _check_job(self, event: ev.StoreRequested | ev.LoadRequested, verdict: Any) -> None:
+    def _check_jobs(self, session: SessionId, verdicts: list[act.Verdict]) -> None:
         """A job that is accepted was not known, or is a store's next piece (I11)."""
-        name = (int(event.session), int(event.job))
-        if verdict.accepted and name not in self.jobs and not self._ended_now(name):
-            self.jobs[name] = verdict.kind
+        for verdict in verdicts:
+            name = (int(session), int(verdict.job))
+            if verdict.accepted and name not in self.jobs and not self._ended_now(name):
+                self.jobs[name] = verdict.kind
         self.ended_now.clear()
 
     def _ended_now(self, name: tuple[int, int]) -> bool:

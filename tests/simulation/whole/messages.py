@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -34,8 +35,10 @@ def send_step(engine: RawEngine) -> None:
     if random.random() < 0.5:
         run = common_pb2.KeyRun(group=group, hashes=b"".join(engine.keys(context.account)))
         step.touches.append(pb.Touch(context=said, runs=[run]))
-    if random.random() < 0.6:
-        _add_store(engine, step, said, group)
+    if random.random() < 0.4:
+        _add_store(engine, step, said, group, engine.keys(context.account))
+    elif random.random() < 0.5:
+        _add_small_stores(engine, step, context.account)
     message = pb.SessionRequest(step=step)
     engine.sent[engine.sequence] = message
     if len(engine.sent) > 8:
@@ -43,8 +46,25 @@ def send_step(engine: RawEngine) -> None:
     engine.stream.send(message)
 
 
-def _add_store(engine: RawEngine, step: pb.Step, said: common_pb2.ReqContext, group: int) -> None:
-    keys, width = engine.keys(said.account), engine.model.widths[group]
+def _add_small_stores(engine: RawEngine, step: pb.Step, account: str) -> None:
+    """As while many requests decode: some blocks for each, mostly of one account."""
+    random = engine.random
+    group = random.randrange(len(engine.model.widths))
+    for _ in range(random.choice([2, 4, 8])):
+        context = engine.context()
+        if random.random() < 0.9:
+            context = replace(context, account=account)
+        if random.random() < 0.1:
+            group = random.randrange(len(engine.model.widths))
+        said = common_pb2.ReqContext(request_id=context.request, account=context.account)
+        keys = engine.keys(context.account)[-random.randrange(1, 3) :]
+        _add_store(engine, step, said, group, keys)
+
+
+def _add_store(
+    engine: RawEngine, step: pb.Step, said: common_pb2.ReqContext, group: int, keys: list[bytes]
+) -> None:
+    width = engine.model.widths[group]
     blocks = engine.take(group, len(keys), width)
     if blocks is None:
         return

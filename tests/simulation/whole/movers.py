@@ -63,7 +63,7 @@ class Order:
     """A transfer that the mover was given."""
 
     transfer: TransferId
-    job: JobId
+    jobs: tuple[JobId, ...]
     kind: JobKind
     blocks: list[tuple[int, int, int, list[int]]]  # group, extent, offset, engine blocks
     sums: list[int] | None
@@ -122,7 +122,11 @@ class SimMover:
         return True
 
     def start_transfer(
-        self, transfer: TransferId, job: JobId, kind: JobKind, parts: Sequence[LocatedPart]
+        self,
+        transfer: TransferId,
+        jobs: tuple[JobId, ...],
+        kind: JobKind,
+        parts: Sequence[LocatedPart],
     ) -> bool:
         if not self.is_alive or self.around.random.random() < self.around.temper.full:
             return False
@@ -139,7 +143,7 @@ class SimMover:
                 sums = [*(sums or []), *part.checksums.tolist()]
         mapped = set(self.extents.values())
         assert all(extent in mapped for _, extent, _, _ in blocks), "an extent that is not mapped"
-        self.orders[transfer] = Order(transfer, job, kind, blocks, sums)
+        self.orders[transfer] = Order(transfer, jobs, kind, blocks, sums)
         self._match()
         return True
 
@@ -185,7 +189,7 @@ class SimMover:
 
     def _match(self) -> None:
         for order in list(self.orders.values()):
-            if order.job in self.ready and not order.started:
+            if self.ready.issuperset(order.jobs) and not order.started:
                 order.started = True
                 self._begin(order)
 
@@ -217,7 +221,7 @@ class SimMover:
         if not self.is_alive:
             return
         damaged = self._damaged(order)
-        fails = fails or bool(damaged) or order.job in self.abandoned
+        fails = fails or bool(damaged) or not self.abandoned.isdisjoint(order.jobs)
         if not fails:
             for place in range(first, len(order.blocks)):
                 self._copy_block(order, place)
@@ -244,7 +248,7 @@ class SimMover:
         found = self.around.pool.read(extent, offset, len(blocks))
         for block, each in zip(blocks, found, strict=True):
             if block != NULL_ENGINE_BLOCK:
-                self.memory.land(order.job, group, block, _kept(each))
+                self.memory.land(order.jobs[0], group, block, _kept(each))
 
     def _sum(self, block: tuple[int, int, int, list[int]]) -> int:
         _, extent, offset, blocks = block
@@ -258,11 +262,13 @@ class SimMover:
         for number in wrong:
             _, extent, offset, blocks = order.blocks[number]
             rotten = ROTTEN in self.around.pool.read(extent, offset, len(blocks))
-            assert rotten, f"sums of block {number} of job {order.job} are not those of its bytes"
+            assert rotten, (
+                f"sums of block {number} of job {order.jobs[0]} are not those of its bytes"
+            )
         return wrong
 
     def _tell_worker(self, order: Order, status: JobStatus) -> None:
-        self.board.append(BoardRecord(order.job, order.kind, status, len(order.blocks), 1000))
+        self.board.append(BoardRecord(order.jobs[0], order.kind, status, len(order.blocks), 1000))
 
     def _report(self, order: Order, finished: Finished) -> None:
         if finished.outcome is TransferOutcome.REVOKED:

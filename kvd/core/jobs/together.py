@@ -1,0 +1,243 @@
+"""Small stores of one step that begin together: one piece, and so one transfer a rank, for all.
+
+While many requests decode, a step brings a store of a block or two for each that has filled one.
+A store takes a hundred small operations on arrays, however few its blocks are; together they take
+little more than one. Each job still has its verdict, its end and its bytes.
+
+Taken is only what nothing stands against: new keys, whole blocks, engine blocks that no copy uses,
+and room for all. Whatever else is asked for has an event of its own, which says what becomes of it;
+nothing has changed for it here. See decision 0037.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.core.actions import Reply, Verdict
+from kvd.core.blocks import namespaces, slot_lifecycle
+from kvd.core.blocks.row_grants import grant_spare
+from kvd.core.claims import prefix
+from kvd.core.errors import KvdError
+from kvd.core.events import JobKind, StoreRequested, StoresRequested
+from kvd.core.jobs import transfer
+from kvd.core.jobs.offer import read_offers, whole_rows
+from kvd.core.jobs.store import can_store, in_flight, open_scope
+from kvd.core.keys import ScopeId, Slots
+from kvd.core.model.index import NOWHERE
+from kvd.core.model.job import Job, JobShare, JobState, Offer, Part, Prefix
+from kvd.core.model.size_class import SizeClass
+from kvd.core.model.state import Session, State
+from kvd.core.model.turn import Turn
+from kvd.core.policy.base import Sight
+from kvd.core.room.eviction import make_room
+from kvd_proto.layout import NULL_ENGINE_BLOCK
+from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
+
+MAX_KEPT_BLOCKS = 32_768  # of all the requests, which are not to make room for their own tails
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False)
+class Rows:
+    """An offer of several stores. `stores`: the number of each row's, ascending."""
+
+    offer: Offer
+    stores: Slots
+
+    def of(self, wanted: Bools) -> Rows:
+        """The rows of the wanted stores."""
+        mine = wanted[self.stores]
+        if np.count_nonzero(mine) == len(mine):
+            return self
+        rows = np.flatnonzero(mine)
+        return Rows(self.offer.rows(rows), self.stores[rows])
+
+    def by_store(self) -> Iterator[tuple[int, slice]]:
+        """Each store that has any, and which they are."""
+        starts = np.flatnonzero(np.diff(self.stores, prepend=-1))
+        ends = [*starts[1:].tolist(), len(self.stores)]
+        for number, start, end in zip(
+            self.stores[starts].tolist(), starts.tolist(), ends, strict=True
+        ):
+            yield number, slice(start, end)
+
+
+def store_together(turn: Turn, event: StoresRequested) -> None:
+    """Start copying those that nothing stands against, unless there are fewer than two."""
+    session = turn.state.require_session(event.session)
+    begun = _begin(turn, session, event.stores)
+    verdicts = tuple(
+        Verdict(each.job, JobKind.STORE, accepted=True, reason="", blocks=begun[number])
+        if number in begun
+        else None
+        for number, each in enumerate(event.stores)
+    )
+    turn.orders.append(Reply(verdicts))
+
+
+def _begin(turn: Turn, session: Session, stores: Sequence[StoreRequested]) -> dict[int, int]:
+    """Blocks that will go, by the number of each store that began."""
+    state = turn.state
+    account = stores[0].context.account
+    if state.draining or state.admission.threshold > 1 or not can_store(state, session):
+        return {}
+    wanted = _may_begin(session, stores)
+    try:
+        namespaces.check_name(account, "account")
+        several = _read(state, session, account, stores)
+    except KvdError:
+        return {}
+    for rows in several:
+        wanted[rows.stores[_obstructed(session, rows.offer)]] = False
+    if np.count_nonzero(wanted) < 2 or not _scopes_fit(state, session, account, several):
+        return {}
+    several = [rows for rows in (each.of(wanted) for each in several) if len(rows.stores)]
+    prefixes = {
+        number: prefix.of_context(state, session, stores[number].context)
+        for number in np.flatnonzero(wanted).tolist()
+    }
+    needs = [(rows.offer.size_class, len(rows.stores)) for rows in several]
+    if make_room(turn, needs, lambda: _kept(state, prefixes, several)):
+        return {}
+    parts = [_reserve(turn, session, account, rows, prefixes) for rows in several]
+    shares = _shares(session, stores, prefixes, several)
+    transfer.start_shared(turn, tuple(shares.values()), tuple(parts))
+    grant_spare(turn, [part.size_class for part in parts])
+    return {number: share.blocks for number, share in shares.items()}
+
+
+def _may_begin(session: Session, stores: Sequence[StoreRequested]) -> Bools:
+    """Which of them are jobs that the session may start now, with something to store.
+
+    As many as their requests have few blocks: those are held while room is made for all.
+    """
+    may = np.zeros(len(stores), dtype=np.bool_)
+    seen, kept = set(session.jobs), 0
+    for number, each in enumerate(stores):
+        assert each.last, "a store that began before"
+        assert not each.request_level, "a store that may wait for others"
+        found = session.prefixes.get(each.context.request)
+        if found is not None:
+            kept += sum(len(used.slots) for used in found.used.values())
+        if kept > MAX_KEPT_BLOCKS or len(seen) >= MAX_JOBS_IN_FLIGHT:
+            break
+        may[number] = each.job > 0 and each.job not in seen and any(len(r.keys) for r in each.runs)
+        seen.add(each.job)
+    return may
+
+
+def _read(
+    state: State, session: Session, account: str, stores: Sequence[StoreRequested]
+) -> list[Rows]:
+    """Of each group its blocks. Raises InvalidArgument where a run can't be meant."""
+    runs = [run for each in stores for run in each.runs]
+    numbers = [number for number, each in enumerate(stores) for _ in each.runs]
+    offers = read_offers(state, session, account, runs)
+    several = []
+    for offer in offers:
+        group = offer.size_class.group
+        mine = [n for n, run in zip(numbers, runs, strict=True) if run.group == group]
+        counts = [len(run.keys) for run in runs if run.group == group]
+        several.append(Rows(offer, np.repeat(np.array(mine, dtype=np.int64), counts)))
+    return several
+
+
+def _obstructed(session: Session, offer: Offer) -> Bools:
+    """Which blocks are no new ones, or not to be copied now."""
+    obstructed: Bools = offer.slots != NOWHERE
+    obstructed |= ~whole_rows(offer)
+    obstructed |= _repeated(offer.tags)
+    obstructed |= in_flight(session, offer, np.arange(len(offer.tags)))
+    blocks = offer.engine_blocks
+    again = _repeated(blocks.ravel()).reshape(blocks.shape)
+    if np.count_nonzero(again):
+        obstructed |= (again & (blocks != NULL_ENGINE_BLOCK)).any(axis=1)
+    return obstructed
+
+
+def _repeated(values: npt.NDArray[np.unsignedinteger]) -> Bools:
+    """Which of them equal an earlier one."""
+    repeated = np.zeros(len(values), dtype=np.bool_)
+    order = np.argsort(values, kind="stable")
+    ordered = values.take(order)
+    repeated[order[1:][ordered[1:] == ordered[:-1]]] = True
+    return repeated
+
+
+def _scopes_fit(state: State, session: Session, account: str, several: list[Rows]) -> bool:
+    if all(rows.offer.scope is not None for rows in several):
+        return True
+    spec = state.namespace_of(session).spec
+    return namespaces.scopes_fit(state, spec, session.payer, session.epoch, account)
+
+
+def _kept(
+    state: State, prefixes: dict[int, Prefix], several: list[Rows]
+) -> list[tuple[SizeClass, Slots]]:
+    """What these requests have used: a tail is worth nothing without its head."""
+    kept = []
+    for rows in several:
+        scope = rows.offer.scope
+        if scope is not None:
+            held = prefix.held_together(state, prefixes.values(), scope)
+            kept.append((rows.offer.size_class, held))
+    return kept
+
+
+def _reserve(
+    turn: Turn, session: Session, account: str, rows: Rows, prefixes: dict[int, Prefix]
+) -> Part:
+    """Slots for them, for which there is room; their requests have used them."""
+    offer, owner = rows.offer, rows.offer.size_class
+    turn.state.reuse.use(offer.tags, owner.spec.block_bytes, turn.now_ns)
+    scope = open_scope(turn, session, account, offer)
+    slots = slot_lifecycle.occupy(turn, offer, scope)
+    used = [
+        prefix.Growth(prefixes[number], slots[some], offer.blocks[some])
+        for number, some in rows.by_store()
+    ]
+    _tell_policy(turn, owner, scope, rows, used)
+    prefix.grow_together(turn, session, owner, scope, used)
+    return Part(owner, scope, slots, slots, offer.engine_blocks)
+
+
+def _tell_policy(
+    turn: Turn, owner: SizeClass, scope: ScopeId, rows: Rows, used: list[prefix.Growth]
+) -> None:
+    slots, tags = np.concatenate([each.slots for each in used]), rows.offer.tags
+    if not owner.policy.heeds_requests:
+        owner.policy.insert(slots, tags, Sight(turn.now_ns))
+        return
+    for each, (_, some) in zip(used, rows.by_store(), strict=True):
+        sight = prefix.sight(turn, each.prefix, scope, int(each.blocks[0]))
+        owner.policy.insert(each.slots, tags[some], sight)
+
+
+def _shares(
+    session: Session,
+    stores: Sequence[StoreRequested],
+    prefixes: dict[int, Prefix],
+    several: list[Rows],
+) -> dict[int, JobShare]:
+    """A job for each store, and what of the piece is the job's."""
+    blocks = np.zeros(len(stores), dtype=np.int64)
+    filled = np.zeros(len(stores), dtype=np.int64)  # bytes
+    for rows in several:
+        offer, spec = rows.offer, rows.offer.size_class.spec
+        given = np.count_nonzero(offer.engine_blocks != NULL_ENGINE_BLOCK, axis=1)
+        blocks += np.bincount(rows.stores, minlength=len(stores))
+        block_bytes = spec.block_bytes // spec.blocks_per_block
+        np.add.at(filled, rows.stores, given * block_bytes)
+    shares = {}
+    for number, used in prefixes.items():
+        store = stores[number]
+        job = Job(session.session, store.job, JobKind.STORE, store.context.request, used)
+        job.move(JobState.WHOLE)
+        session.jobs[store.job] = job
+        shares[number] = JobShare(job, int(blocks[number]), int(filled[number]))
+    return shares
