@@ -37,6 +37,7 @@ from kvd.core.room.eviction import make_room
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
 
+TOLD_ONE_BY_ONE = 8  # stores in one event, where a policy is told of each request by itself
 MAX_KEPT_BLOCKS = 32_768  # of all the requests, which are not to make room for their own tails
 
 Bools = npt.NDArray[np.bool_]
@@ -86,10 +87,11 @@ def _begin(turn: Turn, session: Session, stores: Sequence[StoreRequested]) -> di
     account = stores[0].context.account
     if state.draining or state.admission.threshold > 1 or not can_store(state, session):
         return {}
-    wanted = _may_begin(session, stores)
+    one_by_one = any(each.policy.heeds_requests for each in state.namespace_of(session).classes)
+    wanted = _may_begin(session, stores[:TOLD_ONE_BY_ONE] if one_by_one else stores)
     try:
         namespaces.check_name(account, "account")
-        several = _read(state, session, account, stores)
+        several = _read(state, session, account, stores[: len(wanted)])
     except KvdError:
         return {}
     for rows in several:
