@@ -15,6 +15,7 @@ from kvd.core.events import JobKind, JobStatus, TransferOutcome
 from kvd.core.keys import JobId, RowId, TransferId
 from kvd.mover import process
 from kvd.mover.child import STORE_NICENESS
+from kvd.mover.process import MoverProcess
 from kvd.mover.transfers import MAX_READY_JOBS
 from kvd_proto.layout import BOARD_BYTES, NULL_ENGINE_BLOCK
 from tests.control.mover_rig import (
@@ -203,6 +204,62 @@ async def test_an_abandoned_store_fails_after_its_last_byte() -> None:
         worker.ring.abandon(1)
         worker.ring.mark_ready([1])
         assert await r.sink.outcome(1) is FAILED
+
+
+def give_together(mover: MoverProcess, number: int, jobs: range) -> None:
+    """One store of a block for each job, from the engine block with the job's number."""
+    part = one_part([(0, job) for job in jobs], list(jobs))
+    named = tuple(map(JobId, jobs))
+    assert mover.start_transfer(TransferId(number), named, JobKind.STORE, (part,))
+
+
+@on_loop
+async def test_stores_of_one_transfer_start_once_the_worker_is_ready_for_all() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        worker.ring.mark_ready([2])  # before the order, as the ring is often quicker
+        give_together(mover, 1, range(1, 4))
+        worker.ring.mark_ready([1, 1, 7])
+        await asyncio.sleep(0.1)
+        assert not r.sink.outcomes
+        worker.ring.mark_ready([3])
+        assert await r.sink.outcome(1) is DONE
+        for job in (1, 2, 3):
+            slot = r.extents[0][job * PART_BYTES : (job + 1) * PART_BYTES]
+            assert slot.tobytes() == r.block_bytes(job)
+        give_together(mover, 2, range(1, 4))  # a further piece needs no other word
+        assert await r.sink.outcome(2) is DONE
+
+
+@on_loop
+async def test_stores_of_one_transfer_are_revoked_together_and_leave_nothing() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        worker.ring.mark_ready([1])
+        give_together(mover, 1, range(1, 4))
+        give(mover, 2, JobKind.STORE, one_part([(0, 9)], [9]))  # waits for its own job
+        mover.revoke(TransferId(1))
+        assert await r.sink.outcome(1) is REVOKED
+        worker.ring.mark_ready([2, 3])
+        give_together(mover, 3, range(2, 4))
+        assert await r.sink.outcome(3) is DONE
+        worker.ring.mark_ready([2])
+        assert await r.sink.outcome(2) is DONE
+
+
+@on_loop
+async def test_stores_of_one_transfer_fail_where_one_of_them_is_abandoned() -> None:
+    async with rig() as r:
+        mover = await r.start()
+        worker = WorkerEnd(mover)
+        give_together(mover, 1, range(1, 4))
+        worker.ring.abandon(3)
+        worker.ring.mark_ready([1, 2, 3])
+        assert await r.sink.outcome(1) is FAILED
+        give_together(mover, 2, range(1, 3))
+        assert await r.sink.outcome(2) is DONE
 
 
 @on_loop

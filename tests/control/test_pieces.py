@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.core.actions import Answer
-from kvd.core.events import LeaseMode, Query, RequestContext, Run
-from kvd.core.keys import KeyBatch, LeaseId, RequestId
+from kvd.core.events import LeaseMode, Query, RequestContext, Run, StoreRequested
+from kvd.core.keys import JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.runtime.batching import (
     LOOKUP_PIECE_KEYS,
     PIECE_KEYS,
+    RUNS_TOGETHER,
+    SMALL_STORE_KEYS,
+    STORES_TOGETHER,
     PiecewiseAnswers,
     answer_in_pieces,
     query_pieces,
     run_pieces,
+    stores_together,
 )
 
 HIT, MISS = b"\x01", b"\x00"
@@ -55,6 +60,49 @@ def test_runs_keep_their_keys_blocks_and_places(counts: list[int]) -> None:
             assert part.engine_blocks[:, 0].tolist() == list(range(at, at + len(part.keys)))
             at += len(part.keys)
         assert at == len(whole.keys)
+
+
+def store(number: int, keys: int = 1, runs: int = 1, account: str = "") -> StoreRequested:
+    cut = np.array_split(np.arange(keys), runs)
+    offered = tuple(Run(0, query(len(c)).keys, c.astype(np.uint32)[:, None]) for c in cut)
+    context = RequestContext(RequestId("r"), account)
+    return StoreRequested(SessionId(1), JobId(number), context, offered)
+
+
+@given(
+    st.lists(
+        st.builds(
+            store,
+            st.just(1),
+            st.sampled_from([0, 1, 1, 1, SMALL_STORE_KEYS, SMALL_STORE_KEYS + 1]),
+            st.sampled_from([1, 1, 1, 2, 30, 70]),
+            st.sampled_from(["", "", "", "salt"]),
+        ),
+        max_size=150,
+    ),
+    st.sets(st.integers(0, 149)),
+)
+def test_only_small_stores_of_one_account_begin_together(
+    stores: list[StoreRequested], waiting: set[int]
+) -> None:
+    stores = [replace(each, request_level=n in waiting) for n, each in enumerate(stores)]
+    cut = list(stores_together(stores))
+    assert [each for few in cut for each in few] == stores
+    for few in cut:
+        if len(few) == 1:
+            continue
+        assert len(few) <= STORES_TOGETHER
+        assert sum(len(each.runs) for each in few) <= RUNS_TOGETHER
+        assert {each.context.account for each in few} == {few[0].context.account}
+        assert not any(each.request_level for each in few)
+        assert all(sum(len(r.keys) for r in each.runs) <= SMALL_STORE_KEYS for each in few)
+
+
+def test_as_many_as_may_begin_together() -> None:
+    many = [store(n) for n in range(2 * STORES_TOGETHER + 1)]
+    assert [len(few) for few in stores_together(many)] == [STORES_TOGETHER, STORES_TOGETHER, 1]
+    large = store(0, SMALL_STORE_KEYS + 1)
+    assert [len(few) for few in stores_together([*many[:3], large, *many[:2]])] == [3, 1, 2]
 
 
 def test_a_prefix_lease_goes_on_through_pieces_and_stops_at_the_first_miss() -> None:
