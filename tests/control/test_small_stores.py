@@ -19,6 +19,7 @@ from tests.control.daemon_rig import (
     store_job,
 )
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 JOBS = 40  # more than begin in one event
 DONE, FAILED = common_pb2.JOB_STATUS_DONE, common_pb2.JOB_STATUS_FAILED
@@ -69,7 +70,8 @@ def test_small_stores_are_copied_together_and_end_each_for_itself(engine: RawEng
     assert {(end.status, end.blocks) for end in ends} == {(DONE, 1)}
     keys = list(range(1000, 1000 + JOBS))
     check(engine, keys)
-    assert copies() - before == 2  # of 32 jobs, and of 8
+    # Of 32 jobs, and of 8. A page is made once a second.
+    wait_until(lambda: copies() - before == 2, "two copies", 10.0)
 
 
 def test_what_is_wrong_with_one_changes_nothing_for_the_others(engine: RawEngine) -> None:
@@ -84,8 +86,7 @@ def test_what_is_wrong_with_one_changes_nothing_for_the_others(engine: RawEngine
     begun = [store.job_id for n, store in enumerate(stores) if n not in refused]
     engine.worker.ready(*begun)
     ends = {job: engine.ended(job) for job in begun}
-    assert {end.status for end in ends.values()} == {DONE}
-    assert [job for job in begun if ends[job].blocks != 1] == [6]
+    assert [job for job in begun if ends[job].status != DONE] == [6]  # it left its key to another
     keys = [2000 + n for n in range(JOBS) if n not in {5, 20, 30}]
     check(engine, keys)
     assert engine.scheduler.statuses([2005, 2020, 2030]) == [0, 0, 0]
