@@ -112,6 +112,16 @@ def calls(results: dict[str, Any]) -> Iterator[Line]:
     yield Line(what, f"{fastest['p50_ms']:.2f} to {slowest['p50_ms']:.2f}", "", None)
 
 
+def small_stores(results: dict[str, Any]) -> Iterator[Line]:
+    for name, what in (
+        ("control", "processor of control"),
+        ("mover", "processor of the mover"),
+        ("wall", "time until the last has ended"),
+    ):
+        yield at_most(f"256 stores of a block, {what}, × one by one", results[name]["ratio"], None)
+        yield at_most("the same, ms", results[name]["together_ms"], None)
+
+
 def neighbour(results: dict[str, Any]) -> Iterator[Line]:
     ratio, bar = results["ratio_of_p99"], results["bar"]
     yield at_most("16-key lookup beside a big neighbour, p99 × idle p99", ratio, bar)
@@ -289,6 +299,7 @@ READERS: dict[str, Callable[[dict[str, Any]], Iterator[Line]]] = {
     "throughput": throughput,
     "capacity": capacity,
     "calls": calls,
+    "small_stores": small_stores,
     "neighbour": neighbour,
     "tier_neighbour": tier_neighbour,
     "tier_cold": tier_cold,

@@ -1,0 +1,107 @@
+"""A step's small stores, together and one by one: processor of control and mover, and time.
+
+A round is a Step with 256 stores of a block each, as of 256 requests that decode and fill a block
+in the same step; it ends when the last of them has ended for the rank. *One by one* is the same
+round with stores that may wait for those of others (`request_level`): each has an event and a copy
+of its own. The pool is full, so every block evicts one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.rig import MIB, BenchEngine, daemon, keys
+from benchmarks.tier_neighbour import processor_seconds
+from kvd_client.draft import StepDraft
+from kvd_client.scheduler.plan import StepPlan
+
+STORES = 256
+BLOCK_BYTES = 32 * 1024
+POOL_BYTES = 64 * MIB
+TOKENS = 16
+POLL_S = 0.0005
+
+
+@dataclass
+class Costs:
+    """Of one way, in ms: processor of control and mover, and from the step to the last end."""
+
+    control: list[float] = field(default_factory=list)
+    mover: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+
+
+class Rounds:
+    """One engine that stores, and the processes that it keeps busy."""
+
+    def __init__(self, engine: BenchEngine, control: int, mover: int) -> None:
+        self._engine = engine
+        self._processes = {"control": control, "mover": mover}
+        self._prompt = 0
+        engine.job_blocks = 1
+
+    def fill(self) -> None:
+        """Store more than the pool holds."""
+        for _ in range(2 * POOL_BYTES // BLOCK_BYTES // STORES):
+            self.run(Costs(), together=True)
+
+    def run(self, costs: Costs, *, together: bool) -> float:
+        """A round; control's ms."""
+        self._prompt += 1
+        step, plan = self._engine.step_of("store", keys(self._prompt, STORES), range(STORES))
+        for job in step.stores:
+            job.request_level = not together
+        time.sleep(0.02)  # what the last round left is done
+        before = {name: processor_seconds(pid) for name, pid in self._processes.items()}
+        costs.wall.append(1e3 * self._timed(step, plan))
+        time.sleep(0.02)
+        spent = {
+            name: 1e3 * (processor_seconds(pid) - before[name])
+            for name, pid in self._processes.items()
+        }
+        costs.control.append(spent["control"])
+        costs.mover.append(spent["mover"])
+        return spent["control"]
+
+    def _timed(self, step: StepDraft, plan: StepPlan) -> float:
+        began = time.perf_counter()
+        failed = self._engine.run_jobs(step, plan, POLL_S)
+        assert not failed, f"{failed} of {STORES} stores failed"
+        return time.perf_counter() - began
+
+
+def main() -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description="A step's small stores, together and one by one.")
+    parser.add_argument("--pairs", type=int, default=41, help="rounds of each (default 41)")
+    parser.add_argument("--output", type=Path, help="JSON file")
+    options = parser.parse_args()
+    together, alone = Costs(), Costs()
+    with daemon(POOL_BYTES, extent_bytes=4 * MIB) as running:
+        engine = BenchEngine(running.socket, "decodes", STORES, BLOCK_BYTES)
+        rounds = Rounds(engine, running.pid, running.movers()[0])
+        rounds.fill()
+        report.interleaved(
+            lambda: rounds.run(together, together=True),
+            lambda: rounds.run(alone, together=False),
+            options.pairs,
+        )
+        engine.close()
+    results = {}
+    for name in ("control", "mover", "wall"):
+        ours, theirs = getattr(together, name), getattr(alone, name)
+        results[name] = {
+            "together_ms": report.Spread.of(ours),
+            "one_by_one_ms": report.Spread.of(theirs),
+            "ratio": report.ratios(ours, theirs),
+        }
+    print(report.table(["", *results["wall"]], [[n, *row.values()] for n, row in results.items()]))
+    report.write("small_stores", results, options.output)
+
+
+if __name__ == "__main__":
+    main()
