@@ -18,6 +18,7 @@ from kvd_client.worker.registration import Registration
 from kvd_proto import layout
 from kvd_proto.board import BoardRecord, BoardWriter, create_board
 from kvd_proto.ring import RingReader, create_ring
+from tests.waiting import wait_until
 
 STORE, LOAD = 1, 2
 DONE, FAILED, REFUSED = 1, 2, 3
@@ -210,7 +211,8 @@ def test_a_failed_compute_gives_its_stores_up(mover: MoverStandIn) -> None:
     while not (ended := bench.ended()):
         assert time.monotonic() < deadline
     assert ended == [(5, False)]
-    assert mover.ring.take() == []
+    assert mover.ring.abandoned(5)
+    assert mover.ring.take() == [5]  # its copy ends at once, and fails
 
 
 def test_a_flush_waits_for_the_board(mover: MoverStandIn) -> None:
@@ -238,6 +240,25 @@ def test_a_flush_that_takes_too_long_abandons_the_store(mover: MoverStandIn) -> 
     assert mover.ring.abandoned(5)
     assert bench.ended() == [(5, False)]
     assert mover.ring.take() == [5, 6]
+
+
+def test_a_store_given_up_before_it_was_computed_does_not_keep_others_waiting(
+    mover: MoverStandIn,
+) -> None:
+    bench, computed = Bench(mover, flush_timeout_s=0.02), threading.Event()
+
+    def compute() -> None:
+        computed.wait()
+
+    bench.worker.finish_step(StepPlan(stores=(5, 6)), compute)
+    bench.worker.start_step(StepPlan(flush=(5,)))
+    assert mover.ring.abandoned(5)
+    assert mover.ring.take() == [5]  # its copy ends at once, with those that began with it
+    computed.set()
+    wait_until(lambda: mover.ring.take() == [6], "the other one's turn", PATIENCE_S)
+    bench.worker.write_off([6])
+    assert sorted(bench.ended()) == [(5, False), (6, False)]
+    assert mover.ring.take() == []  # once is enough
 
 
 def test_a_flush_covers_a_store_of_the_same_plan(mover: MoverStandIn) -> None:

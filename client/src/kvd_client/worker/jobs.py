@@ -113,12 +113,18 @@ class JobLedger:
             self._unasked.pop(job_id, None)
 
     def give_up(self, job_ids: Iterable[int]) -> None:
-        """Report stores as failed: from now on their blocks may be overwritten."""
+        """Report stores as failed: from now on their blocks may be overwritten.
+
+        A mover that waits for the job's ready hears it now, and gives the copy up: others may be
+        copied with it.
+        """
         for job_id in job_ids:
             job = self._open.get(job_id)
             if job is not None and job.half is not Half.LOAD:
                 if not job.registration.is_dead:
                     job.registration.abandon(job_id)
+                    if job.half is Half.STORE and not job.is_ready:
+                        job.registration.mark_ready((job_id,))
                 self._fail(job_id)
 
     def write_off(self, job_ids: Iterable[int], current: Registration | None) -> None:
