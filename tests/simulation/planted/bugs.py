@@ -48,6 +48,36 @@ CORE = (
         "pinned = offer.slots[:0]",
     ),
     _core(
+        "stores together of what is there or on its way",
+        "jobs.together",
+        "obstructed: Bools = offer.slots != NOWHERE",
+        "obstructed = np.zeros(len(offer.slots), dtype=np.bool_)",
+    ),
+    _core(
+        "stores together of one key twice",
+        "jobs.together",
+        "obstructed |= _repeated(offer.tags)",
+        "pass",
+    ),
+    _core(
+        "stores together from blocks that are not whole",
+        "jobs.together",
+        "obstructed |= ~whole_rows(offer)",
+        "pass",
+    ),
+    _core(
+        "stores together of which the first alone ends",
+        "jobs.transfer",
+        "    for share in piece.shares:\n        share.job.blocks +=",
+        "    for share in piece.shares[:1]:\n        share.job.blocks +=",
+    ),
+    _core(
+        "stores together of which the first alone fails",
+        "jobs.transfer",
+        "    for share in piece.shares:\n        fail_job(share.job, reason)",
+        "    for share in piece.shares[:1]:\n        fail_job(share.job, reason)",
+    ),
+    _core(
         "pending said to be a hit",
         "jobs.lookup",
         "_STATUS_OF_STATE[SlotState.RESERVED] = PENDING",
@@ -86,7 +116,7 @@ CORE = (
     _core(
         "store under way that survives a clear",
         "jobs.transfer",
-        "if not failure and job.kind is JobKind.STORE and _is_cleared(state, piece):",
+        "if not failure and is_store and _is_cleared(state, piece):",
         "if False:",
     ),
     _core(

@@ -17,7 +17,7 @@ import numpy as np
 from kvd.core import actions as act
 from kvd.core import events as ev
 from kvd.core.actions import Action
-from kvd.core.events import JobKind
+from kvd.core.events import JobKind, JobStatus
 from kvd.core.keys import KeyBatch, MoverId, SessionId
 from kvd.core.model.slots import SlotState
 from kvd_proto.page import PageReader
@@ -34,7 +34,7 @@ class Copying:
     writes: bool
     slots: tuple[int, ...]
     mover: MoverId | None
-    job: tuple[int, int] | None = None
+    jobs: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -59,6 +59,8 @@ class Ledger:
     reading: Counter[int] = field(default_factory=Counter)  # by slot
     writing: Counter[int] = field(default_factory=Counter)
     jobs: dict[tuple[int, int], JobKind] = field(default_factory=dict)  # accepted, not ended
+    sessions: dict[int, int] = field(default_factory=dict)  # by mover
+    failed: set[tuple[int, int]] = field(default_factory=set)  # jobs, of which a copy was not made
     epochs: dict[int, tuple[int, str]] = field(default_factory=dict)  # of sessions
     ended_now: set[tuple[int, int]] = field(default_factory=set)
     changing: set[int] = field(default_factory=set)  # slots, by the last event's orders
@@ -100,12 +102,18 @@ class Ledger:
     def _before(self, event: ev.Event) -> None:
         match event:
             case ev.TransferFinished():
-                if ("transfer", event.transfer) in self.copies:
+                copying = self.copies.get(("transfer", event.transfer))
+                if copying is not None:
                     self._spoilt(event.damaged)
+                    if event.outcome is not ev.TransferOutcome.DONE:
+                        self.failed.update(copying.jobs)
                 self._end_copy(("transfer", event.transfer))
             case ev.MoverGone():
                 for name in [n for n, c in self.copies.items() if c.mover == event.mover]:
+                    self.failed.update(self.copies[name].jobs)
                     self._end_copy(name)
+            case ev.RankAttached():
+                self.sessions[event.mover] = int(event.session)
             case ev.TierCopyEnded():
                 copying = self.copies.get(("tier", event.copy))
                 if copying is not None and len(event.damaged) == len(copying.slots):
@@ -286,7 +294,9 @@ class Ledger:
         writes = order.kind is JobKind.STORE
         for slot in slots:
             self._check_copy(slot, writes)
-        self._begin_copy(("transfer", order.transfer), Copying(writes, slots, order.mover))
+        session = self.sessions[order.mover]
+        jobs = tuple((session, int(job)) for job in order.jobs)
+        self._begin_copy(("transfer", order.transfer), Copying(writes, slots, order.mover, jobs))
 
     def _check_copy(self, slot: int, writes: bool) -> None:
         if writes:
@@ -341,6 +351,8 @@ class Ledger:
 
     def _end_job(self, order: act.EndJob) -> None:
         name = (int(order.session), int(order.job))
+        assert name not in self.failed or order.status is JobStatus.FAILED, f"{name} is not done"
+        self.failed.discard(name)
         self.jobs.pop(name, None)
         self.ended_now.add(name)
 

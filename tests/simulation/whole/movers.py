@@ -239,10 +239,9 @@ class SimMover:
     def _copy_block(self, order: Order, place: int) -> None:
         group, extent, offset, blocks = order.blocks[place]
         if order.kind is JobKind.STORE:
-            content: list[Content] = [
-                0 if block == NULL_ENGINE_BLOCK else _kept(self.memory.read(group, block))
-                for block in blocks
-            ]
+            # All groups here have full attention, of which only whole blocks may be stored.
+            assert NULL_ENGINE_BLOCK not in blocks, "a block is stored that is not whole"
+            content = [_kept(self.memory.read(group, block)) for block in blocks]
             self.around.pool.write(extent, offset, content)
             return
         found = self.around.pool.read(extent, offset, len(blocks))
