@@ -26,7 +26,7 @@ from kvd.core.events import JobKind, StoreRequested, StoresRequested
 from kvd.core.jobs import transfer
 from kvd.core.jobs.offer import read_offers, whole_rows
 from kvd.core.jobs.store import can_store, in_flight, open_scope
-from kvd.core.keys import ScopeId, Slots
+from kvd.core.keys import JobId, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, JobShare, JobState, Offer, Part, Prefix
 from kvd.core.model.size_class import SizeClass
@@ -119,17 +119,18 @@ def _may_begin(session: Session, stores: Sequence[StoreRequested]) -> Bools:
     As many as their requests have few blocks: those are held while room is made for all.
     """
     may = np.zeros(len(stores), dtype=np.bool_)
-    seen, kept = set(session.jobs), 0
+    named, kept = set[JobId](), 0
     for number, each in enumerate(stores):
         assert each.last, "a store that began before"
         assert not each.request_level, "a store that may wait for others"
         found = session.prefixes.get(each.context.request)
         if found is not None:
             kept += sum(len(used.slots) for used in found.used.values())
-        if kept > MAX_KEPT_BLOCKS or len(seen) >= MAX_JOBS_IN_FLIGHT:
+        if kept > MAX_KEPT_BLOCKS or len(session.jobs) + len(named) >= MAX_JOBS_IN_FLIGHT:
             break
-        may[number] = each.job > 0 and each.job not in seen and any(len(r.keys) for r in each.runs)
-        seen.add(each.job)
+        is_new = each.job > 0 and each.job not in session.jobs and each.job not in named
+        may[number] = is_new and any(len(run.keys) for run in each.runs)
+        named.add(each.job)
     return may
 
 
