@@ -11,9 +11,10 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core.blocks import namespaces
 from kvd.core.errors import UnknownSession
 from kvd.core.jobs import together
-from kvd.core.keys import JobId, KeyBatch, SessionId
+from kvd.core.keys import JobId, KeyBatch, RequestId, SessionId
 from kvd.core.policy import POLICY_NAMES
 from kvd_proto.groups import GroupKind
 from kvd_proto.layout import NULL_ENGINE_BLOCK as NULL
@@ -56,8 +57,8 @@ def begin(bench: Bench, *stores: ev.StoreRequested) -> tuple[list[act.Action], l
     assert len(said) == len(stores)
     for store, verdict in zip(stores, said, strict=True):
         if verdict is not None:
-            assert (verdict.job, verdict.accepted, verdict.reason) == (store.job, True, "")
-            assert verdict.blocks == sum(len(run.keys) for run in store.runs)
+            blocks = sum(len(run.keys) for run in store.runs)
+            assert verdict == act.Verdict(store.job, ev.JobKind.STORE, True, "", blocks)
     return made, [verdict.job for verdict in said if verdict is not None]
 
 
@@ -113,6 +114,51 @@ def test_blocks_are_found_whatever_the_policy(policy: str) -> None:
     assert begun == [3, 4]
     bench.finish()
     assert bench.statuses([10, 11, 20, 21]) == "HHHH"
+
+
+def test_a_policy_that_heeds_requests_is_told_of_fewer_at_once() -> None:
+    bench = small(policy="turns")
+    bench.open()
+    stores = [asked(n, n) for n in range(1, 13)]
+    assert begin(bench, *stores)[1] == list(range(1, together.TOLD_ONE_BY_ONE + 1))
+
+
+def test_each_job_is_its_request_s(bench: Bench) -> None:
+    begin(bench, asked(1, 10, request="a"), asked(2, 20, request="b"))
+    session = bench.machine.state.sessions[SessionId(1)]
+    jobs = [session.jobs[JobId(number)] for number in (1, 2)]
+    assert [job.request for job in jobs] == ["a", "b"]
+    assert [job.prefix for job in jobs] == [session.prefixes[RequestId(r)] for r in "ab"]
+
+
+def salted(store: ev.StoreRequested) -> ev.StoreRequested:
+    return replace(store, context=replace(store.context, account="salt"))
+
+
+def test_an_account_s_first_blocks_open_its_scope(bench: Bench) -> None:
+    bench.open(session=2, epoch="other")
+    _, begun = begin(bench, salted(asked(1, 10)), salted(asked(2, 20)))
+    assert begun == [1, 2]
+    bench.finish()
+    assert bench.statuses([10, 20], account="salt") == "HH"
+    assert bench.statuses([10, 20]) + bench.statuses([10, 20], session=2, account="salt") == "MMMM"
+
+
+def test_none_begins_where_the_account_can_have_no_scope(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_for = []
+
+    def fit(*about: Any) -> bool:
+        asked_for.append(about)
+        return False
+
+    monkeypatch.setattr(namespaces, "scopes_fit", fit)
+    session, state = bench.machine.state.sessions[SessionId(1)], bench.machine.state
+    made, begun = begin(bench, salted(asked(1, 10)), salted(asked(2, 20)))
+    assert (begun, len(made)) == ([], 1)
+    named = state.namespaces[session.namespace].spec
+    assert asked_for == [(state, named, session.payer, session.epoch, "salt")]
 
 
 @pytest.mark.parametrize(
