@@ -198,12 +198,14 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
 
 def held_together(state: State, prefixes: Iterable[Prefix], scope: ScopeId) -> Slots:
     """`held` of several requests, distinct."""
-    used = [each.used[scope].slots for each in prefixes if scope in each.used]
-    if not used:
+    some = [each for each in prefixes if scope in each.used]
+    if not some:
         return np.empty(0, dtype=np.int64)
-    slots = np.concatenate(used)
+    slots = np.concatenate([each.used[scope].slots for each in some])
     still = _is_there(state, slots, scope)
-    return state.slots.distinct(slots[still] if np.count_nonzero(still) < len(still) else slots)
+    if np.count_nonzero(still) < len(still):  # the place of one that is gone may be another's soon
+        slots = np.concatenate([held(state, each, scope) for each in some])
+    return state.slots.distinct(slots)
 
 
 def _is_there(state: State, slots: Slots, scope: ScopeId) -> npt.NDArray[np.bool_]:

@@ -1,0 +1,37 @@
+"""Small stores that begin in one event leave what each would leave by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from kvd.core import events as ev
+from kvd.core.keys import RequestId, SessionId
+from tests.core.bench import Bench, context, engine_blocks, keys, small
+
+
+def stores(bench: Bench, asked: dict[str, Sequence[int]]) -> ev.StoresRequested:
+    """For each of these requests, blocks that stand where their numbers say."""
+    events = []
+    for request, numbers in asked.items():
+        run = ev.Run(0, keys(*numbers), engine_blocks(numbers), first_block=numbers[0])
+        events.append(ev.StoreRequested(SessionId(1), bench._job(0), context("", request), (run,)))
+    return ev.StoresRequested(SessionId(1), tuple(events))
+
+
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_slots_that_went_to_another_scope_are_no_longer_the_requests(*, is_joint: bool) -> None:
+    """Else a request would release, at its end, what came there since."""
+    bench = small(extents=1)
+    bench.open()
+    bench.finish(bench.feed(stores(bench, {"releases": range(4), "b": range(20, 24)})))
+    bench.stored(range(200, 216), account="salt")  # takes every slot
+    grown = stores(bench, {"releases": [4], "b": [24]})
+    for event in [grown] if is_joint else grown.stores:
+        bench.finish(bench.feed(event))
+    bench.stored(range(100, 114))
+    bench.feed(ev.RequestsEnded(SessionId(1), (RequestId("releases"),)))
+    bench.now_ns += 1_000_000
+    bench.stored(range(300, 302))
+    assert bench.statuses(range(100, 114)) == "H" * 14
