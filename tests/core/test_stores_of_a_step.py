@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.keys import RequestId, SessionId
-from tests.core.bench import Bench, context, engine_blocks, keys, small
+from kvd.core.jobs.together import BOARDS_TOLD
+from kvd.core.keys import JobId, RequestId, SessionId
+from tests.core.bench import Bench, context, engine_blocks, keys, only, small, spec
 
 
 def stores(bench: Bench, asked: dict[str, Sequence[int]]) -> ev.StoresRequested:
@@ -18,6 +20,13 @@ def stores(bench: Bench, asked: dict[str, Sequence[int]]) -> ev.StoresRequested:
         run = ev.Run(0, keys(*numbers), engine_blocks(numbers), first_block=numbers[0])
         events.append(ev.StoreRequested(SessionId(1), bench._job(0), context("", request), (run,)))
     return ev.StoresRequested(SessionId(1), tuple(events))
+
+
+def begun(made: Sequence[act.Action]) -> list[JobId]:
+    """Jobs that began in the event."""
+    (reply,) = only(made, act.Reply)
+    assert isinstance(reply.payload, tuple)
+    return [verdict.job for verdict in reply.payload if verdict is not None]
 
 
 @pytest.mark.parametrize("is_joint", [True, False])
@@ -35,3 +44,15 @@ def test_slots_that_went_to_another_scope_are_no_longer_the_requests(*, is_joint
     bench.now_ns += 1_000_000
     bench.stored(range(300, 302))
     assert bench.statuses(range(100, 114)) == "H" * 14
+
+
+@pytest.mark.parametrize(("ranks", "together_now"), [(1, 32), (8, 32), (16, 16), (64, 4), (256, 0)])
+def test_as_many_begin_as_boards_can_be_told_of_in_one_event(ranks: int, together_now: int) -> None:
+    bench = small(extents=16)
+    bench.open(namespace=spec(), ranks=ranks, attach=False)
+    for rank in range(ranks):
+        bench.attach(1, rank, shard=0, writer=rank == 0)
+    made = bench.feed(stores(bench, {f"r{n}": [n] for n in range(32)}))
+    assert len(begun(made)) == together_now
+    posts = only(bench.finish(made), act.PostBoard)
+    assert len(posts) == ranks * together_now <= BOARDS_TOLD

@@ -38,6 +38,7 @@ from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
 
 TOLD_ONE_BY_ONE = 8  # stores in one event, where a policy is told of each request by itself
+BOARDS_TOLD = 256  # of ends, in one event: each rank hears of each job
 MAX_KEPT_BLOCKS = 32_768  # of all the requests, which are not to make room for their own tails
 
 Bools = npt.NDArray[np.bool_]
@@ -87,8 +88,7 @@ def _begin(turn: Turn, session: Session, stores: Sequence[StoreRequested]) -> di
     account = stores[0].context.account
     if state.draining or state.admission.threshold > 1 or not can_store(state, session):
         return {}
-    one_by_one = any(each.policy.heeds_requests for each in state.namespace_of(session).classes)
-    wanted = _may_begin(session, stores[:TOLD_ONE_BY_ONE] if one_by_one else stores)
+    wanted = _may_begin(session, stores[: _most(state, session)])
     try:
         namespaces.check_name(account, "account")
         several = _read(state, session, account, stores[: len(wanted)])
@@ -111,6 +111,13 @@ def _begin(turn: Turn, session: Session, stores: Sequence[StoreRequested]) -> di
     transfer.start_shared(turn, tuple(shares.values()), tuple(parts))
     grant_spare(turn, [part.size_class for part in parts])
     return {number: share.blocks for number, share in shares.items()}
+
+
+def _most(state: State, session: Session) -> int:
+    """How many may begin in one event, and so end in one."""
+    most = BOARDS_TOLD // len(session.movers)
+    one_by_one = any(each.policy.heeds_requests for each in state.namespace_of(session).classes)
+    return min(most, TOLD_ONE_BY_ONE) if one_by_one else most
 
 
 def _may_begin(session: Session, stores: Sequence[StoreRequested]) -> Bools:
