@@ -56,3 +56,15 @@ def test_as_many_begin_as_boards_can_be_told_of_in_one_event(ranks: int, togethe
     assert len(begun(made)) == together_now
     posts = only(bench.finish(made), act.PostBoard)
     assert len(posts) == ranks * together_now <= BOARDS_TOLD
+
+
+def test_tail_does_not_begin_before_a_head_that_begins_alone() -> None:
+    """Else the head might find no room left, and the tail without it is of no use."""
+    bench = small(extents=1)
+    bench.open()
+    bench.store([0])  # so that the head has to begin alone
+    event = stores(bench, {"q": range(8), "r": [100], "s": [101]})
+    run = ev.Run(0, keys(*range(8, 16)), engine_blocks(range(8, 16)), first_block=8)
+    tail = ev.StoreRequested(SessionId(1), bench._job(0), context("", "q"), (run,))
+    made = bench.feed(ev.StoresRequested(SessionId(1), (*event.stores, tail)))
+    assert begun(made) == [event.stores[1].job, event.stores[2].job]

@@ -96,6 +96,7 @@ def _begin(turn: Turn, session: Session, stores: Sequence[StoreRequested]) -> di
         return {}
     for rows in several:
         wanted[rows.stores[_obstructed(session, rows.offer)]] = False
+    _keep_order(wanted, stores)
     if np.count_nonzero(wanted) < 2 or not _scopes_fit(state, session, account, several):
         return {}
     several = [rows for rows in (each.of(wanted) for each in several) if len(rows.stores)]
@@ -139,6 +140,17 @@ def _may_begin(session: Session, stores: Sequence[StoreRequested]) -> Bools:
         may[number] = is_new and any(len(run.keys) for run in each.runs)
         named.add(each.job)
     return may
+
+
+def _keep_order(wanted: Bools, stores: Sequence[StoreRequested]) -> None:
+    """A request's tail begins no earlier than its head: without that it is of no use."""
+    alone = set()
+    for number, may in enumerate(wanted.tolist()):
+        request = stores[number].context.request
+        if not may:
+            alone.add(request)
+        elif request in alone:
+            wanted[number] = False
 
 
 def _read(
