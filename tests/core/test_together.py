@@ -338,7 +338,7 @@ def test_no_more_blocks_of_their_requests_are_held_at_once_than_may_be(
         bench.finish(bench.feed(asked(job, *range(first, first + 4), request=f"r{job}")))
     monkeypatch.setattr(together, "MAX_KEPT_BLOCKS", 8)
     stores = [asked(10 + n, 50 + n, request=f"r{n}") for n in (1, 2, 3)]
-    assert begin(bench, *stores)[1] == [11, 12]
+    assert begin(bench, *stores, asked(14, 54))[1] == [11, 12, 14]
 
 
 def test_groups_are_stored_together_and_bytes_are_counted_by_what_is_given() -> None:

@@ -131,14 +131,15 @@ def _may_begin(session: Session, stores: Sequence[StoreRequested]) -> Bools:
     for number, each in enumerate(stores):
         assert each.last, "a store that began before"
         assert not each.request_level, "a store that may wait for others"
-        found = session.prefixes.get(each.context.request)
-        if found is not None:
-            kept += sum(len(used.slots) for used in found.used.values())
-        if kept > MAX_KEPT_BLOCKS or len(session.jobs) + len(named) >= MAX_JOBS_IN_FLIGHT:
+        if len(session.jobs) + len(named) >= MAX_JOBS_IN_FLIGHT:
             break
         is_new = each.job > 0 and each.job not in session.jobs and each.job not in named
-        may[number] = is_new and any(len(run.keys) for run in each.runs)
         named.add(each.job)
+        found = session.prefixes.get(each.context.request)
+        blocks = 0 if found is None else sum(len(used.slots) for used in found.used.values())
+        if is_new and kept + blocks <= MAX_KEPT_BLOCKS and any(len(run.keys) for run in each.runs):
+            may[number] = True
+            kept += blocks
     return may
 
 
