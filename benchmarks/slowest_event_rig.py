@@ -337,8 +337,9 @@ class Rig:
         return events.Run(group, batch or self.fresh_keys(count), blocks)
 
     def end_requests(self, session: keys.SessionId) -> None:
-        names = tuple(keys.RequestId(f"r{n}") for n in range(self.jobs - 2000, self.jobs + 1))
-        self.call(events.RequestsEnded(session, names), "2,000 requests")
+        left = tuple(keys.RequestId(f"r{n}") for n in range(self.jobs - 2000, self.jobs + 1))
+        while left:
+            left = self.call(events.RequestsEnded(session, left), "2,000 requests")
 
 
 def numbered_keys(first: int, count: int) -> keys.KeyBatch:

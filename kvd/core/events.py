@@ -377,7 +377,10 @@ class LeasesReleased:
 
 @dataclass(frozen=True, slots=True)
 class RequestsEnded:
-    """Requests finished or were preempted: their leases end."""
+    """Requests finished or were preempted: their leases end.
+
+    Where that is long work there is a reply: those of them for which the event is to come again.
+    """
 
     session: SessionId
     requests: tuple[RequestId, ...]

@@ -12,7 +12,7 @@ from typing import assert_never
 import numpy as np
 
 from kvd.core import events as ev
-from kvd.core.actions import Action, GrantRow
+from kvd.core.actions import Action, GrantRow, Reply
 from kvd.core.blocks import namespaces
 from kvd.core.blocks.slot_lifecycle import by_scope, keys_of
 from kvd.core.claims import hand_off, lease, prefix
@@ -34,7 +34,7 @@ from kvd.core.model.gone import Recalled
 from kvd.core.model.probes import BY_NUMPY, Probes
 from kvd.core.model.size_class import Row, SizeClass
 from kvd.core.model.slots import READY, SlotState
-from kvd.core.model.state import MachineConfig, State
+from kvd.core.model.state import MachineConfig, Session, State
 from kvd.core.model.story import BrokenSlots, JobName
 from kvd.core.model.tiers import TierTerms
 from kvd.core.model.turn import Turn
@@ -295,14 +295,21 @@ def _apply_step(turn: Turn, event: ev.LeasesReleased | ev.RequestsEnded | ev.Ste
         case ev.LeasesReleased():
             lease.end_leases(state, found, event.leases)
         case ev.RequestsEnded():
-            lease.end_leases_of(state, found, event.requests)
-            prefix.end(turn, found, event.requests)
-            search.end(state, found, event.requests)
+            _end_requests(turn, found, event.requests)
         case ev.StepEnded():
             found.renewed_ns = turn.now_ns
             promotion.step_ended(state, found)
         case _:
             assert_never(event)
+
+
+def _end_requests(turn: Turn, found: Session, requests: tuple[RequestId, ...]) -> None:
+    """Where they hold or have used much some are left, which the reply names."""
+    ended = requests[: lease.end_leases_of(turn.state, found, requests)]
+    ended = ended[: prefix.end(turn, found, ended)]
+    search.end(turn.state, found, ended)
+    if len(ended) < len(requests):
+        turn.orders.append(Reply(requests[len(ended) :]))
 
 
 def _finish(turn: Turn, event: ev.TransferFinished) -> None:

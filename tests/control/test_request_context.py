@@ -122,6 +122,23 @@ async def test_others_get_on_while_a_step_tells_of_many_requests() -> None:
     assert told == [f"r{n}" for n in range(2 * PIECE_TOLD + 1)]
 
 
+async def test_others_get_on_while_requests_end_that_held_much() -> None:
+    driver: Any = ListeningDriver()
+    left = [("r1", "r2"), ("r2",), None]
+
+    def call(event: ev.RequestsEnded) -> Any:
+        driver.events.append(event.requests)
+        return left.pop(0)
+
+    async def let_others_in(_: SessionId) -> None:
+        driver.events.append("others")
+
+    driver.call, driver.let_others_in = call, let_others_in
+    step = pb.Step(sequence=1, finished_request_ids=["r0", "r1", "r2"])
+    await verbs(driver).step(live_session(), step)
+    assert driver.events == [("r0", "r1", "r2"), "others", ("r1", "r2"), "others", ("r2",)]
+
+
 async def test_lookup_carries_its_requests_context() -> None:
     driver: Any = ListeningDriver()
     run = common_pb2.KeyRun(hashes=hashes(1))

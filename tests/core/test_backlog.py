@@ -6,8 +6,9 @@ import pytest
 
 from kvd.core import actions as act
 from kvd.core import events as ev
+from kvd.core.claims import lease
 from kvd.core.errors import MOVER_GONE, SESSION_CLOSED
-from kvd.core.keys import MoverId, SessionId
+from kvd.core.keys import MoverId, RequestId, SessionId
 from kvd.core.model import backlog
 from kvd.core.model.backlog import LEASES_AT_ONCE, PARTS_AT_ONCE
 from tests.core.bench import SECOND, Bench, finished, only, small
@@ -74,6 +75,36 @@ def test_of_leases_on_many_blocks_fewer_go_in_each_event(monkeypatch: pytest.Mon
         bench.feed(ev.WorkContinued())
     assert pins(bench) == 0
     assert not bench.machine.has_work()
+
+
+def ended_in_pieces(bench: Bench, requests: tuple[RequestId, ...]) -> list[int]:
+    """End them as control does. The leases that each event ended."""
+    held = bench.machine.state.sessions[SessionId(1)].leases
+    counts, left = [], requests
+    while left:
+        before = len(held)
+        replies = only(bench.feed(ev.RequestsEnded(SessionId(1), left)), act.Reply)
+        counts.append(before - len(held))
+        left = replies[0].payload if replies else ()
+    return counts
+
+
+@pytest.mark.parametrize("requests", [1, 5, MANY])
+def test_leases_of_requests_that_end_go_some_in_each_event(
+    requests: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "ENDED_AT_ONCE", 10)
+    bench = small()
+    bench.open()
+    bench.stored(range(4))
+    for number in range(MANY):
+        name = f"r{number % requests}"
+        bench.lookup(range(4), lease=ev.LeaseMode.PREFIX, request=name)
+    other = bench.lookup(range(4), lease=ev.LeaseMode.PREFIX, request="other")
+    counts = ended_in_pieces(bench, tuple(RequestId(f"r{n}") for n in range(requests)))
+    assert counts == [10] * (MANY // 10) + [MANY % 10]
+    assert list(bench.machine.state.sessions[SessionId(1)].leases) == [other.lease]
+    replay(bench)
 
 
 def test_ticks_alone_end_long_work_too() -> None:

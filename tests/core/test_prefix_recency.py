@@ -15,7 +15,7 @@ from kvd.core.events import LeaseMode
 from kvd.core.keys import U64, RequestId, SessionId, Slots, TenantId
 from kvd.core.policy import LruPolicy, Sight, TurnsPolicy
 from kvd.core.policy.base import UNKNOWN
-from tests.core.bench import Bench, context, engine_blocks, keys, small
+from tests.core.bench import Bench, context, engine_blocks, keys, only, small
 
 
 def admit_for(bench: Bench, request: str, numbers: Sequence[int]) -> list[act.Action]:
@@ -90,6 +90,28 @@ def test_end_of_a_request_is_the_last_use_of_its_blocks() -> None:
     end(bench, "long")
     bench.stored(range(100, 104))
     assert bench.statuses(range(16)) == "H" * 12 + "M" * 4
+
+
+def test_requests_that_used_much_end_some_in_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "ENDED_BLOCKS_AT_ONCE", 4)
+    bench = small(extents=3)
+    bench.open()
+    for account in ("x", "y", "z"):
+        numbers = list(range(4))
+        run = ev.Run(0, keys(*numbers), engine_blocks(numbers))
+        job = bench._job(0)
+        wide = ev.StoreRequested(SessionId(1), job, context(account, "wide"), (run,))
+        bench.finish(bench.feed(wide))
+    for number in range(3):
+        store_for(bench, f"r{number}", list(range(100 + 2 * number, 102 + 2 * number)))
+    session, pieces = bench.machine.state.sessions[SessionId(1)], []
+    left = tuple(RequestId(name) for name in ("wide", "r0", "r1", "r2"))
+    while left:
+        replies = only(bench.feed(ev.RequestsEnded(SessionId(1), left)), act.Reply)
+        left = replies[0].payload if replies else ()
+        pieces.append((len(left), session.remembered.blocks))
+    assert pieces == [(4, 14), (4, 10), (3, 6), (1, 2), (0, 0)]
+    assert not session.prefixes
 
 
 def test_blocks_offered_out_of_order_leave_in_the_order_of_the_prompt() -> None:

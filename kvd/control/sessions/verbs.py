@@ -315,13 +315,19 @@ class Verbs:
             await self._hand_off(hand_off)
         await self._release(live, parts.released)
         for requests in _cut(parts.ended):
-            driver.call(ev.RequestsEnded(live.id, requests))
-            await self._breathe_after(live, requests)
+            await self._end(live, requests)
         if parts.lookups is not None:
             self._told.add(live.namespace, live.spec.tenant, parts.lookups)
         if parts.end_step:
             driver.call(ev.StepEnded(live.id))
         return reply
+
+    async def _end(self, live: LiveSession, requests: tuple[RequestId, ...]) -> None:
+        left = self._driver.call(ev.RequestsEnded(live.id, requests))
+        while left:
+            await self._driver.let_others_in(live.id)
+            left = self._driver.call(ev.RequestsEnded(live.id, left))
+        await self._breathe_after(live, requests)
 
     async def _breathe_after(self, live: LiveSession, piece: Sequence[object]) -> None:
         if len(piece) == PIECE_IDS:

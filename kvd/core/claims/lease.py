@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -19,6 +19,7 @@ from kvd.core.model.turn import Turn
 MAX_LEASES_PER_SESSION = 16384
 LEASES_LOOKED_AT = 512  # in one event
 EXPIRED_AT_ONCE = 2048  # leases, in one event
+ENDED_AT_ONCE = 2048  # leases of requests that have ended, in one event
 SLOTS_LOOKED_AT = 1 << 16  # of those, but for the last one's
 
 
@@ -139,10 +140,22 @@ def unclaim_ended(state: State) -> list[Session]:
     return over
 
 
-def end_leases_of(state: State, session: Session, requests: Iterable[RequestId]) -> None:
-    """End what is held for these requests."""
-    numbers = (sorted(session.by_request.get(request, ())) for request in requests)
-    end_leases(state, session, [number for several in numbers for number in several])
+def end_leases_of(state: State, session: Session, requests: Sequence[RequestId]) -> int:
+    """End what is held for these requests, or for some of them where that is much.
+
+    How many of them, from the first on, hold nothing any more.
+    """
+    ended: list[LeaseId] = []
+    whole = 0
+    for request in requests:
+        held = session.by_request.get(request, ())
+        room = ENDED_AT_ONCE - len(ended)
+        ended += sorted(held if len(held) <= room else islice(held, room))
+        if len(held) > room:
+            break
+        whole += 1
+    end_leases(state, session, ended)
+    return whole
 
 
 def end_leases_on(state: State, owner: SizeClass, span: slice, left: LeasesLeft) -> None:

@@ -32,6 +32,7 @@ MAX_PREFIX_BLOCKS = 65536  # of one request and scope; what is behind them is no
 # Of all its requests, 16 bytes each: beyond, the session's oldest requests are forgotten.
 MAX_SESSION_BLOCKS = 524_288
 MAX_TENANT_BLOCKS = 2_097_152  # of all its sessions
+ENDED_BLOCKS_AT_ONCE = 16_384  # of ended requests, in one event, but for those of the last scope
 # A request is renewed once it has grown by this part since it last was, a short one always: so
 # each of its blocks is renewed some eight times, however long its prompt and small its pieces.
 GROWTH = 8
@@ -71,22 +72,36 @@ def number_of(session: Session, request: RequestId) -> int:
     return 0 if found is None else found.number
 
 
-def end(turn: Turn, session: Session, requests: Iterable[RequestId]) -> None:
-    """These requests ended: their blocks were used until now, and are forgotten as theirs."""
+def end(turn: Turn, session: Session, requests: Iterable[RequestId]) -> int:
+    """These requests ended: their blocks were used until now, and are forgotten as theirs.
+
+    How many of them, from the first on; the others, where they have used much, are for another
+    event.
+    """
+    blocks = whole = 0
     for request in requests:
-        prefix = session.prefixes.pop(request, None)
-        if prefix is None:
-            continue
-        for number in prefix.used:
-            scope = turn.state.scopes.get(number)
-            if scope is not None and not namespaces.is_cleared(
-                turn.state, scope.namespace, number
-            ):  # else nothing of it is there, or to be found
-                owner = turn.state.classes[scope.namespace, scope.group]
-                _renew(turn, prefix, number, owner)
-                if prefix.advice is not None:
-                    advice.heed(turn, owner, held(turn.state, prefix, number), prefix.advice)
-        prefix.forget()
+        prefix = session.prefixes.get(request)
+        while prefix is not None and prefix.used:
+            if blocks >= ENDED_BLOCKS_AT_ONCE:
+                return whole
+            blocks += _end_in(turn, prefix, next(iter(prefix.used)))
+        if prefix is not None:
+            prefix.forget()
+            del session.prefixes[request]
+        whole += 1
+    return whole
+
+
+def _end_in(turn: Turn, prefix: Prefix, number: ScopeId) -> int:
+    """The request's use of this scope is over. How many blocks were remembered of it."""
+    scope = turn.state.scopes.get(number)
+    if scope is not None and not namespaces.is_cleared(turn.state, scope.namespace, number):
+        # else nothing of it is there, or to be found
+        owner = turn.state.classes[scope.namespace, scope.group]
+        _renew(turn, prefix, number, owner)
+        if prefix.advice is not None:
+            advice.heed(turn, owner, held(turn.state, prefix, number), prefix.advice)
+    return prefix.drop(number)
 
 
 def forget_all(session: Session) -> None:

@@ -97,6 +97,13 @@ class Prefix:
         self.remembered.add(len(used.slots) - (0 if before is None else len(before.slots)))
         self.used[scope] = used
 
+    def drop(self, scope: ScopeId) -> int:
+        """Remember nothing of this scope any more. How many blocks that was."""
+        blocks = len(self.used.pop(scope).slots)
+        self.renewed.pop(scope, None)
+        self.remembered.add(-blocks)
+        return blocks
+
     def forget(self) -> None:
         """Remember nothing any more, whoever still has it."""
         self.remembered.add(-sum(len(used.slots) for used in self.used.values()))
