@@ -510,7 +510,8 @@ class Driver:
     async def run(self) -> None:
         """Tick the machine until cancelled.
 
-        Before a tick finds anything late, what movers have said by then is handled.
+        Before a tick finds anything late, what movers have said by then is handled, as far as that
+        takes no long time.
         """
         self.tiers.begin()
         while await asyncio.sleep(TICK_SECONDS, result=True):

@@ -38,6 +38,7 @@ MoverLauncher = Callable[[MoverConfig, MoverSink], Awaitable[MoverProcess]]
 MAX_MOVERS = 128
 MAX_MOVERS_OF_USER = 64
 MAX_MOVERS_OF_WORKER = 4  # one, and while it changes registrations one or two more
+REPORTS_WAIT_S = 1.0  # most that a tick waits for what movers have said before it
 MOVERS = "movers that start, run or end"
 Report = Event | asyncio.Future[None]
 MoverOrder = act.RevokeTransfer | act.KillMover | act.PostBoard | act.UnmapRow
@@ -345,13 +346,16 @@ class MoverFleet:
         return None if found is None else found.owner.uid
 
     async def handle_reports(self) -> None:
-        """Wait until what movers have said so far is handled."""
+        """Wait until what movers have said so far is handled, REPORTS_WAIT_S at most.
+
+        Users take turns: then only those who have much to wait for are not heard yet.
+        """
         loop = asyncio.get_running_loop()
-        handled = [(user, loop.create_future()) for user in self._reports]
-        for user, each in handled:
+        handled = {user: loop.create_future() for user in self._reports}
+        for user, each in handled.items():
             self.report(each, user)
-        for _, each in handled:
-            await each
+        if handled:
+            await asyncio.wait(handled.values(), timeout=REPORTS_WAIT_S)
 
     def report(self, event: Report, user: int | None = None) -> None:
         """Post events one by one, with turns of the loop between them: movers say much at once,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -117,6 +118,31 @@ async def test_what_movers_of_one_user_say_waits_for_no_other_users() -> None:
     await movers.handle_reports()
     assert len(posted) == 101
     assert posted.index(ev.RowUnmapped(MoverId(2), RowId(0))) == 1
+
+
+async def test_a_tick_waits_a_bounded_time_for_what_movers_have_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fleet, "REPORTS_WAIT_S", 0.02)
+    posted: list[Any] = []
+    movers = await of_two_users(posted)
+    slow = posted.append
+
+    def post(event: Any) -> None:
+        time.sleep(0.001)
+        slow(event)
+
+    movers._post = post
+    for row in range(400):
+        movers.row_unmapped(MoverId(1), RowId(row))
+    movers.row_unmapped(MoverId(2), RowId(0))
+    await movers.handle_reports()
+    assert ev.RowUnmapped(MoverId(2), RowId(0)) in posted
+    assert len(posted) < 401
+    monkeypatch.undo()
+    async with asyncio.timeout(30):
+        while len(posted) < 401:
+            await movers.handle_reports()
 
 
 async def test_an_end_comes_after_what_was_said_before_and_has_all_of_it_said_in_turns() -> None:
