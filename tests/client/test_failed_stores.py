@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvd_client.scheduler.doubts import FAILURES, MAX_DOUBTS, WAIT_S
+from kvd_client.scheduler.doubts import MAX_DOUBTS, WAIT_S
+from kvd_client.scheduler.request import FAILURES
 from tests.client.engine_rig import FULL, TOKENS, Rig, blocks
 from tests.client.fake_daemon import ADMITTED
 
@@ -133,3 +134,23 @@ def test_what_is_there_is_touched_once_though_its_neighbour_is_offered_again() -
     rig.step(running)
     assert rig.stored_hashes() == [keys[0], keys[2]]
     assert rig.daemon.last_step.touches == []
+
+
+def test_a_block_whose_store_always_fails_is_given_up_beside_others_that_succeed() -> None:
+    rig = Rig()
+    tokens = 40 * TOKENS
+    keys = rig.keys("p", tokens)[0]
+    rig.arrive("r", tokens)
+    rig.daemon.on_page = set()
+    offered = 0
+    for count in range(1, 41):
+        plan = rig.step(("r", [blocks(0, 40)], count * TOKENS))
+        offered += keys[0] in rig.stored_hashes()
+        for job, draft in zip(plan.stores, rig.daemon.last_step.stores, strict=True):
+            stored = [block_hash for run in draft.runs for block_hash in run.block_hashes]
+            rig.report(job, done=keys[0] not in stored)
+            if keys[0] not in stored:
+                rig.daemon.on_page |= set(stored)
+        rig.now += 2 * WAIT_S
+    assert offered == FAILURES
+    assert rig.daemon.on_page == set(keys[1:])

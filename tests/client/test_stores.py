@@ -13,7 +13,8 @@ from kvd_client import (
     StoreMode,
     WorkerReport,
 )
-from kvd_client.scheduler.doubts import FAILURES, WAIT_S
+from kvd_client.scheduler.doubts import WAIT_S
+from kvd_client.scheduler.request import FAILURES
 from tests.client.engine_rig import FULL, SLIDING, TOKENS, WIDE, Rig, blocks
 from tests.client.fake_daemon import ADMITTED
 

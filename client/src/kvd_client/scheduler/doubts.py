@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 from kvd_client.draft import BlockRun
 from kvd_client.scheduler.jobs import RequestJob
-from kvd_client.scheduler.request import Request
+from kvd_client.scheduler.request import FAILURES, Request
 from kvd_client.session import Connection
 
 WAIT_S = 0.25  # for the other store, or for room, before a block is offered again
-FAILURES = 3  # so often, one after the other, a request's stores may fail, and are let be then
 MAX_DOUBTS = 1024  # runs of blocks; beyond, the oldest is forgotten
 
 Stored = Callable[[RequestJob, BlockRun], None]
@@ -62,14 +61,19 @@ class Doubts:
                 self._waiting.append(_Doubt(job, missing))
 
     def add_failed(self, job: RequestJob, request: Request) -> None:
-        """A store of a live request was refused, or has failed: one more with those that wait."""
+        """A store of a live request was refused, or has failed: one more with those that wait.
+
+        Let be is what fails too often, beside others that succeed, and all once too many stores
+        fail one after the other.
+        """
         request_id = request.request_id
+        again = [run for run in job.draft.runs if request.note_failed(run)]
         if request_id not in self._failed:
             request.failed_stores += 1
             if request.failed_stores >= FAILURES:
                 return
             self._failed[request_id] = None
-        for run in job.draft.runs:
+        for run in again:
             first = request.failed_from.get(run.group, run.first_block)
             request.failed_from[run.group] = min(first, run.first_block)
 

@@ -124,6 +124,8 @@ class JobEnds:
             return
         if request is not None and not request.request_level:
             request.failed_stores = 0
+            for run in job.draft.runs:
+                request.note_stored(run)
         if job.left:
             self._doubts.add(job, self._note_stored)
             return

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvd_client.draft import BlockRun
 from kvd_client.scheduler.hits import Statuses
 from kvd_client.scheduler.params import RequestParams, SchedulerOptions
 from kvd_proto.v1 import common_pb2
@@ -15,6 +16,7 @@ from kvd_proto.v1 import common_pb2
 REFUSED_WITHIN_S = 1.0  # a load by the page's word that fails later had begun
 
 Alone = tuple[int, bytes]  # group, block hash
+FAILURES = 3  # so often a store may fail before what it had is let be
 
 
 class LookupState(enum.Enum):
@@ -85,8 +87,9 @@ class Request:
     store_jobs: set[int] = field(default_factory=set)
     storing_since_s: float | None = None  # since when they have deferred it
     no_job_since_s: float | None = None  # since when too many in flight have deferred its load
-    failed_stores: int = 0
+    failed_stores: int = 0  # one after the other
     failed_from: dict[int, int] = field(default_factory=dict)  # by group: the first block
+    failures: dict[tuple[int, bytes], int] = field(default_factory=dict)  # by group and block hash
     request_level: bool = False
     stores_end: bool = False  # its KV is of before a reset: never store it
     computed_after: int = 0  # tokens whose KV exists after the last step it was in
@@ -145,6 +148,24 @@ class Request:
         self.next_store = [0] * len(self.next_store)
         self.offered = [0] * len(self.next_store)
         self.offer_at = 0
+        self.failures.clear()
+
+    def note_failed(self, run: BlockRun) -> bool:
+        """A store of these failed. True: one of them at least may be offered again."""
+        again = False
+        for block_hash in run.block_hashes:
+            failures = self.failures.get((run.group, block_hash), 0) + 1
+            self.failures[run.group, block_hash] = failures
+            again |= failures < FAILURES
+        return again
+
+    def note_stored(self, run: BlockRun) -> None:
+        if self.failures:
+            for block_hash in run.block_hashes:
+                self.failures.pop((run.group, block_hash), None)
+
+    def gave_up_storing(self, group: int, block_hash: bytes) -> bool:
+        return self.failures.get((group, block_hash), 0) >= FAILURES
 
     def offer_again(self, group: int, first_block: int) -> None:
         """Its blocks from this one on, as far as they were offered before."""

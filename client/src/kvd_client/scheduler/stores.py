@@ -152,7 +152,7 @@ class StoreQueue:
         """Whether some of the offer's blocks may not be wanted; mostly all are."""
         if offer.request.request_level:
             return False
-        if filtered or any(offer.present):
+        if filtered or any(offer.present) or offer.request.failures:
             return True
         run = BlockRun(offer.group, 0, offer.block_hashes, offer.engine_blocks)
         return self._jobs.touches(offer.request.account, run)
@@ -172,7 +172,10 @@ class StoreQueue:
         request, group = offer.request, offer.group
         if request.request_level:
             return True
-        if self._jobs.is_storing(group, request.account, offer.block_hashes[place]):
+        block_hash = offer.block_hashes[place]
+        if self._jobs.is_storing(group, request.account, block_hash):
+            return False
+        if request.gave_up_storing(group, block_hash):
             return False
         width = self._groups[group].blocks_per_block
         rows = offer.engine_blocks[place * width : (place + 1) * width]
