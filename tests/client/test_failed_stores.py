@@ -6,6 +6,7 @@ import pytest
 
 from kvd_client.scheduler.doubts import MAX_DOUBTS, WAIT_S
 from kvd_client.scheduler.request import FAILURES
+from kvd_client.scheduler.sent_jobs import REPORT_GRACE_S
 from tests.client.engine_rig import FULL, TOKENS, Rig, blocks
 from tests.client.fake_daemon import ADMITTED
 
@@ -154,3 +155,18 @@ def test_a_block_whose_store_always_fails_is_given_up_beside_others_that_succeed
         rig.now += 2 * WAIT_S
     assert offered == FAILURES
     assert rig.daemon.on_page == set(keys[1:])
+
+
+def test_a_store_that_the_daemon_does_not_call_done_is_offered_again_without_its_reports() -> None:
+    rig = Rig()
+    rig.arrive("r", 2 * TOKENS)
+    running = ("r", [blocks(0, 2)], 2 * TOKENS)
+    [job] = rig.step(running).stores
+    rig.daemon.ended = [(job, False)]
+    rig.step(running)
+    rig.now += 2 * REPORT_GRACE_S
+    rig.step(running)
+    rig.step(running)
+    rig.now += 2 * WAIT_S
+    rig.step(running)
+    assert rig.stored_hashes() == rig.keys("p", 2 * TOKENS)[0]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from kvd_client import EngineIdentity, SchedulerConnection
 from kvd_client.scheduler.sent_jobs import NEVER_SENT, REPORT_GRACE_S, SentJob, SentJobs
 from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
+from kvd_proto.v1 import common_pb2, engine_pb2
+from tests.client.engine_rig import namespace
 
 LATER_S = REPORT_GRACE_S + 0.1
 
@@ -78,3 +84,25 @@ def test_a_job_of_an_earlier_session_is_told_until_it_is_dropped(jobs: SentJobs[
     assert jobs.of_earlier_sessions() == []
     jobs.add(10, SentJob(generation=2, parts=[5]))
     assert jobs.of_earlier_sessions() == [5]
+
+
+@pytest.mark.parametrize(
+    ("status", "is_done"),
+    [
+        (common_pb2.JOB_STATUS_DONE, True),
+        (common_pb2.JOB_STATUS_PARTIAL, False),
+        (common_pb2.JOB_STATUS_FAILED, False),
+    ],
+)
+def test_by_the_daemons_word_alone_a_partial_store_is_not_whole(
+    status: common_pb2.JobStatus, is_done: bool, tmp_path: Path
+) -> None:
+    identity = EngineIdentity("told", b"0" * 16)
+    connection = SchedulerConnection(str(tmp_path / "nobody"), identity, namespace())
+    ended = engine_pb2.JobsEnded(jobs=[engine_pb2.JobEnded(job_id=1, status=status)])
+    nobody: Any = None
+    try:
+        connection._receive(engine_pb2.SessionResponse(jobs_ended=ended), nobody, nobody)
+        assert connection.take_ended() == [(1, is_done)]
+    finally:
+        connection.close()
