@@ -12,7 +12,7 @@ import click
 
 from kvd.cli.calls import place_of
 from kvd.cli.exits import Failure
-from kvd.cli.options import WORDS, socket_options
+from kvd.cli.options import LISTENING_PLACE, socket_options
 from kvd.control.notify import notify
 from kvd.gateway.certificates import CertificateError, CertificateFiles, Renewal
 from kvd.gateway.server import begin
@@ -32,7 +32,7 @@ _FILE = click.Path(path_type=Path)
 @click.option(
     "--address",
     default=DEFAULT_ADDRESS,
-    type=WORDS,
+    type=LISTENING_PLACE,
     metavar="HOST:PORT",
     help=f"Where to listen (default {DEFAULT_ADDRESS}); [::]:9471 is every address.",
 )

@@ -45,6 +45,15 @@ def _namespace_id(text: str) -> int:
     return value
 
 
+def _place(least_port: int) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        from kvd.config.values import place  # noqa: PLC0415 - only where it is wanted
+
+        return place(least_port)(text)
+
+    return read
+
+
 def _words(text: str) -> str:
     from kvd.config.values import is_utf8  # noqa: PLC0415 - only where it is wanted
 
@@ -55,6 +64,8 @@ def _words(text: str) -> str:
 
 SECONDS = Checked(_seconds, "seconds")
 NAMESPACE_ID = Checked(_namespace_id, "id")
+PLACE = Checked(_place(1), "place")
+LISTENING_PLACE = Checked(_place(0), "place")  # port 0: any that is free
 WORDS = Checked(_words, "text")  # that goes to the daemon
 
 
@@ -106,7 +117,7 @@ def remote_options(command: Decorated) -> Decorated:
         )(command)
     return click.option(
         "--remote",
-        type=WORDS,
+        type=PLACE,
         metavar="HOST:PORT",
         help="A daemon of another machine, through its `kvd gateway` there.",
     )(command)

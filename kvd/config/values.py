@@ -24,6 +24,7 @@ _UNITS = {
     "t": 10**12, "tb": 10**12, "tib": 1 << 40,
 }  # fmt: skip
 MOST_SIZE_BYTES = 1 << 62
+HIGHEST_PORT = 65535
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)")
 
 
@@ -210,3 +211,21 @@ def read_address(value: Any) -> str:
             "an address or host name; :: means every one of this machine, 0.0.0.0 those of IPv4"
         )
     return str(value)
+
+
+_PLACE = re.compile(r"(?:\[[0-9A-Fa-f:.]+(?:%[^\s\]]+)?\]|[^\s:/\[\]]+):([0-9]{1,5})")
+
+
+def place(least_port: int) -> Callable[[Any], str]:
+    """HOST:PORT, of which gRPC itself takes any number, and cuts it down to 16 bits."""
+
+    def read(value: Any) -> str:
+        found = _PLACE.fullmatch(str(value))
+        if found is None or not least_port <= int(found[1]) <= HIGHEST_PORT or not is_utf8(value):
+            raise ValueError(
+                f"HOST:PORT with a port from {least_port} to {HIGHEST_PORT}; an address of IPv6"
+                " stands in brackets, as [::]:9471"
+            )
+        return str(value)
+
+    return read

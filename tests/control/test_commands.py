@@ -15,6 +15,7 @@ import pytest
 from kvd.__main__ import main
 from kvd.cli import watching
 from kvd.cli.commands import COMMANDS
+from kvd.config.values import place
 from tests.control.running_daemon import RunningDaemon, daemon
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embed_engine.py"
@@ -160,6 +161,28 @@ def test_a_misuse_and_a_refusal_have_their_own_exit_codes(
 ) -> None:
     assert main([*words, "--socket", running.socket]) == status
     assert "Traceback" not in capsys.readouterr().err
+
+
+WRONG_PLACES = ("h:-1", "h:65536", "h:70000", "h:", "h", ":1", "h:x", "::1:1", "h:1/", "h h:1")
+PEM = ("--certificate=/a", "--key=/a", "--authority=/a")
+
+
+@pytest.mark.parametrize("wrong", WRONG_PLACES)
+def test_a_place_without_a_port_that_can_be_is_refused_with_the_option(
+    capsys: pytest.CaptureFixture[str], wrong: str
+) -> None:
+    for words in (["gateway", f"--address={wrong}"], ["status", f"--remote={wrong}"]):
+        assert main([*words, *PEM]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert words[1].partition("=")[0] in said
+        assert "HOST:PORT with a port from" in said
+
+
+def test_places_that_can_be_are_taken() -> None:
+    for text in ("127.0.0.1:0", "[::]:9471", "node-7.example:65535", "[fe80::1%eth0]:1"):
+        assert place(0)(text) == text
+    with pytest.raises(ValueError, match="from 1 to 65535"):
+        place(1)("127.0.0.1:0")
 
 
 def test_the_status_is_watched(stored: RunningDaemon, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,6 +214,10 @@ def test_what_a_bucket_refuses_is_said_and_no_secret(
         ({"bucket": "b", "speed": 1}, "speed: no such option"),
         ({"bucket": BUCKET, "endpoint": "http://127.0.0.1:1"}, "unencrypted"),
         ({"bucket": BUCKET, "endpoint": "127.0.0.1:1"}, "endpoint: '127.0.0.1:1' is not"),
+        *(
+            ({"bucket": BUCKET, "endpoint": f"https://{wrong}"}, "no port from 1 to 65535")
+            for wrong in ("h:-1", "h:0", "h:65536", "h:x", "h:", ":1")
+        ),
         ({"bucket": BUCKET, "access_key_file": "/a"}, "go together"),
         ({"bucket": BUCKET, "prefix": "a/b"}, "prefix: 'a/b' is not 1 to 64"),
         ({"bucket": BUCKET, "threads": 0}, "threads: 0 is not a whole number from 1 to 256"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from kvd.tiers.options import Reader, path, read_options, seconds, switch, text, whole
 from kvd.tiers.store import TierOptions, TierUnusable
@@ -33,6 +34,10 @@ class S3Options:
     retries: int = 0
 
     def __post_init__(self) -> None:
+        if self.endpoint and not _has_host_and_port(self.endpoint):
+            raise TierUnusable(
+                f"endpoint: {self.endpoint!r} has no host, or no port from 1 to 65535 behind it"
+            )
         if (self.access_key_file is None) != (self.secret_key_file is None):
             raise TierUnusable("access_key_file: it and secret_key_file go together")
         if self.endpoint.startswith("http://") and not self.allow_http:
@@ -44,6 +49,15 @@ class S3Options:
     def of(cls, options: TierOptions) -> S3Options:
         """Read a table. TierUnusable names the option that is wrong."""
         return cls(**read_options(options, _READERS, ["bucket"]))
+
+
+def _has_host_and_port(endpoint: str) -> bool:
+    """Whether the host is there, and the port too, if the endpoint names one."""
+    try:
+        parts = urlsplit(endpoint)
+        return bool(parts.hostname) and parts.port != 0 and not parts.netloc.endswith(":")
+    except ValueError:  # what it says of the port says nothing of the option
+        return False
 
 
 _READERS: dict[str, Reader] = {
