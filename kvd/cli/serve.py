@@ -76,7 +76,8 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._progress_at = 0.0
+        self._progress_at = time.monotonic()
+        self._has_pool = False
         self._control: ControlServer | None = None  # once it serves
         self._reload_wanted = False
 
@@ -98,10 +99,13 @@ class Daemon:
                 await http.listen(self.config.http_address, self.config.http_port)
                 stack.push_async_callback(http.close)
             try:
-                pool = await asyncio.to_thread(Pool.open, self._pool_config(), self._prefaulting)
+                pool = await asyncio.to_thread(Pool.open, self._pool_config(), self._preparing)
             except _ToldToStop:
-                log.info("told to stop while the pool was made: the next start makes it anew")
+                log.info(
+                    "told to stop while the pool was made or read: the next start does it anew"
+                )
                 return 0
+            self._has_pool = True
             driver = self._driver(pool)
             stack.push_async_callback(driver.close)
             control = self._control_server(driver)
@@ -286,14 +290,14 @@ class Daemon:
         level = logs.toggle_debug(self.config.log_level)
         log.warning("log level is %s now", level)
 
-    def _prefaulting(self, done: int, whole: int) -> None:
-        """Called by the pool's threads. _ToldToStop: a large pool takes minutes to make."""
-        if self._stop.is_set():
+    def _preparing(self, done: int, whole: int) -> None:
+        """Called while the pool is made and read. _ToldToStop: that may take minutes."""
+        if self._stop.is_set() and not self._has_pool:
             raise _ToldToStop
         now = time.monotonic()
         if now - self._progress_at >= PROGRESS_SECONDS or done == whole:
             self._progress_at = now
-            status = f"prefaulting the pool: {done >> 20} of {whole >> 20} MiB"
+            status = f"preparing the pool: {done >> 20} of {whole >> 20} MiB"
             log.info("%s", status)
             notify(f"STATUS={status}", f"EXTEND_TIMEOUT_USEC={START_EXTENSION_US}")
 

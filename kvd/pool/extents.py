@@ -37,6 +37,10 @@ def populate(mapping: mmap.mmap, offset: int, count: int, advice: int) -> None:
         calls.advise(address + start, offset + count - start, advice)
 
 
+def _untold(_done: int, _total: int) -> None:
+    pass
+
+
 def remove_files(directory: Path) -> None:
     """Remove the extents in a directory and their mark, and nothing that is not a pool's.
 
@@ -81,6 +85,7 @@ class Extents:
         self._threads = config.threads
         self.huge_page = huge_page
         self._by_number = {node.number: node for node in on}
+        self.progress: Progress = _untold  # bytes done, bytes in all
 
     def inode(self, extent: int) -> int | None:
         """The file's inode number; None when there is no file."""
@@ -106,13 +111,13 @@ class Extents:
         """Give the memory back, except what an orphaned mover still maps."""
         remove_files(self.files.directory)
 
-    def create_all(self, mark: str, progress: Progress) -> None:
+    def create_all(self, mark: str) -> None:
         """Make and populate every extent, several at a time, and mark them.
 
         PoolError when memory runs out; what was taken until then is given back.
         """
         try:
-            self._in_parallel(self._make, range(self.count), progress)
+            self._in_parallel(self._make, range(self.count))
             (self.files.directory / f"{mark}.pool").touch(mode=0o600)
         except PoolError:
             self.remove_all()
@@ -120,7 +125,7 @@ class Extents:
 
     def create(self, extents: Iterable[int]) -> None:
         """Make extents of zeros, populated, in the place of what was there."""
-        self._in_parallel(self._make, list(extents), lambda _a, _b: None)
+        self._in_parallel(self._make, list(extents))
 
     def zero(self, extents: Iterable[int]) -> None:
         """Overwrite extents with zeros. May run beside everything else, in a thread."""
@@ -133,7 +138,7 @@ class Extents:
 
     def zero_all(self, extents: Iterable[int]) -> None:
         """Overwrite many extents with zeros, several at a time."""
-        self._in_parallel(lambda extent: self.zero((extent,)), list(extents), lambda _a, _b: None)
+        self._in_parallel(lambda extent: self.zero((extent,)), list(extents))
 
     def _make(self, extent: int) -> None:
         self.files.path(extent).unlink(missing_ok=True)
@@ -168,9 +173,7 @@ class Extents:
         with mmap.mmap(fd, self.extent_bytes) as mapping, calls.address_of(mapping) as address:
             calls.write_zeros(address, self.extent_bytes)
 
-    def _in_parallel(
-        self, work: Callable[[int], None], extents: Sequence[int], progress: Progress
-    ) -> None:
+    def _in_parallel(self, work: Callable[[int], None], extents: Sequence[int]) -> None:
         """Each extent's work in a thread of its node, all nodes at once."""
         total = len(extents) * self.extent_bytes
         done = 0
@@ -184,7 +187,7 @@ class Extents:
                 for future in as_completed(futures):
                     future.result()
                     done += self.extent_bytes
-                    progress(done, total)
+                    self.progress(done, total)
             except BaseException:
                 for pool in pools:
                     pool.shutdown(wait=False, cancel_futures=True)

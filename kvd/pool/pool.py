@@ -117,7 +117,8 @@ class Pool:
         """Own the directory's pool: warm where the last owner's can be used, else new.
 
         Kills the last owner's movers that still live. `progress(bytes done, bytes in all)` is
-        called while extents are made. PoolError with figures and the fix where the pool can't be
+        called while extents are made or zeroed, and while rows are read, in `recovered` too: what
+        it raises comes out of either. PoolError with figures and the fix where the pool can't be
         had; nothing of an earlier pool was touched then.
         """
         require_ordered_stores()
@@ -133,8 +134,9 @@ class Pool:
             # The place in the pool's own directory too: another pool may be told to lie there.
             config.extents_place.mkdir(mode=0o700, exist_ok=True)
             pool._resources.callback(os.close, own_directory(config.extents_place))
+            pool._files.progress = progress
             orphaned = pool._end_last_owner()
-            pool._take_or_make(progress)
+            pool._take_or_make()
             pool._recover(orphaned)
             pool._fill_reserve()
             pool._look_around()
@@ -514,7 +516,7 @@ class Pool:
         self._orphaned = {m.pid: extents_mapped_by(m.pid, self._files) for m in orphaned}
         return frozenset().union(*self._orphaned.values())
 
-    def _take_or_make(self, progress: Callable[[int, int], None]) -> None:
+    def _take_or_make(self) -> None:
         """Read the header; where the pool can't be used, remove it and make a new one."""
         path = self._config.directory / "pool.header"
         nodes = [node.number for node in self._nodes]
@@ -531,7 +533,7 @@ class Pool:
             self._remove_extents(header)
             header = wanted
             self._files.nodes = deal(self.extents, header.nodes)
-            self._files.create_all(header.extents_mark, progress)
+            self._files.create_all(header.extents_mark)
             header.write(path)
         self._files.nodes = deal(self.extents, header.nodes)
         self.tag_secret = bytes.fromhex(header.tag_secret)

@@ -158,7 +158,17 @@ class Recovery:
         registry.keep_only(namespaces, kept)
 
     def _batches(self) -> Iterator[list[GrantedRow]]:
-        """Rows of one class at a time, by ascending number, about _BATCH_SLOTS slots each."""
+        """Rows of one class at a time, by ascending number, about _BATCH_SLOTS slots each.
+
+        Before each of them it is told how far this has come.
+        """
+        extents, done = self.books.extents, 0
+        for batch in self._batches_untold():
+            extents.progress(done * extents.extent_bytes, len(self.rows) * extents.extent_bytes)
+            done += len(batch)
+            yield batch
+
+    def _batches_untold(self) -> Iterator[list[GrantedRow]]:
         batch: list[GrantedRow] = []
         slots = 0
         of_class = (0, 0)

@@ -22,7 +22,7 @@ from kvd.core.actions import (
 )
 from kvd.core.events import PoolRecovered
 from kvd.core.keys import NamespaceId, RowId, ScopeId
-from kvd.pool import Pool, PoolConfig, PoolError, registry, sealed_json
+from kvd.pool import Pool, PoolConfig, PoolError, recovery, registry, sealed_json
 from kvd_proto.page import PageReader
 from kvd_proto.tags import mix
 from tests import leaks
@@ -46,6 +46,25 @@ def test_a_new_pool_is_cold_empty_and_wholly_in_memory(shared_directory: Path) -
         pool.close()
     total = EXTENTS * EXTENT_BYTES
     assert seen == [(n * EXTENT_BYTES, total) for n in range(1, EXTENTS + 1)]
+
+
+def test_a_start_tells_how_far_it_has_come_with_what_was_there(
+    shared_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_BATCH_SLOTS", 1)
+    config = orders.config(shared_directory)
+    with opened(config) as pool:
+        orders.introduce(pool)
+        for extent in range(3):
+            pool.grant_row(orders.row([extent]))
+    seen: list[int] = []
+    for _start in ("rows are read", "what nobody owns is zeroed"):
+        pool = Pool.open(config, lambda done, total: seen.append(100 * done // total))
+        seen.append(-1)
+        list(pool.recovered())
+        pool.close()
+        (config.directory / "registry.jsonl").unlink()
+    assert seen == [0, 33, 66, -1, 0, 33, 66, 33, 66, 100, -1]
 
 
 def test_ready_blocks_come_back_and_freed_ones_do_not(shared_directory: Path) -> None:

@@ -202,9 +202,24 @@ def test_progress_of_a_large_pool_is_said_once_in_a_while(
     now = 1000.0
     monkeypatch.setattr(serve, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(serve, "notify", lambda *_lines: None)
-    starting: Any = SimpleNamespace(_progress_at=0.0, _stop=threading.Event())
+    starting: Any = SimpleNamespace(_progress_at=0.0, _stop=threading.Event(), _has_pool=False)
     for done in np.arange(1, 1001) << 20:
-        serve.Daemon._prefaulting(starting, int(done), 1000 << 20)
+        serve.Daemon._preparing(starting, int(done), 1000 << 20)
         now += serve.PROGRESS_SECONDS / 100
     assert 10 <= len(caplog.records) <= 12
     assert caplog.records[-1].getMessage().endswith("1000 of 1000 MiB")
+
+
+def test_systemd_waits_for_a_start_that_comes_on_and_a_stop_for_no_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(serve, "notify", lambda *lines: heard.extend(lines))
+    starting: Any = SimpleNamespace(_progress_at=0.0, _stop=threading.Event(), _has_pool=False)
+    serve.Daemon._preparing(starting, 1, 2)
+    assert f"EXTEND_TIMEOUT_USEC={serve.START_EXTENSION_US}" in heard
+    starting._stop.set()
+    with pytest.raises(serve._ToldToStop):
+        serve.Daemon._preparing(starting, 1, 2)
+    starting._has_pool = True
+    serve.Daemon._preparing(starting, 1, 2)

@@ -146,7 +146,7 @@ def _made(files: extents.Extents, extent: int) -> None:
 def in_force(hazards: Hazards, time_module: Any) -> Iterator[None]:
     """Within, the daemon's calls to the system are the simulation's."""
     global _now
-    parallel: Any = lambda _f, work, some, _p: [work(e) for e in some]  # noqa: E731
+    parallel: Any = lambda _f, work, some: [work(e) for e in some]  # noqa: E731
     stand_ins: list[tuple[Any, str, Any]] = [
         (mapped_table.MappedTable, "__init__", _watched(mapped_table.MappedTable.__init__)),
         (mapped_table.MappedTable, "close", _closed),
