@@ -21,6 +21,8 @@ def sysfs(tmp_path: Path) -> Path:
     place(tmp_path, "devices/system/node/node1/cpulist", f"{second[0]},104-107\n")
     place(tmp_path, "bus/pci/devices/0000:ab:00.0/numa_node", "1\n")
     place(tmp_path, "bus/pci/devices/0001:0c:00.0/numa_node", "-1\n")
+    place(tmp_path, "bus/pci/devices/10000:ab:00.0/numa_node", "0\n")
+    place(tmp_path, "bus/pci/devices/fedcba98:ab:00.0/numa_node", "1\n")
     place(tmp_path, "bus/pci/devices/0000:1f:00.0/numa_node", "somewhere\n")
     return tmp_path
 
@@ -36,6 +38,9 @@ def place(sysfs: Path, path: str, text: str) -> None:
         ("0000:AB:00.0", 1),
         ("00000000:AB:00.0", 1),
         ("0000:ab:00.0", 1),
+        ("10000:AB:00.0", 0),
+        ("00010000:AB:00.0", 0),
+        ("FEDCBA98:AB:00.0", 1),
         ("0001:0C:00.0", NODE_UNKNOWN),  # what the kernel says where there is one node
         ("0000:1F:00.0", NODE_UNKNOWN),
         ("0000:77:00.0", NODE_UNKNOWN),

@@ -18,6 +18,7 @@ from kvd.core.keys import JobId, RowId, TransferId
 from kvd.mover import registration_errors as errors
 from kvd.mover.layout import CudaRegion, FragmentSpec, GpuConfig, GroupMap, LocatedPart, MoverConfig
 from kvd.mover.process import MoverProcess
+from kvd_proto.libcuda import libcuda
 from tests.contract.test_copy_engine_contract import part
 from tests.control.mover_rig import PATIENCE_S, HeardBySink, on_loop
 from tests.gpu.cuda_bench import EXTENT_BYTES, EXTENTS, GUARD_BYTES, Workshop, workshop_of
@@ -154,6 +155,20 @@ async def test_what_the_mover_takes_of_the_gpu_is_what_went_since_the_worker_loo
         async with started(config) as (mover, _):
             assert mover.facts.gpu is not None
             assert mover.facts.gpu.context_bytes == 0  # nobody said what was free before
+
+
+@pytest.mark.parametrize("domain", [0, 0xFFFF, 0x10000, 0xFEDCBA98])
+def test_a_gpu_on_a_bus_of_any_domain_can_be_used(
+    workshop: Workshop, fake: Driver, domain: int
+) -> None:
+    @on_loop
+    async def check() -> None:
+        fake.inject("pci", domain=domain)
+        assert libcuda().pci_bus_id(0) == f"{domain:04X}:10:00.0"
+        async with started(config_of(workshop)) as (mover, _):
+            assert mover.facts.gpu is not None
+
+    check()
 
 
 # -- refusals -------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ LOCATION_DEVICE = 1  # CUmemLocationType
 EVENT_BLOCKING_SYNC = 1  # CUevent_flags: whoever waits sleeps instead of spinning
 EVENT_DISABLE_TIMING = 2
 NAME_BYTES = 256  # room for a device's name
+PCI_BUS_ID_BYTES = 32
 
 DevicePointer = c_ulonglong  # CUdeviceptr
 
@@ -161,6 +162,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuDeviceGetCount": (POINTER(c_int),),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDeviceGetName": (ctypes.c_char_p, c_int, c_int),
+    "cuDeviceGetPCIBusId": (ctypes.c_char_p, c_int, c_int),
     "cuDeviceGetUuid_v2": (POINTER(DeviceUuid), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuDevicePrimaryCtxRelease_v2": (c_int,),
@@ -332,6 +334,15 @@ class Libcuda:
         name = ctypes.create_string_buffer(NAME_BYTES)
         self.call("cuDeviceGetName", name, NAME_BYTES, device)
         return name.value.decode(errors="replace")
+
+    def pci_bus_id(self, device: int) -> str:
+        """Its place on the bus: "domain:bus:device.function"; the domain has 4 to 8 digits.
+
+        The runtime's own call has room for 4, and fails where there are more.
+        """
+        place = ctypes.create_string_buffer(PCI_BUS_ID_BYTES)
+        self.call("cuDeviceGetPCIBusId", place, PCI_BUS_ID_BYTES, device)
+        return place.value.decode(errors="replace")
 
     def uuid_of(self, device: int) -> str:
         """The UUID, as CUDA_VISIBLE_DEVICES takes it: "GPU-" and 36 characters."""

@@ -56,7 +56,7 @@ class Device:
             self.name = driver.device_name(ONLY)
             _check_mode(driver, self.name)
             self.driver_version = _driver_version(driver)
-            self.numa_node = node.node_of(runtime.deviceGetPCIBusId(ONLY))
+            self.numa_node = node.node_of(driver.pci_bus_id(ONLY))
             if gpu.bind_to_node:
                 node.bind_to(self.numa_node)  # the driver's threads too: they start with a context
             self._make_context()

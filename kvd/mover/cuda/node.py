@@ -18,7 +18,7 @@ def node_of(pci_bus_id: str, sysfs: Path = SYSFS) -> int:
     """The NUMA node of a PCI device; NODE_UNKNOWN where the machine doesn't say."""
     domain, _, place = pci_bus_id.lower().partition(":")
     try:
-        # The driver's tools write the domain with up to 8 digits, sysfs with 4.
+        # The driver's tools write the domain with up to 8 digits, sysfs with 4 where that will do.
         device = f"{int(domain, 16):04x}:{place}"
         node = int((sysfs / "bus/pci/devices" / device / "numa_node").read_text())
     except (OSError, ValueError):

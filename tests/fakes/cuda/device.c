@@ -164,8 +164,11 @@ EXPORT CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device) {
 EXPORT CUresult cuDeviceGetPCIBusId(char *text, int length, CUdevice device) {
     CUresult result = check_device(device);
     if (result != CUDA_SUCCESS) return result;
-    if (length < 13) return CUDA_ERROR_INVALID_VALUE;
-    snprintf(text, (size_t)length, "0000:%02X:00.0", 0x10 + visible[device]);
+    char place[24];
+    int taken = snprintf(place, sizeof place, "%04X:%02X:00.0", (unsigned)setting(PCI_DOMAIN),
+                         0x10u + (unsigned)visible[device]);
+    if (length <= taken) return CUDA_ERROR_INVALID_VALUE;
+    memcpy(text, place, (size_t)taken + 1);
     return CUDA_SUCCESS;
 }
 

@@ -61,6 +61,7 @@ static const struct {
     [CONTEXT_CODE] = {"context_fails.code", 0},
     [RANGE_UNKNOWN] = {"address_range.unknown_for_imports", 0},
     [CAPTURE_PID] = {"capture.pid", 0},
+    [PCI_DOMAIN] = {"pci.domain", 0},
 };
 
 static const char *const COUNTER_NAMES[COUNTERS] = {
