@@ -32,6 +32,7 @@ from kvd.config.values import (
     read_size,
     read_socket_path,
     read_switch,
+    read_threshold,
     read_uids,
     whole_number,
 )
@@ -195,7 +196,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "store_threshold",
         1,
-        whole_number(1, 255),
+        read_threshold,
         "store a block only when it is offered for the n-th time; 1: at once",
     ),
     Setting(

@@ -119,6 +119,9 @@ def whole_number(least: int, most: int) -> Callable[[Any], int]:
     return read
 
 
+read_threshold = whole_number(1, 255)  # sightings, as far as the reuse filter counts them
+
+
 def one_of(*names: str) -> Callable[[Any], str]:
     def read(value: Any) -> str:
         if value not in names:

@@ -304,6 +304,17 @@ def test_exactly_one_possible_capacity_is_asked_for(
     assert "capacity" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("threshold", ["0", "-1", "256", "1e3", str(1 << 62)])
+def test_a_threshold_that_no_block_could_pass_is_refused(
+    threshold: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = ("--capacity-blocks", "5")
+    assert command("--trace", "absent", *size, "--store-threshold", threshold) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--store-threshold" in said
+    assert "a whole number from 1 to 255" in said
+
+
 def test_unusable_trace_ends_the_command_with_a_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -34,7 +34,7 @@ from kvd.cli.replay.engine import BLOCK_BYTES, ReplayEngine
 from kvd.cli.replay.tiers import ReplayTiers, TierResult, TierSpec
 from kvd.cli.replay.trace import TraceError, TraceRequest, read_trace
 from kvd.config.tiers import REUSE, WRITES
-from kvd.config.values import number, one_of, parse_size, whole_number
+from kvd.config.values import number, one_of, parse_size, read_threshold, whole_number
 from kvd.core.policy import POLICY_NAMES
 from kvd_proto.limits import MAX_TIERS
 
@@ -194,7 +194,7 @@ _COUNT = Checked(whole_number(1, 1 << 62), "count")
 )
 @click.option(
     "--store-threshold",
-    type=_COUNT,
+    type=Checked(read_threshold, "count"),
     default=1,
     metavar="N",
     help="Store a block only when it comes for the N-th time (default: 1; belady ignores it).",
