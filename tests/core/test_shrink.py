@@ -157,6 +157,22 @@ def test_others_store_while_room_is_made_and_blocks_go_for_whom_it_is_made() -> 
     assert Fate.EVICTED | 3 << 16 in ring.codes
 
 
+@pytest.mark.parametrize(("between", "finds_room"), [(2 * AT_ONCE, True), (2 * AT_ONCE + 1, False)])
+def test_room_is_not_kept_and_suffices_unless_others_take_more_than_one_event_evicts(
+    between: int, *, finds_room: bool
+) -> None:
+    """A known limit: see docs/limits.md, blocks that give way for a quota."""
+    bench = with_larger_blocks()
+    asked = []
+    for attempt in range(5):
+        asked.append(verdict(bench.store([1000, 1001], 3)).accepted)
+        bench.work_off()
+        for number in range(between):
+            bench.stored([2000 + between * attempt + number], 1)
+    assert asked[1:] == [finds_room] * 4
+    assert not asked[0]
+
+
 def test_room_that_a_store_wanted_is_not_made_for_a_quota_set_meanwhile() -> None:
     bench = with_larger_blocks()
     bench.store([1000, 1001], 3)

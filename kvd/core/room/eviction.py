@@ -1,7 +1,7 @@
 """Room for new blocks: free slots, free extents, then eviction; all of it or nothing.
 
 A store for which a quota makes many smaller blocks give way would take long: it is refused, and
-they go in pieces. The next one finds the room.
+they go in pieces. The next one finds the room, as far as others of the tenant have left it.
 """
 
 from __future__ import annotations
