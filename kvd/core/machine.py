@@ -304,10 +304,10 @@ def _apply_step(turn: Turn, event: ev.LeasesReleased | ev.RequestsEnded | ev.Ste
 
 
 def _end_requests(turn: Turn, found: Session, requests: tuple[RequestId, ...]) -> None:
-    """Where they hold or have used much some are left, which the reply names."""
+    """Where they hold, have used or seek much some are left, which the reply names."""
     ended = requests[: lease.end_leases_of(turn.state, found, requests)]
     ended = ended[: prefix.end(turn, found, ended)]
-    search.end(turn.state, found, ended)
+    ended = ended[: search.end(turn.state, found, ended)]
     if len(ended) < len(requests):
         turn.orders.append(Reply(requests[len(ended) :]))
 

@@ -11,8 +11,10 @@ from kvd.core.errors import MOVER_GONE, SESSION_CLOSED
 from kvd.core.keys import MoverId, RequestId, SessionId
 from kvd.core.model import backlog
 from kvd.core.model.backlog import LEASES_AT_ONCE, PARTS_AT_ONCE
+from kvd.core.tiers import search
 from tests.core.bench import SECOND, Bench, finished, only, small
 from tests.core.replaying import replay
+from tests.core.test_tiers import stage
 
 HIT, RETRY = 1, 3
 MANY = 3 * LEASES_AT_ONCE
@@ -105,6 +107,22 @@ def test_leases_of_requests_that_end_go_some_in_each_event(
     assert counts == [10] * (MANY // 10) + [MANY % 10]
     assert list(bench.machine.state.sessions[SessionId(1)].leases) == [other.lease]
     replay(bench)
+
+
+def test_requests_that_seek_much_end_some_in_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "ENDED_SOUGHT_AT_ONCE", 3)
+    on = stage()
+    for account in range(7):
+        on.look(account, request="wide", account=f"a{account}")
+    on.look(10, request="narrow")
+    sought = on.bench.machine.state.sessions[SessionId(1)].sought
+    left: tuple[RequestId, ...] = (RequestId("wide"), RequestId("narrow"))
+    pieces = []
+    while left:
+        replies = only(on.feed(ev.RequestsEnded(SessionId(1), left)), act.Reply)
+        left = replies[0].payload if replies else ()
+        pieces.append((len(left), sum(len(of_request) for of_request in sought.values())))
+    assert pieces == [(2, 5), (2, 2), (0, 0)]
 
 
 def test_ticks_alone_end_long_work_too() -> None:

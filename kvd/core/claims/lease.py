@@ -19,7 +19,7 @@ from kvd.core.model.turn import Turn
 MAX_LEASES_PER_SESSION = 16384
 LEASES_LOOKED_AT = 512  # in one event
 EXPIRED_AT_ONCE = 2048  # leases, in one event
-ENDED_AT_ONCE = 2048  # leases of requests that have ended, in one event
+ENDED_AT_ONCE = 1024  # leases of requests that have ended, in one event
 SLOTS_LOOKED_AT = 1 << 16  # of those, but for the last one's
 
 

@@ -50,6 +50,7 @@ from kvd_proto.groups import GroupKind
 from kvd_proto.tags import tags_of
 
 BELIEVED_NS = 5_000_000_000  # after the deadline, what tiers said of a request's blocks stands
+ENDED_SOUGHT_AT_ONCE = 256  # of what ended requests sought, by group and account, in one event
 EXPIRED_REQUESTS_AT_ONCE = 64  # requests' groups of one patience, in one tick
 UNANSWERED_AT_ONCE = 64  # searches of a tier that has gone, in one event
 AWAITED_AGAIN_NS = 20_000_000  # then twice as long each time: for a block of another node's
@@ -421,12 +422,22 @@ def ask_some_others(turn: Turn) -> None:
             _ask_next(turn, search)
 
 
-def end(state: State, session: Session, requests: Iterable[RequestId]) -> None:
-    """These requests seek nothing any more; a hint may be for those that come after them."""
+def end(state: State, session: Session, requests: Iterable[RequestId]) -> int:
+    """These requests seek nothing any more; a hint may be for those that come after them.
+
+    How many of them, from the first on; the others, where they seek much, are for another event.
+    """
+    dropped = whole = 0
     for request in requests:
         for sought in list(session.sought.get(request, {}).values()):
-            if not sought.is_prefetch:
-                _drop(state, session, sought)
+            if sought.is_prefetch:
+                continue
+            if dropped >= ENDED_SOUGHT_AT_ONCE:
+                return whole
+            _drop(state, session, sought)
+            dropped += 1
+        whole += 1
+    return whole
 
 
 def end_all(state: State, session: Session) -> None:
