@@ -308,7 +308,9 @@ class Run:
 @dataclass(frozen=True, slots=True, eq=False)
 class StoreRequested:
     """Reply: Verdict. `last` is False while further pieces of the same job follow: the driver
-    cuts large jobs so that small calls are not held up; the job ends only after its last."""
+    cuts large jobs so that small calls are not held up; the job ends only after its last.
+
+    `computed`: its worker is ready before the step runs, and may wait for its end then."""
 
     session: SessionId
     job: JobId
@@ -316,6 +318,7 @@ class StoreRequested:
     runs: tuple[Run, ...]
     request_level: bool = False
     last: bool = True
+    computed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

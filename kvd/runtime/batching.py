@@ -136,7 +136,8 @@ def run_pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
 def stores_together(stores: Sequence[StoreRequested]) -> Iterator[list[StoreRequested]]:
     """Cut a step's stores into those that may begin in one event, in their order.
 
-    Small ones may, of one account, that wait for no others. Each of the rest is alone.
+    Small ones may, of one account, that wait for no others, and for which a worker is ready at the
+    same time. Each of the rest is alone.
     """
     few: list[StoreRequested] = []
     runs = 0
@@ -146,6 +147,7 @@ def stores_together(stores: Sequence[StoreRequested]) -> Iterator[list[StoreRequ
             and len(few) < STORES_TOGETHER
             and runs + len(store.runs) <= RUNS_TOGETHER
             and store.context.account == few[0].context.account
+            and store.computed == few[0].computed
             and _is_small(few[0])
             and _is_small(store)
         )

@@ -150,8 +150,12 @@ def test_final_stores_are_flushed_when_their_blocks_go_to_another_at_once() -> N
     rig.scheduler.request_finished("r", [blocks(0, 3)])
     rig.arrive("s", 3 * TOKENS, prefix="q")
     rig.allocate("s", [blocks(1, 3)])
-    plan = rig.step(("s", [blocks(1, 3)], 5))
+    rig.arrive("t", TOKENS, prefix="t")
+    rig.allocate("t", [[9]])
+    plan = rig.step(("s", [blocks(1, 3)], 5), ("t", [[9]], TOKENS))
     assert plan.flush == plan.computed_stores
+    said = [job.job_id for job in rig.daemon.last_step.stores if job.computed]
+    assert (tuple(said), len(plan.stores)) == (plan.computed_stores, 1)
 
 
 def test_the_engine_keeps_stepping_until_the_last_job_is_reported() -> None:

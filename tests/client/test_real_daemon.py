@@ -39,6 +39,25 @@ def test_two_ranks_store_and_load_their_shards(start_engine: StartEngine) -> Non
     assert engine.load("b", "hello", 5) == 5
 
 
+def test_a_store_that_is_flushed_at_once_waits_for_none_that_its_step_computes(
+    start_engine: StartEngine,
+) -> None:
+    engine = start_engine(flush_timeout_s=2.0)  # one that waited would end so, and fail
+    ended, running = engine.arrive("ended", "one", 1), engine.arrive("running", "two", 1)
+    engine.step(
+        ScheduledRequest("ended", [[0]], TOKENS - 1), ScheduledRequest("running", [[1]], TOKENS - 1)
+    )
+    engine.compute([0, 1], engine.contents([*ended, *running]))
+    engine.scheduler.request_finished("ended", [[0]], TOKENS)
+    engine.arrive("new", "three", 1)  # has the ended one's block
+    scheduled = [ScheduledRequest("running", [[1]], TOKENS), ScheduledRequest("new", [[0]], 1)]
+    plan, _ = engine.step(*scheduled, overwrite=lambda: engine.ranks[0].kv.wipe(0, 1))
+    assert (plan.flush, len(plan.stores)) == (plan.computed_stores, 1)
+    engine.step_until_idle()
+    assert set(engine.stored) == {*ended, *running}
+    assert engine.load("again", "one", 1) == 1
+
+
 def test_stores_in_flight_at_a_kill_end_and_the_engine_goes_on(
     daemon: DaemonProcess, start_engine: StartEngine
 ) -> None:

@@ -81,11 +81,15 @@ def store(number: int, keys: int = 1, runs: int = 1, account: str = "") -> Store
         max_size=150,
     ),
     st.sets(st.integers(0, 149)),
+    st.sets(st.integers(0, 149)),
 )
 def test_only_small_stores_of_one_account_begin_together(
-    stores: list[StoreRequested], waiting: set[int]
+    stores: list[StoreRequested], waiting: set[int], computed: set[int]
 ) -> None:
-    stores = [replace(each, request_level=n in waiting) for n, each in enumerate(stores)]
+    stores = [
+        replace(each, request_level=n in waiting, computed=n in computed)
+        for n, each in enumerate(stores)
+    ]
     cut = list(stores_together(stores))
     assert [each for few in cut for each in few] == stores
     for few in cut:
@@ -94,6 +98,7 @@ def test_only_small_stores_of_one_account_begin_together(
         assert len(few) <= STORES_TOGETHER
         assert sum(len(each.runs) for each in few) <= RUNS_TOGETHER
         assert {each.context.account for each in few} == {few[0].context.account}
+        assert {each.computed for each in few} == {few[0].computed}
         assert not any(each.request_level for each in few)
         assert all(sum(len(r.keys) for r in each.runs) <= SMALL_STORE_KEYS for each in few)
 

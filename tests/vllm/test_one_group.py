@@ -48,6 +48,9 @@ class ScriptedStores:
         self.groups = groups
         self.step = 0
 
+    def tracked(self, _context: Any) -> Any:
+        return SimpleNamespace(request=SimpleNamespace(context=None, request_level=False))
+
     def prepare_store(self, keys: Any, _context: Any) -> PrepareStoreOutput | None:
         draws = [random.Random(f"{key!r} {self.step}").random() for key in keys]
         if draws[0] < 0.15:
@@ -279,7 +282,7 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
     sides = [
         side(kind, configuration) for kind in (OffloadingConnectorScheduler, KvdConnectorScheduler)
     ]
-    flushed = as_lists = 0
+    flushed = at_once = as_lists = 0
     for _ in range(2 * STEPS):
         arrived = drawn.arrivals()
         for made in sides:
@@ -291,6 +294,10 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
         assert told[0].jobs_to_flush == told[1].jobs_to_flush
         assert stores(told[0].store_jobs) == stores(told[1].store_jobs)
         flushed += len(told[0].jobs_to_flush)
+        jobs = sides[1]._join(told[1])
+        said = {jobs.owners[draft.job_id] for draft in jobs.stores if draft.computed}
+        assert said == told[1].jobs_to_flush & told[1].store_jobs.keys()
+        at_once += len(said)
         for request in drawn.compute(output.num_scheduled_tokens):
             for made in sides:
                 made.request_finished(request)
@@ -307,6 +314,7 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
                 made.reset_cache()
                 made._current_batch_jobs_to_flush.clear()
     assert flushed, "the run flushes something"
+    assert at_once or seed == 2, "also of its own step"
     assert bool(as_lists) == bool(most)
 
 

@@ -127,6 +127,7 @@ class JobDraft:
     context: common_pb2.ReqContext
     runs: list[BlockRun]
     request_level: bool = False
+    computed: bool = False  # a store of blocks that earlier steps computed
 
     def put_into(
         self, message: engine_pb2.LoadJob | engine_pb2.StoreJob, *, bare: bool = False
@@ -143,7 +144,7 @@ class JobDraft:
         return message
 
     def to_store(self) -> engine_pb2.StoreJob:
-        message = engine_pb2.StoreJob(request_level=self.request_level)
+        message = engine_pb2.StoreJob(request_level=self.request_level, computed=self.computed)
         self.put_into(message)
         return message
 
@@ -357,7 +358,8 @@ class StepDraft:
         for job in self.loads:
             job.put_into(message.loads.add(), bare=bare)
         for job in self.stores:
-            job.put_into(message.stores.add(request_level=job.request_level), bare=bare)
+            store = message.stores.add(request_level=job.request_level, computed=job.computed)
+            job.put_into(store, bare=bare)
 
 
 def request_context(

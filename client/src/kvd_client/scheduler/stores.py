@@ -89,7 +89,10 @@ class StoreQueue:
         new: tuple[list[int], list[int]] = ([], [])
         for (owned_by, computed), runs in choice.runs.items():
             request = choice.requests[owned_by]
-            new[computed].extend(self._add_jobs(request, runs, step, session.generation))
+            drafts = self._add_jobs(request, runs, step, session.generation)
+            for draft in drafts:
+                draft.computed = computed
+            new[computed].extend(draft.job_id for draft in drafts)
         return new
 
     def _probe(self, offers: list[BlockOffer], session: SessionView) -> None:
@@ -183,12 +186,12 @@ class StoreQueue:
 
     def _add_jobs(
         self, request: Request, runs: list[BlockRun], step: StepDraft, generation: int
-    ) -> list[int]:
+    ) -> list[JobDraft]:
         added = []
         for part in in_parts(runs):
             draft = JobDraft(self._jobs.next_id(), request.context, part, request.request_level)
             self._jobs.begin(draft, request, generation)
             request.store_jobs.add(draft.job_id)
             step.stores.append(draft)
-            added.append(draft.job_id)
+            added.append(draft)
         return added

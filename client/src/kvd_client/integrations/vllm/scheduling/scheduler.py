@@ -465,7 +465,8 @@ class KvdConnectorScheduler(OneGroupScheduler):
             else:
                 positions = context._offload_key_positions
                 runs = store_runs(groups, job.src_spec, target, positions)
-            jobs.add(job_id, manager.tracked(context), runs, is_load=False)
+            computed = job_id in (made.jobs_to_flush or ())
+            jobs.add(job_id, manager.tracked(context), runs, is_load=False, computed=computed)
         return jobs
 
     # -- ends -------------------------------------------------------------------------------

@@ -40,14 +40,22 @@ class StepJobs:
     by_number: dict[int, TrackedJob] = field(default_factory=dict)  # by vLLM's job id
 
     def add(
-        self, vllm_job: int, tracked: TrackedRequest, runs: list[BlockRun], *, is_load: bool
+        self,
+        vllm_job: int,
+        tracked: TrackedRequest,
+        runs: list[BlockRun],
+        *,
+        is_load: bool,
+        computed: bool = False,
     ) -> None:
+        """`computed`: a store of blocks that earlier steps computed, which this one flushes."""
         request = tracked.request
         job = TrackedJob(generation=NEVER_SENT, parts=[], tracked=tracked, is_load=is_load)
         self.by_number[vllm_job] = job
         for part in in_parts(runs):
             job_id = next(self.ids)
-            draft = JobDraft(job_id, request.context, part, request.request_level and not is_load)
+            request_level = request.request_level and not is_load
+            draft = JobDraft(job_id, request.context, part, request_level, computed)
             self.owners[job_id] = vllm_job
             job.parts.append(job_id)
             (self.loads if is_load else self.stores).append(draft)
