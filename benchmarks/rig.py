@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.ends import end_in_order
 from kvd_client import StepPlan
-from kvd_client.draft import BlockRun, JobDraft, StepDraft
+from kvd_client.draft import AFTER_THE_STEP, BlockRun, JobDraft, StepDraft
 from kvd_proto.v1 import common_pb2
 from tests.client.content import HASH_BYTES, TOKENS
 from tests.client.kv_memory import HostMemory, KvMemory
@@ -165,5 +165,5 @@ class BenchEngine(SmallEngine):
             ids.append(self._job)
             run = BlockRun(0, at, hashes[at : at + most], engine_blocks[at : at + most])
             context = common_pb2.ReqContext(request_id=f"r{self._job}")
-            jobs.append(JobDraft(self._job, context, [run]))
+            jobs.append(JobDraft(self._job, context, [run], ready_together=AFTER_THE_STEP))
         return tuple(ids)

@@ -2,8 +2,8 @@
 
 A round is a Step with 256 stores of a block each, as of 256 requests that decode and fill a block
 in the same step; it ends when the last of them has ended for the rank. *One by one* is the same
-round with stores that may wait for those of others (`request_level`): each has an event and a copy
-of its own. The pool is full, so every block evicts one.
+round without the client's word that its worker is ready for all of them at once: each has an event
+and a copy of its own. The pool is full, so every block evicts one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks import report
 from benchmarks.rig import MIB, BenchEngine, daemon, keys
 from benchmarks.tier_neighbour import processor_seconds
-from kvd_client.draft import StepDraft
+from kvd_client.draft import AFTER_THE_STEP, ALONE, StepDraft
 from kvd_client.scheduler.plan import StepPlan
 
 STORES = 256
@@ -54,7 +54,7 @@ class Rounds:
         self._prompt += 1
         step, plan = self._engine.step_of("store", keys(self._prompt, STORES), range(STORES))
         for job in step.stores:
-            job.request_level = not together
+            job.ready_together = AFTER_THE_STEP if together else ALONE
         time.sleep(0.02)  # what the last round left is done
         before = {name: processor_seconds(pid) for name, pid in self._processes.items()}
         costs.wall.append(1e3 * self._timed(step, plan))

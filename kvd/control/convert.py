@@ -263,7 +263,7 @@ def store_event(
         context=request_context(message.context),
         runs=transfer_runs(message.runs, spec, budget),
         request_level=message.request_level,
-        computed=message.computed,
+        ready_together=message.ready_together,
     )
 
 

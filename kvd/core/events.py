@@ -310,7 +310,8 @@ class StoreRequested:
     """Reply: Verdict. `last` is False while further pieces of the same job follow: the driver
     cuts large jobs so that small calls are not held up; the job ends only after its last.
 
-    `computed`: its worker is ready before the step runs, and may wait for its end then."""
+    `ready_together`: workers are ready at the same moment for all stores of the step that have the
+    same number; 0: not known."""
 
     session: SessionId
     job: JobId
@@ -318,7 +319,7 @@ class StoreRequested:
     runs: tuple[Run, ...]
     request_level: bool = False
     last: bool = True
-    computed: bool = False
+    ready_together: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

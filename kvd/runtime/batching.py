@@ -136,8 +136,8 @@ def run_pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
 def stores_together(stores: Sequence[StoreRequested]) -> Iterator[list[StoreRequested]]:
     """Cut a step's stores into those that may begin in one event, in their order.
 
-    Small ones may, of one account, that wait for no others, and for which a worker is ready at the
-    same time. Each of the rest is alone.
+    Small ones may, of one account, that wait for no others, and for which the client says that its
+    workers are ready at the same moment. Each of the rest is alone.
     """
     few: list[StoreRequested] = []
     runs = 0
@@ -147,9 +147,9 @@ def stores_together(stores: Sequence[StoreRequested]) -> Iterator[list[StoreRequ
             and len(few) < STORES_TOGETHER
             and runs + len(store.runs) <= RUNS_TOGETHER
             and store.context.account == few[0].context.account
-            and store.computed == few[0].computed
-            and _is_small(few[0])
-            and _is_small(store)
+            and store.ready_together == few[0].ready_together
+            and _may_share(few[0])
+            and _may_share(store)
         )
         if few and not fits:
             yield few
@@ -160,6 +160,6 @@ def stores_together(stores: Sequence[StoreRequested]) -> Iterator[list[StoreRequ
         yield few
 
 
-def _is_small(store: StoreRequested) -> bool:
-    keys = sum(len(run.keys) for run in store.runs)
-    return keys <= SMALL_STORE_KEYS and not store.request_level
+def _may_share(store: StoreRequested) -> bool:
+    is_small = sum(len(run.keys) for run in store.runs) <= SMALL_STORE_KEYS
+    return is_small and store.ready_together > 0 and not store.request_level

@@ -154,7 +154,7 @@ def test_final_stores_are_flushed_when_their_blocks_go_to_another_at_once() -> N
     rig.allocate("t", [[9]])
     plan = rig.step(("s", [blocks(1, 3)], 5), ("t", [[9]], TOKENS))
     assert plan.flush == plan.computed_stores
-    said = [job.job_id for job in rig.daemon.last_step.stores if job.computed]
+    said = [job.job_id for job in rig.daemon.last_step.stores if job.ready_together == 1]
     assert (tuple(said), len(plan.stores)) == (plan.computed_stores, 1)
 
 

@@ -66,7 +66,7 @@ def store(number: int, keys: int = 1, runs: int = 1, account: str = "") -> Store
     cut = np.array_split(np.arange(keys), runs)
     offered = tuple(Run(0, query(len(c)).keys, c.astype(np.uint32)[:, None]) for c in cut)
     context = RequestContext(RequestId("r"), account)
-    return StoreRequested(SessionId(1), JobId(number), context, offered)
+    return StoreRequested(SessionId(1), JobId(number), context, offered, ready_together=1)
 
 
 @given(
@@ -81,13 +81,13 @@ def store(number: int, keys: int = 1, runs: int = 1, account: str = "") -> Store
         max_size=150,
     ),
     st.sets(st.integers(0, 149)),
-    st.sets(st.integers(0, 149)),
+    st.dictionaries(st.integers(0, 149), st.sampled_from([0, 2])),
 )
 def test_only_small_stores_of_one_account_begin_together(
-    stores: list[StoreRequested], waiting: set[int], computed: set[int]
+    stores: list[StoreRequested], waiting: set[int], ready: dict[int, int]
 ) -> None:
     stores = [
-        replace(each, request_level=n in waiting, computed=n in computed)
+        replace(each, request_level=n in waiting, ready_together=ready.get(n, 1))
         for n, each in enumerate(stores)
     ]
     cut = list(stores_together(stores))
@@ -98,7 +98,8 @@ def test_only_small_stores_of_one_account_begin_together(
         assert len(few) <= STORES_TOGETHER
         assert sum(len(each.runs) for each in few) <= RUNS_TOGETHER
         assert {each.context.account for each in few} == {few[0].context.account}
-        assert {each.computed for each in few} == {few[0].computed}
+        assert {each.ready_together for each in few} == {few[0].ready_together}
+        assert few[0].ready_together > 0
         assert not any(each.request_level for each in few)
         assert all(sum(len(r.keys) for r in each.runs) <= SMALL_STORE_KEYS for each in few)
 

@@ -50,7 +50,13 @@ def offer(engine: RawEngine, first_job: int, first_key: int) -> list[engine_pb2.
     """A block of each of many requests, whose bytes are there."""
     for number in range(JOBS):
         engine.worker.write(number, block(first_key + number))
-    return [store_job(first_job + n, [first_key + n], [n]) for n in range(JOBS)]
+    return [small(first_job + n, first_key + n, n) for n in range(JOBS)]
+
+
+def small(job: int, key: int, engine_block: int) -> engine_pb2.StoreJob:
+    made = store_job(job, [key], [engine_block])
+    made.ready_together = 1
+    return made
 
 
 def check(engine: RawEngine, keys: list[int]) -> None:
@@ -76,9 +82,9 @@ def test_small_stores_are_copied_together_and_end_each_for_itself(engine: RawEng
 
 def test_what_is_wrong_with_one_changes_nothing_for_the_others(engine: RawEngine) -> None:
     stores = offer(engine, 1, 2000)
-    stores[5] = store_job(6, [2004], [NUM_BLOCKS - 1])  # a key of the one before
-    stores[20] = store_job(10, [2020], [20])  # a job of another
-    stores[30] = store_job(31, [2030], [NUM_BLOCKS])  # no such engine block
+    stores[5] = small(6, 2004, NUM_BLOCKS - 1)  # a key of the one before
+    stores[20] = small(10, 2020, 20)  # a job of another
+    stores[30] = small(31, 2030, NUM_BLOCKS)  # no such engine block
     reply = engine.scheduler.step(stores=stores, end_step=True)
     assert [verdict.job_id for verdict in reply.verdicts] == [store.job_id for store in stores]
     refused = {n: v.reason for n, v in enumerate(reply.verdicts) if not v.accepted}

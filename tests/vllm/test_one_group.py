@@ -295,7 +295,7 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
         assert stores(told[0].store_jobs) == stores(told[1].store_jobs)
         flushed += len(told[0].jobs_to_flush)
         jobs = sides[1]._join(told[1])
-        said = {jobs.owners[draft.job_id] for draft in jobs.stores if draft.computed}
+        said = {jobs.owners[draft.job_id] for draft in jobs.stores if draft.ready_together == 1}
         assert said == told[1].jobs_to_flush & told[1].store_jobs.keys()
         at_once += len(said)
         for request in drawn.compute(output.num_scheduled_tokens):

@@ -31,6 +31,11 @@ MAX_STRUCT_DEPTH = 16  # objects and lists within each other; protobuf itself en
 MIN_NUMBER, MAX_NUMBER = -1e308, 1e308  # of a JSON number, which is a double on the wire
 TOO_LONG, TOO_DEEP, NO_JSON = "too long", "nested too deep", "no JSON"
 
+# Which stores of a step each rank's worker is ready for at the same moment: see kvd.v1 StoreJob.
+ALONE = 0
+BEFORE_THE_STEP = 1  # of blocks that earlier steps computed: it may wait for them before it runs
+AFTER_THE_STEP = 2  # of what the step computes
+
 
 class BlockRun(NamedTuple):
     """Blocks of one group; `engine_blocks` has blocks_per_block ids for each of them, or none."""
@@ -127,7 +132,7 @@ class JobDraft:
     context: common_pb2.ReqContext
     runs: list[BlockRun]
     request_level: bool = False
-    computed: bool = False  # a store of blocks that earlier steps computed
+    ready_together: int = ALONE  # of a store
 
     def put_into(
         self, message: engine_pb2.LoadJob | engine_pb2.StoreJob, *, bare: bool = False
@@ -144,7 +149,9 @@ class JobDraft:
         return message
 
     def to_store(self) -> engine_pb2.StoreJob:
-        message = engine_pb2.StoreJob(request_level=self.request_level, computed=self.computed)
+        message = engine_pb2.StoreJob(
+            request_level=self.request_level, ready_together=self.ready_together
+        )
         self.put_into(message)
         return message
 
@@ -358,7 +365,9 @@ class StepDraft:
         for job in self.loads:
             job.put_into(message.loads.add(), bare=bare)
         for job in self.stores:
-            store = message.stores.add(request_level=job.request_level, computed=job.computed)
+            store = message.stores.add(
+                request_level=job.request_level, ready_together=job.ready_together
+            )
             job.put_into(store, bare=bare)
 
 

@@ -76,7 +76,8 @@ def _add_store(
         hashes=b"".join(keys),
         engine_blocks=np.array(blocks, dtype="<u4").tobytes(),
     )
-    step.stores.append(pb.StoreJob(job_id=engine.last_job, context=said, runs=[run]))
+    store = pb.StoreJob(job_id=engine.last_job, context=said, runs=[run], ready_together=1)
+    step.stores.append(store)
     engine.loop.outside(engine.random.random() * 0.02, engine.say_ready, engine.last_job)
 
 

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvd_client.draft import BlockRun, JobDraft, StepDraft, in_parts, within_limit
+from kvd_client.draft import (
+    AFTER_THE_STEP,
+    BEFORE_THE_STEP,
+    BlockRun,
+    JobDraft,
+    StepDraft,
+    in_parts,
+    within_limit,
+)
 from kvd_client.identity import NamespaceFields
 from kvd_client.scheduler.jobs import JobTable
 from kvd_client.scheduler.lookup import LookupQueue
@@ -91,7 +99,7 @@ class StoreQueue:
             request = choice.requests[owned_by]
             drafts = self._add_jobs(request, runs, step, session.generation)
             for draft in drafts:
-                draft.computed = computed
+                draft.ready_together = BEFORE_THE_STEP if computed else AFTER_THE_STEP
             new[computed].extend(draft.job_id for draft in drafts)
         return new
 

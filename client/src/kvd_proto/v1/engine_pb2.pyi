@@ -260,18 +260,18 @@ class LookupReply(_message.Message):
     def __init__(self, call_id: _Optional[int] = ..., answers: _Optional[_Iterable[_Union[Answer, _Mapping]]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
 
 class StoreJob(_message.Message):
-    __slots__ = ("job_id", "context", "runs", "request_level", "computed")
+    __slots__ = ("job_id", "context", "runs", "request_level", "ready_together")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
     REQUEST_LEVEL_FIELD_NUMBER: _ClassVar[int]
-    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    READY_TOGETHER_FIELD_NUMBER: _ClassVar[int]
     job_id: int
     context: _common_pb2.ReqContext
     runs: _containers.RepeatedCompositeFieldContainer[_common_pb2.TransferRun]
     request_level: bool
-    computed: bool
-    def __init__(self, job_id: _Optional[int] = ..., context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.TransferRun, _Mapping]]] = ..., request_level: bool = ..., computed: bool = ...) -> None: ...
+    ready_together: int
+    def __init__(self, job_id: _Optional[int] = ..., context: _Optional[_Union[_common_pb2.ReqContext, _Mapping]] = ..., runs: _Optional[_Iterable[_Union[_common_pb2.TransferRun, _Mapping]]] = ..., request_level: bool = ..., ready_together: _Optional[int] = ...) -> None: ...
 
 class LoadJob(_message.Message):
     __slots__ = ("job_id", "context", "runs")

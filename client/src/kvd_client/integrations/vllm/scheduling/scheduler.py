@@ -39,6 +39,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvd_client.draft import AFTER_THE_STEP, BEFORE_THE_STEP
 from kvd_client.integrations.vllm.identity.named_inputs import NamedInputs
 from kvd_client.integrations.vllm.metadata import (
     KvdConnectorMetadata,
@@ -465,8 +466,9 @@ class KvdConnectorScheduler(OneGroupScheduler):
             else:
                 positions = context._offload_key_positions
                 runs = store_runs(groups, job.src_spec, target, positions)
-            computed = job_id in (made.jobs_to_flush or ())
-            jobs.add(job_id, manager.tracked(context), runs, is_load=False, computed=computed)
+            is_flushed = job_id in (made.jobs_to_flush or ())
+            ready = BEFORE_THE_STEP if is_flushed else AFTER_THE_STEP
+            jobs.add(job_id, manager.tracked(context), runs, is_load=False, ready_together=ready)
         return jobs
 
     # -- ends -------------------------------------------------------------------------------

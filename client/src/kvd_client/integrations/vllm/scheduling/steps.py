@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvd_client.draft import BlockRun, JobDraft, StepDraft, in_parts
+from kvd_client.draft import ALONE, BlockRun, JobDraft, StepDraft, in_parts
 from kvd_client.integrations.vllm.scheduling.requests import TrackedRequest, offered_runs
 from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.params import SchedulerOptions
@@ -46,16 +46,16 @@ class StepJobs:
         runs: list[BlockRun],
         *,
         is_load: bool,
-        computed: bool = False,
+        ready_together: int = ALONE,
     ) -> None:
-        """`computed`: a store of blocks that earlier steps computed, which this one flushes."""
+        """`ready_together`: of a store, which others its ranks are ready for with it."""
         request = tracked.request
         job = TrackedJob(generation=NEVER_SENT, parts=[], tracked=tracked, is_load=is_load)
         self.by_number[vllm_job] = job
         for part in in_parts(runs):
             job_id = next(self.ids)
             request_level = request.request_level and not is_load
-            draft = JobDraft(job_id, request.context, part, request_level, computed)
+            draft = JobDraft(job_id, request.context, part, request_level, ready_together)
             self.owners[job_id] = vllm_job
             job.parts.append(job_id)
             (self.loads if is_load else self.stores).append(draft)
