@@ -87,8 +87,7 @@ class TransferOrder:
 
 _WORD = struct.Struct("<Q")
 _ROW = struct.Struct("<QQ")
-_TRANSFER = struct.Struct("<QIII")  # ..., kind, how many jobs, how many parts
-_ALIGN = b"\0" * 4
+_TRANSFER = struct.Struct("<QIII4x")  # ..., kind, how many jobs, how many parts
 _PART = struct.Struct("<IIII")  # group, blocks, engine blocks per block, 1 with checksums
 _FINISHED = struct.Struct("<QIIQQQ")  # ..., how many checksums, ..., how many damaged
 _OUTCOMES = tuple(TransferOutcome)
@@ -141,7 +140,7 @@ def _regions(fields: dict[str, Any]) -> tuple[Region, ...] | tuple[CudaRegion, .
 
 def pack_transfer(order: TransferOrder) -> bytes:
     head = _TRANSFER.pack(order.transfer, order.kind, len(order.jobs), len(order.parts))
-    blocks = [head, _ALIGN, pack_jobs(order.jobs)]
+    blocks = [head, pack_jobs(order.jobs)]
     for part in order.parts:
         count, per_block = part.engine_blocks.shape
         blocks.append(_PART.pack(part.group, count, per_block, part.checksums is not None))
@@ -157,7 +156,7 @@ def pack_transfer(order: TransferOrder) -> bytes:
 
 def unpack_transfer(body: bytes) -> TransferOrder:
     transfer, kind, job_count, count = _TRANSFER.unpack_from(body)
-    at = _TRANSFER.size + len(_ALIGN)
+    at = _TRANSFER.size
     jobs = struct.unpack_from(f"<{job_count}Q", body, at)
     at += 8 * job_count
     parts = []

@@ -13,11 +13,10 @@ from kvd.runtime.driver import Driver
 async def store_together(driver: Driver, events: Sequence[StoreRequested]) -> dict[JobId, Verdict]:
     """Begin those that may begin with others; `Driver.store` says what becomes of the rest.
 
-    The events are of one session and different jobs, as `stores_together` cuts them.
+    The events are of one session, as `stores_together` cuts them, and of different new jobs.
     """
     session, said = events[0].session, dict[JobId, Verdict]()
-    live = driver.jobs.live(session)
-    left = [event for event in events if event.job not in live]
+    left = list(events)
     while len(left) > 1:
         begun = _begin(driver, session, left)
         if not begun:

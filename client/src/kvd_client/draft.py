@@ -149,11 +149,15 @@ class JobDraft:
         return message
 
     def to_store(self) -> engine_pb2.StoreJob:
-        message = engine_pb2.StoreJob(
-            request_level=self.request_level, ready_together=self.ready_together
-        )
-        self.put_into(message)
+        message = engine_pb2.StoreJob()
+        self.put_store_into(message)
         return message
+
+    def put_store_into(self, message: engine_pb2.StoreJob, *, bare: bool = False) -> None:
+        """Fill an empty message of a store."""
+        message.request_level = self.request_level
+        message.ready_together = self.ready_together
+        self.put_into(message, bare=bare)
 
 
 @dataclass(slots=True)
@@ -365,10 +369,7 @@ class StepDraft:
         for job in self.loads:
             job.put_into(message.loads.add(), bare=bare)
         for job in self.stores:
-            store = message.stores.add(
-                request_level=job.request_level, ready_together=job.ready_together
-            )
-            job.put_into(store, bare=bare)
+            job.put_store_into(message.stores.add(), bare=bare)
 
 
 def request_context(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,11 +113,15 @@ def _refusal(state: State, session: Session, account: str, offers: list[Offer]) 
         return DRAINING
     if not can_store(state, session):
         return RANKS_MISSING
+    return "" if scopes_fit(state, session, account, offers) else LimitExceeded.reason
+
+
+def scopes_fit(state: State, session: Session, account: str, offers: Iterable[Offer]) -> bool:
+    """Whether the scopes of these offers are open, or may be opened."""
     if all(offer.scope is not None for offer in offers):
-        return ""
+        return True
     spec = state.namespace_of(session).spec
-    fits = namespaces.scopes_fit(state, spec, session.payer, session.epoch, account)
-    return "" if fits else LimitExceeded.reason
+    return namespaces.scopes_fit(state, spec, session.payer, session.epoch, account)
 
 
 def can_store(state: State, session: Session) -> bool:

@@ -25,7 +25,7 @@ from kvd.core.errors import KvdError
 from kvd.core.events import JobKind, StoreRequested, StoresRequested
 from kvd.core.jobs import transfer
 from kvd.core.jobs.offer import read_offers, whole_rows
-from kvd.core.jobs.store import can_store, in_flight, open_scope
+from kvd.core.jobs.store import can_store, in_flight, open_scope, scopes_fit
 from kvd.core.keys import JobId, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, JobShare, JobState, Offer, Part, Prefix
@@ -97,7 +97,8 @@ def _begin(turn: Turn, session: Session, stores: Sequence[StoreRequested]) -> di
     for rows in several:
         wanted[rows.stores[_obstructed(session, rows.offer)]] = False
     _keep_order(wanted, stores)
-    if np.count_nonzero(wanted) < 2 or not _scopes_fit(state, session, account, several):
+    offers = [rows.offer for rows in several]
+    if np.count_nonzero(wanted) < 2 or not scopes_fit(state, session, account, offers):
         return {}
     several = [rows for rows in (each.of(wanted) for each in several) if len(rows.stores)]
     prefixes = {
@@ -192,13 +193,6 @@ def _repeated(values: npt.NDArray[np.unsignedinteger]) -> Bools:
     return repeated
 
 
-def _scopes_fit(state: State, session: Session, account: str, several: list[Rows]) -> bool:
-    if all(rows.offer.scope is not None for rows in several):
-        return True
-    spec = state.namespace_of(session).spec
-    return namespaces.scopes_fit(state, spec, session.payer, session.epoch, account)
-
-
 def _kept(
     state: State, prefixes: dict[int, Prefix], several: list[Rows]
 ) -> list[tuple[SizeClass, Slots]]:
@@ -224,21 +218,21 @@ def _reserve(
         prefix.Growth(prefixes[number], slots[some], offer.blocks[some])
         for number, some in rows.by_store()
     ]
-    _tell_policy(turn, owner, scope, rows, used)
+    _tell_policy(turn, scope, rows, prefixes, slots)
     prefix.grow_together(turn, session, owner, scope, used)
     return Part(owner, scope, slots, slots, offer.engine_blocks)
 
 
 def _tell_policy(
-    turn: Turn, owner: SizeClass, scope: ScopeId, rows: Rows, used: list[prefix.Growth]
+    turn: Turn, scope: ScopeId, rows: Rows, prefixes: dict[int, Prefix], slots: Slots
 ) -> None:
-    slots, tags = np.concatenate([each.slots for each in used]), rows.offer.tags
-    if not owner.policy.heeds_requests:
-        owner.policy.insert(slots, tags, Sight(turn.now_ns))
+    offer, policy = rows.offer, rows.offer.size_class.policy
+    if not policy.heeds_requests:
+        policy.insert(slots, offer.tags, Sight(turn.now_ns))
         return
-    for each, (_, some) in zip(used, rows.by_store(), strict=True):
-        sight = prefix.sight(turn, each.prefix, scope, int(each.blocks[0]))
-        owner.policy.insert(each.slots, tags[some], sight)
+    for number, some in rows.by_store():
+        sight = prefix.sight(turn, prefixes[number], scope, int(offer.blocks[some][0]))
+        policy.insert(slots[some], offer.tags[some], sight)
 
 
 def _shares(
