@@ -6,15 +6,11 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Iterator
-
-import pytest
 
 from kvd_proto.v1 import common_pb2, engine_pb2
 from tests.control.daemon_rig import (
     NUM_BLOCKS,
     RawEngine,
-    RunningDaemon,
     block,
     daemon,
     store_job,
@@ -24,19 +20,6 @@ from tests.waiting import wait_until
 
 JOBS = 40  # more than begin in one event
 DONE, FAILED = common_pb2.JOB_STATUS_DONE, common_pb2.JOB_STATUS_FAILED
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
-
-
-@pytest.fixture
-def engine(running: RunningDaemon) -> Iterator[RawEngine]:
-    made = RawEngine(running.socket)
-    yield made
-    made.close()
 
 
 def copies(port: int) -> int:

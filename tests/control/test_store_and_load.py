@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -21,19 +20,6 @@ from tests.control.daemon_rig import (
     identity,
     store_job,
 )
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
-
-
-@pytest.fixture
-def engine(running: RunningDaemon) -> Iterator[RawEngine]:
-    made = RawEngine(running.socket)
-    yield made
-    made.close()
 
 
 def test_what_was_stored_is_loaded_byte_for_byte(engine: RawEngine) -> None:
