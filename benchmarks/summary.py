@@ -72,9 +72,11 @@ def throughput(results: dict[str, Any]) -> Iterator[Line]:
         what = f"{row['direction']}, {row['layout']}, {engines}, × memcpy"
         yield at_least(what, row["ratio"], row["bar"])
     for row in results.get("beside", ()):
-        yield at_least(
-            f"{row['ways']}, {row['direction']}, {row['layout']}", row["ratio"], row["bar"]
-        )
+        what = f"{row['ways']}, {row['direction']}, {row['layout']}"
+        if row["bar"] is None:
+            yield Line(what, spread(row["ratio"]), "", None)
+        else:
+            yield at_least(what, row["ratio"], row["bar"])
     for row in results.get("fresh_pool", ()):
         what = f"first 256 MiB into a fresh pool, {row['layout']}, × later ones"
         yield at_least(what, row["ratio"], row["bar"])

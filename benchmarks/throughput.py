@@ -6,7 +6,8 @@ timed from the first `Step` to the board's last word, so it holds the protocol, 
 slot table too. The floor: memcpy of mapped, touched memory in as many threads as there are
 movers, in the same pairs, under the movers' own libc settings, which make memcpy of large blocks
 faster. Then two daemons in pairs: with checksums beside without, and the native library beside
-numpy; and jobs of 64 blocks beside jobs of 256.
+numpy; and jobs of 64 blocks beside jobs of 256. Two daemons that are alike say what such a
+comparison is worth. Memory that lies scattered is set aside first (`scattered.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import report
+from benchmarks import report, scattered
 from benchmarks.copies import FRAGMENTS, Floor
 from benchmarks.rig import BLOCK_BYTES, MIB, BenchEngine, daemon, keys
 from kvd import native
@@ -35,7 +36,8 @@ BARS = {("whole", 1): 0.9, ("64 x 32 KiB", 1): 0.85, ("whole", 2): 0.85, ("64 x 
 # Two ways beside each other: checksums or not, KVD_NATIVE, blocks a job; and what their ratio
 # should be.
 UNCHECKED = ("false", "auto", 256)
-WAYS: dict[str, tuple[Way, Way, float]] = {
+WAYS: dict[str, tuple[Way, Way, float | None]] = {
+    "two alike": (UNCHECKED, UNCHECKED, None),
     "with checksums x without": (("true", "auto", 256), UNCHECKED, 0.95),
     "jobs of 64 x jobs of 256": (("false", "auto", 64), UNCHECKED, 0.9),
     "native x numpy": (UNCHECKED, ("false", "off", 256), 1.0),
@@ -192,16 +194,20 @@ def main() -> None:
         os.environ["GLIBC_TUNABLES"] = GLIBC_TUNABLES
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.throughput", *sys.argv[1:]])
     total, pairs = (256 * MIB, 3) if options.quick else (1024 * MIB, 15)
+    # A pass of half the bytes takes 35 ms: a median of 15 pairs would vary by 0.03.
+    beside_pairs = 3 if options.quick else 41
     parts = {
         "steady": partial(steady, total, pairs),
-        "beside": partial(beside, total // 2, pairs),
+        "beside": partial(beside, total // 2, beside_pairs),
         "fresh_pool": partial(fresh, 2 if options.quick else 15),
     }
-    results = {name: run() for name, run in parts.items() if options.only in (None, name)}
+    with scattered.set_aside() as aside:
+        print(f"{aside // MIB} MiB of scattered memory set aside", flush=True)
+        results = {name: run() for name, run in parts.items() if options.only in (None, name)}
     for title, rows in results.items():
         print(f"\n{title}")
         print(report.table(list(rows[0]), [list(row.values()) for row in rows]))
-    report.write("throughput", results, options.output)
+    report.write("throughput", {**results, "set_aside_bytes": aside}, options.output)
 
 
 if __name__ == "__main__":
