@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
+from benchmarks import report, scattered
 from benchmarks.report import Spread
 from benchmarks.rig import MIB, daemon
 from benchmarks.vllm.processes import OrderedProcess
@@ -197,11 +197,12 @@ def main() -> None:
     settings = {"asynchronous": not options.synchronous}
     module = "benchmarks.vllm.side"
     with (
+        scattered.set_aside() as aside,
         daemon(POOL_BYTES, extent_bytes=8 * MIB) as running,
         OrderedProcess(module, ["kvd", running.socket], settings) as kvd,
         OrderedProcess(module, ["vllm"], settings) as vllm,
     ):
-        results: dict[str, Any] = {"vllm": kvd.ready["vllm"], **settings}
+        results: dict[str, Any] = {"vllm": kvd.ready["vllm"], **settings, "set_aside_bytes": aside}
         results["bytes"] = check_bytes(kvd)
         sides = Sides(kvd, vllm, pairs, options.profile)
         cases = {case: prompts(sides, case) for case in ("cold", "warm")}
