@@ -4,7 +4,8 @@ The probe, tests/gpu on the real driver, the copies beside their bars, and the s
 under its own time limit; a failure stops none of the others. Needs the checkout, a python3 with
 numpy, CuPy, torch, grpcio, protobuf, pytest and hypothesis, and the wheels in .whl (see
 benchmarks/gpu/carry.sh); no internet and no .venv. Results lie under
-benchmarks/results/<device name>/, and in the folder that KVD_GPU_RESULTS names too.
+benchmarks/results/<device name>/, and in the folder that KVD_GPU_RESULTS names too: what there is
+by then, after each step, so that who is cut off loses one step's alone.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -189,17 +191,23 @@ def run(step: Step, variables: dict[str, str], log: IO[bytes]) -> Outcome:
 
 
 def run_all(
-    chosen: Sequence[Step], variables: dict[str, str], log: IO[bytes], seconds: float = ALL_S
+    chosen: Sequence[Step],
+    variables: dict[str, str],
+    log: IO[bytes],
+    seconds: float = ALL_S,
+    after_each: Callable[[Sequence[Outcome]], object] = lambda _: None,
 ) -> list[Outcome]:
     """Run the steps, each within its own limit and what is left of `seconds`."""
     end = time.monotonic() + seconds
-    outcomes = []
+    outcomes: list[Outcome] = []
     for step in chosen:
         limit_s = min(step.limit_s, end - time.monotonic())
         if limit_s > 0:
             outcomes.append(run(replace(step, limit_s=limit_s), variables, log))
         else:
             outcomes.append(Outcome(step.name, None, 0.0))
+        log.flush()
+        after_each(outcomes)
     return outcomes
 
 
@@ -222,23 +230,28 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def report(outcomes: Sequence[Outcome], results: Path) -> int:
-    """Print and write the summary; 0 only when every step passed."""
-    print("\n== summary")
-    for outcome in outcomes:
-        print(f"  {outcome.name:8} {outcome.word}, {outcome.seconds:.0f} s")
+def keep(outcomes: Sequence[Outcome], results: Path) -> None:
+    """Write what became of the steps so far; all results there are to KVD_GPU_RESULTS, too."""
     document = {
         "commit": places.commit(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "steps": [asdict(outcome) for outcome in outcomes],
     }
     (results / "gpu-check.json").write_text(json.dumps(document, indent=1) + "\n")
-    print(f"results: {results}")
     if elsewhere := os.environ.get("KVD_GPU_RESULTS"):
         Path(elsewhere).mkdir(parents=True, exist_ok=True)
         for path in results.iterdir():
             if path.is_file():
                 shutil.copy(path, elsewhere)
+
+
+def report(outcomes: Sequence[Outcome], results: Path) -> int:
+    """Print the summary, and keep the results; 0 only when every step passed."""
+    print("\n== summary")
+    for outcome in outcomes:
+        print(f"  {outcome.name:8} {outcome.word}, {outcome.seconds:.0f} s")
+    print(f"results: {results}")
+    keep(outcomes, results)
     return 0 if all(outcome.status == 0 for outcome in outcomes) else 1
 
 
@@ -250,6 +263,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--patience", type=float, default=1.0, metavar="TIMES", help="so many times all limits"
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="for all steps together; the last ones get what is left"
     )
     parser.add_argument("--imports", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -269,8 +285,10 @@ def main() -> int:
     print(f"{name}; results go to {results}")
     if (flaw := places.flaw_of_shared_memory()) is not None:
         print(f"Expect failures: {flaw}")
+    seconds = ALL_S * options.patience if options.seconds is None else options.seconds
     with environment() as variables, (results / "gpu-check.log").open("wb") as log:
-        outcomes = run_all(chosen, variables, log, ALL_S * options.patience)
+        kept = partial(keep, results=results)
+        outcomes = run_all(chosen, variables, log, seconds, kept)
     return report(outcomes, results)
 
 

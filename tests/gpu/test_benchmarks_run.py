@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,24 @@ def test_a_failed_step_fails_the_check_and_every_step_is_told(tmp_path: Path) ->
     told = json.loads((tmp_path / "gpu-check.json").read_text())
     assert [(step["name"], step["status"]) for step in told["steps"]] == [("one", 1), ("two", 0)]
     assert check.report(outcomes[1:], tmp_path) == 0
+
+
+def test_results_are_kept_after_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results, copies = tmp_path / "results", tmp_path / "copies"
+    results.mkdir()
+    monkeypatch.setenv("KVD_GPU_RESULTS", str(copies))
+    seen = []
+
+    def after_each(outcomes: Sequence[check.Outcome]) -> None:
+        check.keep(outcomes, results)
+        kept = json.loads((copies / "gpu-check.json").read_text())
+        seen.append([step["name"] for step in kept["steps"]])
+        assert b"first says" in (copies / "gpu-check.log").read_bytes()
+
+    steps = [check.Step(name, ("-c", f"print('{name} says')"), 30) for name in ("first", "second")]
+    with (results / "gpu-check.log").open("wb") as log:
+        check.run_all(steps, dict(os.environ), log, 60, after_each)
+    assert seen == [["first"], ["first", "second"]]
 
 
 # What they ask of free memory they ask of the fake alone.
