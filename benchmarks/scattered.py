@@ -13,6 +13,9 @@ import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvd.linux.control_groups import memory_limit
+from kvd.linux.proc import memory_bytes
+
 _FREE = Path("/proc/buddyinfo")
 _WHOLE_ORDER = 9  # 2 MiB in pages of 4 KiB: what one entry of a page table's next level maps
 _LEFT_FREE = 0.5  # of the memory that is available, whatever is scattered
@@ -31,13 +34,15 @@ def scattered_bytes(text: str) -> int:
 def set_aside() -> Iterator[int]:
     """Hold the scattered memory for as long as this lasts; how many bytes. None where unknown: 0.
 
-    At most half of what is available is held.
+    At most half of what is available, and of the memory limit, is held.
     """
     try:
         wanted = scattered_bytes(_FREE.read_text())
     except OSError:
         wanted = 0
-    size = int(min(wanted, _LEFT_FREE * _available_bytes())) // mmap.PAGESIZE * mmap.PAGESIZE
+    available = memory_bytes("MemAvailable") or 0
+    most = _LEFT_FREE * min(available, memory_limit() or available)
+    size = int(min(wanted, most)) // mmap.PAGESIZE * mmap.PAGESIZE
     if not size:
         yield 0
         return
@@ -46,10 +51,3 @@ def set_aside() -> Iterator[int]:
         for start in range(0, size, mmap.PAGESIZE):
             held[start] = 1
         yield size
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
