@@ -15,6 +15,7 @@ from kvd.linux import calls, proc
 LOOK_SECONDS = 1.0
 GROWN_BYTES = 16 << 20  # more than was held at the best of times: worth while
 LONGEST_PAUSE = 64  # looks between two tries where the last ones gave nothing
+LOOKS_ANYHOW = 300  # after so many it is tried without need: what lies free in holes grows slowly
 
 
 def own_bytes() -> int:
@@ -27,7 +28,7 @@ class MemoryReturn:
     """Gives free memory back to the system soon after it was taken.
 
     While as much is in use it tries again, each time after twice as long. So what a client holds
-    for minutes goes back too, once the client has let it go.
+    for minutes goes back too, once the client has let it go. Now and then it tries without need.
     """
 
     def __init__(
@@ -60,18 +61,20 @@ class MemoryReturn:
         self._looks += 1
         if held > self._last + GROWN_BYTES:
             self._pause, self._looks = 1, 1
-        if held <= self._least + GROWN_BYTES or self._looks < self._pause:
+        has_grown = held > self._least + GROWN_BYTES
+        if self._looks < (self._pause if has_grown else LOOKS_ANYHOW):
             self._go_on()
             return
         # On a thread: it takes milliseconds, and no lock of ours.
         task = asyncio.get_running_loop().run_in_executor(None, self._give_back)
-        task.add_done_callback(lambda _: self._gave_back(held))
+        task.add_done_callback(lambda _: self._gave_back(held, has_grown))
 
-    def _gave_back(self, before: int) -> None:
+    def _gave_back(self, before: int, had_grown: bool) -> None:
         self._last = self._held()
         self._least = min(self._least, self._last)
-        gave = before - self._last > GROWN_BYTES
-        self._pause = 1 if gave else min(2 * self._pause, LONGEST_PAUSE)
+        if had_grown:
+            gave = before - self._last > GROWN_BYTES
+            self._pause = 1 if gave else min(2 * self._pause, LONGEST_PAUSE)
         self._looks = 0
         if self._timer is not None:
             self._go_on()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from typing import Any
 
 import grpc
@@ -77,6 +78,32 @@ async def test_memory_that_stays_in_use_is_tried_ever_more_seldom_and_goes_back_
     needed[0] = 0
     await asyncio.wait_for(gone.wait(), 60)
     back.close()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_what_little_lies_free_is_given_back_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_return, "LOOKS_ANYHOW", 20)
+    looks = [0]
+    given: list[int] = []
+    thrice = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def give_back() -> None:
+        given.append(looks[0])
+        if len(given) == 3:
+            loop.call_soon_threadsafe(thrice.set)
+
+    def count() -> int:
+        looks[0] += 1
+        return 100 << 20
+
+    back = memory_return.MemoryReturn(give_back, count)
+    back.begin()
+    await asyncio.wait_for(thrice.wait(), 60)
+    back.close()
+    assert all(20 <= later - one <= 24 for one, later in itertools.pairwise([0, *given]))
 
 
 def test_messages_over_the_limit_take_no_memory_and_leave_none() -> None:
