@@ -191,6 +191,34 @@ def test_rows_of_a_scope_or_size_that_is_not_known_are_dropped(directory: Path) 
         store.close()
 
 
+@pytest.mark.parametrize("said", [1 << 62, 1 << 20, -1, "'text'", "NULL", 0.5], ids=str)
+def test_a_scope_or_size_that_is_no_bytes_costs_its_blocks(directory: Path, said: object) -> None:
+    for table, column in (("scopes", "scope"), ("lengths", "lengths")):
+        with sqlite3.connect(directory / "index.sqlite") as db:
+            db.execute(f"UPDATE {table} SET {column}={said}")
+        db.close()
+        store = opened(directory)
+        assert check_all(store) == 0
+        keep(store, range(BLOCKS))
+        store.close()
+        store = opened(directory)  # and it was mended
+        assert check_all(store) == BLOCKS
+        assert not any(len(scope) > BLOCK_BYTES for scope in store._disks[0]._scopes)
+        store.close()
+
+
+@pytest.mark.parametrize("number", [1 << 32, 1 << 62], ids=str)
+def test_scopes_whose_numbers_are_used_up_by_damage_are_stored_all_the_same(
+    directory: Path, number: int
+) -> None:
+    with sqlite3.connect(directory / "index.sqlite") as db:
+        db.execute("UPDATE sqlite_sequence SET seq=? WHERE name='scopes'", (number,))
+    db.close()
+    store = opened(directory)
+    keep(store, range(BLOCKS), OTHER)
+    store.close()
+
+
 # -- directories ---------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 # Words of a row: the digest's two, the seal, the place, scope and lengths, the stamp, the check.
 ROW_WORDS = 7
 DIGEST, SEAL, PLACE, NUMBERS, STAMP, CHECK = slice(0, 2), 2, 3, 4, 5, 6
+_NUMBERS = 1 << 32  # of scopes and of lengths there are fewer: a row has half a word for each
 _ROWS_A_TIME = 8192
 _TABLES = """
 CREATE TABLE IF NOT EXISTS slab (identity BLOB);
@@ -153,11 +154,22 @@ class IndexFile:
             whole += b"".join([r for r in records if isinstance(r, bytes) and len(r) == size])
         rows = np.frombuffer(whole, dtype=np.uint64).reshape(-1, ROW_WORDS)
         right = rows[check_of(rows, self._identity) == rows[:, CHECK]]
-        scopes = {int(n): bytes(scope) for n, scope in db.execute("SELECT id, scope FROM scopes")}
-        lengths = {int(n): bytes(each) for n, each in db.execute("SELECT id, lengths FROM lengths")}
+        scopes = _numbered(db.execute("SELECT id, scope FROM scopes"))
+        lengths = _numbered(db.execute("SELECT id, lengths FROM lengths"))
         drawn = db.execute("SELECT seq FROM sqlite_sequence WHERE name='scopes'").fetchone()
         highest = max([int(drawn[0]) if drawn else 0, *scopes])
+        if highest >= _NUMBERS:
+            raise ValueError(f"it says that {highest} scopes were numbered")
         return Known(right, scopes, lengths, highest + 1, there - len(right), False)
+
+
+def _numbered(found: Iterable[tuple[int, object]]) -> dict[int, bytes]:
+    """Names by their number, without those that nobody here wrote: blocks of these are lost.
+
+    A damaged name may be a number, of which bytes() would make as many zeros.
+    """
+    rows = list(found)
+    return {n: name for n, name in rows if isinstance(name, bytes) and 0 < n < _NUMBERS}
 
 
 @contextlib.contextmanager
