@@ -24,11 +24,8 @@ def _option(setting: Setting) -> click.Option:
 
 
 def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
-    def read() -> config.Config:
-        return config.load(flags, os.environ)
-
     try:
-        settings = read()
+        settings = config.load(flags, os.environ)
     except config.ConfigError as error:
         raise Failure(str(error), EXIT_MISUSED) from None
     if print_config:
@@ -39,6 +36,12 @@ def _run(*, print_config: bool, check: bool, **flags: Any) -> int:
 
         return check_place(settings)
     standard_streams.fill()
+    # Named from now on: without the default file, all that it said would be taken back.
+    named = flags | {"config": config.file_of(flags["config"], os.environ)}
+
+    def read() -> config.Config:
+        return config.load(named, os.environ, again=True)
+
     from kvd.cli import serve  # noqa: PLC0415 - gRPC, only for who serves
 
     return serve.serve(settings, read)

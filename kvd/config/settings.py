@@ -327,14 +327,17 @@ def unknown_variables(environment: Mapping[str, str]) -> list[str]:
     return unknown
 
 
-def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
+def load(
+    flags: Mapping[str, Any], environment: Mapping[str, str], *, again: bool = False
+) -> Config:
     """The settings in force; ConfigError names what is wrong.
 
     `flags`: by name, each setting's and `config`, the file's; None is as if it were not there.
+    `again`: they were read before, and whoever serves waits; a pipe is refused then.
     """
     unknown_variables(environment)
-    file = _file_of(flags.get("config"), environment)
-    written = _read_file(file) if file else {}
+    file = file_of(flags.get("config"), environment)
+    written = _read_file(file, again=again) if file else {}
     values: dict[str, Any] = {}
     for setting in SETTINGS:
         given, source = _given(setting, flags, environment, written)
@@ -354,7 +357,8 @@ def load(flags: Mapping[str, Any], environment: Mapping[str, str]) -> Config:
     return config
 
 
-def _file_of(named: str | None, environment: Mapping[str, str]) -> Path | None:
+def file_of(named: str | None, environment: Mapping[str, str]) -> Path | None:
+    """The configuration file: the one named, the variable's, or the default where it is there."""
     file = named or environment.get("KVD_CONFIG")
     if file:
         return Path(file)
@@ -373,7 +377,7 @@ def socket_of(named: str | None, environment: Mapping[str, str], file: str | Non
     given = named or environment.get(socket.variable)
     if given:
         return given
-    path = _file_of(file, environment)
+    path = file_of(file, environment)
     if path is None:
         return str(socket.default)
     try:
@@ -400,8 +404,13 @@ def _given(
     return setting.default, "default"
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _read_file(path: Path, *, again: bool = False) -> dict[str, Any]:
     try:
+        if again and path.exists() and not path.is_file():  # it is empty by now, or never ends
+            raise ConfigError(
+                f"configuration file {path} is no plain file, and can't be read again: restart"
+                " kvd, or name a plain file at its start"
+            )
         written = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"configuration file {path} can't be read: {error.strerror}") from None

@@ -42,9 +42,13 @@ class Configured(RunningDaemon):
 
     def reload(self, text: str) -> str:
         """Write the file and tell the daemon; what it logged of that."""
-        said = self.log.stat().st_size
         self.file.write_text(text)
-        self.process.send_signal(signal.SIGHUP)
+        return self.tell_to_reload()
+
+    def tell_to_reload(self, pid: int = 0) -> str:
+        """Tell it, whatever lies in the file's place."""
+        said = self.log.stat().st_size
+        os.kill(pid or self.pid, signal.SIGHUP)
         wait_until(lambda: "reloaded" in self.log.read_text()[said:])
         return self.log.read_text()[said:]
 
@@ -107,6 +111,49 @@ def test_settings_that_cannot_be_read_change_nothing(running: Configured, text: 
     before = quotas(running)
     said = running.reload(text)
     assert "were not reloaded, and nothing has changed" in said
+    assert quotas(running) == before
+
+
+def test_a_pipe_in_the_files_place_is_not_waited_for(running: Configured) -> None:
+    before = quotas(running)
+    running.file.unlink()
+    os.mkfifo(running.file)
+    assert "is no plain file, and can't be read again" in running.tell_to_reload()
+    assert quotas(running) == before
+
+
+def test_settings_that_came_by_a_pipe_are_not_taken_back(running: Configured) -> None:
+    before = quotas(running)
+    running.stop()
+    running.behind = ("sh", "-c", f'cat {running.file} | exec "$@"', "sh", *running.behind)
+    running.more_flags = ("--config", "/dev/stdin")
+    running.start()
+    assert quotas(running) == before
+    caller = Caller(running.socket)
+    daemon = caller.status().process_id
+    caller.close()
+    assert "is no plain file, and can't be read again" in running.tell_to_reload(daemon)
+    assert quotas(running) == before
+    os.kill(daemon, signal.SIGTERM)
+
+
+def test_a_file_that_is_gone_takes_nothing_back(
+    running: Configured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = quotas(running)
+    running.stop()
+    # As the default file's place, which may be empty.
+    code = (
+        f"import pathlib, kvd.config.settings as s; s.DEFAULT_FILE = pathlib.Path('{running.file}')"
+    )
+    (running.directory / "sitecustomize.py").write_text(code)
+    path = f"{running.directory}:{os.environ.get('PYTHONPATH', '')}"
+    monkeypatch.setenv("PYTHONPATH", path)
+    running.more_flags = ()
+    running.start()
+    assert quotas(running) == before
+    running.file.unlink()
+    assert "can't be read: No such file" in running.tell_to_reload()
     assert quotas(running) == before
 
 
