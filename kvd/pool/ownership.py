@@ -14,10 +14,10 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvd.linux.proc import mapped_inodes, start_time_of
 from kvd.pool import sealed_json
@@ -114,8 +114,8 @@ class MoverList:
             content = self._path.read_bytes()
         except FileNotFoundError:
             return []
-        records = [sealed_json.unseal(line) for line in content.splitlines()]
-        return [MoverRecord(r["pid"], r["start_time"]) for r in records if r is not None]
+        lines = [_mover_of(sealed_json.unseal(line)) for line in content.splitlines()]
+        return [mover for mover in lines if mover is not None][:MOST_MOVERS]
 
     def replace(self, movers: Iterable[MoverRecord]) -> None:
         """Forget all others, and take the room for as many as there may be."""
@@ -168,6 +168,14 @@ class MoverList:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _mover_of(record: Mapping[str, Any] | None) -> MoverRecord | None:
+    """None where it names no process, as a line of another file doesn't."""
+    pid, start_time = (record or {}).get("pid"), (record or {}).get("start_time")
+    if type(pid) is not int or type(start_time) is not int or not 0 < pid < 1 << 31:
+        return None
+    return MoverRecord(pid, start_time)
 
 
 def _line(mover: MoverRecord) -> bytes:

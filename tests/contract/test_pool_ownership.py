@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvd.linux.proc import start_time_of, state_of
-from kvd.pool import Pool, PoolConfig, PoolError
+from kvd.pool import Pool, PoolConfig, PoolError, sealed_json
 from kvd.pool.ownership import (
     MOST_MOVERS,
     MoverList,
@@ -231,6 +231,25 @@ def test_a_list_of_movers_with_a_damaged_line_gives_the_others(shared_directory:
         MoverRecord(5_000_002, 2),
     ]
     movers.close()
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"kind": "scope", "namespace": 1},
+        {"pid": "1", "start_time": 2},
+        {"pid": 1 << 31, "start_time": 2},
+        {"pid": -1, "start_time": 2},
+        {"pid": 5_000_000},
+    ],
+    ids=str,
+)
+def test_a_whole_line_that_names_no_process_is_nobodys(
+    shared_directory: Path, record: dict[str, object]
+) -> None:
+    path = shared_directory / "movers"
+    path.write_bytes(sealed_json.seal(record) + sealed_json.seal({"pid": 7, "start_time": 2}))
+    assert MoverList(path).read_last_owner() == [MoverRecord(7, 2)]
 
 
 def test_rows_of_a_mover_that_can_not_be_killed_are_quarantined(
