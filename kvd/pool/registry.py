@@ -123,18 +123,25 @@ class Registry:
 
     @classmethod
     def open(cls, path: Path, reserve: Reserve) -> Registry:
-        """Read what is there; damaged lines are left out."""
+        """Read what is there; damaged lines are left out, and the file is written anew then."""
         registry = cls(path, reserve)
         registry._fresh_path.unlink(missing_ok=True)
         content = path.read_bytes() if path.exists() else b""
-        for line in content.splitlines():
+        # A torn line would be glued to whatever is appended to it.
+        whole = content.rfind(b"\n") + 1
+        damaged = 0
+        for line in content[:whole].splitlines():
             record = sealed_json.unseal(line)
             if record is not None:
                 registry.take(record)
+            else:
+                damaged += 1
         registry._file = LineFile(path, reserve, fresh=False)
         registry._file.lines = content.count(b"\n")
-        # A torn line would be glued to whatever is appended to it.
-        registry._file.cut(content.rfind(b"\n") + 1)
+        registry._file.cut(whole)
+        if damaged:
+            log.warning("%s has %d damaged lines and is written anew", path, damaged)
+            registry._begin_anew()
         return registry
 
     @property
@@ -350,8 +357,10 @@ class Registry:
         """Begin to write the file anew once most of its lines say what is forgotten."""
         if self._fresh is not None:
             return
-        if self._file.lines <= SLACK_LINES + 2 * (len(self.namespaces) + len(self.scopes)):
-            return
+        if self._file.lines > SLACK_LINES + 2 * (len(self.namespaces) + len(self.scopes)):
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
         try:
             self._fresh = LineFile(self._fresh_path, self.reserve, fresh=True)
         except OSError as error:

@@ -104,6 +104,25 @@ def test_what_comes_and_goes_while_the_file_is_written_anew_is_in_it(
     assert found.namespaces.keys() == made.namespaces.keys()
 
 
+def test_a_file_with_damaged_lines_is_written_anew_with_all_others(
+    made: Registry, reserve: Reserve
+) -> None:
+    for number in range(1, 200):
+        made.add_scope(scope(number))
+    lines = made.path.read_bytes().splitlines(keepends=True)
+    lines[50] = lines[50].replace(b"epoch", b"Epoch")
+    damaged = made.path.with_name("damaged.jsonl")
+    damaged.write_bytes(b"".join(lines) + b"a torn")
+    again = Registry.open(damaged, reserve)
+    again.add_scope(scope(1000))
+    for _ in range(200 // registry.PIECE_LINES + 1):
+        again.upkeep()
+    known = {number for number in range(1, 200) if number != 50} | {1000}
+    assert read(again).scopes.keys() == again.scopes.keys() == known
+    assert read(again).namespaces == again.namespaces == made.namespaces
+    again.close()
+
+
 def test_a_file_half_written_anew_is_of_no_importance(
     made: Registry, shared_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
