@@ -54,7 +54,7 @@ from kvd.pool.placement import Placement
 from kvd.pool.recovery import PoolFiles, Recovery
 from kvd.pool.registry import RegisteredNamespace, Registry
 from kvd.pool.reserve import FULL, Reserve
-from kvd.pool.row_table import GrantedRow, RowTable
+from kvd.pool.row_table import GrantedRow, RowTable, row_table_bytes
 from kvd.pool.slot_table import SlotTableFile
 from kvd.pool.standing import Standing
 from kvd.pool.verify import Books
@@ -292,6 +292,7 @@ class Pool:
             if self._checksums is not None:
                 self._checksums.prepare(order.extents, order.slots)
             self._slot_table.prepare(order.row, order.slots)
+            self._slot_table.free_all(order.row, order.slots)
             self._rows[order.row] = row
             self._row_table.grant(row)
         self._placement.add(order)
@@ -523,7 +524,7 @@ class Pool:
         wanted = PoolHeader.wanted(self._config, nodes, os.urandom(TAG_SECRET_BYTES))
         header, self.cold_reason = read_header(path, wanted)
         if header is not None and not self.cold_reason:
-            self.cold_reason = self._files.missing(header.extents_mark)
+            self.cold_reason = self._files.missing(header.extents_mark) or self._rows_lost()
         if header is None or self.cold_reason:
             self._reserve.let_go()
             # The header goes first and comes last: whatever is interrupted starts cold again.
@@ -537,6 +538,12 @@ class Pool:
             header.write(path)
         self._files.nodes = deal(self.extents, header.nodes)
         self.tag_secret = bytes.fromhex(header.tag_secret)
+
+    def _rows_lost(self) -> str:
+        """Why nobody knows whose records and bytes there are; "" where rows.table is whole."""
+        path = self._config.directory / "rows.table"
+        found, wanted = path.stat().st_size if path.exists() else 0, row_table_bytes(self._config)
+        return f"rows.table has {found} bytes of {wanted}" if found < wanted else ""
 
     def _remove_extents(self, before: PoolHeader | None) -> None:
         """Give back the memory of the pool that was here, wherever its extents lay."""

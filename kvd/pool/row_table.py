@@ -48,6 +48,11 @@ class _Header:
     part_bytes: int
 
 
+def row_table_bytes(config: PoolConfig) -> int:
+    """How large the file of a pool is."""
+    return config.extents * ROW_HEADER_BYTES
+
+
 class RowTable(MappedTable):
     """The headers of all rows, mapped and populated (they are few)."""
 

@@ -75,6 +75,13 @@ class SlotTableFile(MappedTable):
         """Make records FREE; their generation stays."""
         self._words[records, _STATE] &= ~_STATE_MASK
 
+    def free_all(self, extent: int, slots: int) -> None:
+        """Make an extent's first records FREE: of a row that was lost, some may say READY."""
+        first = extent * self._per_extent
+        records = np.arange(first, first + slots)
+        if len(left := records[self.ready(records)]):
+            self.write_free(left)
+
     def ready(self, records: Records) -> npt.NDArray[np.bool_]:
         """Which of these records say READY, whether whole or not."""
         mask: npt.NDArray[np.bool_] = self._words[records, _STATE] & _STATE_MASK == READY

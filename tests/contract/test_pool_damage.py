@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,6 +127,19 @@ def test_a_row_whose_leading_header_was_not_written_is_freed(filled: PoolConfig)
     assert set(rows) == {0}
 
 
+def test_records_of_a_row_whose_header_was_lost_are_in_nobodys_way(filled: PoolConfig) -> None:
+    with bytes_of(filled.directory / "rows.table") as table:
+        table[:HEADER] = bytes(HEADER)
+    with opened(filled) as pool:
+        assert set(orders.rows_of(list(pool.recovered()))) == {2}
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        pool.write_ready(orders.ready([0, 1], orders.keys(2, 5)))
+    rows, dropped = reopened(filled)
+    assert dropped == 0
+    assert rows[0].ordinals.tolist() == [0, 1]
+
+
 def test_a_row_of_headers_from_two_grants_is_freed(filled: PoolConfig) -> None:
     path = filled.directory / "rows.table"
     with bytes_of(path) as table:
@@ -182,6 +196,8 @@ def rewritten(name: str, value: object) -> Callable[[Path], None]:
         (rewritten("record_bytes", 64), "record_bytes = 64"),
         (lambda d: (d / "pool.header").write_bytes(b"{}"), "header is damaged"),
         (lambda d: (d / "pool.header").unlink(), "no pool was here"),
+        (lambda d: (d / "rows.table").unlink(), "rows.table has 0 bytes of 512"),
+        (lambda d: os.truncate(d / "rows.table", 511), "rows.table has 511 bytes of 512"),
         (lambda d: (d / "extents" / "00003.kv").unlink(), "extent 3 is missing"),
         (lambda d: (d / "extents" / "00003.kv").write_bytes(b"1"), "extent 3 has 1 bytes"),
     ],
