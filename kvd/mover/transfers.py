@@ -21,6 +21,7 @@ from kvd_proto.layout import RING_ENTRIES
 # tells a mover that a store has had its last piece. A store of which a further piece comes after
 # twice as many other jobs expires, and may from this many on.
 MAX_READY_JOBS = RING_ENTRIES
+_WORD_BITS = 256
 
 
 class TransferState(enum.Enum):
@@ -62,25 +63,39 @@ class ReadyJobs:
 
     In two tables, and the older is dropped as a whole. From one, which loses its oldest job to
     each new one, nothing is freed: it is built anew every some thousand jobs, twice as large once.
+    A table has a bit for each job, in words by their numbers' upper bits: engines number their
+    jobs one by one, and a number for each would take a megabyte.
     """
 
     def __init__(self) -> None:
-        self._young: dict[int, None] = {}  # takes half as much as a set
-        self._old: dict[int, None] = {}
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
         self._added = 0  # to the young
 
     def add(self, job: int) -> None:
         if self._added == MAX_READY_JOBS:
             self._old, self._young, self._added = self._young, {}, 0
-        self._young[job] = None
+        word, bit = _place_of(job)
+        self._young[word] = self._young.get(word, 0) | bit
         self._added += 1
 
     def discard(self, job: int) -> None:
-        self._young.pop(job, None)
-        self._old.pop(job, None)
+        word, bit = _place_of(job)
+        for table in (self._young, self._old):
+            if (said := table.get(word, 0)) & bit:
+                if said == bit:
+                    del table[word]
+                else:
+                    table[word] = said - bit
 
     def __contains__(self, job: int) -> bool:
-        return job in self._young or job in self._old
+        word, bit = _place_of(job)
+        return bool((self._young.get(word, 0) | self._old.get(word, 0)) & bit)
+
+
+def _place_of(job: int) -> tuple[int, int]:
+    """The word of a table that has its bit, and the bit."""
+    return job // _WORD_BITS, 1 << job % _WORD_BITS
 
 
 class TransferQueue:
