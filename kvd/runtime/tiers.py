@@ -453,9 +453,13 @@ class Tiers:
         """None of its copies runs any more."""
         self.usage.pop(tier, None)
         self._written.discard(tier)
+        asked = [self._questions.pop(order, None) for order in self._asked[tier]]
         self._asked[tier].clear()
         self._movers = {mover: other for mover, other in self._movers.items() if other != tier}
         self._report(ev.TierGone(tier))
+        for question in filter(None, asked):  # no answer comes any more
+            for waiting in question.waiting:
+                self._report(waiting)
         self._tell_clients()
 
     def _tell_clients(self) -> None:

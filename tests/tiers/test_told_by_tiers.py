@@ -13,7 +13,7 @@ import pytest
 from kvd.config.tiers import TierRule
 from kvd.core import actions as act
 from kvd.core import events as ev
-from kvd.core.keys import NamespaceId, ScopeName, TierId
+from kvd.core.keys import NamespaceId, ScopeName, SearchId, TierId
 from kvd.pool.generations import EVERY, MAX_CLEARED_NAMESPACES, Generations
 from kvd.runtime import tiers as module
 from kvd.runtime.tiers import Tiers
@@ -129,3 +129,26 @@ async def test_what_is_cleared_before_the_tiers_begin_is_deleted_once_they_serve
     (order,) = deleting.call_args_list
     assert order.args[1] == (module._namespace_name("a namespace"),)
     generations.close()
+
+
+@on_loop
+async def test_what_a_process_was_asked_before_its_end_is_waited_for_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "SOON_S", 60.0)
+    reported: list[Any] = []
+    made = tiers(reported)
+    made._pool = cast(Any, SimpleNamespace(set_below=lambda **_: None))
+    made._asked[TIER], made._deleting[TIER] = {}, {}
+    monkeypatch.setattr(made, "_give", lambda *_: True)
+    name = ScopeName(NamespaceId(1), "", "", 0, 0)
+    for number in range(3):
+        made.carry_out(act.AskTier(TIER, SearchId(number), name, cast(Any, ())))
+    lookup = asyncio.ensure_future(made.answered_soon())
+    await asyncio.sleep(0)
+    made.tier_gone(TIER, "it was killed")
+    assert not made._questions, "each end of a process would leave some"
+    gone, waiting = reported
+    assert gone == ev.TierGone(TIER)
+    waiting.set_result(None)  # as who reports does, once the event was handled
+    assert await asyncio.wait_for(lookup, 5.0)
