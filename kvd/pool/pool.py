@@ -455,9 +455,9 @@ class Pool:
 
         PoolError where the pool's files have been removed or replaced: nothing heals that here.
         """
-        if (gone := self._standing.missing()) is not None:
+        if (lost := self._standing.missing()) is not None:
             raise PoolError(
-                f"{gone} was removed while the daemon ran: its next start begins cold; keep"
+                f"{lost.path} {lost.how} while the daemon ran: its next start may be cold; keep"
                 " cleaners of temporary files (and systemd-logind's RemoveIPC) away from the pool"
             )
         self._registry.upkeep()
@@ -473,7 +473,9 @@ class Pool:
     def _look_around(self) -> None:
         """Remember which files are ours, by more than their names."""
         directory = self._config.directory
-        names = ("lock", "pool.header", "slots.table", "rows.table", "movers")
+        names = ["lock", "pool.header", "slots.table", "rows.table", "generations.table", "movers"]
+        if self._checksums is not None:
+            names.append(CHECKSUM_TABLE)
         files = self._files.files
         ends = (files.path(0), files.path(self.extents - 1))
         paths = [*(directory / name for name in names), files.directory, *ends]

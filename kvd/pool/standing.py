@@ -2,32 +2,53 @@
 
 Somebody may remove them under a daemon that runs: an operator, a cleaner of temporary files,
 systemd-logind at a logout (RemoveIPC). What is mapped stays, so nothing fails at once; but every
-row that is mapped later is missing, and another daemon may make a pool in the same place.
+row that is mapped later is missing, and another daemon may make a pool in the same place. A file
+that was cut short ends whoever reads beyond its end.
 """
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Lost(NamedTuple):
+    """A file or directory that is not what it was."""
+
+    path: Path
+    how: str
+
+
+class _Kept(NamedTuple):
+    device: int
+    inode: int
+    size: int  # of a directory 0
 
 
 class Standing:
-    """Tells whether files and directories are still what they were when this was made."""
+    """Tells whether files, none of which changes its size, and directories are still what they were
+    when this was made."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._inodes = {path: _inode(path) for path in paths}
+        self._kept = {path: _kept(path) for path in paths}
 
-    def missing(self) -> Path | None:
-        """One that has gone, or has given its name to another."""
-        for path, inode in self._inodes.items():
-            if _inode(path) != inode:
-                return path
+    def missing(self) -> Lost | None:
+        """One that has gone, has given its name to another, or was cut short."""
+        for path, before in self._kept.items():
+            now = _kept(path)
+            if now is None or before is None or now[:2] != before[:2]:
+                return Lost(path, "was removed")
+            if now.size < before.size:
+                return Lost(path, "was cut short")
         return None
 
 
-def _inode(path: Path) -> tuple[int, int]:
+def _kept(path: Path) -> _Kept | None:
     try:
         found = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
-        return 0, 0
-    return found.st_dev, found.st_ino
+        return None
+    size = found.st_size if stat.S_ISREG(found.st_mode) else 0
+    return _Kept(found.st_dev, found.st_ino, size)

@@ -175,8 +175,8 @@ class Books:
 
     def directory(self) -> list[Finding]:
         """The pool's files are those that it began with."""
-        gone = self.standing.missing()
-        return [] if gone is None else [Finding("files", str(gone), "it was removed or replaced")]
+        lost = self.standing.missing()
+        return [] if lost is None else [Finding("files", str(lost.path), f"it {lost.how}")]
 
     def registry(self) -> Iterator[list[Finding]]:
         """The file tells a restart what is known, piece by piece."""
