@@ -30,6 +30,7 @@ STRING_TOO_LONG = "STRING_TOO_LONG"
 TOO_MANY_PARTS = errors.TOO_MANY_PARTS
 OLD_ENGINE_ENDING = "OLD_ENGINE_ENDING"
 DEADLINE = "DEADLINE"
+DRAIN_TAKEN_BACK = "DRAIN_TAKEN_BACK"
 MOVER_START_FAILED = "MOVER_START_FAILED"
 INTERNAL = "INTERNAL"
 
@@ -61,6 +62,7 @@ STATUS_OF: dict[str, grpc.StatusCode] = {
     registration_errors.GPU_UNKNOWN: _Code.FAILED_PRECONDITION,
     registration_errors.GPU_HANDLE_REFUSED: _Code.FAILED_PRECONDITION,
     registration_errors.GPU_MODE_UNSUPPORTED: _Code.FAILED_PRECONDITION,
+    DRAIN_TAKEN_BACK: _Code.FAILED_PRECONDITION,
     registration_errors.GPU_MEMORY_SHORT: _Code.RESOURCE_EXHAUSTED,
     errors.LimitExceeded.reason: _Code.RESOURCE_EXHAUSTED,
     errors.PermissionDenied.reason: _Code.PERMISSION_DENIED,
@@ -71,6 +73,12 @@ STATUS_OF: dict[str, grpc.StatusCode] = {
     DEADLINE: _Code.DEADLINE_EXCEEDED,
     INTERNAL: _Code.INTERNAL,
 }
+
+
+class DrainTakenBack(KvdError):
+    """Somebody undrained the daemon while the caller waited for the drain: it takes work again."""
+
+    reason = DRAIN_TAKEN_BACK
 
 
 class OldEngineEnding(KvdError):

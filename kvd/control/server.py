@@ -17,6 +17,7 @@ from kvd.control.access.companion import CompanionServer
 from kvd.control.access.door import Door
 from kvd.control.access.peers import Peers
 from kvd.control.access.tenants import TenantPolicy
+from kvd.control.errors import DrainTakenBack
 from kvd.control.memory_return import MemoryReturn
 from kvd.control.namespaces import Namespaces
 from kvd.control.registration.gpu_capacity import GpuCapacity, GpuTerms
@@ -30,7 +31,6 @@ from kvd.control.services.worker import WorkerServicer
 from kvd.control.sessions.session import SessionContext, SessionTerms
 from kvd.control.sockets import SocketFile, alone_in, refuse_taken, unused_name
 from kvd.core.errors import Draining
-from kvd.core.events import DrainEnded
 from kvd.linux.own_directory import Wanted, require_place
 from kvd.runtime.driver import Driver
 from kvd_proto.limits import MAX_MESSAGE_BYTES
@@ -188,17 +188,23 @@ class ControlServer:
         self._files.append(SocketFile.of(place.socket))
 
     async def drain(self, deadline_s: float) -> int:
-        """No new session or store from now on; waits for the copies under way."""
+        """No new session or store from now on; waits for the copies under way.
+
+        DrainTakenBack where it is undrained meanwhile.
+        """
         self.rooms.draining = True
         await self._say_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        return await self.driver.drain(deadline_s)
+        left = await self.driver.drain(deadline_s)
+        if not self.rooms.draining:
+            raise DrainTakenBack("somebody undrained the daemon meanwhile: it takes work again")
+        return left
 
     async def undrain(self) -> bool:
         """Take sessions and stores again; whether it did not before. Draining where it stops."""
         if self.stopping:
             raise Draining("the daemon is stopping")
         was_draining, self.rooms.draining = self.rooms.draining, False
-        self.driver.call(DrainEnded())
+        self.driver.undrain()
         await self._say_health(health_pb2.HealthCheckResponse.SERVING)
         return was_draining
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvd.core.actions import EndJob
@@ -99,11 +99,17 @@ class PendingJobs:
             if not flushes:
                 del self._flushes[session]
 
-    async def wait_for_all(self, deadline_s: float) -> int:
-        """Wait until no session has a live job; the number left when the deadline passes."""
+    def look_again(self) -> None:
+        """Whoever waits for all may want that no more."""
+        self._changed.set()
+
+    async def wait_for_all(
+        self, deadline_s: float, is_wanted: Callable[[], bool] = lambda: True
+    ) -> int:
+        """Wait until no session has a live job, while that is wanted; the number left then."""
         try:
             async with asyncio.timeout(deadline_s):
-                while any(self._live.values()):
+                while is_wanted() and any(self._live.values()):
                     await self._wait_for_change()
         except TimeoutError:
             pass

@@ -22,6 +22,7 @@ from tests.control.daemon_rig import (
     block,
     daemon,
     refusal,
+    store_job,
 )
 from tests.ports import free_port
 from tests.waiting import wait_until
@@ -110,6 +111,23 @@ def test_a_clear_whose_caller_does_not_wait_for_its_end_is_in_the_log_too() -> N
     finally:
         running.kill()
         running.remove()
+
+
+def test_who_waits_for_a_drain_that_is_taken_back_is_told_so_at_once() -> None:
+    with daemon() as running:
+        engine = RawEngine(running.socket)
+        (verdict,) = engine.scheduler.step(stores=[store_job(1, [1], [0])]).verdicts
+        assert verdict.accepted  # and its worker never says ready
+        operator = Caller(running.socket)
+        waiting = operator.operator.Drain.future(
+            pb.DrainRequest(deadline_ms=60_000), timeout=10, metadata=operator.metadata
+        )
+        wait_until(lambda: operator.status().state == "draining", "the drain")
+        operator.call(operator.operator.Undrain, pb.UndrainRequest())
+        assert refusal(waiting.result) == ("FAILED_PRECONDITION", "DRAIN_TAKEN_BACK", "")
+        assert operator.call(operator.operator.Drain, pb.DrainRequest()).jobs_left == 1
+        engine.close()
+        operator.close()
 
 
 def test_a_drain_that_is_taken_back_makes_the_daemon_ready_and_stores_go_on() -> None:
