@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 
 from kvd.gateway.certificates import Renewal
-from kvd.gateway.servicer import MAX_CALLS_AT_ONCE, Gateway
+from kvd.gateway.servicer import MAX_CALL_SECONDS, MAX_CALLS_AT_ONCE, Gateway
 
 MAX_CONNECTIONS = 64  # handshakes among them
 MAX_STREAMS = 8  # calls under way on one connection
@@ -15,19 +15,27 @@ MAX_MESSAGE_BYTES = 64 * 1024  # of a request; an operator's have a few hundred 
 HANDSHAKE_SECONDS = 5.0
 IDLE_SECONDS = 300.0  # then a connection without calls is closed
 PING_SECONDS = 60.0
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", 16 << 20),
-    ("grpc.max_metadata_size", 16 * 1024),
-    ("grpc.max_concurrent_streams", MAX_STREAMS),
-    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1e3)),
-    ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1e3)),
-    ("grpc.keepalive_time_ms", int(PING_SECONDS * 1e3)),
-    ("grpc.http2.lookahead_bytes", 16 * 1024),
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.so_reuseport", 0),
-)
+# Or a tenth more; then whoever calls shows a certificate again: one that has expired since, or is
+# of an authority that is trusted no more, would else be good for as long as calls come.
+CONNECTION_SECONDS = 600.0
+
+
+def _options() -> tuple[tuple[str, int], ...]:
+    return (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", 16 << 20),
+        ("grpc.max_metadata_size", 16 * 1024),
+        ("grpc.max_concurrent_streams", MAX_STREAMS),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1e3)),
+        ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1e3)),
+        ("grpc.max_connection_age_ms", int(CONNECTION_SECONDS * 1e3)),
+        ("grpc.max_connection_age_grace_ms", int(MAX_CALL_SECONDS * 1e3)),  # calls may end
+        ("grpc.keepalive_time_ms", int(PING_SECONDS * 1e3)),
+        ("grpc.http2.lookahead_bytes", 16 * 1024),
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.so_reuseport", 0),
+    )
 
 
 def begin(address: str, renewal: Renewal, gateway: Gateway) -> tuple[grpc.Server, int]:
@@ -35,7 +43,7 @@ def begin(address: str, renewal: Renewal, gateway: Gateway) -> tuple[grpc.Server
     server = grpc.server(
         ThreadPoolExecutor(MAX_CALLS_AT_ONCE, thread_name_prefix="gateway"),
         handlers=[gateway],
-        options=_OPTIONS,
+        options=_options(),
         maximum_concurrent_rpcs=MAX_CALLS_AT_ONCE,
     )
     try:

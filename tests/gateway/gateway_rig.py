@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import grpc
@@ -39,13 +40,28 @@ class Authority:
         self.file = directory / f"{name}.pem"
         self._ca.cert_pem.write_to_path(self.file)
 
-    def vouch(self, name: str, *hosts: str) -> Identity:
+    def vouch(self, name: str, *hosts: str, not_after: datetime | None = None) -> Identity:
         """A certificate whose common name is `name`, for these hosts."""
-        made = self._ca.issue_cert(*hosts, common_name=name)
+        made = self._ca.issue_cert(*hosts, common_name=name, not_after=not_after)
         identity = Identity(self._directory / f"{name}.crt", self._directory / f"{name}.key")
         identity.certificate.write_bytes(b"".join(p.bytes() for p in made.cert_chain_pems))
         identity.key.write_bytes(made.private_key_pem.bytes())
         return identity
+
+
+@contextmanager
+def channel_to(
+    target: str, authority: Authority, identity: Identity | None
+) -> Iterator[grpc.Channel]:
+    """A connection of this one's to whom the authority vouches for."""
+    credentials = grpc.ssl_channel_credentials(
+        authority.file.read_bytes(),
+        identity.key.read_bytes() if identity else None,
+        identity.certificate.read_bytes() if identity else None,
+    )
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    with grpc.secure_channel(target, credentials, options) as channel:
+        yield channel
 
 
 class GatewayProcess:
@@ -89,19 +105,11 @@ class GatewayProcess:
         with self.channel_of(identity, authority) as channel:
             yield operator_pb2_grpc.OperatorServiceStub(channel)
 
-    @contextmanager
     def channel_of(
         self, identity: Identity | None, authority: Authority | None = None
-    ) -> Iterator[grpc.Channel]:
+    ) -> AbstractContextManager[grpc.Channel]:
         """A connection of this one's."""
-        credentials = grpc.ssl_channel_credentials(
-            (authority or self.authority).file.read_bytes(),
-            identity.key.read_bytes() if identity else None,
-            identity.certificate.read_bytes() if identity else None,
-        )
-        options = (("grpc.use_local_subchannel_pool", 1),)
-        with grpc.secure_channel(self.target, credentials, options) as channel:
-            yield channel
+        return channel_to(self.target, authority or self.authority, identity)
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)

@@ -13,12 +13,15 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from kvd.gateway import server
+from kvd.gateway.certificates import CertificateFiles, Renewal
 from kvd.gateway.server import (
     HANDSHAKE_SECONDS,
     MAX_CONNECTIONS,
@@ -30,11 +33,13 @@ from kvd.gateway.servicer import (
     MAX_CALLS_AT_ONCE,
     MAX_CALLS_OF_A_CALLER,
     MESSAGE_SECONDS,
+    Gateway,
 )
+from kvd.gateway.upstream import Upstream
 from kvd_proto.v1 import operator_pb2 as pb
 from kvd_proto.v1 import operator_pb2_grpc
 from tests.control.daemon_rig import RunningDaemon, daemon
-from tests.gateway.gateway_rig import Authority, GatewayProcess, Identity
+from tests.gateway.gateway_rig import Authority, GatewayProcess, Identity, channel_to
 from tests.waiting import wait_until
 
 CALL_SECONDS = 20.0
@@ -231,6 +236,37 @@ def test_renewed_certificates_are_taken_and_broken_ones_are_not(
         assert status_of(stub).state == "ready"
     with gateway.called_by(old_bob, renewed) as stub:
         assert refusal(stub.Status, pb.StatusRequest()).code is Code.UNAVAILABLE
+
+
+def test_a_connection_does_not_outlive_its_certificate_for_long(
+    running: RunningDaemon,
+    authority: Authority,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "CONNECTION_SECONDS", 1.0)
+    own, soon = authority.vouch("gateway", "localhost"), time.time() + 6.0
+    bob = authority.vouch("bob", not_after=datetime.fromtimestamp(soon, UTC))
+    files = CertificateFiles(own.certificate, own.key, authority.file)
+    upstream = Upstream(running.socket)
+    serving, port = server.begin("127.0.0.1:0", Renewal(files), Gateway(upstream, frozenset()))
+    try:
+        with channel_to(f"localhost:{port}", authority, bob) as channel:
+            stub = operator_pb2_grpc.OperatorServiceStub(channel)
+            assert status_of(stub).state == "ready"
+
+            def is_shut_out() -> bool:
+                try:
+                    stub.Status(pb.StatusRequest(), timeout=CALL_SECONDS)
+                except grpc.RpcError as error:
+                    return error.code() is Code.UNAVAILABLE
+                return False
+
+            wait_until(is_shut_out, "its end")
+            assert time.time() >= soon - 1.0, "not before"
+    finally:
+        serving.stop(0).wait()
+        upstream.close()
 
 
 def test_strangers_who_say_nothing_keep_nobody_out_for_longer_than_a_handshake(
