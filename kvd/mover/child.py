@@ -45,8 +45,6 @@ from kvd_proto.ring import RingReader
 # beside the first copies.
 START_WARM_S = 1.0
 _STOP_S = 1.0
-# Orders of all sizes leave free pages between what the heap has in use: 0.3 MiB an hour.
-GIVE_BACK_S = 60.0
 # No request waits for a store. Where processors are scarce it leaves them to control and engines,
 # whose small calls would wait for a tick of Linux behind it at each of their steps.
 STORE_NICENESS = 5
@@ -296,22 +294,13 @@ class MoverLoop:
     def _warm(self) -> None:
         self._engine.warm_memory(self._keep_going)
         self._memory_warm.set()
-        give_back_s = time.monotonic() + GIVE_BACK_S
-        while not self._stopping:
-            try:
-                cold = self._cold.get(timeout=max(0.0, give_back_s - time.monotonic()))
-            except queue.Empty:
-                calls.give_memory_back()
-                give_back_s = time.monotonic() + GIVE_BACK_S
-            else:
-                self._warm_row(*cold)
-
-    def _warm_row(self, row: RowId, extent: int) -> None:
-        if self._rows.use((extent,)):
-            self._engine.warm_extent(extent, self._keeps(extent))
-            self._rows.release((extent,))
-        self.report_facts()
-        self._control.send(FrameKind.ROW_WARM, frames.pack_number(row))
+        while True:
+            row, extent = self._cold.get()
+            if self._rows.use((extent,)):
+                self._engine.warm_extent(extent, self._keeps(extent))
+                self._rows.release((extent,))
+            self.report_facts()
+            self._control.send(FrameKind.ROW_WARM, frames.pack_number(row))
 
     def report_facts(self) -> None:
         """Tell control how copies are made, unless it knows. Any thread."""
