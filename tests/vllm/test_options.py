@@ -23,6 +23,14 @@ def test_nothing_said_is_the_daemons_own_socket(monkeypatch: pytest.MonkeyPatch)
     assert KvdOptions.from_extra_config({"socket_path": "/x"}).socket_path == "/x"
 
 
+def test_a_wrong_path_in_the_environment_is_refused_by_the_variables_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVD_SOCKET", "relative/kvd.sock")
+    with pytest.raises(ValueError, match="KVD_SOCKET is 'relative"):
+        KvdOptions.from_extra_config({})
+
+
 def test_a_path_as_grpc_writes_it_is_taken() -> None:
     assert KvdOptions.from_extra_config({"socket_path": "unix:/x/y"}).socket_path == "/x/y"
     assert KvdOptions.from_extra_config({"socket_path": "unix:///x/y"}).socket_path == "/x/y"
@@ -70,12 +78,34 @@ def test_a_slip_of_the_pen_is_refused_with_the_right_name() -> None:
         ("weights_id", "x" * 257),
         ("socket_path", "relative/kvd.sock"),
         ("socket_path", "/" + "x" * 96),
+        ("socket_path", "/run/\0kvd.sock"),
+        ("socket_path", "/run/\ud800.sock"),
+        ("tenant", "half of a pair: \ud800"),
+        ("offload_prompt_only", "false"),
+        ("offload_prompt_only", 0),
+        ("self_describing_kv_events", "no"),
+        ("blocks_per_chunk", 2.7),
+        ("blocks_per_chunk", "two"),
+        ("blocks_per_chunk", True),
+        ("blocks_per_chunk", 0),
+        ("block_size", [64]),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name_and_what_is_allowed(name: str, value: Any) -> None:
     said = refusal(**{name: value})
     assert f"{name} is" in said
     assert "allowed is" in said
+
+
+def test_a_key_that_is_no_string_is_an_unknown_option() -> None:
+    with pytest.raises(ValueError, match="unknown option 1"):
+        KvdOptions.from_extra_config({1: "/x"})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("value", [1, 4, "4"])
+def test_vllms_counts_are_taken_as_vllm_takes_them(value: Any) -> None:
+    KvdOptions.from_extra_config({"blocks_per_chunk": value})
+    KvdOptions.from_extra_config({"block_size": value})
 
 
 def test_whole_numbers_are_seconds_too() -> None:

@@ -427,7 +427,7 @@ def flaw_of(values: Mapping[str, Any]) -> str:
             case str():
                 if len(value) > room:
                     return TOO_LONG
-                if not value.isascii() and not _is_unicode(value):
+                if not value.isascii() and not is_unicode(value):
                     return NO_JSON
                 room -= len(value)
             case int() | float():
@@ -452,10 +452,11 @@ def flaw_of(values: Mapping[str, Any]) -> str:
     return ""
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """False for half of a surrogate pair, as JSON's escapes may make: it can't be sent."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, as JSON's escapes may make
+    except UnicodeEncodeError:
         return False
     return True
 

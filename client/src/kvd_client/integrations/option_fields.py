@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import Field, field
 from typing import Any
 
+from kvd_client.draft import is_unicode
+
 DEFAULT_SOCKET = "/run/kvd/kvd.sock"  # the daemon's own default
 SOCKET_VARIABLE = "KVD_SOCKET"  # as `kvd status` reads it
 MAX_TEXT_BYTES = 256
@@ -44,13 +46,12 @@ def read(
         if key in own:
             values[key] = _checked(where, value, own[key])
         elif key not in known:
-            close = difflib.get_close_matches(key, [*own, *known], n=1)
+            close = difflib.get_close_matches(str(key), [*own, *known], n=1)
             hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(own))}"
             raise ValueError(f"{where}: unknown option {key!r}; {hint}")
     if not values.get("socket_path"):
-        values["socket_path"] = _socket_path(
-            where, os.environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET
-        )
+        path = os.environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET
+        values["socket_path"] = _socket_path("environment", SOCKET_VARIABLE, path)
     return values
 
 
@@ -69,24 +70,31 @@ def _checked(where: str, value: Any, option: Field[Any]) -> Any:
             fits = isinstance(value, str) and value in metadata["choices"]
         case _:
             allowed = f"a string of at most {MAX_TEXT_BYTES} bytes"
-            fits = isinstance(value, str) and len(value.encode()) <= MAX_TEXT_BYTES
+            fits = isinstance(value, str) and len(_bytes_of(value)) <= MAX_TEXT_BYTES
+            if fits and not is_unicode(value):
+                fits, allowed = False, f"{allowed}, without halves of surrogate pairs"
     if not fits:
-        raise ValueError(_wrong(where, name, value, allowed))
+        raise ValueError(wrong(where, name, value, allowed))
     if name == "socket_path" and value:
-        return _socket_path(where, value)
+        return _socket_path(where, name, value)
     return float(value) if isinstance(default, float) else value
 
 
-def _socket_path(where: str, path: str) -> str:
+def _socket_path(where: str, name: str, path: str) -> str:
     """The path of the socket file; `unix:` before it is let through."""
     bare = path.removeprefix("unix://").removeprefix("unix:")
-    if not bare.startswith("/"):
-        raise ValueError(_wrong(where, "socket_path", path, "an absolute path"))
-    if len(bare.encode()) > MAX_SOCKET_BYTES:
+    if not bare.startswith("/") or "\0" in bare:
+        raise ValueError(wrong(where, name, path, "an absolute path"))
+    if len(_bytes_of(bare)) > MAX_SOCKET_BYTES:
         allowed = f"a path of at most {MAX_SOCKET_BYTES} bytes"
-        raise ValueError(_wrong(where, "socket_path", path, allowed))
+        raise ValueError(wrong(where, name, path, allowed))
     return bare
 
 
-def _wrong(where: str, name: str, value: Any, allowed: str) -> str:
+def _bytes_of(value: str) -> bytes:
+    return value.encode(errors="surrogatepass")
+
+
+def wrong(where: str, name: str, value: Any, allowed: str) -> str:
+    """What to say of an option whose value is not allowed."""
     return f"{where}: {name} is {value!r}, allowed is {allowed}"

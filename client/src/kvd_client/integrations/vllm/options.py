@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvd_client.integrations.engine_options import EngineOptions
-from kvd_client.integrations.option_fields import choice, read, seconds, switch
+from kvd_client.integrations.option_fields import choice, read, seconds, switch, wrong
 from kvd_client.scheduler import SchedulerOptions
 from kvd_client.scheduler.params import StoreMode
 
@@ -46,6 +46,12 @@ FOREIGN_KEYS = {
     "lazy_offload": "kvd's own option is store_mode; leave this out",
     "kv_offload_backend": "this is an option of vLLM's SimpleCPUOffloadConnector; leave this out",
 }
+
+
+# vLLM takes any value for these, "false" for true and 2.7 for 2, or fails without a name.
+VLLM_SWITCHES = ("offload_prompt_only", "self_describing_kv_events")
+VLLM_COUNTS = ("block_size", "blocks_per_chunk")
+MAX_DIGITS = 20  # of a number in a string
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +114,9 @@ class KvdOptions(EngineOptions):
             if key in FOREIGN_KEYS:
                 raise ValueError(f"{WHERE}: {key} has no meaning for kvd: {FOREIGN_KEYS[key]}")
         own = {option.name: option for option in fields(cls)}
-        return cls(**read(WHERE, extra_config, own, VLLM_KEYS))
+        options = cls(**read(WHERE, extra_config, own, VLLM_KEYS))
+        _check_vllms_own(extra_config)
+        return options
 
     def scheduler_options(self) -> SchedulerOptions:
         """What the engine-neutral scheduler side takes of these."""
@@ -121,3 +129,22 @@ class KvdOptions(EngineOptions):
             hand_off_s=self.hand_off_s,
             trusts_page=self.trust_page,
         )
+
+
+def _check_vllms_own(extra_config: Mapping[str, Any]) -> None:
+    """Raise ValueError, naming it, for a key of vLLM's whose value has another type."""
+    for name, value in extra_config.items():
+        if name in VLLM_SWITCHES:
+            fits, allowed = isinstance(value, bool), "true or false"
+        elif name in VLLM_COUNTS:
+            fits, allowed = value is None or _is_count(value), "a whole number from 1 on"
+        else:
+            continue
+        if not fits:
+            raise ValueError(wrong(WHERE, name, value, allowed))
+
+
+def _is_count(value: Any) -> bool:
+    """Also one in a string, as vLLM takes it."""
+    is_text = isinstance(value, str) and value.isdecimal() and len(value) < MAX_DIGITS
+    return (is_text or type(value) is int) and int(value) > 0
