@@ -47,7 +47,7 @@ class Pool:
         blocks = self.begin(prompt)
         if device is not None:
             device.note([b.block_id for b in blocks], [key(block) for block in prompt])
-            device.gave(len(blocks))
+            device.gave([b.block_id for b in blocks])
         self.end(blocks)
         return blocks
 
@@ -144,6 +144,31 @@ def test_a_block_that_is_named_and_was_never_computed_is_not_stored() -> None:
     pool.end(pool.begin([1, 2]))
     assert pool.held() == {1, 2}
     assert near(device) == []
+
+
+def test_a_block_that_another_request_wrote_over_is_not_stored_under_its_old_name() -> None:
+    """It has that name again, and the request that it is named for never ran."""
+    pool = Pool(3)
+    device = bound(pool, depth=3)
+    first = [block.block_id for block in pool.run([1, 2, 3], device)]
+    nameless = pool.pool.get_new_blocks(3)  # of what a request generated, which is not stored
+    device.gave([block.block_id for block in nameless])
+    pool.end(nameless[::-1])
+    again = pool.begin([1, 2, 3])
+    assert sorted(first) == sorted(block.block_id for block in again)
+    pool.end(again)
+    assert pool.held() == {1, 2, 3}
+    assert near(device) == []
+
+
+def test_a_block_that_another_request_found_is_stored_when_it_leaves() -> None:
+    pool = Pool(3)
+    device = bound(pool, depth=3)
+    pool.run([1, 2, 3], device)
+    blocks = pool.begin([1, 2, 3])
+    device.gave([block.block_id for block in blocks])
+    pool.end(blocks)
+    assert near(device) == [3, 2, 1]
 
 
 def test_a_block_that_another_request_has_by_now_is_not_stored() -> None:

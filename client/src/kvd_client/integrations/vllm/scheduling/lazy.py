@@ -76,9 +76,20 @@ class BlocksOnDevice:
             (block, key) for block, key in zip(engine_blocks, keys, strict=True) if block
         )
 
-    def gave(self, blocks: int) -> None:
-        """VLLM gave so many blocks to requests, those included that they found."""
-        self._taken += blocks
+    def gave(self, engine_blocks: Collection[int]) -> None:
+        """VLLM gave these to requests, those included that they found.
+
+        Whoever has a block under another name, or none yet, writes over what was computed. The old
+        name may come back to it before anything is computed again.
+        """
+        self._taken += len(engine_blocks)
+        if self._pool is None:
+            return
+        blocks, computed = self._pool.blocks, self._computed
+        for block in engine_blocks:
+            key = computed.get(block)
+            if key is not None and blocks[block].block_hash != key:
+                del computed[block]
 
     def near(self) -> Near:
         """What came near its end and was not dealt with yet; mostly nothing."""

@@ -343,7 +343,6 @@ class KvdConnectorScheduler(OneGroupScheduler):
         Those that ended first: what they had may be given to others already, who count.
         """
         assert self._device is not None
-        self._device.gave(len(self._current_batch_allocated_block_ids))
         for req_id in scheduler_output.finished_req_ids:
             status = self._req_status.get(req_id)
             if status is not None:
@@ -351,6 +350,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
                 aborted = req.status is RequestStatus.FINISHED_ABORTED
                 last = max(req.num_prompt_tokens, req.num_tokens - 1)  # as vLLM stores it
                 self._note_up_to(status, req.num_computed_tokens if aborted else last)
+        self._device.gave(self._current_batch_allocated_block_ids)
         for req_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             status = self._req_status.get(req_id)
             if status is not None:
