@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.client.small_engine import SmallEngine
+from tests.client.worker_bench import MoverStandIn
 from tests.daemon_process import DaemonProcess
 
 StartEngine = Callable[..., SmallEngine]
@@ -33,3 +34,13 @@ def start_engine(daemon: DaemonProcess) -> Iterator[StartEngine]:
 def engine(start_engine: StartEngine) -> SmallEngine:
     """One engine."""
     return start_engine()
+
+
+@pytest.fixture
+def mover() -> Iterator[MoverStandIn]:
+    """The far end of a worker's ring and board."""
+    running = MoverStandIn()
+    yield running
+    running.end()
+    if not running.registration.is_closed:
+        running.registration.close()

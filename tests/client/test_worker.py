@@ -2,113 +2,28 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
 
-from kvd_client import EngineIdentity, StepPlan, Worker
+from kvd_client import StepPlan
 from kvd_client.worker.jobs import Half, JobLedger
 from kvd_client.worker.registrar import Registrar
-from kvd_client.worker.registration import Registration
 from kvd_proto import layout
-from kvd_proto.board import BoardRecord, BoardWriter, create_board
-from kvd_proto.ring import RingReader, create_ring
+from tests.client.worker_bench import (
+    FAILED,
+    LOAD,
+    REFUSED,
+    STORE,
+    Bench,
+    MoverStandIn,
+)
 from tests.waiting import wait_until
 
-STORE, LOAD = 1, 2
-DONE, FAILED, REFUSED = 1, 2, 3
 PATIENCE_S = 20.0
-
-
-class MoverStandIn:
-    """The far end of ring and board; the process only lives and dies."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(["sleep", "600"])
-        fds = (create_ring(), create_board(), os.eventfd(0), os.pidfd_open(self._process.pid))
-        self.ring = RingReader(fds[0])
-        self._lanes = [BoardWriter(fds[1], lane) for lane in range(layout.BOARD_LANES)]
-        self.registration = Registration(1, fds)
-
-    def post(self, job_id: int, kind: int, status: int = DONE, lane: int = 0) -> None:
-        self._lanes[lane].post(BoardRecord(job_id, kind, status, 4096, 1000))
-
-    def die(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> None:
-        self.die()
-        self.ring.close()
-        for lane in self._lanes:
-            lane.close()
-
-
-class FixedRegistrar:
-    """A registrar whose registration the test decides."""
-
-    def __init__(self, registration: Registration | None) -> None:
-        self.current = registration
-        self.lost: list[Registration] = []
-        self.by_call: list[int] = []
-
-    def awaited(self, timeout_s: float) -> Registration | None:
-        return self.current
-
-    def lose(self) -> None:
-        assert self.current is not None
-        self.lost.append(self.current)
-        self.current = None
-
-    def end_mover(self, timeout_s: float) -> bool:
-        """As the real one, whose thread moves the registration to the lost ones."""
-        registration = self.current
-        assert registration is not None
-        self.lose()
-        return registration.end(0.0)  # a daemon that hangs: by force
-
-    def mark_ready_by_call(self, registration: Registration, job_ids: Sequence[int]) -> None:
-        self.by_call += job_ids
-
-
-class Bench:
-    """A worker with its stand-ins."""
-
-    def __init__(
-        self,
-        mover: MoverStandIn | None,
-        writer: bool = True,
-        flush_timeout_s: float = 1.0,
-        load_flush_timeout_s: float = 5.0,
-        load_deadline_s: float = 10.0,
-    ) -> None:
-        self.worker = Worker(
-            "/nowhere",
-            EngineIdentity("e", bytes(16)),
-            writer=writer,
-            flush_timeout_s=flush_timeout_s,
-            load_flush_timeout_s=load_flush_timeout_s,
-            load_deadline_s=load_deadline_s,
-        )
-        self.registrar = FixedRegistrar(None if mover is None else mover.registration)
-        self.worker._registrar = self.registrar  # type: ignore[assignment]
-
-    def ended(self) -> list[tuple[int, bool]]:
-        return [(job.job_id, job.done) for job in self.worker.get_finished().ended]
-
-
-@pytest.fixture
-def mover() -> Iterator[MoverStandIn]:
-    running = MoverStandIn()
-    yield running
-    running.end()
-    if not running.registration.is_closed:
-        running.registration.close()
 
 
 def test_loads_are_ready_at_the_steps_start(mover: MoverStandIn) -> None:
@@ -240,6 +155,37 @@ def test_a_flush_that_takes_too_long_abandons_the_store(mover: MoverStandIn) -> 
     assert mover.ring.abandoned(5)
     assert bench.ended() == [(5, False)]
     assert mover.ring.take() == [5, 6]
+
+
+def test_where_no_end_is_heard_all_stores_are_given_up_with_a_late_one(
+    mover: MoverStandIn,
+) -> None:
+    """A mover that ends none of them would hold up the flush of each."""
+    bench, computed = Bench(mover, flush_timeout_s=0.02), threading.Event()
+    bench.worker.finish_step(StepPlan(stores=(5, 6)))
+    bench.worker.finish_step(StepPlan(stores=(7,)))
+
+    def compute() -> None:
+        computed.wait()
+
+    bench.worker.finish_step(StepPlan(stores=(8,)), compute)
+    bench.worker.start_step(StepPlan(flush=(6,)))
+    ended = bench.worker.get_finished().ended
+    assert {job.job_id for job in ended} == {5, 6, 7}, "8 is not computed yet"
+    assert all(job.given_up and not job.done for job in ended)
+    assert all(mover.ring.abandoned(job) for job in (5, 6, 7))
+    computed.set()
+
+
+def test_a_mover_that_ends_stores_is_only_late_with_the_others(mover: MoverStandIn) -> None:
+    bench = Bench(mover, flush_timeout_s=0.2)
+    bench.worker.finish_step(StepPlan(stores=(5, 6, 7)))
+    threading.Timer(0.05, lambda: mover.post(5, STORE, lane=1)).start()
+    bench.worker.start_step(StepPlan(flush=(6,)))
+    ended = {job.job_id: job for job in bench.worker.get_finished().ended}
+    assert {job_id: job.done for job_id, job in ended.items()} == {5: True, 6: False}
+    assert not any(job.given_up for job in ended.values())
+    assert not mover.ring.abandoned(7)
 
 
 def test_a_store_given_up_before_it_was_computed_does_not_keep_others_waiting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from kvd_client.draft import StepDraft
 from kvd_client.integrations.vllm.options import KvdOptions
 from kvd_client.integrations.vllm.scheduling.manager import KvdManager
 from kvd_client.integrations.vllm.scheduling.steps import StepSender
+from kvd_client.scheduler.store_pause import StorePause
 
 KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(4)]
 CONTEXT = ReqContext(req_id="r")
@@ -53,9 +55,14 @@ def test_only_what_the_page_shows_is_told_as_stored(
     assert told == (shown or [])
 
 
+def sender() -> StepSender:
+    pause = StorePause(time.monotonic)
+    return cast(StepSender, SimpleNamespace(is_full=False, draft=StepDraft(), pause=pause))
+
+
 def test_of_blocks_that_leave_the_device_those_without_room_wait() -> None:
     manager = answers_that_see(KEYS[:1])
-    manager.steps = cast(StepSender, SimpleNamespace(is_full=False, draft=StepDraft()))
+    manager.steps = sender()
     near = list(enumerate(reversed(KEYS), 1))  # the tail leaves first
     job = manager.prepare_leaving(near, number=1)
     assert job is not None
@@ -71,7 +78,7 @@ def test_of_blocks_that_left_the_device_those_not_stored_are_named(
     failed: bool, left: bool, missing: set[OffloadKey]
 ) -> None:
     manager = answers_that_see([])
-    manager.steps = cast(StepSender, SimpleNamespace(is_full=False, draft=StepDraft()))
+    manager.steps = sender()
     job = manager.prepare_leaving([(2, KEYS[1]), (3, KEYS[2])], number=1)
     assert job is not None
     manager = answers_that_see(KEYS[:2])

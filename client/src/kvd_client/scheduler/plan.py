@@ -51,6 +51,7 @@ class JobReport(NamedTuple):
     bytes_copied: int = 0
     duration_ns: int = 0
     left: bool = False  # done, but some keys were left to other stores, which may yet fail
+    given_up: bool = False  # a store at a mover that seems to hang
 
 
 @dataclass(frozen=True, slots=True)

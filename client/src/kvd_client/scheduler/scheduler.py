@@ -48,6 +48,7 @@ from kvd_client.scheduler.plan import (
 )
 from kvd_client.scheduler.request import Request
 from kvd_client.scheduler.stats import SchedulerStats
+from kvd_client.scheduler.store_pause import StorePause
 from kvd_client.scheduler.stores import StoreQueue
 from kvd_client.session import Connection, SessionView
 from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
@@ -71,6 +72,7 @@ class Scheduler:
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._jobs = JobTable(connection.world_size)
+        self._pause = StorePause(clock)
         self._queue = LookupQueue(connection, self._namespace, self.options, clock)
         self._matcher = Matcher(connection, self.options, self._jobs, self._queue, clock)
         self._offers = OfferPlanner(self._namespace, self.options)
@@ -250,6 +252,7 @@ class Scheduler:
         """The session that takes steps; what belonged to an earlier one is given up."""
         session = self._connection.open_session
         if session is not None and self._jobs.enter(session.generation):
+            self._pause.end()
             self._queue.session_lost()
             self._step.released_leases.clear()
             self._ends.enter_session()
@@ -260,6 +263,8 @@ class Scheduler:
     ) -> tuple[list[int], list[int]]:
         if session is None:
             self._take_back(step)
+            return [], []
+        if self._pause.is_on:
             return [], []
         keys = sum(len(run.block_hashes) for load in step.loads for run in load.runs)
         # All loads leave: their leases do so with the same step.
@@ -313,6 +318,8 @@ class Scheduler:
         Reports of jobs from before a reset, or said twice, are ignored.
         """
         self._pace_of_step()
+        reports = list(reports)
+        self._pause.take(reports)
         self._ends.report(reports)
         return self._ends.take_outcome()
 

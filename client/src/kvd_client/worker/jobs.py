@@ -35,6 +35,11 @@ class OpenJob:
     since_s: float
     is_ready: bool = False  # the mover was told: from then on it may touch the job's memory
 
+    @property
+    def is_at_mover(self) -> bool:
+        """Whether it is a store that only its mover has yet to end."""
+        return self.half is Half.STORE and self.is_ready
+
 
 class JobLedger:
     """What one rank knows of its jobs.
@@ -112,7 +117,24 @@ class JobLedger:
             self._open.pop(job_id, None)
             self._unasked.pop(job_id, None)
 
-    def give_up(self, job_ids: Iterable[int]) -> None:
+    def give_up_late(self, job_ids: Iterable[int], since_s: float) -> None:
+        """Give up stores that have not ended, for which somebody has waited since then.
+
+        Where the board has told of no end since then, all stores at that mover go with them: who
+        waits for one of these later would wait as much in vain.
+        """
+        named = set(job_ids)
+        at_movers = [job for i, job in self._open.items() if i in named and job.is_at_mover]
+        stuck = {id(job.registration) for job in at_movers if job.registration.heard_s < since_s}
+        late = [
+            job_id
+            for job_id, job in self._open.items()
+            if job.is_at_mover and id(job.registration) in stuck
+        ]
+        self.give_up(late, are_late=True)
+        self.give_up(named)
+
+    def give_up(self, job_ids: Iterable[int], *, are_late: bool = False) -> None:
         """Report stores as failed: from now on their blocks may be overwritten.
 
         A mover that waits for the job's ready hears it now, and gives the copy up: others may be
@@ -125,7 +147,7 @@ class JobLedger:
                     job.registration.abandon(job_id)
                     if job.half is Half.STORE and not job.is_ready:
                         job.registration.mark_ready((job_id,))
-                self._fail(job_id)
+                self._fail(job_id, given_up=are_late)
 
     def write_off(self, job_ids: Iterable[int], current: Registration | None) -> None:
         """Report as failed what is open of jobs that nobody will end.
@@ -161,6 +183,6 @@ class JobLedger:
         ended, self._ended = self._ended, []
         return tuple(ended)
 
-    def _fail(self, job_id: int) -> None:
+    def _fail(self, job_id: int, *, given_up: bool = False) -> None:
         del self._open[job_id]
-        self._ended.append(JobReport(job_id, done=False))
+        self._ended.append(JobReport(job_id, done=False, given_up=given_up))

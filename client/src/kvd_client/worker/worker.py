@@ -157,6 +157,7 @@ class Worker:
 
         Earlier steps have written the KV of its `computed_stores` once `wait_for_compute` returns.
         Waits for flushed stores, at most `flush_timeout_s`; what has not ended then is given up.
+        So are all stores of a mover of which no end was heard meanwhile.
         A flushed load may be writing its blocks: one that has not ended `load_flush_timeout_s`
         later is ended with its mover, and the rank registers again.
         """
@@ -167,9 +168,13 @@ class Worker:
             self._mark_ready_after(wait_for_compute, begun)
         if not plan.flush:
             return
+        began = time.monotonic()
         left = self.wait(plan.flush, self._flush_timeout_s)
         with self._lock:
-            self._jobs.give_up(left)
+            if self._flush_timeout_s:
+                self._jobs.give_up_late(left, began)
+            else:
+                self._jobs.give_up(left)  # nobody has waited
         loads = self.wait(left, self._load_flush_timeout_s)
         if loads:
             self._end_mover_of(loads)

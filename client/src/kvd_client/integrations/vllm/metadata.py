@@ -46,13 +46,17 @@ class KvdWorkerMetadata(OffloadingWorkerMetadata):
 
     failed_jobs: set[int] = field(default_factory=set)
     left_jobs: set[int] = field(default_factory=set)  # stores that left blocks to other engines'
+    gave_up: bool = False  # stores at a mover that seems to hang
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KvdWorkerMetadata:
         """Both ranks' words as one; a job that failed on one has failed."""
         merged = super().aggregate(other)
         failed = self.failed_jobs | getattr(other, "failed_jobs", set())
         left = self.left_jobs | getattr(other, "left_jobs", set())
-        return KvdWorkerMetadata(merged.completed_jobs, merged.transfer_stats, failed, left)
+        gave_up = self.gave_up or getattr(other, "gave_up", False)
+        return KvdWorkerMetadata(
+            merged.completed_jobs, merged.transfer_stats, failed, left, gave_up
+        )
 
 
 @dataclass

@@ -51,7 +51,6 @@ FOREIGN_KEYS = {
 # vLLM takes any value for these, "false" for true and 2.7 for 2, or fails without a name.
 VLLM_SWITCHES = ("offload_prompt_only", "self_describing_kv_events")
 VLLM_COUNTS = ("block_size", "blocks_per_chunk")
-MAX_DIGITS = 20  # of a number in a string
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,5 +145,6 @@ def _check_vllms_own(extra_config: Mapping[str, Any]) -> None:
 
 def _is_count(value: Any) -> bool:
     """Also one in a string, as vLLM takes it."""
-    is_text = isinstance(value, str) and value.isdecimal() and len(value) < MAX_DIGITS
-    return (is_text or type(value) is int) and int(value) > 0
+    if isinstance(value, str):
+        return value.isdecimal() and bool(value.strip("0"))
+    return type(value) is int and value > 0

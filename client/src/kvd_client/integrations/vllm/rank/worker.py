@@ -270,6 +270,7 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
             if vllm_job is None:
                 continue  # it was acknowledged already
             job = self._jobs[vllm_job]
+            self._acknowledged.gave_up |= report.given_up
             if not job.end_part(report):
                 continue  # a copy of another part may still write to its blocks
             del self._jobs[vllm_job]

@@ -275,6 +275,8 @@ class KvdManager(OffloadingManager):
         session = self._enter_open_session()
         if session is None or self.steps is None or tracked.request.stores_end:
             return nothing()
+        if self.steps.pause.is_on:
+            return nothing()  # as without a daemon
         if self.stores_lazily and tracked.policy is OffloadPolicy.CHUNK_LEVEL:
             return nothing()  # later, when they leave the device
         if self.steps.is_full:
@@ -289,7 +291,7 @@ class KvdManager(OffloadingManager):
         What the daemon has becomes young there: the device used it until now.
         """
         session = self._enter_open_session()
-        if session is None or self.steps is None or self.steps.is_full:
+        if session is None or self.steps is None or self.steps.is_full or self.steps.pause.is_on:
             return None
         places = {key: block for block, key in reversed(near)}  # a key may lie in two
         keys = sorted(places, key=get_offload_group_idx)

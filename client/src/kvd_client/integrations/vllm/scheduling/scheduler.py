@@ -485,6 +485,9 @@ class KvdConnectorScheduler(OneGroupScheduler):
         steps = self.manager.steps
         if steps is None:
             return
+        steps.pause.note(
+            gave_up=meta.gave_up, done=not meta.completed_jobs.keys() <= meta.failed_jobs
+        )
         for job_id, ranks in list(meta.completed_jobs.items()):
             has_failed = job_id in meta.failed_jobs
             sent = steps.report(job_id, ranks, failed=has_failed)

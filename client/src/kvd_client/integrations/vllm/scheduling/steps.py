@@ -10,6 +10,7 @@ from kvd_client.integrations.vllm.scheduling.requests import TrackedRequest, off
 from kvd_client.scheduler.hand_offs import HandOffQueue
 from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.sent_jobs import NEVER_SENT, SentJob, SentJobs
+from kvd_client.scheduler.store_pause import StorePause
 from kvd_client.session import Connection, SessionView
 from kvd_proto.limits import MAX_PARTS_PER_STEP
 
@@ -70,6 +71,7 @@ class StepSender:
         self._connection = connection
         self._clock = clock
         self.jobs = SentJobs[TrackedJob](connection.world_size)  # by vLLM's job id
+        self.pause = StorePause(clock)
         self._hand_offs = HandOffQueue(self.jobs, options)
         self.sent_s = float("-inf")  # when the last message left
         self.draft = StepDraft()
@@ -137,6 +139,7 @@ class StepSender:
             return False
         self.draft.finished.clear()
         self.draft.released_leases.clear()
+        self.pause.end()
         return True
 
     def lost_jobs(self) -> list[int]:
