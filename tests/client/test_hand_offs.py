@@ -158,7 +158,15 @@ def test_a_large_hand_off_leaves_in_parts_that_fit(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("asked", "deadline_ms"),
-    [(1500, 1500), (None, 7000), ("soon", 7000), (-1, 7000), (float("nan"), 7000), (1e12, 600_000)],
+    [
+        (1500, 1500),
+        (None, 7000),
+        ("soon", 7000),
+        (True, 7000),
+        (-1, 7000),
+        (float("nan"), 7000),
+        (1e12, 600_000),
+    ],
 )
 def test_the_deadline_is_the_request_s_or_the_option_s(asked: object, deadline_ms: int) -> None:
     params = RequestParams(kv_transfer_params={**REMOTE, "hand_off_ms": asked})

@@ -102,6 +102,6 @@ class RequestParams:
         """The hand-off's deadline, within what the protocol allows; nonsense means the option's."""
         asked = self.kv_transfer_params.get("hand_off_ms")
         wanted_ms = options.hand_off_s * 1000
-        if isinstance(asked, int | float) and 0 < asked < float("inf"):
+        if isinstance(asked, int | float) and asked is not True and 0 < asked < float("inf"):
             wanted_ms = asked
         return int(min(max(wanted_ms, 1), MAX_HAND_OFF_MS))
