@@ -21,6 +21,7 @@ PIECE_RUNS = 4
 STORES_TOGETHER = 32
 SMALL_STORE_KEYS = PIECE_KEYS // STORES_TOGETHER
 RUNS_TOGETHER = 64
+GROUPS_TOGETHER = 6  # of all of them: each takes up to half a millisecond
 PIECE_TOLD = 16  # requests of which a client tells: half a millisecond
 PIECE_IDS = 256  # of jobs, leases or requests that have ended
 _HIT = b"\x01"  # of kvd.v1 Answer
@@ -136,16 +137,18 @@ def run_pieces(runs: Sequence[Run]) -> Iterator[tuple[Run, ...]]:
 def stores_together(stores: Sequence[StoreRequested]) -> Iterator[list[StoreRequested]]:
     """Cut a step's stores into those that may begin in one event, in their order.
 
-    Small ones may, of one account, that wait for no others, and for which the client says that its
-    workers are ready at the same moment. Each of the rest is alone.
+    Small ones may, of one account and few groups, that wait for no others, and for which the client
+    says that its workers are ready at the same moment. Each of the rest is alone.
     """
     few: list[StoreRequested] = []
-    runs = 0
+    runs, groups = 0, set[int]()
     for store in stores:
+        named = {run.group for run in store.runs}
         fits = (
             few
             and len(few) < STORES_TOGETHER
             and runs + len(store.runs) <= RUNS_TOGETHER
+            and len(groups | named) <= GROUPS_TOGETHER
             and store.context.account == few[0].context.account
             and store.ready_together == few[0].ready_together
             and _may_share(few[0])
@@ -153,9 +156,10 @@ def stores_together(stores: Sequence[StoreRequested]) -> Iterator[list[StoreRequ
         )
         if few and not fits:
             yield few
-            few, runs = [], 0
+            few, runs, groups = [], 0, set()
         few.append(store)
         runs += len(store.runs)
+        groups |= named
     if few:
         yield few
 

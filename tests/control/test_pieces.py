@@ -13,6 +13,7 @@ from kvd.core.actions import Answer
 from kvd.core.events import LeaseMode, Query, RequestContext, Run, StoreRequested
 from kvd.core.keys import JobId, KeyBatch, LeaseId, RequestId, SessionId
 from kvd.runtime.batching import (
+    GROUPS_TOGETHER,
     LOOKUP_PIECE_KEYS,
     PIECE_KEYS,
     RUNS_TOGETHER,
@@ -109,6 +110,25 @@ def test_as_many_as_may_begin_together() -> None:
     assert [len(few) for few in stores_together(many)] == [STORES_TOGETHER, STORES_TOGETHER, 1]
     large = store(0, SMALL_STORE_KEYS + 1)
     assert [len(few) for few in stores_together([*many[:3], large, *many[:2]])] == [3, 1, 2]
+
+
+def of_groups(*groups: int) -> StoreRequested:
+    """A store of a block of each of these groups."""
+    made = store(0, len(groups), len(groups))
+    runs = zip(made.runs, groups, strict=True)
+    return replace(made, runs=tuple(replace(run, group=group) for run, group in runs))
+
+
+def test_of_many_groups_some_begin_together() -> None:
+    all_of_them = range(GROUPS_TOGETHER)
+    alike = [of_groups(*all_of_them)] * 3
+    assert [len(few) for few in stores_together(alike)] == [3]
+    each_its_own = [of_groups(group) for group in range(2 * GROUPS_TOGETHER + 1)]
+    cut = [len(few) for few in stores_together(each_its_own)]
+    assert cut == [GROUPS_TOGETHER, GROUPS_TOGETHER, 1]
+    too_many = of_groups(*all_of_them, GROUPS_TOGETHER)
+    cut = [len(few) for few in stores_together([too_many, too_many, *alike])]
+    assert cut == [1, 1, 3]
 
 
 def test_a_prefix_lease_goes_on_through_pieces_and_stops_at_the_first_miss() -> None:

@@ -123,6 +123,20 @@ def test_a_policy_that_heeds_requests_is_told_of_fewer_at_once() -> None:
     assert begin(bench, *stores)[1] == list(range(1, together.TOLD_ONE_BY_ONE + 1))
 
 
+@pytest.mark.parametrize(("policy", "most"), [("turns", 2), ("auto", 2), ("lru", 6)])
+def test_policies_of_several_groups_are_told_of_no_more_requests_at_once(
+    policy: str, most: int
+) -> None:
+    groups = 4
+    bench = small(extents=groups, policy=policy)
+    bench.open(namespace=spec(groups=groups))
+    stores = []
+    for job in range(1, 7):
+        runs = tuple(ev.Run(g, keys(job), engine_blocks([job])) for g in range(groups))
+        stores.append(replace(asked(job), runs=runs))
+    assert begin(bench, *stores)[1] == list(range(1, most + 1))
+
+
 def test_each_job_is_its_request_s(bench: Bench) -> None:
     begin(bench, asked(1, 10, request="a"), asked(2, 20, request="b"))
     session = bench.machine.state.sessions[SessionId(1)]

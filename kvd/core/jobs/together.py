@@ -11,8 +11,10 @@ nothing has changed for it here. See decision 0037.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +39,9 @@ from kvd.core.room.eviction import make_room
 from kvd_proto.layout import NULL_ENGINE_BLOCK
 from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
 
-TOLD_ONE_BY_ONE = 8  # stores in one event, where a policy is told of each request by itself
+# Runs of all the stores in one event, where the policy of each group is told of each request by
+# itself.
+TOLD_ONE_BY_ONE = 8
 BOARDS_TOLD = 256  # of ends, in one event: each rank hears of each job
 MAX_KEPT_BLOCKS = 32_768  # of all the requests, which are not to make room for their own tails
 
@@ -88,7 +92,7 @@ def _begin(turn: Turn, session: Session, stores: Sequence[StoreRequested]) -> di
     account = stores[0].context.account
     if state.draining or state.admission.threshold > 1 or not can_store(state, session):
         return {}
-    wanted = _may_begin(session, stores[: _most(state, session)])
+    wanted = _may_begin(session, stores[: _most(state, session, stores)])
     try:
         namespaces.check_name(account, "account")
         several = _read(state, session, account, stores[: len(wanted)])
@@ -115,11 +119,13 @@ def _begin(turn: Turn, session: Session, stores: Sequence[StoreRequested]) -> di
     return {number: share.blocks for number, share in shares.items()}
 
 
-def _most(state: State, session: Session) -> int:
-    """How many may begin in one event, and so end in one."""
+def _most(state: State, session: Session, stores: Sequence[StoreRequested]) -> int:
+    """How many of the first ones may begin in one event, and so end in one."""
     most = BOARDS_TOLD // len(session.movers)
-    one_by_one = any(each.policy.heeds_requests for each in state.namespace_of(session).classes)
-    return min(most, TOLD_ONE_BY_ONE) if one_by_one else most
+    if not any(each.policy.heeds_requests for each in state.namespace_of(session).classes):
+        return most
+    told = list(accumulate(len(each.runs) for each in stores))
+    return min(most, bisect_right(told, TOLD_ONE_BY_ONE))
 
 
 def _may_begin(session: Session, stores: Sequence[StoreRequested]) -> Bools:
