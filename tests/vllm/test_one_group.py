@@ -282,7 +282,7 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
     sides = [
         side(kind, configuration) for kind in (OffloadingConnectorScheduler, KvdConnectorScheduler)
     ]
-    flushed = at_once = as_lists = 0
+    flushed = at_once = as_lists = moved = 0
     for _ in range(2 * STEPS):
         arrived = drawn.arrivals()
         for made in sides:
@@ -297,6 +297,9 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
         jobs = sides[1]._join(told[1])
         said = {jobs.owners[draft.job_id] for draft in jobs.stores if draft.ready_together == 1}
         assert said == told[1].jobs_to_flush & told[1].store_jobs.keys()
+        in_order = [draft.ready_together for draft in jobs.stores]
+        assert in_order == sorted(in_order), "one that waits for none before it may end with it"
+        moved += bool(said) and next(iter(told[1].store_jobs)) not in said
         at_once += len(said)
         for request in drawn.compute(output.num_scheduled_tokens):
             for made in sides:
@@ -315,6 +318,7 @@ def test_both_flush_the_same_stores_where_blocks_are_used_again(
                 made._current_batch_jobs_to_flush.clear()
     assert flushed, "the run flushes something"
     assert at_once or seed == 2, "also of its own step"
+    assert moved or seed, "also after others of its step"
     assert bool(as_lists) == bool(most)
 
 

@@ -457,7 +457,10 @@ class KvdConnectorScheduler(OneGroupScheduler):
             runs = load_runs(groups, blocks_of(job.src_spec), job.dst_spec)
             tracked = manager.tracked(self._req_status[job.req_id].req_context)
             jobs.add(job_id, tracked, runs, is_load=True)
-        for job_id, job in made.store_jobs.items():
+        flushed = made.jobs_to_flush or set()
+        # Those that the step waits for go first: of two that name a key the later one may end with
+        # the earlier, which else may be ready only after this step.
+        for job_id, job in sorted(made.store_jobs.items(), key=lambda item: item[0] not in flushed):
             status = self._req_status.get(job.req_id)
             assert status is not None, "a request with a job in flight is known"
             context, target = status.req_context, blocks_of(job.dst_spec)
@@ -466,8 +469,7 @@ class KvdConnectorScheduler(OneGroupScheduler):
             else:
                 positions = context._offload_key_positions
                 runs = store_runs(groups, job.src_spec, target, positions)
-            is_flushed = job_id in (made.jobs_to_flush or ())
-            ready = BEFORE_THE_STEP if is_flushed else AFTER_THE_STEP
+            ready = BEFORE_THE_STEP if job_id in flushed else AFTER_THE_STEP
             jobs.add(job_id, manager.tracked(context), runs, is_load=False, ready_together=ready)
         return jobs
 
