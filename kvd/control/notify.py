@@ -11,17 +11,24 @@ import socket
 log = logging.getLogger(__name__)
 
 
-def notify(*lines: str) -> None:
-    """Send lines such as READY=1 to NOTIFY_SOCKET; nothing where there is none. Never raises."""
+ROOM_SECONDS = 1.0  # for a socket that is full: systemd reads it when it comes to it
+
+
+def notify(*lines: str, room_s: float = ROOM_SECONDS) -> None:
+    """Send lines such as READY=1 to NOTIFY_SOCKET; nothing where there is none. Never raises.
+
+    Waits for room there, for no longer than said: a message that got lost would not be sent again.
+    """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return
     if address.startswith("@"):  # the abstract namespace
         address = "\0" + address[1:]
-    kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
-    with socket.socket(socket.AF_UNIX, kind) as sender:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+        sender.settimeout(room_s)
         try:
-            sender.sendto("\n".join(lines).encode(), address)
+            sender.connect(address)  # else Linux does not tell when there is room
+            sender.send("\n".join(lines).encode())
         except OSError as error:
             log.warning("systemd's notification socket does not take %s: %s", lines, error)
 
@@ -39,5 +46,5 @@ async def feed_watchdog() -> None:
     """Say WATCHDOG=1 at half the wanted period, from the loop whose life it proves."""
     period = watchdog_seconds()
     while period > 0:
-        notify("WATCHDOG=1")
+        notify("WATCHDOG=1", room_s=0)  # the next one will do
         await asyncio.sleep(period / 2)
