@@ -133,25 +133,22 @@ class Recovery:
             self.blocks[namespace] = self.blocks.get(namespace, 0) + len(records)
             used.update(np.unique(self.books.slot_table.scopes(records)).tolist())
         namespaces = {row.namespace for row in self.rows.values()}
-        # A damaged record may name any scope, of a namespace without rows, too.
-        kept = {
-            s: scope
-            for s, scope in registry.scopes.items()
-            if s in used and scope.namespace in namespaces
+        # The newest of each name: an older one may stand there still, of no use to anybody.
+        newest = {
+            (scope.namespace, scope.epoch, scope.account, scope.group): scope
+            for scope in sorted(registry.scopes.values(), key=lambda each: each.scope)
         }
+        scopes = newest.values()
+        # A damaged record may name any scope, an older one or one of a namespace without rows.
+        kept = {s.scope: s for s in scopes if s.scope in used and s.namespace in namespaces}
         epochs = {(scope.namespace, scope.epoch) for scope in kept.values()}
-        # One of each name: an older one may stand there still, and isn't found by it any more.
-        opening = {
-            (scope.namespace, scope.epoch, scope.group): scope
-            for scope in (
-                *sorted(registry.scopes.values(), key=lambda each: each.scope),
-                *kept.values(),
-            )
+        kept |= {
+            scope.scope: scope
+            for scope in scopes
             if not scope.account and (scope.namespace, scope.epoch) in epochs
         }
-        kept |= {scope.scope: scope for scope in opening.values()}
         scopeless = namespaces - {scope.namespace for scope in kept.values()}
-        for scope in registry.scopes.values():
+        for scope in scopes:
             if scope.namespace in scopeless:
                 kept[scope.scope] = scope
                 scopeless.remove(scope.namespace)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvd.core.actions import ForgetScopes, OpenScope
 from kvd.core.events import Event, PoolRecovered
+from kvd.core.keys import ScopeId
 from kvd.pool import Pool, PoolConfig, sealed_json
 from kvd.pool.row_table import RowTable
 from tests import leaks
@@ -79,6 +81,25 @@ def test_a_record_damaged_to_name_a_scope_of_a_namespace_without_rows_stops_no_s
     rows, dropped = reopened(filled)
     assert dropped == 1
     assert rows[0].ordinals.tolist() == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_a_record_damaged_to_name_an_older_scope_brings_no_name_back_twice(
+    filled: PoolConfig,
+) -> None:
+    older, newer = ScopeId(5), ScopeId(6)
+    with opened(filled) as pool:
+        orders.introduce(pool)
+        pool.grant_row(orders.row([0]))
+        pool.open_scope(OpenScope(older, orders.NAMESPACE, "epoch 2", "", 0))
+        pool.forget_scopes(ForgetScopes((older,)))  # its line stays
+        pool.open_scope(OpenScope(newer, orders.NAMESPACE, "epoch 2", "", 0))
+        pool.write_ready(orders.ready([9], orders.keys(1), scope=newer))
+    with bytes_of(filled.directory / "slots.table") as table:
+        table[3 * RECORD + 8] = older
+    with opened(filled) as pool:
+        found = orders.scopes_of(list(pool.recovered()))
+        assert [scope.scope for scope in found if scope.epoch == "epoch 2"] == [newer]
+        assert pool.dropped_records == 1
 
 
 def test_a_record_copied_to_another_place_is_dropped(filled: PoolConfig) -> None:
