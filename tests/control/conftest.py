@@ -1,4 +1,4 @@
-"""A daemon for the tests of a module, and an engine for each; modules may have their own."""
+"""A daemon for the tests of a module, and an engine for each test; modules may have their own."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,12 @@ from kvd.__main__ import main
 from kvd.cli import watching
 from kvd.cli.commands import COMMANDS
 from kvd.config.values import place
-from tests.control.running_daemon import RunningDaemon, daemon
+from tests.control.running_daemon import RunningDaemon
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embed_engine.py"
 BLOCKS = 5  # that the example stores
 TOO_LARGE = str(1 << 64)  # for a message
 NO_TEXT = "\udcff"  # as Python has a byte that is no UTF-8
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 @pytest.fixture

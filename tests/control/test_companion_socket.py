@@ -18,16 +18,9 @@ from tests.control.daemon_rig import (
     Caller,
     RawScheduler,
     RunningDaemon,
-    daemon,
     identity,
 )
 from tests.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,6 @@ from tests.waiting import wait_until
 
 SESSIONS = 1000
 A_FEW = 32
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 def open_descriptors(running: RunningDaemon) -> int:

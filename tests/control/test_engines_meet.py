@@ -16,7 +16,6 @@ from tests.control.daemon_rig import (
     RawScheduler,
     RawWorker,
     RunningDaemon,
-    daemon,
     group,
     group_layout,
     identity,
@@ -25,12 +24,6 @@ from tests.control.daemon_rig import (
     refusal,
 )
 from tests.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,6 @@ from tests.control.daemon_rig import (
     RawScheduler,
     RunningDaemon,
     block,
-    daemon,
     hashes,
     identity,
     namespace,
@@ -40,12 +38,6 @@ class Turns:
 
     async def let_others_in(self, _: object) -> None:
         self.left += 1
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 def told(request: str, missed: int | None = 9, **more: Any) -> engine_pb2.RequestLookup:

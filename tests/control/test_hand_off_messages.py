@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from tests.control.daemon_rig import (
     RunningDaemon,
     block,
     context,
-    daemon,
     hashes,
     identity,
 )
@@ -98,12 +96,6 @@ def test_metrics_show_hand_offs() -> None:
 
 
 # -- with a real daemon -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 def leased_bytes(engine: RawEngine) -> int:

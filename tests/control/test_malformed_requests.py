@@ -21,7 +21,6 @@ from tests.control.daemon_rig import (
     RunningDaemon,
     block,
     context,
-    daemon,
     details_of,
     hashes,
     identity,
@@ -39,12 +38,6 @@ METHODS: list[MethodDescriptor] = [
 ROLES = {"EngineService": "SCHEDULER", "WorkerService": "WORKER"}
 # Calls that change what the other tests stand on, or that wait.
 DISRUPTIVE = {"Drain", "Clear", "SetQuota", "WatchEvents", "Record"}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,6 @@ from tests.control.daemon_rig import (
     RawWorker,
     RunningDaemon,
     block,
-    daemon,
     identity,
     refusal,
 )
@@ -185,12 +183,6 @@ async def test_starts_under_way_count_and_failed_ones_give_their_place_back() ->
             await task
     with pytest.raises(MoverStartError):
         await movers.start(late, owner)
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 def test_a_worker_that_registers_rank_after_rank_has_no_more_movers_than_its_share(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-
-import pytest
 
 from kvd.core.upkeep.session import CLOSE_GRACE_NS
 from tests.control.daemon_rig import (
@@ -15,17 +12,10 @@ from tests.control.daemon_rig import (
     RawScheduler,
     RunningDaemon,
     block,
-    daemon,
     identity,
     store_job,
 )
 from tests.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 def lives(pid: int) -> bool:

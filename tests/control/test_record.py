@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,6 @@ from tests.control.daemon_rig import (
     Caller,
     RawScheduler,
     RunningDaemon,
-    daemon,
     hashes,
     identity,
     namespace,
@@ -42,12 +40,6 @@ from tests.control.daemon_rig import (
 )
 
 NAMESPACE = NamespaceId(1)
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 def told(request: str, *blocks: int, tokens: int = 0) -> engine_pb2.RequestLookup:

@@ -15,7 +15,6 @@ from tests.control.daemon_rig import (
     RunningDaemon,
     block,
     context,
-    daemon,
     hashes,
     identity,
     load_job,
@@ -24,12 +23,6 @@ from tests.control.daemon_rig import (
     store_job,
 )
 from tests.waiting import wait_until
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

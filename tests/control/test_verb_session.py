@@ -17,19 +17,12 @@ from tests.control.daemon_rig import (
     RunningDaemon,
     block,
     context,
-    daemon,
     hashes,
     identity,
 )
 from verb_session import ChangeTail, VerbSession
 
 MISS, HIT, PENDING = 0, 1, 2
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[RunningDaemon]:
-    with daemon() as started:
-        yield started
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,26 +17,19 @@ AT_ONCE = 2  # waits before a pause: the next step's stores were ordered when it
 
 
 @pytest.fixture(scope="module")
-def daemon(make_daemon: Callable[[], NodeDaemon]) -> NodeDaemon:
-    made = make_daemon()
-    made.start()
-    return made
-
-
-@pytest.fixture(scope="module")
-def ask(fork_server: None, daemon: NodeDaemon) -> Iterator[Ask]:
-    with stand_process("hung_stand", daemon.socket) as asked:
+def ask(fork_server: None, kvd: NodeDaemon) -> Iterator[Ask]:
+    with stand_process("hung_stand", kvd.socket) as asked:
         yield asked
 
 
-def test_an_engine_that_only_stores_waits_ever_more_seldom(ask: Ask, daemon: NodeDaemon) -> None:
+def test_an_engine_that_only_stores_waits_ever_more_seldom(ask: Ask, kvd: NodeDaemon) -> None:
     told = ask(REQUESTS)
     assert told["stored"], "the daemon takes stores"
-    daemon.freeze()
+    kvd.freeze()
     try:
         told = ask(REQUESTS)
     finally:
-        daemon.thaw()
+        kvd.thaw()
     assert told["gave_up"], "each request gets blocks that stores still read"
     pauses = 1 + math.log2(1 + told["seconds"] / FIRST_PAUSE_S)
     assert told["gave_up"] <= AT_ONCE * pauses
