@@ -55,7 +55,9 @@ def spread(value: dict[str, float], digits: int = 2) -> str:
     return f"{value['median']:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def at_least(what: str, value: dict[str, float], bar: float) -> Line:
+def at_least(what: str, value: dict[str, float], bar: float | None) -> Line:
+    if bar is None:
+        return Line(what, spread(value), "", None)
     median = value["median"]
     return Line(what, _near(value, bar), f"≥ {bar}", median >= bar, median)
 
@@ -73,10 +75,7 @@ def throughput(results: dict[str, Any]) -> Iterator[Line]:
         yield at_least(what, row["ratio"], row["bar"])
     for row in results.get("beside", ()):
         what = f"{row['ways']}, {row['direction']}, {row['layout']}"
-        if row["bar"] is None:
-            yield Line(what, spread(row["ratio"]), "", None)
-        else:
-            yield at_least(what, row["ratio"], row["bar"])
+        yield at_least(what, row["ratio"], row["bar"])
     for row in results.get("fresh_pool", ()):
         what = f"first 256 MiB into a fresh pool, {row['layout']}, × later ones"
         yield at_least(what, row["ratio"], row["bar"])

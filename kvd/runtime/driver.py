@@ -105,7 +105,6 @@ class Driver:
         self._follow_ups: deque[Event] = deque()
         self._refused = RefusedRows()
         self._handling = False
-        self.is_draining = False
         self._teller = RowTeller(machine, self.fleet, self.turns, self._refused)
         self._mending = PageMending(machine, pool)
         self._rooms_scheduled = False
@@ -539,12 +538,10 @@ class Driver:
     async def drain(self, deadline_s: float) -> int:
         """Take no more stores and wait for the jobs under way; the number still running."""
         self.call(ev.DrainStarted())
-        self.is_draining = True
-        return await self.jobs.wait_for_all(deadline_s, lambda: self.is_draining)
+        return await self.jobs.wait_for_all(deadline_s, lambda: self.machine.state.draining)
 
     def undrain(self) -> None:
         """Take stores again. Whoever waits for a drain does so no longer."""
-        self.is_draining = False
         self.call(ev.DrainEnded())
         self.jobs.look_again()
 

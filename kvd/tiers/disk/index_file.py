@@ -168,8 +168,7 @@ def _numbered(found: Iterable[tuple[int, object]]) -> dict[int, bytes]:
 
     A damaged name may be a number, of which bytes() would make as many zeros.
     """
-    rows = list(found)
-    return {n: name for n, name in rows if isinstance(name, bytes) and 0 < n < _NUMBERS}
+    return {n: name for n, name in found if isinstance(name, bytes) and 0 < n < _NUMBERS}
 
 
 @contextlib.contextmanager
