@@ -15,9 +15,11 @@ from tests.sglang import absent
 absent.install()
 
 if TYPE_CHECKING:
+    from kvd_client.integrations.sglang.backend import KvdHiCache
     from tests.sglang.rig import Rank
 
 StartRank = Callable[..., "Rank"]
+MakeBackend = Callable[..., "KvdHiCache"]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,3 +74,27 @@ def start_rank(kvd: DaemonProcess) -> Iterator[StartRank]:
     yield start
     while running:
         running.pop().close()
+
+
+@pytest.fixture
+def make_backend(kvd: DaemonProcess) -> Iterator[MakeBackend]:
+    """Makes backends over host pools without a controller, connected; the first is the anchor."""
+    from kvd_client.integrations.sglang.backend import KvdHiCache
+    from tests.sglang.rig import PATIENCE_S, extra_config, storage_config
+
+    made: list[KvdHiCache] = []
+
+    def make(pools: dict[Any, Any], **changes: Any) -> KvdHiCache:
+        backend = KvdHiCache(storage_config(extra_config(kvd.socket), **changes))
+        made.append(backend)
+        backend.register_mem_pool_host(next(iter(pools.values())))
+        for name, pool in pools.items():
+            backend.register_mem_host_pool_v2(pool, name)
+        backend.on_host_pools_registered()
+        for batches in backend._opened:
+            assert batches.wait_usable(PATIENCE_S), batches.problem
+        return backend
+
+    yield make
+    while made:
+        made.pop().close()

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -81,6 +83,21 @@ def host_pool(
             info, 2.0, 0, page_tokens, layout, target_layer_num=layers, **common
         )
     return MHATokenToKVPoolHost(info, 2.0, 0, page_tokens, layout, **common)
+
+
+def state_pool(
+    dtype: torch.dtype = torch.float32, temporal: torch.dtype = torch.float32
+) -> MambaPoolHost:
+    """SGLang's own host pool of Mamba states: of three layers, and of one table without layers."""
+    states = MambaStateBufferInfo(
+        temporal=torch.zeros(3, 24, 5, 8, dtype=temporal),
+        conv=(torch.zeros(3, 24, 6, dtype=dtype), torch.zeros(3, 24, 2, dtype=dtype)),
+        extra_checkpoint_buffers=(torch.zeros(24, 10),),
+    )
+    return MambaPoolHost(
+        states, 1.0, 0, device_capacity=24, pin_memory=False,
+        allocator_type="shm", layout="page_first",
+    )  # fmt: skip
 
 
 def extra_config(socket: str, **options: Any) -> dict[str, Any]:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sglang.srt.mem_cache.device_pool_info import (
-    MambaStateBufferInfo,
-    MLABufferInfo,
-    MLASplitBuffers,
-)
+from sglang.srt.mem_cache.device_pool_info import MLABufferInfo, MLASplitBuffers
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheFile,
     PoolHitPolicy,
     PoolName,
     PoolTransfer,
 )
-from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
 from kvd_client.integrations.sglang.backend import KvdHiCache
 from kvd_client.integrations.sglang.hits import PoolHits, fold
 from tests.daemon_process import DaemonProcess
+from tests.sglang.conftest import MakeBackend
 from tests.sglang.rig import (
     PAGE_TOKENS,
     PATIENCE_S,
@@ -34,6 +29,7 @@ from tests.sglang.rig import (
     host_pool,
     mha_device_pool,
     mla_device_pool,
+    state_pool,
     storage_config,
 )
 
@@ -41,43 +37,8 @@ PAGES = 12
 KEYS = [f"{number:064x}" for number in range(PAGES)]
 
 
-def state_pool(dtype: torch.dtype = torch.float32) -> Any:
-    """SGLang's own host pool of Mamba states: of three layers, and of one table without layers."""
-    states = MambaStateBufferInfo(
-        temporal=torch.zeros(3, 24, 5, 8),
-        conv=(torch.zeros(3, 24, 6, dtype=dtype), torch.zeros(3, 24, 2, dtype=dtype)),
-        extra_checkpoint_buffers=(torch.zeros(24, 10),),
-    )
-    return MambaPoolHost(
-        states, 1.0, 0, device_capacity=24, pin_memory=False,
-        allocator_type="shm", layout="page_first",
-    )  # fmt: skip
-
-
 def tables(states: Any) -> list[torch.Tensor]:
     return [states.temporal_buffer, *states.conv_buffer, *states.slot_state_buffers]
-
-
-@pytest.fixture
-def make_backend(kvd: DaemonProcess) -> Iterator[Callable[..., KvdHiCache]]:
-    made: list[KvdHiCache] = []
-
-    def make(pools: dict[PoolName, Any], **changes: Any) -> KvdHiCache:
-        backend = KvdHiCache(storage_config(extra_config(kvd.socket), **changes))
-        made.append(backend)
-        anchor, *others = pools.items()
-        backend.register_mem_pool_host(anchor[1])
-        for name, pool in pools.items():
-            backend.register_mem_host_pool_v2(pool, name)
-        backend.on_host_pools_registered()
-        assert others or len(pools) == 1
-        for batches in backend._opened:
-            assert batches.wait_usable(PATIENCE_S), batches.problem
-        return backend
-
-    yield make
-    while made:
-        made.pop().close()
 
 
 def windows(count: int) -> PoolTransfer:
@@ -87,7 +48,7 @@ def windows(count: int) -> PoolTransfer:
 
 
 def test_states_and_pages_are_restored_together(
-    make_backend: Callable[..., KvdHiCache],
+    make_backend: MakeBackend,
 ) -> None:
     kv, states = host_pool(mha_device_pool()), state_pool()
     backend = make_backend({PoolName.KV: kv, PoolName.MAMBA: states})
@@ -115,7 +76,7 @@ def test_states_and_pages_are_restored_together(
 
 
 def test_states_are_each_ranks_own_where_mla_pages_are_shared(
-    make_backend: Callable[..., KvdHiCache],
+    make_backend: MakeBackend,
 ) -> None:
     pools = [
         {PoolName.KV: host_pool(mla_device_pool()), PoolName.MAMBA: state_pool()} for _ in range(2)
@@ -134,7 +95,7 @@ def test_states_are_each_ranks_own_where_mla_pages_are_shared(
 
 
 def test_a_drafters_heads_are_each_ranks_own_beside_mla(
-    make_backend: Callable[..., KvdHiCache],
+    make_backend: MakeBackend,
 ) -> None:
     pools = [
         {PoolName.KV: host_pool(mla_device_pool()), PoolName.DRAFT: host_pool(mha_device_pool())}
@@ -163,7 +124,7 @@ def test_a_drafters_heads_are_each_ranks_own_beside_mla(
 
 
 def test_groups_of_blocks_are_found_by_keys_of_their_own(
-    make_backend: Callable[..., KvdHiCache],
+    make_backend: MakeBackend,
 ) -> None:
     groups = host_pool(mha_device_pool(layers=1))
     pools = {PoolName.KV: host_pool(mha_device_pool()), PoolName.DEEPSEEK_V4_C4: groups}
@@ -205,7 +166,7 @@ def split_pool() -> Any:
 
 
 def test_pages_whose_parts_lie_in_files_of_their_own_come_back(
-    make_backend: Callable[..., KvdHiCache],
+    make_backend: MakeBackend,
 ) -> None:
     pool = split_pool()
     parts = [pool.k_buffer, pool.v_buffer, pool.index_k_buffer, pool.index_k_scale_buffer]
@@ -222,7 +183,7 @@ def test_pages_whose_parts_lie_in_files_of_their_own_come_back(
 
 
 def test_engines_of_different_page_sizes_share_nothing(
-    make_backend: Callable[..., KvdHiCache],
+    make_backend: MakeBackend,
 ) -> None:
     first, second = (
         make_backend({PoolName.KV: host_pool(mha_device_pool(), page_tokens=size)})
@@ -234,7 +195,7 @@ def test_engines_of_different_page_sizes_share_nothing(
     assert second.batch_get_v1(KEYS, twice) == [False] * PAGES
 
 
-def test_a_pool_that_came_later_is_served_too(make_backend: Callable[..., KvdHiCache]) -> None:
+def test_a_pool_that_came_later_is_served_too(make_backend: MakeBackend) -> None:
     backend = make_backend({PoolName.KV: host_pool(mha_device_pool())})
     states = state_pool()
     backend.register_mem_host_pool_v2(states, PoolName.MAMBA)

@@ -29,22 +29,43 @@ HASH_BYTES = 32
 HASH_ALGORITHM = "sglang sha256 of the previous digest and the page's tokens"
 HEX_DIGITS = 2 * HASH_BYTES
 
-# Of SGLang's arguments what may change what a layer computes for a token, beside the weights.
+# Of SGLang's arguments what may change what a layer computes for a token, which tokens lie on which
+# rank, or what the bytes of a pool mean, beside the weights.
 SHAPING_ARGUMENTS = (
     "attention_backend",
     "context_length",
+    "cp_strategy",
+    "decrypted_config_file",
+    "decrypted_draft_config_file",
+    "dllm_algorithm",
+    "dllm_algorithm_config",
     "dtype",
+    "enable_decoder_swa_bounded_replay",
     "enable_deterministic_inference",
+    "enable_encoder_swa_bounded_replay",
+    "forward_hooks",
     "json_model_override_args",
+    "kt_max_deferred_experts_per_token",
+    "kt_method",
+    "kt_num_gpu_experts",
     "kv_cache_dtype",
+    "model_config_parser",
     "model_impl",
+    "modelopt_quant",
     "prefill_attention_backend",
     "quantization",
     "quantization_param_path",
-    "rope_scaling",
+    "rl_on_policy_target",
     "speculative_algorithm",
+    "speculative_draft_kv_cache_dtype",
+    "speculative_draft_load_format",
     "speculative_draft_model_quantization",
+    "speculative_draft_sink_size",
+    "speculative_draft_window_size",
 )
+
+# And of those that name weights beside the model's and the drafter's.
+WEIGHTS_ARGUMENTS = ("kt_weight_path", "modelopt_checkpoint_restore_path", "uno_lora_path")
 
 # And of those that tell one start from another, alike on all of its ranks on this machine.
 STARTING_ARGUMENTS = ("random_seed", "port", "nccl_port", "dist_init_addr", "base_gpu_id")
@@ -153,7 +174,7 @@ def server_arguments() -> Any:
 
 
 def _weights(arguments: Any, options: HiCacheOptions) -> tuple[str, list[str]]:
-    """What model and drafter are called, and why that can't be known."""
+    """What model, drafter and others are called, and why that can't be known."""
     if options.weights_id:
         return f"named:{options.weights_id}", []
     if arguments is None:
@@ -163,6 +184,8 @@ def _weights(arguments: Any, options: HiCacheOptions) -> tuple[str, list[str]]:
     if draft and draft != arguments.model_path:
         revision = getattr(arguments, "speculative_draft_model_revision", None)
         names.append(_named(arguments, draft, revision))
+    others = [getattr(arguments, name, None) for name in WEIGHTS_ARGUMENTS]
+    names += [_named(arguments, other, None) for other in others if other]
     problems = [f"{each.problem}; set weights_id" for each in names if each.problem]
     return " ".join(each.name for each in names), problems[:1]
 

@@ -95,6 +95,7 @@ class HostPool:
             layers,
             [extent.bytes for extent in self.extents],
             str(getattr(pool, "storage_format_tag", None)),
+            _dtypes(pool),
         ]
 
     def pages(self, host_indices: torch.Tensor | None, count: int) -> npt.NDArray[np.uint32] | None:
@@ -107,6 +108,13 @@ class HostPool:
             return None
         numbers: npt.NDArray[np.uint32] = pages.astype(np.uint32)
         return numbers
+
+
+def _dtypes(pool: Any) -> list[str]:
+    """Of all its tables: a pool of states has several, and of the same width."""
+    named = {name: each for name, each in vars(pool).items() if isinstance(each, torch.dtype)}
+    beside = [table.dtype for table in getattr(pool, "slot_state_buffers", None) or ()]
+    return [f"{name} {named[name]}" for name in sorted(named)] + [str(each) for each in beside]
 
 
 def holds_bytes(pool: Any) -> bool:

@@ -1,0 +1,105 @@
+"""Which engines share pages: none that would read another's bytes wrong, all that may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.server_args import ServerArgs
+
+from kvd_client.identity import NamespaceFields
+from kvd_client.integrations.sglang import namespace
+from kvd_client.integrations.sglang.options import HiCacheOptions
+from kvd_client.integrations.sglang.pools import HostPool
+from tests.sglang.conftest import MakeBackend
+from tests.sglang.rig import host_pool, mha_device_pool, state_pool, storage_config
+
+OPTIONS = HiCacheOptions.from_extra_config({"interface_v1": 1})
+GIVEN = {
+    "cp_strategy": "zigzag",
+    "dllm_algorithm": "LowConfidence",
+    "enable_decoder_swa_bounded_replay": True,
+    "forward_hooks": [{"hook_factory": "hooks:scale"}],
+    "kt_method": "AMXINT8",
+    "kv_cache_dtype": "fp8_e5m2",
+    "modelopt_quant": "fp8",
+    "speculative_draft_kv_cache_dtype": "fp8_e5m2",
+}
+
+NamespaceOf = Callable[..., NamespaceFields]
+
+
+def weights(directory: Path, content: bytes) -> str:
+    directory.mkdir(exist_ok=True)
+    (directory / "model.safetensors").write_bytes(content)
+    return str(directory)
+
+
+@pytest.fixture
+def namespace_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NamespaceOf:
+    """The namespace of one pool's pages, under these of SGLang's arguments."""
+    pool = HostPool("kv", host_pool(mha_device_pool()))
+    model = weights(tmp_path / "model", b"the model's")
+
+    def make(**given: Any) -> NamespaceFields:
+        arguments = SimpleNamespace(
+            **{"model_path": model, "revision": None, "model_loader_extra_config": "{}"} | given
+        )
+        monkeypatch.setattr(namespace, "server_arguments", lambda: arguments)
+        return namespace.build_namespace(storage_config({}), [pool], OPTIONS, is_replicated=False)
+
+    return make
+
+
+def test_arguments_that_are_looked_at_are_sglangs() -> None:
+    known = {name for kind in ServerArgs.__mro__ for name in vars(kind).get("__annotations__", {})}
+    looked_at = {
+        *namespace.SHAPING_ARGUMENTS,
+        *namespace.WEIGHTS_ARGUMENTS,
+        *namespace.STARTING_ARGUMENTS,
+    }
+    assert looked_at <= known
+
+
+@pytest.mark.parametrize("argument", GIVEN)
+def test_engines_that_compute_or_keep_pages_otherwise_share_none(
+    namespace_of: NamespaceOf, argument: str
+) -> None:
+    assert not namespace_of().unshared
+    assert namespace_of() == namespace_of()
+    assert namespace_of() != namespace_of(**{argument: GIVEN[argument]})
+
+
+@pytest.mark.parametrize("argument", namespace.WEIGHTS_ARGUMENTS)
+def test_weights_beside_the_models_are_named_by_what_is_in_them(
+    namespace_of: NamespaceOf, tmp_path: Path, argument: str
+) -> None:
+    path = weights(tmp_path / "beside", b"some")
+    some = namespace_of(**{argument: path})
+    assert some != namespace_of()
+    assert some == namespace_of(**{argument: path})
+    weights(tmp_path / "beside", b"other")
+    assert some != namespace_of(**{argument: path})
+    assert namespace_of(**{argument: str(tmp_path / "nowhere")}).unshared
+
+
+def test_states_of_another_type_are_not_taken_for_ones_own(
+    make_backend: MakeBackend,
+) -> None:
+    """Two types of one width: --mamba-ssm-dtype bfloat16 and float16."""
+    kinds = (torch.bfloat16, torch.float16, torch.bfloat16)
+    first, other, alike = (
+        make_backend(
+            {PoolName.KV: host_pool(mha_device_pool()), PoolName.MAMBA: state_pool(temporal=kind)}
+        )
+        for kind in kinds
+    )
+    keys = [f"{number:064x}" for number in range(4)]
+    assert first.batch_set_v1(keys, torch.arange(4 * first.mem_pool_host.page_size)) == [True] * 4
+    assert (first.batch_exists(keys), alike.batch_exists(keys)) == (4, 4)
+    assert other.batch_exists(keys) == 0
