@@ -88,6 +88,15 @@ def test_weights_beside_the_models_are_named_by_what_is_in_them(
     assert namespace_of(**{argument: str(tmp_path / "nowhere")}).unshared
 
 
+def test_settings_of_the_loader_that_only_say_how_keep_nobody_apart(
+    namespace_of: NamespaceOf,
+) -> None:
+    how = '{"enable_multithread_load": true, "num_threads": 8}'
+    assert namespace_of(model_loader_extra_config=how) == namespace_of()
+    for unknown in ('{"model_weights": "elsewhere"}', "[1]", "no JSON"):
+        assert namespace_of(model_loader_extra_config=unknown).unshared
+
+
 def test_states_of_another_type_are_not_taken_for_ones_own(
     make_backend: MakeBackend,
 ) -> None:

@@ -8,6 +8,7 @@ that of this start alone.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import socket
@@ -191,7 +192,6 @@ def _weights(arguments: Any, options: HiCacheOptions) -> tuple[str, list[str]]:
 
 
 def _named(arguments: Any, model: str, revision: str | None) -> Any:
-    settings = getattr(arguments, "model_loader_extra_config", None) or {}
     return name_weights(
         SimpleNamespace(
             model=str(model),
@@ -200,10 +200,19 @@ def _named(arguments: Any, model: str, revision: str | None) -> Any:
         ),
         SimpleNamespace(
             load_format=getattr(arguments, "load_format", "auto"),
-            model_loader_extra_config={} if settings == "{}" else settings,
+            model_loader_extra_config=_loader_settings(arguments),
             download_dir=getattr(arguments, "download_dir", None),
         ),
     )
+
+
+def _loader_settings(arguments: Any) -> Any:
+    """What SGLang has as a text of JSON; another text stays one, of which nothing is known."""
+    settings = getattr(arguments, "model_loader_extra_config", None) or {}
+    try:
+        return json.loads(settings) if isinstance(settings, str) else settings
+    except ValueError:
+        return settings
 
 
 def _doubts(arguments: Any, options: HiCacheOptions) -> Iterator[str]:
