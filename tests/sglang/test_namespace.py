@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
 
 from kvd_client.identity import NamespaceFields
@@ -112,3 +113,13 @@ def test_states_of_another_type_are_not_taken_for_ones_own(
     assert first.batch_set_v1(keys, torch.arange(4 * first.mem_pool_host.page_size)) == [True] * 4
     assert (first.batch_exists(keys), alike.batch_exists(keys)) == (4, 4)
     assert other.batch_exists(keys) == 0
+
+
+def test_replicas_of_an_engine_with_a_name_have_names_of_their_own() -> None:
+    named = HiCacheOptions.from_extra_config({"interface_v1": 1, "engine_name": "prefill-7"})
+    ids = set()
+    for replica in (None, 0, 1):
+        with get_parallel().override(dp_rank=replica):
+            ids.add(namespace.rank_identity(storage_config({}), named, "kv").engine_id)
+    assert len(ids) == 3
+    assert all(each.startswith("prefill-7-") for each in ids)

@@ -145,7 +145,18 @@ def rank_identity(storage_config: Any, options: HiCacheOptions, part: str) -> En
         options.engine_name or f"sglang-{socket.gethostname()}-{os.getpid()}-{os.urandom(4).hex()}"
     )
     rank = f"dp{place.dp_rank}-pp{place.pp_rank}-cp{place.attn_cp_rank}-tp{place.tp_rank}"
-    return EngineIdentity(wire_text(f"{name}-{rank}-{part}"), os.urandom(16))
+    return EngineIdentity(wire_text(f"{name}-{_replica()}{rank}-{part}"), os.urandom(16))
+
+
+def _replica() -> str:
+    """Which of an engine's data-parallel replicas this is: SGLang counts ranks within each."""
+    try:
+        from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 - of this release
+
+        number = get_parallel().dp_rank
+    except (ImportError, RuntimeError, AttributeError):
+        return ""
+    return "" if number is None else f"replica{number}-"
 
 
 def launch_id() -> str:
