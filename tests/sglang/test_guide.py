@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt.arg_groups.fields import memory
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.pool_host import common
 from sglang.srt.server_args import ServerArgs
 
+from kvd_client.integrations.sglang.pools import NO_FILES
 from tests.daemons import ROOT
 
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
@@ -30,3 +34,22 @@ def test_what_the_guide_says_of_layouts_and_modes_sglang_takes() -> None:
     for value in (*VALUES, "buffer_only"):
         assert f'"{value}"' in taken
         assert value in said
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_sglang_heeds_the_allocator_in_the_flag_alone_as_guide_and_error_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_file: bool
+) -> None:
+    text = '{"interface_v1": 1, "allocator": "shm"}'
+    flag = str(tmp_path / "kvd.json")
+    Path(flag).write_text(text)
+    flag = f"@{flag}" if is_file else text
+    memory_arguments = SimpleNamespace(
+        hicache_storage_backend="dynamic", hicache_storage_backend_extra_config=flag
+    )
+    monkeypatch.setattr(common, "get_memory", lambda: memory_arguments)
+    parsed = HybridCacheController.parse_storage_backend_extra_config(flag)
+    assert parsed[0] == {"interface_v1": 1, "allocator": "shm"}
+    assert (common.get_allocator_type() == "shm") is not is_file
+    assert "@file" in NO_FILES
+    assert "@file" in (ROOT / "docs" / "sglang.md").read_text()

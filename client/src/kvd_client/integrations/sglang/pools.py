@@ -13,8 +13,9 @@ from kvd_client.worker import Fragment, GroupLayout, SharedMemory
 
 ALIGNMENT = 8
 NO_FILES = (
-    "its memory is not in shared memory files: the pool {name} can't be handed to the daemon. Set"
-    ' "allocator": "shm" in --hicache-storage-backend-extra-config'
+    "its memory is not in shared memory files: the pool {name} can't be handed to the daemon. Start"
+    ' SGLang with "allocator": "shm" in --hicache-storage-backend-extra-config, written out in that'
+    " flag: of an @file, or of an attach to a running server, SGLang does not heed it"
 )
 
 
