@@ -15,6 +15,15 @@ trap 'kill "${pids[@]}" 2>/dev/null; wait; rm -rf "$home" "$pool"' EXIT
 kvd serve --socket "$socket" --pool-directory "$pool/pool" --pool-bytes "${POOL_BYTES:-8GiB}" &
 pids+=($!)
 
+await() { # the engine's port, until it serves
+  until curl -sf "http://127.0.0.1:$1/health" >/dev/null; do
+    for pid in "${pids[@]}"; do
+      kill -0 "$pid" 2>/dev/null || { echo "kvd or an engine has ended; it says above why" >&2; exit 1; }
+    done
+    sleep 2
+  done
+}
+
 prompt=$(printf 'The quick brown fox jumps over the lazy dog, number %d. ' $(seq 400))
 for port in 30001 30002; do
   python -m sglang.launch_server --model-path "$model" --port "$port" --page-size 64 \
@@ -25,7 +34,7 @@ for port in 30001 30002; do
       "class_name": "KvdHiCache", "interface_v1": 1, "allocator": "shm",
       "socket_path": "'"$socket"'"}' &
   pids+=($!)
-  until curl -sf "http://127.0.0.1:$port/health" >/dev/null; do sleep 2; done
+  await "$port"
   for _ in 1 2; do # pages are written through on their second use
     curl -s "http://127.0.0.1:$port/generate" -H 'Content-Type: application/json' \
       -d "{\"text\": \"$prompt\", \"sampling_params\": {\"max_new_tokens\": 8, \"temperature\": 0}}" |

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ from tests.daemons import ROOT
 
 FLAG = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]+)")
 OURS = {"socket", "pool-directory", "pool-bytes", "checkout"}
+LASTING, ENDING = "exec sleep 60", "exit 3"
 VALUES = ("page_first", "page_first_direct", "page_first_kv_split", "layer_first", "page_head")
 
 
@@ -53,3 +56,23 @@ def test_sglang_heeds_the_allocator_in_the_flag_alone_as_guide_and_error_say(
     assert (common.get_allocator_type() == "shm") is not is_file
     assert "@file" in NO_FILES
     assert "@file" in (ROOT / "docs" / "sglang.md").read_text()
+
+
+@pytest.mark.parametrize("ends", ["kvd", "python"])
+def test_the_example_ends_with_a_word_where_daemon_or_engine_ends(
+    tmp_path: Path, ends: str
+) -> None:
+    for command in ("kvd", "python", "curl"):
+        does = ENDING if command in (ends, "curl") else LASTING
+        (tmp_path / command).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / command).chmod(0o755)
+    ran = subprocess.run(
+        ["bash", ROOT / "examples" / "sglang" / "run.sh", "a-model"],
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30.0,
+        check=False,
+    )
+    assert ran.returncode == 1
+    assert "kvd or an engine has ended" in ran.stderr
