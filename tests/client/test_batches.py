@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -161,6 +162,31 @@ def test_claims_that_nobody_loads_end_oldest_first(
         memory.batches.find([SoughtKeys(0, prompt)])
     assert leased(memory.batches) == 3
     assert memory.batches.load([BlockRun(0, 0, prompt, range(10, 14))]) == [[True] * 4]
+
+
+def test_what_nobody_loads_keeps_no_one_from_what_is_there(
+    tmp_path: Path, shared_directory: Path
+) -> None:
+    daemon = DaemonProcess(tmp_path, shared_directory)
+    daemon.flags["lease-share"] = 0.01  # two of these prompts
+    daemon.start()
+    memory, other = Memory(daemon.socket), Memory(daemon.socket)
+    prompts = [keys(30 + number, 40) for number in range(6)]
+    for number, prompt in enumerate(prompts):
+        for block in range(40):
+            memory.write(block, number)
+        assert memory.batches.store([BlockRun(0, 0, prompt, range(40))]) == [True]
+    found = [memory.batches.find([SoughtKeys(0, prompt)])[0].all() for prompt in prompts]
+    assert all(found)
+    assert leased(memory.batches) <= 2  # the oldest have ended
+    found = [other.batches.find([SoughtKeys(0, prompt)])[0].all() for prompt in prompts]
+    assert all(found)  # without a lease: the first has them all
+    for number, prompt in enumerate(prompts):
+        assert other.batches.load([BlockRun(0, 0, prompt, range(40))]) == [[True] * 40]
+        assert other.values(0, 40) == [{number}] * 40
+    memory.close()
+    other.close()
+    daemon.end()
 
 
 def test_claims_end_with_their_time(daemon: DaemonProcess) -> None:

@@ -164,7 +164,9 @@ class BlockBatches:
     # -- finding ----------------------------------------------------------------------------
 
     def find(self, wanted: Sequence[SoughtKeys]) -> list[Flags]:
-        """Which of the keys can be loaded. They are leased for a while, so that they stay."""
+        """Which of the keys can be loaded. They are leased for a while, so that they stay; those
+        that there is no room to lease are found without.
+        """
         found = [np.zeros(len(each.keys), dtype=np.bool_) for each in wanted]
         session = self._connection.session
         if session is None:
@@ -178,7 +180,7 @@ class BlockBatches:
         request_id = self._new_request()
         answers = self._ask_patiently(request_id, wanted)
         for flags, each, statuses in zip(found, wanted, answers, strict=True):
-            hits = statuses == HIT
+            hits = (statuses == HIT) | (statuses == RETRY)
             if each.leading and not hits.all():
                 hits[int(np.argmin(hits)) :] = False
             flags[: len(hits)] = hits
@@ -214,9 +216,18 @@ class BlockBatches:
                 for each, statuses in zip(wanted, answers, strict=True)
             ):
                 return answers
+            self._make_room(sum(int((statuses == RETRY).sum()) for statuses in answers))
             self._send(StepDraft())  # what lies in a tier is brought up once the step has ended
             time.sleep(pause)
             pause = min(2 * pause, ASK_AGAIN_MAX_S)
+
+    def _make_room(self, keys: int) -> None:
+        """End the oldest claims of so many keys: what nobody loads keeps no other from a lease."""
+        with self._lock:
+            while keys > 0 and self._claims:
+                claim = next(iter(self._claims.values()))
+                keys -= claim.left
+                self._end_claim(claim)
 
     def _may_become(self, wanted: SoughtKeys, statuses: Statuses, waited_s: float) -> bool:
         """Whether it is worth while to ask again for what was no hit."""
