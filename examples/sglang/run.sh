@@ -35,7 +35,7 @@ for port in 30001 30002; do
       "socket_path": "'"$socket"'"}' &
   pids+=($!)
   await "$port"
-  for _ in 1 2; do # pages are written through on their second use
+  for _ in 1 2; do # the second time each engine has the pages itself
     curl -s "http://127.0.0.1:$port/generate" -H 'Content-Type: application/json' \
       -d "{\"text\": \"$prompt\", \"sampling_params\": {\"max_new_tokens\": 8, \"temperature\": 0}}" |
       python -c 'import json, sys; print(json.load(sys.stdin)["meta_info"])'
