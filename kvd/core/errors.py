@@ -120,8 +120,10 @@ class Draining(KvdError):
 # Reasons of an InvalidArgument: which limit a field is beyond.
 HASH_BYTES = "HASH_BYTES"
 GROUP_COUNT = "GROUP_COUNT"
+TOO_MANY_KEYS = "TOO_MANY_KEYS"
 BLOCKS_PER_BLOCK = "BLOCKS_PER_BLOCK"
 RANK_COUNT = "RANK_COUNT"
+STRING_TOO_LONG = "STRING_TOO_LONG"
 TOO_MANY_PARTS = "TOO_MANY_PARTS"
 
 # Reasons that a verdict may carry (answers, not errors).

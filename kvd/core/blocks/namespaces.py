@@ -7,7 +7,7 @@ import hashlib
 from kvd.core.actions import EpochOpened, ForgetScopes, OpenNamespace, OpenScope
 from kvd.core.blocks.extent_fit import fitting_size, size, wasted_share
 from kvd.core.blocks.row_grants import slots_per_row
-from kvd.core.errors import InvalidArgument, LayoutMismatch, LimitExceeded
+from kvd.core.errors import STRING_TOO_LONG, InvalidArgument, LayoutMismatch, LimitExceeded
 from kvd.core.keys import NamespaceId, ScopeId
 from kvd.core.model.scope_shares import share_left
 from kvd.core.model.size_class import SizeClass, Tally
@@ -145,7 +145,7 @@ def _make_class(
 def check_name(name: str, field: str) -> None:
     if len(name.encode()) > MAX_NAME_BYTES:
         raise InvalidArgument(
-            f"{field} is longer than {MAX_NAME_BYTES} bytes", field, "STRING_TOO_LONG"
+            f"{field} is longer than {MAX_NAME_BYTES} bytes", field, STRING_TOO_LONG
         )
 
 

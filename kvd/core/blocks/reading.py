@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvd.core.blocks import namespaces
-from kvd.core.errors import InvalidArgument
+from kvd.core.errors import GROUP_COUNT, HASH_BYTES, TOO_MANY_KEYS, InvalidArgument
 from kvd.core.keys import U64, KeyBatch, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
@@ -34,7 +34,7 @@ def check_keys(
         raise InvalidArgument(
             f"{count} keys in one message, at most {MAX_KEYS_PER_MESSAGE}",
             "hashes",
-            "TOO_MANY_KEYS",
+            TOO_MANY_KEYS,
         )
     namespace = state.namespace_of(session)
     return [_class_of(namespace, group, keys) for group, keys in named]
@@ -42,14 +42,14 @@ def check_keys(
 
 def _class_of(namespace: Namespace, group: int, keys: KeyBatch) -> SizeClass:
     if not 0 <= group < len(namespace.classes):
-        raise InvalidArgument(f"group {group} of {len(namespace.classes)}", "group", "GROUP_COUNT")
+        raise InvalidArgument(f"group {group} of {len(namespace.classes)}", "group", GROUP_COUNT)
     owner = namespace.classes[group]
     hash_bytes = namespace.spec.hash_bytes
     if keys.hash_bytes != hash_bytes or keys.words.shape[1:] != (owner.width,):
         raise InvalidArgument(
             f"hashes of {keys.hash_bytes} bytes in a namespace of {hash_bytes}",
             "hashes",
-            "HASH_BYTES",
+            HASH_BYTES,
         )
     return owner
 

@@ -8,6 +8,7 @@ from kvd.core.blocks.row_grants import grant_spare
 from kvd.core.claims import lease, prefix
 from kvd.core.errors import (
     MOVER_GONE,
+    RANK_COUNT,
     SESSION_CLOSED,
     InvalidArgument,
     LayoutMismatch,
@@ -58,7 +59,7 @@ def session_opened(turn: Turn, event: SessionOpened) -> None:
         raise InvalidArgument(
             f"world_size is {event.world_size}, must be 1..{MAX_RANKS}",
             "world_size",
-            "RANK_COUNT",
+            RANK_COUNT,
         )
     namespaces.check_name(event.epoch, "epoch")
     namespaces.check_spec(state, event.spec)
@@ -144,7 +145,7 @@ def rank_attached(turn: Turn, event: RankAttached) -> None:
     if event.mover in state.movers:
         raise InvalidArgument(f"mover {event.mover} is attached", "registration_id")
     if not 0 <= event.rank < session.world_size:
-        raise InvalidArgument(f"rank {event.rank} of {session.world_size}", "rank", "RANK_COUNT")
+        raise InvalidArgument(f"rank {event.rank} of {session.world_size}", "rank", RANK_COUNT)
     if event.rank in session.movers:
         raise InvalidArgument(f"rank {event.rank} is registered", "rank")
     shards = namespace.classes[0].shards
