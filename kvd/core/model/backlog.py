@@ -66,7 +66,7 @@ class Clear:
 
 @dataclass(slots=True, eq=False)
 class Shrink:
-    """A tenant that has more than its quota, or too little room; see `room.shrink_some`."""
+    """A tenant that has more than its quota, or too little room; see `eviction.shrink_some`."""
 
     answers: list[tuple[int, int]] = field(default_factory=list)  # token, `evicted` by then
     evicted: int = 0

@@ -173,7 +173,7 @@ class Job:
 class Filling:
     """Blocks that are copied together, and who waits for them.
 
-    `number` is what SlotTable.pieces says of slots that it fills; 0: it fills none.
+    `number` is what SlotTable.fillings says of slots that it fills; 0: it fills none.
     """
 
     parts: tuple[Part, ...]

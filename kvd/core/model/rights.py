@@ -2,8 +2,8 @@
 
 A payer may open as many sessions and groups as it likes: that gives it no more. Its share is one
 row of its widest class, and an equal part of what a row for each payer leaves of the pool. Within
-that its own classes have their rights (see `claims`). A payer whose classes want more rows than its
-share holds is *crowded*: its classes go round, and what it has beyond its share goes to payers
+that its own classes have their rights (see `row_rights`). A payer whose classes want more rows than
+its share holds is *crowded*: its classes go round, and what it has beyond its share goes to payers
 that have less than theirs.
 
 A namespace that several payers use is charged to the one that has the fewest other classes, so that

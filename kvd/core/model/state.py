@@ -79,7 +79,7 @@ class MachineConfig:
     submit_deadline_ns: int = 30_000_000_000
     copy_deadline_ns: int = 30_000_000_000
     private_grace_ns: int = 60_000_000_000  # what only one engine can use outlives its session
-    spare_bytes: int = 256 * 2**20  # granted ahead of need per class; see rows.grant_spare
+    spare_bytes: int = 256 * 2**20  # granted ahead of need per class; see row_grants.grant_spare
     extent_nodes: tuple[int, ...] = ()  # the memory node of each extent; empty: there is one
     tag_secret: bytes = b""
     namespaces: int = MAX_NAMESPACES  # at most: each takes descriptors for its index page

@@ -1,6 +1,6 @@
 """Rows taken back from one size class for another.
 
-Who takes is said by `claims`; here is from whom. A row is taken back only when no slot of it is
+Who takes is said by `row_rights`; here is from whom. A row is taken back only when no slot of it is
 pinned, reserved or quarantined: its blocks are evicted, every mover unmaps it, it is zeroed, then
 its extents are for the claims that wait, and without any, for all.
 

@@ -11,7 +11,7 @@ from kvd.core.events import PoolRecovered, RecoveredRow, RowsRecovered, ScopesRe
 from kvd.core.keys import U64, RowId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import Row, SizeClass
-from kvd.core.model.slots import FREE, SlotState
+from kvd.core.model.slots import FREE, STAMP_SHIFT, SlotState
 from kvd.core.model.state import Scope, State
 from kvd.core.model.turn import Turn
 from kvd.core.policy.base import Sight
@@ -19,7 +19,7 @@ from kvd.core.room import expiry
 from kvd_proto.limits import MAX_GROUPS
 from kvd_proto.tags import account_seed, tags_of
 
-_STAMP_SHIFT = np.uint64(24)  # as block.coarse_stamp
+_STAMP_SHIFT = np.uint64(STAMP_SHIFT)  # as `coarse_stamp`
 
 
 def scopes_recovered(turn: Turn, event: ScopesRecovered) -> None:
