@@ -49,9 +49,9 @@ MAX_QUEUED_MESSAGES = 1024
 CAPABILITIES = (
     "request-level-store",
     "epochs",
-    "quiet",
+    "quiet",  # ends are read from the boards
     "prompts",
-)  # ends are read from the boards
+)
 UNSENDABLE = "UNSENDABLE"  # our own word among the daemon's: a job that no message can carry
 SESSION_METHOD = f"/{engine_pb2.DESCRIPTOR.services_by_name['EngineService'].full_name}/Session"
 MAX_REMEMBERED_STEPS = MAX_QUEUED_MESSAGES  # of which a refusal may still come

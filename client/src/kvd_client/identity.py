@@ -7,7 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvd_proto.groups import GroupKind
-from kvd_proto.limits import MAX_BLOCKS_PER_BLOCK, MAX_GROUPS, MAX_HASH_BYTES
+from kvd_proto.limits import (
+    MAX_BLOCKS_PER_BLOCK,
+    MAX_GROUPS,
+    MAX_HASH_BYTES,
+    MAX_STRING_BYTES,
+)
 from kvd_proto.v1 import engine_pb2
 
 
@@ -28,7 +33,10 @@ class Group:
 
     def __post_init__(self) -> None:
         if not 1 <= self.blocks_per_block <= MAX_BLOCKS_PER_BLOCK:
-            raise ValueError(f"blocks_per_block is {self.blocks_per_block}, allowed are 1..64")
+            raise ValueError(
+                f"blocks_per_block is {self.blocks_per_block},"
+                f" allowed are 1..{MAX_BLOCKS_PER_BLOCK}"
+            )
         if self.tokens_per_block < 1 or self.tokens_per_block % self.blocks_per_block:
             raise ValueError("tokens_per_block must be a positive multiple of blocks_per_block")
         if self.kind is GroupKind.SLIDING_WINDOW and self.sliding_window_tokens < 1:
@@ -78,9 +86,9 @@ class NamespaceFields:
 
     def __post_init__(self) -> None:
         if not 1 <= self.hash_bytes <= MAX_HASH_BYTES:
-            raise ValueError(f"hash_bytes is {self.hash_bytes}, allowed are 1..64")
+            raise ValueError(f"hash_bytes is {self.hash_bytes}, allowed are 1..{MAX_HASH_BYTES}")
         if not 1 <= len(self.groups) <= MAX_GROUPS:
-            raise ValueError(f"{len(self.groups)} groups, allowed are 1..64")
+            raise ValueError(f"{len(self.groups)} groups, allowed are 1..{MAX_GROUPS}")
 
     @property
     def boundary_tokens(self) -> int:
@@ -106,8 +114,8 @@ class EngineIdentity:
     boot_nonce: bytes
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.engine_id.encode()) <= 256:
-            raise ValueError("engine_id must have 1..256 bytes")
+        if not 1 <= len(self.engine_id.encode()) <= MAX_STRING_BYTES:
+            raise ValueError(f"engine_id must have 1..{MAX_STRING_BYTES} bytes")
         if len(self.boot_nonce) != 16:
             raise ValueError(f"boot_nonce has {len(self.boot_nonce)} bytes, needed are 16")
 

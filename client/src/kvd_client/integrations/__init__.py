@@ -1,5 +1,6 @@
-"""Adapters from particular engines to the engine-neutral scheduler and worker, one package each.
+"""Adapters for particular engines, one package each, and beside them what these share.
 
-None is here yet. An adapter translates an engine's words (its request and block objects, its
-hooks) and decides nothing: the step logic is in `kvd_client.scheduler`.
+An adapter translates an engine's words: its request and block objects, its hooks. vLLM keeps its
+own scheduler logic, SGLang asks and waits (`kvd_client.batches`); all else stands on the
+engine-neutral parts of `kvd_client`.
 """
