@@ -42,13 +42,8 @@ def lengths_of(block: TierBlock) -> bytes:
     return b"".join([part.nbytes.to_bytes(8, "little") for part in block.parts])
 
 
-def seal_of(block: TierBlock, lengths: bytes) -> int:
-    """Reads every byte of the block, with the interpreter's lock released."""
-    return seal_from(block, lengths, sums_of(block.parts))
-
-
 def seal_from(block: TierBlock, lengths: bytes, sums: U64) -> int:
-    """The same, where the checksums of the parts are known."""
+    """Of a block whose parts have these lengths and checksums."""
     taken = hashlib.blake2b(block.key.scope, digest_size=_SEAL_BYTES)
     taken.update(len(block.key.block).to_bytes(8, "little") + block.key.block + lengths)
     taken.update(sums.tobytes())

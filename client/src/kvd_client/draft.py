@@ -143,16 +143,6 @@ class JobDraft:
         for run in self.runs:
             run.put_into(message.runs.add())
 
-    def to_load(self) -> engine_pb2.LoadJob:
-        message = engine_pb2.LoadJob()
-        self.put_into(message)
-        return message
-
-    def to_store(self) -> engine_pb2.StoreJob:
-        message = engine_pb2.StoreJob()
-        self.put_store_into(message)
-        return message
-
     def put_store_into(self, message: engine_pb2.StoreJob, *, bare: bool = False) -> None:
         """Fill an empty message of a store."""
         message.request_level = self.request_level

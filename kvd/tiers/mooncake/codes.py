@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from kvd.tiers.store import TierError, TierReason
 
@@ -47,8 +47,3 @@ def require_codes(codes: Sequence[int], count: int) -> list[int]:
     if len(codes) != count:
         raise TierError(f"Mooncake gave {len(codes)} codes for {count} keys", TierReason.REFUSED)
     return list(codes)
-
-
-def first_bad(codes: Sequence[int], is_good: Callable[[int], bool]) -> int | None:
-    """The first code that is not good."""
-    return next((code for code in codes if not is_good(code)), None)

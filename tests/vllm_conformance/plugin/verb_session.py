@@ -139,12 +139,14 @@ class VerbSession:
         return [Found(answer.statuses, answer.lease_id) for answer in answers]
 
     def prepare_store(self, job: JobDraft) -> engine_pb2.JobVerdict:
-        request = engine_pb2.PrepareStoreRequest(job=job.to_store())
+        request = engine_pb2.PrepareStoreRequest()
+        job.put_store_into(request.job)
         verdict: engine_pb2.JobVerdict = self._numbered(self._engine.PrepareStore, request).verdict
         return verdict
 
     def prepare_load(self, job: JobDraft) -> engine_pb2.JobVerdict:
-        request = engine_pb2.PrepareLoadRequest(job=job.to_load())
+        request = engine_pb2.PrepareLoadRequest()
+        job.put_into(request.job)
         verdict: engine_pb2.JobVerdict = self._numbered(self._engine.PrepareLoad, request).verdict
         return verdict
 
