@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.core.policy import POLICY_NAMES
+from kvd.tiers.options import Reader, path, read_options, size, switch, text, whole
 from kvd.tiers.store import OptionValue, TierOptions, TierUnusable
 
 ALIGN = 4096  # of everything in a slab: what O_DIRECT asks of the disks that there are
 LEAST_REGION_BYTES = 64 << 10
 MOST_REGION_BYTES = 1 << 30
 MOST_THREADS = 64
-_SIZE = re.compile(r"(\d+)\s*(?:([KMGT])i?B?)?")
-_UNITS = {None: 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +53,26 @@ class DiskOptions:
     @classmethod
     def of(cls, options: TierOptions) -> DiskOptions:
         """Read a table. TierUnusable names the option that is wrong."""
-        known = set(cls.__slots__)
-        unknown = sorted(set(options) - known)
-        if unknown:
-            raise TierUnusable(f"{unknown[0]}: no such option; known: {', '.join(sorted(known))}")
-        for name in ("directories", "directory_bytes"):
-            if name not in options:
-                raise TierUnusable(f"{name}: is needed")
-        directories = options["directories"]
-        named = directories if isinstance(directories, list) else [directories]
-        if not all(isinstance(path, str) and path.startswith("/") for path in named):
-            raise TierUnusable("directories: absolute paths are needed")
-        sizes = {
-            name: _size(name, options[name])
-            for name in ("directory_bytes", "region_bytes", "threads")
-            if name in options
-        }
-        policy, direct = options.get("policy", "lru"), options.get("direct", True)
-        if not isinstance(policy, str):
-            raise TierUnusable(f"policy: {policy!r} is no name")
-        if not isinstance(direct, bool):
-            raise TierUnusable(f"direct: {direct!r} is neither true nor false")
-        paths = tuple(Path(str(path)) for path in named)
-        return cls(paths, policy=policy, direct=direct, **sizes)
+        return cls(**read_options(options, _READERS, ["directories", "directory_bytes"]))
 
 
-def _size(name: str, value: OptionValue) -> int:
-    """A whole number, or one with a unit: 512MiB."""
-    match = _SIZE.fullmatch(str(value).strip())
-    if match is None or isinstance(value, bool | float | list):
-        raise TierUnusable(f"{name}: {value!r} is no size")
-    return int(match[1]) * _UNITS[match[2]]
+def _directories(given: OptionValue) -> tuple[Path, ...]:
+    """Absolute paths, or a single one."""
+    return tuple(path(each) for each in (given if isinstance(given, list) else [given]))
+
+
+def _threads(given: OptionValue) -> int:
+    """A whole number, which may be written as a text."""
+    is_digits = isinstance(given, str) and given.strip().isdecimal()
+    count: int = whole(1, MOST_THREADS)(int(str(given)) if is_digits else given)
+    return count
+
+
+_READERS: dict[str, Reader] = {
+    "directories": _directories,
+    "directory_bytes": size(1, 1 << 60),
+    "policy": text("|".join(POLICY_NAMES), f"one of {', '.join(POLICY_NAMES)}"),
+    "threads": _threads,
+    "region_bytes": size(LEAST_REGION_BYTES, MOST_REGION_BYTES),
+    "direct": switch,
+}
