@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvd.core.actions import ReadFromTier
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.claims import hand_off, prefix
-from kvd.core.keys import U32, CopyId, KeyBatch, ScopeId, Slots
+from kvd.core.keys import KeyBatch, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Offer, Part
 from kvd.core.model.size_class import SizeClass
@@ -27,7 +27,7 @@ from kvd.core.model.tiers import Belief, Below, CopyKind, Search, Sought, Tier, 
 from kvd.core.model.turn import Turn
 from kvd.core.policy.base import Sight
 from kvd.core.room.eviction import make_room
-from kvd.core.tiers import pace, search
+from kvd.core.tiers import copies, pace, search
 from kvd_proto.tags import tags_of
 
 PROMOTED_AT_ONCE = 256  # blocks, in one event
@@ -36,7 +36,6 @@ LATE_AT_ONCE = 8  # reads of one patience that are given up, in one tick
 GIVEN_UP_NS = 5_000_000_000  # after the deadline
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
-NO_BLOCKS: U32 = np.empty((0, 0), dtype=np.uint32)
 
 
 def step_ended(state: State, session: Session) -> None:
@@ -112,16 +111,31 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
     wanted, fresh = fresh, fresh[:fits]
     if not len(fresh):
         return False
-    offer = _offer(sought, found, fresh)
-    scope = _scope(turn, sought)
-    kept = _kept(state, sought, scope)
-    if scope is None or make_room(turn, [(sought.owner, len(fresh))], lambda: [kept]):
+    scope = _scope_with_room(turn, sought, len(fresh))
+    if scope is None:
         _give_up(tier, found, wanted)  # the end of no promotion would give them room
         return True
+    _begin_read(turn, found, tier, fresh, scope)
+    return len(fresh) == len(wanted)
+
+
+def _scope_with_room(turn: Turn, sought: Sought, count: int) -> ScopeId | None:
+    """The scope to read so many blocks into; None: it may not be opened, or there is no room."""
+    state = turn.state
+    scope = _scope(turn, sought)
+    kept = _kept(state, sought, scope)
+    if scope is None or make_room(turn, [(sought.owner, count)], lambda: [kept]):
+        return None
     if scope not in state.scopes:  # making room took the last block that it had
-        reopened = _scope(turn, sought)
-        assert reopened is not None, "it could be opened a moment ago"
-        scope = reopened
+        scope = _scope(turn, sought)
+        assert scope is not None, "it could be opened a moment ago"
+    return scope
+
+
+def _begin_read(turn: Turn, found: Search, tier: Tier, rows: Slots, scope: ScopeId) -> None:
+    """There is room for these blocks of the search: the tier is asked for their bytes."""
+    state, sought = turn.state, found.sought
+    offer = _offer(sought, found, rows)
     used = state.sessions[sought.session].prefixes.get(sought.request)
     sight = Sight(turn.now_ns)
     if used is not None:
@@ -129,17 +143,16 @@ def _promote(turn: Turn, found: Search, tier: Tier, rows: Slots) -> bool:
     slots = slot_lifecycle.reserve(turn, offer, scope, sight)
     state.slots.below[slots] = tier.bit
     state.slots.sources[slots] = tier.terms.reach
-    part = Part(sought.owner, scope, slots, slots, NO_BLOCKS)
-    copy = begin(turn, tier, CopyKind.READ, part)
-    copy.sought, copy.places = sought, found.places[fresh]
+    part = Part(sought.owner, scope, slots, slots, copies.NO_BLOCKS)
+    copy = copies.begin(turn.state, tier, CopyKind.READ, part)
+    copy.sought, copy.places = sought, found.places[rows]
     pace.read_began(tier, copy.copy, turn.now_ns)
     state.add_filling(copy)
     state.below.reading.add(copy, copy.patience_ns)
-    found.beliefs[fresh] = Belief.ON_ITS_WAY
+    found.beliefs[rows] = Belief.ON_ITS_WAY
     state.below.promoting.count(sought.owner.tenant.tenant, copy.nbytes)
-    keys = KeyBatch(offer.words, spec.hash_bytes)
+    keys = KeyBatch(offer.words, state.namespaces[sought.name.namespace].spec.hash_bytes)
     turn.orders.append(ReadFromTier(tier.tier, copy.copy, sought.name, keys, slots))
-    return len(fresh) == len(wanted)
 
 
 def _not_there(state: State, found: Search, rows: Slots) -> Slots:
@@ -217,27 +230,6 @@ def _give_up(tier: Tier, found: Search, rows: Slots) -> None:
     search.absent(found.sought, found, rows)
 
 
-def begin(turn: Turn, tier: Tier, kind: CopyKind, part: Part) -> TierCopy:
-    """A copy of these blocks, that pins them until it ends."""
-    state = turn.state
-    copy = TierCopy(parts=(part,), copy=CopyId(state.below.next_copy), tier=tier, kind=kind)
-    state.below.next_copy += 1
-    state.below.copies[copy.copy] = tier.copies[copy.copy] = copy
-    state.namespaces[part.size_class.namespace].copies_below += 1
-    slot_lifecycle.pin(state, part.size_class, part.pinned)
-    state.count_in_flight(part.scope, +1)
-    return copy
-
-
-def forget(state: State, copy: TierCopy) -> None:
-    """The copy has ended: its pins go."""
-    (part,) = copy.parts
-    del state.below.copies[copy.copy]
-    slot_lifecycle.unpin(state, part.size_class, part.pinned)
-    state.namespaces[part.size_class.namespace].copies_below -= 1
-    state.count_in_flight(part.scope, -1)
-
-
 def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
     """What has come is readable; the rest is a miss for who sought it."""
     state, sought = turn.state, copy.sought
@@ -256,7 +248,7 @@ def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
     if len(bad) and not copy.failed:
         hand_off.blocks_lost(state, owner, bad)
         slot_lifecycle.quarantine_reserved(state, owner, bad)
-    forget(state, copy)
+    copies.forget(state, copy)
     del state.fillings[copy.number]
     if len(good):
         slot_lifecycle.make_ready(turn, owner, good)

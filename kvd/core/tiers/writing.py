@@ -29,8 +29,7 @@ from kvd.core.model.tiers import (
     WriteWhen,
 )
 from kvd.core.model.turn import Turn
-from kvd.core.tiers import coldest, residence
-from kvd.core.tiers.promotion import NO_BLOCKS, begin, forget
+from kvd.core.tiers import coldest, copies, residence
 
 DEMOTED_AT_ONCE = 256  # and written
 CAUGHT_UP_AT_ONCE = 8  # batches that wait for copies to end, in one event
@@ -152,7 +151,8 @@ def _goes(state: State, scope: Scope) -> bool:
 
 def _begin(turn: Turn, tier: Tier, owner: SizeClass, scope: Scope, slots: Slots) -> None:
     state = turn.state
-    copy = begin(turn, tier, CopyKind.WRITE, Part(owner, scope.scope, slots, slots, NO_BLOCKS))
+    part = Part(owner, scope.scope, slots, slots, copies.NO_BLOCKS)
+    copy = copies.begin(state, tier, CopyKind.WRITE, part)
     state.slots.below[slots] |= tier.bit
     tier.writing.count(owner.tenant.tenant, copy.nbytes)
     generation = state.namespaces[owner.namespace].cleared_below
@@ -185,7 +185,7 @@ def ended(
     state.slots.below[failed] &= ~np.uint8(tier.bit)
     if damaged is not None and damaged.any():
         damage.remove(turn, part, part.slots[damaged])
-    forget(state, copy)
+    copies.forget(state, copy)
     catch_up(turn, tier)
     if count:
         write_ahead(turn, part.size_class)
