@@ -44,6 +44,7 @@ from kvd.pool.reserve import Reserve
 from kvd.runtime.probes import native_probes
 from kvd_client import EngineIdentity, Group, NamespaceFields, SchedulerConnection
 from kvd_client.draft import BlockRun, QueryDraft
+from kvd_proto.key_status import HIT, MISS, STATUS_BITS
 from kvd_proto.v1 import common_pb2
 
 BLOCK_BYTES = 4096
@@ -55,7 +56,6 @@ SERVICE = ("daemon's imports", "exec to socket", "exec to first hit")
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0
 POLL_S = 0.002
-MISS, HIT, STATUS_BITS = 0, 1, 3  # of kvd.v1 Answer
 NAMESPACE = NamespaceFields(
     model="bench",
     kv_dtype="float32",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from kvd.core.actions import Answer
 from kvd.core.events import LeaseMode, Query, Run, StoreRequested
 from kvd.core.keys import LeaseId
+from kvd_proto.key_status import HIT
 
 # Keys handled without yielding to other calls: about 1 ms of the event loop for a store.
 PIECE_KEYS = 256
@@ -24,7 +25,7 @@ RUNS_TOGETHER = 64
 GROUPS_TOGETHER = 8  # of all of them: 3 to 4 ms
 PIECE_TOLD = 16  # requests of which a client tells: half a millisecond
 PIECE_IDS = 256  # of jobs, leases or requests that have ended
-_HIT = b"\x01"  # of kvd.v1 Answer
+_ONE_HIT = bytes([HIT])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,7 +81,7 @@ class PiecewiseAnswers:
         for piece, answer in zip(pieces, answers, strict=True):
             self._statuses[piece.number] += answer.statuses
             self._sources[piece.number] += answer.sources or bytes(len(answer.statuses))
-            if answer.statuses != _HIT * len(answer.statuses):
+            if answer.statuses != _ONE_HIT * len(answer.statuses):
                 self._unbroken[piece.number] = False
             if answer.lease is not None:
                 self._leases[piece.number] = answer.lease

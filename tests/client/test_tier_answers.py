@@ -11,8 +11,8 @@ import pytest
 
 from kvd.cli.status import ask
 from kvd_client.draft import BlockRun, QueryDraft
-from kvd_client.scheduler import hits
 from kvd_client.session import QueryAnswer
+from kvd_proto.key_status import HIT, MISS, PENDING, STATUS_BITS
 from kvd_proto.v1 import common_pb2, operator_pb2
 from tests.client.content import TOKENS, block_hashes
 from tests.client.small_engine import SmallEngine
@@ -90,20 +90,20 @@ def stand(daemon: DaemonProcess, tmp_path: Path) -> Iterator[Stand]:
 
 
 def statuses(answer: QueryAnswer) -> set[int]:
-    return {status & hits.STATUS_BITS for status in answer.statuses}
+    return {status & STATUS_BITS for status in answer.statuses}
 
 
 def test_one_call_is_enough_where_the_tier_answers_at_once(stand: Stand) -> None:
     """On a busy machine not every answer comes at once."""
     first = [stand.told(f"nowhere {n}", f"n{n}")[0] for n in range(20)]
-    assert any(statuses(answer) == {hits.MISS} for answer in first)
-    assert statuses(stand.told("below", "b")[0]) == {hits.PENDING}, "it is there, and not up yet"
+    assert any(statuses(answer) == {MISS} for answer in first)
+    assert statuses(stand.told("below", "b")[0]) == {PENDING}, "it is there, and not up yet"
     requests = (f"b{n}" for n in itertools.count())
 
     def is_up() -> bool:
         """For a request that begins a promotion of its own where the last one came too late."""
         stand.engine.step()
-        return statuses(stand.told("below", next(requests))[0]) == {hits.HIT}
+        return statuses(stand.told("below", next(requests))[0]) == {HIT}
 
     wait_until(is_up, "the blocks")
 
@@ -111,10 +111,10 @@ def test_one_call_is_enough_where_the_tier_answers_at_once(stand: Stand) -> None
 def test_no_call_waits_for_a_tier_that_takes_its_time(stand: Stand) -> None:
     stand.pause(0.2)
     first = [stand.told(f"nowhere {n}", f"n{n}") for n in range(5)]
-    assert all(statuses(answer) == {hits.PENDING} for answer, _ in first)
+    assert all(statuses(answer) == {PENDING} for answer, _ in first)
     assert min(seconds for _, seconds in first) < 0.1
     time.sleep(0.3)
-    assert all(statuses(stand.told(f"nowhere {n}", f"n{n}")[0]) == {hits.MISS} for n in range(5))
+    assert all(statuses(stand.told(f"nowhere {n}", f"n{n}")[0]) == {MISS} for n in range(5))
 
 
 def test_requests_do_not_wait_for_a_tier_that_is_too_slow_until_it_is_well_again(

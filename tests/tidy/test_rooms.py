@@ -14,7 +14,7 @@ PURE_STANDARD = {
 # Anonymous memory of small pages, as numpy can't be asked for it; no file, no other effect.
 # Which numbers of queues are taken: no decision depends on when they are free again.
 PURE_BUT = {("sparse.py", "mmap"), ("slot_queue.py", "weakref")}
-PURE_PROTO = ("groups", "layout", "limits", "tags")
+PURE_PROTO = ("groups", "key_status", "layout", "limits", "tags")
 PURE_OURS = ("kvd.core", *(f"kvd_proto.{name}" for name in PURE_PROTO))
 CLIENT_DISTRIBUTIONS = {"numpy", "grpc", "google", "kvd_client", "kvd_proto"}
 

@@ -18,32 +18,25 @@ from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd_client.connection import SchedulerConnection
 from kvd_client.draft import BlockRun, JobDraft, QueryDraft, StepDraft, in_parts
 from kvd_client.identity import EngineIdentity, NamespaceFields
-from kvd_client.scheduler.lookup import ASK_AGAIN_MAX_S
+from kvd_client.scheduler.hits import Flags, Statuses
+from kvd_client.scheduler.lookup import ASK_AGAIN_MAX_S, KEYS_PER_CALL
 from kvd_client.scheduler.plan import StepPlan
 from kvd_client.scheduler.sent_jobs import REPORT_GRACE_S
 from kvd_client.session import DaemonSession
 from kvd_client.worker import GroupLayout, SharedMemory, Worker
 from kvd_client.worker.worker import END_MOVER_TIMEOUT_S, POLL_MAX_S, POLL_S, POLL_SHARE
-from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
+from kvd_proto.key_status import HIT, PENDING, RETRY, STATUS_BITS
 from kvd_proto.v1 import common_pb2
 
 log = logging.getLogger(__name__)
 
-KEYS_PER_CALL = MAX_KEYS_PER_MESSAGE // 2
 MAX_CLAIMS = 4096  # answers whose blocks are leased and not loaded yet; the oldest goes first
 MAX_UNTOLD_REQUESTS = 256  # that are over; then the daemon is told without a step of other work
 FIRST_PAUSE = 10  # times POLL_S, before a question is asked again
-
-MISS, HIT, PENDING, RETRY = 0, 1, 2, 3  # as in kvd.v1 Answer
-STATUS_BITS = 3
-
-Flags = npt.NDArray[np.bool_]
-Statuses = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ from kvd.core.model.reuse import ReuseCurve
 from kvd.core.spec import GroupSpec, NamespaceSpec
 from kvd.runtime.probes import native_probes
 from kvd_proto.groups import GroupKind
+from kvd_proto.key_status import HIT, PENDING, STATUS_BITS
 
 BLOCK_BYTES = 4096  # the smallest that fills a slot; no byte of it exists
 HASH_BYTES = 8
@@ -39,8 +40,6 @@ TRACKER_BLOCKS = 65536
 NS_PER_MS = 1_000_000
 _TICK = 250 * NS_PER_MS  # as in the daemon
 
-_STATUS_MASK = 3
-_HIT, _PENDING = 1, 2
 _HOST = -1  # where a block was found that was in host memory
 _SESSION = SessionId(1)
 _MOVER = MoverId(1)
@@ -163,9 +162,9 @@ class ReplayEngine:
             query = events.Query(context, 0, keys, events.LeaseMode.PREFIX, lease, first)
             (answer,) = self._ask(events.LookupRequested(_SESSION, (query,)))
             lease = answer.lease if answer.lease is not None else lease
-            statuses = np.frombuffer(answer.statuses, np.uint8) & _STATUS_MASK
-            if not (statuses == _PENDING).any():
-                return np.concatenate([np.zeros(first, np.bool_), statuses == _HIT]), lease
+            statuses = np.frombuffer(answer.statuses, np.uint8) & STATUS_BITS
+            if not (statuses == PENDING).any():
+                return np.concatenate([np.zeros(first, np.bool_), statuses == HIT]), lease
             self._drive(events.StepEnded(_SESSION))
             self._settle()
             self._wait_for_tiers()

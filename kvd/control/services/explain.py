@@ -10,9 +10,9 @@ from kvd.core.told import Unasked
 from kvd.core.upkeep.misses import Explained
 from kvd.runtime.driver import Driver
 from kvd.runtime.turns import UNITS_AT_ONCE, Pace
+from kvd_proto.key_status import HIT, PENDING, RETRY
 from kvd_proto.v1 import operator_pb2 as pb
 
-_HIT, _PENDING, _RETRY = 1, 2, 3  # as in kvd.v1 Answer
 _OF_FATE = {
     Fate.EVICTED: pb.MISS_CAUSE_EVICTED,
     Fate.ROW_TAKEN: pb.MISS_CAUSE_ROW_TAKEN,
@@ -31,9 +31,9 @@ _OF_GIVEN_UP = {
     Unasked.PENDING: pb.MISS_CAUSE_PENDING,
 }
 _OF_STATUS = {
-    _HIT: pb.MISS_CAUSE_NOT_TAKEN,
-    _PENDING: pb.MISS_CAUSE_PENDING,
-    _RETRY: pb.MISS_CAUSE_LEASES,
+    HIT: pb.MISS_CAUSE_NOT_TAKEN,
+    PENDING: pb.MISS_CAUSE_PENDING,
+    RETRY: pb.MISS_CAUSE_LEASES,
 }
 
 

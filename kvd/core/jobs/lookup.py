@@ -19,9 +19,9 @@ from kvd.core.model.slots import READY, SlotState
 from kvd.core.model.state import Session, State
 from kvd.core.model.turn import Turn
 from kvd.core.tiers import search, writing
+from kvd_proto.key_status import ADMITTED_BIT, HIT, MISS, PENDING, RETRY
 
-MISS, HIT, PENDING, RETRY = 0, 1, 2, 3  # as in kvd.v1 Answer
-ADMIT = 4
+ADMIT = MISS | ADMITTED_BIT
 
 _STATUS_OF_STATE = np.zeros(len(SlotState), dtype=np.uint8)
 _STATUS_OF_STATE[SlotState.READY] = HIT

@@ -47,6 +47,7 @@ from kvd.core.model.tiers import (
 from kvd.core.model.turn import Turn
 from kvd.core.tiers import pace, residence
 from kvd_proto.groups import GroupKind
+from kvd_proto.key_status import PENDING
 from kvd_proto.tags import tags_of
 
 BELIEVED_NS = 5_000_000_000  # after the deadline, what tiers said of a request's blocks stands
@@ -57,8 +58,6 @@ AWAITED_AGAIN_NS = 20_000_000  # then twice as long each time: for a block of an
 PREFETCH_PART = 0.5  # of each bound, for what nobody looks up yet
 
 _ABSENT = int(Belief.ABSENT)  # to compare with an enum's member takes ten times as long
-
-MISS, PENDING = 0, 2  # as in kvd.v1 Answer
 
 
 def look(

@@ -31,7 +31,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.draft import BlockRun, JobDraft, request_context
 from kvd_client.integrations.vllm.scheduling.requests import LOOKUP_RESULTS, hints_of, policy_of
-from kvd_client.scheduler.hits import HIT, MISS, STATUS_BITS
+from kvd_proto.key_status import HIT, MISS, STATUS_BITS
 from kvd_proto.v1 import common_pb2, events_pb2, operator_pb2
 from synchronous_jobs import (
     Capacity,

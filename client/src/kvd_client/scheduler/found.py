@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvd_client.draft import LookupCounts, MissedDraft, RequestLookup
 from kvd_client.identity import NamespaceFields
-from kvd_client.scheduler import hits
 from kvd_client.scheduler.request import Request
 from kvd_proto.groups import GroupKind
+from kvd_proto.key_status import HIT, MISS, STATUS_BITS
 
 
 def count_found(
@@ -70,7 +70,7 @@ def _first_missed(
         if block >= request.known_blocks(group, spec.tokens_per_block):
             continue
         status = _status_of(request, group, block)
-        if found is None or (found.status == hits.HIT and status != hits.HIT):
+        if found is None or (found.status == HIT and status != HIT):
             found = MissedDraft(group, block, request.hashes[group][block], status)
     return found
 
@@ -87,5 +87,5 @@ def _prompt_of(request: Request, namespace: NamespaceFields) -> Sequence[bytes]:
 def _status_of(request: Request, group: int, block: int) -> int:
     statuses = request.lookup.statuses
     if group >= len(statuses) or block >= len(statuses[group]):
-        return hits.MISS
-    return int(statuses[group][block]) & hits.STATUS_BITS
+        return MISS
+    return int(statuses[group][block]) & STATUS_BITS

@@ -21,18 +21,11 @@ import numpy.typing as npt
 
 from kvd_client.identity import Group
 from kvd_proto.groups import GroupKind
+from kvd_proto.key_status import MISS, STATUS_BITS
 
 Flags = npt.NDArray[np.bool_]
 Statuses = npt.NDArray[np.uint8]
 Boundaries = npt.NDArray[np.int64]
-
-MISS = 0
-HIT = 1
-PENDING = 2
-RETRY = 3
-STATUS_BITS = 3
-DOUBT_BIT = 2  # of PENDING and RETRY
-ADMITTED_BIT = 4
 
 
 def used_blocks(group: Group, computed_tokens: int, hit_tokens: int) -> range:

@@ -25,6 +25,7 @@ from kvd_client.scheduler.params import SchedulerOptions
 from kvd_client.scheduler.request import GivenUp, Lookup, LookupState, Request
 from kvd_client.session import Lookups, SessionView
 from kvd_proto.groups import GroupKind
+from kvd_proto.key_status import ADMITTED_BIT, DOUBT_BIT, HIT, MISS, PENDING, RETRY, STATUS_BITS
 from kvd_proto.limits import MAX_KEYS_PER_MESSAGE
 
 KEYS_PER_CALL = MAX_KEYS_PER_MESSAGE // 2
@@ -247,8 +248,8 @@ class LookupQueue:
             return False
         for group, width, _ in self._unbroken:
             first = lookup.statuses[group][: -(-lookup.first_tokens // width)]
-            first = first[computed_tokens // width :] & np.uint8(hits.STATUS_BITS)
-            if (first == hits.MISS).any() or (lookup.looks < 2 and (first != hits.HIT).any()):
+            first = first[computed_tokens // width :] & np.uint8(STATUS_BITS)
+            if (first == MISS).any() or (lookup.looks < 2 and (first != HIT).any()):
                 return False
         lookup.first_tokens, lookup.asked_tokens = None, computed_tokens
         self._ask_anew(request, self._clock())
@@ -276,12 +277,12 @@ class LookupQueue:
         if not lookup.answered or session.store_threshold > 1:
             return False  # or it was asked for all blocks, for their admission verdicts
         for group, width, _ in self._unbroken:
-            row = lookup.statuses[group] & np.uint8(hits.STATUS_BITS)
+            row = lookup.statuses[group] & np.uint8(STATUS_BITS)
             first, start = lookup.asked_tokens // width, computed_tokens // width
             if start < first:
                 return True
-            is_hit = start < len(row) and row[start] == hits.HIT
-            if is_hit and (row[first:start] != hits.HIT).any():
+            is_hit = start < len(row) and row[start] == HIT
+            if is_hit and (row[first:start] != HIT).any():
                 return True
         return False
 
@@ -357,7 +358,7 @@ class LookupQueue:
             return False  # what is answered in part counts before the page
         lookup.state, lookup.statuses = LookupState.KNOWN, self._nothing_known(request)
         for group, blocks in asked:
-            lookup.statuses[group][blocks.start : blocks.stop] = hits.HIT
+            lookup.statuses[group][blocks.start : blocks.stop] = HIT
         lookup.answered = lookup.is_shown = True
         return True
 
@@ -392,15 +393,15 @@ class LookupQueue:
     def is_doubt_too_late(self, request: Request, computed_tokens: int, doubtful: int) -> bool:
         """The same for doubtful statuses: only what they would add to the sure hit is at stake."""
         options = self._options
-        is_retry = doubtful == hits.RETRY
+        is_retry = doubtful == RETRY
         least_s = options.retry_deadline_s if is_retry else options.pending_deadline_s
         waited_s = self._clock() - request.lookup.doubts[doubtful]
         if waited_s < least_s:
             return False
-        statuses = [row & np.uint8(hits.STATUS_BITS) for row in request.lookup.statuses]
+        statuses = [row & np.uint8(STATUS_BITS) for row in request.lookup.statuses]
         cap = self._cap_tokens(request, computed_tokens)
-        sure = self._longest_hit([row == hits.HIT for row in statuses], computed_tokens, cap)
-        hoped = self._longest_hit([row != hits.MISS for row in statuses], computed_tokens, cap)
+        sure = self._longest_hit([row == HIT for row in statuses], computed_tokens, cap)
+        hoped = self._longest_hit([row != MISS for row in statuses], computed_tokens, cap)
         return waited_s >= min(self.pace.seconds_for(hoped - sure) or 0.0, options.patience_s)
 
     def _at_stake_s(self) -> float:
@@ -475,19 +476,19 @@ class LookupQueue:
         if block >= len(row):
             return unknown
         status = int(row[block])
-        return status & hits.STATUS_BITS != hits.MISS or bool(status & hits.ADMITTED_BIT)
+        return status & STATUS_BITS != MISS or bool(status & ADMITTED_BIT)
 
     # -- deciding ---------------------------------------------------------------------------
 
     def _decide(self, request: Request, computed_tokens: int, cap: int) -> int | None:
         lookup = request.lookup
-        statuses = [row & np.uint8(hits.STATUS_BITS) for row in lookup.statuses]
-        if not any((row & np.uint8(hits.DOUBT_BIT)).any() for row in statuses):
+        statuses = [row & np.uint8(STATUS_BITS) for row in lookup.statuses]
+        if not any((row & np.uint8(DOUBT_BIT)).any() for row in statuses):
             lookup.doubts.clear()
-            return self._longest_hit([row == hits.HIT for row in statuses], computed_tokens, cap)
+            return self._longest_hit([row == HIT for row in statuses], computed_tokens, cap)
         now = self._clock()
-        for doubtful in (hits.RETRY, hits.PENDING):
-            found = self._longest_hit([row != hits.MISS for row in statuses], computed_tokens, cap)
+        for doubtful in (RETRY, PENDING):
+            found = self._longest_hit([row != MISS for row in statuses], computed_tokens, cap)
             if not hits.uses(self._groups, statuses, doubtful, range(computed_tokens, found)):
                 lookup.doubts.pop(doubtful, None)
                 continue
@@ -496,7 +497,7 @@ class LookupQueue:
                 self.ask_again(request, now)
                 return None
             self.give_up_doubtful(request, statuses, doubtful)  # too late: the run is cut before it
-        return self._longest_hit([row == hits.HIT for row in statuses], computed_tokens, cap)
+        return self._longest_hit([row == HIT for row in statuses], computed_tokens, cap)
 
     def _longest_hit(self, usable: list[hits.Flags], computed_tokens: int, cap: int) -> int:
         boundaries = hits.boundaries_between(computed_tokens, cap, self._boundary_tokens)
@@ -507,8 +508,7 @@ class LookupQueue:
     ) -> None:
         """Take as a miss what has been doubtful in this way for too long."""
         if hits.make_misses(statuses, doubtful):
-            why = GivenUp.RETRY if doubtful == hits.RETRY else GivenUp.PENDING
-            self.give_up(request, why)
+            self.give_up(request, GivenUp.RETRY if doubtful == RETRY else GivenUp.PENDING)
 
     def ask_alone(self, request: Request, run: BlockRun) -> int:
         """The status of one block that is none of the request's; RETRY while it is not answered.
@@ -525,7 +525,7 @@ class LookupQueue:
             query = QueryDraft(request.context, run, lease_all=True)
             call_id = self._connection.start_lookup([query])
             if call_id == 0:
-                return hits.MISS
+                return MISS
             if not lookup.alone:
                 lookup.alone_since_s = self._clock()
                 lookup.was_waited_for = False
@@ -536,17 +536,17 @@ class LookupQueue:
             answers = self._connection.take_answers(call_id)
         if answers is None:
             if not self.is_too_late(lookup.alone_since_s, self._options.lookup_give_up_s):
-                return hits.RETRY
+                return RETRY
             self._connection.give_up(call_id)
             self.given_up[GivenUp.UNANSWERED] += 1
             answers = ()
         del lookup.alone[key]
         self._unanswered.pop(call_id, None)
-        status = hits.MISS
+        status = MISS
         for answer in answers:
             lookup.leases += [answer.lease_id] if answer.lease_id else []
-            status = answer.statuses[0] & hits.STATUS_BITS
-        if not status & hits.DOUBT_BIT:
+            status = answer.statuses[0] & STATUS_BITS
+        if not status & DOUBT_BIT:
             lookup.alone_known[key] = status
         return status
 
@@ -581,8 +581,8 @@ class LookupQueue:
         """What is not asked for is no hit, and may be stored."""
         statuses = request.empty_statuses(self._widths)
         for group, count in enumerate(self._asked_counts(request)):
-            statuses[group][: self._first_asked(request, group)] = hits.ADMITTED_BIT
-            statuses[group][count:] = hits.ADMITTED_BIT
+            statuses[group][: self._first_asked(request, group)] = ADMITTED_BIT
+            statuses[group][count:] = ADMITTED_BIT
         return statuses
 
     def _first_asked(self, request: Request, group: int) -> int:

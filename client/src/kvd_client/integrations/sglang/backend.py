@@ -26,7 +26,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvd_client.batches import BlockBatches, Flags, SoughtKeys
+from kvd_client.batches import BlockBatches, SoughtKeys
 from kvd_client.draft import BlockRun
 from kvd_client.integrations.sglang.hits import PoolHits, fold
 from kvd_client.integrations.sglang.namespace import (
@@ -37,6 +37,7 @@ from kvd_client.integrations.sglang.namespace import (
 )
 from kvd_client.integrations.sglang.options import HiCacheOptions
 from kvd_client.integrations.sglang.pools import HostPool, holds_bytes
+from kvd_client.scheduler.hits import Flags
 from kvd_client.worker import GroupLayout, SharedMemory
 
 log = logging.getLogger(__name__)

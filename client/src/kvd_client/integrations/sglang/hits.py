@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvd_client.batches import Flags
+from kvd_client.scheduler.hits import Flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

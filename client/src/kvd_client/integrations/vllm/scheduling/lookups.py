@@ -23,10 +23,10 @@ from kvd_client.integrations.vllm.scheduling.requests import (
     sources_of,
     verdicts_of,
 )
-from kvd_client.scheduler import hits
 from kvd_client.scheduler.lookup import Knowledge, LookupQueue
 from kvd_client.scheduler.request import LookupState
 from kvd_client.session import SessionView
+from kvd_proto.key_status import HIT, MISS, PENDING, RETRY, STATUS_BITS
 
 
 class Prompt(NamedTuple):
@@ -76,8 +76,8 @@ class RequestLookups:
     def defer(self, tracked: TrackedRequest, queue: LookupQueue) -> None:
         """VLLM put the request off: what was doubtful is asked again, and its time runs."""
         lookup, now = tracked.request.lookup, self._clock()
-        kinds = {int(kind) for row in lookup.statuses for kind in np.unique(row & hits.STATUS_BITS)}
-        doubtful = kinds & {hits.RETRY, hits.PENDING}
+        kinds = {int(kind) for row in lookup.statuses for kind in np.unique(row & STATUS_BITS)}
+        doubtful = kinds & {RETRY, PENDING}
         for kind in doubtful:
             lookup.doubts.setdefault(kind, now)
         if doubtful:
@@ -99,10 +99,10 @@ class RequestLookups:
         statuses = tracked.request.lookup.statuses
         if not statuses:
             return 0
-        row = statuses[self._groups[group].index][stretch.start : stretch.stop] & hits.STATUS_BITS
-        gaps = np.flatnonzero(row == hits.MISS)
+        row = statuses[self._groups[group].index][stretch.start : stretch.stop] & STATUS_BITS
+        gaps = np.flatnonzero(row == MISS)
         run = row[: gaps[0]] if len(gaps) else row
-        return None if (run != hits.HIT).any() else len(run)
+        return None if (run != HIT).any() else len(run)
 
     def one(
         self, tracked: TrackedRequest, key: OffloadKey, session: SessionView, queue: LookupQueue
@@ -133,7 +133,7 @@ class RequestLookups:
         if not session.shows(group, request.account, block_hash):
             return LookupResult.MISS
         status = queue.ask_alone(request, BlockRun(group, 0, [block_hash]))
-        tracked.verdicts[key] = verdict = LOOKUP_RESULTS[status & hits.STATUS_BITS]
+        tracked.verdicts[key] = verdict = LOOKUP_RESULTS[status & STATUS_BITS]
         return verdict
 
     def prompt_of(self, req_context: ReqContext) -> Prompt:

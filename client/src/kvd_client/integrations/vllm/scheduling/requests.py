@@ -28,8 +28,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client.draft import BlockRun, read_only_from, request_context, stretches
 from kvd_client.scheduler import RequestParams
-from kvd_client.scheduler.hits import HIT, MISS, PENDING, RETRY, STATUS_BITS
 from kvd_client.scheduler.request import Request
+from kvd_proto.key_status import HIT, MISS, PENDING, RETRY, STATUS_BITS
 from kvd_proto.v1 import common_pb2
 
 GROUP_BYTES = 4
