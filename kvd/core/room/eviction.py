@@ -30,6 +30,7 @@ CLASSES_WEIGHED = 128  # of a tenant, against each other, in one event
 # Blocks wanted, by size class: each class once, all of one tenant.
 Needs = list[tuple[SizeClass, int]]
 Kept = Sequence[tuple[SizeClass, Slots]]  # blocks that are needed themselves; distinct
+Evictions = dict[SizeClass, int]  # how many blocks each class gives up, in this order
 
 
 def make_room(turn: Turn, needs: Needs, kept: Callable[[], Kept] = tuple) -> str:
@@ -59,9 +60,8 @@ def make_room(turn: Turn, needs: Needs, kept: Callable[[], Kept] = tuple) -> str
 def _make_room(turn: Turn, needs: Needs, excess: int) -> str:
     """`excess`: bytes by which the tenant would be beyond its quota with all of these."""
     state = turn.state
-    evictions: dict[int, int] = {}  # by identity of the class
-    victims = _for_quota(state, needs, excess, evictions)
-    if victims is None:
+    evictions = _for_quota(state, needs, excess)
+    if evictions is None:
         _make_room_later(state, needs, excess)
         return QUOTA
     extents = unclaimed_extents(state)
@@ -70,7 +70,7 @@ def _make_room(turn: Turn, needs: Needs, excess: int) -> str:
     possible = True
     for owner, need in needs:
         owner.stored_ns = turn.now_ns
-        missing = need - len(owner.free) - evictions.get(id(owner), 0)
+        missing = need - len(owner.free) - evictions.get(owner, 0)
         if missing <= 0:
             continue
         granted = min(-(-missing // owner.slots_per_row), extents // owner.shards)
@@ -79,67 +79,54 @@ def _make_room(turn: Turn, needs: Needs, excess: int) -> str:
         missing -= granted * owner.slots_per_row
         if missing > 0:
             short.append((owner, need, missing))
-            evictions[id(owner)] = evictions.get(id(owner), 0) + missing
-            victims.append(owner)
-            possible = possible and evictions[id(owner)] <= owner.evictable
+            evictions[owner] = evictions.get(owner, 0) + missing
+            possible = possible and evictions[owner] <= owner.evictable
     if possible:
-        _commit(turn, needs[0][0].namespace, victims, evictions, rows)
+        _commit(turn, needs[0][0].namespace, evictions, rows)
     for owner, need, missing in short:
         row_rights.ask(turn, owner, need, missing)
     return "" if possible else NO_ROOM
 
 
 def _commit(
-    turn: Turn,
-    by: NamespaceId,
-    victims: list[SizeClass],
-    evictions: dict[int, int],
-    rows: list[tuple[SizeClass, int]],
+    turn: Turn, by: NamespaceId, evictions: Evictions, rows: list[tuple[SizeClass, int]]
 ) -> None:
-    for owner in victims:
-        count = evictions.pop(id(owner), 0)
-        if count:
-            slot_lifecycle.evict(turn, owner, count, WhyGone(Fate.EVICTED, by=by))
+    for owner, count in evictions.items():
+        slot_lifecycle.evict(turn, owner, count, WhyGone(Fate.EVICTED, by=by))
     for owner, count in rows:
         for _ in range(count):
             grant_row(turn, owner)
 
 
-def _for_quota(
-    state: State, needs: Needs, excess: int, evictions: dict[int, int]
-) -> list[SizeClass] | None:
-    """Classes that must evict for the tenant's quota, None where that can't be enough, or not in
-    this event.
+def _for_quota(state: State, needs: Needs, excess: int) -> Evictions | None:
+    """What must go for the tenant's quota; None where that can't be enough, or not in this event.
 
     The classes that store come first, then some of the tenant's others, coldest first.
     """
     tenant = needs[0][0].tenant
+    evictions: Evictions = {}
     if excess <= 0:
-        return []
+        return evictions
     if not _can_give_way(tenant, excess):
         return None
-    chosen: list[SizeClass] = []
     storing = [owner for owner, _ in needs]
-    excess = _choose(storing, excess, evictions, chosen)
+    excess = _choose(storing, excess, evictions)
     if excess > 0:
-        excess = _choose(_coldest_first(state, tenant, storing), excess, evictions, chosen)
+        excess = _choose(_coldest_first(state, tenant, storing), excess, evictions)
     few = sum(evictions.values()) <= backlog.EVICTED_FOR_A_STORE
-    return chosen if few and excess <= 0 else None
+    return evictions if few and excess <= 0 else None
 
 
 def _can_give_way(tenant: Tenant, excess: int) -> bool:
     return not tenant.shrinking and tenant.tally.evictable_bytes >= excess
 
 
-def _choose(
-    owners: list[SizeClass], excess: int, evictions: dict[int, int], chosen: list[SizeClass]
-) -> int:
-    """The next that evict; the bytes that are still too many then."""
+def _choose(owners: list[SizeClass], excess: int, evictions: Evictions) -> int:
+    """Note what these give up, until it is enough; the bytes that are still too many then."""
     for owner in owners:
         count = min(owner.evictable, -(-excess // owner.block_bytes))
         if count > 0:
-            evictions[id(owner)] = count
-            chosen.append(owner)
+            evictions[owner] = count
             excess -= count * owner.block_bytes
     return excess
 
