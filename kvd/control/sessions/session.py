@@ -30,6 +30,7 @@ from kvd.core import events as ev
 from kvd.core.blocks.extent_fit import wasted_share
 from kvd.core.engines.meeting import EngineStart, SchedulerSide
 from kvd.core.errors import Draining, InvalidArgument, KvdError, LimitExceeded
+from kvd.core.model.state import MAX_SESSIONS
 from kvd.core.spec import NamespaceSpec
 from kvd.runtime.driver import Driver
 from kvd.runtime.recorder import Recorder
@@ -43,7 +44,6 @@ PROMPTS = "prompts"  # the capability of a client that can name whole prompts
 # Optional behaviours of this daemon; a session gets those that its client names too.
 CAPABILITIES = ("request-level-store", "epochs", "events", QUIET, PROMPTS)
 MAX_CAPABILITIES = 64
-MAX_SESSIONS = 1024
 CLOSE_FLUSH_SECONDS = 2.0
 CLOSED = "its scheduler closed it"  # the one end after which nobody comes back
 Request = pb.SessionRequest | UnreadableRequest
@@ -326,14 +326,14 @@ class SessionContext:
         check_open(message)
         check_identity(message.identity)
         tenant = self.tenants.tenant_of(peer, message.namespace.tenant)
-        private_to = f"{peer.uid}/{message.identity.engine_id}/{message.identity.boot_nonce.hex()}"
-        spec, fields = namespace_spec(message.namespace, tenant, private_to)
+        engine = _name_of_start(message.identity, peer)
+        spec, fields = namespace_spec(message.namespace, tenant, private_to=engine)
         start = await self.engines.claim(peer.uid, message.identity)
         try:
             self.engines.check_scheduler(start, peer)
             start = await self.engines.claim(peer.uid, message.identity)
             self.engines.check_ranks(start, spec, message.world_size)
-            return self._admit(message, peer, start, (spec, fields, private_to))
+            return self._admit(message, peer, start, spec, fields)
         finally:
             self.engines.forget_if_empty(start)
 
@@ -342,9 +342,10 @@ class SessionContext:
         message: pb.OpenSession,
         peer: Peer,
         start: EngineStart,
-        described: tuple[NamespaceSpec, dict[str, str], str],
+        spec: NamespaceSpec,
+        fields: dict[str, str],
     ) -> SchedulerSession:
-        spec, fields, engine = described
+        """The session of a start of an engine whose ranks suit it."""
         number = self.driver.allocate_session_id()
         session = SchedulerSession(start, self, Outbox(quiet=QUIET in message.capabilities))
         accepted = self.driver.open_session(
@@ -354,7 +355,7 @@ class SessionContext:
                 message.epoch,
                 message.world_size,
                 message.own_epoch,
-                engine,
+                _name_of_start(message.identity, peer),
                 self.tenants.payer(peer.uid, spec.tenant),
             ),
             fields,
@@ -403,6 +404,11 @@ class SessionContext:
             store_threshold=self.terms.store_threshold,
             isolated=self.tenants.isolated(live.peer.uid),
         )
+
+
+def _name_of_start(identity: pb.EngineIdentity, peer: Peer) -> str:
+    """What is of use to this start of the engine alone goes by it. No other user can name it."""
+    return f"{peer.uid}/{identity.engine_id}/{identity.boot_nonce.hex()}"
 
 
 def check_open(message: pb.OpenSession) -> None:
