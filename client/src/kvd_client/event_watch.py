@@ -13,6 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import grpc
@@ -211,9 +212,9 @@ class EventWatch:
             for event in response.events:
                 self._take_in(event, reading)
             if response.snapshot_end:
-                self._note_removed(list(reading.announced), reading)
+                self._note(list(reading.announced), reading, self._removed)
                 for place, key in reading.in_tiers:
-                    self._note_left(place, [key], reading)
+                    self._note([key], reading, partial(self._left, place))
             if not may_begin:
                 self._go_on_at((response.incarnation, response.sequence), reading)
 
@@ -237,65 +238,59 @@ class EventWatch:
         elif event.tier:
             place = Residence(event.medium, event.locality, event.tier)
             if kind == events_pb2.CacheEvent.KIND_REMOVED:
-                self._note_left(place, _keys_of(event), reading)
+                self._note(_keys_of(event), reading, partial(self._left, place))
             elif kind == events_pb2.CacheEvent.KIND_STORED:
-                self._note_kept(place, _keys_of(event), reading)
+                keys = _keys_of(event)
+                reading.in_tiers.difference_update((place, key) for key in keys)
+                self._note(keys, reading, partial(self._kept, place))
         elif kind == events_pb2.CacheEvent.KIND_REMOVED:
-            self._note_removed(_keys_of(event), reading)
+            self._note(_keys_of(event), reading, self._removed)
         elif kind == events_pb2.CacheEvent.KIND_STORED:
-            self._note_stored(_keys_of(event), reading)
+            keys = _keys_of(event)
+            reading.announced.difference_update(keys)
+            self._note(keys, reading, self._stored)
 
-    def _note_removed(self, keys: list[Key], reading: Reading) -> None:
+    def _note(self, keys: list[Key], reading: Reading, note: Callable[[list[Key]], None]) -> None:
+        """Have them noted under the lock, some at a time, unless all has begun anew meanwhile."""
         for start in range(0, len(keys), KEYS_AT_ONCE):
             with self._lock:
                 if reading.turn != self._turn:
                     return
-                for key in keys[start : start + KEYS_AT_ONCE]:
-                    if self._tracked.get(key):  # of the copy before, or of this one?
-                        del self._tracked[key]
-                        self._doubtful[key] = self._clock() + DOUBT_S
-                    elif key in self._tracked:
-                        del self._tracked[key]
-                        self._news.add(HOST, key, removed=True)
-                    elif self._doubtful.pop(key, None) is not None:
-                        self._news.add(HOST, key, removed=True)
-                    else:
-                        self._gone[key] = None
-                while len(self._gone) > MAX_GONE:
-                    del self._gone[next(iter(self._gone))]
+                note(keys[start : start + KEYS_AT_ONCE])
 
-    def _note_stored(self, keys: list[Key], reading: Reading) -> None:
-        reading.announced.difference_update(keys)
-        for start in range(0, len(keys), KEYS_AT_ONCE):
-            with self._lock:
-                if reading.turn != self._turn:
-                    return
-                for key in keys[start : start + KEYS_AT_ONCE]:
-                    self._gone.pop(key, None)
-                    if self._doubtful.pop(key, None) is not None:
-                        self._tracked[key] = False
-                    elif key not in self._tracked and self._tiers.holds(key):
-                        self._tracked[key] = False  # brought up
-                        self._news.add(HOST, key, removed=False)
-                self._bound_tracked()
+    def _removed(self, keys: list[Key]) -> None:
+        for key in keys:
+            if self._tracked.get(key):  # of the copy before, or of this one?
+                del self._tracked[key]
+                self._doubtful[key] = self._clock() + DOUBT_S
+            elif key in self._tracked:
+                del self._tracked[key]
+                self._news.add(HOST, key, removed=True)
+            elif self._doubtful.pop(key, None) is not None:
+                self._news.add(HOST, key, removed=True)
+            else:
+                self._gone[key] = None
+        while len(self._gone) > MAX_GONE:
+            del self._gone[next(iter(self._gone))]
 
-    def _note_kept(self, place: Residence, keys: list[Key], reading: Reading) -> None:
-        for start in range(0, len(keys), KEYS_AT_ONCE):
-            with self._lock:
-                if reading.turn != self._turn:
-                    return
-                for key in keys[start : start + KEYS_AT_ONCE]:
-                    reading.in_tiers.discard((place, key))
-                    is_announced = key in self._tracked or key in self._doubtful
-                    self._tiers.stored(place, key, is_announced=is_announced)
+    def _stored(self, keys: list[Key]) -> None:
+        for key in keys:
+            self._gone.pop(key, None)
+            if self._doubtful.pop(key, None) is not None:
+                self._tracked[key] = False
+            elif key not in self._tracked and self._tiers.holds(key):
+                self._tracked[key] = False  # brought up
+                self._news.add(HOST, key, removed=False)
+        self._bound_tracked()
 
-    def _note_left(self, place: Residence, keys: list[Key], reading: Reading) -> None:
-        for start in range(0, len(keys), KEYS_AT_ONCE):
-            with self._lock:
-                if reading.turn != self._turn:
-                    return
-                for key in keys[start : start + KEYS_AT_ONCE]:
-                    self._tiers.removed(place, key)
+    def _kept(self, place: Residence, keys: list[Key]) -> None:
+        for key in keys:
+            is_announced = key in self._tracked or key in self._doubtful
+            self._tiers.stored(place, key, is_announced=is_announced)
+
+    def _left(self, place: Residence, keys: list[Key]) -> None:
+        for key in keys:
+            self._tiers.removed(place, key)
 
     def _cancel(self) -> None:
         call = self._call
