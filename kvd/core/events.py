@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.core.keys import (
     NODE_UNKNOWN,
     U32,
     U64,
+    Bools,
     CopyId,
     JobId,
     KeyBatch,
@@ -496,12 +496,12 @@ class TierAnswered:
 
     tier: TierId
     search: SearchId
-    held: npt.NDArray[np.bool_]
+    held: Bools
     refused: bool = False
     failed: bool = False
 
 
-def _none_of_them() -> npt.NDArray[np.bool_]:
+def _none_of_them() -> Bools:
     return np.zeros(0, dtype=np.bool_)
 
 
@@ -517,10 +517,10 @@ class TierCopyEnded:
 
     tier: TierId
     copy: CopyId
-    done: npt.NDArray[np.bool_]
-    damaged: npt.NDArray[np.bool_] = field(default_factory=_none_of_them)
+    done: Bools
+    damaged: Bools = field(default_factory=_none_of_them)
     refused: bool = False
-    missing: npt.NDArray[np.bool_] = field(default_factory=_none_of_them)
+    missing: Bools = field(default_factory=_none_of_them)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,10 @@ SearchId = NewType("SearchId", int)  # a question to tiers, likewise
 U64 = npt.NDArray[np.uint64]
 U32 = npt.NDArray[np.uint32]
 I32 = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
 Slots = npt.NDArray[np.int64]  # dense slot numbers
+
+NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 
 # Where a checksum of a part's bytes should stand: none is known, and nothing is compared with it.
 NO_SUM = np.uint64(0)

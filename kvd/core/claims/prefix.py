@@ -14,12 +14,11 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.claims import advice
 from kvd.core.events import RequestContext
-from kvd.core.keys import RequestId, ScopeId, Slots
+from kvd.core.keys import NO_SLOTS, Bools, RequestId, ScopeId, Slots
 from kvd.core.model.job import Part, Prefix, Used
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import READY, RESERVED
@@ -203,7 +202,7 @@ def held(state: State, prefix: Prefix, scope: ScopeId) -> Slots:
     """What the request has used of this scope and is still there, distinct, in prompt order."""
     used = prefix.used.get(scope)
     if used is None:
-        return np.empty(0, dtype=np.int64)
+        return NO_SLOTS
     still = _is_there(state, used.slots, scope)
     if np.count_nonzero(still) < len(still):
         used = Used(used.slots[still], used.blocks[still])
@@ -215,7 +214,7 @@ def held_together(state: State, prefixes: Iterable[Prefix], scope: ScopeId) -> S
     """`held` of several requests, distinct."""
     some = [each for each in prefixes if scope in each.used]
     if not some:
-        return np.empty(0, dtype=np.int64)
+        return NO_SLOTS
     slots = np.concatenate([each.used[scope].slots for each in some])
     still = _is_there(state, slots, scope)
     if np.count_nonzero(still) < len(still):  # the place of one that is gone may be another's soon
@@ -223,10 +222,10 @@ def held_together(state: State, prefixes: Iterable[Prefix], scope: ScopeId) -> S
     return state.slots.distinct(slots)
 
 
-def _is_there(state: State, slots: Slots, scope: ScopeId) -> npt.NDArray[np.bool_]:
+def _is_there(state: State, slots: Slots, scope: ScopeId) -> Bools:
     """Which of the slots still hold blocks of the scope."""
     states = state.slots.state.take(slots)
-    still: npt.NDArray[np.bool_] = states == READY
+    still: Bools = states == READY
     still |= states == RESERVED
     still &= state.slots.scopes.take(slots) == scope
     return still

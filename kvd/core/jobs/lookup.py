@@ -12,7 +12,7 @@ from kvd.core.blocks import slot_lifecycle
 from kvd.core.blocks.reading import check_keys, locate
 from kvd.core.claims import lease, prefix
 from kvd.core.events import LeaseMode, LookupRequested, Query, Touched
-from kvd.core.keys import U64, LeaseId, Slots, each_once
+from kvd.core.keys import U64, Bools, LeaseId, Slots, each_once
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import READY, SlotState
@@ -115,7 +115,7 @@ def _sources(state: State, statuses: npt.NDArray[np.uint8], slots: Slots) -> byt
 
 
 def _statuses(
-    state: State, owner: SizeClass, tags: U64, slots: Slots, known: npt.NDArray[np.bool_]
+    state: State, owner: SizeClass, tags: U64, slots: Slots, known: Bools
 ) -> npt.NDArray[np.uint8]:
     """Statuses of keys of which some are not in the index; the policy hears which."""
     statuses = np.zeros(len(slots), dtype=np.uint8)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.core.blocks.reading import check_keys, locate
 from kvd.core.errors import InvalidArgument
 from kvd.core.events import Run
+from kvd.core.keys import Bools
 from kvd.core.model.job import Offer
 from kvd.core.model.state import Session, State
 from kvd_proto.groups import GroupKind
@@ -92,7 +92,7 @@ def _read_group(state: State, session: Session, account: str, runs: list[Run]) -
     return Offer(namespace.classes[group], scope, words, tags, engine_blocks, blocks, slots)
 
 
-def _only(offer: Offer, whole: npt.NDArray[np.bool_]) -> Offer:
+def _only(offer: Offer, whole: Bools) -> Offer:
     return offer if np.count_nonzero(whole) == len(whole) else offer.rows(whole.nonzero()[0])
 
 
@@ -106,7 +106,7 @@ def _once_each(offer: Offer) -> Offer:
     return offer.rows(np.sort(first))
 
 
-def whole_rows(offer: Offer) -> npt.NDArray[np.bool_]:
+def whole_rows(offer: Offer) -> Bools:
     """Which of the blocks the engine has all of; of a recurrent group's, the last state."""
     given = offer.engine_blocks != NULL_ENGINE_BLOCK
     keeps_last = offer.size_class.spec.kind is GroupKind.RECURRENT_STATE

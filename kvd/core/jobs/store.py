@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.core.actions import Reply, Verdict
 from kvd.core.blocks import namespaces, slot_lifecycle
@@ -24,7 +23,7 @@ from kvd.core.errors import (
 from kvd.core.events import JobKind, JobStatus, LoadRequested, StoreRequested
 from kvd.core.jobs import transfer, waits
 from kvd.core.jobs.offer import read_storable
-from kvd.core.keys import ScopeId, Slots
+from kvd.core.keys import Bools, ScopeId, Slots
 from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, JobState, Offer, Part, Prefix
@@ -253,7 +252,7 @@ def _divide(turn: Turn, job: Job, offer: Offer, whole: bool) -> Plan:
     )
 
 
-def in_flight(session: Session, offer: Offer, rows: Slots) -> npt.NDArray[np.bool_]:
+def in_flight(session: Session, offer: Offer, rows: Slots) -> Bools:
     """Which of these rows name an engine block that an earlier store is still copying."""
     counts = session.busy.get(offer.size_class.group)
     if counts is None or not len(rows):

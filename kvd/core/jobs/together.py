@@ -28,7 +28,7 @@ from kvd.core.events import JobKind, StoreRequested, StoresRequested
 from kvd.core.jobs import transfer
 from kvd.core.jobs.offer import read_offers, whole_rows
 from kvd.core.jobs.store import can_store, in_flight, open_scope, scopes_fit
-from kvd.core.keys import JobId, ScopeId, Slots
+from kvd.core.keys import Bools, JobId, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Job, JobShare, JobState, Offer, Part, Prefix
 from kvd.core.model.size_class import SizeClass
@@ -44,8 +44,6 @@ from kvd_proto.limits import MAX_JOBS_IN_FLIGHT
 TOLD_ONE_BY_ONE = 8
 BOARDS_TOLD = 256  # of ends, in one event: each rank hears of each job
 MAX_KEPT_BLOCKS = 32_768  # of all the requests, which are not to make room for their own tails
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(slots=True, eq=False)

@@ -7,9 +7,8 @@ set; a full set forgets the sighting that was renewed longest ago.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import U64, Bools, Slots
 
 _WAYS = 4
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
@@ -31,7 +30,7 @@ class ReuseFilter:
         self._ages = np.zeros(shape, dtype=np.uint64)
         self._clock = 0
 
-    def would_admit(self, tags: U64) -> npt.NDArray[np.bool_]:
+    def would_admit(self, tags: U64) -> Bools:
         """Whether an offer of each would be stored now; changes nothing."""
         if self.threshold <= 1:
             return np.ones(len(tags), dtype=np.bool_)
@@ -40,7 +39,7 @@ class ReuseFilter:
         seen = np.where(match, self._counts[sets], 0).max(axis=1)
         return np.asarray(seen.astype(np.int64) + 1 >= self.threshold)
 
-    def offer(self, tags: U64) -> npt.NDArray[np.bool_]:
+    def offer(self, tags: U64) -> Bools:
         """Count one sighting of each of these distinct tags; which of them may be stored."""
         admitted = self.would_admit(tags)
         if self.threshold <= 1:

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import U32, U64, Slots
+from kvd.core.keys import NO_SLOTS, U32, U64, Bools, Slots
 from kvd.core.sparse import sparse_zeros
 from kvd_proto.tags import tags_of
 
@@ -60,7 +60,7 @@ def _spill_mark(tags: U64) -> npt.NDArray[np.int64]:
     return (tags & _SPILL_BITS).view(np.int64)
 
 
-def _all_of_each(marks: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _all_of_each(marks: Bools) -> Bools:
     """Rows whose marks are all set; a row of 2, 4 or 8 is compared as one word."""
     width = marks.shape[1]
     if width in (2, 4, 8):
@@ -251,12 +251,12 @@ class Index:
             placed[placed] = self._write(places[placed], entries[placed])
         if np.count_nonzero(placed) == count:
             self._places[slots] = places
-            return np.empty(0, dtype=np.int64)
+            return NO_SLOTS
         self._places[slots[placed]] = places[placed]
         left: Slots = (~placed).nonzero()[0]
         return left
 
-    def _write(self, places: Slots, entries: U64) -> npt.NDArray[np.bool_]:
+    def _write(self, places: Slots, entries: U64) -> Bools:
         """Write entries to empty places; which are there. Of several for one place the last is."""
         table = self._entries.ravel()
         table[places] = entries

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import U64
+from kvd.core.keys import U64, Bools
 from kvd.core.sparse import sparse_zeros
 
 MARKS = 1 << 26  # a power of two; 8 MiB of bits, which take memory where they are set
 _EIGHT = np.uint64(3)  # bits of a number that say which bit of a byte
 
-Bools = npt.NDArray[np.bool_]
 _Bytes = npt.NDArray[np.uint8]
 
 

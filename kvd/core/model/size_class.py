@@ -11,15 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvd.core.actions import GrantRow
-from kvd.core.keys import (
-    LeaseId,
-    MoverId,
-    NamespaceId,
-    RowId,
-    SessionId,
-    Slots,
-    TenantId,
-)
+from kvd.core.keys import NO_SLOTS, LeaseId, MoverId, NamespaceId, RowId, SessionId, Slots, TenantId
 from kvd.core.model.unwanted import Unwanted
 from kvd.core.policy.base import EvictionPolicy
 from kvd.core.spec import GroupSpec
@@ -217,11 +209,11 @@ class Row:
     slots: int
     orphaned: bool = False  # a mover of an earlier incarnation may still write to it
     drained: bool = False  # orphaned, and no block of it is left
-    withheld: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ... here
+    withheld: Slots = field(default_factory=lambda: NO_SLOTS)  # ... here
     granted_ns: int = LONG_AGO_NS
     emptying: bool = False  # to be taken back once no slot of it is in use
-    copied_into: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # ... here
-    left: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # to be given up
+    copied_into: Slots = field(default_factory=lambda: NO_SLOTS)  # ... here
+    left: Slots = field(default_factory=lambda: NO_SLOTS)  # to be given up
     emptied_ns: int = 0  # since when
     leases: LeasesLeft | None = None  # leases that may hold its blocks, and will be ended
     retired_ns: int = 0

@@ -11,7 +11,7 @@ import enum
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import U32, U64, Slots
+from kvd.core.keys import U32, U64, Bools, Slots
 from kvd.core.model.story import BrokenSlots, Story
 from kvd.core.sparse import sparse_zeros
 
@@ -93,7 +93,7 @@ class SlotTable:
         whole = self.keys(width).view(f"V{8 * width}").ravel()
         whole.put(slots, np.ascontiguousarray(words).view(whole.dtype).ravel())
 
-    def firsts(self, slots: Slots) -> npt.NDArray[np.bool_]:
+    def firsts(self, slots: Slots) -> Bools:
         """Marks each slot's first place among these; the rest are repeats."""
         numbers = np.arange(len(slots), dtype=np.int32)
         # Written backwards, so that the first of equal slots is the last to be written.
@@ -105,7 +105,7 @@ class SlotTable:
         firsts = self.firsts(slots)
         return slots if np.count_nonzero(firsts) == len(slots) else slots[firsts]
 
-    def among(self, slots: Slots, others: Slots) -> npt.NDArray[np.bool_]:
+    def among(self, slots: Slots, others: Slots) -> Bools:
         """Marks those of the slots that are among the others."""
         self._marks[others] = -1
         found = np.asarray(self._marks[slots] == -1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvd.core.keys import JobId, SessionId, Slots
+from kvd.core.keys import NO_SLOTS, JobId, SessionId, Slots
 
 MAX_NOTES = 4096  # events
 MAX_NOTED = 1 << 18  # slots in all their changes, 8 bytes each; a change counts for CHANGE_COST
@@ -108,4 +108,4 @@ class Story:
 
 def _joined(several: Iterable[Slots]) -> Slots:
     found = list(several)
-    return np.unique(np.concatenate(found)) if found else np.empty(0, dtype=np.int64)
+    return np.unique(np.concatenate(found)) if found else NO_SLOTS

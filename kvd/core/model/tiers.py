@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.core.keys import (
+    NO_SLOTS,
     U64,
     CopyId,
     MoverId,
@@ -184,7 +185,7 @@ class TierCopy(Filling):
     tier: Tier
     kind: CopyKind
     sought: Sought | None = None  # of a read: for whom
-    places: Slots = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # and where there
+    places: Slots = field(default_factory=lambda: NO_SLOTS)  # and where there
 
     @property
     def until_ns(self) -> int:

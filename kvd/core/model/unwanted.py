@@ -10,9 +10,8 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvd.core.keys import U32, U64, Slots
+from kvd.core.keys import U32, U64, Bools, Slots
 from kvd.core.model.slots import READY, SlotTable
 
 PIECE_BLOCKS = 512  # with fewer the last piece takes what comes next, too
@@ -80,7 +79,7 @@ class Unwanted:
         return taken
 
 
-def _are_still(table: SlotTable, piece: _Piece) -> npt.NDArray[np.bool_]:
+def _are_still(table: SlotTable, piece: _Piece) -> Bools:
     """Which of them are the same blocks as then, and were not used since."""
     slots, tags, stamps = piece
     same = (table.state[slots] == READY) & (table.tags[slots] == tags)

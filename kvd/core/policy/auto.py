@@ -18,10 +18,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import NO_SLOTS, U64, Slots
 from kvd.core.policy.base import NO_PARENT, UNKNOWN, Evictable, EvictionPolicy, Sight
 from kvd.core.policy.duel import Duel, MakePolicy
-from kvd.core.policy.slot_queue import NO_SLOTS, Capacity, PolicyMemory
+from kvd.core.policy.slot_queue import Capacity, PolicyMemory
 
 DUELLISTS = ("turns", "lru", "arc", "s3fifo")  # the first one begins
 MANY_BLOCKS = 8192  # with more, that may not go, the policy from before is left alone

@@ -8,10 +8,10 @@ from typing import ClassVar, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import U64, Bools, Slots
 
 # Given slots, says which of them may be evicted now (READY, no pin, not just offered).
-Evictable = Callable[[Slots], npt.NDArray[np.bool_]]
+Evictable = Callable[[Slots], Bools]
 
 
 NO_PARENT = -1

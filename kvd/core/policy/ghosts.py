@@ -12,10 +12,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import U64, Slots, each_once
+from kvd.core.keys import NO_SLOTS, U64, Bools, Slots, each_once
 from kvd.core.policy.base import GhostProbe, MakeGhostProbe
 from kvd.core.policy.slot_queue import (
-    NO_SLOTS,
     NUMBER_MASK,
     Capacity,
     Places,
@@ -85,7 +84,7 @@ class Ghosts:
     def count(self, which: int) -> int:
         return len(self._lists[which])
 
-    def find(self, tags: U64) -> tuple[npt.NDArray[np.bool_], Slots]:
+    def find(self, tags: U64) -> tuple[Bools, Slots]:
         """Which tags are remembered, and the ghosts' numbers (only for those found, in order)."""
         if tags.size == 0 or not self._made_for:
             return np.zeros(tags.size, np.bool_), NO_SLOTS

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import Slots
+from kvd.core.keys import Bools, Slots
 
 CLASSES = 5  # turns 1, 2, … and as many or more
 BINS = 64  # half octaves of ages
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
     classes: Slots  # 0 .. CLASSES - 1
     weights: Slots  # negative powers of two
 
-    def only(self, which: npt.NDArray[np.bool_]) -> Seen:
+    def only(self, which: Bools) -> Seen:
         """Some of them."""
         return Seen(*(each[which] for each in self))
 

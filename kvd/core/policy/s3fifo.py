@@ -23,9 +23,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import U64, Bools, Slots
 from kvd.core.policy.base import UNKNOWN, Evictable, Sight
 from kvd.core.policy.ghosts import Ghosts
 from kvd.core.policy.slot_queue import PIECE, Capacity, PolicyMemory, SlotQueue, joined, nth_true
@@ -123,9 +122,7 @@ class S3FifoPolicy:
                 found += int(np.count_nonzero(evictable(slots)))
         return found >= count
 
-    def _from_small(
-        self, count: int, evictable: Evictable, oldest: Slots, may_go: npt.NDArray[np.bool_]
-    ) -> Slots:
+    def _from_small(self, count: int, evictable: Evictable, oldest: Slots, may_go: Bools) -> Slots:
         """Up to `count` victims while small, victims replaced by new blocks, holds its share.
 
         Passes each block at most once, the `oldest` first.

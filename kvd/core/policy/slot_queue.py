@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import NO_SLOTS, U64, Bools, Slots
 from kvd.core.policy.base import Evictable, MakeGhostProbe
 from kvd.core.sparse import sparse_zeros
 
@@ -40,7 +40,6 @@ NUMBER_BITS = 24
 NUMBER_MASK = (1 << NUMBER_BITS) - 1
 POSITION_MASK = (1 << 63 - NUMBER_BITS) - 1
 NEXT_PLACE = 1 << NUMBER_BITS  # from one position to the next
-NO_SLOTS: Slots = np.zeros(0, np.int64)
 
 
 class Scan(NamedTuple):
@@ -202,9 +201,9 @@ class SlotQueue:
         """Bytes of the mentions (the places belong to whoever made them)."""
         return self._mentions.bytes_used
 
-    def holds(self, slots: Slots) -> npt.NDArray[np.bool_]:
+    def holds(self, slots: Slots) -> Bools:
         """Which of these slots stand in this queue."""
-        held: npt.NDArray[np.bool_] = self._places.take(slots) & NUMBER_MASK == self.number
+        held: Bools = self._places.take(slots) & NUMBER_MASK == self.number
         return held
 
     def _places_from(self, start: int, size: int) -> Positions:
@@ -328,7 +327,7 @@ class SlotQueue:
             return self._mentions[self._first]
         return int(self.oldest(1)[0])
 
-    def take_in(self, slots: Slots) -> npt.NDArray[np.bool_]:
+    def take_in(self, slots: Slots) -> Bools:
         """Move slots of this queue or of any other to the young end, the first of them oldest.
 
         Marks the last mention of each. Whose they were is told by `lose`, this one too.
@@ -350,11 +349,11 @@ class SlotQueue:
 
     # -- mentions -----------------------------------------------------------------------------
 
-    def _stand_last(self, slots: Slots) -> npt.NDArray[np.bool_]:
+    def _stand_last(self, slots: Slots) -> Bools:
         """Of slots that were just written: which stand where they did, and not at a later one."""
         count = int(slots.size)
         written = self._places_from(self._next - count, count)
-        last: npt.NDArray[np.bool_] = self._places.take(slots) == written
+        last: Bools = self._places.take(slots) == written
         return last
 
     def _live_mentions(self, start: int, size: int) -> tuple[Positions, Slots]:
@@ -422,12 +421,12 @@ class SlotQueue:
             self._squeeze = None
 
 
-def _are_all(marks: npt.NDArray[np.bool_]) -> bool:
+def _are_all(marks: Bools) -> bool:
     """As marks.all(), in a third of the time."""
     return int(np.count_nonzero(marks)) == marks.size
 
 
-def whoever(slots: Slots) -> npt.NDArray[np.bool_]:
+def whoever(slots: Slots) -> Bools:
     """As `evictable`: each of them may go."""
     return np.ones(slots.size, np.bool_)
 
@@ -439,7 +438,7 @@ def joined(batches: list[Slots]) -> Slots:
     return np.concatenate(batches) if batches else NO_SLOTS
 
 
-def nth_true(mask: npt.NDArray[np.bool_], count: int) -> int:
+def nth_true(mask: Bools, count: int) -> int:
     """Index of the `count`-th True, or of the last element when there are fewer."""
     where = np.flatnonzero(mask)
     return int(where[count - 1]) if 0 < count <= where.size else int(mask.size) - 1

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvd.core.keys import U64, Slots
-from kvd.core.policy.slot_queue import NO_SLOTS, Capacity
+from kvd.core.keys import NO_SLOTS, U64, Slots
+from kvd.core.policy.slot_queue import Capacity
 from kvd.core.sparse import sparse_zeros
 
 GHOSTS_A_SLOT = 4  # places for each slot of the class at least; up to twice as many

@@ -36,13 +36,11 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import NO_SLOTS, U64, Bools, Slots
 from kvd.core.policy.base import UNKNOWN, Evictable, Sight
 from kvd.core.policy.hazard import BINS, CLASSES, EDGES, WEIGHTS, Hazards, Seen, bins_of
 from kvd.core.policy.slot_queue import (
-    NO_SLOTS,
     NUMBER_MASK,
     Capacity,
     PolicyMemory,
@@ -66,8 +64,6 @@ _REQUEST_MASK = (1 << 20) - 1  # of a request's number; of a ghost there is the 
 _KEPT = 7 << _GENERATION | 1 << _LEARNT
 _SPREAD = np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: the top bits are spread
 _SAMPLE_SHIFT = np.uint64(16)
-
-Bools = npt.NDArray[np.bool_]
 
 
 class TurnsPolicy:

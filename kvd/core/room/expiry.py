@@ -18,13 +18,12 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.core.actions import ForgetNamespace, ForgetScopes, OpenScope
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.blocks.slot_lifecycle import first_of
 from kvd.core.claims import hand_off
-from kvd.core.keys import U32, ScopeId, SessionId, Slots
+from kvd.core.keys import NO_SLOTS, U32, Bools, ScopeId, SessionId, Slots
 from kvd.core.model import backlog
 from kvd.core.model.gone import Fate, WhyGone
 from kvd.core.model.size_class import Row, SizeClass
@@ -412,7 +411,7 @@ def _scopes_of(state: State, names: Iterable[EpochName]) -> Slots:
     known = [(state.namespaces[n], epoch) for n, epoch in set(names) if n in state.namespaces]
     several = [namespace.scopes.get(epoch, set()) for namespace, epoch in known]
     found = [np.fromiter(numbers, np.int64, len(numbers)) for numbers in several]
-    return np.sort(np.concatenate([np.empty(0, dtype=np.int64), *found]))
+    return np.sort(np.concatenate([NO_SLOTS, *found]))
 
 
 # -- blocks ---------------------------------------------------------------------------------------
@@ -440,12 +439,12 @@ def _give_up_some(turn: Turn, row: Row, most: int, scopes: Slots | None = None) 
     return some + len(few), stuck or len(few) == len(ready)
 
 
-def _are_among(numbers: U32, ascending: Slots) -> npt.NDArray[np.bool_]:
+def _are_among(numbers: U32, ascending: Slots) -> Bools:
     """As `np.isin`, which takes as long as sorting both."""
     if not len(ascending):
         return np.zeros(len(numbers), dtype=np.bool_)
     places = np.minimum(np.searchsorted(ascending, numbers), len(ascending) - 1)
-    found: npt.NDArray[np.bool_] = ascending[places] == numbers
+    found: Bools = ascending[places] == numbers
     return found
 
 

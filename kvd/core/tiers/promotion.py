@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvd.core.actions import ReadFromTier
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.claims import hand_off, prefix
-from kvd.core.keys import KeyBatch, ScopeId, Slots
+from kvd.core.keys import NO_SLOTS, Bools, KeyBatch, ScopeId, Slots
 from kvd.core.model.index import NOWHERE
 from kvd.core.model.job import Offer, Part
 from kvd.core.model.size_class import SizeClass
@@ -34,8 +34,6 @@ PROMOTED_AT_ONCE = 256  # blocks, in one event
 WOKEN_AT_ONCE = 4  # requests that wait for room
 LATE_AT_ONCE = 8  # reads of one patience that are given up, in one tick
 GIVEN_UP_NS = 5_000_000_000  # after the deadline
-
-NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 
 
 def step_ended(state: State, session: Session) -> None:
@@ -178,7 +176,7 @@ def _kept(state: State, sought: Sought, scope: ScopeId | None) -> tuple[SizeClas
     return sought.owner, prefix.held(state, used, scope)
 
 
-def _note(state: State, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
+def _note(state: State, copy: TierCopy, done: Bools) -> None:
     """The request has found these blocks, if it is still there."""
     sought = copy.sought
     if sought is None or sought.is_over or not done.any():
@@ -230,7 +228,7 @@ def _give_up(tier: Tier, found: Search, rows: Slots) -> None:
     search.absent(found.sought, found, rows)
 
 
-def ended(turn: Turn, copy: TierCopy, done: npt.NDArray[np.bool_]) -> None:
+def ended(turn: Turn, copy: TierCopy, done: Bools) -> None:
     """What has come is readable; the rest is a miss for who sought it."""
     state, sought = turn.state, copy.sought
     assert sought is not None, "a read is for somebody"
@@ -272,9 +270,7 @@ def _wake_some(below: Below) -> None:
         below.due.append(below.stalled.popitem(last=False)[0])
 
 
-def _tell_seeker(
-    state: State, sought: Sought, tags: npt.NDArray[np.uint64], come: npt.NDArray[np.bool_]
-) -> None:
+def _tell_seeker(state: State, sought: Sought, tags: npt.NDArray[np.uint64], come: Bools) -> None:
     for tag in tags[~come].tolist():
         known = sought.blocks.get(tag)
         if known is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.core.actions import ClearTier
 from kvd.core.events import (
@@ -15,6 +14,7 @@ from kvd.core.events import (
     TierGone,
     TierStarted,
 )
+from kvd.core.keys import Bools
 from kvd.core.model.state import Namespace
 from kvd.core.model.tiers import CopyKind, Tier, TierCopy, TierPace, TierState
 from kvd.core.model.turn import Turn
@@ -105,8 +105,8 @@ def _note_pace(turn: Turn, tier: Tier, copy: TierCopy, event: TierCopyEnded) -> 
 def _end(
     turn: Turn,
     copy: TierCopy,
-    done: npt.NDArray[np.bool_],
-    damaged: npt.NDArray[np.bool_] | None = None,
+    done: Bools,
+    damaged: Bools | None = None,
 ) -> None:
     copy.tier.copies.pop(copy.copy, None)
     if copy.kind is CopyKind.READ:

@@ -9,12 +9,11 @@ is offered or used again, and before it is evicted.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from kvd.core.actions import WriteToTier
 from kvd.core.blocks import namespaces, slot_lifecycle
 from kvd.core.claims import damage, hand_off
-from kvd.core.keys import ScopeName, Slots
+from kvd.core.keys import Bools, ScopeName, Slots
 from kvd.core.model.job import Part
 from kvd.core.model.size_class import SizeClass
 from kvd.core.model.slots import READY
@@ -164,8 +163,8 @@ def _begin(turn: Turn, tier: Tier, owner: SizeClass, scope: Scope, slots: Slots)
 def ended(
     turn: Turn,
     copy: TierCopy,
-    done: npt.NDArray[np.bool_],
-    damaged: npt.NDArray[np.bool_] | None = None,
+    done: Bools,
+    damaged: Bools | None = None,
 ) -> None:
     """What the tier took, it has. What proved damaged on the way is nobody's any more."""
     state, tier = turn.state, copy.tier

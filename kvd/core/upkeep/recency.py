@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvd.core.actions import WriteStamps
-from kvd.core.keys import Slots
+from kvd.core.keys import NO_SLOTS, Slots
 from kvd.core.model.slots import READY, STAMP_SHIFT
 from kvd.core.model.turn import Turn
 
@@ -43,7 +43,7 @@ def write_down(turn: Turn) -> None:
         looked_at += row.slots
         if not left or looked_at >= SLOTS_LOOKED_AT:
             break
-    slots = np.concatenate([np.empty(0, dtype=np.int64), *found])
+    slots = np.concatenate([NO_SLOTS, *found])
     if len(slots):
         stamps = table.noted[slots] = table.stamps[slots]
         turn.orders.append(WriteStamps(slots, stamps.astype(np.uint64) << np.uint64(STAMP_SHIFT)))

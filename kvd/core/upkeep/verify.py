@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvd.core.keys import U64, Slots
+from kvd.core.keys import NO_SLOTS, U64, Bools, Slots
 from kvd.core.model.size_class import Row, SizeClass, Tally
 from kvd.core.model.slots import SlotState
 from kvd.core.model.state import Namespace, State
@@ -156,8 +156,7 @@ def _claims(state: State) -> tuple[Slots, Slots] | None:
         copies += [row.withheld, row.copied_into, row.left]
     if sum(map(len, claims)) + sum(map(len, copies)) > CLAIMED_BLOCKS_LOOKED_AT:
         return None
-    nothing = np.empty(0, dtype=np.int64)
-    return np.concatenate([nothing, *claims]), np.concatenate([nothing, *copies])
+    return np.concatenate([NO_SLOTS, *claims]), np.concatenate([NO_SLOTS, *copies])
 
 
 # -- a group's counts -----------------------------------------------------------------------------
@@ -239,7 +238,7 @@ def _free_slots(state: State, owner: SizeClass) -> list[Finding]:
         row.first_slot + np.flatnonzero(state.slots.state[row.span] == SlotState.FREE)
         for row in lasting
     ]
-    due = np.sort(np.concatenate([np.empty(0, dtype=np.int64), *free]))
+    due = np.sort(np.concatenate([NO_SLOTS, *free]))
     there = np.sort(owner.free.all())
     if np.array_equal(due, there):
         return []
@@ -259,7 +258,7 @@ class SomeBlocks(NamedTuple):
 
     row: Row
     ordinals: Slots
-    ready: npt.NDArray[np.bool_]
+    ready: Bools
 
     @property
     def readable(self) -> Slots:
