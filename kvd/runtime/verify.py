@@ -118,7 +118,7 @@ class Verifier:
             await self._others()
             for owner in namespace.classes:
                 for _ in range(TRIES):
-                    if state.classes.get(owner.name) is not owner or await self._count(look, owner):
+                    if not state.is_there(owner) or await self._count(look, owner):
                         break
                 else:
                     look.add(None)

@@ -399,6 +399,10 @@ class State:
         else:
             del self.in_flight[scope]
 
+    def is_there(self, owner: SizeClass) -> bool:
+        """Whether the class is not gone; then another may have its name."""
+        return self.classes.get(owner.name) is owner
+
     def require_session(self, session: SessionId) -> Session:
         found = self.sessions.get(session)
         if found is None or not found.is_open:

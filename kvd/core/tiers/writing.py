@@ -110,7 +110,7 @@ def forget_late(tier: Tier) -> None:
 
 def _still_of(state: State, owner: SizeClass, slots: Slots) -> Slots:
     """Those that belong to the class; which block each holds by now is of no importance."""
-    if state.classes.get((owner.namespace, owner.group)) is not owner:
+    if not state.is_there(owner):
         return slots[:0]
     rows = slots // state.slots_per_extent
     kept = [row for row in np.unique(rows).tolist() if row in owner.rows]

@@ -69,5 +69,4 @@ def _next_in_use(state: State) -> list[SizeClass]:
             turns.extend(state.namespaces[namespace].classes)
     chosen = [turns.popleft() for _ in range(min(len(turns), CLASSES_A_TICK))]
     idle = state.expiring.namespaces
-    known = (c for c in chosen if state.classes.get((c.namespace, c.group)) is c)
-    return [c for c in known if c.namespace not in idle]
+    return [c for c in chosen if state.is_there(c) and c.namespace not in idle]

@@ -173,7 +173,7 @@ def namespace_sums(state: State, namespace: Namespace) -> list[Finding]:
     found = _sum_of(namespace.tally, parts, place)
     if state.by_fingerprint.get(namespace.spec.fingerprint) is not namespace:
         found.append(Finding("namespaces", place, "its fingerprint is another's"))
-    if any(state.classes.get(owner.name) is not owner for owner in namespace.classes):
+    if not all(state.is_there(owner) for owner in namespace.classes):
         found.append(Finding("namespaces", place, "a group of it is not filed under its name"))
     return found
 
@@ -279,7 +279,7 @@ def row_itself(state: State, row: Row) -> list[Finding]:
         found.append(Finding("rows", row_place(row), "it is filed under another number"))
     if row.size_class.rows.get(row.row) is not row:
         found.append(Finding("rows", row_place(row), "its group doesn't know it"))
-    if state.classes.get(row.size_class.name) is not row.size_class:
+    if not state.is_there(row.size_class):
         found.append(Finding("rows", row_place(row), "it is of a group that is not known"))
     return found
 
